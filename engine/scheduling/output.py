@@ -1,0 +1,78 @@
+"""What one step computes (scheduler -> model) and what came of it (model -> scheduler).
+
+A request's data is sent once, when it first runs; afterwards only what changed. A resumed request (it was
+preempted, and its blocks are all new) sends everything again and replaces what the model runner knew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from kvtransfer.base import ConnectorMetadata
+from wire.sampling import SamplingParams, TokenLogprobs
+
+BlockIds = list[list[int]]
+"""For each KV cache group, block ids in token order."""
+
+
+@dataclasses.dataclass(slots=True)
+class NewRequestData:
+    """A request that the runner has not seen before."""
+
+    req_id: str
+    token_ids: list[int]  # prompt and, for a request that began elsewhere or was handed over, its output so far
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    block_ids: BlockIds
+    num_computed_tokens: int  # before this step
+    lora: str | None = None
+
+
+@dataclasses.dataclass(slots=True)
+class CachedRequestData:
+    """Requests that the runner knows, as parallel lists. Order is the order of scheduling."""
+
+    req_ids: list[str] = dataclasses.field(default_factory=list)
+    num_computed_tokens: list[int] = dataclasses.field(default_factory=list)  # before this step
+    new_block_ids: list[BlockIds | None] = dataclasses.field(default_factory=list)  # None: none in this step
+    # For these ids `new_block_ids` replaces the block table instead of growing it, and the token ids follow.
+    resumed_req_ids: set[str] = dataclasses.field(default_factory=set)
+    resumed_token_ids: dict[str, list[int]] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(slots=True)
+class SchedulerOutput:
+    new_reqs: list[NewRequestData]
+    cached_reqs: CachedRequestData
+    num_scheduled_tokens: dict[str, int]  # in scheduling order
+    total_num_scheduled_tokens: int
+    spec_token_ids: dict[str, list[int]]  # drafts to verify, already counted in num_scheduled_tokens
+    num_common_prefix_blocks: list[int]  # per group: leading blocks that every running request shares
+    finished_req_ids: set[str]  # ended since the last step: the runner forgets them
+    preempted_req_ids: set[str]
+    new_block_ids_to_zero: list[int] = dataclasses.field(default_factory=list)
+    connector_metadata: ConnectorMetadata | None = None
+
+    def new_block_ids(self, request_id: str) -> Sequence[Sequence[int]]:
+        """Blocks that a request already running got in this step (`kvtransfer.base.ScheduledStep`)."""
+        cached = self.cached_reqs
+        try:
+            blocks = cached.new_block_ids[cached.req_ids.index(request_id)]
+        except ValueError:
+            blocks = None
+        return blocks if blocks is not None else ()
+
+
+@dataclasses.dataclass(slots=True)
+class ModelOutput:
+    """What the model made of a step.
+
+    `sampled_token_ids[id]` holds one token for a request whose last scheduled token was its newest, more when
+    drafts were accepted, and nothing (or no entry) for one whose prompt is not finished.
+    """
+
+    sampled_token_ids: dict[str, list[int]]
+    logprobs: dict[str, list[TokenLogprobs]] = dataclasses.field(default_factory=dict)
+    prompt_logprobs: dict[str, list[TokenLogprobs | None]] = dataclasses.field(default_factory=dict)
+    draft_token_ids: dict[str, list[int]] = dataclasses.field(default_factory=dict)  # proposals for the next step

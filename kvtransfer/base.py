@@ -1,0 +1,296 @@
+"""The connector contract: who plans a KV transfer, who moves the bytes, who owns a block, and until when.
+
+A connector has two halves. The scheduler half plans and never touches a tensor; the worker half moves bytes
+and never blocks the engine's step. The engine calls both from its one step thread, in this order per step:
+
+    scheduler half                                   worker half
+    on_new_request
+    get_num_new_matched_tokens ┐ while the step
+    update_state_after_alloc   ┘ is scheduled
+    build_connector_meta  ─────── metadata ────────▶ bind_connector_metadata
+                                                     handle_preemptions
+                                                     start_load_kv
+                                                     (forward pass: wait_for_layer_load, save_kv_layer)
+                                                     wait_for_save
+    update_connector_output ◀──── output ─────────── get_finished
+    request_finished (for each request that ended in this step)
+
+A step may have nothing to compute; the worker half is driven all the same, so that plans go out and
+completions come in. When something happens between steps (a block run arrived, a peer was lost), the
+connector calls `ConnectorContext.wake`, and the engine steps.
+
+**Who owns a block.** A block belongs to its request until the request ends. Then:
+
+- *Producer*: `request_finished` returns True to keep the request's blocks: the connector still sends them.
+  The engine frees them when the request's id appears in `finished_sending`. A connector puts each id that it
+  kept there exactly once, when its last byte has left and been confirmed, when the lease ended, when the
+  transfer was cancelled, or when the peer died; never while a handle that reads them is in flight.
+- *Consumer*: the blocks of a request in WAITING_FOR_REMOTE_KVS may be written by a peer at any moment. The
+  engine reuses none of them before the id appears in `finished_recving` or `failed_recving`. A connector puts
+  it in exactly one of the two, exactly once, and only when nothing can write to the blocks any more. That holds
+  for a request that was aborted while it waited, too: `request_finished` then returns True, the connector tells
+  the peer, and the id appears in `failed_recving` when the peer has confirmed or is known to be dead.
+"""
+
+from __future__ import annotations
+
+import abc
+import enum
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+from wire.requests import KVTransferParams
+
+if TYPE_CHECKING:
+    import torch
+
+
+class TransferRequest(Protocol):
+    """What a connector may see of a request. The engine's Request satisfies it."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def all_token_ids(self) -> Sequence[int]:
+        """Prompt, then output. A request that moved here from a lost node arrives with output tokens already."""
+        ...
+
+    @property
+    def num_prompt_tokens(self) -> int: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def num_computed_tokens(self) -> int: ...
+    @property
+    def output_token_ids(self) -> Sequence[int]: ...
+    @property
+    def cache_salt(self) -> str | None: ...
+    @property
+    def lora(self) -> str | None: ...
+    @property
+    def transfer(self) -> KVTransferParams | None: ...
+
+
+class ScheduledStep(Protocol):
+    """What a connector may see of a step when it builds its metadata."""
+
+    @property
+    def num_scheduled_tokens(self) -> dict[str, int]:
+        """request id -> tokens computed in this step."""
+        ...
+
+    @property
+    def preempted_req_ids(self) -> set[str]: ...
+
+    def new_block_ids(self, request_id: str) -> Sequence[Sequence[int]]:
+        """Blocks that a request already running got in this step, per group; empty lists when none."""
+        ...
+
+
+BlockIds = Sequence[Sequence[int]]
+"""A request's block table: for each KV cache group, the ids of its blocks in prompt order."""
+
+
+class ConnectorMetadata:
+    """What the scheduler half tells the worker half about one step. Each connector has its own subclass."""
+
+
+class Handoff(msgspec.Struct, frozen=True):
+    """A verified transfer, as the consumer's scheduler sees it."""
+
+    first_token: int  # the token at position `num_tokens`, sampled by the producer
+    num_tokens: int  # tokens whose KV is now here, local prefix included
+
+
+class LoadFailure(msgspec.Struct, frozen=True):
+    """A load that will not complete. The first `valid_tokens` of the request's tokens are right all the same."""
+
+    reason: str
+    valid_tokens: int = 0
+
+
+class ConnectorOutput(msgspec.Struct):
+    """What happened to transfers since the last step. Ids appear at most once over a request's life."""
+
+    finished_sending: set[str] = msgspec.field(default_factory=set)
+    finished_recving: dict[str, Handoff] = msgspec.field(default_factory=dict)
+    failed_recving: dict[str, LoadFailure] = msgspec.field(default_factory=dict)
+    invalid_block_ids: set[int] = msgspec.field(default_factory=set)
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.finished_sending or self.finished_recving or self.failed_recving or self.invalid_block_ids)
+
+
+class TransferStats(msgspec.Struct):
+    """Totals since start. The worker half keeps them; the node reports them."""
+
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    blocks_sent: int = 0
+    blocks_received: int = 0
+    outcomes: dict[str, int] = msgspec.field(default_factory=dict)
+    leases_expired: int = 0
+    malformed_frames: int = 0
+    in_progress: int = 0  # a gauge: transfers under way now, on either side
+
+
+class LoadFailurePolicy(enum.StrEnum):
+    RECOMPUTE = "recompute"  # the decode node computes what is missing itself
+    FAIL = "fail"  # the request ends with a TransferError
+
+
+class KVCacheMemory(msgspec.Struct, frozen=True):
+    """The KV cache as the worker half sees it.
+
+    `tensor` is [num_blocks, slots, 2, num_kv_heads, block_size, head_dim], contiguous: all layers of a block lie
+    side by side, so a whole block is one run of bytes and one descriptor. Slot s holds layer s of its group.
+    """
+
+    tensor: torch.Tensor
+    model: str
+    num_layers: int
+    num_groups: int
+
+    @property
+    def num_blocks(self) -> int:
+        return int(self.tensor.shape[0])
+
+    @property
+    def slots(self) -> int:
+        return int(self.tensor.shape[1])
+
+    @property
+    def num_kv_heads(self) -> int:
+        return int(self.tensor.shape[3])
+
+    @property
+    def block_size(self) -> int:
+        return int(self.tensor.shape[4])
+
+    @property
+    def head_dim(self) -> int:
+        return int(self.tensor.shape[5])
+
+    @property
+    def block_bytes(self) -> int:
+        return int(self.tensor[0].numel() * self.tensor.element_size())
+
+
+class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`transfer:` in tandem.yaml."""
+
+    connector: str = "nixl"  # a registered name, or "package.module:Factory"
+    direction: str = "push"
+    lease_s: float = 10.0  # how long a producer holds blocks for a consumer that does not renew
+    timeout_s: float = 60.0  # how long a consumer waits for one transfer before it computes the prompt itself
+    handshake_timeout_s: float = 5.0
+    on_failure: LoadFailurePolicy = LoadFailurePolicy.RECOMPUTE
+    options: dict[str, str] = {}  # the connector's own, checked by it
+
+
+class ConnectorContext(msgspec.Struct, frozen=True):
+    """What a connector is given when it is made."""
+
+    node_id: str
+    epoch: int
+    host: str  # the address to bind side channels to
+    block_size: int
+    config: TransferConfig
+    wake: Callable[[], None]  # thread-safe: asks the engine to step soon
+
+
+class SchedulerConnector(abc.ABC):
+    """The half that plans. Called by the scheduler, from the step thread, at these points and no other."""
+
+    def on_new_request(self, request: TransferRequest) -> None:
+        """The scheduler has accepted the request. Nothing is allocated yet."""
+
+    @abc.abstractmethod
+    def get_num_new_matched_tokens(
+        self, request: TransferRequest, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """How many tokens beyond the `num_computed_tokens` found locally can come from outside.
+
+        (None, _) asks to be asked again in a later step. (n, True) means that they arrive while other steps run:
+        the request waits in WAITING_FOR_REMOTE_KVS. (n, False) means that they are there when the step runs.
+        """
+
+    @abc.abstractmethod
+    def update_state_after_alloc(
+        self, request: TransferRequest, block_ids: BlockIds, num_external_tokens: int
+    ) -> None:
+        """The request has blocks now; `num_external_tokens` of its tokens were claimed by this connector.
+
+        On a producer this is where its blocks are paired with the destination's: the transfer plan.
+        """
+
+    @abc.abstractmethod
+    def build_connector_meta(self, step: ScheduledStep) -> ConnectorMetadata:
+        """Everything that the worker half must know of this step. Must not change `step`."""
+
+    def update_connector_output(self, output: ConnectorOutput) -> None:
+        """What the worker half reported; called before the scheduler acts on it."""
+
+    def request_finished(self, request: TransferRequest, block_ids: BlockIds) -> bool:
+        """The request has ended, its blocks are still its own. True keeps them: see the module's docstring."""
+        return False
+
+    def has_pending_work(self) -> bool:
+        """True while there are plans that no metadata has carried yet: the engine steps again at once."""
+        return False
+
+    def take_events(self) -> Iterable[object]:
+        """KV cache events of tiers that this connector owns, since the last call."""
+        return ()
+
+
+class WorkerConnector(abc.ABC):
+    """The half that moves bytes. Called by the engine, from the step thread; nothing here may wait."""
+
+    @property
+    def peer_endpoint(self) -> str:
+        """Where other nodes reach this connector; "" when they need not."""
+        return ""
+
+    @abc.abstractmethod
+    def register_kv_caches(self, memory: KVCacheMemory) -> None:
+        """Once, before the first step."""
+
+    @abc.abstractmethod
+    def bind_connector_metadata(self, metadata: ConnectorMetadata) -> None: ...
+
+    def handle_preemptions(self) -> None:
+        """Blocks of preempted requests may be reused in this step: nothing that touches them may be in flight
+        when this returns. The one place where a connector may wait, and briefly."""
+
+    def start_load_kv(self) -> None:
+        """The step begins: set loads in motion."""
+
+    def wait_for_layer_load(self, layer: int) -> None:
+        """Layer `layer` is about to be read. Only synchronous loads wait here."""
+
+    def save_kv_layer(self, layer: int) -> None:
+        """Layer `layer` of the step's tokens has been written."""
+
+    def wait_for_save(self) -> None:
+        """The forward pass is over: all layers of the step's tokens have been written."""
+
+    @abc.abstractmethod
+    def get_finished(self, finished_req_ids: set[str]) -> ConnectorOutput:
+        """What completed since the last call. `finished_req_ids` ended in the scheduler since the last step."""
+
+    def stats(self) -> TransferStats:
+        """A snapshot; may be called from any thread."""
+        return TransferStats()
+
+    def shutdown(self) -> None:
+        """Stop every thread, close every socket, give back every registration. Idempotent."""
+
+
+class ConnectorFactory(Protocol):
+    """What a connector's module exports and the registry names."""
+
+    def __call__(self, context: ConnectorContext) -> tuple[SchedulerConnector, WorkerConnector]: ...

@@ -1,0 +1,11 @@
+"""What crosses a process boundary: one typed message per hop, and the sockets that carry them.
+
+Floor 1: imports nothing of ours. Everything is msgspec; nothing here or above ever unpickles bytes.
+
+    errors      the tree of everything that can go wrong, with the code a client sees
+    sampling    how a request wants its tokens chosen
+    nodes       who is in the cluster: identity, role, epoch, addresses
+    requests    router -> node (Submit, Cancel, Ping) and node -> router (TokenBatch, NodeStatus)
+    handoff     node -> node: how a prefill node and a decode node agree on a KV transfer
+    sockets     Inbox (receives, in its own thread) and Outbox (sends, from any thread)
+"""

@@ -1,0 +1,47 @@
+"""Who is in the cluster."""
+
+from __future__ import annotations
+
+import enum
+import secrets
+
+import msgspec
+
+
+class Role(enum.StrEnum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+    AGGREGATED = "aggregated"  # does both; never sends KV away
+
+
+class NodeState(enum.StrEnum):
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"  # finishes what it has, takes nothing new
+    FAILED = "failed"
+
+
+class NodeInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A node as the controller announces it to the routers. A restarted node has a new epoch."""
+
+    node_id: str
+    role: Role
+    epoch: int
+    request_endpoint: str  # where routers send Submit, Cancel and Ping
+    peer_endpoint: str  # where other nodes send handoff messages; "" when there is no connector
+    model: str
+    max_model_len: int
+    block_size: int
+
+
+def new_epoch() -> int:
+    """Unguessable and, for all purposes here, never the same twice."""
+    return secrets.randbits(62)
+
+
+class PeerAddress(msgspec.Struct, frozen=True):
+    """The other side of a KV transfer: which node, which incarnation of it, and where it listens."""
+
+    node_id: str
+    epoch: int
+    endpoint: str

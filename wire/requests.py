@@ -1,0 +1,130 @@
+"""Router -> node and node -> router.
+
+A router binds one Inbox and names it as `reply_to`; a node answers every router there, one TokenBatch per
+engine step for all of that router's requests. A router pings each node once a second; a node sends its
+NodeStatus to every router that pinged it lately, and aborts the requests of one that fell silent.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+from wire.errors import WireError
+from wire.nodes import NodeState, PeerAddress, Role
+from wire.sampling import FinishReason, SamplingParams, TokenLogprobs
+
+
+class TransferRole(enum.StrEnum):
+    PRODUCE = "produce"  # compute the prompt here, send its KV to the peer
+    CONSUME = "consume"  # the peer computes the prompt; wait for its KV
+
+
+class KVTransferParams(msgspec.Struct, frozen=True):
+    """This node's part in one KV transfer. Made by the router, never accepted from a client."""
+
+    transfer_id: str  # unguessable; the same on both nodes
+    role: TransferRole
+    peer: PeerAddress
+
+
+class Submit(msgspec.Struct, frozen=True, tag="submit", omit_defaults=True, forbid_unknown_fields=True):
+    """Start a request. With `transfer` both nodes get one, at the same time, under the same request id."""
+
+    request_id: str
+    reply_to: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    timeout_s: float  # what is left of the request's deadline; a duration, because clocks disagree
+    output_token_ids: list[int] = []  # tokens it already has, when it moves here from a lost node
+    transfer: KVTransferParams | None = None
+    priority: int = 0  # lower runs first, under the priority policy
+    cache_salt: str | None = None
+    lora: str | None = None
+
+
+class Cancel(msgspec.Struct, frozen=True, tag="cancel", forbid_unknown_fields=True):
+    """Forget these requests in whatever phase they are. Unknown ids are not an error: they may have ended."""
+
+    reply_to: str
+    request_ids: list[str]
+
+
+class Ping(msgspec.Struct, frozen=True, tag="ping", forbid_unknown_fields=True):
+    """The router is alive; answer with a NodeStatus."""
+
+    reply_to: str
+
+
+ToNode = Submit | Cancel | Ping
+
+
+class TokenChunk(msgspec.Struct, frozen=True, omit_defaults=True):
+    """New output tokens of one request.
+
+    `start` is the index of the first of them in the request's output. Both nodes report the first token
+    (the prefill node because it sampled it, the decode node because it began from it), so a receiver drops
+    what it already has by index, and the loss of either report loses nothing.
+    """
+
+    request_id: str
+    start: int
+    token_ids: list[int]
+    finish: FinishReason | None = None
+    stop_token: int | None = None  # which stop token ended it, with finish=stop
+    error: WireError | None = None  # with finish=error
+    logprobs: list[TokenLogprobs] | None = None  # one per token id
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # once, on the first chunk
+    cached_tokens: int | None = None  # prompt tokens found in the prefix cache; once, on the first chunk
+
+
+class TokenBatch(msgspec.Struct, frozen=True, tag="tokens"):
+    node_id: str
+    epoch: int
+    chunks: list[TokenChunk]
+
+
+class NodeCounters(msgspec.Struct, frozen=True):
+    """Totals since the node's epoch began. Only ever grow."""
+
+    requests_started: int = 0
+    requests_finished: dict[str, int] = {}  # by finish reason
+    prompt_tokens_computed: int = 0  # tokens of prompts that went through the model here
+    prompt_tokens_cached: int = 0  # tokens of prompts found in the local prefix cache
+    prompt_tokens_received: int = 0  # tokens of prompts whose KV came from a peer
+    output_tokens: int = 0
+    preemptions: int = 0
+    steps: int = 0
+    step_seconds: float = 0.0
+    malformed_frames: int = 0
+    transfer_bytes_sent: int = 0
+    transfer_bytes_received: int = 0
+    transfer_blocks_sent: int = 0
+    transfer_blocks_received: int = 0
+    transfers_finished: dict[str, int] = {}  # by outcome: "sent", "received", or why it ended otherwise
+    leases_expired: int = 0
+    speculative_drafted: int = 0
+    speculative_accepted: int = 0
+
+
+class NodeStatus(msgspec.Struct, frozen=True, tag="status"):
+    """A node's own account of itself, a few times a second. `step_age_s` betrays a wedged engine."""
+
+    node_id: str
+    role: Role
+    epoch: int
+    state: NodeState
+    free_blocks: int
+    total_blocks: int
+    running: int
+    waiting: int
+    waiting_tokens: int  # prompt tokens not yet computed of everything queued and running
+    transfers: int  # under way
+    held_blocks: int  # of finished requests, until their transfer is confirmed
+    step_age_s: float  # since the engine last completed a step or found itself idle
+    counters: NodeCounters
+    detail: str = ""  # why, when failed
+
+
+ToRouter = TokenBatch | NodeStatus

@@ -1,0 +1,49 @@
+"""How a request wants its tokens chosen, and how it ends."""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+
+class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Checked by the router against the API's limits; nodes trust the ranges but not the sender's sizes.
+
+    `seed` is never absent: the router draws one for a request that has none, so that any node
+    continues the request exactly. A token's noise is a function of (seed, position) alone.
+    """
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0  # 0 is greedy: exact argmax
+    top_p: float = 1.0
+    top_k: int = 0  # 0 is off
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    bad_words: list[list[int]] = []  # each a token sequence that must not be completed
+    stop_token_ids: list[int] = []  # besides the model's own end-of-sequence tokens
+    ignore_eos: bool = False
+    seed: int = 0
+    logprobs: int | None = None  # how many alternatives beside the chosen token; None is off
+    prompt_logprobs: int | None = None
+
+
+class FinishReason(enum.StrEnum):
+    STOP = "stop"  # an end-of-sequence or stop token was sampled
+    LENGTH = "length"  # max_tokens or the context is used up
+    HANDOFF = "handoff"  # the prefill node is done; the decode node goes on. Not the request's end
+    ABORT = "abort"  # cancelled by its owner
+    ERROR = "error"  # the chunk's `error` says why
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities at one position: the token that stands there, and the best alternatives."""
+
+    token_id: int
+    logprob: float
+    rank: int  # 1 is the most likely
+    top: list[tuple[int, float]] = []

@@ -1,0 +1,166 @@
+"""The two ends of every message stream: an Inbox binds and receives, an Outbox connects and sends.
+
+One direction per socket (ZMQ PUSH/PULL): a reply travels through the asker's own Inbox, whose endpoint the
+question names. So no end keeps per-connection state, a restarted process is simply a new endpoint, and any
+thread may send. High-water marks are explicit, and a message that cannot be queued is an error to its sender,
+never a silent drop.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import zmq
+
+from wire.errors import InternalError, NodeLost
+
+logger = logging.getLogger(__name__)
+
+M = TypeVar("M")
+
+# A frame this large is a mistake or an attack: the longest legitimate one is a prompt of a few million ids.
+MAX_FRAME_BYTES = 64 << 20
+SEND_QUEUE_FRAMES = 100_000
+
+
+class Inbox(Generic[M]):
+    """Receives messages of one type in a thread of its own, and hands each to `on_message` there.
+
+    A frame that does not decode is counted in `malformed` and dropped; nothing a peer sends ends the thread.
+    An exception out of `on_message` is logged and counted in `handler_errors`: the stream goes on.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        message_type: Any,
+        on_message: Callable[[M], None],
+        *,
+        name: str,
+        port: int = 0,
+    ) -> None:
+        self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(message_type)
+        self._on_message = on_message
+        self._name = name
+        self.malformed = 0
+        self.handler_errors = 0
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PULL)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        self._socket.bind(f"tcp://{host}:{port or '*'}")
+        self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        # An inproc pair, so that close() wakes the thread instead of a timeout polling for it.
+        stop_address = f"inproc://stop-{id(self)}"
+        self._stop_receiver = self._context.socket(zmq.PAIR)
+        self._stop_receiver.bind(stop_address)
+        self._stop_sender = self._context.socket(zmq.PAIR)
+        self._stop_sender.connect(stop_address)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._receive, name=name, daemon=True)
+        self._thread.start()
+
+    def _receive(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._stop_receiver, zmq.POLLIN)
+        while not self._closed.is_set():
+            ready = dict(poller.poll())
+            if self._stop_receiver in ready:
+                return
+            frames = self._socket.recv_multipart()
+            try:
+                if len(frames) != 1:
+                    raise msgspec.DecodeError(f"{len(frames)} frames, expected 1")
+                message = self._decoder.decode(frames[0])
+            # RecursionError: nesting that msgspec refuses by raising what the interpreter raises.
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                self.malformed += 1
+                logger.warning("%s: refused a malformed frame of %d bytes: %s", self._name, len(frames[0]), error)
+                continue
+            try:
+                self._on_message(message)
+            except Exception:
+                self.handler_errors += 1
+                logger.exception("%s: handling %s failed", self._name, type(message).__name__)
+
+    def close(self) -> None:
+        """Stop receiving. Idempotent; returns when the thread has ended."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        self._stop_sender.send(b"")
+        self._thread.join(timeout=5)
+        if self._thread.is_alive():
+            raise InternalError(f"{self._name}: the receiving thread did not end within 5 s of close()")
+        for socket in (self._socket, self._stop_receiver, self._stop_sender):
+            socket.close(linger=0)
+        self._context.term()
+
+
+class Outbox:
+    """Sends messages to named endpoints, without blocking, from any thread.
+
+    Connections are made on first use and kept until `forget`. Messages to one endpoint arrive in the order
+    they were sent. Delivery is not confirmed: whoever needs to know asks for an answer and sets a deadline.
+    """
+
+    def __init__(self) -> None:
+        self._encoder = msgspec.msgpack.Encoder()
+        self._context = zmq.Context()
+        self._sockets: dict[str, zmq.Socket[bytes]] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def send(self, endpoint: str, message: msgspec.Struct) -> None:
+        """Raises NodeLost when the endpoint's queue is full: its reader has been gone or stuck for long."""
+        frame = self._encoder.encode(message)
+        with self._lock:
+            if self._closed:
+                return
+            socket = self._sockets.get(endpoint)
+            if socket is None:
+                socket = self._connect(endpoint)
+            try:
+                socket.send(frame, zmq.NOBLOCK)
+            except zmq.Again:
+                raise NodeLost(
+                    f"{endpoint} has not read {SEND_QUEUE_FRAMES} messages; it is gone or stuck"
+                ) from None
+
+    def _connect(self, endpoint: str) -> zmq.Socket[bytes]:
+        socket = self._context.socket(zmq.PUSH)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.SNDHWM, SEND_QUEUE_FRAMES)
+        socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        try:
+            socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            socket.close(linger=0)
+            raise NodeLost(f"cannot connect to {endpoint!r}: {error}") from error
+        self._sockets[endpoint] = socket
+        return socket
+
+    def forget(self, endpoint: str) -> None:
+        """Drop the connection and whatever is queued on it."""
+        with self._lock:
+            socket = self._sockets.pop(endpoint, None)
+        if socket is not None:
+            socket.close(linger=0)
+
+    def close(self, linger_ms: int = 200) -> None:
+        """Idempotent. Waits up to `linger_ms` for queued messages to leave."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            sockets, self._sockets = self._sockets, {}
+        for socket in sockets.values():
+            socket.close(linger=linger_ms)
+        self._context.term()
