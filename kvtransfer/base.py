@@ -255,6 +255,11 @@ class WorkerConnector(abc.ABC):
         """Where other nodes reach this connector; "" when they need not."""
         return ""
 
+    @property
+    def layerwise(self) -> bool:
+        """True to be called inside the forward pass, layer by layer; it costs the pass a call per layer."""
+        return False
+
     @abc.abstractmethod
     def register_kv_caches(self, memory: KVCacheMemory) -> None:
         """Once, before the first step."""
