@@ -1,0 +1,54 @@
+"""One step's work as the forward pass sees it: every request's tokens, flattened end to end, without padding.
+
+Requests that compute one token (decodes) come first, so that rows [0, num_decodes) are theirs and one kernel
+can take them together; longer chunks (prompts, and tokens with drafts behind them) follow.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Batch:
+    """T tokens of R requests. Tensors lie on the model's device; every one is contiguous.
+
+    Request r owns rows query_start[r] .. query_start[r+1]. Its last row is its token number context_lens[r] - 1,
+    so its row i stands at position context_lens[r] - query_start[r+1] + i, and may attend to itself and every
+    earlier position (in a sliding group: to the last `window` of them, itself included).
+
+    Token at position p of request r, in group g, has its KV in block block_tables[g][r, p // block_size] at
+    offset p % block_size. Columns beyond a request's blocks hold 0, the null block. So do blocks that slid out of
+    a sliding group's window: they are never read. KV of the batch's own tokens is written before it is read.
+
+    Tensors may be views of buffers that the next step overwrites: nothing may keep them.
+    """
+
+    token_ids: torch.Tensor  # int64 [T]
+    positions: torch.Tensor  # int64 [T]
+    query_start: torch.Tensor  # int32 [R + 1]
+    context_lens: torch.Tensor  # int32 [R], this step's tokens included
+    slot_mapping: tuple[
+        torch.Tensor, ...
+    ]  # per group, int64 [T]: block id * block_size + offset, to write KV to
+    block_tables: tuple[torch.Tensor, ...]  # per group, int32 [R, at least the longest request's blocks]
+    logit_rows: torch.Tensor  # int64 [S], ascending: the rows whose logits are wanted; may be empty
+    num_decodes: int  # the first requests, with one row each
+    max_query_len: int
+    max_context_len: int
+    # The same as query_start and context_lens, in host memory: reading them never waits for the device.
+    host_query_start: np.ndarray  # int32 [R + 1]
+    host_context_lens: np.ndarray  # int32 [R]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.token_ids.shape[0]
+
+    @property
+    def num_requests(self) -> int:
+        return self.context_lens.shape[0]
