@@ -1,5 +1,358 @@
-"""Where a node is configured (kept here for the launcher's import)."""
+"""What a prefill node and a decode node share above the loop: requests in, token batches out, an honest status.
 
-from engine.node_config import NodeConfig, NodeTimeouts
+Transport-free: messages come in through `receive` and leave through a `send` function. A role differs only in
+which requests it takes and how one of them ends (`RoleRules`).
 
-__all__ = ["NodeConfig", "NodeTimeouts"]
+Who may end a request, and who hears of it:
+- the engine (a stop token, the length, a failed transfer): its router gets a chunk with the finish reason;
+- its deadline: its router gets a chunk with error `deadline_exceeded`;
+- its router's Cancel, or the router's silence: nobody is told, there is nobody who wants to know;
+- the failure of this node: every router gets an error chunk for every request, then a status that says FAILED.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import logging
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from engine.core import Engine
+from engine.loop import EngineLoop, Mailbox
+from engine.node_config import NodeConfig
+from engine.request import Request
+from engine.scheduling.stats import SchedulerStats
+from engine.scheduling.update import RequestUpdate
+from wire.errors import DeadlineExceeded, InternalError, InvalidRequest, NodeLost, TandemError, Unavailable, WireError
+from wire.nodes import NodeState, Role
+from wire.requests import (
+    Cancel,
+    NodeCounters,
+    NodeStatus,
+    Ping,
+    Submit,
+    TokenBatch,
+    TokenChunk,
+    ToNode,
+)
+from wire.sampling import FinishReason, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+Send = Callable[[str, msgspec.Struct], None]
+"""Queues a message for an endpoint; raises NodeLost when nobody reads there."""
+
+
+class RoleRules(Protocol):
+    @property
+    def role(self) -> Role: ...
+
+    def sampling_for(self, submit: Submit) -> SamplingParams:
+        """What this node is to sample of the request. Raises InvalidRequest for one that is not its business."""
+        ...
+
+    def finish_of(self, submit: Submit, update: RequestUpdate) -> FinishReason | None:
+        """How an update's finish reason reads to the router."""
+        ...
+
+
+@dataclasses.dataclass(slots=True)
+class _Live:
+    """A request between its Submit and its end."""
+
+    submit: Submit
+    deadline: float
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class RouterLost:
+    """A router has been silent for too long, or does not read: its requests have no owner any more."""
+
+    reply_to: str
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class Drain:
+    """Refuse what is new from now on."""
+
+
+Item = ToNode | RouterLost | Drain
+
+
+class NodeService:
+    """The step thread runs everything but `receive`, `status` and the status thread."""
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        epoch: int,
+        rules: RoleRules,
+        engine: Engine,
+        mailbox: Mailbox[Item],
+        send: Send,
+        malformed_frames: Callable[[], int] = lambda: 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._epoch = epoch
+        self._rules = rules
+        self._engine = engine
+        self._mailbox = mailbox
+        self._send = send
+        self._malformed_frames = malformed_frames
+        self._clock = clock
+        self._block_hasher = engine.scheduler.block_hasher
+        self._eos = engine.runner.info.eos_token_ids
+        self._live: dict[str, _Live] = {}
+        self._deadlines: list[tuple[float, str]] = []
+        self._routers: dict[str, float] = {}  # reply_to -> when it was last heard
+        self._routers_lock = threading.Lock()
+        self._state = NodeState.READY
+        self._detail = ""
+        self._scheduler_stats: SchedulerStats = engine.scheduler.stats()
+        self._quiet = threading.Event()  # set while nothing is live and no block is held
+        self._quiet.set()
+        self._closing = threading.Event()
+        self.loop: EngineLoop[Item] = EngineLoop(engine, mailbox, self, clock)
+        self._status_thread = threading.Thread(target=self._report, name="node-status", daemon=True)
+
+    # --- any thread
+
+    def start(self) -> None:
+        self.loop.start()
+        self._status_thread.start()
+
+    def receive(self, message: ToNode) -> None:
+        """From the inbox's thread."""
+        with self._routers_lock:
+            is_new = message.reply_to not in self._routers
+            self._routers[message.reply_to] = self._clock()
+        if isinstance(message, Ping):
+            if is_new:
+                self._send_status(message.reply_to)
+        elif self._state is NodeState.FAILED and isinstance(message, Submit):
+            self._refuse(message, InternalError(f"node {self._config.node_id} has failed: {self._detail}"))
+        else:
+            self._mailbox.put(message)
+
+    def status(self) -> NodeStatus:
+        scheduler = self._scheduler_stats
+        worker = self._engine.worker
+        transfer = worker.stats() if worker is not None else None
+        return NodeStatus(
+            node_id=self._config.node_id,
+            role=self._rules.role,
+            epoch=self._epoch,
+            state=self._state,
+            free_blocks=scheduler.free_blocks,
+            total_blocks=scheduler.total_blocks,
+            running=scheduler.running,
+            waiting=scheduler.waiting,
+            waiting_tokens=scheduler.waiting_tokens,
+            transfers=transfer.in_progress if transfer else 0,
+            held_blocks=scheduler.held_blocks,
+            step_age_s=self.loop.step_age(),
+            counters=NodeCounters(
+                requests_started=scheduler.requests_started,
+                requests_finished=dict(scheduler.requests_finished),
+                prompt_tokens_computed=scheduler.prompt_tokens_computed,
+                prompt_tokens_cached=scheduler.prompt_tokens_cached,
+                prompt_tokens_received=scheduler.prompt_tokens_received,
+                output_tokens=scheduler.output_tokens,
+                preemptions=scheduler.preemptions,
+                steps=self.loop.steps,
+                step_seconds=self.loop.step_seconds,
+                malformed_frames=self._malformed_frames() + (transfer.malformed_frames if transfer else 0),
+                transfer_bytes_sent=transfer.bytes_sent if transfer else 0,
+                transfer_bytes_received=transfer.bytes_received if transfer else 0,
+                transfer_blocks_sent=transfer.blocks_sent if transfer else 0,
+                transfer_blocks_received=transfer.blocks_received if transfer else 0,
+                transfers_finished=dict(transfer.outcomes) if transfer else {},
+                leases_expired=transfer.leases_expired if transfer else 0,
+                speculative_drafted=scheduler.speculative_drafted,
+                speculative_accepted=scheduler.speculative_accepted,
+            ),
+            detail=self._detail,
+        )
+
+    @property
+    def failure(self) -> str | None:
+        return self._detail if self._state is NodeState.FAILED else None
+
+    def drain(self, timeout_s: float) -> bool:
+        """Takes nothing new; True when everything under way has ended and every block is free in time."""
+        if self._state is NodeState.READY:
+            self._state = NodeState.DRAINING
+        self._mailbox.put(Drain())
+        return self._quiet.wait(timeout_s)
+
+    def stop(self) -> None:
+        self._closing.set()
+        if not self.loop.stop():
+            logger.error("%s: the step thread did not end in time", self._config.node_id)
+        if self._status_thread.is_alive():
+            self._status_thread.join(5)
+
+    # --- the status thread
+
+    def _report(self) -> None:
+        timeouts = self._config.timeouts
+        while not self._closing.wait(timeouts.status_period_s):
+            now = self._clock()
+            with self._routers_lock:
+                routers = dict(self._routers)
+            for reply_to, heard in routers.items():
+                if now - heard > timeouts.router_silence_s:
+                    logger.warning("router %s has been silent for %.0f s: aborting its requests", reply_to, now - heard)
+                    self._forget_router(reply_to)
+                else:
+                    self._send_status(reply_to)
+
+    def _send_status(self, reply_to: str) -> None:
+        try:
+            self._send(reply_to, self.status())
+        except NodeLost as error:
+            logger.warning("router lost: %s", error)
+            self._forget_router(reply_to)
+
+    def _forget_router(self, reply_to: str) -> None:
+        with self._routers_lock:
+            self._routers.pop(reply_to, None)
+        self._mailbox.put(RouterLost(reply_to))
+
+    # --- the step thread (engine.loop.LoopHost)
+
+    def handle(self, item: Item) -> None:
+        match item:
+            case Submit():
+                try:
+                    self._admit(item)
+                except TandemError as error:
+                    self._refuse(item, error)
+            case Cancel():
+                self._abort([id for id in item.request_ids if self._is_owner(id, item.reply_to)])
+            case RouterLost():
+                self._abort([id for id, live in self._live.items() if live.submit.reply_to == item.reply_to])
+            case Drain() | Ping():
+                pass  # a turn of the loop follows, and that is all they ask for
+
+    def before_step(self, now: float) -> None:
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, request_id = heapq.heappop(self._deadlines)
+            live = self._live.get(request_id)
+            if live is None or live.deadline > now:
+                continue
+            self._abort([request_id])
+            self._refuse(
+                live.submit,
+                DeadlineExceeded(f"the request did not finish within its {live.submit.timeout_s:.1f} s on this node"),
+            )
+
+    def seconds_until_due(self, now: float) -> float | None:
+        while self._deadlines and self._deadlines[0][1] not in self._live:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] - now if self._deadlines else None
+
+    def publish(self, updates: list[RequestUpdate]) -> None:
+        batches: defaultdict[str, list[TokenChunk]] = defaultdict(list)
+        for update in updates:
+            live = self._live.get(update.request_id)
+            if live is None:
+                continue
+            finish = self._rules.finish_of(live.submit, update)
+            if update.finish is not None:
+                del self._live[update.request_id]
+            batches[live.submit.reply_to].append(
+                TokenChunk(
+                    request_id=update.request_id,
+                    start=update.start,
+                    token_ids=update.token_ids,
+                    finish=finish,
+                    stop_token=update.stop_token,
+                    error=update.error,
+                    logprobs=update.logprobs,
+                    prompt_logprobs=update.prompt_logprobs,
+                    cached_tokens=update.cached_tokens,
+                )
+            )
+        for reply_to, chunks in batches.items():
+            self._send_chunks(reply_to, chunks)
+
+    def after_step(self) -> None:
+        self._scheduler_stats = stats = self._engine.scheduler.stats()
+        if not self._live and stats.free_blocks == stats.total_blocks:
+            self._quiet.set()
+
+    def failed(self, error: BaseException) -> None:
+        self._detail = f"{type(error).__name__}: {error}"
+        self._state = NodeState.FAILED
+        failure = InternalError(f"node {self._config.node_id} has failed: {self._detail}").to_wire()
+        for live in self._live.values():
+            self._send_chunks(live.submit.reply_to, [_error_chunk(live.submit, failure)])
+        self._live.clear()
+        with self._routers_lock:
+            routers = list(self._routers)
+        for reply_to in routers:
+            self._send_status(reply_to)
+
+    # --- helpers, in the step thread
+
+    def _admit(self, submit: Submit) -> None:
+        if self._state is not NodeState.READY:
+            raise Unavailable(f"node {self._config.node_id} is {self._state.value} and takes no new request")
+        if submit.transfer is not None and self._engine.worker is None:
+            raise InvalidRequest(f"node {self._config.node_id} has no connector and cannot take part in a transfer")
+        now = self._clock()
+        request = Request(
+            submit.request_id,
+            submit.prompt_token_ids,
+            self._rules.sampling_for(submit),
+            output_token_ids=submit.output_token_ids,
+            priority=submit.priority,
+            arrival_time=now,
+            cache_salt=submit.cache_salt,
+            lora=submit.lora,
+            transfer=submit.transfer,
+            eos_token_ids=self._eos,
+            block_hasher=self._block_hasher,
+        )
+        self._engine.add_request(request)
+        deadline = now + submit.timeout_s
+        self._live[submit.request_id] = _Live(submit, deadline)
+        heapq.heappush(self._deadlines, (deadline, submit.request_id))
+        self._quiet.clear()
+
+    def _refuse(self, submit: Submit, error: TandemError) -> None:
+        self._send_chunks(submit.reply_to, [_error_chunk(submit, error.to_wire())])
+
+    def _is_owner(self, request_id: str, reply_to: str) -> bool:
+        live = self._live.get(request_id)
+        return live is not None and live.submit.reply_to == reply_to
+
+    def _abort(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            self._live.pop(request_id, None)
+        self._engine.abort_requests(request_ids)
+
+    def _send_chunks(self, reply_to: str, chunks: list[TokenChunk]) -> None:
+        try:
+            self._send(reply_to, TokenBatch(node_id=self._config.node_id, epoch=self._epoch, chunks=chunks))
+        except NodeLost as error:
+            logger.warning("router lost: %s", error)
+            self._forget_router(reply_to)
+
+
+def _error_chunk(submit: Submit, error: WireError) -> TokenChunk:
+    return TokenChunk(
+        request_id=submit.request_id,
+        start=len(submit.output_token_ids),
+        token_ids=[],
+        finish=FinishReason.ERROR,
+        error=error,
+    )

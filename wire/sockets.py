@@ -164,3 +164,26 @@ class Outbox:
         for socket in sockets.values():
             socket.close(linger=linger_ms)
         self._context.term()
+
+
+class Channel(Generic[M]):
+    """An Inbox and an Outbox with one owner and one end."""
+
+    def __init__(self, host: str, message_type: Any, on_message: Callable[[M], None], *, name: str) -> None:
+        self._outbox = Outbox()
+        self._inbox: Inbox[M] = Inbox(host, message_type, on_message, name=name)
+
+    @property
+    def endpoint(self) -> str:
+        return self._inbox.endpoint
+
+    @property
+    def malformed(self) -> int:
+        return self._inbox.malformed
+
+    def send(self, endpoint: str, message: msgspec.Struct) -> None:
+        self._outbox.send(endpoint, message)
+
+    def close(self) -> None:
+        self._inbox.close()
+        self._outbox.close()

@@ -1,0 +1,158 @@
+"""A node: one engine with its model, its connector and its service, from start to stop.
+
+Prefill and decode nodes are this, with rules of their own. What an engine may not know (sockets, which
+connectors exist) is handed in.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from engine.core import Engine
+from engine.loop import Mailbox
+from engine.node_config import NodeConfig
+from engine.scheduling.scheduler import Scheduler
+from engine.service import Item, NodeService, RoleRules
+from kvtransfer.base import ConnectorContext, LoadFailurePolicy, SchedulerConnector, WorkerConnector
+from wire.errors import InternalError
+from wire.nodes import NodeInfo, NodeState, new_epoch
+from wire.requests import NodeCounters, NodeStatus, ToNode
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[str, float], None]
+"""What is being done, and how much of it is done (0 to 1)."""
+
+
+class NodeChannel(Protocol):
+    """Where routers reach this node, and how it answers. `wire.sockets.Channel` is one."""
+
+    @property
+    def endpoint(self) -> str: ...
+    @property
+    def malformed(self) -> int: ...
+    def send(self, endpoint: str, message: msgspec.Struct) -> None: ...
+    def close(self) -> None: ...
+
+
+OpenChannel = Callable[[str, Callable[[ToNode], None], str], NodeChannel]
+"""(host to bind, what receives, a name for its thread) -> the open channel."""
+
+MakeConnector = Callable[[ConnectorContext], tuple[SchedulerConnector, WorkerConnector]]
+
+
+class Node:
+    """`start` blocks while the model loads; everything else may be called meanwhile, from other threads."""
+
+    def __init__(
+        self, config: NodeConfig, rules: RoleRules, open_channel: OpenChannel, make_connector: MakeConnector
+    ) -> None:
+        self.config = config
+        self.epoch = new_epoch()
+        self._rules = rules
+        self._open_channel = open_channel
+        self._make_connector = make_connector
+        self._engine: Engine | None = None
+        self._channel: NodeChannel | None = None
+        self._service: NodeService | None = None
+
+    def start(self, progress: Progress | None = None) -> NodeInfo:
+        # Imported here: the cluster imports this module for its configuration, and must stay free of torch.
+        from engine.model.loading import load_runner
+
+        config = self.config
+        if config.cores:
+            os.sched_setaffinity(0, config.cores)
+        runner = load_runner(config.engine.model, config.engine.cache, config.engine.scheduler, progress)
+        info = runner.info
+        mailbox: Mailbox[Item] = Mailbox()
+        planner: SchedulerConnector | None = None
+        mover: WorkerConnector | None = None
+        if config.transfer is not None:
+            planner, mover = self._make_connector(
+                ConnectorContext(
+                    node_id=config.node_id,
+                    epoch=self.epoch,
+                    host=config.host,
+                    block_size=config.engine.cache.block_size,
+                    config=config.transfer,
+                    wake=mailbox.wake,
+                )
+            )
+        scheduler = Scheduler(
+            config.engine.scheduler,
+            config.engine.cache,
+            groups=info.groups,
+            num_blocks=info.num_blocks,
+            max_model_len=info.max_model_len,
+            eos_token_ids=info.eos_token_ids,
+            connector=planner,
+            load_failure_policy=config.transfer.on_failure if config.transfer else LoadFailurePolicy.RECOMPUTE,
+        )
+        self._engine = Engine(scheduler, runner, mover, debug=config.engine.debug)
+        service = NodeService(
+            config, self.epoch, self._rules, self._engine, mailbox, self._send, self._malformed_frames
+        )
+        # The service first: a channel that is open must have somebody behind it.
+        service.start()
+        self._service = service
+        self._channel = self._open_channel(config.host, service.receive, f"{config.node_id}-inbox")
+        return NodeInfo(
+            node_id=config.node_id,
+            role=self._rules.role,
+            epoch=self.epoch,
+            request_endpoint=self._channel.endpoint,
+            peer_endpoint=mover.peer_endpoint if mover is not None else "",
+            model=config.engine.model.served_name or info.name,
+            max_model_len=info.max_model_len,
+            block_size=config.engine.cache.block_size,
+        )
+
+    def _send(self, endpoint: str, message: msgspec.Struct) -> None:
+        if self._channel is None:
+            raise InternalError("a message to a router before the channel is open")
+        self._channel.send(endpoint, message)
+
+    def _malformed_frames(self) -> int:
+        return self._channel.malformed if self._channel is not None else 0
+
+    def status(self) -> NodeStatus:
+        if self._service is not None:
+            return self._service.status()
+        return NodeStatus(
+            node_id=self.config.node_id,
+            role=self._rules.role,
+            epoch=self.epoch,
+            state=NodeState.STARTING,
+            free_blocks=0,
+            total_blocks=0,
+            running=0,
+            waiting=0,
+            waiting_tokens=0,
+            transfers=0,
+            held_blocks=0,
+            step_age_s=0.0,
+            counters=NodeCounters(),
+        )
+
+    @property
+    def failure(self) -> str | None:
+        """Why this node can no longer answer; None while it can."""
+        return self._service.failure if self._service is not None else None
+
+    def drain(self, timeout_s: float) -> bool:
+        return self._service.drain(timeout_s) if self._service is not None else True
+
+    def stop(self) -> None:
+        """Idempotent. Whoever still waits for an answer gets none: drain first."""
+        if self._service is not None:
+            self._service.stop()
+        if self._engine is not None:
+            self._engine.shutdown()
+        if self._channel is not None:
+            self._channel.close()

@@ -1,0 +1,31 @@
+"""What a prefill node takes, and how its part of a request ends."""
+
+from __future__ import annotations
+
+import msgspec
+
+from engine.scheduling.update import RequestUpdate
+from wire.errors import InvalidRequest
+from wire.nodes import Role
+from wire.requests import Submit, TransferRole
+from wire.sampling import FinishReason, SamplingParams
+
+
+class PrefillRules:
+    """A request that hands over samples one token here. Whether that token ends it is said the same way on
+    every node: by the length or stop condition of the request as the client wrote it."""
+
+    role = Role.PREFILL
+
+    def sampling_for(self, submit: Submit) -> SamplingParams:
+        if submit.transfer is None:
+            return submit.sampling
+        if submit.transfer.role is not TransferRole.PRODUCE:
+            raise InvalidRequest("a prefill node was asked to receive KV; it only sends", "transfer.role")
+        return msgspec.structs.replace(submit.sampling, max_tokens=len(submit.output_token_ids) + 1)
+
+    def finish_of(self, submit: Submit, update: RequestUpdate) -> FinishReason | None:
+        capped_here = submit.transfer is not None and update.finish is FinishReason.LENGTH
+        if capped_here and len(submit.output_token_ids) + 1 < submit.sampling.max_tokens:
+            return FinishReason.HANDOFF
+        return update.finish
