@@ -19,7 +19,7 @@ from engine.node_config import NodeConfig
 from engine.scheduling.scheduler import Scheduler
 from engine.service import Item, NodeService, RoleRules
 from kvtransfer.base import ConnectorContext, LoadFailurePolicy, SchedulerConnector, WorkerConnector
-from wire.errors import InternalError
+from wire.errors import ConfigurationError, InternalError
 from wire.nodes import NodeInfo, NodeState, new_epoch
 from wire.requests import NodeCounters, NodeStatus, ToNode
 
@@ -46,6 +46,17 @@ OpenChannel = Callable[[str, Callable[[ToNode], None], str], NodeChannel]
 MakeConnector = Callable[[ConnectorContext], tuple[SchedulerConnector, WorkerConnector]]
 
 
+def _bind_process(cores: list[int]) -> None:
+    """Every thread that exists, and with them every thread that they start: an affinity belongs to a thread."""
+    for thread_id in os.listdir("/proc/self/task"):
+        try:
+            os.sched_setaffinity(int(thread_id), cores)
+        except ProcessLookupError:
+            continue  # it ended meanwhile
+        except OSError as error:
+            raise ConfigurationError(f"cannot bind to cores {cores}: {error}") from error
+
+
 class Node:
     """`start` blocks while the model loads; everything else may be called meanwhile, from other threads."""
 
@@ -67,7 +78,7 @@ class Node:
 
         config = self.config
         if config.cores:
-            os.sched_setaffinity(0, config.cores)
+            _bind_process(config.cores)
         runner = load_runner(config.engine.model, config.engine.cache, config.engine.scheduler, progress)
         info = runner.info
         mailbox: Mailbox[Item] = Mailbox()
