@@ -1,11 +1,11 @@
 """One inference engine: a scheduler, a paged KV cache, a model. No Ray, no HTTP, no sockets.
 
-    config      what an engine can be told
-    request     a request and its life
-    cache/      which block belongs to whom, and what is in it
-    scheduling/ who computes how many tokens in the next step
-    model/      from a scheduled step to sampled tokens
-    core        the step that joins them
-    loop        the thread that steps, and the mailbox that feeds it
-    service     what a prefill node and a decode node share above the loop
+config      what an engine can be told
+request     a request and its life
+cache/      which block belongs to whom, and what is in it
+scheduling/ who computes how many tokens in the next step
+model/      from a scheduled step to sampled tokens
+core        the step that joins them
+loop        the thread that steps, and the mailbox that feeds it
+service     what a prefill node and a decode node share above the loop
 """

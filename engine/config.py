@@ -41,7 +41,9 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.block_size < 1 or self.block_size & (self.block_size - 1):
             raise ConfigurationError(f"cache.block_size must be a power of two, not {self.block_size}")
         if not 0 < self.memory_share <= 1:
-            raise ConfigurationError(f"cache.memory_share must be above 0 and at most 1, not {self.memory_share}")
+            raise ConfigurationError(
+                f"cache.memory_share must be above 0 and at most 1, not {self.memory_share}"
+            )
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -29,7 +29,12 @@ class StepResult:
 
 class Engine:
     def __init__(
-        self, scheduler: Scheduler, runner: ModelRunner, worker: WorkerConnector | None, *, debug: bool = False
+        self,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        worker: WorkerConnector | None,
+        *,
+        debug: bool = False,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner

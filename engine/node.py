@@ -103,7 +103,9 @@ class Node:
             max_model_len=info.max_model_len,
             eos_token_ids=info.eos_token_ids,
             connector=planner,
-            load_failure_policy=config.transfer.on_failure if config.transfer else LoadFailurePolicy.RECOMPUTE,
+            load_failure_policy=config.transfer.on_failure
+            if config.transfer
+            else LoadFailurePolicy.RECOMPUTE,
         )
         self._engine = Engine(scheduler, runner, mover, debug=config.engine.debug)
         service = NodeService(

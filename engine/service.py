@@ -29,7 +29,15 @@ from engine.node_config import NodeConfig
 from engine.request import Request
 from engine.scheduling.stats import SchedulerStats
 from engine.scheduling.update import RequestUpdate
-from wire.errors import DeadlineExceeded, InternalError, InvalidRequest, NodeLost, TandemError, Unavailable, WireError
+from wire.errors import (
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    NodeLost,
+    TandemError,
+    Unavailable,
+    WireError,
+)
 from wire.nodes import NodeState, Role
 from wire.requests import (
     Cancel,
@@ -209,7 +217,9 @@ class NodeService:
                 routers = dict(self._routers)
             for reply_to, heard in routers.items():
                 if now - heard > timeouts.router_silence_s:
-                    logger.warning("router %s has been silent for %.0f s: aborting its requests", reply_to, now - heard)
+                    logger.warning(
+                        "router %s has been silent for %.0f s: aborting its requests", reply_to, now - heard
+                    )
                     self._forget_router(reply_to)
                 else:
                     self._send_status(reply_to)
@@ -251,7 +261,9 @@ class NodeService:
             self._abort([request_id])
             self._refuse(
                 live.submit,
-                DeadlineExceeded(f"the request did not finish within its {live.submit.timeout_s:.1f} s on this node"),
+                DeadlineExceeded(
+                    f"the request did not finish within its {live.submit.timeout_s:.1f} s on this node"
+                ),
             )
 
     def seconds_until_due(self, now: float) -> float | None:
@@ -307,7 +319,9 @@ class NodeService:
         if self._state is not NodeState.READY:
             raise Unavailable(f"node {self._config.node_id} is {self._state.value} and takes no new request")
         if submit.transfer is not None and self._engine.worker is None:
-            raise InvalidRequest(f"node {self._config.node_id} has no connector and cannot take part in a transfer")
+            raise InvalidRequest(
+                f"node {self._config.node_id} has no connector and cannot take part in a transfer"
+            )
         now = self._clock()
         request = Request(
             submit.request_id,

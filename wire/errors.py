@@ -1,18 +1,18 @@
 """Everything that can go wrong, as one tree. Foreign exceptions are translated into it at one seam each.
 
-    TandemError
-    ├── RequestError            the request's fault; retrying it unchanged will not help
-    │   ├── InvalidRequest          400
-    │   ├── ContextLengthExceeded   400
-    │   └── UnknownModel            404
-    ├── Unavailable             nobody can take it now; retry later                     503
-    │   ├── Overloaded
-    │   └── NodeLost                the node died or stopped answering: somebody else may take it
-    ├── DeadlineExceeded        it took longer than it was allowed to                   504
-    ├── Cancelled               its owner no longer wants it                            499
-    ├── TransferError           KV did not arrive, or arrived and did not verify        502
-    ├── ConfigurationError      the operator's settings cannot work; says what to change
-    └── InternalError           a bug of ours; the message says where                   500
+TandemError
+├── RequestError            the request's fault; retrying it unchanged will not help
+│   ├── InvalidRequest          400
+│   ├── ContextLengthExceeded   400
+│   └── UnknownModel            404
+├── Unavailable             nobody can take it now; retry later                     503
+│   ├── Overloaded
+│   └── NodeLost                the node died or stopped answering: somebody else may take it
+├── DeadlineExceeded        it took longer than it was allowed to                   504
+├── Cancelled               its owner no longer wants it                            499
+├── TransferError           KV did not arrive, or arrived and did not verify        502
+├── ConfigurationError      the operator's settings cannot work; says what to change
+└── InternalError           a bug of ours; the message says where                   500
 """
 
 from __future__ import annotations

@@ -66,7 +66,9 @@ class RegisterDestination(msgspec.Struct, frozen=True, tag="register"):
 
     envelope: Envelope
     transfer_id: str
-    num_tokens: int  # all that the request has when it starts: its prompt, and what it wrote before it moved here
+    num_tokens: (
+        int  # all that the request has when it starts: its prompt, and what it wrote before it moved here
+    )
     token_hash: bytes
     first_block: list[int]
     block_ids: list[list[int]]

@@ -81,7 +81,9 @@ class Inbox(Generic[M]):
             # RecursionError: nesting that msgspec refuses by raising what the interpreter raises.
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 self.malformed += 1
-                logger.warning("%s: refused a malformed frame of %d bytes: %s", self._name, len(frames[0]), error)
+                logger.warning(
+                    "%s: refused a malformed frame of %d bytes: %s", self._name, len(frames[0]), error
+                )
                 continue
             try:
                 self._on_message(message)
