@@ -1,0 +1,76 @@
+"""Everything that `tandem.yaml` can say. Plain, frozen, with a default for all of it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from engine.node_config import NodeTimeouts
+from kvtransfer.base import TransferConfig
+from router.config import RouterConfig
+from wire.nodes import Role
+
+DEFAULT_MODEL = "smollm2"
+
+
+class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`pools.prefill: 2` is short for `pools.prefill.nodes: 2`."""
+
+    nodes: int = 0
+    threads: int | None = None  # cores per node; None: an equal share of the machine's
+
+
+class PoolsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    prefill: PoolConfig = PoolConfig(nodes=1)
+    decode: PoolConfig = PoolConfig(nodes=1)
+    aggregated: PoolConfig = PoolConfig()  # instead of the two: nodes that do both
+
+    def of(self, role: Role) -> PoolConfig:
+        return {Role.PREFILL: self.prefill, Role.DECODE: self.decode, Role.AGGREGATED: self.aggregated}[role]
+
+    @property
+    def total(self) -> int:
+        return sum(self.of(role).nodes for role in Role)
+
+
+class ClusterTimeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How long the controller waits, and when it gives up on whom."""
+
+    start_s: float = 300.0  # for one node to load its model and answer
+    heartbeat_s: float = 0.5  # between two questions to a node
+    silence_s: float = (
+        2.5  # an answer later than this takes the node out of the routers' view until it answers
+    )
+    unresponsive_s: float = 15.0  # silent for this long: ended and replaced
+    step_s: float = 120.0  # one engine step longer than this is a wedged engine: ended and replaced
+    restart_backoff_s: float = 0.5  # before the first restart; doubles up to `restart_backoff_max_s`
+    restart_backoff_max_s: float = 15.0
+    stop_s: float = 10.0  # for one process to end after it was told to
+    nodes: NodeTimeouts = NodeTimeouts()
+
+
+class TandemConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`model: NAME` is short for `model.path: NAME`."""
+
+    model: ModelConfig = ModelConfig(path=DEFAULT_MODEL)
+    pools: PoolsConfig = PoolsConfig()
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    router: RouterConfig = RouterConfig(tokenizer_path=DEFAULT_MODEL, model_name=DEFAULT_MODEL)
+    transfer: TransferConfig = TransferConfig()
+    timeouts: ClusterTimeouts = ClusterTimeouts()
+    debug: bool = False  # every engine audits its invariants whenever it is idle
+
+    @property
+    def engine(self) -> EngineConfig:
+        return EngineConfig(model=self.model, cache=self.cache, scheduler=self.scheduler, debug=self.debug)
+
+
+# What a plain value means where a section stands.
+SHORTHANDS: dict[type[msgspec.Struct], str] = {ModelConfig: "path", PoolConfig: "nodes"}
+
+# Follow from the model when it is known; nobody can set them.
+DERIVED: dict[tuple[str, ...], str] = {
+    ("router", "tokenizer_path"): "it follows from model.path",
+    ("router", "model_name"): "set model.served_name instead",
+}

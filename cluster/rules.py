@@ -1,0 +1,118 @@
+"""What no single type can say: ranges, and settings that only make sense together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+
+from cluster.config import ClusterTimeouts, TandemConfig
+from engine.node_config import NodeTimeouts
+from wire.nodes import Role
+
+Path = tuple[str, ...]
+Broken = tuple[Path, str]
+"""Which setting, and what it must be instead: together a sentence."""
+
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
+_DIRECTIONS = ("push", "pull")
+
+
+def broken_rules(config: TandemConfig) -> Iterator[Broken]:
+    yield from _ranges(config)
+    yield from _pools(config)
+    yield from _together(config)
+
+
+def _get(config: TandemConfig, path: Path) -> Any:
+    value: Any = config
+    for name in path:
+        value = getattr(value, name)
+    return value
+
+
+def _at_least(minimum: float) -> tuple[Callable[[Any], bool], str]:
+    return (lambda value: value is None or value >= minimum), f"must be at least {minimum}"
+
+
+def _one_of(choices: tuple[str, ...]) -> tuple[Callable[[Any], bool], str]:
+    return (lambda value: value in choices), f"must be one of {', '.join(choices)}"
+
+
+_ABOVE_ZERO: tuple[Callable[[Any], bool], str] = ((lambda value: value > 0), "must be above 0")
+_NOT_EMPTY: tuple[Callable[[Any], bool], str] = ((lambda value: bool(value.strip())), "must not be empty")
+
+
+def _timeouts(section: type[msgspec.Struct], prefix: Path) -> dict[Path, tuple[Callable[[Any], bool], str]]:
+    return {(*prefix, name): _ABOVE_ZERO for name in section.__struct_fields__ if name.endswith("_s")}
+
+
+_RANGES: dict[Path, tuple[Callable[[Any], bool], str]] = {
+    ("model", "path"): _NOT_EMPTY,
+    ("model", "dtype"): _one_of(_DTYPES),
+    ("model", "device"): _NOT_EMPTY,
+    ("model", "threads"): _at_least(0),
+    **{("pools", role.value, "nodes"): _at_least(0) for role in Role},
+    **{("pools", role.value, "threads"): _at_least(1) for role in Role},
+    ("cache", "memory_bytes"): _at_least(1 << 20),
+    ("scheduler", "max_model_len"): _at_least(1),
+    ("scheduler", "long_prefill_token_threshold"): _at_least(0),
+    ("scheduler", "num_speculative_tokens"): _at_least(0),
+    ("scheduler", "max_loras"): _at_least(1),
+    ("router", "host"): _NOT_EMPTY,
+    ("transfer", "connector"): _NOT_EMPTY,
+    ("transfer", "direction"): _one_of(_DIRECTIONS),
+    ("transfer", "lease_s"): _ABOVE_ZERO,
+    ("transfer", "timeout_s"): _ABOVE_ZERO,
+    ("transfer", "handshake_timeout_s"): _ABOVE_ZERO,
+    **_timeouts(ClusterTimeouts, ("timeouts",)),
+    **_timeouts(NodeTimeouts, ("timeouts", "nodes")),
+}
+
+
+def _ranges(config: TandemConfig) -> Iterator[Broken]:
+    for path, (holds, sentence) in _RANGES.items():
+        value = _get(config, path)
+        if not holds(value):
+            yield path, f"{sentence}, not {value!r}"
+
+
+def _pools(config: TandemConfig) -> Iterator[Broken]:
+    counts = {role: config.pools.of(role).nodes for role in Role}
+    if min(counts.values()) < 0:
+        return
+    prefill, decode, aggregated = counts[Role.PREFILL], counts[Role.DECODE], counts[Role.AGGREGATED]
+    if aggregated and (prefill or decode):
+        yield (
+            ("pools", "aggregated", "nodes"),
+            f"is {aggregated}, but pools.prefill is {prefill} and pools.decode is {decode}: "
+            "choose one layout and set the other's counts to 0",
+        )
+    elif not any(counts.values()):
+        yield (
+            ("pools", "prefill", "nodes"),
+            "and every other pool is 0: nobody would answer; set prefill and decode to at least 1 each, or aggregated",
+        )
+    elif prefill and not decode:
+        yield ("pools", "decode", "nodes"), f"is 0, but pools.prefill is {prefill}: set it to at least 1"
+    elif decode and not prefill:
+        yield (
+            ("pools", "prefill", "nodes"),
+            f"is 0, but pools.decode is {decode}: set it to at least 1, or use pools.aggregated",
+        )
+
+
+def _together(config: TandemConfig) -> Iterator[Broken]:
+    timeouts, scheduler = config.timeouts, config.scheduler
+    if timeouts.unresponsive_s < timeouts.silence_s:
+        yield (
+            ("timeouts", "unresponsive_s"),
+            f"must be at least timeouts.silence_s ({timeouts.silence_s}), not {timeouts.unresponsive_s}",
+        )
+    if not scheduler.chunked_prefill and (scheduler.max_model_len or 0) > scheduler.max_num_batched_tokens:
+        yield (
+            ("scheduler", "max_model_len"),
+            f"is {scheduler.max_model_len}, but without chunked prefill no prompt longer than "
+            f"scheduler.max_num_batched_tokens ({scheduler.max_num_batched_tokens}) can run: raise that, or allow chunks",
+        )

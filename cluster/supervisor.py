@@ -1,0 +1,154 @@
+"""One supervised process: start it, watch it, replace it; give up on one that cannot start.
+
+STARTING ──▶ READY ──▶ (lost) ──▶ RESTARTING ──▶ STARTING ...
+    └── three failures in a row, or a mistake that no retry mends ──▶ LEFT_OUT
+"""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import enum
+import logging
+from typing import Generic, TypeVar
+
+from cluster.clock import Clock, cancel
+from cluster.config import ClusterTimeouts
+from cluster.events import Events
+from cluster.launcher import Handle
+from wire.errors import ConfigurationError, TandemError
+
+logger = logging.getLogger(__name__)
+
+MAX_START_FAILURES = 3
+
+Ready = TypeVar("Ready")
+H = TypeVar("H", bound=Handle[object])
+
+
+class Phase(enum.StrEnum):
+    STARTING = "starting"
+    READY = "ready"
+    RESTARTING = "restarting"
+    LEFT_OUT = "left out"
+    STOPPED = "stopped"
+
+
+class Supervisor(abc.ABC, Generic[H, Ready]):
+    """`run` goes on until the process is left out or the supervisor is cancelled; `stop` ends the process."""
+
+    def __init__(self, name: str, timeouts: ClusterTimeouts, events: Events, clock: Clock) -> None:
+        self.name = name
+        self.phase = Phase.STARTING
+        self.detail = ""  # why, in every phase but READY
+        self.restarts = 0
+        self._timeouts = timeouts
+        self._events = events
+        self._clock = clock
+        self._settled = asyncio.Event()  # it has been READY or LEFT_OUT
+        self.handle: H | None = None
+
+    # --- what differs between nodes and routers
+
+    @abc.abstractmethod
+    def _launch(self) -> H: ...
+
+    @abc.abstractmethod
+    async def _start(self, handle: H) -> Ready: ...
+
+    @abc.abstractmethod
+    async def _watch(self, handle: H, ready: Ready) -> str:
+        """Returns when the process must be replaced, with the reason."""
+
+    @abc.abstractmethod
+    def _describe(self, ready: Ready) -> str: ...
+
+    async def _lost(self, ready: Ready) -> None:
+        """It no longer serves, before anything else is done about it."""
+
+    # --- what does not
+
+    async def settled(self) -> None:
+        """Waits until it has been ready once, or is left out."""
+        await self._settled.wait()
+
+    async def run(self) -> None:
+        failures = 0
+        while True:
+            self.handle = handle = self._launch()
+            try:
+                ready = await self._start_or_end(handle)
+            except TandemError as error:
+                failures += 1
+                await handle.stop()
+                if isinstance(error, ConfigurationError) or failures == MAX_START_FAILURES:
+                    self._leave_out(error, failures)
+                    return
+                await self._pause(f"did not start ({failures} of {MAX_START_FAILURES}): {error}", failures)
+                continue
+            failures = 0
+            self._enter(Phase.READY, "")
+            self._events.ready(self.name, self._describe(ready))
+            self._settled.set()
+            since = self._clock.now()
+            try:
+                reason = await self._watch_until_lost(handle, ready)
+            finally:
+                await self._lost(ready)
+            await handle.stop()
+            if self._clock.now() - since > self._timeouts.restart_backoff_max_s:
+                self.restarts = 0
+            self.restarts += 1
+            await self._pause(reason, self.restarts)
+
+    async def _start_or_end(self, handle: H) -> Ready:
+        """A process that dies while it starts may leave its `start` unanswered."""
+        start = asyncio.ensure_future(
+            self._clock.within(self._timeouts.start_s, self._start(handle), f"starting {self.name}")
+        )
+        ended = asyncio.ensure_future(handle.ended())
+        try:
+            await asyncio.wait({start, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if start.done():
+                return start.result()
+            raise TandemError(f"its process ended while it started: {ended.result()}")
+        finally:
+            await cancel(start)
+            await cancel(ended)
+
+    async def _watch_until_lost(self, handle: H, ready: Ready) -> str:
+        watch = asyncio.ensure_future(self._watch(handle, ready))
+        ended = asyncio.ensure_future(handle.ended())
+        try:
+            await asyncio.wait({watch, ended}, return_when=asyncio.FIRST_COMPLETED)
+            return f"its process ended: {ended.result()}" if ended.done() else watch.result()
+        finally:
+            await cancel(watch)
+            await cancel(ended)
+
+    async def _pause(self, reason: str, attempt: int) -> None:
+        backoff = min(
+            self._timeouts.restart_backoff_s * 2 ** (attempt - 1), self._timeouts.restart_backoff_max_s
+        )
+        self._enter(Phase.RESTARTING, reason)
+        self._events.trouble(self.name, f"{reason}; starting it again in {backoff:g} s")
+        await self._clock.sleep(backoff)
+        self._enter(Phase.STARTING, reason)
+
+    def _leave_out(self, error: TandemError, failures: int) -> None:
+        self._enter(Phase.LEFT_OUT, str(error))
+        times = "" if failures == 1 else f"failed {failures} times in a row: "
+        self._events.gave_up(self.name, f"{times}{error}")
+        self._settled.set()
+
+    def _enter(self, phase: Phase, detail: str) -> None:
+        self.phase, self.detail = phase, detail
+
+    async def stop(self) -> None:
+        """Only after `run` has been cancelled or has returned."""
+        if self.handle is not None:
+            await self.handle.stop()
+        self._enter(Phase.STOPPED, "")
+
+    def report(self, what: str, fraction: float) -> None:
+        self._events.progress(self.name, what, fraction)
