@@ -23,8 +23,9 @@ class Batch:
     earlier position (in a sliding group: to the last `window` of them, itself included).
 
     Token at position p of request r, in group g, has its KV in block block_tables[g][r, p // block_size] at
-    offset p % block_size. Columns beyond a request's blocks hold 0, the null block. So do blocks that slid out of
-    a sliding group's window: they are never read. KV of the batch's own tokens is written before it is read.
+    offset p % block_size. Columns beyond a request's blocks hold 0, the null block. In a sliding group, columns
+    that lie wholly before the window of a request's first row may name blocks that are others' by now: they must
+    not be read. KV of the batch's own tokens is written before it is read.
 
     Tensors may be views of buffers that the next step overwrites: nothing may keep them.
     """

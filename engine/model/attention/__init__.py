@@ -1,0 +1,1 @@
+"""Attention over the paged KV cache, reached from any transformers model through its attention interface."""

@@ -1,0 +1,228 @@
+"""Paged attention by gathering: a request's blocks are copied together, then attended to as one stretch of keys.
+
+It runs on any device and serves every kind of layer that this engine knows. What depends on the step alone
+(indices, masks) is computed once per step and KV cache group, not once per layer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import torch
+
+from engine.model.attention.kernel import attend
+from engine.model.attention.layers import CachePlan
+from engine.model.batch import Batch
+
+# A prompt's chunk is attended in tiles of rows, so that each sees only the keys up to its own last position.
+_TILE_ROWS = 512
+
+
+@dataclasses.dataclass(slots=True)
+class _Reads:
+    """Rows [start, end) of the batch, and the keys they see."""
+
+    start: int
+    end: int
+    num_requests: int
+    rows_each: int
+    # None: the rows' own keys are all there is; nothing needs to be read back.
+    blocks: torch.Tensor | None  # [requests, KV heads, columns]: row of the flat cache, for slot 0's keys
+    first_key: int  # of the gathered keys, the first that is wanted ...
+    num_keys: int  # ... and how many
+    mask: torch.Tensor | None
+    causal: bool
+    # Batched only: where each request's last column lies, and which of its offsets hold nothing of the request.
+    last_column: torch.Tensor | None = None
+    unwritten: torch.Tensor | None = None
+
+
+@dataclasses.dataclass(slots=True)
+class _GroupPlan:
+    block: torch.Tensor  # [T]
+    offset: torch.Tensor  # [T]
+    reads: list[_Reads]
+
+
+class PagedStep:
+    """One step's attention. `attend` is called once per layer, in order."""
+
+    def __init__(self, cache: GatheredCache, batch: Batch) -> None:
+        self._cache = cache
+        self._groups = [cache.plan_group(batch, g) for g in range(len(cache.plan.groups))]
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,  # [query heads, T, D]
+        key: torch.Tensor,  # [KV heads, T, D]
+        value: torch.Tensor,  # [KV heads, T, DV]
+        *,
+        scale: float,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Write this step's keys and values, and return [T, query heads, DV]."""
+        group = self._groups[self._cache.plan.group_of_layer[layer]]
+        self._cache.write(layer, group.block, group.offset, key, value)
+        heads, tokens, _ = query.shape
+        out = query.new_empty(tokens, heads, value.shape[-1])
+        for reads in group.reads:
+            rows = slice(reads.start, reads.end)
+            keys, values = self._keys_and_values(layer, reads, key, value)
+            # [requests, heads, rows each, D]
+            asked = query[:, rows].reshape(heads, reads.num_requests, reads.rows_each, -1).transpose(0, 1)
+            seen = attend(
+                asked,
+                keys,
+                values,
+                mask=reads.mask,
+                causal=reads.causal,
+                scale=scale,
+                softcap=softcap,
+                sinks=sinks,
+            )
+            out[rows].view(reads.num_requests, reads.rows_each, heads, -1).copy_(seen.transpose(1, 2))
+        return out
+
+    def _keys_and_values(
+        self, layer: int, reads: _Reads, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if reads.blocks is None:
+            own = slice(reads.end - reads.num_keys, reads.end)
+            return key[:, own].unsqueeze(0), value[:, own].unsqueeze(0)
+        return (
+            self._cache.read(layer, 0, reads, key.shape[0], key.shape[-1]),
+            self._cache.read(layer, 1, reads, value.shape[0], value.shape[-1]),
+        )
+
+
+class GatheredCache:
+    """The KV cache tensor, written by slot and read by block."""
+
+    def __init__(self, tensor: torch.Tensor, plan: CachePlan) -> None:
+        self.tensor = tensor
+        self.plan = plan
+        # One row per (block, slot, keys or values, head): a run of block_size * head_dim elements.
+        self._flat = tensor.view(-1, plan.block_size, plan.head_dim)
+        self._rows_per_block = plan.slots * 2 * plan.num_kv_heads
+        self._heads = torch.arange(plan.num_kv_heads, device=tensor.device).view(1, -1, 1)
+
+    def write(
+        self, layer: int, block: torch.Tensor, offset: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        slot = self.plan.slot_of_layer[layer]
+        for part, states in ((0, key), (1, value)):
+            heads, _, dim = states.shape
+            target = self.tensor[:, slot, part, :heads, :, :dim]
+            # Indices on both sides of a slice put the indexed dimension first: [T, heads, dim].
+            target[block, :, offset] = states.transpose(0, 1)
+
+    def read(self, layer: int, part: int, reads: _Reads, heads: int, dim: int) -> torch.Tensor:
+        """[requests, heads, keys, dim]"""
+        assert reads.blocks is not None
+        plan = self.plan
+        rows = reads.blocks[:, :heads] + (plan.slot_of_layer[layer] * 2 + part) * plan.num_kv_heads
+        gathered = self._flat.index_select(0, rows.reshape(-1))
+        gathered = gathered.view(rows.shape[0], heads, rows.shape[2], plan.block_size, plan.head_dim)
+        if reads.last_column is not None and reads.unwritten is not None:
+            # What was never written may hold anything, even NaN, which no mask would stop: 0 * NaN is NaN.
+            each = torch.arange(rows.shape[0], device=rows.device)
+            last = gathered[each, :, reads.last_column]
+            gathered[each, :, reads.last_column] = last.masked_fill_(reads.unwritten, 0)
+        keys = gathered.view(rows.shape[0], heads, -1, plan.head_dim)
+        return keys[:, :, reads.first_key : reads.first_key + reads.num_keys, :dim]
+
+    def plan_group(self, batch: Batch, group: int) -> _GroupPlan:
+        slots = batch.slot_mapping[group]
+        size = self.plan.block_size
+        window = self.plan.groups[group].window
+        reads = self._decode_reads(batch, group, window)
+        for request in range(batch.num_decodes, batch.num_requests):
+            reads.extend(self._chunk_reads(batch, group, request, window))
+        return _GroupPlan(slots // size, slots % size, reads)
+
+    def _decode_reads(self, batch: Batch, group: int, window: int | None) -> list[_Reads]:
+        """Decodes are taken together, in runs of similar length, so that little is gathered in vain."""
+        contexts = batch.host_context_lens[: batch.num_decodes]
+        reads = []
+        start = 0
+        while start < batch.num_decodes:
+            longer = np.flatnonzero(contexts[start:] > 2 * contexts[start] + 4 * self.plan.block_size)
+            end = start + int(longer[0]) if longer.size else batch.num_decodes
+            reads.append(self._decode_run(batch, group, window, start, end))
+            start = end
+        return reads
+
+    def _decode_run(self, batch: Batch, group: int, window: int | None, start: int, end: int) -> _Reads:
+        size = self.plan.block_size
+        device = self.tensor.device
+        contexts = batch.host_context_lens[start:end].astype(np.int64)
+        first_key = np.zeros_like(contexts) if window is None else np.maximum(0, contexts - window)
+        first_column = first_key // size
+        last_column = (contexts - 1) // size
+        if end - start == 1:
+            blocks = self._rows(
+                batch.block_tables[group][start : start + 1, first_column[0] : last_column[0] + 1]
+            )
+            skip = int(first_key[0] - first_column[0] * size)
+            return _Reads(start, end, 1, 1, blocks, skip, int(contexts[0] - first_key[0]), None, False)
+        width = int((last_column - first_column).max()) + 1
+        columns = first_column[:, None] + np.arange(width)
+        # Columns beyond a request's last read the null block, and are masked.
+        picked = torch.from_numpy(np.minimum(columns, last_column[:, None])).to(device)
+        table = torch.gather(batch.block_tables[group][start:end].long(), 1, picked)
+        table.masked_fill_(torch.from_numpy(columns > last_column[:, None]).to(device), 0)
+        position = (first_column * size)[:, None] + np.arange(width * size)
+        visible = (position >= first_key[:, None]) & (position < contexts[:, None])
+        mask = None if visible.all() else torch.from_numpy(visible).to(device)[:, None, None, :]
+        tail = np.arange(size)[None, :] >= (contexts - last_column * size)[:, None]
+        return _Reads(
+            start,
+            end,
+            end - start,
+            1,
+            self._rows(table),
+            0,
+            width * size,
+            mask,
+            False,
+            torch.from_numpy(last_column - first_column).to(device),
+            torch.from_numpy(tail).to(device)[:, None, :, None],
+        )
+
+    def _chunk_reads(self, batch: Batch, group: int, request: int, window: int | None) -> list[_Reads]:
+        row_start, row_end = (int(n) for n in batch.host_query_start[request : request + 2])
+        context = int(batch.host_context_lens[request])
+        rows = row_end - row_start
+        if rows == context and (window is None or rows <= window):
+            return [_Reads(row_start, row_end, 1, rows, None, 0, rows, None, True)]
+        reads = []
+        for start in range(row_start, row_end, _TILE_ROWS):
+            end = min(start + _TILE_ROWS, row_end)
+            first, last = context - (row_end - start), context - (row_end - end) - 1
+            oldest = 0 if window is None else max(0, first - window + 1)
+            mask = self._band(first, last, oldest, window)
+            num_keys = last + 1 - oldest
+            if rows == context:
+                reads.append(_Reads(start, end, 1, end - start, None, 0, num_keys, mask, False))
+                continue
+            size = self.plan.block_size
+            table = batch.block_tables[group][request : request + 1, oldest // size : last // size + 1]
+            reads.append(
+                _Reads(start, end, 1, end - start, self._rows(table), oldest % size, num_keys, mask, False)
+            )
+        return reads
+
+    def _band(self, first: int, last: int, oldest: int, window: int | None) -> torch.Tensor:
+        """Which of the keys oldest..last each of the positions first..last may see."""
+        asks = torch.arange(first, last + 1, device=self.tensor.device)[:, None]
+        keys = torch.arange(oldest, last + 1, device=self.tensor.device)[None, :]
+        seen = keys <= asks
+        if window is not None:
+            seen &= keys > asks - window
+        return seen
+
+    def _rows(self, table: torch.Tensor) -> torch.Tensor:
+        return table.long()[:, None, :] * self._rows_per_block + self._heads

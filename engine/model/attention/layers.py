@@ -1,0 +1,90 @@
+"""What one attention layer does, as found by probing the model, and where its KV lies in the cache tensor."""
+
+from __future__ import annotations
+
+import msgspec
+
+from engine.cache.groups import AttentionKind, KVCacheGroup
+
+
+class AttentionLayer(msgspec.Struct, frozen=True):
+    """One layer, as the model calls it."""
+
+    index: int
+    num_query_heads: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    window: int | None  # tokens, counting the one that attends
+
+
+class CachePlan(msgspec.Struct, frozen=True):
+    """How all layers share the tensor [num_blocks, slots, 2, num_kv_heads, block_size, head_dim].
+
+    Layers that differ in heads or head size use the leading part of the largest.
+    """
+
+    groups: tuple[KVCacheGroup, ...]
+    slots: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    group_of_layer: tuple[int, ...]
+    slot_of_layer: tuple[int, ...]
+
+    @property
+    def elements_per_block(self) -> int:
+        return self.slots * 2 * self.num_kv_heads * self.block_size * self.head_dim
+
+    def shape(self, num_blocks: int) -> tuple[int, int, int, int, int, int]:
+        return (num_blocks, self.slots, 2, self.num_kv_heads, self.block_size, self.head_dim)
+
+    def blocks_for(self, num_tokens: int, tokens_per_step: int) -> int:
+        """Blocks that one sequence of this length holds at its peak, when at most `tokens_per_step` run at once."""
+        total = 0
+        for group in self.groups:
+            held = num_tokens
+            if group.window is not None:
+                # One more block, because a window rarely begins at a block's edge.
+                held = min(num_tokens, group.window - 1 + tokens_per_step + group.block_size)
+            total += -(-held // group.block_size)
+        return total
+
+
+def plan_cache(layers: tuple[AttentionLayer, ...], block_size: int) -> CachePlan:
+    """Group the layers so that every group has the same number of slots and little is wasted.
+
+    A block costs the same in each group, so a group with fewer layers than slots wastes what is missing. Where
+    kinds of layers differ much in number (say 5 sliding for 1 full), the larger kind is cut into several groups
+    of the smaller one's size.
+    """
+    kinds: dict[int | None, list[int]] = {}
+    for layer in layers:
+        kinds.setdefault(layer.window, []).append(layer.index)
+    smallest, largest = min(map(len, kinds.values())), max(map(len, kinds.values()))
+    slots = largest if largest < smallest * 1.5 else smallest
+    groups: list[KVCacheGroup] = []
+    group_of, slot_of = [0] * len(layers), [0] * len(layers)
+    # Full attention first: its groups decide how much of a prefix is cached at all.
+    for window, members in sorted(kinds.items(), key=lambda item: (item[0] is not None, item[0] or 0)):
+        for start in range(0, len(members), slots):
+            part = members[start : start + slots]
+            for slot, index in enumerate(part):
+                group_of[index], slot_of[index] = len(groups), slot
+            groups.append(
+                KVCacheGroup(
+                    kind=AttentionKind.FULL if window is None else AttentionKind.SLIDING,
+                    block_size=block_size,
+                    layers=tuple(part),
+                    window=window,
+                )
+            )
+    return CachePlan(
+        groups=tuple(groups),
+        slots=slots,
+        num_kv_heads=max(layer.num_kv_heads for layer in layers),
+        head_dim=max(max(layer.key_dim, layer.value_dim) for layer in layers),
+        block_size=block_size,
+        group_of_layer=tuple(group_of),
+        slot_of_layer=tuple(slot_of),
+    )

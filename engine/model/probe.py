@@ -1,0 +1,137 @@
+"""Finds out what a model's attention is by running it once, and refuses what cannot be served right.
+
+A short prompt goes through the model with an attention function that records how each layer calls it and
+compares what our kernel makes of the call with what the model's own eager attention makes of it. So nothing
+needs to be known about an architecture beforehand, and one whose attention is more than keys, values, a window,
+soft-capping and sinks is noticed before it serves anybody.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import torch
+from transformers import AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import eager_mask
+
+from engine.model.attention.interface import PAGED, attention_through
+from engine.model.attention.kernel import attend
+from engine.model.attention.layers import AttentionLayer
+from wire.errors import ConfigurationError
+
+_PROBE_TOKENS = 8
+# Of an output whose largest value is 1. Rounding stays far below in every dtype; another attention is far above.
+_TOLERANCE = 0.05
+
+_SERVED_LAYER_TYPES = {"full_attention", "sliding_attention", None}
+
+
+class Probed(msgspec.Struct, frozen=True):
+    layers: tuple[AttentionLayer, ...]  # in order
+    vocab_size: int  # logits per token, which may be more than the tokenizer's tokens
+
+
+def probe_attention(model: PreTrainedModel) -> Probed:
+    """Raises ConfigurationError for a model that we can't serve."""
+    config = model.config.get_text_config()
+    recorder = _Recorder(config)
+    tokens = torch.arange(_PROBE_TOKENS, device=model.device).remainder(config.vocab_size)[None]
+    positions = torch.arange(_PROBE_TOKENS, device=model.device)[None]
+    # With the mask function of the eager implementation, the model hands us the very mask it wants applied.
+    AttentionMaskInterface.register(PAGED, eager_mask)
+    try:
+        with torch.inference_mode(), attention_through(recorder.attention):
+            output = model(input_ids=tokens, position_ids=positions, use_cache=False)
+    finally:
+        del AttentionMaskInterface._global_mapping[PAGED]
+    return Probed(layers=recorder.layers(), vocab_size=output.logits.shape[-1])
+
+
+class _Recorder:
+    def __init__(self, config: Any) -> None:
+        self._config = config
+        self._name = config.model_type
+        self._layer_types = getattr(config, "layer_types", None)
+        self._layers: dict[int, AttentionLayer] = {}
+
+    def attention(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        index = getattr(module, "layer_idx", None)
+        if not isinstance(index, int):
+            raise self._refusal("an attention module does not say which layer it is")
+        if index in self._layers:
+            raise self._refusal(f"layer {index} attends more than once, as an encoder-decoder does")
+        window = self._window(index, kwargs.get("sliding_window"))
+        options = attention_options(module, query, kwargs)
+        positions = torch.arange(query.shape[2], device=query.device)
+        distance = positions[:, None] - positions[None, :]
+        seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+        ours = attend(query, key, value, mask=seen, causal=False, **options)
+        theirs, _ = _own_eager(module)(module, query, key, value, attention_mask, **kwargs)
+        theirs = theirs.reshape(ours.shape[0], ours.shape[2], ours.shape[1], ours.shape[3]).transpose(1, 2)
+        error = (ours.float() - theirs.float()).abs().max().item()
+        if not error <= _TOLERANCE * max(theirs.float().abs().max().item(), 1e-6):
+            raise self._refusal(
+                f"the attention of layer {index} computes something that Tandem does not know"
+            )
+        self._layers[index] = AttentionLayer(
+            index=index,
+            num_query_heads=query.shape[1],
+            num_kv_heads=key.shape[1],
+            key_dim=key.shape[3],
+            value_dim=value.shape[3],
+            window=window,
+        )
+        return ours.transpose(1, 2), None
+
+    def layers(self) -> tuple[AttentionLayer, ...]:
+        count = self._config.num_hidden_layers
+        missing = [str(index) for index in range(count) if index not in self._layers]
+        if missing:
+            some = ", ".join(missing[:8]) + (" ..." if len(missing) > 8 else "")
+            raise self._refusal(
+                f"layers {some} do not use attention that can be paged (linear attention, a state space, or code "
+                "that does not go through transformers' attention interface)"
+            )
+        return tuple(self._layers[index] for index in range(count))
+
+    def _window(self, index: int, told: int | None) -> int | None:
+        kind = self._layer_types[index] if self._layer_types else None
+        if kind not in _SERVED_LAYER_TYPES:
+            raise self._refusal(f"layer {index} is of the kind {kind}")
+        if kind == "sliding_attention" and told is None:
+            told = getattr(self._config, "sliding_window", None)
+            if told is None:
+                raise self._refusal(f"layer {index} has a sliding window of unknown size")
+        return None if kind == "full_attention" else told
+
+    def _refusal(self, why: str) -> ConfigurationError:
+        return ConfigurationError(f"a model of type {self._name} cannot be served: {why}")
+
+
+def attention_options(module: torch.nn.Module, query: torch.Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What a layer's call says besides queries, keys and values, as `attend` takes it."""
+    scale = kwargs.get("scaling")
+    return {
+        "scale": query.shape[-1] ** -0.5 if scale is None else float(scale),
+        "softcap": kwargs.get("softcap"),
+        "sinks": kwargs.get("s_aux"),
+    }
+
+
+def _own_eager(module: torch.nn.Module) -> Callable[..., tuple[torch.Tensor, object]]:
+    """The reference that the module's own source file gives."""
+    function = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    if function is None:
+        raise ConfigurationError(f"{type(module).__name__} has no eager attention to check ours against")
+    return function  # type: ignore[no-any-return]

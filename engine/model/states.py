@@ -1,0 +1,94 @@
+"""What the runner remembers of the requests it knows: tokens and block tables, one row each, in plain arrays.
+
+Rows are reused, last freed first, so that memory that was touched once serves the next request, and whole
+batches are read with one indexed load instead of a loop over requests.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.scheduling.output import BlockIds
+
+IntArray = npt.NDArray[np.int32]
+
+
+class RequestRows:
+    """Fixed-width rows for up to `capacity` requests; grows if a scheduler ever keeps more running."""
+
+    def __init__(self, capacity: int, max_tokens: int, block_size: int, num_groups: int) -> None:
+        self._row_of: dict[str, int] = {}
+        self._free = list(range(capacity - 1, -1, -1))
+        max_blocks = -(-max_tokens // block_size)
+        # Fresh zero pages cost nothing until they are written.
+        self.tokens: IntArray = np.zeros((capacity, max_tokens), np.int32)
+        self.num_tokens: IntArray = np.zeros(capacity, np.int32)
+        self.num_prompt_tokens: IntArray = np.zeros(capacity, np.int32)
+        self.num_computed: IntArray = np.zeros(capacity, np.int32)
+        self.tables: list[IntArray] = [np.zeros((capacity, max_blocks), np.int32) for _ in range(num_groups)]
+        self._num_blocks: list[IntArray] = [np.zeros(capacity, np.int32) for _ in range(num_groups)]
+
+    def __contains__(self, req_id: str) -> bool:
+        return req_id in self._row_of
+
+    def __len__(self) -> int:
+        return len(self._row_of)
+
+    def row(self, req_id: str) -> int:
+        return self._row_of[req_id]
+
+    def rows(self, req_ids: list[str]) -> npt.NDArray[np.int64]:
+        return np.fromiter(map(self._row_of.__getitem__, req_ids), np.int64, len(req_ids))
+
+    def add(self, req_id: str, token_ids: list[int], num_prompt_tokens: int, block_ids: BlockIds) -> int:
+        """A request that is new, or that replaces what was known under its id."""
+        row = self._row_of.get(req_id)
+        if row is None:
+            if not self._free:
+                self._grow()
+            row = self._row_of[req_id] = self._free.pop()
+        self.tokens[row, : len(token_ids)] = token_ids
+        self.num_tokens[row] = len(token_ids)
+        self.num_prompt_tokens[row] = num_prompt_tokens
+        self._clear_tables(row)
+        self.append_blocks(row, block_ids)
+        return row
+
+    def append_blocks(self, row: int, block_ids: BlockIds) -> None:
+        for table, counts, ids in zip(self.tables, self._num_blocks, block_ids, strict=True):
+            if ids:
+                start = int(counts[row])
+                table[row, start : start + len(ids)] = ids
+                counts[row] = start + len(ids)
+
+    def append_tokens(self, row: int, token_ids: list[int]) -> None:
+        start = int(self.num_tokens[row])
+        self.tokens[row, start : start + len(token_ids)] = token_ids
+        self.num_tokens[row] = start + len(token_ids)
+
+    def remove(self, req_id: str) -> int | None:
+        row = self._row_of.pop(req_id, None)
+        if row is not None:
+            self._clear_tables(row)
+            self._free.append(row)
+        return row
+
+    def _clear_tables(self, row: int) -> None:
+        for table, counts in zip(self.tables, self._num_blocks, strict=True):
+            table[row, : counts[row]] = 0
+            counts[row] = 0
+
+    def _grow(self) -> None:
+        old = len(self.num_tokens)
+        for name in ("tokens", "num_tokens", "num_prompt_tokens", "num_computed"):
+            setattr(self, name, _doubled(getattr(self, name)))
+        self.tables = [_doubled(table) for table in self.tables]
+        self._num_blocks = [_doubled(counts) for counts in self._num_blocks]
+        self._free.extend(range(2 * old - 1, old - 1, -1))
+
+
+def _doubled(array: IntArray) -> IntArray:
+    grown = np.zeros((2 * array.shape[0], *array.shape[1:]), array.dtype)
+    grown[: array.shape[0]] = array
+    return grown
