@@ -98,7 +98,7 @@ def load_model(
             )
     except ConfigurationError:
         raise
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError, TypeError, AttributeError) as error:
+    except Exception as error:  # transformers and what it calls raise nearly everything for a bad checkpoint
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigurationError(f"{source.name} cannot be loaded: {first_line}") from error
     model.eval()

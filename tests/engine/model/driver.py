@@ -1,0 +1,234 @@
+"""Drives a model runner by hand: says what each step computes, and keeps the block tables a scheduler would.
+
+It is unkind on purpose: blocks are handed out in random order, and one that is freed is filled with NaN, so that
+reading what is not a request's own spoils its answer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+from engine.model.runner import LayerHooks
+from engine.model.torch_runner import TorchRunner
+from engine.scheduling.output import CachedRequestData, ModelOutput, NewRequestData, SchedulerOutput
+from wire.sampling import SamplingParams, TokenLogprobs
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@dataclasses.dataclass
+class DrivenRequest:
+    req_id: str
+    tokens: list[int]
+    num_prompt: int
+    sampling: SamplingParams
+    computed: int
+    blocks: list[list[int]]  # per group; 0 where a block was given back or never needed
+    borrowed: int = 0  # leading blocks of every group that belong to somebody else
+    known: bool = False  # the runner has seen it
+    resumed: bool = False
+    logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.num_prompt :]
+
+    @property
+    def pending(self) -> int:
+        return len(self.tokens) - self.computed
+
+
+class Driver:
+    def __init__(self, runner: TorchRunner, seed: int = 0) -> None:
+        self.runner = runner
+        self.random = random.Random(seed)
+        self.groups = runner.info.groups
+        self.block_size = self.groups[0].block_size
+        self.free = list(range(1, runner.info.num_blocks))
+        self.random.shuffle(self.free)
+        runner.kv_cache[1:] = float("nan")
+        self.requests: dict[str, DrivenRequest] = {}
+        self.drafts: dict[str, list[int]] = {}
+        self.num_accepted = 0
+        self.last: ModelOutput = ModelOutput({})
+        self._finished: set[str] = set()
+        self._preempted: set[str] = set()
+
+    def add(
+        self,
+        req_id: str,
+        prompt: list[int],
+        sampling: SamplingParams = GREEDY,
+        *,
+        output: list[int] | None = None,
+        prefix_of: str | None = None,
+        shared_tokens: int = 0,
+    ) -> DrivenRequest:
+        """With `prefix_of`, the first tokens are a prefix hit: the other request's blocks are shared."""
+        request = DrivenRequest(
+            req_id, prompt + (output or []), len(prompt), sampling, 0, [[] for _ in self.groups]
+        )
+        if prefix_of is not None:
+            hit = shared_tokens // self.block_size
+            other = self.requests[prefix_of]
+            assert other.computed >= hit * self.block_size
+            request.computed, request.borrowed = hit * self.block_size, hit
+            request.blocks = [list(table[:hit]) for table in other.blocks]
+        self.requests[req_id] = request
+        return request
+
+    def adopt(self, req_id: str, other: Driver) -> DrivenRequest:
+        """Take over a request from another node: its computed KV is copied block by block."""
+        theirs = other.requests[req_id]
+        request = DrivenRequest(
+            req_id,
+            list(theirs.tokens),
+            theirs.num_prompt,
+            theirs.sampling,
+            theirs.computed,
+            [[] for _ in self.groups],
+        )
+        self.requests[req_id] = request
+        self._grow(request, request.computed)
+        for mine, given in zip(request.blocks, theirs.blocks, strict=True):
+            for target, source in zip(mine, given, strict=False):
+                if source:
+                    self.runner.kv_cache[target] = other.runner.kv_cache[source]
+        return request
+
+    def preempt(self, req_id: str) -> None:
+        request = self.requests[req_id]
+        self._release(request)
+        request.blocks = [[] for _ in self.groups]
+        request.computed, request.borrowed = 0, 0
+        self.drafts.pop(req_id, None)
+        if request.known:
+            self._preempted.add(req_id)
+            request.resumed = True
+
+    def finish(self, req_id: str) -> DrivenRequest:
+        request = self.requests.pop(req_id)
+        self._release(request)
+        self._finished.add(req_id)
+        self.drafts.pop(req_id, None)
+        return request
+
+    def step(self, work: dict[str, int], hooks: LayerHooks | None = None) -> ModelOutput:
+        """Compute so many tokens of each request; drafts, if there are any, are added behind a newest token."""
+        new: list[NewRequestData] = []
+        cached = CachedRequestData()
+        scheduled: dict[str, int] = {}
+        drafts: dict[str, list[int]] = {}
+        reached: set[str] = set()
+        for req_id, count in work.items():
+            request = self.requests[req_id]
+            assert 0 < count <= request.pending
+            if count == request.pending:
+                reached.add(req_id)
+            if count == request.pending and self.drafts.get(req_id):
+                drafts[req_id] = self.drafts.pop(req_id)
+                count += len(drafts[req_id])
+            scheduled[req_id] = count
+            grown = self._grow(request, request.computed + count)
+            if not request.known:
+                blocks = [list(table) for table in request.blocks]
+                new.append(
+                    NewRequestData(
+                        req_id,
+                        list(request.tokens),
+                        request.num_prompt,
+                        request.sampling,
+                        blocks,
+                        request.computed,
+                    )
+                )
+                request.known = True
+                continue
+            cached.req_ids.append(req_id)
+            cached.num_computed_tokens.append(request.computed)
+            if request.resumed:
+                cached.resumed_req_ids.add(req_id)
+                cached.resumed_token_ids[req_id] = list(request.tokens)
+                cached.new_block_ids.append([list(table) for table in request.blocks])
+                request.resumed = False
+            else:
+                cached.new_block_ids.append(grown if any(grown) else None)
+        output = self.runner.execute(
+            SchedulerOutput(
+                new_reqs=new,
+                cached_reqs=cached,
+                num_scheduled_tokens=scheduled,
+                total_num_scheduled_tokens=sum(scheduled.values()),
+                spec_token_ids=drafts,
+                num_common_prefix_blocks=[0] * len(self.groups),
+                finished_req_ids=self._finished,
+                preempted_req_ids=self._preempted,
+            ),
+            hooks,
+        )
+        self._finished, self._preempted = set(), set()
+        for req_id, count in scheduled.items():
+            request = self.requests[req_id]
+            proposed = drafts.get(req_id, [])
+            request.computed += count
+            sampled = output.sampled_token_ids.get(req_id, [])
+            if proposed:
+                accepted = len(sampled) - 1
+                assert sampled[:accepted] == proposed[:accepted]
+                request.computed -= len(proposed) - accepted
+                self.num_accepted += accepted
+            assert bool(sampled) == (req_id in reached)
+            request.tokens.extend(sampled)
+            request.logprobs.extend(output.logprobs.get(req_id, []))
+            self._slide(request)
+        self.drafts.update(output.draft_token_ids)
+        self.last = output
+        return output
+
+    def generate(self, num_tokens: int, max_chunk: int = 1 << 30) -> dict[str, list[int]]:
+        """Run every request until it has so many output tokens, in chunks of random size."""
+        while unfinished := [r for r in self.requests.values() if len(r.output) < num_tokens]:
+            work = {
+                r.req_id: self.random.randint(1, min(r.pending, max_chunk))
+                if max_chunk < 1 << 30
+                else r.pending
+                for r in unfinished
+            }
+            self.step(work)
+        return {req_id: request.output[:num_tokens] for req_id, request in self.requests.items()}
+
+    def _grow(self, request: DrivenRequest, num_tokens: int) -> list[list[int]]:
+        needed = -(-num_tokens // self.block_size)
+        grown: list[list[int]] = []
+        for table in request.blocks:
+            fresh = [self.free.pop() for _ in range(needed - len(table))]
+            table.extend(fresh)
+            grown.append(fresh)
+        return grown
+
+    def _slide(self, request: DrivenRequest) -> None:
+        """Give back what fell out of a sliding window. The runner is not told: it must not read it."""
+        for group, table in zip(self.groups, request.blocks, strict=True):
+            if group.window is None:
+                continue
+            outside = max(0, request.computed - group.window + 1) // self.block_size
+            for index in range(request.borrowed, min(outside, len(table))):
+                if table[index] and not self._shared(table[index], request):
+                    self._give_back(table[index])
+                    table[index] = 0
+
+    def _shared(self, block: int, owner: DrivenRequest) -> bool:
+        return any(
+            block in table for other in self.requests.values() if other is not owner for table in other.blocks
+        )
+
+    def _release(self, request: DrivenRequest) -> None:
+        for table in request.blocks:
+            for block in table[request.borrowed :]:
+                if block and not self._shared(block, request):
+                    self._give_back(block)
+
+    def _give_back(self, block: int) -> None:
+        self.runner.kv_cache[block] = float("nan")
+        self.free.insert(self.random.randint(0, len(self.free)), block)

@@ -1,0 +1,144 @@
+"""Greedy tokens equal transformers' `generate`, however the work is cut up, shared, lost, or moved."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from pathlib import Path
+
+import pytest
+
+from engine.config import CacheConfig, ModelConfig, SchedulerConfig
+from engine.model.loading import load_runner
+from engine.model.torch_runner import TorchRunner
+from tests.engine.model import tiny
+from tests.engine.model.driver import Driver
+from wire.sampling import SamplingParams
+
+NUM_TOKENS = 12
+LENGTHS = (1, 5, 23, 37, 16)
+
+
+@dataclasses.dataclass
+class Case:
+    path: Path
+    runner: TorchRunner
+    prompts: list[list[int]]
+    answers: list[list[int]]
+    logprobs: list[list[float]]
+
+    def driver(self, seed: int = 0) -> Driver:
+        return Driver(self.runner, seed)
+
+
+def load(path: Path, num_speculative_tokens: int = 0) -> TorchRunner:
+    return load_runner(
+        ModelConfig(path=str(path), dtype="float32", device="cpu"),
+        CacheConfig(block_size=4, memory_bytes=8 << 20),
+        SchedulerConfig(max_num_seqs=4, num_speculative_tokens=num_speculative_tokens),
+    )
+
+
+@pytest.fixture(scope="module", params=sorted(tiny.ARCHITECTURES))
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    path = tiny.save(request.param, tmp_path_factory.mktemp("models"))
+    rng = random.Random(request.param)
+    prompts = [[rng.randrange(3, tiny.VOCAB) for _ in range(length)] for length in LENGTHS]
+    # The last shares most of its prompt with another.
+    prompts.append(prompts[3][:30] + prompts[0])
+    answers = tiny.reference(path, prompts, NUM_TOKENS)
+    return Case(path, load(path), prompts, [a.tokens for a in answers], [a.logprobs for a in answers])
+
+
+def finish_all(driver: Driver) -> None:
+    for req_id in list(driver.requests):
+        driver.finish(req_id)
+    driver.step({})
+
+
+def test_each_alone_with_whole_prompts(case: Case) -> None:
+    driver = case.driver()
+    for index, prompt in enumerate(case.prompts):
+        driver.add(f"r{index}", prompt)
+        assert driver.generate(NUM_TOKENS)[f"r{index}"] == case.answers[index]
+        driver.finish(f"r{index}")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_mixed_batches_in_random_chunks(case: Case, seed: int) -> None:
+    """Log-probabilities, too: tokens alone would hide an error that is smaller than the gap to the next best."""
+    driver = case.driver(seed)
+    for index, prompt in enumerate(case.prompts):
+        driver.add(f"r{index}", prompt, SamplingParams(temperature=0.0, logprobs=0))
+    outputs = driver.generate(NUM_TOKENS, max_chunk=11)
+    assert list(outputs.values()) == case.answers
+    for index, expected in enumerate(case.logprobs):
+        reported = [entry.logprob for entry in driver.requests[f"r{index}"].logprobs]
+        assert reported[:NUM_TOKENS] == pytest.approx(expected, abs=2e-4)
+    finish_all(driver)
+
+
+def test_requests_come_go_and_are_preempted_at_random(case: Case) -> None:
+    driver = case.driver(7)
+    waiting = [(f"r{index}", index) for index in range(len(case.prompts))]
+    answers: dict[int, list[int]] = {}
+    index_of = dict(waiting)
+    paused: list[str] = []
+    while waiting or driver.requests:
+        if waiting and driver.random.random() < 0.4:
+            req_id, index = waiting.pop()
+            driver.add(req_id, case.prompts[index])
+        for req_id in [r for r in driver.requests if r not in paused]:
+            if driver.random.random() < 0.08:
+                driver.preempt(req_id)
+                paused.append(req_id)
+        if paused and driver.random.random() < 0.5:
+            paused.pop(0)
+        running = [r for r in driver.requests.values() if r.req_id not in paused]
+        driver.step(
+            {r.req_id: driver.random.randint(1, r.pending) for r in running if driver.random.random() < 0.8}
+        )
+        for req_id, request in list(driver.requests.items()):
+            if len(request.output) >= NUM_TOKENS:
+                answers[index_of[req_id]] = driver.finish(req_id).output
+                if req_id in paused:
+                    paused.remove(req_id)
+    assert [answers[index] for index in range(len(case.prompts))] == case.answers
+    driver.step({})
+
+
+def test_prefix_hits_read_blocks_that_another_request_computed(case: Case) -> None:
+    driver = case.driver(3)
+    driver.add("first", case.prompts[3])
+    # No further than the hit, because what slides out of a window is gone.
+    driver.step({"first": 28})
+    driver.add("second", case.prompts[5], prefix_of="first", shared_tokens=28)
+    outputs = driver.generate(NUM_TOKENS)
+    assert outputs == {"first": case.answers[3], "second": case.answers[5]}
+    finish_all(driver)
+
+
+@pytest.mark.parametrize("after", [1, 4])
+def test_a_request_moves_to_another_runner_with_its_blocks(case: Case, after: int) -> None:
+    prefill, decode = case.driver(1), Driver(load(case.path), 2)
+    for index in (2, 3):
+        prefill.add(f"r{index}", case.prompts[index])
+    prefill.generate(after, max_chunk=9)
+    for index in (2, 3):
+        decode.adopt(f"r{index}", prefill)
+    assert list(decode.generate(NUM_TOKENS).values()) == [case.answers[2], case.answers[3]]
+    finish_all(prefill)
+
+
+def test_drafts_change_no_token(case: Case) -> None:
+    """Speculation: what is proposed from the text is verified in one pass, and what is wrong leaves no trace."""
+    driver = Driver(load(case.path, num_speculative_tokens=4), 5)
+    for index, prompt in enumerate(case.prompts):
+        driver.add(f"r{index}", prompt)
+        # Also proposals that are right in part, or not at all.
+        guess = case.answers[index][1 : 1 + index % 4]
+        driver.step({f"r{index}": len(prompt)})
+        driver.drafts[f"r{index}"] = [*guess, (case.answers[index][len(guess) + 1] + 1) % tiny.VOCAB]
+    outputs = driver.generate(NUM_TOKENS)
+    assert list(outputs.values()) == case.answers
+    assert driver.num_accepted >= sum(index % 4 for index in range(len(case.prompts)))
