@@ -1,0 +1,186 @@
+"""Real Ray, started once per run; on it, whole deployments: real nodes, NIXL, HTTP and SmolLM2 in float32."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from cluster.config import PoolConfig, PoolsConfig, TandemConfig
+from cluster.deployment import Deployment, with_model
+from cluster.model_store import prepare_model
+from cluster.placement import this_machine
+from cluster.ray_runtime import start_ray, stop_ray
+from engine.config import CacheConfig, ModelConfig
+from kvtransfer.base import TransferConfig
+from router.config import LocalPrefill
+from tests.integration.reference import Expected, greedy_answers, make_prompts
+
+PATIENCE_S = 60.0
+BLOCK_SIZE = 16
+# 30 layers, keys and values, 3 heads of 64 values of 4 bytes, 16 tokens.
+BLOCK_BYTES = 30 * 2 * 3 * 64 * 4 * BLOCK_SIZE
+
+_replace = msgspec.structs.replace
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.integration)
+            item.add_marker(pytest.mark.timeout(600))
+
+
+@pytest.fixture(scope="session")
+def expected(smollm2_path: Path) -> list[Expected]:
+    """Computed before anything else runs: it wants both cores."""
+    from transformers import AutoTokenizer
+
+    prompts = make_prompts(AutoTokenizer.from_pretrained(smollm2_path))
+    return greedy_answers(smollm2_path, prompts)
+
+
+@pytest.fixture(scope="session")
+def ray_on_this_machine() -> Iterator[None]:
+    start_ray()
+    yield
+    stop_ray()
+
+
+class _Quiet:
+    """Events nobody watches."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda *args, **kwargs: contextlib.nullcontext(lambda *a, **k: None)
+
+
+class LoopThread:
+    """An event loop in a thread of its own: tests are plain functions, a deployment wants a running loop."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def run(self, coroutine: Any, timeout_s: float = 180.0) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(timeout_s)
+
+    def close(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(10)
+        self.loop.close()
+
+
+class Running:
+    """A deployment that serves, as a test talks to it."""
+
+    def __init__(self, deployment: Deployment, thread: LoopThread) -> None:
+        self.deployment = deployment
+        self._thread = thread
+        self.url = deployment.url
+        self.model = deployment.model_name
+        self.http = httpx.Client(base_url=self.url, timeout=PATIENCE_S, trust_env=False)
+
+    def nodes(self, role: str | None = None) -> list[dict[str, Any]]:
+        nodes = self.http.get("/cluster").raise_for_status().json()["nodes"]
+        return [node for node in nodes if role is None or node["role"] == role]
+
+    def counters(self, role: str) -> dict[str, float]:
+        """Summed over the nodes of a role; only plain numbers."""
+        total: dict[str, float] = {}
+        for node in self.nodes(role):
+            for name, value in node["counters"].items():
+                if isinstance(value, int | float):
+                    total[name] = total.get(name, 0) + value
+        return total
+
+    def until(self, condition: Callable[[list[dict[str, Any]]], bool], what: str) -> list[dict[str, Any]]:
+        """What `/cluster` says once `condition` holds of it; fails with what it says instead."""
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            nodes = self.nodes()
+            if condition(nodes):
+                return nodes
+            if time.monotonic() > deadline:
+                pytest.fail(f"after {PATIENCE_S:.0f} s still not: {what}; the nodes say {nodes}")
+            time.sleep(0.1)
+
+    def until_quiet(self) -> list[dict[str, Any]]:
+        """Every block free, nothing running, waiting or under way; reported after everything before now."""
+        asked = time.monotonic()
+        return self.until(
+            lambda nodes: (
+                time.monotonic() - asked > 1.0  # every node has reported since
+                and all(
+                    node["free_blocks"] == node["total_blocks"]
+                    and not (node["running"] or node["waiting"] or node["transfers"] or node["held_blocks"])
+                    for node in nodes
+                )
+            ),
+            "every block free and nothing under way",
+        )
+
+    def complete(self, prompt: list[int], max_tokens: int, **fields: Any) -> dict[str, Any]:
+        body = {"model": self.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, **fields}
+        response = self.http.post("/v1/completions", json=body)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+
+@pytest.fixture(scope="session")
+def loop_thread() -> Iterator[LoopThread]:
+    thread = LoopThread()
+    yield thread
+    thread.close()
+
+
+def float32_config(smollm2_path: Path, prefill: int, decode: int, aggregated: int = 0) -> TandemConfig:
+    base = TandemConfig()
+    return _replace(
+        base,
+        model=ModelConfig(path=str(smollm2_path), served_name="smollm2", dtype="float32"),
+        cache=CacheConfig(block_size=BLOCK_SIZE, memory_bytes=1 << 30),
+        pools=PoolsConfig(
+            prefill=PoolConfig(nodes=prefill),
+            decode=PoolConfig(nodes=decode),
+            aggregated=PoolConfig(nodes=aggregated),
+        ),
+        # Every prompt goes to a prefill node, however short: that is what is tested here.
+        router=_replace(base.router, port=0, local_prefill=LocalPrefill.NEVER),
+        transfer=TransferConfig(lease_s=5.0),
+        debug=True,
+    )
+
+
+Deploy = Callable[[TandemConfig], contextlib.AbstractContextManager[Running]]
+
+
+@pytest.fixture(scope="session")
+def deploy(ray_on_this_machine: None, loop_thread: LoopThread) -> Deploy:
+    from cluster.ray_launcher import RayLauncher
+
+    @contextlib.contextmanager
+    def running(config: TandemConfig) -> Iterator[Running]:
+        model = prepare_model(config.model.path, lambda what, share: None)
+
+        async def make() -> Deployment:
+            launcher = RayLauncher(config.timeouts.stop_s)
+            return Deployment(with_model(config, model), this_machine(), launcher, _Quiet())  # type: ignore[arg-type]
+
+        deployment = loop_thread.run(make())
+        try:
+            loop_thread.run(deployment.start())
+            yield Running(deployment, loop_thread)
+        finally:
+            loop_thread.run(deployment.stop())
+
+    return running

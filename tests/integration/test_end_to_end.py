@@ -1,0 +1,209 @@
+"""A prompt goes in and an answer comes out, through the whole house."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from tests.integration.conftest import (
+    BLOCK_BYTES,
+    BLOCK_SIZE,
+    PATIENCE_S,
+    Deploy,
+    Running,
+    float32_config,
+)
+from tests.integration.reference import LENGTHS, NEW_TOKENS, Expected
+
+AT_ONCE = 8
+
+
+def blocks_of(num_tokens: int) -> int:
+    return -(-num_tokens // BLOCK_SIZE)
+
+
+async def stream_all(server: Running, expected: list[Expected], at_once: int) -> list[tuple[str, str]]:
+    """(text, finish reason) of every prompt, streamed, `at_once` at a time."""
+    gate = asyncio.Semaphore(at_once)
+
+    async def one(client: httpx.AsyncClient, item: Expected) -> tuple[str, str]:
+        body = {
+            "model": server.model,
+            "prompt": item.prompt,
+            "max_tokens": NEW_TOKENS,
+            "temperature": 0,
+            "stream": True,
+        }
+        text, finish, done = "", "", False
+        async with gate, client.stream("POST", "/v1/completions", json=body) as response:
+            assert response.status_code == 200, await response.aread()
+            async for line in response.aiter_lines():
+                if line == "data: [DONE]":
+                    done = True
+                elif line.startswith("data: "):
+                    choice = json.loads(line[6:])["choices"][0]
+                    text += choice["text"]
+                    finish = choice["finish_reason"] or finish
+        assert done
+        return text, finish
+
+    async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S, trust_env=False) as client:
+        return await asyncio.gather(*(one(client, item) for item in expected))
+
+
+def assert_same(answers: list[tuple[str, str]], expected: list[Expected]) -> None:
+    for (text, finish), item in zip(answers, expected, strict=True):
+        assert (text, finish) == (item.text, item.finish), f"prompt of {len(item.prompt)} tokens"
+
+
+class TestOnePrefillOneDecode:
+    @pytest.fixture(scope="class")
+    def server(self, deploy: Deploy, smollm2_path: Path, expected: list[Expected]) -> Iterator[Running]:
+        with deploy(float32_config(smollm2_path, prefill=1, decode=1)) as running:
+            yield running
+
+    def test_streamed_and_together_the_tokens_are_transformers_own(
+        self, server: Running, expected: list[Expected]
+    ) -> None:
+        assert_same(asyncio.run(stream_all(server, expected, AT_ONCE)), expected)
+        nodes = server.until_quiet()
+        assert {node["role"] for node in nodes} == {"prefill", "decode"}
+        prefill, decode = server.counters("prefill"), server.counters("decode")
+        needed = sum(blocks_of(length) for length in LENGTHS)
+        assert decode["prompt_tokens_computed"] == 0
+        assert prefill["prompt_tokens_computed"] == decode["prompt_tokens_received"] == sum(LENGTHS)
+        assert prefill["transfer_blocks_sent"] == decode["transfer_blocks_received"] == needed
+        assert prefill["transfer_bytes_sent"] == decode["transfer_bytes_received"] == needed * BLOCK_BYTES
+
+    def test_not_streamed_and_again_only_what_the_decode_node_lacks_is_sent(
+        self, server: Running, expected: list[Expected]
+    ) -> None:
+        before = server.counters("decode")
+        answers = []
+        for item in expected:
+            answer = server.complete(item.prompt, NEW_TOKENS)
+            answers.append((answer["choices"][0]["text"], answer["choices"][0]["finish_reason"]))
+            assert answer["usage"]["prompt_tokens"] == len(item.prompt)
+            assert answer["usage"]["completion_tokens"] == len(item.tokens)
+        assert_same(answers, expected)
+        server.until_quiet()
+        after = server.counters("decode")
+        # A prompt's last token is never taken from the cache, so its block travels again.
+        lacking = sum(blocks_of(n) - (n - 1) // BLOCK_SIZE for n in LENGTHS)
+        assert after["transfer_blocks_received"] - before["transfer_blocks_received"] == lacking
+        assert after["prompt_tokens_computed"] == 0
+
+    def test_the_official_client_works_unchanged(self, server: Running) -> None:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+        assert [model.id for model in client.models.list()] == [server.model]
+        question = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
+        whole = client.chat.completions.create(
+            model=server.model, messages=question, temperature=0, max_tokens=24
+        )
+        assert "Paris" in (whole.choices[0].message.content or "")
+        assert whole.usage is not None
+        assert whole.usage.completion_tokens > 0
+        parts = client.chat.completions.create(
+            model=server.model, messages=question, temperature=0, max_tokens=24, stream=True
+        )
+        streamed = "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
+        assert streamed == whole.choices[0].message.content
+
+    def test_a_seeded_request_says_the_same_twice(self, server: Running, expected: list[Expected]) -> None:
+        prompt = expected[9].prompt
+        first, second = (
+            server.complete(prompt, 12, temperature=0.9, seed=1234)["choices"][0]["text"] for _ in range(2)
+        )
+        other = server.complete(prompt, 12, temperature=0.9, seed=4321)["choices"][0]["text"]
+        assert first == second != other
+
+    def test_a_prompt_longer_than_the_context_is_the_clients_mistake(self, server: Running) -> None:
+        response = server.http.post(
+            "/v1/completions", json={"model": server.model, "prompt": [5] * 9000, "max_tokens": 4}
+        )
+        assert response.status_code == 400
+        assert response.json()["error"]["code"] == "context_length_exceeded"
+
+    def test_fifty_clients_that_hang_up_leave_nothing_behind(
+        self, server: Running, expected: list[Expected]
+    ) -> None:
+        rng = random.Random(11)
+
+        async def hang_up(client: httpx.AsyncClient, prompt: list[int], patience: float) -> None:
+            body = {
+                "model": server.model,
+                "prompt": prompt,
+                "max_tokens": 400,
+                "temperature": 0.8,
+                "ignore_eos": True,
+                "stream": rng.random() < 0.7,
+            }
+            try:
+                async with asyncio.timeout(patience):
+                    async with client.stream("POST", "/v1/completions", json=body) as response:
+                        async for _ in response.aiter_lines():
+                            pass
+            except TimeoutError:
+                pass
+
+        async def storm() -> None:
+            limits = httpx.Limits(max_connections=64)
+            async with httpx.AsyncClient(
+                base_url=server.url, timeout=PATIENCE_S, limits=limits, trust_env=False
+            ) as client:
+                await asyncio.gather(
+                    *(
+                        hang_up(
+                            client,
+                            [rng.randrange(1000, 40000) for _ in range(rng.choice([5, 40, 300, 700]))],
+                            rng.uniform(0.01, 6),
+                        )
+                        for _ in range(50)
+                    )
+                )
+
+        asyncio.run(storm())
+        server.until_quiet()
+        item = expected[5]
+        answer = server.complete(item.prompt, NEW_TOKENS)
+        assert answer["choices"][0]["text"] == item.text
+
+    def test_metrics_and_health_answer(self, server: Running) -> None:
+        assert server.http.get("/health").status_code == 200
+        text = server.http.get("/metrics").text
+        assert "tandem" in text
+
+    def test_every_node_says_what_it_is_doing(self, server: Running) -> None:
+        for node in server.nodes():
+            assert node["state"] == "ready"
+            assert node["total_blocks"] > 0
+            assert {"role", "epoch", "free_blocks", "running", "waiting", "transfers"} <= node.keys()
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "aggregated"), [(2, 2, 0), (0, 0, 1)], ids=["2P+2D", "aggregated"]
+)
+def test_other_shapes_give_the_same_tokens(
+    deploy: Deploy,
+    smollm2_path: Path,
+    expected: list[Expected],
+    prefill: int,
+    decode: int,
+    aggregated: int,
+) -> None:
+    with deploy(float32_config(smollm2_path, prefill, decode, aggregated)) as server:
+        assert_same(asyncio.run(stream_all(server, expected, AT_ONCE)), expected)
+        nodes = server.until_quiet()
+        assert len(nodes) == prefill + decode + aggregated
+        if aggregated:
+            assert server.counters("aggregated")["transfer_blocks_received"] == 0
+        else:
+            assert server.counters("decode")["prompt_tokens_computed"] == 0
+            assert all(node["counters"]["prompt_tokens_computed"] > 0 for node in server.nodes("prefill"))
