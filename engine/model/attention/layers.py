@@ -56,13 +56,18 @@ def plan_cache(layers: tuple[AttentionLayer, ...], block_size: int) -> CachePlan
 
     A block costs the same in each group, so a group with fewer layers than slots wastes what is missing. Where
     kinds of layers differ much in number (say 5 sliding for 1 full), the larger kind is cut into several groups
-    of the smaller one's size.
+    of the smaller one's size, if that wastes less.
     """
     kinds: dict[int | None, list[int]] = {}
     for layer in layers:
         kinds.setdefault(layer.window, []).append(layer.index)
-    smallest, largest = min(map(len, kinds.values())), max(map(len, kinds.values()))
-    slots = largest if largest < smallest * 1.5 else smallest
+    counts = [len(members) for members in kinds.values()]
+
+    def slots_in_use(slots: int) -> int:
+        return sum(-(-count // slots) for count in counts) * slots
+
+    # Of equals the larger, because every group is a block table to keep.
+    slots = min(counts, key=lambda count: (slots_in_use(count), -count))
     groups: list[KVCacheGroup] = []
     group_of, slot_of = [0] * len(layers), [0] * len(layers)
     # Full attention first: its groups decide how much of a prefix is cached at all.

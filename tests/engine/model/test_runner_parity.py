@@ -33,7 +33,7 @@ class Case:
 
 def load(path: Path, num_speculative_tokens: int = 0) -> TorchRunner:
     return load_runner(
-        ModelConfig(path=str(path), dtype="float32", device="cpu"),
+        ModelConfig(path=str(path), dtype="float32", device="cpu", threads=1),
         CacheConfig(block_size=4, memory_bytes=8 << 20),
         SchedulerConfig(max_num_seqs=4, num_speculative_tokens=num_speculative_tokens),
     )

@@ -1,0 +1,11 @@
+"""Tiny models gain nothing from threads, and lose much where many test runs share a machine."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)

@@ -1,0 +1,212 @@
+"""A request's tokens depend on itself alone: not on its company, nor on how or where its steps were taken."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from engine.config import CacheConfig, ModelConfig, SchedulerConfig
+from engine.model.loading import load_runner
+from engine.model.torch_runner import TorchRunner
+from tests.engine.model import tiny
+from tests.engine.model.driver import Driver
+from wire.sampling import SamplingParams
+
+NUM_TOKENS = 14
+PROMPT = [7, 8, 9, 7, 8, 9, 7, 8]
+VARIED = [
+    SamplingParams(seed=11),
+    SamplingParams(seed=2**64 - 3, temperature=0.7, top_k=20),
+    SamplingParams(seed=5, top_p=0.8, repetition_penalty=1.2),
+    SamplingParams(temperature=0.0, frequency_penalty=0.6),
+    SamplingParams(seed=6, temperature=1.4, min_p=0.02, presence_penalty=0.5, logit_bias={3: 1.0}),
+]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save("qwen3", tmp_path_factory.mktemp("models"))
+
+
+def load(path: Path, drafts: int = 0) -> TorchRunner:
+    return load_runner(
+        ModelConfig(path=str(path), dtype="float32", device="cpu", threads=1),
+        CacheConfig(block_size=4, memory_bytes=8 << 20),
+        SchedulerConfig(max_num_seqs=2, num_speculative_tokens=drafts),
+    )
+
+
+@pytest.fixture(scope="module")
+def runner(path: Path) -> TorchRunner:
+    return load(path)
+
+
+@pytest.fixture(scope="module")
+def alone(runner: TorchRunner) -> list[list[int]]:
+    outputs = []
+    for params in VARIED:
+        driver = Driver(runner)
+        driver.add("r", PROMPT, params)
+        outputs.append(driver.generate(NUM_TOKENS)["r"])
+        driver.finish("r")
+        driver.step({})
+    return outputs
+
+
+def test_different_seeds_give_different_texts(alone: list[list[int]]) -> None:
+    assert len({tuple(tokens) for tokens in alone}) == len(VARIED)
+
+
+def test_batched_and_chunked(runner: TorchRunner, alone: list[list[int]]) -> None:
+    driver = Driver(runner)
+    for index, params in enumerate(VARIED):
+        driver.add(str(index), PROMPT, params)
+    assert list(driver.generate(NUM_TOKENS, max_chunk=5).values()) == alone
+    for index in range(len(VARIED)):
+        driver.finish(str(index))
+    driver.step({})
+
+
+def test_preempted_and_resumed(runner: TorchRunner, alone: list[list[int]]) -> None:
+    driver = Driver(runner)
+    for index, params in enumerate(VARIED):
+        driver.add(str(index), PROMPT, params)
+    driver.generate(5)
+    for index in range(len(VARIED)):
+        driver.preempt(str(index))
+        driver.step({str((index + 1) % len(VARIED)): driver.requests[str((index + 1) % len(VARIED))].pending})
+    outputs = driver.generate(NUM_TOKENS, max_chunk=6)
+    assert list(outputs.values()) == alone
+    for index in range(len(VARIED)):
+        driver.finish(str(index))
+    driver.step({})
+
+
+@pytest.mark.parametrize("with_its_blocks", [True, False])
+def test_moved_to_another_node(
+    path: Path, runner: TorchRunner, alone: list[list[int]], with_its_blocks: bool
+) -> None:
+    """Without its blocks it is replayed from its tokens, as after the loss of a node."""
+    first, second = Driver(runner), Driver(load(path))
+    for index, params in enumerate(VARIED):
+        first.add(str(index), PROMPT, params)
+    first.generate(6)
+    for index, params in enumerate(VARIED):
+        if with_its_blocks:
+            second.adopt(str(index), first)
+        else:
+            second.add(str(index), PROMPT, params, output=first.requests[str(index)].output)
+    assert list(second.generate(NUM_TOKENS).values()) == alone
+    for index in range(len(VARIED)):
+        first.finish(str(index))
+    first.step({})
+
+
+def test_with_drafts(path: Path, alone: list[list[int]]) -> None:
+    """Accepting what equals the sample keeps the very tokens, so it keeps their distribution; also where
+    penalties make each position's logits depend on the drafts before it."""
+    driver = Driver(load(path, drafts=3), seed=2)
+    for index, params in enumerate(VARIED):
+        driver.add(str(index), PROMPT, params)
+        driver.step({str(index): len(PROMPT)})
+        driver.drafts[str(index)] = [*alone[index][1:3], 1]
+    assert list(driver.generate(NUM_TOKENS).values()) == alone
+    assert driver.num_accepted >= 2 * len(VARIED)
+
+
+def test_drafts_are_proposed_from_repeating_text(path: Path) -> None:
+    driver = Driver(load(path, drafts=3))
+    driver.add("r", [5, 6, 7, 8] * 6, SamplingParams(temperature=0.0, logit_bias={5: 1000.0}))
+    driver.step({"r": 24})
+    # "... 7 8 5" has stood there before, and was followed by 6 7 8.
+    assert driver.drafts == {"r": [6, 7, 8]}
+
+
+def test_logprobs_are_the_models_own(path: Path, runner: TorchRunner) -> None:
+    """Of the distribution before temperature, bias and penalties, with the chosen token's rank in it."""
+    driver = Driver(runner)
+    driver.add("r", PROMPT, SamplingParams(seed=3, temperature=0.5, logit_bias={3: 50.0}, logprobs=4))
+    output = driver.step({"r": len(PROMPT)})
+    (entry,) = output.logprobs["r"]
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    expected = model(torch.tensor([PROMPT])).logits[0, -1].log_softmax(-1).detach()
+    assert output.sampled_token_ids["r"] == [entry.token_id] == [3]
+    assert entry.logprob == pytest.approx(float(expected[3]), abs=1e-4)
+    assert entry.rank == int((expected > expected[3]).sum()) + 1
+    values, tokens = expected.topk(4)
+    assert [token for token, _ in entry.top] == tokens.tolist()
+    assert [value for _, value in entry.top] == pytest.approx(values.tolist(), abs=1e-4)
+    driver.finish("r")
+    driver.step({})
+
+
+@pytest.mark.parametrize("max_chunk", [1, 3, 100])
+def test_prompt_logprobs_come_once_whatever_the_chunks(
+    path: Path, runner: TorchRunner, max_chunk: int
+) -> None:
+    driver = Driver(runner)
+    driver.add("other", PROMPT[::-1], SamplingParams(seed=1))
+    driver.add("r", PROMPT, SamplingParams(temperature=0.0, prompt_logprobs=2))
+    reports = []
+    while len(driver.requests["r"].output) < 3:
+        work = {name: min(request.pending, max_chunk) for name, request in driver.requests.items()}
+        output = driver.step(work)
+        reports.extend(output.prompt_logprobs.values())
+        # They come with the first token.
+        assert bool(output.prompt_logprobs) == (len(driver.requests["r"].output) == 1)
+    (entries,) = reports
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    expected = model(torch.tensor([PROMPT])).logits[0].log_softmax(-1).detach()
+    assert len(entries) == len(PROMPT)
+    assert entries[0] is None
+    for position, entry in enumerate(entries[1:], start=1):
+        assert entry is not None
+        assert entry.token_id == PROMPT[position]
+        assert entry.logprob == pytest.approx(float(expected[position - 1, PROMPT[position]]), abs=1e-4)
+        assert len(entry.top) == 2
+        assert math.isclose(entry.top[0][1], float(expected[position - 1].max()), abs_tol=1e-4)
+    for name in ("other", "r"):
+        driver.finish(name)
+    driver.step({})
+
+
+def test_finished_and_preempted_requests_leave_nothing_behind(runner: TorchRunner) -> None:
+    driver = Driver(runner)
+    for round_ in range(3):
+        for index in range(4):
+            driver.add(f"{round_}-{index}", PROMPT, SamplingParams(seed=1, prompt_logprobs=1, logprobs=1))
+        driver.generate(2, max_chunk=4)
+        driver.preempt(f"{round_}-0")
+        for index in range(4):
+            driver.finish(f"{round_}-{index}")
+        driver.step({})
+    assert len(runner._requests) == 0
+    assert not runner._table.params
+    assert not runner._table.logprobs
+    assert not runner._preempted
+    assert not runner._prompt_logprobs
+    assert all(not table.any() for table in runner._requests.tables)
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int]] = []
+
+    def wait_for_layer_load(self, layer: int) -> None:
+        self.calls.append(("load", layer))
+
+    def save_kv_layer(self, layer: int) -> None:
+        self.calls.append(("save", layer))
+
+
+def test_each_layer_is_waited_for_and_then_saved(runner: TorchRunner) -> None:
+    driver, hooks = Driver(runner), Recorder()
+    driver.add("r", PROMPT, SamplingParams(temperature=0.0))
+    driver.step({"r": 4}, hooks)
+    assert hooks.calls == [("load", 0), ("save", 0), ("load", 1), ("save", 1)]
+    driver.finish("r")
+    driver.step({})

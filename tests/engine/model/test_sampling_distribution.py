@@ -1,0 +1,260 @@
+"""What is sampled follows the exact distribution, and depends on seed and position alone."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.model.sampling.noise import Noise, noise_keys
+from engine.model.sampling.sampler import Sampler
+from engine.model.sampling.table import SamplingTable
+from engine.model.states import RequestRows
+from wire.sampling import SamplingParams
+
+VOCAB = 40
+DRAWS = 4000
+EOS = frozenset({2, 5})
+
+
+class Bench:
+    """A sampler over requests that are only histories."""
+
+    def __init__(self, vocab: int = VOCAB, capacity: int = 8, max_tokens: int = 64) -> None:
+        self.requests = RequestRows(capacity, max_tokens, 4, 1)
+        self.table = SamplingTable(capacity)
+        self.sampler = Sampler(vocab, EOS, torch.device("cpu"))
+
+    def add(self, name: str, prompt: list[int], output: list[int], **params: Any) -> int:
+        row = self.requests.add(name, prompt + output, len(prompt), [[]])
+        self.table.set(row, SamplingParams(**params))
+        return row
+
+    def sample(self, logits: torch.Tensor, rows: list[int]) -> list[int]:
+        index = np.array(rows)
+        positions = self.requests.num_tokens[index].astype(np.int64)
+        return self.sampler.sample(logits, index, positions, self.requests, self.table).tolist()
+
+    def histogram(
+        self, logits: torch.Tensor, prompt: list[int], output: list[int], **params: Any
+    ) -> torch.Tensor:
+        """Relative frequency of each token over many seeds."""
+        counts = torch.zeros(logits.shape[0])
+        rows = [self.add(f"r{i}", prompt, output, **params) for i in range(len(self.table.seed))]
+        batch = logits.expand(len(rows), -1)
+        for start in range(0, DRAWS, len(rows)):
+            for offset, row in enumerate(rows):
+                self.table.seed[row] = start + offset
+            for token in self.sample(batch, rows):
+                counts[token] += 1
+        return counts / counts.sum()
+
+
+def bench(capacity: int = 250, vocab: int = VOCAB) -> Bench:
+    return Bench(vocab, capacity)
+
+
+def logits_of(seed: int, vocab: int = VOCAB) -> torch.Tensor:
+    return torch.randn(vocab, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+def assert_follows(frequencies: torch.Tensor, expected: torch.Tensor) -> None:
+    """Pearson's statistic, over cells with enough in them, is below what chance exceeds once in ten thousand."""
+    assert frequencies[expected == 0].sum() == 0
+    observed, wanted = frequencies * DRAWS, expected * DRAWS
+    small = wanted < 5
+    cells = [(observed[i], wanted[i]) for i in range(len(wanted)) if not small[i]]
+    if wanted[small].sum() >= 5:
+        cells.append((observed[small].sum(), wanted[small].sum()))
+    statistic = float(sum((o - w) ** 2 / w for o, w in cells))
+    freedom = len(cells) - 1
+    # Wilson and Hilferty's normal approximation of the chi-squared quantile.
+    limit = freedom * (1 - 2 / (9 * freedom) + 3.72 * math.sqrt(2 / (9 * freedom))) ** 3 if freedom else 1e-9
+    assert statistic <= limit
+
+
+def test_plain_sampling_follows_the_softmax() -> None:
+    logits = logits_of(0)
+    assert_follows(bench().histogram(logits, [1], []), logits.softmax(-1))
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.7])
+def test_temperature_sharpens_or_flattens(temperature: float) -> None:
+    logits = logits_of(1)
+    assert_follows(
+        bench().histogram(logits, [1], [], temperature=temperature), (logits / temperature).softmax(-1)
+    )
+
+
+@pytest.mark.parametrize("vocab", [VOCAB, 3000])
+def test_top_k_keeps_the_k_most_likely(vocab: int) -> None:
+    """Also where the vocabulary is large enough that only candidates are looked at."""
+    logits = logits_of(2, vocab)
+    expected = torch.full_like(logits, float("-inf"))
+    best = logits.topk(7).indices
+    expected[best] = logits[best]
+    assert_follows(bench(vocab=vocab).histogram(logits, [1], [], top_k=7), expected.softmax(-1))
+
+
+@pytest.mark.parametrize(("vocab", "share"), [(VOCAB, 0.7), (1200, 0.5), (1200, 0.97)])
+def test_top_p_keeps_the_smallest_set_that_reaches_the_share(vocab: int, share: float) -> None:
+    logits = logits_of(3, vocab)
+    probabilities, order = logits.softmax(-1).sort(descending=True)
+    size = int((probabilities.double().cumsum(0) - probabilities < share).sum())
+    expected = torch.full_like(logits, float("-inf"))
+    expected[order[:size]] = logits[order[:size]]
+    assert_follows(bench(vocab=vocab).histogram(logits, [1], [], top_p=share), expected.softmax(-1))
+
+
+def test_min_p_keeps_what_is_likely_enough_beside_the_best() -> None:
+    logits = logits_of(4)
+    probabilities = logits.softmax(-1)
+    expected = logits.masked_fill(probabilities < 0.1 * probabilities.max(), float("-inf"))
+    assert_follows(bench().histogram(logits, [1], [], min_p=0.1), expected.softmax(-1))
+
+
+def test_top_k_and_top_p_together_share_out_what_top_k_left() -> None:
+    logits = logits_of(5)
+    kept = logits.masked_fill(logits < logits.topk(6).values[-1], float("-inf"))
+    probabilities, order = kept.softmax(-1).sort(descending=True)
+    size = int((probabilities.double().cumsum(0) - probabilities < 0.8).sum())
+    expected = torch.full_like(logits, float("-inf"))
+    expected[order[:size]] = logits[order[:size]]
+    assert_follows(bench().histogram(logits, [1], [], top_k=6, top_p=0.8), expected.softmax(-1))
+
+
+def test_penalties_follow_their_definitions() -> None:
+    logits = logits_of(6)
+    prompt, output = [3, 4, 4], [6, 7, 7, 7]
+    expected = logits.clone()
+    for token in {3, 4, 6, 7}:
+        expected[token] = expected[token] / 1.3 if expected[token] > 0 else expected[token] * 1.3
+    expected[6] -= 0.4 + 0.7
+    expected[7] -= 0.4 * 3 + 0.7
+    frequencies = bench().histogram(
+        logits, prompt, output, repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.7
+    )
+    assert_follows(frequencies, expected.softmax(-1))
+
+
+def test_logit_bias_is_added() -> None:
+    logits = logits_of(7)
+    expected = logits.clone()
+    expected[9] += 2.5
+    expected[11] -= 100
+    frequencies = bench().histogram(logits, [1], [], logit_bias={9: 2.5, 11: -100.0, VOCAB + 5: 100.0})
+    assert frequencies[11] == 0
+    assert_follows(frequencies, expected.softmax(-1))
+
+
+def test_bad_words_are_not_completed_but_may_begin() -> None:
+    one, several = bench(1), bench(1)
+    logits = torch.zeros(VOCAB)
+    logits[8], logits[9] = 10.0, 9.0
+    free = one.add("free", [1], [4], temperature=0.0, bad_words=[[4, 5, 8], [9, 8]])
+    assert one.sample(logits[None], [free]) == [8]
+    caught = several.add("caught", [1], [4, 5], temperature=0.0, bad_words=[[4, 5, 8], [9]])
+    logits[9] = 9.5
+    assert several.sample(logits[None], [caught])[0] not in (8, 9)
+
+
+@pytest.mark.parametrize(
+    ("output", "ignore_eos", "allowed"),
+    [([], False, False), ([4], False, False), ([4, 4], False, True), ([], True, True)],
+)
+def test_min_tokens_bans_the_tokens_that_would_end_it(
+    output: list[int], ignore_eos: bool, allowed: bool
+) -> None:
+    run = bench(1)
+    logits = torch.zeros(VOCAB)
+    logits[2] = 10.0
+    row = run.add("r", [1], output, temperature=0.0, min_tokens=2, ignore_eos=ignore_eos, stop_token_ids=[9])
+    assert (run.sample(logits[None], [row]) == [2]) is allowed
+    logits[2], logits[9] = 0.0, 10.0
+    assert (run.sample(logits[None], [row]) == [9]) is (len(output) == 2)
+
+
+def test_greedy_is_the_first_of_the_largest() -> None:
+    run = bench(2)
+    rows = [run.add("a", [1], [], temperature=0.0), run.add("b", [1], [], temperature=0.9, top_k=1)]
+    logits = torch.zeros(2, VOCAB, dtype=torch.bfloat16)
+    logits[:, [30, 17]] = 3.0
+    assert run.sample(logits, rows) == [17, 17]
+
+
+def test_sampling_leaves_the_logits_as_they_were() -> None:
+    """They are read again for log-probabilities, which are the model's own."""
+    run = bench(2)
+    rows = [
+        run.add("a", [1], [3], temperature=0.0, logit_bias={3: 5.0}),
+        run.add("b", [1], [3], top_p=0.5, presence_penalty=1.0),
+    ]
+    logits = torch.stack([logits_of(8), logits_of(9)])
+    before = logits.clone()
+    run.sample(logits, rows)
+    assert torch.equal(logits, before)
+
+
+_PARAMS = st.fixed_dictionaries(
+    {
+        "temperature": st.sampled_from([0.0, 0.3, 1.0, 2.0]),
+        "top_k": st.sampled_from([0, 1, 5, 2000]),
+        "top_p": st.sampled_from([1.0, 0.9, 0.3]),
+        "min_p": st.sampled_from([0.0, 0.05]),
+        "presence_penalty": st.sampled_from([0.0, 0.8]),
+        "repetition_penalty": st.sampled_from([1.0, 1.2]),
+        "seed": st.integers(-(2**63), 2**64 - 1),
+    }
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(_PARAMS, min_size=2, max_size=6), st.integers(0, 1000))
+def test_a_row_is_sampled_the_same_alone_and_in_any_batch(requests: list[dict[str, Any]], seed: int) -> None:
+    vocab = 3000
+    run = bench(8, vocab)
+    # Half-precision logits, where equal values are common.
+    logits = torch.stack([logits_of(seed + i, vocab) for i in range(len(requests))]).bfloat16()
+    rows = [run.add(f"r{i}", [1, i], [i + 3], **params) for i, params in enumerate(requests)]
+    together = run.sample(logits, rows)
+    alone = [run.sample(logits[i : i + 1], [row])[0] for i, row in enumerate(rows)]
+    reversed_ = run.sample(logits.flip(0), rows[::-1])[::-1]
+    assert together == alone == reversed_
+
+
+def test_noise_differs_between_positions_seeds_and_tokens() -> None:
+    noise = Noise(1000, torch.device("cpu"))
+    seeds = np.array([1, 1, 2, 2**64 - 1], np.uint64)
+    positions = np.array([5, 6, 5, 5])
+    drawn = noise.gumbel(torch.from_numpy(noise_keys(seeds, positions)))
+    correlation = torch.corrcoef(drawn) - torch.eye(4)
+    assert correlation.abs().max() < 0.15
+    # The mean and the deviation of Gumbel's distribution.
+    assert drawn.mean() == pytest.approx(0.5772, abs=0.06)
+    assert drawn.std() == pytest.approx(math.pi / math.sqrt(6), abs=0.06)
+    assert drawn.isfinite().all()
+
+
+def test_neighbouring_positions_are_independent() -> None:
+    """Over many positions of one seed each token is chosen as often as it should be, and after any other."""
+    noise = Noise(4, torch.device("cpu"))
+    keys = noise_keys(np.full(8000, 7, np.uint64), np.arange(8000))
+    chosen = noise.gumbel(torch.from_numpy(keys)).argmax(1)
+    pairs = torch.zeros(4, 4)
+    for before, after in zip(chosen[:-1].tolist(), chosen[1:].tolist(), strict=True):
+        pairs[before, after] += 1
+    expected = 7999 / 16
+    # 15 degrees of freedom; chance exceeds 44 once in ten thousand.
+    assert float(((pairs - expected) ** 2 / expected).sum()) < 44
+
+
+def test_noise_for_some_tokens_is_that_of_the_whole_vocabulary() -> None:
+    noise = Noise(500, torch.device("cpu"))
+    keys = torch.from_numpy(noise_keys(np.array([3, 4], np.uint64), np.array([0, 9])))
+    tokens = torch.tensor([[5, 499, 0], [7, 7, 8]])
+    assert torch.equal(noise.gumbel(keys, tokens), noise.gumbel(keys).gather(1, tokens))
