@@ -88,12 +88,13 @@ def load_model(
         if source.gguf_file:
             options["quantization_config"] = GgufConfig(dequantize=True)
         with _reported(progress):
-            model = AutoModelForCausalLM.from_pretrained(
+            model, report = AutoModelForCausalLM.from_pretrained(
                 source.location,
                 dtype=_DTYPES[config.dtype],
                 attn_implementation=PAGED,
                 device_map={"": str(device)} if device.type != "cpu" else None,
                 trust_remote_code=False,
+                output_loading_info=True,
                 **options,
             )
     except ConfigurationError:
@@ -101,6 +102,10 @@ def load_model(
     except Exception as error:  # transformers and what it calls raise nearly everything for a bad checkpoint
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigurationError(f"{source.name} cannot be loaded: {first_line}") from error
+    absent = sorted(report["missing_keys"]) + sorted(key for key, *_ in report["mismatched_keys"])
+    if absent:
+        some = ", ".join(absent[:4]) + (f" and {len(absent) - 4} more" if len(absent) > 4 else "")
+        raise ConfigurationError(f"{source.name} cannot be served: its checkpoint lacks {some}")
     model.eval()
     model.requires_grad_(False)
     return model

@@ -41,9 +41,9 @@ def load_runner(
     device = pick_device(model.device)
     threads = bind_threads(model.threads)
     loaded = load_model(source, model, device, tell)
-    max_model_len = context_length(loaded.config, scheduler.max_model_len)
     tell("checking the model's attention", 0.0)
     probed = probe_attention(loaded)
+    max_model_len = context_length(loaded.config, scheduler.max_model_len)
     plan = plan_cache(probed.layers, cache.block_size)
     dtype: torch.dtype = loaded.dtype
     num_blocks = size_block_pool(

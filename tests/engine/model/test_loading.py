@@ -1,0 +1,324 @@
+"""What is loaded, from where; what is refused, and in which words."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from engine.cache.groups import AttentionKind
+from engine.config import CacheConfig, ModelConfig, SchedulerConfig
+from engine.model import memory
+from engine.model.loading import load_runner
+from engine.model.torch_runner import TorchRunner
+from tests.engine.model import tiny
+from tests.engine.model.driver import Driver
+from wire.errors import ConfigurationError
+
+PROMPT = [7, 9, 11, 13, 5]
+
+
+def load(path: Path | str, dtype: str = "float32", **scheduler: Any) -> TorchRunner:
+    return load_runner(
+        ModelConfig(path=str(path), dtype=dtype, device="cpu", threads=1),
+        CacheConfig(block_size=4, memory_bytes=8 << 20),
+        SchedulerConfig(**{"max_num_seqs": 4, **scheduler}),
+    )
+
+
+def greedy(runner: TorchRunner, num_tokens: int = 6) -> list[int]:
+    driver = Driver(runner)
+    driver.add("r", PROMPT)
+    return driver.generate(num_tokens)["r"]
+
+
+def refusal(path: Path | str, **options: Any) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        load(path, **options)
+    return str(caught.value)
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    return tiny.save("llama", tmp_path)
+
+
+def edit(path: Path, file: str, **changes: Any) -> None:
+    content = json.loads((path / file).read_text())
+    content.update(changes)
+    (path / file).write_text(json.dumps(content))
+
+
+def test_a_model_is_described_as_the_engine_needs_it(tmp_path: Path) -> None:
+    path = tiny.save("gemma3", tmp_path)
+    edit(path, "generation_config.json", eos_token_id=[2, 17])
+    runner = load(path, dtype="bfloat16")
+    info = runner.info
+    assert (info.name, info.dtype, info.device) == ("gemma3", "bfloat16", "cpu")
+    assert (info.vocab_size, info.max_model_len) == (tiny.VOCAB, 256)
+    assert info.eos_token_ids == {2, 17}
+    assert (info.num_layers, info.num_kv_heads, info.head_dim) == (4, 2, 8)
+    assert [group.kind for group in info.groups] == [AttentionKind.FULL, *[AttentionKind.SLIDING] * 3]
+    assert [group.window for group in info.groups] == [None, *[tiny.WINDOW] * 3]
+    assert runner.kv_cache.shape == (info.num_blocks, 1, 2, 2, 4, 8)
+    assert runner.kv_cache.dtype == torch.bfloat16
+    assert runner.kv_cache.is_contiguous()
+    assert not runner.kv_cache.any()
+
+
+def test_the_context_is_the_shorter_of_what_is_wanted_and_what_was_trained(llama: Path) -> None:
+    assert load(llama, max_model_len=100).info.max_model_len == 100
+    assert load(llama, max_model_len=1000).info.max_model_len == 256
+
+
+def test_rotary_embedding_that_depends_on_the_batch_is_kept_to_its_constant_range(llama: Path) -> None:
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    edit(
+        llama,
+        "config.json",
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "original_max_position_embeddings": 64,
+            **factors,
+        },
+    )
+    assert load(llama).info.max_model_len == 64
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float16"])
+def test_half_precision_runs(llama: Path, dtype: str) -> None:
+    weights = load_file(llama / "model.safetensors")
+    save_file(
+        {name: tensor.bfloat16() for name, tensor in weights.items()},
+        llama / "model.safetensors",
+        {"format": "pt"},
+    )
+    edit(llama, "config.json", dtype="bfloat16")
+    runner = load(llama, dtype=dtype)
+    assert runner.info.dtype == ("bfloat16" if dtype == "auto" else dtype)
+    assert len(greedy(runner)) == 6
+
+
+def test_sharded_weights_are_the_same_model(llama: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(llama)
+    model.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 1
+    assert greedy(load(tmp_path / "sharded")) == greedy(load(llama))
+
+
+def test_progress_is_told_and_ends(llama: Path) -> None:
+    told: list[tuple[str, float]] = []
+    load_runner(
+        ModelConfig(path=str(llama), device="cpu", threads=1),
+        CacheConfig(memory_bytes=8 << 20),
+        SchedulerConfig(),
+        lambda what, share: told.append((what, share)),
+    )
+    weights = [share for what, share in told if what == "loading weights"]
+    assert weights == sorted(weights)
+    assert weights[-1] == 1.0
+    assert told[-1] == ("ready", 1.0)
+
+
+def write_gguf(source: Path, target: Path) -> None:
+    """The tiny Llama as llama.cpp would store it: its rotary halves interleaved."""
+    config = json.loads((source / "config.json").read_text())
+    weights = {name: tensor.numpy() for name, tensor in load_file(source / "model.safetensors").items()}
+    heads = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"]}
+    writer = gguf.GGUFWriter(target, "llama")
+    writer.add_context_length(256)
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads["q"])
+    writer.add_head_count_kv(heads["k"])
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_rope_dimension_count(config["head_dim"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_eos_token_id(2)
+
+    def interleaved(weight: np.ndarray, count: int) -> np.ndarray:
+        return weight.reshape(count, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
+
+    names = {
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm",
+    }
+    writer.add_tensor("token_embd.weight", weights["model.embed_tokens.weight"])
+    writer.add_tensor("output_norm.weight", weights["model.norm.weight"])
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}."
+        for part, count in heads.items():
+            weight = interleaved(weights[f"{prefix}self_attn.{part}_proj.weight"], count)
+            writer.add_tensor(f"blk.{layer}.attn_{part}.weight", weight)
+        for theirs, ours in names.items():
+            writer.add_tensor(f"blk.{layer}.{ours}.weight", weights[f"{prefix}{theirs}.weight"])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_gguf_is_the_same_model(llama: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "quantized"
+    folder.mkdir()
+    write_gguf(llama, folder / "tiny.gguf")
+    expected = greedy(load(llama))
+    by_file, by_folder = load(folder / "tiny.gguf"), load(folder)
+    assert greedy(by_file) == greedy(by_folder) == expected
+    assert (by_file.info.name, by_folder.info.name) == ("tiny", "quantized")
+
+
+def test_what_is_not_there_is_named(tmp_path: Path) -> None:
+    assert "does not exist" in refusal(tmp_path / "nowhere")
+    assert "no model is named" in refusal("")
+    (tmp_path / "empty").mkdir()
+    assert "neither a config.json nor a .gguf" in refusal(tmp_path / "empty")
+    for name in ("a.gguf", "b.gguf"):
+        (tmp_path / "empty" / name).touch()
+    assert "a.gguf, b.gguf" in refusal(tmp_path / "empty")
+    (tmp_path / "model.bin").touch()
+    assert "neither a model's folder nor a .gguf" in refusal(tmp_path / "model.bin")
+
+
+def test_missing_weights_are_an_error_and_not_a_random_model(llama: Path) -> None:
+    weights = load_file(llama / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, llama / "model.safetensors", {"format": "pt"})
+    assert "model.layers.1.mlp.up_proj.weight" in refusal(llama)
+    (llama / "model.safetensors").unlink()
+    assert "cannot be loaded" in refusal(llama)
+
+
+def test_a_broken_configuration_is_an_error_in_one_sentence(llama: Path) -> None:
+    (llama / "config.json").write_text("{")
+    message = refusal(llama)
+    assert "cannot be loaded" in message
+    assert "\n" not in message
+
+
+def test_unknown_dtype_and_device_are_refused(llama: Path) -> None:
+    assert "model.dtype must be one of" in refusal(llama, dtype="int3")
+    with pytest.raises(ConfigurationError, match=r"model\.device must be"):
+        load_runner(ModelConfig(path=str(llama), device="abacus"), CacheConfig(), SchedulerConfig())
+
+
+def refused_config(tmp_path: Path, config: Any) -> str:
+    config.save_pretrained(tmp_path / "refused")
+    return refusal(tmp_path / "refused")
+
+
+def test_encoder_decoders_are_refused_before_their_weights_are_read(tmp_path: Path) -> None:
+    message = refused_config(tmp_path, transformers.T5Config())
+    assert "t5 cannot be served" in message
+    assert "encoder-decoder" in message
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        (lambda: transformers.Qwen3NextConfig(), "linear_attention"),
+        (lambda: transformers.Llama4TextConfig(), "chunked_attention"),
+    ],
+)
+def test_layers_without_a_paged_cache_are_refused(tmp_path: Path, config: Any, why: str) -> None:
+    assert why in refused_config(tmp_path, config())
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("MambaConfig", {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4}),
+        ("BloomConfig", {"vocab_size": 50, "hidden_size": 16, "n_layer": 2, "n_head": 2}),
+        (
+            "BertConfig",
+            {
+                "vocab_size": 50,
+                "hidden_size": 16,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "intermediate_size": 8,
+                "max_position_embeddings": 64,
+            },
+        ),
+    ],
+)
+def test_attention_that_is_not_ours_to_page_is_noticed(
+    tmp_path: Path, kind: str, options: dict[str, Any]
+) -> None:
+    """A state space, an attention outside of the interface, one that looks ahead: nothing says so but the run."""
+    model = AutoModelForCausalLM.from_config(getattr(transformers, kind)(**options))
+    model.save_pretrained(tmp_path / kind)
+    assert "cannot be served" in refusal(tmp_path / kind)
+
+
+def test_a_position_bias_that_the_kernel_does_not_know_is_noticed(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Anything that the model's own attention does besides: the two are compared."""
+    from transformers.models.llama import modeling_llama
+
+    own = modeling_llama.eager_attention_forward
+
+    def biased(
+        module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, **kwargs: Any
+    ) -> Any:
+        distance = torch.arange(key.shape[2])[None, :] - torch.arange(query.shape[2])[:, None]
+        return own(module, query, key, value, mask + 0.5 * distance, scaling, **kwargs)
+
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", biased)
+    assert "computes something that Tandem does not know" in refusal(llama)
+
+
+def test_too_little_memory_says_how_much_is_missing_and_what_helps(llama: Path) -> None:
+    config, scheduler = ModelConfig(path=str(llama), device="cpu", threads=1), SchedulerConfig()
+    with pytest.raises(ConfigurationError, match=r"missing; raise --kv-memory, or .* --max-model-len"):
+        load_runner(config, CacheConfig(memory_bytes=1000), scheduler)
+    with pytest.raises(ConfigurationError, match=r"--kv-memory asks for .* is missing"):
+        load_runner(config, CacheConfig(memory_bytes=1 << 60), scheduler)
+
+
+def test_the_pool_is_a_share_of_what_is_free_up_to_what_can_be_used(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = ModelConfig(path=str(llama), device="cpu", threads=1, dtype="float32")
+    block = 2 * 2 * 2 * 16 * 8 * 4
+
+    def blocks(free: int, seqs: int = 256, share: float = 0.5) -> int:
+        monkeypatch.setattr(memory, "available_bytes", lambda device: free)
+        return load_runner(
+            config, CacheConfig(memory_share=share), SchedulerConfig(max_num_seqs=seqs)
+        ).info.num_blocks
+
+    assert blocks(100 * block) == 50
+    assert blocks(100 * block, share=0.8) == 80
+    # 256 tokens are 16 blocks, and one block is the null block.
+    assert blocks(1 << 40, seqs=3) == 3 * 16 + 1
+    monkeypatch.setattr(memory, "CPU_CAP_BYTES", 60 * block)
+    assert blocks(1 << 40) == 60
+    with pytest.raises(ConfigurationError, match="give the cache more with --kv-memory"):
+        blocks(30 * block)
+
+
+def test_loading_needs_no_copy_of_the_folder(llama: Path) -> None:
+    """What was read may be moved away while the model runs."""
+    runner = load(llama)
+    expected = greedy(runner)
+    shutil.rmtree(llama)
+    assert greedy(runner) == expected
