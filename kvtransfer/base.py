@@ -92,6 +92,9 @@ class ScheduledStep(Protocol):
 BlockIds = Sequence[Sequence[int]]
 """A request's block table: for each KV cache group, the ids of its blocks in prompt order."""
 
+NULL_BLOCK_ID = 0
+"""Stands in a block table where a block is not kept (a sliding window has moved on). Nobody reads or writes it."""
+
 
 class ConnectorMetadata:
     """What the scheduler half tells the worker half about one step. Each connector has its own subclass."""
@@ -121,7 +124,21 @@ class ConnectorOutput(msgspec.Struct):
 
     @property
     def is_empty(self) -> bool:
-        return not (self.finished_sending or self.finished_recving or self.failed_recving or self.invalid_block_ids)
+        return not (
+            self.finished_sending or self.finished_recving or self.failed_recving or self.invalid_block_ids
+        )
+
+
+class Timing(msgspec.Struct, frozen=True):
+    """How long something took, over all transfers since start."""
+
+    count: int = 0
+    total_s: float = 0.0
+    max_s: float = 0.0
+    last_s: float = 0.0
+
+    def plus(self, seconds: float) -> Timing:
+        return Timing(self.count + 1, self.total_s + seconds, max(self.max_s, seconds), seconds)
 
 
 class TransferStats(msgspec.Struct):
@@ -135,6 +152,11 @@ class TransferStats(msgspec.Struct):
     leases_expired: int = 0
     malformed_frames: int = 0
     in_progress: int = 0  # a gauge: transfers under way now, on either side
+    bytes_overlapped: int = 0  # of bytes_sent: complete before the prompt's last forward pass was
+    refused: dict[str, int] = msgspec.field(default_factory=dict)  # messages not acted on, by reason
+    timings: dict[str, Timing] = msgspec.field(
+        default_factory=dict
+    )  # handshake, register, first_byte, last_byte ...
 
 
 class LoadFailurePolicy(enum.StrEnum):

@@ -1,27 +1,37 @@
 """Node -> node: how a prefill node (the producer) and a decode node (the consumer) agree on one KV transfer.
 
     consumer                                   producer
-       │ ── Hello ──────────────────────────────▶ │   once per pair of epochs: memory agents and fingerprint
+       │ ── Hello ──────────────────────────────▶ │   once per pair of epochs: memory and fingerprint
        │ ◀────────────────────────────── Welcome ─ │   (or Refused: the fingerprints differ)
-       │ ── RegisterDestination ────────────────▶ │   "for this transfer, write to these blocks"
-       │ ◀═════════════════ KV written, by chunk ═ │   the connector's transport, not this channel
-       │ ── RenewLease ─────────────────────────▶ │   every third of the lease, for all transfers at once
+       │ ── RegisterDestination ────────────────▶ │   "for this transfer, these blocks of mine are meant"
+       │ ◀──────────────── DestinationRegistered ─ │
+       │ ◀═════════════════ KV written, by chunk ═ │   push: the connector's transport, not this channel
+       │ ── RenewLease ─────────────────────────▶ │   again and again, for all transfers at once
        │ ◀───────────────────────── LeaseRenewed ─ │   also tells a consumer that its producer is alive
-       │ ◀──────────────────────── HandoffNotice ─ │   sent when every write has completed at the consumer
+       │ ◀──────────────────────── HandoffNotice ─ │   push: every write has completed at the consumer
+       │ ═ KV read, all at once ════════════════▶ │   pull: begins with the notice, which names the blocks
        │ ── HandoffAccepted ────────────────────▶ │   the producer may free
        │ ── CancelTransfer ─────────────────────▶ │   instead: the consumer gives up
        │ ◀─────────────────────── TransferClosed ─ │   nothing is in flight; the blocks may be reused
 
 Every message names its sender's epoch and the receiver's epoch it believes in. One that is addressed to
-another epoch is answered with Refused and counted, never acted on.
+another epoch is answered with Refused and counted, never acted on. Any message may be lost, doubled or late:
+whoever waits for an answer asks again, and every question can be answered twice.
+
+**Stamps.** A lease must not be renewed by a message that lay in a queue while its reader was stopped. So every
+message that grants or renews a lease echoes a stamp that the producer issued, and the lease counts from the
+moment of issue. The consumer, who saw the stamp no earlier than it was issued, knows from its own clock alone
+when the lease has ended at the latest.
 """
 
 from __future__ import annotations
 
+import enum
+
 import msgspec
 
 
-class CacheFingerprint(msgspec.Struct, frozen=True):
+class CacheFingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What must agree for one node's KV bytes to mean the same on another."""
 
     model: str
@@ -31,10 +41,21 @@ class CacheFingerprint(msgspec.Struct, frozen=True):
     head_dim: int
     block_size: int
     layout: str
-    connector: str
+    connector: str  # name and direction
 
 
-class Envelope(msgspec.Struct, frozen=True):
+class CacheMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where a node's KV cache lies: block b is the `block_bytes` at `base_address + b * block_bytes`."""
+
+    agent_metadata: bytes  # opaque to all but the connector's transport
+    memory_type: str
+    device_id: int
+    base_address: int
+    num_blocks: int
+    block_bytes: int
+
+
+class Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Who sends, to which incarnation. Part of every message on this channel."""
 
     sender_id: str
@@ -43,28 +64,25 @@ class Envelope(msgspec.Struct, frozen=True):
     reply_to: str
 
 
-class Hello(msgspec.Struct, frozen=True, tag="hello"):
+class Hello(msgspec.Struct, frozen=True, tag="hello", forbid_unknown_fields=True):
     envelope: Envelope
     fingerprint: CacheFingerprint
-    agent_metadata: bytes  # opaque to all but the connector's transport
-    block_bytes: int
-    num_blocks: int
-    base_address: int
+    memory: CacheMemory
 
 
-class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
+class Welcome(msgspec.Struct, frozen=True, tag="welcome", forbid_unknown_fields=True):
     envelope: Envelope
     fingerprint: CacheFingerprint
-    agent_metadata: bytes
-    block_bytes: int
-    num_blocks: int
-    base_address: int
+    memory: CacheMemory
+    lease_s: float
+    stamp: int
 
 
-class RegisterDestination(msgspec.Struct, frozen=True, tag="register"):
+class RegisterDestination(msgspec.Struct, frozen=True, tag="register", forbid_unknown_fields=True):
     """`block_ids[g][i]` receives block `first_block[g] + i` of the request, in KV cache group g."""
 
     envelope: Envelope
+    stamp: int
     transfer_id: str
     num_tokens: (
         int  # all that the request has when it starts: its prompt, and what it wrote before it moved here
@@ -74,20 +92,33 @@ class RegisterDestination(msgspec.Struct, frozen=True, tag="register"):
     block_ids: list[list[int]]
 
 
-class RenewLease(msgspec.Struct, frozen=True, tag="renew"):
+class DestinationRegistered(msgspec.Struct, frozen=True, tag="registered", forbid_unknown_fields=True):
     envelope: Envelope
+    stamp: int
+    transfer_id: str
+
+
+class RenewLease(msgspec.Struct, frozen=True, tag="renew", forbid_unknown_fields=True):
+    """With no transfers it only asks for a fresh stamp."""
+
+    envelope: Envelope
+    stamp: int
     transfer_ids: list[str]
 
 
-class LeaseRenewed(msgspec.Struct, frozen=True, tag="renewed"):
+class LeaseRenewed(msgspec.Struct, frozen=True, tag="renewed", forbid_unknown_fields=True):
     """`unknown` are transfers that the producer does not (or no longer) hold: they will never complete."""
 
     envelope: Envelope
+    stamp: int
     unknown: list[str]
 
 
-class HandoffNotice(msgspec.Struct, frozen=True, tag="notice"):
-    """Every byte of the request's KV is at the consumer. Accepted only if all of it matches what was asked for."""
+class HandoffNotice(msgspec.Struct, frozen=True, tag="notice", forbid_unknown_fields=True):
+    """Push: every byte of the request's KV is at the consumer. Pull: every byte can be read, from these blocks.
+
+    Accepted only if all of it matches what was asked for.
+    """
 
     envelope: Envelope
     transfer_id: str
@@ -96,19 +127,20 @@ class HandoffNotice(msgspec.Struct, frozen=True, tag="notice"):
     first_token: int
     num_bytes: int
     num_blocks: int
+    source_block_ids: list[list[int]] = []  # pull: [g][i] holds block `first_block[g] + i`
 
 
-class HandoffAccepted(msgspec.Struct, frozen=True, tag="accepted"):
+class HandoffAccepted(msgspec.Struct, frozen=True, tag="accepted", forbid_unknown_fields=True):
     envelope: Envelope
     transfer_id: str
 
 
-class CancelTransfer(msgspec.Struct, frozen=True, tag="cancel"):
+class CancelTransfer(msgspec.Struct, frozen=True, tag="cancel", forbid_unknown_fields=True):
     envelope: Envelope
     transfer_id: str
 
 
-class TransferClosed(msgspec.Struct, frozen=True, tag="closed"):
+class TransferClosed(msgspec.Struct, frozen=True, tag="closed", forbid_unknown_fields=True):
     """The producer has nothing in flight for this transfer and never will again."""
 
     envelope: Envelope
@@ -116,16 +148,30 @@ class TransferClosed(msgspec.Struct, frozen=True, tag="closed"):
     reason: str
 
 
-class Refused(msgspec.Struct, frozen=True, tag="refused"):
+class RefusalCode(enum.StrEnum):
+    WRONG_EPOCH = "wrong_epoch"  # the incarnation that was addressed is gone
+    INCOMPATIBLE = "incompatible"  # the fingerprints differ
+    HANDSHAKE_FAILED = "handshake_failed"  # the transport could not reach the memory described
+    HANDSHAKE_REQUIRED = "handshake_required"  # say Hello (again) first
+    FOREIGN = "foreign"  # the transfer is somebody else's
+    INVALID = "invalid"  # blocks out of range, counts that do not add up
+    CONFLICT = "conflict"  # the same transfer was registered otherwise before
+    OVERLOADED = "overloaded"  # too many registrations without a request
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused", forbid_unknown_fields=True):
     envelope: Envelope
-    transfer_id: str  # "" when a Hello is refused
+    transfer_id: str  # "" when it is not about one transfer
+    code: RefusalCode
     reason: str
+    addressed_epoch: int  # the receiver epoch of the message that is refused
 
 
 HandoffMessage = (
     Hello
     | Welcome
     | RegisterDestination
+    | DestinationRegistered
     | RenewLease
     | LeaseRenewed
     | HandoffNotice

@@ -1,0 +1,29 @@
+"""The NIXL connector: KV blocks move between the nodes' memory by RDMA, shared memory or TCP, whatever UCX finds.
+
+agent      NIXL's interface and errors, translated into ours
+transport  the agent as a `kvtransfer.protocol.transport.Transport`
+"""
+
+from __future__ import annotations
+
+from kvtransfer.base import ConnectorContext, SchedulerConnector, WorkerConnector
+from kvtransfer.nixl.agent import NixlAgent
+from kvtransfer.nixl.options import NixlOptions
+from kvtransfer.nixl.transport import NixlTransport
+from kvtransfer.protocol.scheduler_half import SchedulerHalf
+from kvtransfer.protocol.transport import Direction
+from kvtransfer.protocol.worker_half import WorkerHalf
+from wire.errors import ConfigurationError
+
+
+def create(context: ConnectorContext) -> tuple[SchedulerConnector, WorkerConnector]:
+    options = NixlOptions.parse(context.config.options)
+    try:
+        direction = Direction(context.config.direction)
+    except ValueError:
+        known = ", ".join(direction.value for direction in Direction)
+        raise ConfigurationError(
+            f"transfer.direction must be one of {known}, not {context.config.direction!r}"
+        ) from None
+    agent = NixlAgent(f"{context.node_id}-{context.epoch:x}", options)
+    return SchedulerHalf(context.block_size), WorkerHalf(context, NixlTransport(agent), direction)

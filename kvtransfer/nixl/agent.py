@@ -1,0 +1,140 @@
+"""NIXL's interface and errors, translated into ours. Nothing else in Tandem imports nixl.
+
+The bindings are used directly: NIXL's own Python wrapper fixes the progress thread's delay at 0, which makes it
+spin. With a delay it sleeps in poll() until its sockets wake it; it has to exist all the same, because a peer's
+first write needs an answer from this process, and so does every write over TCP.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtransfer.nixl.options import NixlOptions
+from wire.errors import ConfigurationError, TransferError
+
+BlockArray = npt.NDArray[np.uint64]
+"""N x 3: address, length, device."""
+
+
+@contextlib.contextmanager
+def _translated(doing: str) -> Iterator[None]:
+    """Every error of NIXL's bindings is a RuntimeError or, for bad arguments, a ValueError or TypeError."""
+    try:
+        yield
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise TransferError(f"NIXL: {doing}: {type(error).__name__}: {error}") from error
+
+
+def _load_bindings() -> Any:
+    try:
+        import nixl._bindings as bindings
+    except ImportError as error:
+        raise ConfigurationError(
+            f"the nixl connector needs the package nixl, which does not load here: {error}"
+        ) from error
+    return bindings
+
+
+class NixlAgent:
+    """One agent with one backend. To be used from one thread at a time."""
+
+    def __init__(self, name: str, options: NixlOptions) -> None:
+        self._nixl = _load_bindings()
+        self.name = name
+        config = self._nixl.nixlAgentConfig()
+        config.useProgThread = True
+        config.pthrDelay = options.progress_ms * 1000
+        config.useListenThread = False
+        with _translated("making the agent"):
+            self._agent = self._nixl.nixlAgent(name, config)
+            plugins = self._agent.getAvailPlugins()
+        if options.backend not in plugins:
+            raise ConfigurationError(
+                f"transfer.options.backend: NIXL has no {options.backend!r} here, only {', '.join(sorted(plugins))}"
+            )
+        with _translated(f"making the backend {options.backend}"):
+            self._backend = self._agent.createBackend(options.backend, {})
+        self._memory_types = {"DRAM": self._nixl.DRAM_SEG, "VRAM": self._nixl.VRAM_SEG}
+        self._operations = {"write": self._nixl.NIXL_WRITE, "read": self._nixl.NIXL_READ}
+        self._registered: list[Any] = []
+
+    def register(self, memory_type: str, address: int, num_bytes: int, device_id: int) -> None:
+        with _translated("registering the KV cache"):
+            described = self._nixl.nixlRegDList(
+                self._memory_types[memory_type], [(address, num_bytes, device_id, "")]
+            )
+            self._agent.registerMem(described, [self._backend])
+        self._registered.append(described)
+
+    def metadata(self) -> bytes:
+        with _translated("describing the agent"):
+            return bytes(self._agent.getLocalMD())
+
+    def add_remote(self, metadata: bytes) -> str:
+        with _translated("loading the peer's metadata"):
+            return bytes(self._agent.loadRemoteMD(metadata)).decode()
+
+    def remove_remote(self, name: str) -> None:
+        with _translated("removing the peer"):
+            self._agent.invalidateRemoteMD(name)
+
+    def prepare(self, remote: str | None, memory_type: str, blocks: BlockArray) -> int:
+        """Descriptors that transfers then name by index; ours when `remote` is None."""
+        if memory_type not in self._memory_types:
+            raise TransferError(f"memory of type {memory_type!r} is not known here")
+        with _translated("preparing the blocks' descriptors"):
+            described = self._nixl.nixlXferDList(self._memory_types[memory_type], blocks)
+            owner = self._nixl.NIXL_INIT_AGENT if remote is None else remote
+            return int(self._agent.prepXferDlist(owner, described, [self._backend]))
+
+    def release_prepared(self, prepared: int) -> None:
+        with _translated("releasing descriptors"):
+            self._agent.releasedDlistH(prepared)
+
+    def start(
+        self,
+        operation: str,
+        local: int,
+        local_blocks: Sequence[int],
+        remote: int,
+        remote_blocks: Sequence[int],
+    ) -> tuple[int, bool]:
+        """A handle, and whether it is done already."""
+        with _translated(f"starting a {operation}"):
+            handle = int(
+                self._agent.makeXferReq(
+                    self._operations[operation],
+                    local,
+                    np.asarray(local_blocks, dtype=np.int32),
+                    remote,
+                    np.asarray(remote_blocks, dtype=np.int32),
+                    "",
+                    [self._backend],
+                    False,
+                )
+            )
+        try:
+            with _translated(f"starting a {operation}"):
+                return handle, bool(self._agent.postXferReq(handle) == self._nixl.NIXL_SUCCESS)
+        except TransferError:
+            self.release(handle)
+            raise
+
+    def is_done(self, handle: int) -> bool:
+        with _translated("a transfer"):
+            return bool(self._agent.getXferStatus(handle) == self._nixl.NIXL_SUCCESS)
+
+    def release(self, handle: int) -> None:
+        with _translated("releasing a transfer"):
+            self._agent.releaseXferReq(handle)
+
+    def deregister(self) -> None:
+        registered, self._registered = self._registered, []
+        for described in registered:
+            with _translated("giving back the KV cache's registration"):
+                self._agent.deregisterMem(described, [self._backend])

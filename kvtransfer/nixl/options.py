@@ -1,0 +1,28 @@
+"""`transfer.options` of this connector."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from wire.errors import ConfigurationError
+
+
+class NixlOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    backend: str = "UCX"
+    # How often NIXL's progress thread looks after itself although nothing woke it, in milliseconds. With 0, NIXL's
+    # default, it spins and takes a core.
+    progress_ms: int = 20
+
+    @classmethod
+    def parse(cls, options: Mapping[str, str]) -> NixlOptions:
+        try:
+            parsed = msgspec.convert(dict(options), cls, strict=False)
+        except msgspec.ValidationError as error:
+            raise ConfigurationError(f"transfer.options of the nixl connector: {error}") from None
+        if parsed.progress_ms < 1:
+            raise ConfigurationError(
+                f"transfer.options.progress_ms must be at least 1, not {parsed.progress_ms}: at 0 NIXL spins"
+            )
+        return parsed

@@ -1,0 +1,127 @@
+"""NIXL as a Transport: a block is one descriptor, prepared once for each pool and then named by its index."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from kvtransfer.base import KVCacheMemory
+from kvtransfer.nixl.agent import BlockArray, NixlAgent
+from kvtransfer.protocol.transport import HandleId, Operation, RemoteId, Transport
+from wire.errors import InternalError, TransferError
+from wire.handoff import CacheMemory
+
+logger = logging.getLogger(__name__)
+
+
+class _Remote(msgspec.Struct, frozen=True):
+    name: str
+    prepared: int
+
+
+class NixlTransport(Transport):
+    name = "nixl"
+
+    def __init__(self, agent: NixlAgent) -> None:
+        self._agent = agent
+        self._prepared: int | None = None
+        self._remotes: dict[RemoteId, _Remote] = {}
+        self._remote_ids = itertools.count()
+        # Handles that were done when they were posted are asked about all the same, once.
+        self._done: dict[HandleId, bool] = {}
+        self._closed = False
+
+    def register(self, memory: KVCacheMemory) -> CacheMemory:
+        tensor = memory.tensor
+        on_device = tensor.is_cuda
+        memory_type, device_id = ("VRAM", tensor.get_device()) if on_device else ("DRAM", 0)
+        self._agent.register(
+            memory_type, tensor.data_ptr(), memory.num_blocks * memory.block_bytes, device_id
+        )
+        described = CacheMemory(
+            agent_metadata=self._agent.metadata(),
+            memory_type=memory_type,
+            device_id=device_id,
+            base_address=tensor.data_ptr(),
+            num_blocks=memory.num_blocks,
+            block_bytes=memory.block_bytes,
+        )
+        self._prepared = self._agent.prepare(None, memory_type, _blocks(described))
+        return described
+
+    def connect(self, memory: CacheMemory) -> RemoteId:
+        name = self._agent.add_remote(memory.agent_metadata)
+        try:
+            prepared = self._agent.prepare(name, memory.memory_type, _blocks(memory))
+        except TransferError:
+            self._agent.remove_remote(name)
+            raise
+        remote = RemoteId(next(self._remote_ids))
+        self._remotes[remote] = _Remote(name, prepared)
+        return remote
+
+    def disconnect(self, remote: RemoteId) -> None:
+        known = self._remotes.pop(remote)
+        try:
+            self._agent.release_prepared(known.prepared)
+            self._agent.remove_remote(known.name)
+        except TransferError as error:
+            # The peer is as good as gone for us; what NIXL still holds of it goes with the agent.
+            logger.warning("disconnecting from %s: %s", known.name, error)
+
+    def post(
+        self,
+        operation: Operation,
+        remote: RemoteId,
+        local_blocks: Sequence[int],
+        remote_blocks: Sequence[int],
+    ) -> HandleId:
+        if self._prepared is None:
+            raise InternalError("a transfer before the KV cache was registered")
+        started, done = self._agent.start(
+            operation.value, self._prepared, local_blocks, self._remotes[remote].prepared, remote_blocks
+        )
+        handle = HandleId(started)
+        self._done[handle] = done
+        return handle
+
+    def is_done(self, handle: HandleId) -> bool:
+        try:
+            done = self._done[handle] or self._agent.is_done(handle)
+        except TransferError:
+            self._end(handle)
+            raise
+        if done:
+            self._end(handle)
+        return done
+
+    def _end(self, handle: HandleId) -> None:
+        del self._done[handle]
+        try:
+            self._agent.release(handle)
+        except TransferError as error:
+            logger.warning("%s", error)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        for handle in list(self._done):
+            self._end(handle)
+        for remote in list(self._remotes):
+            self.disconnect(remote)
+        if self._prepared is not None:
+            self._agent.release_prepared(self._prepared)
+        self._agent.deregister()
+
+
+def _blocks(memory: CacheMemory) -> BlockArray:
+    blocks = np.empty((memory.num_blocks, 3), dtype=np.uint64)
+    blocks[:, 0] = memory.base_address + np.arange(memory.num_blocks, dtype=np.uint64) * memory.block_bytes
+    blocks[:, 1] = memory.block_bytes
+    blocks[:, 2] = memory.device_id
+    return blocks

@@ -1,0 +1,586 @@
+"""The producer's transfers: registrations are paired with requests, computed blocks are written, notices sent.
+
+Who frees what: a transfer that the engine `kept` is named in `finished_sending` exactly once, when its phase
+becomes CLOSED, and it becomes CLOSED only with nothing in flight. The ways there are an acceptance, the
+consumer's cancellation, our own request's end without a first token, the end of the lease, the peer's death, a
+failed write, and a registration that does not fit; each is counted under its `Outcome`.
+
+The notice is a message of the side channel, sent when every write's handle is done, which with these transports
+means that the bytes are at the consumer. It is not a notification of the transport's: those arrive by being
+polled for, and one that is attached to a write may overtake another write of the same transfer.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import msgspec
+
+from kvtransfer.base import NULL_BLOCK_ID
+from kvtransfer.protocol import commands
+from kvtransfer.protocol.geometry import PoolGeometry
+from kvtransfer.protocol.handshakes import ConsumerLink, Handshakes
+from kvtransfer.protocol.identity import Clock, Identity, PeerKey, Remembered, key_of
+from kvtransfer.protocol.sending import Destination, Phase, Sending, Write
+from kvtransfer.protocol.settings import Settings
+from kvtransfer.protocol.statistics import Outcome, Recorder
+from kvtransfer.protocol.transport import Activity, Direction, Operation, Transport
+from wire.errors import TransferError
+from wire.handoff import (
+    CancelTransfer,
+    DestinationRegistered,
+    Envelope,
+    HandoffAccepted,
+    HandoffNotice,
+    Hello,
+    LeaseRenewed,
+    RefusalCode,
+    Refused,
+    RegisterDestination,
+    RenewLease,
+    TransferClosed,
+    Welcome,
+)
+
+logger = logging.getLogger(__name__)
+
+Send = Callable[[str, msgspec.Struct], None]
+
+
+class Producer:
+    def __init__(
+        self,
+        me: Identity,
+        geometry: PoolGeometry,
+        direction: Direction,
+        transport: Transport,
+        settings: Settings,
+        *,
+        send: Send,
+        clock: Clock,
+        recorder: Recorder,
+        finished_sending: Callable[[str], None],
+    ) -> None:
+        self._me = me
+        self._geometry = geometry
+        self._writes = direction is Direction.PUSH
+        self._transport = transport
+        self._settings = settings
+        self._send = send
+        self._clock = clock
+        self._recorder = recorder
+        self._finished_sending = finished_sending
+        self._handshakes = Handshakes(
+            geometry, transport if self._writes else None, settings, clock, lost=self._on_link_replaced
+        )
+        self._sendings: dict[str, Sending] = {}  # by transfer id
+        self._by_request: dict[str, Sending] = {}
+        # Why transfers ended of which a late message may still speak.
+        self._over: Remembered[str] = Remembered(settings.max_remembered, settings.remember_s, clock)
+        self._unfenced: list[commands.Computed] = []
+
+    @property
+    def open_transfers(self) -> int:
+        return sum(not sending.is_over for sending in self._sendings.values())
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing has a deadline."""
+        return not self._handshakes.has_leaving and all(
+            sending.phase is Phase.CLOSED for sending in self._sendings.values()
+        )
+
+    # ── commands of our own engine ──
+
+    def plan(self, command: commands.PlanSend) -> None:
+        known = self._by_request.get(command.request_id)
+        if known is not None:
+            known.set_source(command)
+            return
+        over = self._over.get(command.transfer_id)
+        sending = self._sendings.get(command.transfer_id) or self._open(command.transfer_id)
+        if sending.source is not None:
+            logger.error("requests %s and %s share a transfer id", sending.request_id, command.request_id)
+            return
+        sending.set_source(command)
+        self._by_request[command.request_id] = sending
+        if over is not None:
+            self._begin_closing(sending, Outcome.CANCELLED, over)
+        else:
+            self._pair(sending)
+
+    def extend(self, command: commands.ExtendSend) -> None:
+        sending = self._by_request.get(command.request_id)
+        if sending is not None:
+            sending.extend_source(command.block_ids)
+
+    def computed(self, command: commands.Computed) -> None:
+        if command.fence is not None and not command.fence():
+            self._unfenced.append(command)
+            return
+        for request_id, num_tokens in command.num_tokens.items():
+            sending = self._by_request.get(request_id)
+            if sending is not None and sending.source is not None:
+                source = sending.source
+                source.computed = max(source.computed, num_tokens)
+                if source.computed >= source.plan.num_tokens and source.fully_computed_at is None:
+                    source.fully_computed_at = command.at
+
+    def preempted(self, command: commands.Preempted) -> None:
+        for unfenced in self._unfenced:
+            for request_id in command.request_ids:
+                unfenced.num_tokens.pop(request_id, None)
+        for request_id in command.request_ids:
+            sending = self._by_request.get(request_id)
+            if sending is not None:
+                sending.taint(command.at)
+
+    def finish(self, command: commands.FinishSend) -> None:
+        sending = self._by_request.get(command.request_id)
+        if sending is None or sending.source is None:
+            self._finished_sending(command.request_id)
+            return
+        sending.request_ended = True
+        sending.kept = True
+        sending.waiting_since = self._clock()
+        if sending.phase is Phase.OPEN:
+            if sending.blocks_changed(command.block_ids):
+                self._begin_closing(
+                    sending, Outcome.MISMATCHED, "blocks were given up before the prompt's end"
+                )
+            else:
+                sending.source.block_ids = [list(ids) for ids in command.block_ids]
+                sending.source.first_token = command.first_token
+        self._conclude(sending)
+
+    def abandon(self, command: commands.AbandonSend) -> None:
+        reason = "the request ended before its prompt was computed"
+        sending = self._by_request.get(command.request_id) or self._sendings.get(command.transfer_id)
+        if sending is None:
+            self._over.add(command.transfer_id, reason)
+            if command.kept:
+                self._finished_sending(command.request_id)
+            return
+        sending.request_id = command.request_id
+        sending.request_ended = True
+        sending.kept = command.kept
+        self._begin_closing(sending, Outcome.ABORTED, reason)
+
+    # ── messages of consumers ──
+
+    def on_hello(self, message: Hello) -> None:
+        rejection = self._handshakes.welcome(message)
+        if rejection is not None:
+            self._refuse(message.envelope, "", rejection.code, rejection.reason)
+            return
+        self._answer(
+            message.envelope,
+            Welcome(
+                self._me.envelope(message.envelope.sender_epoch),
+                self._geometry.fingerprint,
+                self._geometry.memory,
+                self._settings.lease_s,
+                self._stamp(),
+            ),
+        )
+
+    def on_register(self, message: RegisterDestination) -> None:
+        envelope, transfer_id = message.envelope, message.transfer_id
+        key = key_of(envelope)
+        link = self._handshakes.hear(key)
+        sending = self._sendings.get(transfer_id)
+        over = self._over.get(transfer_id)
+        if link is None:
+            self._refuse(envelope, transfer_id, RefusalCode.HANDSHAKE_REQUIRED, "no handshake with this node")
+        elif sending is not None and not sending.belongs_to(key):
+            self._refuse(envelope, transfer_id, RefusalCode.FOREIGN, "this transfer is for another node")
+        elif over is not None:
+            self._answer(envelope, TransferClosed(self._me.envelope(key.epoch), transfer_id, over))
+        elif sending is not None and sending.is_over:
+            return  # it answers when nothing is in flight any more
+        elif (problem := self._geometry.check_destination(message, link.hello.memory)) is not None:
+            self._refuse(envelope, transfer_id, RefusalCode.INVALID, problem)
+        elif (lease_until := self._lease_from(message.stamp)) is None:
+            # Too old to grant a lease: it lay in a queue. The consumer asks again with the fresh stamp.
+            self._answer(envelope, LeaseRenewed(self._me.envelope(key.epoch), self._stamp(), [transfer_id]))
+        elif sending is None and self._too_many_early():
+            self._refuse(
+                envelope, transfer_id, RefusalCode.OVERLOADED, "too many transfers without a request"
+            )
+        else:
+            self._register(sending or self._open(transfer_id), message, lease_until)
+
+    def _register(self, sending: Sending, message: RegisterDestination, lease_until: float) -> None:
+        known = sending.destination
+        if known is None:
+            destination = Destination(
+                consumer=key_of(message.envelope),
+                endpoint=message.envelope.reply_to,
+                num_tokens=message.num_tokens,
+                token_hash=message.token_hash,
+                first_block=message.first_block,
+                block_ids=message.block_ids,
+                lease_until=lease_until,
+                registered_at=self._clock(),
+            )
+            sending.set_destination(destination, to_write=self._writes)
+        elif known.is_same(message):
+            known.lease_until = max(known.lease_until, lease_until)
+        else:
+            self._refuse(
+                message.envelope,
+                sending.transfer_id,
+                RefusalCode.CONFLICT,
+                "registered with other blocks before",
+            )
+            return
+        self._answer(
+            message.envelope,
+            DestinationRegistered(
+                self._me.envelope(message.envelope.sender_epoch), self._stamp(), sending.transfer_id
+            ),
+        )
+        self._pair(sending)
+
+    def on_renew(self, message: RenewLease) -> None:
+        key = key_of(message.envelope)
+        if self._handshakes.hear(key) is None:
+            self._refuse(message.envelope, "", RefusalCode.HANDSHAKE_REQUIRED, "no handshake with this node")
+            return
+        lease_until = self._lease_from(message.stamp)
+        unknown: list[str] = []
+        for transfer_id in message.transfer_ids:
+            sending = self._sendings.get(transfer_id)
+            destination = sending.destination if sending is not None else None
+            if sending is None or sending.is_over or destination is None or destination.consumer != key:
+                unknown.append(transfer_id)
+            elif lease_until is not None:
+                destination.lease_until = max(destination.lease_until, lease_until)
+        self._answer(message.envelope, LeaseRenewed(self._me.envelope(key.epoch), self._stamp(), unknown))
+
+    def on_accepted(self, message: HandoffAccepted) -> None:
+        key = key_of(message.envelope)
+        self._handshakes.hear(key)
+        sending = self._sendings.get(message.transfer_id)
+        if sending is None or sending.phase is not Phase.NOTIFYING:
+            self._recorder.refused("late_acceptance")
+        elif not sending.belongs_to(key):
+            self._recorder.refused("foreign_acceptance")
+        else:
+            self._record_handover(sending)
+            self._begin_closing(sending, Outcome.SENT, "handed over")
+
+    def on_cancel(self, message: CancelTransfer) -> None:
+        key = key_of(message.envelope)
+        self._handshakes.hear(key)
+        reason = "cancelled by the consumer"
+        sending = self._sendings.get(message.transfer_id)
+        if sending is not None and not sending.belongs_to(key):
+            self._refuse(
+                message.envelope, message.transfer_id, RefusalCode.FOREIGN, "somebody else's transfer"
+            )
+            return
+        if sending is not None and sending.phase is not Phase.CLOSED:
+            self._begin_closing(sending, Outcome.CANCELLED, reason)
+            if sending.phase is Phase.CLOSING:
+                return  # _close() answers
+        else:
+            self._over.add(message.transfer_id, reason)
+        self._answer(
+            message.envelope, TransferClosed(self._me.envelope(key.epoch), message.transfer_id, reason)
+        )
+
+    # ── peers ──
+
+    def silent_peers(self) -> list[tuple[PeerKey, str]]:
+        """Consumers with open transfers that should have renewed by now: (who, endpoint)."""
+        limit = self._clock() - self._settings.silent_s
+        waiting = {
+            sending.destination.consumer
+            for sending in self._sendings.values()
+            if sending.destination is not None and not sending.is_over
+        }
+        return [
+            (link.key, link.endpoint)
+            for link in self._handshakes
+            if link.key in waiting and link.last_heard < limit
+        ]
+
+    def peer_gone(self, key: PeerKey, reason: str) -> None:
+        """It is certain that this incarnation does not run any more."""
+        self._handshakes.mark_dead(key)
+        self._close_all_of(key, Outcome.PEER_LOST, reason)
+
+    def _on_link_replaced(self, key: PeerKey, reason: str) -> None:
+        self._close_all_of(key, Outcome.PEER_LOST, reason)
+
+    def _close_all_of(self, key: PeerKey, outcome: Outcome, reason: str) -> None:
+        for sending in list(self._sendings.values()):
+            if sending.destination is not None and sending.destination.consumer == key:
+                self._begin_closing(sending, outcome, reason)
+
+    # ── moving blocks ──
+
+    def pump(self) -> Activity:
+        """Post what is due, one operation per transfer, and look after what is in flight."""
+        if self._unfenced:
+            unfenced, self._unfenced = self._unfenced, []
+            for command in unfenced:
+                self.computed(command)
+        activity = Activity.IN_FLIGHT if self._unfenced else Activity.NONE
+        for sending in list(self._sendings.values()):
+            if sending.phase is Phase.CLOSED:
+                continue
+            self._poll(sending)
+            if sending.phase is Phase.OPEN and sending.has_due:
+                self._post(sending)
+            self._conclude(sending)
+            if (
+                sending.phase is Phase.OPEN
+                and sending.has_due
+                and len(sending.in_flight) < self._settings.max_in_flight
+            ):
+                activity = Activity.DUE
+            elif sending.in_flight:
+                activity = max(activity, Activity.IN_FLIGHT)
+        if self._handshakes.has_leaving:
+            self._handshakes.close_idle(self._in_use)
+            for sending in list(self._sendings.values()):
+                self._conclude(sending)
+        return activity
+
+    def _in_use(self, key: PeerKey) -> bool:
+        return any(
+            sending.in_flight
+            for sending in self._sendings.values()
+            if sending.destination is not None and sending.destination.consumer == key
+        )
+
+    def _post(self, sending: Sending) -> None:
+        destination, source = sending.destination, sending.source
+        if destination is None or source is None or len(sending.in_flight) >= self._settings.max_in_flight:
+            return
+        now = self._clock()
+        if now >= destination.lease_until:
+            self._begin_closing(sending, Outcome.LEASE_EXPIRED, "the consumer did not renew its lease")
+            return
+        link = self._handshakes.get(destination.consumer)
+        if link is None or link.remote is None:
+            self._begin_closing(sending, Outcome.PEER_LOST, "the consumer is gone")
+            return
+        positions = sending.take_due(
+            max(1, self._settings.max_post_bytes // self._geometry.memory.block_bytes)
+        )
+        local = [source.block_at(position) for position in positions]
+        if NULL_BLOCK_ID in local:
+            self._begin_closing(
+                sending, Outcome.MISMATCHED, "the consumer asked for blocks that are not kept here"
+            )
+            return
+        remote = [destination.block_at(position) for position in positions]
+        try:
+            handle = self._transport.post(Operation.WRITE, link.remote, local, remote)
+        except TransferError as error:
+            self._on_move_failed(link, error)
+            return
+        if sending.first_posted_at is None:
+            sending.first_posted_at = now
+            self._recorder.took("first_byte", now - max(destination.registered_at, sending.created_at))
+        sending.in_flight.append(Write(handle, positions))
+        self._poll(sending)
+
+    def _poll(self, sending: Sending) -> None:
+        for write in list(sending.in_flight):
+            try:
+                if self._transport.is_done(write.handle):
+                    self._settle(sending, write)
+            except TransferError as error:
+                sending.in_flight.remove(write)
+                link = self._handshakes.get(sending.destination.consumer) if sending.destination else None
+                if link is not None:
+                    self._on_move_failed(link, error)
+                else:
+                    self._begin_closing(sending, Outcome.MOVE_FAILED, str(error))
+
+    def _on_move_failed(self, link: ConsumerLink, error: TransferError) -> None:
+        """A connection with an error is not trusted again: everything through it ends, and it is closed before
+        anybody is told that nothing is in flight."""
+        logger.warning("writing KV to %s failed: %s", link.key.node_id, error)
+        self._handshakes.leave(link.key)
+        self._close_all_of(link.key, Outcome.MOVE_FAILED, str(error))
+
+    def _settle(self, sending: Sending, write: Write) -> None:
+        now = self._clock()
+        sending.settle(write, now)
+        computed_at = sending.source.fully_computed_at if sending.source is not None else None
+        blocks = len(write.positions)
+        self._recorder.sent(
+            blocks,
+            blocks * self._geometry.memory.block_bytes,
+            overlapped=computed_at is None or now <= computed_at,
+        )
+
+    # ── the life of a transfer ──
+
+    def _open(self, transfer_id: str) -> Sending:
+        sending = Sending(transfer_id, self._geometry.block_size, self._clock())
+        self._sendings[transfer_id] = sending
+        return sending
+
+    def _too_many_early(self) -> bool:
+        return len(self._sendings) - len(self._by_request) >= self._settings.max_early_registrations
+
+    def _pair(self, sending: Sending) -> None:
+        """Both halves may be there now: do they belong together?"""
+        source, destination = sending.source, sending.destination
+        if source is None or destination is None:
+            return
+        if not sending.belongs_to(destination.consumer):
+            sending.drop_destination()
+            envelope = Envelope(*destination.consumer, self._me.epoch, destination.endpoint)
+            self._refuse(
+                envelope, sending.transfer_id, RefusalCode.FOREIGN, "this transfer is for another node"
+            )
+        elif (source.plan.num_tokens, source.plan.token_hash) != (
+            destination.num_tokens,
+            destination.token_hash,
+        ):
+            self._recorder.refused("token_hash")
+            self._begin_closing(sending, Outcome.MISMATCHED, "the two nodes were given different tokens")
+        else:
+            self._conclude(sending)
+
+    def _conclude(self, sending: Sending) -> None:
+        """Take the steps that have become possible."""
+        if (
+            sending.phase is Phase.OPEN
+            and sending.source is not None
+            and sending.source.is_complete
+            and sending.everything_arrived
+        ):
+            sending.phase = Phase.NOTIFYING
+            if sending.first_posted_at is not None:
+                self._recorder.took("last_byte", self._clock() - sending.first_posted_at)
+            self._notify(sending)
+        elif sending.phase is Phase.CLOSING and not sending.in_flight:
+            destination = sending.destination
+            if destination is None or not self._handshakes.is_leaving(destination.consumer):
+                self._close(sending)
+        if sending.phase is Phase.CLOSED and (sending.request_ended or sending.source is None):
+            self._forget(sending)
+
+    def _notify(self, sending: Sending) -> None:
+        source, destination = sending.source, sending.destination
+        if source is None or destination is None or source.first_token is None:
+            return
+        sending.notice_sent_at = self._clock()
+        blocks = len(destination.positions())
+        self._send(
+            destination.endpoint,
+            HandoffNotice(
+                self._me.envelope(destination.consumer.epoch),
+                sending.transfer_id,
+                source.plan.num_tokens,
+                source.plan.token_hash,
+                source.first_token,
+                blocks * self._geometry.memory.block_bytes,
+                blocks,
+                [] if self._writes else source.blocks_for(destination),
+            ),
+        )
+
+    def _record_handover(self, sending: Sending) -> None:
+        source, destination = sending.source, sending.destination
+        if source is not None and source.fully_computed_at is not None:
+            self._recorder.took("handover", self._clock() - source.fully_computed_at)
+        if destination is not None and not self._writes:
+            blocks = len(destination.positions())
+            self._recorder.sent(blocks, blocks * self._geometry.memory.block_bytes, overlapped=False)
+
+    def _begin_closing(self, sending: Sending, outcome: Outcome, reason: str) -> None:
+        if not sending.is_over:
+            sending.phase = Phase.CLOSING
+            sending.outcome = outcome
+            sending.reason = reason
+        self._conclude(sending)
+
+    def _close(self, sending: Sending) -> None:
+        sending.phase = Phase.CLOSED
+        self._recorder.ended(sending.outcome)
+        if sending.outcome is Outcome.LEASE_EXPIRED:
+            self._recorder.lease_expired()
+        self._over.add(sending.transfer_id, sending.reason)
+        destination = sending.destination
+        if destination is not None and sending.outcome is not Outcome.SENT:
+            self._send(
+                destination.endpoint,
+                TransferClosed(
+                    self._me.envelope(destination.consumer.epoch), sending.transfer_id, sending.reason
+                ),
+            )
+
+    def _forget(self, sending: Sending) -> None:
+        """CLOSED, and no command will name the request any more."""
+        self._sendings.pop(sending.transfer_id, None)
+        if sending.request_id is not None:
+            self._by_request.pop(sending.request_id, None)
+            if sending.kept:
+                sending.kept = False
+                self._finished_sending(sending.request_id)
+
+    def tick(self) -> None:
+        now = self._clock()
+        for sending in list(self._sendings.values()):
+            destination, since = sending.destination, sending.waiting_since
+            if sending.is_over:
+                continue
+            if destination is not None and now >= destination.lease_until:
+                self._begin_closing(sending, Outcome.LEASE_EXPIRED, "the consumer did not renew its lease")
+            elif destination is None and since is not None and now >= since + self._settings.lease_s:
+                self._begin_closing(sending, Outcome.LEASE_EXPIRED, "no consumer registered")
+            elif (
+                sending.notice_sent_at is not None and now >= sending.notice_sent_at + self._settings.retry_s
+            ):
+                self._notify(sending)
+
+    def shutdown(self) -> bool:
+        """End everything that can end. False while something is in flight."""
+        for sending in list(self._sendings.values()):
+            sending.request_ended = True
+            self._poll(sending)
+            self._begin_closing(sending, Outcome.SHUTDOWN, "the node shuts down")
+        for link in self._handshakes:
+            self._handshakes.leave(link.key)
+        self._handshakes.close_idle(self._in_use)
+        for sending in list(self._sendings.values()):
+            self._conclude(sending)
+        return not self._sendings and not self._handshakes.has_leaving
+
+    # ── messages of ours ──
+
+    def _stamp(self) -> int:
+        return int(self._clock() * 1e6)
+
+    def _lease_from(self, stamp: int) -> float | None:
+        """Until when a lease that this stamp grants would hold; None if that is over, or was never issued."""
+        issued = stamp / 1e6
+        until = issued + self._settings.lease_s
+        now = self._clock()
+        return until if issued <= now < until else None
+
+    def _answer(self, question: Envelope, message: msgspec.Struct) -> None:
+        self._send(question.reply_to, message)
+
+    def _refuse(self, question: Envelope, transfer_id: str, code: RefusalCode, reason: str) -> None:
+        self._recorder.refused(code.value)
+        self._send(
+            question.reply_to,
+            Refused(
+                self._me.envelope(question.sender_epoch),
+                transfer_id,
+                code,
+                reason,
+                addressed_epoch=self._me.epoch,
+            ),
+        )

@@ -1,0 +1,70 @@
+"""One transfer, consumer's side."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+from kvtransfer.base import NULL_BLOCK_ID
+from kvtransfer.protocol.commands import BeginReceive
+from kvtransfer.protocol.identity import PeerKey
+from kvtransfer.protocol.statistics import Outcome
+from kvtransfer.protocol.transport import HandleId
+from wire.handoff import HandoffNotice
+
+
+class Stage(enum.Enum):
+    CONNECTING = enum.auto()  # the producer has not been told: the handshake or a fresh stamp is missing
+    REGISTERING = enum.auto()  # told, not confirmed
+    WAITING = enum.auto()  # push: the producer writes
+    READING = enum.auto()  # pull: we read
+    CLOSING = enum.auto()  # given up; the blocks are not safe yet
+
+
+@dataclasses.dataclass(slots=True)
+class Receiving:
+    command: BeginReceive
+    began_at: float
+    deadline: float
+    stage: Stage = Stage.CONNECTING
+    # Until when, by our clock, the producer may hold our word that it can write: see wire.handoff on stamps.
+    leased_until: float | None = None
+    registered_at: float | None = None
+    asked_at: float = 0.0  # when the last question about this transfer alone was sent
+    outcome: Outcome = Outcome.RECEIVED
+    reason: str = ""
+    notice: HandoffNotice | None = None  # pull: what is being read
+    unread: list[tuple[int, int]] = dataclasses.field(
+        default_factory=list
+    )  # pull: (ours, theirs), the last first
+    in_flight: list[HandleId] = dataclasses.field(default_factory=list)
+
+    @property
+    def transfer_id(self) -> str:
+        return self.command.transfer_id
+
+    @property
+    def peer(self) -> PeerKey:
+        return PeerKey(self.command.peer.node_id, self.command.peer.epoch)
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(block != NULL_BLOCK_ID for ids in self.command.block_ids for block in ids)
+
+    @property
+    def may_be_written(self) -> bool:
+        """Whether the producer was ever told where to write."""
+        return self.leased_until is not None
+
+    def mismatch(self, notice: HandoffNotice, block_bytes: int) -> str | None:
+        """Why the notice is not about what was asked for; None when it is."""
+        mine = self.command
+        if notice.num_tokens != mine.num_tokens:
+            return f"it is about {notice.num_tokens} tokens, expected {mine.num_tokens}"
+        if notice.token_hash != mine.token_hash:
+            return "it is about other tokens"
+        if (notice.num_blocks, notice.num_bytes) != (self.num_blocks, self.num_blocks * block_bytes):
+            return f"{notice.num_blocks} blocks were sent, expected {self.num_blocks}"
+        if not 0 <= notice.first_token < 1 << 31:
+            return f"the first token is {notice.first_token}"
+        return None

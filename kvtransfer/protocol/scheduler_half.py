@@ -1,0 +1,175 @@
+"""The half that plans: turns what happens to requests into commands, and puts them into the step's metadata."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from kvtransfer.base import (
+    BlockIds,
+    ConnectorMetadata,
+    ConnectorOutput,
+    ScheduledStep,
+    SchedulerConnector,
+    TransferRequest,
+)
+from kvtransfer.protocol.commands import (
+    AbandonSend,
+    BeginReceive,
+    BlockTable,
+    CancelReceive,
+    Command,
+    DeclineTransfer,
+    ExtendSend,
+    FinishSend,
+    PlanSend,
+    StepPlan,
+)
+from kvtransfer.protocol.identity import token_hash
+from wire.requests import KVTransferParams, TransferRole
+
+
+@dataclasses.dataclass(slots=True)
+class _Entry:
+    """A request that takes part in a transfer."""
+
+    transfer: KVTransferParams
+    num_tokens: int  # when it was added: its prompt, and what it wrote before it moved here
+    token_hash: bytes
+    local_tokens: int = 0  # found in the prefix cache when it was last scheduled anew
+    begun: bool = False  # the worker half knows blocks of it
+    done: bool = False  # consumer: the transfer has ended, one way or the other
+    computed: int = 0  # producer: tokens whose KV is in its blocks after the steps planned so far
+
+
+def _copied(block_ids: BlockIds) -> BlockTable:
+    return [list(ids) for ids in block_ids]
+
+
+class SchedulerHalf(SchedulerConnector):
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._entries: dict[str, _Entry] = {}
+        self._commands: list[Command] = []
+        self._planned_now: set[str] = set()  # their whole block table is in this step's commands
+
+    def on_new_request(self, request: TransferRequest) -> None:
+        if request.transfer is not None:
+            self._entries[request.request_id] = _Entry(
+                transfer=request.transfer,
+                num_tokens=request.num_tokens,
+                token_hash=token_hash(request.all_token_ids, request.cache_salt, request.lora),
+            )
+
+    def get_num_new_matched_tokens(
+        self, request: TransferRequest, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        entry = self._entries.get(request.request_id)
+        if entry is None:
+            return 0, False
+        if entry.transfer.role is TransferRole.PRODUCE:
+            entry.local_tokens = num_computed_tokens
+            return 0, False
+        if entry.begun or num_computed_tokens >= entry.num_tokens:
+            return 0, False
+        entry.local_tokens = num_computed_tokens
+        return entry.num_tokens - num_computed_tokens, True
+
+    def update_state_after_alloc(
+        self, request: TransferRequest, block_ids: BlockIds, num_external_tokens: int
+    ) -> None:
+        entry = self._entries.get(request.request_id)
+        if entry is None:
+            return
+        if entry.transfer.role is TransferRole.PRODUCE:
+            self._plan_send(request.request_id, entry, block_ids)
+        elif num_external_tokens > 0 and not entry.begun:
+            self._begin_receive(request.request_id, entry, block_ids)
+
+    def _plan_send(self, request_id: str, entry: _Entry, block_ids: BlockIds) -> None:
+        entry.begun = True
+        # Blocks found in the prefix cache may be under computation in this very step, by the request that
+        # they were cached for: nothing counts as computed before the step is over.
+        entry.computed = entry.local_tokens
+        self._planned_now.add(request_id)
+        self._commands.append(
+            PlanSend(
+                request_id,
+                entry.transfer.transfer_id,
+                entry.transfer.peer,
+                entry.num_tokens,
+                entry.token_hash,
+                _copied(block_ids),
+            )
+        )
+
+    def _begin_receive(self, request_id: str, entry: _Entry, block_ids: BlockIds) -> None:
+        entry.begun = True
+        first = entry.local_tokens // self._block_size
+        total = -(-entry.num_tokens // self._block_size)
+        self._commands.append(
+            BeginReceive(
+                request_id,
+                entry.transfer.transfer_id,
+                entry.transfer.peer,
+                entry.num_tokens,
+                entry.local_tokens,
+                entry.token_hash,
+                [first for _ in block_ids],
+                [list(ids[first:total]) for ids in block_ids],
+            )
+        )
+
+    def build_connector_meta(self, step: ScheduledStep) -> ConnectorMetadata:
+        plan = StepPlan(
+            preempted=[request_id for request_id in step.preempted_req_ids if self._is_sending(request_id)],
+            before_forward=self._commands,
+        )
+        for request_id, num_tokens in step.num_scheduled_tokens.items():
+            entry = self._entries.get(request_id)
+            if entry is None or not self._is_sending(request_id) or entry.computed >= entry.num_tokens:
+                continue
+            if request_id not in self._planned_now:
+                new = step.new_block_ids(request_id)
+                if any(new):
+                    plan.before_forward.append(ExtendSend(request_id, _copied(new)))
+            entry.computed += num_tokens
+            plan.computed[request_id] = entry.computed
+        self._commands = []
+        self._planned_now = set()
+        return plan
+
+    def _is_sending(self, request_id: str) -> bool:
+        entry = self._entries.get(request_id)
+        return entry is not None and entry.begun and entry.transfer.role is TransferRole.PRODUCE
+
+    def update_connector_output(self, output: ConnectorOutput) -> None:
+        for request_id in (*output.finished_recving, *output.failed_recving):
+            entry = self._entries.get(request_id)
+            if entry is not None:
+                entry.done = True
+
+    def request_finished(self, request: TransferRequest, block_ids: BlockIds) -> bool:
+        entry = self._entries.pop(request.request_id, None)
+        if entry is None:
+            return False
+        if entry.transfer.role is TransferRole.PRODUCE:
+            return self._finish_send(request, entry, block_ids)
+        if not entry.begun:
+            self._commands.append(DeclineTransfer(entry.transfer.transfer_id, entry.transfer.peer))
+            return False
+        if entry.done:
+            return False
+        self._commands.append(CancelReceive(request.request_id))
+        return True
+
+    def _finish_send(self, request: TransferRequest, entry: _Entry, block_ids: BlockIds) -> bool:
+        has_first_token = entry.begun and request.num_tokens > entry.num_tokens
+        if has_first_token:
+            first_token = request.all_token_ids[entry.num_tokens]
+            self._commands.append(FinishSend(request.request_id, first_token, _copied(block_ids)))
+            return True
+        self._commands.append(AbandonSend(request.request_id, entry.transfer.transfer_id, kept=entry.begun))
+        return entry.begun
+
+    def has_pending_work(self) -> bool:
+        return bool(self._commands)

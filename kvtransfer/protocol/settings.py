@@ -1,0 +1,46 @@
+"""Durations and limits of the protocol, derived from what an operator may set."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvtransfer.base import TransferConfig
+from wire.errors import ConfigurationError
+
+
+class Settings(msgspec.Struct, frozen=True):
+    lease_s: float = 10.0
+    timeout_s: float = 60.0
+    handshake_timeout_s: float = 5.0
+    retry_s: float = 0.25  # an unanswered question is asked again
+    renew_s: float = 1.0
+    silent_s: float = 2.0  # a peer that owes an answer for so long is probed
+    margin_s: float = 0.5  # between the end of a lease by our clock and the reuse of its blocks
+    tick_s: float = 0.05  # deadlines are looked at this often while there are any
+    max_post_bytes: int = (
+        32 << 20
+    )  # one write or read; larger ones are split, so that a lease is checked in between
+    max_in_flight: int = 4  # writes or reads of one transfer at a time
+    max_early_registrations: int = 4096
+    max_remembered: int = 16_384  # ids of closed transfers
+
+    @property
+    def remember_s(self) -> float:
+        """How long a closed transfer's id is remembered: longer than any message about it can be late."""
+        return 2 * (self.timeout_s + self.lease_s)
+
+    @classmethod
+    def from_config(cls, config: TransferConfig) -> Settings:
+        for name in ("lease_s", "timeout_s", "handshake_timeout_s"):
+            if not getattr(config, name) > 0:
+                raise ConfigurationError(f"transfer.{name} must be above 0, not {getattr(config, name)}")
+        return cls(
+            lease_s=config.lease_s,
+            timeout_s=config.timeout_s,
+            handshake_timeout_s=config.handshake_timeout_s,
+            # Three renewals fit into a lease, so that one lost message costs nothing.
+            renew_s=min(1.0, config.lease_s / 3),
+            silent_s=min(2.0, config.lease_s / 2),
+            margin_s=max(0.25, config.lease_s / 20),
+            retry_s=min(0.25, config.lease_s / 6),
+        )

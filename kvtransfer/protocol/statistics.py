@@ -1,0 +1,85 @@
+"""Counters that the protocol's thread keeps and any thread may read."""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections import Counter
+
+from kvtransfer.base import Timing, TransferStats
+
+
+class Outcome(enum.StrEnum):
+    """How a transfer ended. Each is counted once on each side."""
+
+    SENT = "sent"
+    RECEIVED = "received"
+    ABORTED = "aborted"  # our own request ended first
+    CANCELLED = "cancelled"  # the peer gave up
+    MISMATCHED = "mismatched"  # what came or was asked for is not this request's
+    INCOMPATIBLE = "incompatible"  # the caches do not mean the same
+    TIMED_OUT = "timed_out"
+    LEASE_EXPIRED = "lease_expired"
+    PEER_LOST = "peer_lost"  # dead, restarted, or silent beyond its lease
+    MOVE_FAILED = "move_failed"  # the transport reported an error
+    REFUSED = "refused"  # the producer would not take the registration
+    CLOSED_BY_PEER = "closed_by_peer"
+    SHUTDOWN = "shutdown"
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._stats = TransferStats()
+        self._outcomes: Counter[str] = Counter()
+        self._refused: Counter[str] = Counter()
+        self._timings: dict[str, Timing] = {}
+
+    def ended(self, outcome: Outcome) -> None:
+        with self._lock:
+            self._outcomes[outcome.value] += 1
+
+    def refused(self, why: str) -> None:
+        with self._lock:
+            self._refused[why] += 1
+
+    def took(self, what: str, seconds: float) -> None:
+        with self._lock:
+            self._timings[what] = self._timings.get(what, Timing()).plus(seconds)
+
+    def sent(self, blocks: int, num_bytes: int, *, overlapped: bool) -> None:
+        with self._lock:
+            self._stats.blocks_sent += blocks
+            self._stats.bytes_sent += num_bytes
+            if overlapped:
+                self._stats.bytes_overlapped += num_bytes
+
+    def received(self, blocks: int, num_bytes: int) -> None:
+        with self._lock:
+            self._stats.blocks_received += blocks
+            self._stats.bytes_received += num_bytes
+
+    def lease_expired(self) -> None:
+        with self._lock:
+            self._stats.leases_expired += 1
+
+    def in_progress(self, transfers: int) -> None:
+        with self._lock:
+            self._stats.in_progress = transfers
+
+    def snapshot(self, malformed_frames: int) -> TransferStats:
+        with self._lock:
+            stats = self._stats
+            return TransferStats(
+                bytes_sent=stats.bytes_sent,
+                bytes_received=stats.bytes_received,
+                blocks_sent=stats.blocks_sent,
+                blocks_received=stats.blocks_received,
+                outcomes=dict(self._outcomes),
+                leases_expired=stats.leases_expired,
+                malformed_frames=malformed_frames,
+                in_progress=stats.in_progress,
+                bytes_overlapped=stats.bytes_overlapped,
+                refused=dict(self._refused),
+                timings=dict(self._timings),
+            )

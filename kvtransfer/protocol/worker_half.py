@@ -1,0 +1,142 @@
+"""The half that moves bytes: hands commands to the protocol's thread, and what came of them to the engine."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from kvtransfer.base import (
+    ConnectorContext,
+    ConnectorMetadata,
+    ConnectorOutput,
+    Handoff,
+    KVCacheMemory,
+    LoadFailure,
+    TransferStats,
+    WorkerConnector,
+)
+from kvtransfer.protocol.channel import SideChannel
+from kvtransfer.protocol.commands import Computed, Fence, Preempted, StepPlan
+from kvtransfer.protocol.endpoint import Endpoint, Outcomes
+from kvtransfer.protocol.geometry import PoolGeometry
+from kvtransfer.protocol.identity import Identity
+from kvtransfer.protocol.loop import ProtocolLoop
+from kvtransfer.protocol.settings import Settings
+from kvtransfer.protocol.statistics import Recorder
+from kvtransfer.protocol.transport import Direction, Transport
+from wire.errors import InternalError
+
+STOP_GRACE_S = 1.0
+
+
+class WorkerHalf(WorkerConnector):
+    """No method waits: what has to be done is queued, what was done is collected."""
+
+    def __init__(self, context: ConnectorContext, transport: Transport, direction: Direction) -> None:
+        self._context = context
+        self._transport = transport
+        self._direction = direction
+        self._settings = Settings.from_config(context.config)
+        self._recorder = Recorder()
+        self._lock = threading.Lock()
+        self._output = ConnectorOutput()
+        self._plan = StepPlan()
+        self._memory: KVCacheMemory | None = None
+        self._closed = False
+        self._loop = ProtocolLoop(
+            f"{context.node_id}-transfers", self._settings, time.monotonic, on_failure=context.wake
+        )
+        # Open from the start, so that the address is known before the model is; the loop answers once it runs.
+        self._channel = SideChannel(context.host, f"{context.node_id}-handoff", self._loop.message)
+
+    @property
+    def peer_endpoint(self) -> str:
+        return self._channel.endpoint
+
+    def register_kv_caches(self, memory: KVCacheMemory) -> None:
+        self._memory = memory
+        context = self._context
+        reachable = self._transport.register(memory)
+        endpoint = Endpoint(
+            Identity(context.node_id, context.epoch, self._channel.endpoint),
+            PoolGeometry.of(memory, reachable, f"{self._transport.name}/{self._direction.value}"),
+            self._direction,
+            self._transport,
+            self._settings,
+            send=self._channel.send,
+            nobody_listens=self._channel.nobody_listens,
+            clock=time.monotonic,
+            recorder=self._recorder,
+            outcomes=Outcomes(self._finished_sending, self._finished_recving, self._failed_recving),
+        )
+        self._loop.start(endpoint)
+
+    # ── called by the engine, once per step ──
+
+    def bind_connector_metadata(self, metadata: ConnectorMetadata) -> None:
+        if not isinstance(metadata, StepPlan):
+            raise InternalError(f"metadata of another connector: {type(metadata).__name__}")
+        self._plan = metadata
+
+    def handle_preemptions(self) -> None:
+        """Does not wait: a write that was under way when its blocks were taken counts as not written, and is
+        written again when the request has been computed again."""
+        if self._plan.preempted:
+            self._loop.command([Preempted(self._plan.preempted, time.monotonic())])
+
+    def start_load_kv(self) -> None:
+        if self._plan.before_forward:
+            self._loop.command(self._plan.before_forward)
+
+    def wait_for_save(self) -> None:
+        """Does not wait either: the blocks stay as they are until `finished_sending`, or are preempted."""
+        if self._plan.computed:
+            self._loop.command([Computed(self._plan.computed, time.monotonic(), self._fence())])
+        self._plan = StepPlan()
+
+    def _fence(self) -> Fence | None:
+        """On a device the forward pass has only been queued when it returns."""
+        if self._memory is None or not self._memory.tensor.is_cuda:
+            return None
+        import torch
+
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._memory.tensor.device))
+        return event.query
+
+    def get_finished(self, finished_req_ids: set[str]) -> ConnectorOutput:
+        if self._loop.failure is not None:
+            raise InternalError("the KV transfer thread died") from self._loop.failure
+        with self._lock:
+            output, self._output = self._output, ConnectorOutput()
+        return output
+
+    # ── called by the protocol's thread ──
+
+    def _finished_sending(self, request_id: str) -> None:
+        with self._lock:
+            self._output.finished_sending.add(request_id)
+        self._context.wake()
+
+    def _finished_recving(self, request_id: str, handoff: Handoff) -> None:
+        with self._lock:
+            self._output.finished_recving[request_id] = handoff
+        self._context.wake()
+
+    def _failed_recving(self, request_id: str, failure: LoadFailure) -> None:
+        with self._lock:
+            self._output.failed_recving[request_id] = failure
+        self._context.wake()
+
+    # ── any thread ──
+
+    def stats(self) -> TransferStats:
+        return self._recorder.snapshot(self._channel.malformed)
+
+    def shutdown(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._loop.stop(STOP_GRACE_S)
+        self._channel.close()
+        self._transport.close()

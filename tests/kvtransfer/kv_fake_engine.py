@@ -1,0 +1,308 @@
+"""An engine in miniature: requests, blocks and a KV cache whose content says which token it belongs to.
+
+It drives a connector's two halves as `kvtransfer.base` describes, and checks what the contract promises: a
+block that the connector holds is never handed out, and no id is reported twice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from kvtransfer.base import (
+    ConnectorContext,
+    ConnectorOutput,
+    Handoff,
+    KVCacheMemory,
+    TransferConfig,
+    TransferStats,
+)
+from kvtransfer.registry import find_connector
+from wire.requests import KVTransferParams, TransferRole
+
+BLOCK_SIZE = 4
+SLOTS, HEADS, DIM = 2, 2, 8
+
+
+class State(enum.StrEnum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    WAITING_FOR_KV = "waiting_for_kv"
+    LOADED = "loaded"  # its KV came from the peer
+    FAILED = "failed"  # it will not come
+    ENDED = "ended"  # its blocks are kept by the connector
+    FREED = "freed"
+
+
+@dataclasses.dataclass
+class FakeRequest:
+    request_id: str
+    all_token_ids: list[int]
+    transfer: KVTransferParams | None
+    chunk: int = 1 << 30
+    cached_tokens: int = 0
+    cache_salt: str | None = None
+    lora: str | None = None
+    num_computed_tokens: int = 0
+    state: State = State.WAITING
+    blocks: list[int] = dataclasses.field(default_factory=list)
+    handoff: Handoff | None = None
+    failure: str = ""
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.all_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.all_token_ids)
+
+    @property
+    def output_token_ids(self) -> Sequence[int]:
+        return self.all_token_ids[self.num_prompt_tokens :]
+
+
+@dataclasses.dataclass
+class FakeStep:
+    num_scheduled_tokens: dict[str, int] = dataclasses.field(default_factory=dict)
+    preempted_req_ids: set[str] = dataclasses.field(default_factory=set)
+    new_blocks: dict[str, list[int]] = dataclasses.field(default_factory=dict)
+
+    def new_block_ids(self, request_id: str) -> Sequence[Sequence[int]]:
+        return [self.new_blocks[request_id]] if request_id in self.new_blocks else ()
+
+
+def kv_of(tokens: Sequence[int]) -> torch.Tensor:
+    """What the KV of each position must be."""
+    return torch.tensor([1000.0 * token + position for position, token in enumerate(tokens)])
+
+
+def first_token_of(tokens: Sequence[int]) -> int:
+    return sum(tokens) % 997
+
+
+class FakeEngine:
+    def __init__(
+        self,
+        connector: str,
+        node_id: str,
+        epoch: int,
+        config: TransferConfig,
+        num_blocks: int = 64,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.cache = torch.zeros(num_blocks, SLOTS, 2, HEADS, BLOCK_SIZE, DIM, dtype=dtype)
+        self.free = list(range(1, num_blocks))
+        self.requests: dict[str, FakeRequest] = {}
+        self.reported: list[tuple[str, str]] = []
+        self._woken = threading.Event()
+        self._preempt_next: set[str] = set()
+        self.planner, self.mover = find_connector(connector)(
+            ConnectorContext(node_id, epoch, "127.0.0.1", BLOCK_SIZE, config, self._woken.set)
+        )
+        self.mover.register_kv_caches(KVCacheMemory(self.cache, "fake", SLOTS, 1))
+
+    # ── what a test asks for ──
+
+    def endpoint(self) -> str:
+        return self.mover.peer_endpoint
+
+    def add(
+        self,
+        request_id: str,
+        tokens: list[int],
+        transfer: KVTransferParams | None,
+        chunk: int = 1 << 30,
+        cached_tokens: int = 0,
+        cache_salt: str | None = None,
+    ) -> None:
+        request = FakeRequest(request_id, list(tokens), transfer, chunk, cached_tokens, cache_salt)
+        self.requests[request_id] = request
+        self.planner.on_new_request(request)
+
+    def state(self, request_id: str) -> str:
+        return self.requests[request_id].state.value
+
+    def failure(self, request_id: str) -> str:
+        return self.requests[request_id].failure
+
+    def handoff(self, request_id: str) -> Handoff | None:
+        return self.requests[request_id].handoff
+
+    def num_free(self) -> int:
+        return len(self.free)
+
+    def stats(self) -> TransferStats:
+        return self.mover.stats()
+
+    def kv_is_right(self, request_id: str) -> bool:
+        request = self.requests[request_id]
+        expected = kv_of(request.all_token_ids[: request.num_prompt_tokens])
+        return all(
+            bool((self._slot(request, position) == value).all())
+            for position, value in enumerate(expected.tolist())
+        )
+
+    def step(self) -> None:
+        step = FakeStep(preempted_req_ids=self._preempt_next)
+        self._preempt_next = set()
+        for request in list(self.requests.values()):
+            if request.state is State.WAITING:
+                self._admit(request)
+        for request in self.requests.values():
+            if request.state is State.RUNNING:
+                self._schedule(request, step)
+        self.mover.bind_connector_metadata(self.planner.build_connector_meta(step))
+        if step.preempted_req_ids:
+            self.mover.handle_preemptions()
+        self.mover.start_load_kv()
+        for request_id, count in step.num_scheduled_tokens.items():
+            self._compute(self.requests[request_id], count)
+        self.mover.wait_for_save()
+        self._book(self.mover.get_finished(set()))
+        for request_id in step.num_scheduled_tokens:
+            request = self.requests[request_id]
+            if request.num_computed_tokens == request.num_prompt_tokens:
+                request.all_token_ids.append(first_token_of(request.all_token_ids))
+                self.finish(request_id)
+
+    def run_until(self, request_id: str, states: Sequence[str], timeout_s: float = 20.0) -> str:
+        """Step whenever there is something to do. Returns the state that was reached, or raises."""
+        self._run(
+            lambda: self.requests[request_id].state.value in states, timeout_s, f"{request_id} in {states}"
+        )
+        return self.requests[request_id].state.value
+
+    def run_until_free(self, blocks: int, timeout_s: float = 20.0) -> None:
+        self._run(lambda: len(self.free) == blocks, timeout_s, f"{blocks} free blocks")
+
+    def _run(self, reached: Callable[[], bool], timeout_s: float, what: str) -> None:
+        until = time.monotonic() + timeout_s
+        while True:
+            self._woken.clear()
+            self.step()
+            if reached():
+                return
+            if any(request.state is State.RUNNING for request in self.requests.values()):
+                continue
+            if self.planner.has_pending_work():
+                continue
+            if not self._woken.wait(max(0.0, until - time.monotonic())) and time.monotonic() >= until:
+                states = {request.request_id: request.state.value for request in self.requests.values()}
+                raise TimeoutError(f"no {what} after {timeout_s} s: {states}, {len(self.free)} free")
+
+    def finish(self, request_id: str) -> None:
+        """The request ends here: computed, aborted, or done decoding."""
+        request = self.requests[request_id]
+        if request.state in (State.ENDED, State.FREED):
+            return
+        kept = self.planner.request_finished(request, [request.blocks])
+        if kept:
+            request.state = State.ENDED
+        else:
+            self._release(request)
+
+    def preempt(self, request_id: str) -> None:
+        """Take a running request's blocks and scribble over them, as whoever gets them would."""
+        request = self.requests[request_id]
+        assert request.state is State.RUNNING
+        self._preempt_next.add(request_id)
+        for block in request.blocks:
+            self.free.append(block)
+        taken, request.blocks = request.blocks, []
+        request.num_computed_tokens = 0
+        request.state = State.WAITING_FOR_KV  # not admitted before the step that announces it
+        self.step()
+        for block in taken:
+            self.cache[block].fill_(-1.0)
+        request.state = State.WAITING
+
+    def close(self) -> None:
+        self.mover.shutdown()
+
+    # ── the engine's own part ──
+
+    def _admit(self, request: FakeRequest) -> None:
+        local = request.cached_tokens
+        external, is_async = self.planner.get_num_new_matched_tokens(request, local)
+        assert external is not None
+        have = local + external
+        request.blocks = self._take(-(-max(have, 1) // BLOCK_SIZE))
+        self._write(request, range(local))
+        request.num_computed_tokens = local
+        if not is_async:
+            first = min(request.chunk, request.num_prompt_tokens - local)
+            request.blocks += self._take(-(-(local + first) // BLOCK_SIZE) - len(request.blocks))
+        self.planner.update_state_after_alloc(request, [list(request.blocks)], external)
+        request.state = State.WAITING_FOR_KV if is_async else State.RUNNING
+
+    def _schedule(self, request: FakeRequest, step: FakeStep) -> None:
+        count = min(request.chunk, request.num_prompt_tokens - request.num_computed_tokens)
+        missing = -(-(request.num_computed_tokens + count) // BLOCK_SIZE) - len(request.blocks)
+        if missing > 0:
+            step.new_blocks[request.request_id] = self._take(missing)
+            request.blocks += step.new_blocks[request.request_id]
+        step.num_scheduled_tokens[request.request_id] = count
+
+    def _compute(self, request: FakeRequest, count: int) -> None:
+        self._write(request, range(request.num_computed_tokens, request.num_computed_tokens + count))
+        request.num_computed_tokens += count
+
+    def _write(self, request: FakeRequest, positions: range) -> None:
+        values = kv_of(request.all_token_ids)
+        for position in positions:
+            self._slot(request, position).fill_(values[position].item())
+
+    def _slot(self, request: FakeRequest, position: int) -> torch.Tensor:
+        return self.cache[request.blocks[position // BLOCK_SIZE], :, :, :, position % BLOCK_SIZE, :]
+
+    def _book(self, output: ConnectorOutput) -> None:
+        self.planner.update_connector_output(output)
+        for request_id in output.finished_sending:
+            self._report(request_id, "sent")
+            request = self.requests[request_id]
+            assert request.state is State.ENDED, request.state
+            self._release(request)
+        for request_id, handoff in output.finished_recving.items():
+            self._report(request_id, "received")
+            request = self.requests[request_id]
+            request.handoff = handoff
+            self._after_load(request, State.LOADED)
+        for request_id, failure in output.failed_recving.items():
+            self._report(request_id, "received")
+            request = self.requests[request_id]
+            request.failure = failure.reason
+            self._after_load(request, State.FAILED)
+
+    def _after_load(self, request: FakeRequest, state: State) -> None:
+        if request.state is State.ENDED:  # aborted while it waited
+            self._release(request)
+        else:
+            assert request.state is State.WAITING_FOR_KV, request.state
+            request.state = state
+
+    def _report(self, request_id: str, kind: str) -> None:
+        assert (request_id, kind) not in self.reported, f"{request_id} was reported twice"
+        self.reported.append((request_id, kind))
+
+    def _take(self, count: int) -> list[int]:
+        taken, self.free = self.free[:count], self.free[count:]
+        assert len(taken) == count, "the pool is used up"
+        return taken
+
+    def _release(self, request: FakeRequest) -> None:
+        self.free += request.blocks
+        request.blocks = []
+        request.state = State.FREED
+
+
+def produce(transfer_id: str, peer: object) -> KVTransferParams:
+    return KVTransferParams(transfer_id, TransferRole.PRODUCE, peer)  # type: ignore[arg-type]
+
+
+def consume(transfer_id: str, peer: object) -> KVTransferParams:
+    return KVTransferParams(transfer_id, TransferRole.CONSUME, peer)  # type: ignore[arg-type]
