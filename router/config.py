@@ -1,0 +1,102 @@
+"""What a router can be told. Plain, frozen, built once; unknown keys are refused by name."""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+from wire.errors import ConfigurationError
+
+
+class PolicyName(enum.StrEnum):
+    LEAST_WAIT = "least_wait"
+    ROUND_ROBIN = "round_robin"
+    PREFIX_AFFINITY = "prefix_affinity"
+    SESSION_AFFINITY = "session_affinity"
+
+
+class LocalPrefill(enum.StrEnum):
+    """Whether a decode node may read a prompt itself although a prefill node could."""
+
+    AUTO = "auto"  # when the measured rates say that sending it away costs more
+    NEVER = "never"  # only when no prefill node is there
+    ALWAYS = "always"
+
+
+class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How much of anything a client may ask for, or a crowd of them."""
+
+    header_bytes: int = 32 << 10
+    body_bytes: int = 16 << 20
+    json_depth: int = 64
+    connections: int = 4096
+    prompts_per_request: int = 128
+    choices_per_request: int = 128  # prompts times max(n, best_of)
+    inflight_per_node: int = 256  # sequences at once, for every node that can decode
+    queued: int = 1024  # sequences waiting in the router beyond those
+
+
+class Timeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Seconds. Every wait in a request's life ends with one of these."""
+
+    header: float = 10.0
+    body: float = 30.0
+    queue: float = 30.0  # waiting in the router for a place
+    first_token: float = 120.0  # from submission to the first token
+    token_idle: float = 30.0  # between two tokens; then somebody else goes on with the request
+    total: float = 1800.0
+    slow_reader: float = 30.0  # a client that takes nothing of its stream for so long is cut off
+    keep_alive: float = 75.0
+    failover_wait: float = 10.0  # for a node to appear, when the last one was lost
+
+
+class Heartbeat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    ping_interval: float = 1.0
+    silence: float = 3.0  # a node that said nothing for so long is lost
+    wedged: float = 60.0  # a node whose engine has not completed a step for so long gets nothing new
+
+
+class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One tenant. Its quotas are per router; None is no limit."""
+
+    name: str
+    key: str
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None  # prompt and output together
+    concurrent_requests: int | None = None
+
+
+class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    tokenizer_path: str  # a folder with tokenizer.json, and the chat template if there is one
+    model_name: str  # what clients call it, and what nodes must announce as theirs
+    model_aliases: tuple[str, ...] = ()
+    host: str = "127.0.0.1"
+    port: int = 8000  # 0 takes a free one
+    inbox_host: str = "127.0.0.1"  # where nodes answer; an address that they can reach
+    policy: PolicyName = PolicyName.LEAST_WAIT
+    local_prefill: LocalPrefill = LocalPrefill.AUTO
+    max_failovers: int = 3
+    api_keys: tuple[ApiKey, ...] = ()
+    api_keys_file: str | None = None  # one key per line, or a JSON list of {name, key, quotas}
+    limits: Limits = Limits()
+    timeouts: Timeouts = Timeouts()
+    heartbeat: Heartbeat = Heartbeat()
+
+    def __post_init__(self) -> None:
+        if not self.tokenizer_path:
+            raise ConfigurationError("router.tokenizer_path must name the model's folder")
+        if not self.model_name:
+            raise ConfigurationError("router.model_name must not be empty")
+        if not 0 <= self.port <= 65535:
+            raise ConfigurationError(f"router.port must be from 0 to 65535, not {self.port}")
+        if self.max_failovers < 0:
+            raise ConfigurationError(f"router.max_failovers must not be negative, not {self.max_failovers}")
+        for group in (self.limits, self.timeouts, self.heartbeat):
+            for name in group.__struct_fields__:
+                value = getattr(group, name)
+                if value <= 0:
+                    kind = type(group).__name__.lower()
+                    raise ConfigurationError(f"router.{kind}.{name} must be above 0, not {value}")
+        if self.heartbeat.silence <= self.heartbeat.ping_interval:
+            raise ConfigurationError("router.heartbeat.silence must be longer than ping_interval")

@@ -1,0 +1,17 @@
+"""A request's whole life: a place in the queue, both nodes told, tokens merged, deadlines, failover, the one end.
+
+admission    how many at once, who waits, whose turn is next
+spec         what is asked for, once checked
+ledger       tokens by index from two nodes, merged into one sequence
+attempt      one try on one pair of nodes
+life         from the first submission to the one end, across attempts
+dispatcher   finds the life that a message belongs to; starts them
+generation   the lives of one HTTP request, as its handler reads them
+"""
+
+from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.generation import Generation
+from router.dispatch.life import RequestLife
+from router.dispatch.spec import SequenceSpec
+
+__all__ = ["Dispatcher", "Generation", "RequestLife", "SequenceSpec"]

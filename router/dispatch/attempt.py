@@ -1,0 +1,83 @@
+"""One try on one pair of nodes (or on one node), under a request id and a transfer id of its own."""
+
+from __future__ import annotations
+
+import enum
+import secrets
+
+from router.dispatch.spec import SequenceSpec
+from router.policy import Decision
+from wire.nodes import NodeInfo, PeerAddress
+from wire.requests import KVTransferParams, Submit, TransferRole
+
+
+class Source(enum.Enum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class Attempt:
+    """A new request id for each attempt: a late word of an abandoned one can never be taken for this one's."""
+
+    def __init__(self, decision: Decision, base: int, submitted_at: float) -> None:
+        self.decision = decision
+        self.request_id = f"req-{secrets.token_hex(16)}"
+        self.transfer_id = f"kv-{secrets.token_hex(16)}"
+        self.base = base  # output tokens that it began with
+        self.submitted_at = submitted_at
+        self.prefill_reported = False  # the prefill node's first token is here
+        self.decode_started = False  # the decode node has reported: it has the KV, or computed it
+        self.first_token_at: float | None = None
+
+    @property
+    def prefill(self) -> NodeInfo | None:
+        return self.decision.prefill
+
+    @property
+    def decode(self) -> NodeInfo | None:
+        return self.decision.decode
+
+    @property
+    def nodes(self) -> list[NodeInfo]:
+        return [node for node in (self.decision.prefill, self.decision.decode) if node is not None]
+
+    def source(self, node_id: str, epoch: int) -> Source | None:
+        """Which of its nodes speaks; None when neither does."""
+        decode, prefill = self.decision.decode, self.decision.prefill
+        if decode is not None and decode.node_id == node_id and decode.epoch == epoch:
+            return Source.DECODE
+        if prefill is not None and prefill.node_id == node_id and prefill.epoch == epoch:
+            return Source.PREFILL
+        return None
+
+    def submits(
+        self, spec: SequenceSpec, tokens: list[int], reply_to: str, timeout_s: float
+    ) -> list[tuple[NodeInfo, Submit]]:
+        """The decode node's first: it reserves and registers while the prefill node's message is on its way."""
+        prefill, decode = self.prefill, self.decode
+
+        def submit(transfer: KVTransferParams | None) -> Submit:
+            return Submit(
+                request_id=self.request_id,
+                reply_to=reply_to,
+                prompt_token_ids=spec.prompt_token_ids,
+                sampling=spec.sampling,
+                timeout_s=timeout_s,
+                output_token_ids=tokens,
+                transfer=transfer,
+                priority=spec.priority,
+                cache_salt=spec.cache_salt,
+            )
+
+        if prefill is None or decode is None:
+            return [(node, submit(None)) for node in self.nodes]
+
+        def transfer(role: TransferRole, peer: NodeInfo) -> KVTransferParams:
+            return KVTransferParams(
+                self.transfer_id, role, PeerAddress(peer.node_id, peer.epoch, peer.peer_endpoint)
+            )
+
+        return [
+            (decode, submit(transfer(TransferRole.CONSUME, prefill))),
+            (prefill, submit(transfer(TransferRole.PRODUCE, decode))),
+        ]

@@ -1,0 +1,61 @@
+"""The lives of one HTTP request, as its handler reads them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from router.dispatch.admission import Slots
+from router.dispatch.life import RequestLife
+from router.dispatch.spec import SequenceSpec
+
+_LifeFactory = Callable[
+    [SequenceSpec, Callable[[RequestLife], None], Callable[[RequestLife], None]], RequestLife
+]
+
+
+class Generation:
+    """One reader. Tokens that arrive while it is busy wait in the lives' ledgers and are read together."""
+
+    def __init__(self, make_life: _LifeFactory, specs: list[SequenceSpec], slots: Slots) -> None:
+        self._slots = slots
+        self._wake: asyncio.Future[None] | None = None
+        self._news: dict[RequestLife, None] = {}
+        self.lives = [make_life(spec, self._on_news, self._on_end) for spec in specs]
+
+    def start(self) -> None:
+        """All of them or none: raises what the first that cannot start raises."""
+        started = False
+        try:
+            for life in self.lives:
+                life.start()
+            started = True
+        finally:
+            if not started:
+                self._slots.release_all()
+                self.cancel()
+
+    def _on_news(self, life: RequestLife) -> None:
+        self._news[life] = None
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
+
+    def _on_end(self, life: RequestLife) -> None:
+        self._slots.release_one()
+
+    async def news(self) -> list[RequestLife]:
+        """The lives that have something new, waiting until there is one. Each life's deadlines bound the wait."""
+        if not self._news:
+            self._wake = asyncio.get_running_loop().create_future()
+            try:
+                await self._wake
+            finally:
+                self._wake = None
+        lives = list(self._news)
+        self._news.clear()
+        return lives
+
+    def cancel(self) -> None:
+        """Idempotent; lives that have ended keep their end."""
+        for life in self.lives:
+            life.cancel()

@@ -1,0 +1,314 @@
+"""One request from its first submission to its one end, over as many nodes as it takes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from router.dispatch.attempt import Attempt, Source
+from router.dispatch.ledger import TokenLedger, TokenMismatch
+from router.dispatch.spec import SequenceSpec
+from router.policy import Decision, RoutingRequest
+from wire.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InternalError,
+    NodeLost,
+    Overloaded,
+    TandemError,
+    TransferError,
+    Unavailable,
+)
+from wire.nodes import NodeInfo
+from wire.requests import TokenChunk
+from wire.sampling import FinishReason, TokenLogprobs
+
+if TYPE_CHECKING:
+    from router.dispatch.dispatcher import Dispatcher
+
+logger = logging.getLogger(__name__)
+
+
+class RequestLife:
+    """Everything here runs on the event loop; nothing awaits. `ended` becomes true exactly once.
+
+    `on_news` is called when there are tokens to read or it has ended, `on_end` once, when it has.
+    """
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        spec: SequenceSpec,
+        on_news: Callable[[RequestLife], None],
+        on_end: Callable[[RequestLife], None],
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._loop = asyncio.get_running_loop()
+        self._on_news = on_news
+        self._on_end = on_end
+        self.spec = spec
+        self.ledger = TokenLedger(wants_logprobs=spec.sampling.logprobs is not None)
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
+        self.cached_tokens: int | None = None
+        self.attempt: Attempt | None = None
+        self.decisions: list[Decision] = []
+        self.failovers = 0
+        self.finish: FinishReason | None = None
+        self.error: TandemError | None = None
+        self.ended = False
+        self.started_at = self._loop.time()
+        self.first_token_at: float | None = None
+        self.last_token_at: float | None = None
+        self.ended_at: float | None = None
+        self._avoid: set[str] = set()
+        self._waiting_since: float | None = None  # for a node to appear
+        self._last_failure: TandemError | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    # --- its course -------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Raises Unavailable when nobody can take it now: then it never began."""
+        decision = self._choose()
+        self._attempt(decision)
+        if not self.ended:
+            self._arm()
+
+    def cancel(self) -> None:
+        """Its owner no longer wants it. Idempotent."""
+        self._end(FinishReason.ABORT, Cancelled("the client went away"))
+
+    def stop(self) -> None:
+        """Its owner has all it wants: a stop string is complete."""
+        self._end(FinishReason.STOP, None)
+
+    def fail(self, error: TandemError) -> None:
+        self._end(FinishReason.ERROR, error)
+
+    def on_chunk(self, node_id: str, epoch: int, chunk: TokenChunk) -> None:
+        attempt = self.attempt
+        source = attempt.source(node_id, epoch) if attempt is not None else None
+        if attempt is None or source is None:
+            self._dispatcher.metrics.foreign_chunks.inc()
+            return
+        if chunk.finish is FinishReason.ERROR or chunk.finish is FinishReason.ABORT:
+            self._on_node_error(attempt, source, chunk)
+            return
+        had = len(self.ledger.tokens)
+        try:
+            news = self.ledger.accept(chunk)
+        except TokenMismatch as error:
+            self._dispatcher.metrics.token_mismatches.inc()
+            logger.error("%s: %s (nodes %s)", self.spec.label, error, attempt.decision.node_names)
+            self.fail(error)
+            return
+        self._note_report(attempt, source, chunk)
+        if len(self.ledger.tokens) > had:
+            self._note_tokens(attempt)
+        if self.ledger.finish is not None:
+            self._end(self.ledger.finish, None)
+        elif news:
+            self._on_news(self)
+
+    def _note_report(self, attempt: Attempt, source: Source, chunk: TokenChunk) -> None:
+        """Once per node and attempt; afterwards two tests and nothing more."""
+        if source is Source.DECODE:
+            if not attempt.decode_started:
+                attempt.decode_started = True
+                self._dispatcher.on_decode_started(attempt)
+        elif not attempt.prefill_reported:
+            attempt.prefill_reported = True
+            self._dispatcher.on_prefill_reported(attempt)
+        if chunk.cached_tokens is None and chunk.prompt_logprobs is None:
+            return
+        if source is Source.PREFILL or attempt.prefill is None:
+            if self.cached_tokens is None:
+                self.cached_tokens = chunk.cached_tokens
+            if self.prompt_logprobs is None:
+                self.prompt_logprobs = chunk.prompt_logprobs
+
+    def _note_tokens(self, attempt: Attempt) -> None:
+        now = self._loop.time()
+        if self.last_token_at is not None:
+            self._dispatcher.metrics.inter_token_latency.observe(now - self.last_token_at)
+        else:
+            self.first_token_at = now
+            self._dispatcher.metrics.time_to_first_token.observe(now - self.started_at)
+        self.last_token_at = now
+        if attempt.first_token_at is None:
+            attempt.first_token_at = now
+            self._dispatcher.on_first_token(self, attempt)
+            self._arm()  # the idle deadline may be nearer than the one for the first token was
+
+    # --- failures ---------------------------------------------------------------------------------------------
+
+    def on_node_lost(self, node: NodeInfo, why: str) -> None:
+        attempt = self.attempt
+        if attempt is None or self.ended:
+            return
+        if node == attempt.prefill and attempt.decode is not None:
+            has_all = attempt.decode_started and not self.ledger.waiting
+            if has_all:
+                return  # the decode node has what it needs
+        elif node not in attempt.nodes:
+            return
+        self._fail_over(NodeLost(f"node {node.node_id} is lost: {why}"), {node.node_id})
+
+    def _on_node_error(self, attempt: Attempt, source: Source, chunk: TokenChunk) -> None:
+        reporter = attempt.decode if source is Source.DECODE else attempt.prefill
+        peer = attempt.prefill if source is Source.DECODE else attempt.decode
+        if chunk.error is not None:
+            error = chunk.error.to_exception()
+        elif chunk.finish is FinishReason.ABORT:
+            error = NodeLost("the node gave the request up")
+        else:
+            error = InternalError("the node reported an error without saying which")
+        avoid = {reporter.node_id} if reporter is not None else set()
+        if (
+            isinstance(error, TransferError | NodeLost)
+            and chunk.finish is FinishReason.ERROR
+            and peer is not None
+        ):
+            # It is its peer that the reporter lost. Of the pair, the one to avoid is the prefill node: without it
+            # the decode node can do everything by itself.
+            avoid = {attempt.prefill.node_id} if attempt.prefill is not None else avoid
+        if isinstance(error, Unavailable | TransferError):
+            self._fail_over(error, avoid)
+        else:
+            self.fail(error)
+
+    def _fail_over(self, error: TandemError, avoid: Iterable[str]) -> None:
+        self._abandon_attempt()
+        self._avoid.update(avoid)
+        self._last_failure = error
+        if len(self.ledger.tokens) >= self.spec.sampling.max_tokens:
+            self._end(FinishReason.LENGTH, None)  # only the word that it had finished was lost
+            return
+        if self.failovers >= self._dispatcher.config.max_failovers:
+            self.fail(error)
+            return
+        self.failovers += 1
+        self._dispatcher.metrics.failovers.labels(reason=error.code).inc()
+        logger.warning(
+            "%s: %s; going on elsewhere after %d tokens (failover %d of %d)",
+            self.spec.label, error, len(self.ledger.tokens), self.failovers, self._dispatcher.config.max_failovers,
+        )  # fmt: skip
+        self.ledger.drop_held()
+        self.try_again()
+
+    def try_again(self) -> None:
+        """After a failure, and again whenever the pools change, until there is somebody to go to."""
+        if self.ended or self.attempt is not None:
+            return
+        try:
+            decision = self._choose()
+        except Unavailable:
+            if isinstance(self._last_failure, Overloaded):
+                self.fail(self._last_failure)
+            elif self._waiting_since is None:
+                self._waiting_since = self._loop.time()
+                self._dispatcher.wait_for_nodes(self)
+                self._arm()
+            return
+        self._waiting_since = None
+        self._dispatcher.stop_waiting(self)
+        self._attempt(decision)
+        if not self.ended:
+            self._arm()
+
+    def _choose(self) -> Decision:
+        try:
+            return self._dispatcher.choose(self._routing(frozenset(self._avoid)), self.spec)
+        except Unavailable:
+            if not self._avoid or isinstance(self._last_failure, Overloaded):
+                raise
+            # Better the decode node that failed it before than nobody; never again the same prefill node.
+            return self._dispatcher.choose(
+                self._routing(self._dispatcher.prefill_ids & self._avoid), self.spec
+            )
+
+    def _routing(self, avoid: frozenset[str]) -> RoutingRequest:
+        done = len(self.ledger.tokens)
+        return RoutingRequest(
+            prompt_tokens=len(self.spec.prompt_token_ids) + done,
+            max_new_tokens=self.spec.sampling.max_tokens - done,
+            session=self.spec.session,
+            avoid=avoid,
+        )
+
+    def _attempt(self, decision: Decision) -> None:
+        attempt = Attempt(decision, len(self.ledger.tokens), self._loop.time())
+        self.attempt = attempt
+        self.decisions.append(decision)
+        self._dispatcher.submit(self, attempt)
+
+    def _abandon_attempt(self) -> None:
+        if (attempt := self.attempt) is not None:
+            self.attempt = None
+            self._dispatcher.withdraw(self, attempt)
+
+    # --- deadlines --------------------------------------------------------------------------------------------
+
+    def _next_deadline(self) -> tuple[float, str]:
+        """The earliest of those that hold in the phase it is in, and what it is called."""
+        timeouts = self._dispatcher.config.timeouts
+        deadlines = [(self.spec.deadline, "total")]
+        attempt = self.attempt
+        if attempt is None:
+            deadlines.append(
+                ((self._waiting_since or self.started_at) + timeouts.failover_wait, "failover_wait")
+            )
+        elif attempt.first_token_at is None:
+            deadlines.append((attempt.submitted_at + timeouts.first_token, "first_token"))
+        else:
+            deadlines.append(
+                ((self.last_token_at or attempt.first_token_at) + timeouts.token_idle, "token_idle")
+            )
+        return min(deadlines)
+
+    def _arm(self) -> None:
+        """One timer, set for the earliest deadline and set again when it fires early: tokens don't touch it."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_at(self._next_deadline()[0], self._on_timer)
+
+    def _on_timer(self) -> None:
+        if self.ended:
+            return
+        deadline, name = self._next_deadline()
+        if self._loop.time() < deadline:
+            self._arm()
+            return
+        self._dispatcher.metrics.deadlines.labels(phase=name).inc()
+        if name == "token_idle" and self.attempt is not None:
+            nodes = self.attempt.decision.node_names
+            idle = self._dispatcher.config.timeouts.token_idle
+            decode = self.attempt.decode
+            self._fail_over(
+                NodeLost(f"no token for {idle:g} s from {nodes}"),
+                {decode.node_id} if decode is not None else set(),
+            )
+        elif name == "failover_wait":
+            self.fail(self._last_failure or Unavailable("no node is ready"))
+        else:
+            self.fail(DeadlineExceeded(f"the request took longer than timeouts.{name} allows"))
+
+    # --- the end ----------------------------------------------------------------------------------------------
+
+    def _end(self, finish: FinishReason, error: TandemError | None) -> None:
+        if self.ended:
+            return
+        self.ended = True
+        self.finish, self.error = finish, error
+        self.ended_at = self._loop.time()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        last = self.attempt
+        self._abandon_attempt()
+        self._dispatcher.stop_waiting(self)
+        self._dispatcher.on_ended(self, last)
+        self._on_end(self)
+        self._on_news(self)

@@ -1,0 +1,17 @@
+"""What is asked for, once checked: one prompt, one answer."""
+
+from __future__ import annotations
+
+import msgspec
+
+from wire.sampling import SamplingParams
+
+
+class SequenceSpec(msgspec.Struct, frozen=True):
+    label: str  # the HTTP request's id, for logs
+    prompt_token_ids: list[int]
+    sampling: SamplingParams  # its seed is drawn: any node goes on exactly where another stopped
+    deadline: float  # on the event loop's clock
+    priority: int = 0
+    cache_salt: str | None = None
+    session: str | None = None

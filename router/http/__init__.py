@@ -1,0 +1,1 @@
+"""The application: routes, limits, keys, error bodies, and server-sent events."""

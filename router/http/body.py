@@ -1,0 +1,100 @@
+"""A request's body: of the right type, not too large, not too slow; then parsed."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from starlette.requests import ClientDisconnect
+from starlette.types import Message, Receive, Scope
+
+from router.config import Limits, Timeouts
+from router.http.errors import BodyTimeout, BodyTooLarge, UnsupportedContentType
+from router.http.json_body import parse_object
+from wire.errors import Cancelled, InvalidRequest
+
+# Parsing more than this takes a millisecond or more.
+INLINE_BYTES = 64 << 10
+# A client that is still sending when it is refused does not read the refusal; its rest is read and dropped, within these.
+LINGER_BYTES = 64 << 20
+LINGER_S = 2.0
+
+
+async def read_json_object(
+    scope: Scope, receive: Receive, limits: Limits, timeouts: Timeouts
+) -> dict[str, Any]:
+    _check_type(scope)
+    body = await _read(scope, receive, limits, timeouts)
+    if len(body) <= INLINE_BYTES:
+        return parse_object(body, limits.json_depth)
+    return await asyncio.to_thread(parse_object, body, limits.json_depth)
+
+
+def _header(scope: Scope, wanted: bytes) -> bytes | None:
+    for name, value in scope["headers"]:
+        if name == wanted:
+            return bytes(value)
+    return None
+
+
+def _check_type(scope: Scope) -> None:
+    declared = _header(scope, b"content-type")
+    if declared is None:
+        return
+    kind, _, parameters = declared.decode("latin-1").partition(";")
+    if kind.strip().lower() != "application/json":
+        raise UnsupportedContentType(f"content-type: must be application/json, not {kind.strip()[:100]!r}")
+    for parameter in parameters.split(";"):
+        name, _, value = parameter.partition("=")
+        if name.strip().lower() == "charset" and value.strip().strip('"').lower() not in ("utf-8", "utf8"):
+            raise UnsupportedContentType(f"content-type: JSON is UTF-8, not {value.strip()[:40]!r}")
+    encoding = _header(scope, b"content-encoding")
+    if encoding is not None and encoding.lower() != b"identity":
+        raise UnsupportedContentType(
+            f"content-encoding: {encoding.decode('latin-1')[:40]!r} is not read here"
+        )
+
+
+async def _read(scope: Scope, receive: Receive, limits: Limits, timeouts: Timeouts) -> bytes:
+    declared = _header(scope, b"content-length")
+    if declared is not None and (not declared.isdigit() or int(declared) > limits.body_bytes):
+        if not declared.isdigit():
+            raise InvalidRequest("content-length: must be a number")
+        await _linger(receive)
+        raise BodyTooLarge(f"the body has {int(declared)} bytes; at most {limits.body_bytes} are read")
+    chunks: list[bytes] = []
+    size = 0
+    try:
+        async with asyncio.timeout(timeouts.body):
+            while True:
+                message = await _next(receive)
+                chunks.append(message.get("body", b""))
+                size += len(chunks[-1])
+                if size > limits.body_bytes:
+                    break
+                if not message.get("more_body", False):
+                    return b"".join(chunks)
+    except TimeoutError:
+        raise BodyTimeout(f"the body was not complete within {timeouts.body:g} s") from None
+    await _linger(receive)
+    raise BodyTooLarge(f"the body has more than the {limits.body_bytes} bytes that are read")
+
+
+async def _next(receive: Receive) -> Message:
+    message = await receive()
+    if message["type"] == "http.disconnect":
+        raise Cancelled("the client went away before its body was complete") from ClientDisconnect()
+    return message
+
+
+async def _linger(receive: Receive) -> None:
+    size = 0
+    try:
+        async with asyncio.timeout(LINGER_S):
+            while size < LINGER_BYTES:
+                message = await _next(receive)
+                size += len(message.get("body", b""))
+                if not message.get("more_body", False):
+                    return
+    except TimeoutError:
+        return

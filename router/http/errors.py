@@ -1,0 +1,125 @@
+"""Every error as the client sees it: one body, one place that makes it.
+
+Errors that only HTTP knows stand here, under RequestError; everything else comes from wire's tree.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+from starlette.exceptions import HTTPException
+
+from router.dispatch.admission import QueueFull
+from router.keys import QuotaExceeded
+from router.openai.plan import PromptTooLong
+from wire.errors import (
+    InvalidRequest,
+    RequestError,
+    TandemError,
+    Unavailable,
+    UnknownModel,
+)
+
+
+class Unauthorized(RequestError):
+    code = "invalid_api_key"
+    http_status = 401
+
+
+class BodyTimeout(RequestError):
+    code = "request_timeout"
+    http_status = 408
+
+
+class BodyTooLarge(RequestError):
+    code = "request_too_large"
+    http_status = 413
+
+
+class UnsupportedContentType(RequestError):
+    code = "unsupported_media_type"
+    http_status = 415
+
+
+class HeaderTooLarge(RequestError):
+    code = "header_too_large"
+    http_status = 431
+
+
+class Draining(Unavailable):
+    """The router finishes what it has; another one, or the same after its restart, takes new requests."""
+
+    code = "draining"
+
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+DEFAULT_RETRY_AFTER_S = 1
+
+
+def error_type(status: int) -> str:
+    if status in _TYPES:
+        return _TYPES[status]
+    return "invalid_request_error" if status < 500 else "server_error"
+
+
+def error_body(message: str, status: int, code: str | None, param: str | None = None) -> bytes:
+    return msgspec.json.encode(
+        {"error": {"message": message, "type": error_type(status), "param": param, "code": code}}
+    )
+
+
+def status_of(error: TandemError) -> int:
+    """A node that was lost with nobody to take over is a bad gateway, not a busy one."""
+    return 502 if error.code == "node_lost" else error.http_status
+
+
+def body_of(error: TandemError) -> bytes:
+    param: str | None = None
+    if isinstance(error, InvalidRequest):
+        param = error.param
+    elif isinstance(error, UnknownModel):
+        param = "model"
+    elif isinstance(error, PromptTooLong):
+        param = error.param
+    return error_body(str(error), status_of(error), error.code, param)
+
+
+def headers_of(error: TandemError) -> dict[str, str]:
+    headers: dict[str, str] = {}
+    if isinstance(error, QuotaExceeded):
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+    elif isinstance(error, QueueFull):
+        headers["retry-after"] = str(error.retry_after_s)
+    elif status_of(error) == 503:
+        headers["retry-after"] = str(DEFAULT_RETRY_AFTER_S)
+    if isinstance(error, Unauthorized):
+        headers["www-authenticate"] = "Bearer"
+    if isinstance(error, BodyTimeout | BodyTooLarge | HeaderTooLarge | Draining):
+        headers["connection"] = (
+            "close"  # what follows on this connection cannot be told from the rest of the body
+        )
+    return headers
+
+
+def sse_error(error: TandemError) -> bytes:
+    """Mid-stream: the status has long been sent, so the event says it."""
+    return b"event: error\ndata: " + body_of(error) + b"\n\n"
+
+
+def from_http_exception(error: HTTPException, method: str, path: str) -> tuple[bytes, dict[str, str]]:
+    headers: dict[str, str] = dict(error.headers or {})
+    if error.status_code == 404:
+        return error_body(f"there is nothing at {path[:200]}", 404, "not_found"), headers
+    if error.status_code == 405:
+        allowed = headers.get("Allow", headers.get("allow", "another method"))
+        return error_body(
+            f"{method[:20]} is not allowed at {path[:200]}; use {allowed}", 405, "method_not_allowed"
+        ), headers
+    return error_body(str(error.detail), error.status_code, None), headers

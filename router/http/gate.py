@@ -1,0 +1,176 @@
+"""What every request passes on its way in and out: its id, its size, its caller, its error, its line in the log."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import secrets
+import time
+
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from router.config import Limits
+from router.http.errors import (
+    HeaderTooLarge,
+    Unauthorized,
+    body_of,
+    error_body,
+    from_http_exception,
+    headers_of,
+    sse_error,
+    status_of,
+)
+from router.keys import KeyRing, Tenant
+from router.metrics import RouterMetrics
+from wire.errors import Cancelled, TandemError
+
+logger = logging.getLogger(__name__)
+access_logger = logging.getLogger("router.access")
+
+_REQUEST_ID = re.compile(rb"^[A-Za-z0-9._:-]{1,128}$")
+_TRACE_PARENT = re.compile(rb"^[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}$")
+# Probes and scrapers have no key, and learn nothing here that needs one.
+OPEN_PATHS = frozenset({"/health", "/metrics", "/openapi.json", "/docs"})
+
+
+class Exchange:
+    """One request and its answer, as the log and the routes see it."""
+
+    def __init__(self, request_id: str, trace_id: str | None) -> None:
+        self.request_id = request_id
+        self.trace_id = trace_id
+        self.tenant: Tenant | None = None
+        self.route = "other"  # a metric's label: never a path that a client chose
+        self.notes = ""  # for the log: nodes, tokens
+        self.status: int | None = None
+        self.ended = False  # the answer's last byte is sent
+        self.is_stream = False
+
+
+def exchange_of(scope: Scope) -> Exchange:
+    found = scope["exchange"]
+    if not isinstance(found, Exchange):
+        raise TypeError("the request did not come through the gate")
+    return found
+
+
+class Gate:
+    """Outermost of ours. Whatever is raised inside becomes an error body, or an event when the answer has begun."""
+
+    def __init__(self, app: ASGIApp, limits: Limits, keys: KeyRing, metrics: RouterMetrics) -> None:
+        self._app = app
+        self._limits = limits
+        self._keys = keys
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers: list[tuple[bytes, bytes]] = scope["headers"]
+        exchange = scope["exchange"] = _open(headers)
+        began = time.monotonic()
+
+        async def send_noted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                exchange.status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", exchange.request_id.encode())]
+            elif not message.get("more_body", False):
+                exchange.ended = True
+            await send(message)
+
+        try:
+            try:
+                self._admit(scope, exchange, headers)
+                await self._app(scope, receive, send_noted)
+            except TandemError as error:
+                await _answer_error(exchange, error, send_noted)
+            except HTTPException as error:
+                body, more = from_http_exception(error, scope["method"], scope["path"])
+                await _answer(send_noted, error.status_code, body, more)
+            except asyncio.CancelledError:
+                exchange.status = exchange.status or Cancelled.http_status
+                raise
+            except Exception:
+                logger.exception("%s: %s %s failed", exchange.request_id, scope["method"], scope["path"])
+                await _answer_bug(exchange, send_noted)
+        finally:
+            took = time.monotonic() - began
+            self._metrics.http_requests.labels(route=exchange.route, status=str(exchange.status)).inc()
+            access_logger.info(
+                "%s %s %s %s %.3fs%s%s%s",
+                exchange.request_id, scope["method"], scope["path"], exchange.status, took,
+                f" key={exchange.tenant.name}" if exchange.tenant else "",
+                f" trace={exchange.trace_id}" if exchange.trace_id else "",
+                f" {exchange.notes}" if exchange.notes else "",
+            )  # fmt: skip
+
+    def _admit(self, scope: Scope, exchange: Exchange, headers: list[tuple[bytes, bytes]]) -> None:
+        size = sum(len(name) + len(value) for name, value in headers) + len(scope.get("raw_path") or b"")
+        if size > self._limits.header_bytes:
+            raise HeaderTooLarge(f"the header has {size} bytes; at most {self._limits.header_bytes} are read")
+        if self._keys.required and scope["path"] not in OPEN_PATHS:
+            exchange.tenant = self._keys.find(_bearer(headers))
+            if exchange.tenant is None:
+                self._metrics.refusals.labels(reason="unauthorized").inc()
+                raise Unauthorized("the Authorization header must be 'Bearer' and a valid API key")
+
+
+def _open(headers: list[tuple[bytes, bytes]]) -> Exchange:
+    request_id, trace_id = None, None
+    for name, value in headers:
+        if name == b"x-request-id" and _REQUEST_ID.match(value):
+            request_id = value.decode("ascii")
+        elif name == b"traceparent" and (match := _TRACE_PARENT.match(value)):
+            trace_id = match[1].decode("ascii")
+    return Exchange(request_id or secrets.token_hex(16), trace_id)
+
+
+def _bearer(headers: list[tuple[bytes, bytes]]) -> str:
+    for name, value in headers:
+        if name == b"authorization":
+            scheme, _, key = value.decode("latin-1").partition(" ")
+            if scheme.lower() == "bearer":
+                return key.strip()
+    return ""
+
+
+async def _answer_error(exchange: Exchange, error: TandemError, send: Send) -> None:
+    status = status_of(error)
+    if exchange.status is not None:
+        await _break_off(exchange, error, send)
+        return
+    if status >= 500:
+        logger.warning("%s: answered %d: %s", exchange.request_id, status, error)
+    await _answer(send, status, body_of(error), headers_of(error))
+
+
+async def _break_off(exchange: Exchange, error: TandemError, send: Send) -> None:
+    """The status is sent. A stream says what happened and ends without [DONE]; anything else is cut short."""
+    logger.warning("%s: failed mid-answer: %s", exchange.request_id, error)
+    exchange.notes += f" error={error.code}"
+    if exchange.is_stream and not exchange.ended:
+        await send({"type": "http.response.body", "body": sse_error(error), "more_body": False})
+
+
+async def _answer_bug(exchange: Exchange, send: Send) -> None:
+    body = error_body(f"internal error; the log has it under {exchange.request_id}", 500, "internal_error")
+    if exchange.status is None:
+        await _answer(send, 500, body, {})
+    elif exchange.is_stream and not exchange.ended:
+        await send(
+            {
+                "type": "http.response.body",
+                "body": b"event: error\ndata: " + body + b"\n\n",
+                "more_body": False,
+            }
+        )
+
+
+async def _answer(send: Send, status: int, body: bytes, headers: dict[str, str]) -> None:
+    plain = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+    start = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *plain]
+    await send({"type": "http.response.start", "status": status, "headers": start})
+    await send({"type": "http.response.body", "body": body, "more_body": False})

@@ -1,0 +1,181 @@
+"""POST /v1/completions and /v1/chat/completions."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from router.dispatch import Generation
+from router.http.body import read_json_object
+from router.http.disconnect import until_disconnect
+from router.http.errors import Draining
+from router.http.event_stream import EventStream
+from router.http.gate import Exchange, exchange_of
+from router.http.services import Services
+from router.openai.answer import AnswerHead
+from router.openai.chat_answer import ChatStream, whole_chat
+from router.openai.chat_request import ChatRequest
+from router.openai.checking import read_request
+from router.openai.choice import Choice, Delta
+from router.openai.completion_answer import CompletionStream, whole_completion
+from router.openai.completion_request import CompletionRequest
+from router.openai.fields import SamplingFields
+from router.openai.plan import Caller, Plan, ServedModel, plan_chat, plan_completion
+from router.openai.reading import ReadChoice, read_all
+from router.text.tokenizer import Tokenizer
+
+R = TypeVar("R", CompletionRequest, ChatRequest)
+
+
+class AnswerStream(Protocol):
+    def events(self, choice: Choice, delta: Delta) -> bytes: ...
+
+    def closing(self) -> bytes: ...
+
+
+class Endpoint(msgspec.Struct, frozen=True):
+    """How one of the two differs from the other."""
+
+    id_prefix: str
+    request_type: Any
+    plan: Callable[[Any, ServedModel, Caller], Awaitable[Plan]]
+    whole: Callable[[AnswerHead, Plan, Any, Sequence[ReadChoice], Tokenizer], bytes]
+    stream: Callable[[AnswerHead, Plan, Any, Sequence[Choice], Tokenizer], AnswerStream]
+
+
+COMPLETIONS = Endpoint("cmpl", CompletionRequest, plan_completion, whole_completion, CompletionStream)
+CHAT = Endpoint("chatcmpl", ChatRequest, plan_chat, whole_chat, ChatStream)
+
+
+class GenerateRoute:
+    """An ASGI application: the answer is written straight to the connection, without a layer in between."""
+
+    def __init__(self, endpoint: Endpoint, services: Services) -> None:
+        self._endpoint = endpoint
+        self._services = services
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        services, exchange = self._services, exchange_of(scope)
+        arrived = asyncio.get_running_loop().time()
+        if services.draining:
+            raise Draining("this router is shutting down; another takes new requests")
+        limits, timeouts = services.config.limits, services.config.timeouts
+        body = await read_json_object(scope, receive, limits, timeouts)
+        request = read_request(body, self._endpoint.request_type)
+        services.model.check_name(request.model)
+        plan = await self._endpoint.plan(
+            request, services.model, self._caller(scope, exchange, request, arrived)
+        )
+        tenant = exchange.tenant
+        if tenant is not None:
+            tenant.enter()
+        used = 0
+        generation: Generation | None = None
+
+        async def work() -> None:
+            nonlocal generation
+            generation = await services.dispatcher.generate(plan.specs, tenant.name if tenant else "")
+            await self._answer(scope, send, exchange, request, plan, generation)
+
+        try:
+            await until_disconnect(receive, work)
+        finally:
+            if generation is not None:
+                generation.cancel()
+                used = plan.prompt_tokens + sum(len(life.ledger.tokens) for life in generation.lives)
+                failovers = sum(life.failovers for life in generation.lives)
+                exchange.notes += f" nodes={_nodes(generation)} tokens={used} failovers={failovers}"
+            if tenant is not None:
+                tenant.leave(used)
+            services.metrics.e2e_latency.observe(asyncio.get_running_loop().time() - arrived)
+
+    def _caller(self, scope: Scope, exchange: Exchange, request: SamplingFields, arrived: float) -> Caller:
+        tenant = exchange.tenant
+        session = next((v.decode("latin-1") for n, v in scope["headers"] if n == b"x-session-id"), None)
+        if session is None and isinstance(request, ChatRequest):
+            session = request.prompt_cache_key
+        return Caller(
+            label=exchange.request_id,
+            deadline=arrived + self._services.config.timeouts.total,
+            cache_salt=tenant.salted if tenant is not None else _unsalted,
+            session=session[:256] if session else None,
+        )
+
+    async def _answer(
+        self,
+        scope: Scope,
+        send: Send,
+        exchange: Exchange,
+        request: Any,
+        plan: Plan,
+        generation: Generation,
+    ) -> None:
+        tokenizer = self._services.model.tokenizer
+        choices = plan.choices(generation, tokenizer)
+        head = AnswerHead.new(self._endpoint.id_prefix, int(time.time()), request.model)
+        if request.stream:
+            answer = self._endpoint.stream(head, plan, request, choices, tokenizer)
+            await self._stream(scope, send, generation, choices, answer)
+            return
+        read = await read_all(generation, choices)
+        body = self._endpoint.whole(head, plan, request, read, tokenizer)
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            *_routing_headers(generation),
+        ]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def _stream(
+        self,
+        scope: Scope,
+        send: Send,
+        generation: Generation,
+        choices: Sequence[Choice],
+        answer: AnswerStream,
+    ) -> None:
+        by_life = {choice.life: choice for choice in choices}
+        unfinished = len(choices)
+        stream = EventStream(scope, send, _routing_headers(generation), self._services.slow_readers)
+        try:
+            while unfinished:
+                events = b""
+                for life in await generation.news():
+                    choice = by_life[life]
+                    delta = choice.advance()
+                    if delta is not None:
+                        events += answer.events(choice, delta)
+                        unfinished -= delta.finish_reason is not None
+                if events and unfinished:
+                    await stream.write(events)
+            await stream.write(events + answer.closing(), last=True)
+        finally:
+            stream.close()
+
+
+def _unsalted(cache_salt: str | None) -> str | None:
+    return cache_salt
+
+
+def _nodes(generation: Generation) -> str:
+    """Every attempt's nodes in order; choices that went the same way are named once."""
+    ways = {"|".join(decision.node_names for decision in life.decisions): None for life in generation.lives}
+    return ";".join(ways)
+
+
+def _routing_headers(generation: Generation) -> list[tuple[bytes, bytes]]:
+    reasons = {life.decisions[-1].reason: None for life in generation.lives if life.decisions}
+    return [
+        (b"x-tandem-nodes", _header_value(_nodes(generation))),
+        (b"x-tandem-decision", _header_value("; ".join(reasons))),
+    ]
+
+
+def _header_value(text: str) -> bytes:
+    return text.encode("ascii", "replace")[:1024]

@@ -1,0 +1,102 @@
+"""JSON from a stranger: an object, or an InvalidRequest that says what is wrong with it.
+
+Stricter than the standard library's parser where the difference would be a different question answered: a key
+given twice, NaN, numbers beyond a double, half a surrogate pair, nesting that only serves to exhaust something.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, NoReturn
+
+from wire.errors import InvalidRequest
+
+
+def parse_object(body: bytes, max_depth: int) -> dict[str, Any]:
+    if not body.strip():
+        raise InvalidRequest("the body is empty; it must be a JSON object")
+    try:
+        text = body.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"the body is not UTF-8: {error.reason} at byte {error.start}") from None
+    try:
+        value = json.loads(
+            text,
+            object_pairs_hook=_object,
+            parse_constant=_refuse_constant,
+            parse_float=_finite,
+            parse_int=_integer,
+        )
+    except RecursionError:
+        raise InvalidRequest(f"the body is nested deeper than {max_depth} levels") from None
+    except json.JSONDecodeError as error:
+        raise InvalidRequest(
+            f"the body is not JSON: {error.msg} at line {error.lineno} column {error.colno}"
+        ) from None
+    if not isinstance(value, dict):
+        raise InvalidRequest("the body must be a JSON object")
+    _check(value, max_depth, surrogates="\\u" in text)
+    return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise InvalidRequest(f"{_printable(key)}: given twice", _printable(key))
+            seen.add(key)
+    return found
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise InvalidRequest(f"the body is not JSON: {name} is not a number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise InvalidRequest(f"the number {text[:40]} is too large")
+    return value
+
+
+def _integer(text: str) -> int:
+    if len(text) > 40:
+        raise InvalidRequest(f"the number {text[:40]}… is too large")
+    return int(text)
+
+
+def _check(value: dict[str, Any], max_depth: int, *, surrogates: bool) -> None:
+    """Level by level, without recursion: depth, and strings that are not Unicode text."""
+    level: list[Any] = [value]
+    depth = 0
+    while level:
+        depth += 1
+        if depth > max_depth:
+            raise InvalidRequest(f"the body is nested deeper than {max_depth} levels")
+        deeper: list[Any] = []
+        for item in level:
+            if surrogates and isinstance(item, dict):
+                for key in item:
+                    _check_text(key)
+            for child in item.values() if isinstance(item, dict) else item:
+                if isinstance(child, dict | list):
+                    deeper.append(child)
+                elif surrogates and isinstance(child, str):
+                    _check_text(child)
+        level = deeper
+
+
+def _check_text(text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(
+            f"a string has half a surrogate pair (\\u{ord(text[error.start]):04x}), which is not a character"
+        ) from None
+
+
+def _printable(key: str) -> str:
+    return key[:100].encode("utf-8", "backslashreplace").decode()

@@ -1,0 +1,107 @@
+"""HTTP/1.1 on one connection: uvicorn's protocol, with the limits that an application never gets to see.
+
+A header that is too slow, too large or not HTTP is answered here, because no request ever comes of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http
+import sys
+from typing import Any, cast
+
+import h11
+from uvicorn.config import Config
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
+
+from router.http.errors import error_body
+
+_CODES = {408: "request_timeout", 431: "header_too_large", 501: "not_implemented", 503: "overloaded"}
+
+
+class GuardedProtocol(H11Protocol):
+    """`header_timeout_s` and `max_connections` are set by `guarded`."""
+
+    header_timeout_s: float = 10.0
+    max_connections: int = 4096
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._header_timer: asyncio.TimerHandle | None = None
+        self._heard = False  # anything at all
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(cast("asyncio.Transport", transport))
+        # For the application's watch over clients that stopped reading.
+        self.app_state = {**self.app_state, "transport": transport}
+        if len(self.connections) > self.max_connections:
+            self._refuse(503, f"more than {self.max_connections} connections", retry_after=True)
+            return
+        self._start_header_timer()
+
+    def _start_header_timer(self) -> None:
+        self._header_timer = self.loop.call_later(self.header_timeout_s, self._on_slow_header)
+
+    def _stop_header_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        self._heard = True
+        if self._header_timer is None and self.conn.their_state is h11.IDLE:
+            self._start_header_timer()  # the first byte of another request on this connection
+        super().data_received(data)
+        if self.conn.their_state is not h11.IDLE:
+            self._stop_header_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_header_timer()
+        super().connection_lost(exc)
+
+    def _on_slow_header(self) -> None:
+        self._header_timer = None
+        if self.transport.is_closing():
+            return
+        if not self._heard:
+            self.transport.close()
+            return
+        self._refuse(408, f"the header was not complete within {self.header_timeout_s:g} s")
+
+    def send_400_response(self, msg: str) -> None:
+        """Called by uvicorn for whatever h11 refuses; h11 knows better which status it is."""
+        error = sys.exc_info()[1]
+        status = error.error_status_hint if isinstance(error, h11.RemoteProtocolError) else 400
+        self._refuse(status, f"not a request that HTTP/1.1 allows: {error or msg}")
+
+    def _refuse(self, status: int, message: str, *, retry_after: bool = False) -> None:
+        """Written by hand: h11 has nothing to answer to, as it has seen no request."""
+        self._stop_header_timer()
+        body = error_body(message, status, _CODES.get(status, "invalid_http"))
+        lines = [
+            f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}",
+            "content-type: application/json",
+            f"content-length: {len(body)}",
+            "connection: close",
+            *(["retry-after: 1"] if retry_after else []),
+        ]
+        self.transport.write("\r\n".join(lines).encode() + b"\r\n\r\n" + body)
+        self.transport.close()
+
+
+def guarded(header_timeout_s: float, max_connections: int) -> type[GuardedProtocol]:
+    """uvicorn makes protocols from a class alone, so the settings are the class's."""
+    return type(
+        "ConfiguredProtocol",
+        (GuardedProtocol,),
+        {"header_timeout_s": header_timeout_s, "max_connections": max_connections},
+    )

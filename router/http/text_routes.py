@@ -1,0 +1,98 @@
+"""POST /tokenize and /detokenize."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+from starlette.types import Receive, Scope, Send
+
+from router.http.body import read_json_object
+from router.http.respond import send_json
+from router.http.services import Services
+from router.openai.chat_request import ChatMessage, ChatRequest, Tool, messages_for_template
+from router.openai.checking import read_request
+from router.openai.fields import JsonObject, TokenId
+from wire.errors import InvalidRequest
+
+
+class TokenizeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Either a prompt, or messages for the chat template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)] | None = None
+    tools: list[Tool] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: JsonObject | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    tokens: list[TokenId]
+    model: str | None = None
+
+
+class TokenizeRoute:
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        services, model = self._services, self._services.model
+        body = await read_json_object(scope, receive, services.config.limits, services.config.timeouts)
+        request = read_request(body, TokenizeRequest)
+        if request.model is not None:
+            model.check_name(request.model)
+        if (request.prompt is None) == (request.messages is None):
+            raise InvalidRequest("prompt: either prompt or messages must be given, and not both", "prompt")
+        if request.prompt is not None:
+            special = request.add_special_tokens is not False
+            ids = await model.tokenizer.encode_async(request.prompt, special=special)
+        else:
+            ids = await model.tokenizer.encode_async(
+                self._render(request), special=bool(request.add_special_tokens)
+            )
+        pieces = [model.tokenizer.token_bytes(i).decode("utf-8", "replace") for i in ids]
+        answer = {
+            "count": len(ids),
+            "max_model_len": model.max_model_len,
+            "tokens": ids,
+            "token_strs": pieces if request.return_token_strs else None,
+        }
+        await send_json(send, answer)
+
+    def _render(self, request: TokenizeRequest) -> str:
+        template = self._services.model.template
+        if template is None or request.messages is None:
+            raise InvalidRequest("messages: this model has no chat template", "messages")
+        chat = ChatRequest(model="", messages=request.messages)
+        continues = bool(request.continue_final_message)
+        return template.render(
+            messages_for_template(chat),
+            tools=[msgspec.to_builtins(tool) for tool in request.tools] if request.tools else None,
+            add_generation_prompt=not continues and request.add_generation_prompt is not False,
+            continue_final_message=continues,
+            extra=request.chat_template_kwargs,
+        )
+
+
+class DetokenizeRoute:
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        services, model = self._services, self._services.model
+        body = await read_json_object(scope, receive, services.config.limits, services.config.timeouts)
+        request = read_request(body, DetokenizeRequest)
+        if request.model is not None:
+            model.check_name(request.model)
+        size = model.tokenizer.vocab_size
+        for token_id in request.tokens:
+            if token_id >= size:
+                raise InvalidRequest(
+                    f"tokens: {token_id} is outside the vocabulary of {size} tokens", "tokens"
+                )
+        await send_json(send, {"prompt": model.tokenizer.decode(request.tokens)})

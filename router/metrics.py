@@ -1,0 +1,91 @@
+"""The router's own metrics. Names and buckets are those that vLLM's users know, with `tandem_` in front,
+where the meaning is the same; the rest is named by the phase that it measures."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_FIRST_TOKEN_BUCKETS = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
+    80.0, 160.0, 640.0, 2560.0,
+)  # fmt: skip
+_INTER_TOKEN_BUCKETS = (
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+)  # fmt: skip
+_REQUEST_BUCKETS = (
+    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
+    1920.0, 7680.0,
+)  # fmt: skip
+_HANDOVER_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+
+
+class RouterMetrics:
+    """A registry of its own, so that several routers can live in one process."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry(auto_describe=True)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(name, text, buckets=buckets, registry=self.registry)
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(name, text, labelnames=labels, registry=self.registry)
+
+        self.time_to_first_token = histogram(
+            "tandem_time_to_first_token_seconds",
+            "From a request's submission to its first token",
+            _FIRST_TOKEN_BUCKETS,
+        )
+        self.inter_token_latency = histogram(
+            "tandem_inter_token_latency_seconds",
+            "Between two reports of one request's tokens",
+            _INTER_TOKEN_BUCKETS,
+        )
+        self.e2e_latency = histogram(
+            "tandem_e2e_request_latency_seconds",
+            "From a request's arrival to the end of its answer",
+            _REQUEST_BUCKETS,
+        )
+        self.queue_time = histogram(
+            "tandem_request_queue_time_seconds", "Waiting in the router for a place", _REQUEST_BUCKETS
+        )
+        self.prefill_time = histogram(
+            "tandem_request_prefill_time_seconds",
+            "From an attempt's submission to its first token",
+            _REQUEST_BUCKETS,
+        )
+        self.handover_time = histogram(
+            "tandem_request_handover_time_seconds",
+            "From the prefill node's first token to the decode node's start",
+            _HANDOVER_BUCKETS,
+        )
+        self.decode_time = histogram(
+            "tandem_request_decode_time_seconds", "From a request's first token to its end", _REQUEST_BUCKETS
+        )
+        self.prompt_tokens = counter("tandem_prompt_tokens", "Prompt tokens of requests that ended")
+        self.generation_tokens = counter("tandem_generation_tokens", "Output tokens of requests that ended")
+        self.requests_finished = counter(
+            "tandem_requests_finished", "Sequences that ended", "finished_reason"
+        )
+        self.http_requests = counter("tandem_http_requests", "Answers by route and status", "route", "status")
+        self.decisions = counter("tandem_routing_decisions", "Where requests were sent", "kind")
+        self.failovers = counter("tandem_failovers", "Requests that went on elsewhere", "reason")
+        self.deadlines = counter("tandem_deadlines_exceeded", "Requests that took too long", "phase")
+        self.refusals = counter("tandem_requests_refused", "Requests that were not let in", "reason")
+        self.slow_readers_cut = counter("tandem_slow_readers_cut", "Streams whose client stopped reading")
+        self.token_mismatches = counter("tandem_token_mismatches", "Two nodes disagreed about a token")
+        self.foreign_chunks = counter(
+            "tandem_foreign_chunks", "Tokens from a node that the request is not on"
+        )
+        self.stray_chunks = counter("tandem_stray_chunks", "Tokens of a request that nobody here wants")
+        self.running = Gauge(
+            "tandem_num_requests_running", "Sequences that are on nodes now", registry=self.registry
+        )
+        self.waiting = Gauge(
+            "tandem_num_requests_waiting", "Sequences that wait in the router", registry=self.registry
+        )
+
+    def render(self) -> bytes:
+        return generate_latest(self.registry)

@@ -1,0 +1,99 @@
+"""What the nodes report of themselves, as metrics: one scrape of the router shows the whole cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from router.links import NodeLinks
+from router.pool import Member, Pool
+from router.supervision import Supervisor
+from wire.requests import NodeCounters, NodeStatus
+
+_GAUGES = {
+    "free_blocks": "KV cache blocks that are free",
+    "total_blocks": "KV cache blocks in all",
+    "running": "Requests that are running",
+    "waiting": "Requests that are waiting",
+    "waiting_tokens": "Prompt tokens that are still to be computed",
+    "transfers": "KV transfers under way",
+    "held_blocks": "Blocks of finished requests that wait for their transfer",
+    "step_age_s": "Seconds since the engine last completed a step or was idle",
+}
+
+_PER_LABEL = {"requests_finished": "reason", "transfers_finished": "outcome"}
+
+
+class NodeCollector(Collector):
+    def __init__(self, pool: Pool, links: NodeLinks, supervisor: Supervisor) -> None:
+        self._pool = pool
+        self._links = links
+        self._supervisor = supervisor
+
+    def describe(self) -> Iterable[Metric]:
+        return []
+
+    def collect(self) -> Iterable[Metric]:
+        yield from self._router()
+        members = self._pool.members
+        up = GaugeMetricFamily("tandem_node_up", "1 when requests may go there", labels=["node", "role"])
+        for member in members:
+            up.add_metric(_labels(member), float(self._pool.unusable(member) is None))
+        yield up
+        reporting = [(member, member.status) for member in members if member.status is not None]
+        yield from _gauges(reporting)
+        yield from _counters(reporting)
+
+    def _router(self) -> Iterable[Metric]:
+        yield CounterMetricFamily(
+            "tandem_malformed_frames", "Frames from nodes that did not decode", value=self._links.malformed
+        )
+        yield CounterMetricFamily(
+            "tandem_message_handler_errors",
+            "Messages whose handling failed",
+            value=self._links.handler_errors,
+        )
+        yield CounterMetricFamily(
+            "tandem_foreign_messages",
+            "Messages of nodes or epochs that are not members",
+            value=self._pool.foreign_messages,
+        )
+        restarts = CounterMetricFamily("tandem_task_restarts", "Background tasks that died", labels=["task"])
+        for name, count in self._supervisor.restarts.items():
+            restarts.add_metric([name], count)
+        yield restarts
+
+
+def _labels(member: Member) -> list[str]:
+    return [member.info.node_id, member.info.role.value]
+
+
+def _gauges(reporting: list[tuple[Member, NodeStatus]]) -> Iterable[Metric]:
+    for field, text in _GAUGES.items():
+        name = "tandem_node_" + field.removesuffix("_s") + ("_seconds" if field.endswith("_s") else "")
+        family = GaugeMetricFamily(name, text, labels=["node", "role"])
+        for member, status in reporting:
+            family.add_metric(_labels(member), getattr(status, field))
+        yield family
+
+
+def _counters(reporting: list[tuple[Member, NodeStatus]]) -> Iterable[Metric]:
+    """Every field of NodeCounters: one that is added there appears here."""
+    for field in msgspec.structs.fields(NodeCounters):
+        label = _PER_LABEL.get(field.name)
+        family = CounterMetricFamily(
+            f"tandem_node_{field.name}",
+            f"Of the node since its epoch began: {field.name.replace('_', ' ')}",
+            labels=["node", "role", *([label] if label else [])],
+        )
+        for member, status in reporting:
+            value = getattr(status.counters, field.name)
+            if label is None:
+                family.add_metric(_labels(member), value)
+            else:
+                for key, count in value.items():
+                    family.add_metric([*_labels(member), key], count)
+        yield family

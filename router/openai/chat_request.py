@@ -1,0 +1,144 @@
+"""POST /v1/chat/completions: the request."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from router.openai.fields import JsonObject, MaxTokens, SamplingFields, TopLogprobs
+from wire.errors import InvalidRequest
+
+FunctionName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
+
+
+class ContentPart(msgspec.Struct, frozen=True):
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class FunctionCall(msgspec.Struct, frozen=True):
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    function: FunctionCall
+    id: str | None = None
+    type: Literal["function"] = "function"
+
+
+class ChatMessage(msgspec.Struct, frozen=True):
+    """Fields that it does not name are dropped: clients send back what other servers gave them in an answer."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+
+class FunctionDefinition(msgspec.Struct, frozen=True):
+    name: FunctionName
+    description: str | None = None
+    parameters: JsonObject | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, frozen=True):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class NamedFunction(msgspec.Struct, frozen=True):
+    name: FunctionName
+
+
+class NamedToolChoice(msgspec.Struct, frozen=True):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonObject | None = None
+
+
+class ChatRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
+    max_tokens: MaxTokens | None = None
+    max_completion_tokens: MaxTokens | None = None
+    logprobs: bool | None = None
+    top_logprobs: TopLogprobs | None = None
+    response_format: ResponseFormat | None = None
+    tools: Annotated[list[Tool], Meta(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    modalities: list[Literal["text"]] | None = None
+    prompt_cache_key: str | None = None  # keeps a conversation on its nodes, under session affinity
+    chat_template_kwargs: JsonObject | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+
+def messages_for_template(request: ChatRequest) -> list[dict[str, Any]]:
+    """Plain dictionaries with text content, as chat templates expect them."""
+    return [_plain(message, f"messages[{index}]") for index, message in enumerate(request.messages)]
+
+
+def _plain(message: ChatMessage, where: str) -> dict[str, Any]:
+    content = _text(message.content, where)
+    if content is None and not message.tool_calls:
+        raise InvalidRequest(
+            f"{where}.content: must be text, unless an assistant's message has tool_calls", where
+        )
+    if message.tool_calls and message.role != "assistant":
+        raise InvalidRequest(f"{where}.tool_calls: only an assistant's message has them", where)
+    if message.role == "tool" and message.tool_call_id is None:
+        raise InvalidRequest(f"{where}.tool_call_id: a tool's message must say which call it answers", where)
+    plain: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
+    plain["content"] = content if content is not None else ""
+    if message.name is not None:
+        plain["name"] = message.name
+    if message.tool_call_id is not None:
+        plain["tool_call_id"] = message.tool_call_id
+    if message.reasoning_content is not None:
+        plain["reasoning_content"] = message.reasoning_content
+    if message.tool_calls:
+        plain["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {
+                    "name": call.function.name,
+                    "arguments": _arguments(call, f"{where}.tool_calls[{i}]"),
+                },
+            }
+            for i, call in enumerate(message.tool_calls)
+        ]
+    return plain
+
+
+def _text(content: str | list[ContentPart] | None, where: str) -> str | None:
+    if content is None or isinstance(content, str):
+        return content
+    pieces: list[str] = []
+    for index, part in enumerate(content):
+        text = part.refusal if part.type == "refusal" else part.text if part.type == "text" else None
+        if text is None:
+            raise InvalidRequest(
+                f"{where}.content[{index}]: must be a part of type 'text' with a text; this model reads no {part.type!r}",
+                f"{where}.content[{index}]",
+            )
+        pieces.append(text)
+    return "\n".join(pieces)
+
+
+def _arguments(call: ToolCall, where: str) -> Any:
+    """As an object: templates write it out themselves. OpenAI's clients send it as JSON text."""
+    try:
+        return msgspec.json.decode(call.function.arguments or "{}")
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InvalidRequest(f"{where}.function.arguments: must be JSON: {error}", where) from error

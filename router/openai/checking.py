@@ -1,0 +1,52 @@
+"""From a JSON object to a typed request, or an InvalidRequest that names the field and what it must be."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from router.openai.fields import ACCEPTED, INTERNAL, REFUSED
+from wire.errors import InvalidRequest
+
+R = TypeVar("R", bound=msgspec.Struct)
+
+_UNKNOWN = re.compile(
+    r"^Object contains unknown field `(?P<field>.*)`(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL
+)
+_MISSING = re.compile(
+    r"^Object missing required field `(?P<field>.*)`(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL
+)
+_AT = re.compile(r"^(?P<what>.*) - at `(?:key in )?\$\.?(?P<path>.*)`$", re.DOTALL)
+
+
+def read_request(body: Mapping[str, Any], request_type: type[R]) -> R:
+    for name in body:
+        if name in INTERNAL:
+            raise InvalidRequest(f"{name}: internal to the server, not accepted from a client", name)
+        if name in REFUSED:
+            raise InvalidRequest(f"{name}: not supported; {REFUSED[name]}", name)
+    known = {name: value for name, value in body.items() if name not in ACCEPTED}
+    try:
+        return msgspec.convert(known, request_type)
+    except msgspec.ValidationError as error:
+        raise _explain(str(error)) from None
+
+
+def _explain(text: str) -> InvalidRequest:
+    if match := _UNKNOWN.match(text):
+        name = _join(match["path"], match["field"])
+        return InvalidRequest(f"{name}: unknown field", name)
+    if match := _MISSING.match(text):
+        name = _join(match["path"], match["field"])
+        return InvalidRequest(f"{name}: is required", name)
+    if match := _AT.match(text):
+        what = match["what"]
+        return InvalidRequest(f"{match['path']}: {what[0].lower()}{what[1:]}", match["path"])
+    return InvalidRequest(text)
+
+
+def _join(path: str | None, field: str) -> str:
+    return f"{path}.{field}" if path else field

@@ -1,0 +1,110 @@
+"""One choice of an answer: tokens of one life, turned into text as they come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from router.dispatch import RequestLife
+from router.text.stops import StopMatcher
+from router.text.tokenizer import Tokenizer
+from wire.sampling import FinishReason, TokenLogprobs
+
+_FINISH = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+
+
+class ShownToken(msgspec.Struct, frozen=True):
+    """A token with its logprobs, and where it begins in the choice's text."""
+
+    logprobs: TokenLogprobs
+    offset: int
+
+
+class Delta(msgspec.Struct, frozen=True):
+    text: str
+    tokens: Sequence[ShownToken] = ()
+    finish_reason: str | None = None
+
+
+class Choice:
+    """Reads its life's ledger from where it last was. Ends the life when a stop string is complete."""
+
+    def __init__(
+        self,
+        index: int,
+        life: RequestLife,
+        tokenizer: Tokenizer,
+        stops: Sequence[str],
+        *,
+        include_stop: bool = False,
+        skip_special: bool = True,
+        show_logprobs: bool = False,
+        text_offset: int = 0,
+    ) -> None:
+        self.index = index
+        self.life = life
+        self.finish_reason: str | None = None
+        self.completion_tokens = 0
+        self._tokenizer = tokenizer
+        self._detokenizer = tokenizer.detokenizer(skip_special=skip_special)
+        self._stops = StopMatcher(stops, include_stop=include_stop)
+        self._include_stop = include_stop
+        self._by_token = bool(stops) or show_logprobs
+        self._show_logprobs = show_logprobs
+        self._text_length = text_offset  # of what the detokenizer has given, held back or not
+
+    def advance(self) -> Delta | None:
+        """What is new, or None. Raises what the life failed with. After a finish_reason nothing more comes."""
+        life = self.life
+        if self.finish_reason is not None:
+            return None
+        if life.ended and life.error is not None:
+            raise life.error
+        tokens = life.ledger.tokens
+        start, end = self.completion_tokens, len(tokens)
+        at_end = life.ended
+        # The stop token is the last one, and is not part of the text.
+        silent_end = end - 1 if at_end and self._ends_with_stop_token() else end
+        shown: list[ShownToken] = []
+        if self._by_token:
+            text = self._advance_by_token(start, end, silent_end, shown)
+        else:
+            text = self._detokenizer.push(tokens[start:silent_end] if start or silent_end != end else tokens)
+            self.completion_tokens = end
+        if self._stops.matched is not None:
+            self.finish_reason = "stop"
+            life.stop()
+        elif at_end:
+            text += self._stops.push(self._detokenizer.finish()) + self._stops.finish()
+            self.finish_reason = _FINISH.get(life.finish or FinishReason.STOP, "stop")
+        if not text and not shown and self.finish_reason is None:
+            return None
+        return Delta(text, shown, self.finish_reason)
+
+    def _advance_by_token(self, start: int, end: int, silent_end: int, shown: list[ShownToken]) -> str:
+        ledger, minimum = self.life.ledger, self.life.spec.sampling.min_tokens
+        pieces: list[str] = []
+        for index in range(start, end):
+            if self._show_logprobs:
+                shown.append(ShownToken(ledger.logprobs[index], self._text_length))
+            self.completion_tokens = index + 1
+            if index >= silent_end:
+                continue
+            text = self._detokenizer.push((ledger.tokens[index],))
+            self._text_length += len(text)
+            # Before min_tokens nothing ends the answer, a stop string neither.
+            pieces.append(text if index < minimum else self._stops.push(text))
+            if self._stops.matched is not None:
+                break
+        return "".join(pieces)
+
+    def _ends_with_stop_token(self) -> bool:
+        ledger = self.life.ledger
+        return (
+            not self._include_stop
+            and ledger.finish is FinishReason.STOP
+            and ledger.stop_token is not None
+            and bool(ledger.tokens)
+            and ledger.tokens[-1] == ledger.stop_token
+        )

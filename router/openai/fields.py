@@ -1,0 +1,96 @@
+"""Fields that several endpoints share, with the ranges that both the checks and the API document come from."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+MAX_STOPS = 16
+MAX_LOGPROBS = 20
+
+Temperature = Annotated[float, Meta(ge=0, le=2, description="0 is greedy")]
+TopP = Annotated[float, Meta(gt=0, le=1)]
+TopK = Annotated[int, Meta(ge=-1, le=2**31 - 1, description="0 and -1 are off")]
+MinP = Annotated[float, Meta(ge=0, le=1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+RepetitionPenalty = Annotated[float, Meta(gt=0, le=10)]
+Choices = Annotated[int, Meta(ge=1, le=128)]
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
+Stop = StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)]
+StopTokenIds = Annotated[list[TokenId], Meta(max_length=128)]
+BadWord = Annotated[str, Meta(min_length=1, max_length=1024)]
+BadWords = Annotated[list[BadWord], Meta(max_length=128)]
+CacheSalt = Annotated[str, Meta(min_length=1, max_length=256)]
+Priority = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1, description="lower runs first")]
+MaxTokens = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+MinTokens = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+
+
+class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # accepted: there is no padding to leave out
+    continuous_usage_stats: bool | None = None  # usage in every chunk
+
+
+class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What chat and completions both take. `null` means the default everywhere, as with OpenAI."""
+
+    model: str
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    n: Choices | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: Stop | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: dict[str, Bias] | None = None
+    seed: Seed | None = None
+    # Extensions, under the names that other servers gave them.
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    min_tokens: MinTokens | None = None
+    stop_token_ids: StopTokenIds | None = None
+    include_stop_str_in_output: bool | None = None
+    bad_words: BadWords | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    priority: Priority | None = None
+    cache_salt: CacheSalt | None = None
+
+
+# OpenAI defines them; they change nothing about the answer's content here, so they are accepted and not acted on.
+ACCEPTED: dict[str, str] = {
+    "user": "an end user's id; not used",
+    "metadata": "not stored",
+    "store": "nothing is stored",
+    "service_tier": "there is one tier",
+    "safety_identifier": "not used",
+    "prompt_cache_retention": "the cache keeps what is used",
+    "prediction": "only ever a hint for speed",
+    "reasoning_effort": "a model's own matter; pass it in chat_template_kwargs if its template knows it",
+    "verbosity": "as reasoning_effort",
+    "parallel_tool_calls": "the model decides",
+}
+
+# OpenAI defines them; ignoring them would give an answer to another question, so they are refused by name.
+REFUSED: dict[str, str] = {
+    "functions": "use tools",
+    "function_call": "use tool_choice",
+    "audio": "this server answers in text",
+    "web_search_options": "this server does not search the web",
+}
+
+# Ours. A client that could set them would read other people's memory.
+INTERNAL: frozenset[str] = frozenset(
+    {"kv_transfer_params", "transfer", "reply_to", "output_token_ids", "lora"}
+)
+
+JsonObject = dict[str, Any]

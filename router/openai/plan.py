@@ -1,0 +1,302 @@
+"""A checked request, tokenized: what is to be generated, and how its choices are to be read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from router.config import RouterConfig
+from router.dispatch import Generation, SequenceSpec
+from router.openai.chat_request import ChatRequest, messages_for_template
+from router.openai.choice import Choice
+from router.openai.completion_request import CompletionRequest, prompts_of
+from router.openai.fields import SamplingFields
+from router.openai.sampling import sampling_params, seed_of_choice, stop_strings
+from router.text.chat_template import ChatTemplate
+from router.text.tokenizer import Tokenizer
+from wire.errors import ContextLengthExceeded, InvalidRequest, UnknownModel
+from wire.sampling import SamplingParams
+
+DEFAULT_COMPLETION_TOKENS = 16
+
+
+class PromptTooLong(ContextLengthExceeded):
+    def __init__(self, message: str, param: str) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class ServedModel:
+    """What this router serves, and what the checks need to know of it."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        max_model_len: Callable[[], int | None],
+        created: int,
+    ) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.template = template
+        self.created = created
+        self.names = (config.model_name, *config.model_aliases)
+        self._max_model_len = max_model_len
+
+    @property
+    def max_model_len(self) -> int | None:
+        """The shortest of the nodes': any of them may get the request. None while there is no node."""
+        return self._max_model_len()
+
+    def check_name(self, name: str) -> None:
+        if name not in self.names:
+            raise UnknownModel(
+                f"the model {name[:200]!r} does not exist; this server has {', '.join(self.names)}"
+            )
+
+
+class Caller(msgspec.Struct, frozen=True):
+    """Who asks, as far as generation must know."""
+
+    label: str
+    deadline: float
+    cache_salt: Callable[[str | None], str | None]
+    session: str | None
+
+
+class Plan(msgspec.Struct, frozen=True):
+    specs: list[SequenceSpec]  # prompt by prompt, each with all its choices
+    prompts: list[list[int]]
+    prompt_texts: list[str]  # what echo shows; "" otherwise
+    choices_per_prompt: int  # that are generated
+    keep: int  # that are answered: fewer with best_of
+    stops: list[str]
+    show_logprobs: bool
+    include_stop: bool
+    skip_special: bool
+    only_echo: bool = False  # max_tokens is 0: the token that a node generates all the same is not shown
+
+    def choices(self, generation: Generation, tokenizer: Tokenizer) -> list[Choice]:
+        return [
+            Choice(
+                index,
+                life,
+                tokenizer,
+                self.stops,
+                include_stop=self.include_stop,
+                skip_special=self.skip_special,
+                show_logprobs=self.show_logprobs,
+                text_offset=len(self.prompt_texts[index // self.choices_per_prompt]),
+            )
+            for index, life in enumerate(generation.lives)
+        ]
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(prompt) for prompt in self.prompts)
+
+
+async def plan_completion(request: CompletionRequest, model: ServedModel, caller: Caller) -> Plan:
+    if request.suffix:
+        raise InvalidRequest("suffix: this model does not fill in the middle; leave it out", "suffix")
+    n = request.n or 1
+    best_of = request.best_of or n
+    if best_of < n:
+        raise InvalidRequest(f"best_of: must be at least n ({n}), not {best_of}", "best_of")
+    if best_of > n and request.stream:
+        raise InvalidRequest(
+            "best_of: all of them must be complete to compare them, so not with stream", "best_of"
+        )
+    echo = bool(request.echo)
+    max_tokens = DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
+    if max_tokens == 0 and not echo:
+        raise InvalidRequest("max_tokens: must be at least 1, unless echo is set", "max_tokens")
+    _check_stream_options(request)
+    prompts = prompts_of(request)
+    _check_counts(len(prompts), best_of, model.config)
+    token_ids = [await _prompt_ids(prompt, index, request, model) for index, prompt in enumerate(prompts)]
+    shows = request.logprobs is not None
+    ranks = best_of > n and not shows  # the best is the likeliest, so its logprobs are needed
+    return _plan(
+        request,
+        model,
+        caller,
+        token_ids,
+        [_echo_text(prompt, model) if echo else "" for prompt in prompts],
+        max_tokens,
+        n=n,
+        best_of=best_of,
+        logprobs=0 if ranks else request.logprobs,
+        prompt_logprobs=request.logprobs if echo else None,
+        show_logprobs=shows,
+    )
+
+
+async def plan_chat(request: ChatRequest, model: ServedModel, caller: Caller) -> Plan:
+    if model.template is None:
+        raise InvalidRequest("messages: this model has no chat template; use /v1/completions", "messages")
+    if request.response_format is not None and request.response_format.type != "text":
+        raise InvalidRequest(
+            f"response_format.type: {request.response_format.type!r} is not supported; must be 'text'",
+            "response_format.type",
+        )
+    if request.top_logprobs is not None and not request.logprobs:
+        raise InvalidRequest("top_logprobs: needs logprobs to be true", "top_logprobs")
+    if (
+        request.max_tokens is not None
+        and request.max_completion_tokens is not None
+        and request.max_tokens != request.max_completion_tokens
+    ):
+        raise InvalidRequest(
+            "max_tokens: differs from max_completion_tokens, its newer name; set one", "max_tokens"
+        )
+    continues = bool(request.continue_final_message)
+    if continues and request.add_generation_prompt:
+        raise InvalidRequest(
+            "continue_final_message: contradicts add_generation_prompt", "continue_final_message"
+        )
+    _check_stream_options(request)
+    n = request.n or 1
+    _check_counts(1, n, model.config)
+    text = model.template.render(
+        messages_for_template(request),
+        add_generation_prompt=not continues and request.add_generation_prompt is not False,
+        continue_final_message=continues,
+        extra=request.chat_template_kwargs,
+    )
+    # The template writes the special tokens itself.
+    token_ids = await model.tokenizer.encode_async(text, special=False)
+    if not token_ids:
+        raise InvalidRequest("messages: the chat template makes an empty prompt of them", "messages")
+    max_tokens = (
+        request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
+    )
+    return _plan(
+        request,
+        model,
+        caller,
+        [token_ids],
+        [""],
+        max_tokens,
+        n=n,
+        best_of=n,
+        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        prompt_logprobs=None,
+        show_logprobs=bool(request.logprobs),
+    )
+
+
+def _plan(
+    request: SamplingFields,
+    model: ServedModel,
+    caller: Caller,
+    prompts: list[list[int]],
+    prompt_texts: list[str],
+    max_tokens: int | None,
+    *,
+    n: int,
+    best_of: int,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+    show_logprobs: bool,
+) -> Plan:
+    context = model.max_model_len
+    specs: list[SequenceSpec] = []
+    sampling: SamplingParams | None = None
+    for prompt in prompts:
+        # Without a node there is no context to check against; the dispatcher says that there is none.
+        room = context - len(prompt) if context is not None else max_tokens or DEFAULT_COMPLETION_TOKENS
+        _check_context(request, len(prompt), max_tokens, context)
+        # A node always generates: with max_tokens=0 it is the prompt's logprobs that are wanted.
+        wanted = max(1, room if max_tokens is None else max_tokens)
+        if sampling is None or sampling.max_tokens != wanted:
+            sampling = sampling_params(
+                request,
+                model.tokenizer,
+                max_tokens=wanted,
+                logprobs=logprobs,
+                prompt_logprobs=prompt_logprobs,
+            )
+        for index in range(best_of):
+            specs.append(
+                SequenceSpec(
+                    label=caller.label,
+                    prompt_token_ids=prompt,
+                    sampling=msgspec.structs.replace(sampling, seed=seed_of_choice(sampling.seed, index)),
+                    deadline=caller.deadline,
+                    priority=request.priority or 0,
+                    cache_salt=caller.cache_salt(request.cache_salt),
+                    session=caller.session,
+                )
+            )
+    return Plan(
+        specs=specs,
+        prompts=prompts,
+        prompt_texts=prompt_texts,
+        choices_per_prompt=best_of,
+        keep=n,
+        stops=stop_strings(request),
+        show_logprobs=show_logprobs,
+        include_stop=bool(request.include_stop_str_in_output),
+        skip_special=request.skip_special_tokens is not False,
+        only_echo=max_tokens == 0,
+    )
+
+
+def _check_context(
+    request: SamplingFields, prompt_tokens: int, max_tokens: int | None, context: int | None
+) -> None:
+    if context is None:
+        return
+    room = context - prompt_tokens
+    param = "messages" if isinstance(request, ChatRequest) else "prompt"
+    if room < 1:
+        raise PromptTooLong(
+            f"{param}: has {prompt_tokens} tokens; the model's context is {context}, and at least one must be left",
+            param,
+        )
+    if max_tokens is not None and max_tokens > room:
+        raise PromptTooLong(
+            f"max_tokens: {max_tokens} and the {prompt_tokens} tokens of {param} "
+            f"are together more than the model's context of {context}",
+            "max_tokens",
+        )
+
+
+def _check_counts(prompts: int, choices: int, config: RouterConfig) -> None:
+    limits = config.limits
+    if prompts > limits.prompts_per_request:
+        raise InvalidRequest(f"prompt: at most {limits.prompts_per_request} prompts, not {prompts}", "prompt")
+    if prompts * choices > limits.choices_per_request:
+        raise InvalidRequest(
+            f"n: at most {limits.choices_per_request} choices in one request, not {prompts * choices}", "n"
+        )
+
+
+def _check_stream_options(request: SamplingFields) -> None:
+    if request.stream_options is not None and not request.stream:
+        raise InvalidRequest("stream_options: only with stream", "stream_options")
+
+
+async def _prompt_ids(
+    prompt: str | list[int], index: int, request: CompletionRequest, model: ServedModel
+) -> list[int]:
+    tokenizer = model.tokenizer
+    if isinstance(prompt, str):
+        ids = await tokenizer.encode_async(prompt, special=request.add_special_tokens is not False)
+        if not ids:
+            raise InvalidRequest("prompt: must not be empty", "prompt")
+        return ids
+    for token_id in prompt:
+        if token_id >= tokenizer.vocab_size:
+            raise InvalidRequest(
+                f"prompt: token id {token_id} is outside the vocabulary of {tokenizer.vocab_size} tokens",
+                "prompt",
+            )
+    return prompt
+
+
+def _echo_text(prompt: str | list[int], model: ServedModel) -> str:
+    return prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt)

@@ -1,0 +1,56 @@
+"""Reading a generation to its end, for an answer in one piece."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from router.dispatch import Generation
+from router.openai.choice import Choice, ShownToken
+
+
+class ReadChoice:
+    def __init__(self, choice: Choice) -> None:
+        self.choice = choice
+        self._pieces: list[str] = []
+        self.tokens: list[ShownToken] = []
+
+    @property
+    def text(self) -> str:
+        return "".join(self._pieces)
+
+    def read(self) -> None:
+        delta = self.choice.advance()
+        if delta is not None:
+            self._pieces.append(delta.text)
+            self.tokens.extend(delta.tokens)
+
+    @property
+    def mean_logprob(self) -> float:
+        """What best_of compares: the likelihood per token, so that long answers are not worse for their length."""
+        logprobs = self.choice.life.ledger.logprobs[: self.choice.completion_tokens]
+        return sum(found.logprob for found in logprobs) / max(1, len(logprobs))
+
+
+async def read_all(generation: Generation, choices: Sequence[Choice]) -> list[ReadChoice]:
+    """Raises what any of them failed with: an answer with a hole in it is not one."""
+    read = {choice.life: ReadChoice(choice) for choice in choices}
+    unfinished = len(read)
+    while unfinished:
+        for life in await generation.news():
+            one = read[life]
+            was_finished = one.choice.finish_reason is not None
+            one.read()
+            if one.choice.finish_reason is not None and not was_finished:
+                unfinished -= 1
+    return list(read.values())
+
+
+def keep_best(read: Sequence[ReadChoice], generated: int, keep: int) -> list[ReadChoice]:
+    """Of each prompt's `generated` choices the `keep` likeliest, best first."""
+    if generated == keep:
+        return list(read)
+    kept: list[ReadChoice] = []
+    for first in range(0, len(read), generated):
+        group = sorted(read[first : first + generated], key=lambda one: one.mean_logprob, reverse=True)
+        kept.extend(group[:keep])
+    return kept

@@ -1,0 +1,87 @@
+"""From a checked request to what the nodes are told. One place for what crosses several fields."""
+
+from __future__ import annotations
+
+import secrets
+
+from router.openai.fields import SamplingFields
+from router.text.tokenizer import Tokenizer
+from wire.errors import InvalidRequest
+from wire.sampling import SamplingParams
+
+_SEED_MASK = 2**63 - 1
+
+
+def sampling_params(
+    request: SamplingFields,
+    tokenizer: Tokenizer,
+    *,
+    max_tokens: int,
+    logprobs: int | None,
+    prompt_logprobs: int | None = None,
+) -> SamplingParams:
+    min_tokens = request.min_tokens or 0
+    if min_tokens > max_tokens:
+        raise InvalidRequest(
+            f"min_tokens: must be at most the {max_tokens} tokens that may be generated, not {min_tokens}",
+            "min_tokens",
+        )
+    stop_token_ids = request.stop_token_ids or []
+    for token_id in stop_token_ids:
+        if token_id >= tokenizer.vocab_size:
+            raise InvalidRequest(
+                f"stop_token_ids: {token_id} is outside the vocabulary of {tokenizer.vocab_size} tokens",
+                "stop_token_ids",
+            )
+    seed = request.seed if request.seed is not None else secrets.randbits(63)
+    return SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        temperature=1.0 if request.temperature is None else request.temperature,
+        top_p=1.0 if request.top_p is None else request.top_p,
+        top_k=max(0, request.top_k or 0),
+        min_p=request.min_p or 0.0,
+        repetition_penalty=1.0 if request.repetition_penalty is None else request.repetition_penalty,
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        logit_bias=_logit_bias(request.logit_bias, tokenizer.vocab_size),
+        bad_words=_bad_words(request.bad_words, tokenizer),
+        stop_token_ids=stop_token_ids,
+        ignore_eos=bool(request.ignore_eos),
+        seed=seed & _SEED_MASK,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+    )
+
+
+def seed_of_choice(seed: int, index: int) -> int:
+    """Choices of one request differ by their seeds and nothing else."""
+    return (seed + index) & _SEED_MASK
+
+
+def stop_strings(request: SamplingFields) -> list[str]:
+    if request.stop is None:
+        return []
+    return [request.stop] if isinstance(request.stop, str) else request.stop
+
+
+def _logit_bias(bias: dict[str, float] | None, vocab_size: int) -> dict[int, float]:
+    checked: dict[int, float] = {}
+    for key, value in (bias or {}).items():
+        if not (key.isascii() and key.isdigit() and len(key) <= 10 and int(key) < vocab_size):
+            raise InvalidRequest(
+                f"logit_bias: {key[:40]!r} must be a token id from 0 to {vocab_size - 1}", "logit_bias"
+            )
+        checked[int(key)] = value
+    return checked
+
+
+def _bad_words(words: list[str] | None, tokenizer: Tokenizer) -> list[list[int]]:
+    """Each as it is tokenized at the start of a text and behind a space: the model may write either."""
+    sequences: list[list[int]] = []
+    for word in words or []:
+        for text in (word, " " + word.lstrip()):
+            token_ids = tokenizer.encode(text, special=False)
+            if token_ids and token_ids not in sequences:
+                sequences.append(token_ids)
+    return sequences

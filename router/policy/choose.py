@@ -1,0 +1,121 @@
+"""The policies by name. Each ranks the candidates of a pool; `decide` does the rest, the same for all."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from router.config import LocalPrefill, PolicyName
+from router.policy.conditional import reason_to_prefill_locally
+from router.policy.costs import decode_wait_s, prefill_wait_s
+from router.policy.types import Decision, NodeView, PoolSnapshot, RoutingRequest
+from wire.errors import Unavailable
+from wire.nodes import Role
+
+# How much longer a node with more of the prompt cached may keep it waiting, under prefix affinity.
+AFFINITY_WAIT_S = 1.0
+
+
+class Policy(Protocol):
+    def __call__(self, pools: PoolSnapshot, request: RoutingRequest) -> Decision:
+        """Raises Unavailable when nobody can take it."""
+        ...
+
+
+Ranker = Callable[[Sequence[NodeView], RoutingRequest, bool], tuple[NodeView, str]]
+
+
+def _least_wait(nodes: Sequence[NodeView], request: RoutingRequest, decode: bool) -> tuple[NodeView, str]:
+    def wait(node: NodeView) -> float:
+        return decode_wait_s(node, request) if decode else prefill_wait_s(node, request, nodes)
+
+    # Among equals the emptier of the prompt's blocks would be found by name alone; spread by turn instead.
+    best = min(range(len(nodes)), key=lambda i: (wait(nodes[i]), (i - request.turn) % len(nodes)))
+    return nodes[best], f"{wait(nodes[best]) * 1000:.0f} ms"
+
+
+def _round_robin(nodes: Sequence[NodeView], request: RoutingRequest, decode: bool) -> tuple[NodeView, str]:
+    return sorted(nodes, key=lambda n: n.node_id)[request.turn % len(nodes)], f"turn {request.turn}"
+
+
+def _prefix_affinity(
+    nodes: Sequence[NodeView], request: RoutingRequest, decode: bool
+) -> tuple[NodeView, str]:
+    least, why = _least_wait(nodes, request, decode)
+    best = max(nodes, key=lambda n: request.cached.get(n.node_id, 0))
+    cached = request.cached.get(best.node_id, 0)
+    if cached == 0:
+        return least, why
+
+    def wait(node: NodeView) -> float:
+        return decode_wait_s(node, request) if decode else prefill_wait_s(node, request, nodes)
+
+    if wait(best) > wait(least) + AFFINITY_WAIT_S:
+        return least, f"{why}, {best.node_id} has {cached} tokens cached but is too busy"
+    return best, f"{cached} tokens cached"
+
+
+def _session_affinity(
+    nodes: Sequence[NodeView], request: RoutingRequest, decode: bool
+) -> tuple[NodeView, str]:
+    """Rendezvous hashing: a session stays where it is as long as its node does, and moves alone when not."""
+    if request.session is None:
+        return _least_wait(nodes, request, decode)
+    session = request.session
+
+    def weight(node: NodeView) -> bytes:
+        return hashlib.blake2b(f"{session}\0{node.node_id}".encode(), digest_size=8).digest()
+
+    return max(nodes, key=weight), "its session"
+
+
+_RANKERS: dict[PolicyName, Ranker] = {
+    PolicyName.LEAST_WAIT: _least_wait,
+    PolicyName.ROUND_ROBIN: _round_robin,
+    PolicyName.PREFIX_AFFINITY: _prefix_affinity,
+    PolicyName.SESSION_AFFINITY: _session_affinity,
+}
+
+
+def make_policy(name: PolicyName, local_prefill: LocalPrefill) -> Policy:
+    rank = _RANKERS[name]
+
+    def policy(pools: PoolSnapshot, request: RoutingRequest) -> Decision:
+        return decide(pools, request, rank, name, local_prefill)
+
+    return policy
+
+
+def decide(
+    pools: PoolSnapshot,
+    request: RoutingRequest,
+    rank: Ranker,
+    name: PolicyName,
+    local_prefill: LocalPrefill,
+) -> Decision:
+    prefill_nodes = [node for node in pools.prefill if node.node_id not in request.avoid]
+    decode_nodes = [node for node in pools.decode if node.node_id not in request.avoid]
+
+    if request.max_new_tokens == 1 and prefill_nodes:
+        node, why = rank(prefill_nodes, request, False)
+        return Decision(node.info, None, f"{name}: one token, so {node.node_id} alone ({why})")
+    if not decode_nodes:
+        raise Unavailable("no decode node is ready")
+
+    decode, decode_why = rank(decode_nodes, request, True)
+    chosen = f"decode {decode.node_id} ({decode_why})"
+    if decode.info.role is Role.AGGREGATED:
+        return Decision(None, decode.info, f"{name}: {decode.node_id} does both ({decode_why})")
+    if not prefill_nodes:
+        return Decision(None, decode.info, f"{name}: {chosen}; local, no prefill node is ready")
+    if local_prefill is LocalPrefill.ALWAYS:
+        return Decision(None, decode.info, f"{name}: {chosen}; local, always")
+
+    prefill, prefill_why = rank(prefill_nodes, request, False)
+    away = f"prefill {prefill.node_id} ({prefill_why})"
+    if local_prefill is LocalPrefill.AUTO:
+        reason = reason_to_prefill_locally(pools, request, prefill, decode)
+        if reason is not None:
+            return Decision(None, decode.info, f"{name}: {chosen}; local, {reason}")
+    return Decision(prefill.info, decode.info, f"{name}: {away}, {chosen}")

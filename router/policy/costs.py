@@ -1,0 +1,43 @@
+"""Expected waits, in seconds, from what was measured. Where nothing was, the order still comes out right:
+the unknown rate is the same assumption for every node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from router.policy.types import NodeView, RoutingRequest
+
+# Only for comparing nodes before anything has been measured; never for deciding whether to send a prompt away.
+ASSUMED_PREFILL_TOKENS_PER_S = 1000.0
+ASSUMED_STEP_S = 0.02
+
+
+def known_prefill_rate(node: NodeView, peers: Iterable[NodeView]) -> float | None:
+    """Its own measured rate, or the best measured one of its peers: pools are of like machines."""
+    if node.rates.prefill_tokens_per_s is not None:
+        return node.rates.prefill_tokens_per_s
+    return max(
+        (p.rates.prefill_tokens_per_s for p in peers if p.rates.prefill_tokens_per_s is not None),
+        default=None,
+    )
+
+
+def prefill_wait_s(node: NodeView, request: RoutingRequest, peers: Iterable[NodeView]) -> float:
+    """Until the first token: everything queued there, then what of this prompt is not cached there."""
+    rate = known_prefill_rate(node, peers) or ASSUMED_PREFILL_TOKENS_PER_S
+    return (node.queued_tokens + request.uncached(node)) / rate
+
+
+def decode_wait_s(node: NodeView, request: RoutingRequest) -> float:
+    """What it costs to be decoded there: a longer step for each that shares it, and a wait if blocks are short.
+
+    Blocks come back as running requests end; with `r` running, `r` tokens' worth of blocks are being used per
+    step, so the wait for a block is about as long as it takes to fill one.
+    """
+    step = node.rates.step_s or ASSUMED_STEP_S
+    block_size = node.info.block_size
+    needed = -(-(request.prompt_tokens + request.max_new_tokens) // block_size)
+    missing = max(0, needed + node.status.waiting + node.pending_requests - node.status.free_blocks)
+    wait_for_blocks = missing * block_size * step / max(1, node.status.running)
+    queue = node.queued_tokens / (node.rates.prefill_tokens_per_s or ASSUMED_PREFILL_TOKENS_PER_S)
+    return wait_for_blocks + queue + node.load * step

@@ -1,0 +1,67 @@
+"""What a policy sees, and what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from router.rates import NodeRates
+from wire.nodes import NodeInfo, Role
+from wire.requests import NodeStatus
+
+
+class NodeView(msgspec.Struct, frozen=True):
+    """A node that may be chosen: its last status, and what this router has sent it since."""
+
+    info: NodeInfo
+    status: NodeStatus
+    rates: NodeRates
+    pending_requests: int = 0
+    pending_tokens: int = 0
+
+    @property
+    def node_id(self) -> str:
+        return self.info.node_id
+
+    @property
+    def queued_tokens(self) -> int:
+        return self.status.waiting_tokens + self.pending_tokens
+
+    @property
+    def load(self) -> int:
+        return self.status.running + self.status.waiting + self.pending_requests
+
+
+class PoolSnapshot(msgspec.Struct, frozen=True):
+    prefill: tuple[NodeView, ...]
+    decode: tuple[NodeView, ...]  # decode nodes, and those that do both
+    handover_s: float | None = None  # measured: from the first token to the decode node's start
+
+
+class RoutingRequest(msgspec.Struct, frozen=True):
+    prompt_tokens: int  # with the output it already has, when it moves
+    max_new_tokens: int
+    cached: Mapping[str, int] = {}  # node id: leading prompt tokens that it likely has cached
+    session: str | None = None
+    turn: int = 0  # counts requests, for policies that take turns
+    avoid: frozenset[str] = frozenset()  # nodes that failed this request before
+
+    def uncached(self, node: NodeView) -> int:
+        """At least one token is always computed: the last one's output is what is asked for."""
+        return max(1, self.prompt_tokens - self.cached.get(node.node_id, 0))
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """Either node may be None, not both. Without a decode node the prefill node ends the request by itself."""
+
+    prefill: NodeInfo | None
+    decode: NodeInfo | None
+    reason: str
+
+    @property
+    def node_names(self) -> str:
+        if self.decode is not None and self.decode.role is Role.AGGREGATED:
+            return f"aggregated={self.decode.node_id}"
+        parts = [("prefill", self.prefill), ("decode", self.decode)]
+        return ",".join(f"{name}={node.node_id}" for name, node in parts if node is not None)

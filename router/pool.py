@@ -1,0 +1,199 @@
+"""Who is in the cluster, and how each node says it is doing. Written by the event loop alone.
+
+A node is in view once it has answered a ping, for as long as it keeps talking, while it says that it is ready.
+It is lost when the controller drops its epoch, when it falls silent, or when it says that it failed: then
+`on_lost` hears it once, and whoever had requests there takes them elsewhere.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+
+from router.config import Heartbeat
+from router.policy.types import NodeView, PoolSnapshot
+from router.rates import Average, NodeRateMeter
+from wire.nodes import NodeInfo, NodeState, Role
+from wire.requests import NodeStatus
+
+logger = logging.getLogger(__name__)
+
+# A status may have been written just before a Submit that we sent earlier was read.
+STATUS_LAG_S = 0.05
+
+
+class Member:
+    """One incarnation of a node."""
+
+    def __init__(self, info: NodeInfo, now: float) -> None:
+        self.info = info
+        self.joined_at = now
+        self.status: NodeStatus | None = None
+        self.status_at = 0.0
+        self.heard_at: float | None = None
+        self.lost: str | None = None  # why
+        self.meter = NodeRateMeter(info.role)
+        self.pending: dict[str, tuple[float, int]] = {}  # sent, and not yet part of a status: when, tokens
+
+
+class Pool:
+    def __init__(
+        self,
+        model_name: str,
+        heartbeat: Heartbeat,
+        clock: Callable[[], float],
+        on_lost: Callable[[NodeInfo, str], None],
+        on_change: Callable[[], None],
+    ) -> None:
+        self._model_name = model_name
+        self._heartbeat = heartbeat
+        self._clock = clock
+        self._on_lost = on_lost
+        self._on_change = on_change
+        self._members: dict[str, Member] = {}
+        self._snapshot: PoolSnapshot | None = None
+        self.handover = Average()
+        self.foreign_messages = 0  # from a node or an epoch that is not a member
+
+    @property
+    def members(self) -> list[Member]:
+        return list(self._members.values())
+
+    def now(self) -> float:
+        return self._clock()
+
+    def max_model_len(self) -> int | None:
+        """The shortest context of the nodes that requests may go to; of all members while there is none."""
+        views = self.snapshot().decode + self.snapshot().prefill
+        infos = [view.info for view in views] or [member.info for member in self._members.values()]
+        return min((info.max_model_len for info in infos), default=None)
+
+    def member(self, node_id: str) -> Member | None:
+        return self._members.get(node_id)
+
+    def set_members(self, infos: Iterable[NodeInfo]) -> tuple[list[NodeInfo], list[NodeInfo]]:
+        """Returns who came and who went. A node with another epoch is both."""
+        wanted = {info.node_id: info for info in infos}
+        gone = [m for m in self._members.values() if wanted.get(m.info.node_id) != m.info]
+        for member in gone:
+            del self._members[member.info.node_id]
+        came = [info for node_id, info in wanted.items() if node_id not in self._members]
+        for info in came:
+            self._members[info.node_id] = Member(info, self._clock())
+            if info.model != self._model_name:
+                logger.error(
+                    "node %s serves the model %r, this router serves %r: it gets no requests",
+                    info.node_id, info.model, self._model_name,
+                )  # fmt: skip
+        self._changed()
+        for member in gone:
+            if member.lost is None:
+                self._on_lost(member.info, "it left the cluster")
+        return came, [member.info for member in gone]
+
+    def on_status(self, status: NodeStatus) -> None:
+        member = self._heard(status.node_id, status.epoch)
+        if member is None:
+            return
+        now = self._clock()
+        member.status, member.status_at = status, now
+        member.meter.on_status(status)
+        member.pending = {
+            request_id: (at, tokens)
+            for request_id, (at, tokens) in member.pending.items()
+            if at > now - STATUS_LAG_S
+        }
+        if status.state is NodeState.FAILED:
+            self._lose(member, f"it failed: {status.detail or 'no reason given'}")
+        self._changed()
+
+    def heard(self, node_id: str, epoch: int) -> bool:
+        """Tokens came from it, so it lives. False: they are not from a member."""
+        return self._heard(node_id, epoch) is not None
+
+    def _heard(self, node_id: str, epoch: int) -> Member | None:
+        member = self._members.get(node_id)
+        if member is None or member.info.epoch != epoch:
+            self.foreign_messages += 1
+            return None
+        member.heard_at = self._clock()
+        if member.lost is not None and (member.status is None or member.status.state is not NodeState.FAILED):
+            logger.info("node %s is back", node_id)
+            member.lost = None
+            self._changed()
+        return member
+
+    def check_silence(self) -> None:
+        now = self._clock()
+        for member in list(self._members.values()):
+            if (
+                member.lost is None
+                and member.heard_at is not None
+                and now - member.heard_at > self._heartbeat.silence
+            ):
+                self._lose(member, f"it has been silent for {now - member.heard_at:.1f} s")
+
+    def suspect(self, node_id: str, epoch: int, why: str) -> None:
+        """Somebody else found it gone, for example by a full send queue."""
+        member = self._members.get(node_id)
+        if member is not None and member.info.epoch == epoch:
+            self._lose(member, why)
+
+    def _lose(self, member: Member, why: str) -> None:
+        if member.lost is not None:
+            return
+        member.lost = why
+        member.pending.clear()
+        logger.warning("node %s is lost: %s", member.info.node_id, why)
+        self._changed()
+        self._on_lost(member.info, why)
+
+    def sent(self, node_id: str, request_id: str, tokens: int) -> None:
+        if (member := self._members.get(node_id)) is not None:
+            member.pending[request_id] = (self._clock(), tokens)
+            self._snapshot = None
+
+    def answered(self, node_id: str, request_id: str) -> None:
+        member = self._members.get(node_id)
+        if member is not None and request_id in member.pending:
+            del member.pending[request_id]
+            self._snapshot = None
+
+    def snapshot(self) -> PoolSnapshot:
+        if self._snapshot is None:
+            views = [view for m in self._members.values() if (view := self._view(m)) is not None]
+            self._snapshot = PoolSnapshot(
+                prefill=tuple(v for v in views if v.info.role is Role.PREFILL),
+                decode=tuple(v for v in views if v.info.role is not Role.PREFILL),
+                handover_s=self.handover.value,
+            )
+        return self._snapshot
+
+    def _view(self, member: Member) -> NodeView | None:
+        if self.unusable(member) is not None or member.status is None:
+            return None
+        return NodeView(
+            info=member.info,
+            status=member.status,
+            rates=member.meter.rates,
+            pending_requests=len(member.pending),
+            pending_tokens=sum(tokens for _, tokens in member.pending.values()),
+        )
+
+    def unusable(self, member: Member) -> str | None:
+        """Why it gets no new requests, or None."""
+        if member.info.model != self._model_name:
+            return f"it serves the model {member.info.model!r}, not {self._model_name!r}"
+        if member.lost is not None:
+            return member.lost
+        if member.status is None:
+            return "it has not reported its status yet"
+        if member.status.state is not NodeState.READY:
+            return f"it is {member.status.state.value}"
+        if member.status.step_age_s > self._heartbeat.wedged:
+            return f"its engine has not completed a step for {member.status.step_age_s:.0f} s"
+        return None
+
+    def _changed(self) -> None:
+        self._snapshot = None
+        self._on_change()

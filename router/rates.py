@@ -1,0 +1,71 @@
+"""What the router has measured of the nodes: how fast they read prompts, and what a handover costs."""
+
+from __future__ import annotations
+
+import msgspec
+
+from wire.nodes import Role
+from wire.requests import NodeCounters, NodeStatus
+
+# A window with fewer prompt tokens says more about the step's fixed cost than about the rate.
+MIN_PROMPT_TOKENS = 64
+MIN_STEPS = 4
+WEIGHT = 0.3  # of the newest observation
+
+
+class NodeRates(msgspec.Struct, frozen=True):
+    """None until it has been seen."""
+
+    prefill_tokens_per_s: float | None = None
+    step_s: float | None = None
+
+
+class Average:
+    """Exponentially weighted; None before the first observation."""
+
+    def __init__(self) -> None:
+        self.value: float | None = None
+
+    def observe(self, value: float) -> None:
+        self.value = value if self.value is None else (1 - WEIGHT) * self.value + WEIGHT * value
+
+
+class NodeRateMeter:
+    """Rates of one incarnation of a node, from the counters that it reports and from what requests saw.
+
+    A prefill node's steps are prompts alone, so its counters give its rate. A decode node's steps mix prompts
+    with everybody's next token; how fast it reads prompts is only seen in requests that it prefilled itself.
+    """
+
+    def __init__(self, role: Role) -> None:
+        self._role = role
+        self._base: NodeCounters | None = None
+        self._prefill = Average()
+        self._step = Average()
+
+    def on_status(self, status: NodeStatus) -> None:
+        counters = status.counters
+        base = self._base
+        if base is None:
+            self._base = counters
+            return
+        seconds = counters.step_seconds - base.step_seconds
+        steps = counters.steps - base.steps
+        prompt_tokens = counters.prompt_tokens_computed - base.prompt_tokens_computed
+        if self._role is Role.PREFILL:
+            if prompt_tokens >= MIN_PROMPT_TOKENS and seconds > 0:
+                self._prefill.observe(prompt_tokens / seconds)
+                self._base = counters
+        elif steps >= MIN_STEPS and seconds > 0:
+            if prompt_tokens == 0:
+                self._step.observe(seconds / steps)
+            self._base = counters
+
+    def on_local_prefill(self, tokens: int, seconds: float) -> None:
+        """A request that waited for nobody was read here and gave its first token after `seconds`."""
+        if tokens >= MIN_PROMPT_TOKENS and seconds > 0:
+            self._prefill.observe(tokens / seconds)
+
+    @property
+    def rates(self) -> NodeRates:
+        return NodeRates(self._prefill.value, self._step.value)

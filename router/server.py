@@ -1,0 +1,231 @@
+"""The router as one thing: started, told who is in the cluster, drained, stopped. Needs no Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import time
+from collections.abc import Generator
+
+import uvicorn
+
+from router.config import RouterConfig
+from router.dispatch import Dispatcher
+from router.http.app import make_app
+from router.http.event_stream import SlowReaderWatch
+from router.http.protocol import guarded
+from router.http.services import Services
+from router.keys import KeyRing, load_keys
+from router.links import NodeLinks
+from router.metrics import RouterMetrics
+from router.node_metrics import NodeCollector
+from router.openai.plan import ServedModel
+from router.policy import make_policy
+from router.pool import Pool
+from router.supervision import Supervisor
+from router.text.chat_template import ChatTemplate
+from router.text.tokenizer import Tokenizer
+from wire.errors import Cancelled, ConfigurationError, InternalError, Unavailable
+from wire.nodes import NodeInfo
+from wire.requests import NodeStatus, TokenBatch
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 30.0
+STOP_TIMEOUT_S = 5.0
+
+
+class _HttpServer(uvicorn.Server):
+    """Says when it listens. Signals belong to whoever runs the process."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listening = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.listening.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+class RouterServer:
+    """start() → set_members() as often as the cluster changes → drain() → stop(). All on one event loop."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self._config = config
+        self._services: Services | None = None
+        self._http: _HttpServer | None = None
+        self._http_task: asyncio.Task[None] | None = None
+        self._port: int | None = None
+        self._stopped = False
+
+    @property
+    def services(self) -> Services:
+        if self._services is None:
+            raise InternalError("RouterServer is used before start()")
+        return self._services
+
+    @property
+    def base_url(self) -> str:
+        if self._port is None:
+            raise InternalError("RouterServer has no address before start()")
+        host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
+        return f"http://{host}:{self._port}"
+
+    async def start(self) -> str:
+        """Returns the base URL, once it answers. A taken port is found before anything is loaded."""
+        config = self._config
+        listener = _listen(config.host, config.port)
+        try:
+            self._port = listener.getsockname()[1]
+            keys = load_keys(config.api_keys, config.api_keys_file)
+            tokenizer = await asyncio.to_thread(Tokenizer.from_folder, config.tokenizer_path)
+            template = await asyncio.to_thread(ChatTemplate.from_folder, config.tokenizer_path)
+            self._services = self._assemble(KeyRing(keys, time.monotonic), tokenizer, template)
+            await self._serve(listener)
+        except BaseException:
+            listener.close()
+            await self.stop()
+            raise
+        return self.base_url
+
+    def _assemble(self, keys: KeyRing, tokenizer: Tokenizer, template: ChatTemplate | None) -> Services:
+        config, metrics, supervisor = self._config, RouterMetrics(), Supervisor()
+        clock = asyncio.get_running_loop().time
+        # The dispatcher and its pool call each other; these are looked up when there is something to say.
+        pool = Pool(
+            config.model_name,
+            config.heartbeat,
+            clock,
+            on_lost=lambda node, why: dispatcher.on_node_lost(node, why),
+            on_change=lambda: dispatcher.on_pool_change(),
+        )
+
+        def on_tokens(batch: TokenBatch) -> None:
+            dispatcher.on_tokens(batch)
+
+        def on_status(status: NodeStatus) -> None:
+            dispatcher.on_status(status)
+
+        links = NodeLinks(config.inbox_host, on_tokens, on_status)
+        dispatcher = Dispatcher(
+            config, links, pool, make_policy(config.policy, config.local_prefill), metrics
+        )
+        metrics.running.set_function(lambda: dispatcher.running)
+        metrics.waiting.set_function(lambda: dispatcher.admission.queued)
+        metrics.registry.register(NodeCollector(pool, links, supervisor))
+        return Services(
+            config=config,
+            model=ServedModel(config, tokenizer, template, pool.max_model_len, int(time.time())),
+            dispatcher=dispatcher,
+            pool=pool,
+            links=links,
+            keys=keys,
+            metrics=metrics,
+            supervisor=supervisor,
+            slow_readers=SlowReaderWatch(config.timeouts.slow_reader, metrics.slow_readers_cut.inc),
+        )
+
+    async def _serve(self, listener: socket.socket) -> None:
+        config, services = self._config, self.services
+        self._http = _HttpServer(
+            uvicorn.Config(
+                make_app(services),
+                http=guarded(config.timeouts.header, config.limits.connections),
+                h11_max_incomplete_event_size=config.limits.header_bytes,
+                timeout_keep_alive=int(config.timeouts.keep_alive),
+                timeout_graceful_shutdown=int(STOP_TIMEOUT_S),
+                lifespan="off",
+                ws="none",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+            )
+        )
+        self._http_task = asyncio.create_task(self._http.serve(sockets=[listener]), name="http")
+        self._http_task.add_done_callback(self._on_http_end)
+        listening = asyncio.create_task(self._http.listening.wait())
+        await asyncio.wait(
+            {listening, self._http_task}, timeout=START_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED
+        )
+        if not listening.done():
+            listening.cancel()
+            raise InternalError(f"the HTTP server did not start within {START_TIMEOUT_S:.0f} s")
+        services.supervisor.run("heartbeat", self._heartbeat)
+        services.supervisor.run("slow-readers", services.slow_readers.run)
+
+    def _on_http_end(self, task: asyncio.Task[None]) -> None:
+        if not self._stopped and not task.cancelled():
+            self.services.supervisor.failed["http"] = str(task.exception() or "it ended by itself")
+            logger.error("the HTTP server ended by itself: %s", task.exception())
+
+    async def _heartbeat(self) -> None:
+        """Pings every node, and notices the silent ones no later than a third of an interval after they are."""
+        services, interval = self.services, self._config.heartbeat.ping_interval
+        while True:
+            for member in services.pool.members:
+                services.links.ping(member.info)
+            for _ in range(3):
+                await asyncio.sleep(interval / 3)
+                services.pool.check_silence()
+
+    def set_members(self, infos: list[NodeInfo]) -> None:
+        """The whole membership, every time. Who is not in it any more is lost; a new epoch is a new node."""
+        services = self.services
+        came, went = services.pool.set_members(infos)
+        for info in went:
+            logger.info("node %s (epoch %d) left", info.node_id, info.epoch)
+        for info in came:
+            logger.info("node %s (%s, epoch %d) joined", info.node_id, info.role, info.epoch)
+            services.links.ping(info)
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Take nothing new, finish what is there. False when the time was over first: the rest was failed."""
+        services = self.services
+        services.draining = True
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        idle = await services.dispatcher.wait_idle(deadline)
+        if not idle:
+            services.dispatcher.fail_all(Unavailable("the router is shutting down"))
+        return idle
+
+    async def stop(self) -> None:
+        """Idempotent. What still runs is cancelled on its nodes."""
+        if self._stopped:
+            return
+        self._stopped = True
+        services = self._services
+        if services is not None:
+            services.draining = True
+            services.dispatcher.fail_all(Cancelled("the router stopped"))
+            await services.supervisor.stop()
+        if self._http is not None and self._http_task is not None:
+            self._http.should_exit = True
+            try:
+                async with asyncio.timeout(2 * STOP_TIMEOUT_S):
+                    await self._http_task
+            except TimeoutError:
+                logger.error("the HTTP server did not end within %.0f s", 2 * STOP_TIMEOUT_S)
+        if services is not None:
+            await asyncio.to_thread(services.links.close)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ConfigurationError(
+            f"router.port: cannot listen on {host}:{port}: {error.strerror or error}; choose another port"
+        ) from error
+    listener.listen(2048)
+    listener.setblocking(False)
+    return listener

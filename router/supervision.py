@@ -1,0 +1,59 @@
+"""Background tasks that cannot die unnoticed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+logger = logging.getLogger(__name__)
+
+MAX_RESTARTS = 5
+RESTART_WINDOW_S = 60.0
+
+
+class Supervisor:
+    """Runs named tasks for as long as the router lives.
+
+    One that ends by itself is a fault: it is logged, counted, and started again. More than MAX_RESTARTS times
+    within RESTART_WINDOW_S it stays down, and `failed` names it, which makes /health answer 503.
+    """
+
+    def __init__(self) -> None:
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self.restarts: dict[str, int] = {}
+        self.failed: dict[str, str] = {}
+
+    def run(self, name: str, work: Callable[[], Awaitable[None]]) -> None:
+        self.restarts[name] = 0
+        self._tasks[name] = asyncio.get_running_loop().create_task(self._watch(name, work), name=name)
+
+    async def _watch(self, name: str, work: Callable[[], Awaitable[None]]) -> None:
+        clock = asyncio.get_running_loop().time
+        ends: list[float] = []
+        while True:
+            try:
+                await work()
+                reason = "it ended by itself"
+            except asyncio.CancelledError:
+                raise
+            except Exception as error:
+                reason = f"{type(error).__name__}: {error}"
+                logger.exception("task %s died", name)
+            ends = [at for at in ends if clock() - at < RESTART_WINDOW_S] + [clock()]
+            if len(ends) > MAX_RESTARTS:
+                self.failed[name] = reason
+                logger.error(
+                    "task %s died %d times within %.0f s and stays down", name, len(ends), RESTART_WINDOW_S
+                )
+                return
+            self.restarts[name] += 1
+            logger.warning("task %s is started again: %s", name, reason)
+            await asyncio.sleep(0.05 * len(ends))  # a fault that repeats at once must not take the whole loop
+
+    async def stop(self) -> None:
+        tasks = list(self._tasks.values())
+        self._tasks.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,142 @@
+"""A model's chat template: the Jinja program in its folder that turns messages into a prompt.
+
+The template is the operator's, not the client's, yet it runs sandboxed: what clients send goes through it.
+The environment (block trimming, `raise_exception`, `strftime_now`, `tojson`, loop controls, `{% generation %}`) is
+the one that templates are written for.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from router.text.tokenizer import read_json
+from wire.errors import ConfigurationError, InvalidRequest
+
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+class _GenerationBlock(jinja2.ext.Extension):
+    """`{% generation %}` marks what the assistant said, for training; here it is its content and no more."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False, **options: Any) -> str:
+    return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii, **options)
+
+
+def _environment() -> jinja2.Environment:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = lambda pattern: datetime.datetime.now().strftime(pattern)
+    return environment
+
+
+class ChatTemplate:
+    """Renders messages. A template may be one program, or several by name of which `tool_use` serves tools."""
+
+    def __init__(self, sources: Mapping[str, str], variables: Mapping[str, str]) -> None:
+        environment = _environment()
+        try:
+            self._templates = {name: environment.from_string(source) for name, source in sources.items()}
+        except jinja2.TemplateError as error:
+            raise ConfigurationError(f"the chat template does not compile: {error}") from error
+        self._variables = dict(variables)
+        self.mentions_tools = any("tools" in source for source in sources.values())
+
+    @classmethod
+    def from_folder(cls, folder: str) -> ChatTemplate | None:
+        """None when the model has no chat template: it completes text, but does not chat."""
+        path = Path(folder)
+        settings = read_json(path / "tokenizer_config.json")
+        sources: dict[str, str] = {}
+        declared = settings.get("chat_template")
+        if isinstance(declared, str):
+            sources["default"] = declared
+        elif isinstance(declared, list):
+            sources.update({str(entry["name"]): str(entry["template"]) for entry in declared})
+        if (file := path / "chat_template.jinja").exists():
+            sources["default"] = file.read_text(encoding="utf-8")
+        for named in sorted((path / "additional_chat_templates").glob("*.jinja")):
+            sources[named.stem] = named.read_text(encoding="utf-8")
+        if not sources:
+            return None
+        return cls(sources, _special_tokens(path, settings))
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        extra: Mapping[str, Any] | None = None,
+    ) -> str:
+        template = self._templates.get("tool_use") if tools else None
+        if template is None:
+            template = self._templates.get("default") or next(iter(self._templates.values()))
+        try:
+            text = template.render(
+                **{
+                    **self._variables,
+                    **(extra or {}),
+                    "messages": messages,
+                    "tools": tools,
+                    "documents": None,
+                    "add_generation_prompt": add_generation_prompt,
+                }
+            )
+        except jinja2.TemplateError as error:
+            raise InvalidRequest(
+                f"messages: the model's chat template refuses them: {error}", "messages"
+            ) from error
+        except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
+            raise InvalidRequest(
+                f"messages: the model's chat template cannot render them ({type(error).__name__}: {error})",
+                "messages",
+            ) from error
+        return _cut_after(text, messages[-1]) if continue_final_message else text
+
+
+def _cut_after(text: str, message: Mapping[str, Any]) -> str:
+    """Drop what the template put behind the last message, so that the model goes on with it."""
+    content = str(message.get("content") or "").strip()
+    at = text.rfind(content)
+    if not content or at < 0:
+        raise InvalidRequest(
+            "continue_final_message: the last message must have text to go on with", "messages"
+        )
+    return text[: at + len(content)]
+
+
+def _special_tokens(path: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    merged = {**read_json(path / "special_tokens_map.json"), **settings}
+    found: dict[str, str] = {}
+    for name in _SPECIAL_TOKENS:
+        value = merged.get(name)
+        if isinstance(value, dict):
+            value = value.get("content")
+        if isinstance(value, str):
+            found[name] = value
+    return found

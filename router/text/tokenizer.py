@@ -1,0 +1,116 @@
+"""A model's tokenizer, from its folder, without importing transformers when `tokenizer.json` is there.
+
+Importing transformers' AutoTokenizer takes seconds and a quarter of a gigabyte; `tokenizers` alone takes
+50 ms. Only a folder without `tokenizer.json` goes the long way, once, at start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from router.text.detokenizer import ByteDetokenizer, Detokenizer, StreamDetokenizer
+from router.text.token_bytes import bytes_of_piece
+from wire.errors import ConfigurationError
+
+# Above this an encoding takes over a millisecond, and is worth a hop to a thread.
+INLINE_CHARACTERS = 2_000
+
+
+class Tokenizer:
+    """Encodes prompts and decodes answers. Safe to share between requests."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, settings: dict[str, Any]) -> None:
+        self._backend = backend
+        backend.no_truncation()
+        backend.no_padding()
+        self.settings = settings
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        self._bytes: list[bytes] | None = None
+        if _decodes_bytes(backend):
+            self._bytes = [b""] * self.vocab_size
+            for piece, token_id in vocabulary.items():
+                self._bytes[token_id] = bytes_of_piece(piece)
+
+    @classmethod
+    def from_folder(cls, folder: str) -> Tokenizer:
+        path = Path(folder)
+        if not path.is_dir():
+            raise ConfigurationError(f"router.tokenizer_path: {folder!r} is not a folder")
+        settings = read_json(path / "tokenizer_config.json")
+        file = path / "tokenizer.json"
+        if not file.exists():
+            return cls(_convert(path), settings)
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises bare Exception for a file that it cannot read
+            raise ConfigurationError(f"{file} is not a tokenizer: {error}") from error
+        return cls(backend, settings)
+
+    def encode(self, text: str, *, special: bool) -> list[int]:
+        """`special` lets the tokenizer add what it adds by itself, such as a beginning-of-sequence token."""
+        ids: list[int] = self._backend.encode(text, add_special_tokens=special).ids
+        return ids
+
+    async def encode_async(self, text: str, *, special: bool) -> list[int]:
+        """Like `encode`, but a long text does not hold up everybody else's stream."""
+        if len(text) <= INLINE_CHARACTERS:
+            return self.encode(text, special=special)
+        return await asyncio.to_thread(self.encode, text, special=special)
+
+    def decode(self, token_ids: list[int], *, skip_special: bool = False) -> str:
+        text: str = self._backend.decode(token_ids, skip_special_tokens=skip_special)
+        return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token contributes to the text: for logprobs, where a token is shown by itself."""
+        if self._bytes is not None:
+            return self._bytes[token_id] if 0 <= token_id < self.vocab_size else b""
+        piece = self._backend.id_to_token(token_id)
+        if piece is None:
+            return b""
+        if (
+            len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">")
+        ):  # SentencePiece's byte fallback
+            return bytes([int(piece[3:5], 16)])
+        return str(piece).replace("\u2581", " ").encode()
+
+    def detokenizer(self, *, skip_special: bool = True) -> Detokenizer:
+        if self._bytes is not None:
+            return ByteDetokenizer(self._bytes, self.special_ids if skip_special else frozenset())
+        return StreamDetokenizer(self._backend, skip_special)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object, or {} when there is no such file."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise ConfigurationError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigurationError(f"{path} must hold a JSON object")
+    return value
+
+
+def _decodes_bytes(backend: tokenizers.Tokenizer) -> bool:
+    description = json.loads(backend.to_str())["decoder"] if backend.decoder is not None else None
+    return description is not None and description["type"] == "ByteLevel"
+
+
+def _convert(path: Path) -> tokenizers.Tokenizer:
+    try:
+        from transformers import AutoTokenizer
+
+        backend: tokenizers.Tokenizer = AutoTokenizer.from_pretrained(str(path)).backend_tokenizer
+    except (OSError, ValueError, ImportError, AttributeError) as error:
+        raise ConfigurationError(f"{path} has no tokenizer.json, and none could be made: {error}") from error
+    return backend

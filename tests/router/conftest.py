@@ -1,0 +1,192 @@
+"""A router with fake nodes behind it, over real sockets, in this process. No torch, no Ray, no download."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import httpx
+import msgspec
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from router.config import Heartbeat, LocalPrefill, RouterConfig
+from router.server import RouterServer
+from router.text.tokenizer import Tokenizer
+from tests.router.fake_node import Board, FakeNode, TokenRule, hashed_token
+from wire.nodes import Role
+
+T = TypeVar("T")
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{% if message['role'] == 'refused' %}{{ raise_exception('no') }}{% endif %}"
+    "{{ '<|start|>' + message['role'] + '\n' + message['content'] + '<|end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
+)
+
+CORPUS = [
+    "the quick brown fox jumps over the lazy dog and then it sleeps until the sun comes up again",
+    "a prompt goes in and an answer comes out through the whole house",
+    "zwei Füchse springen über den Zaun; naïve café déjà vu",
+]
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A byte-level BPE as small as it can be: all bytes, some merges, three special tokens."""
+    folder = tmp_path_factory.mktemp("model")
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<|start|>", "<|end|>", "<|pad|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(CORPUS, trainer)
+    backend.save(str(folder / "tokenizer.json"))
+    settings = {"bos_token": "<|start|>", "eos_token": "<|end|>", "chat_template": CHAT_TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(model_folder: str) -> Tokenizer:
+    return Tokenizer.from_folder(model_folder)
+
+
+class Running:
+    """A router on an event loop of its own, and the nodes that it was told of."""
+
+    def __init__(self, config: RouterConfig, rule: TokenRule, eos: int) -> None:
+        self.config = config
+        self.board = Board(rule, eos)
+        self.nodes: dict[str, FakeNode] = {}
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="router", daemon=True)
+        self._thread.start()
+        self.server = self.call(self._make())
+        self.url = self.call(self.server.start())
+        self.client = httpx.Client(base_url=self.url, timeout=20)
+
+    async def _make(self) -> RouterServer:
+        return RouterServer(self.config)
+
+    def begin(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        return self.begin(work).result(30)
+
+    def look(self, what: Callable[[], T]) -> T:
+        """On the event loop, where it is safe."""
+
+        async def do() -> T:
+            return what()
+
+        return self.call(do())
+
+    def add(self, node_id: str, role: Role, **options: Any) -> FakeNode:
+        node = FakeNode(node_id, role, self.board, model=self.config.model_name, **options)
+        self.nodes[node_id] = node
+        self.announce()
+        return node
+
+    def remove(self, node_id: str) -> FakeNode:
+        node = self.nodes.pop(node_id)
+        self.announce()
+        return node
+
+    def announce(self) -> None:
+        infos = [node.info for node in self.nodes.values()]
+        self.look(lambda: self.server.set_members(infos))
+
+    def wait_ready(self, *node_ids: str) -> None:
+        """Until the router has these nodes (all of them, if none is named) in view."""
+        wanted = set(node_ids or self.nodes)
+
+        async def wait() -> None:
+            async with asyncio.timeout(10):
+                while not wanted <= self.in_view():  # noqa: ASYNC110 (several things of the router's, none with an event)
+                    await asyncio.sleep(0.002)
+
+        self.call(wait())
+
+    def in_view(self) -> set[str]:
+        snapshot = self.server.services.pool.snapshot()
+        return {view.node_id for view in (*snapshot.prefill, *snapshot.decode)}
+
+    def wait_for(self, condition: Callable[[], bool], what: str, timeout_s: float = 10) -> None:
+        async def wait() -> None:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    while not condition():  # noqa: ASYNC110 (whatever a test looks at)
+                        await asyncio.sleep(0.002)
+            except TimeoutError:
+                raise AssertionError(f"not within {timeout_s} s: {what}") from None
+
+        self.call(wait())
+
+    def metric(self, name: str, **labels: str) -> float:
+        value = self.look(lambda: self.server.services.metrics.registry.get_sample_value(name, labels))
+        return value or 0.0
+
+    def idle(self) -> bool:
+        dispatcher = self.server.services.dispatcher
+        return dispatcher.running == 0 and dispatcher.admission.held == 0 and dispatcher.admission.queued == 0
+
+    def close(self) -> None:
+        self.client.close()
+        self.call(self.server.stop())
+        for node in self.nodes.values():
+            node.kill()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+        self._loop.close()
+
+
+StartRouter = Callable[..., Running]
+
+
+@pytest.fixture(scope="session")
+def end_token(tokenizer: Tokenizer) -> int:
+    (token,) = tokenizer.encode("<|end|>", special=False)
+    return token
+
+
+@pytest.fixture
+def start_router(model_folder: str, end_token: int, request: pytest.FixtureRequest) -> Iterator[StartRouter]:
+    """Starts routers with `prefill` and `decode` fake nodes (or `aggregated`), ready to be asked; stops them all."""
+    started: list[Running] = []
+
+    def start(
+        prefill: int = 1, decode: int = 1, aggregated: int = 0, rule: TokenRule | None = None, **settings: Any
+    ) -> Running:
+        config = RouterConfig(tokenizer_path=model_folder, model_name="fake", port=0)
+        defaults = {
+            "heartbeat": Heartbeat(ping_interval=0.05, silence=0.4),
+            "local_prefill": LocalPrefill.NEVER,
+        }
+        running = Running(
+            msgspec.structs.replace(config, **(defaults | settings)), rule or hashed_token(70, 103), end_token
+        )
+        started.append(running)
+        for count, name, role in (
+            (prefill, "p", Role.PREFILL),
+            (decode, "d", Role.DECODE),
+            (aggregated, "a", Role.AGGREGATED),
+        ):
+            for index in range(count):
+                running.add(f"{name}{index}", role)
+        running.wait_ready()
+        return running
+
+    yield start
+    for running in started:
+        running.close()

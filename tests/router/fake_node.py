@@ -1,0 +1,282 @@
+"""Nodes that speak wire/ over real sockets and make up their tokens: everything of a node but the model.
+
+A token is a function of the prompt, the seed and its index alone, as with real nodes' stateless sampling. So a test
+can say what text any request must give, whatever nodes it went over.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from wire.errors import WireError
+from wire.nodes import NodeInfo, NodeState, Role, new_epoch
+from wire.requests import (
+    Cancel,
+    KVTransferParams,
+    NodeCounters,
+    NodeStatus,
+    Ping,
+    Submit,
+    TokenBatch,
+    TokenChunk,
+    ToNode,
+    TransferRole,
+)
+from wire.sampling import FinishReason, TokenLogprobs
+from wire.sockets import Inbox, Outbox
+
+WAIT_S = 10.0
+
+TokenRule = Callable[[Sequence[int], int, int], int]  # prompt, seed, index -> token
+
+
+def hashed_token(low: int, high: int) -> TokenRule:
+    """Any token from `low` to `high`, as if at random."""
+
+    def rule(prompt: Sequence[int], seed: int, index: int) -> int:
+        text = f"{list(prompt)}/{seed}/{index}".encode()
+        return low + int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) % (high - low)
+
+    return rule
+
+
+def scripted(tokens: Sequence[int]) -> TokenRule:
+    """These tokens, over and over."""
+    return lambda prompt, seed, index: tokens[index % len(tokens)]
+
+
+class Board:
+    """What the fake nodes share instead of a KV transfer: which prompts have been read, and the first tokens."""
+
+    def __init__(self, rule: TokenRule, eos: int) -> None:
+        self.rule = rule
+        self.eos = eos
+        self.changed = threading.Condition()
+        self.arrived: dict[str, int] = {}  # transfer id -> first token
+
+    def hand_off(self, transfer_id: str, token: int) -> None:
+        with self.changed:
+            self.arrived[transfer_id] = token
+            self.changed.notify_all()
+
+
+class _Running:
+    def __init__(self, submit: Submit) -> None:
+        self.submit = submit
+        self.next = len(submit.output_token_ids)
+        self.started = False
+
+
+class FakeNode:
+    def __init__(
+        self, node_id: str, role: Role, board: Board, *, model: str = "fake", max_model_len: int = 2048
+    ) -> None:
+        self.role = role
+        self.board = board
+        self.submits: list[Submit] = []
+        self.cancels: list[str] = []
+        self.pings = 0
+        # What it does wrong, set by tests.
+        self.refuse: WireError | None = None  # the answer to every Submit
+        self.pause_at: int | None = None  # output index before which every request stops
+        self.mute = False  # answers no ping and sends no token
+        self.hide_first_token = False  # the prefill node's report is lost
+        self.report_first_token_as: int | None = None
+        self.error_at: tuple[int, WireError] | None = None  # at this output index, this error
+        self.state = NodeState.READY
+        self.status_fields: dict[str, float | int | str] = {}
+        self.counters = NodeCounters()
+        self._lock = self.board.changed
+        self._running: dict[str, _Running] = {}
+        self._dead = False
+        self._outbox = Outbox()
+        self._inbox: Inbox[Submit | Cancel | Ping] = Inbox(
+            "127.0.0.1", ToNode, self._on_message, name=node_id
+        )
+        self.info = NodeInfo(
+            node_id=node_id,
+            role=role,
+            epoch=new_epoch(),
+            request_endpoint=self._inbox.endpoint,
+            peer_endpoint=f"peer://{node_id}",
+            model=model,
+            max_model_len=max_model_len,
+            block_size=4,
+        )
+        self._thread = threading.Thread(target=self._work, name=f"{node_id}-steps", daemon=True)
+        self._thread.start()
+
+    # --- for tests --------------------------------------------------------------------------------------------
+
+    def wait_until(self, condition: Callable[[], bool], what: str, timeout_s: float = WAIT_S) -> None:
+        with self._lock:
+            if not self._lock.wait_for(condition, timeout_s):
+                raise AssertionError(f"{self.info.node_id}: not within {timeout_s} s: {what}")
+
+    def resume(self) -> None:
+        with self._lock:
+            self.pause_at = None
+            self._lock.notify_all()
+
+    def set(self, **behaviour: object) -> None:
+        with self._lock:
+            for name, value in behaviour.items():
+                setattr(self, name, value)
+            self._lock.notify_all()
+
+    @property
+    def running(self) -> list[str]:
+        with self._lock:
+            return list(self._running)
+
+    def kill(self) -> None:
+        """As kill -9 leaves it: nothing is said, nobody listens any more."""
+        with self._lock:
+            if self._dead:
+                return
+            self._dead = True
+            self._running.clear()
+            self._lock.notify_all()
+        self._inbox.close()
+        self._thread.join(WAIT_S)
+        self._outbox.close(linger_ms=0)
+
+    # --- being a node -----------------------------------------------------------------------------------------
+
+    def _on_message(self, message: Submit | Cancel | Ping) -> None:
+        with self._lock:
+            if isinstance(message, Submit):
+                self.submits.append(message)
+                if self.refuse is not None:
+                    chunk = TokenChunk(
+                        message.request_id, 0, [], finish=FinishReason.ERROR, error=self.refuse
+                    )
+                    self._send(message.reply_to, [chunk])
+                else:
+                    self._running[message.request_id] = _Running(message)
+            elif isinstance(message, Cancel):
+                self.cancels.extend(message.request_ids)
+                for request_id in message.request_ids:
+                    self._running.pop(request_id, None)
+            else:
+                self.pings += 1
+                self._send_status(message.reply_to)
+            self._lock.notify_all()
+
+    def _send_status(self, reply_to: str) -> None:
+        if self.mute:
+            return
+        fields: dict[str, object] = {
+            "free_blocks": 1000,
+            "total_blocks": 1000,
+            "running": len(self._running),
+            "waiting": 0,
+            "waiting_tokens": 0,
+            "transfers": 0,
+            "held_blocks": 0,
+            "step_age_s": 0.0,
+            "counters": self.counters,
+        } | self.status_fields
+        self._outbox.send(
+            reply_to,
+            NodeStatus(self.info.node_id, self.role, self.info.epoch, self.state, **fields),  # type: ignore[arg-type]
+        )
+
+    def _send(self, reply_to: str, chunks: list[TokenChunk]) -> None:
+        if not self.mute:
+            self._outbox.send(reply_to, TokenBatch(self.info.node_id, self.info.epoch, chunks))
+
+    def _work(self) -> None:
+        with self._lock:
+            while not self._dead:
+                batches = self._step()
+                for reply_to, chunks in batches.items():
+                    self._send(reply_to, chunks)
+                if not batches:
+                    self._lock.wait()
+                else:
+                    self._lock.notify_all()
+                    self._lock.release()
+                    time.sleep(0)  # others' turn: the lock is one for the whole cluster
+                    self._lock.acquire()
+
+    def _step(self) -> dict[str, list[TokenChunk]]:
+        """One token for everybody who can go on."""
+        batches: dict[str, list[TokenChunk]] = {}
+        for request_id, running in list(self._running.items()):
+            chunk = self._advance(running)
+            if chunk is None:
+                continue
+            if chunk.finish is not None:
+                del self._running[request_id]
+            if not (self.hide_first_token and self.role is Role.PREFILL):
+                batches.setdefault(running.submit.reply_to, []).append(chunk)
+            else:
+                batches.setdefault(running.submit.reply_to, [])
+        return batches
+
+    def _advance(self, running: _Running) -> TokenChunk | None:
+        submit, index = running.submit, running.next
+        if self.pause_at is not None and index >= self.pause_at:
+            return None
+        if self.error_at is not None and index >= self.error_at[0]:
+            return TokenChunk(submit.request_id, index, [], finish=FinishReason.ERROR, error=self.error_at[1])
+        transfer = submit.transfer
+        if transfer is not None and transfer.role is TransferRole.CONSUME and not running.started:
+            first = self.board.arrived.get(transfer.transfer_id)
+            if first is None:
+                return None
+            running.started, running.next = True, index + 1
+            return TokenChunk(submit.request_id, index, [first])  # as its connector told it: without logprobs
+        token = self.board.rule(submit.prompt_token_ids, submit.sampling.seed, index)
+        if self.report_first_token_as is not None and index == 0:
+            token = self.report_first_token_as
+        running.next = index + 1
+        finish = self._finish(submit, token, running.next)
+        if transfer is not None and transfer.role is TransferRole.PRODUCE and finish is None:
+            finish = FinishReason.HANDOFF
+            self._hand_off(transfer, submit, index)
+        return TokenChunk(
+            submit.request_id,
+            index,
+            [token],
+            finish=finish,
+            stop_token=token if finish is FinishReason.STOP else None,
+            logprobs=[fake_logprobs(token, submit.sampling.logprobs)]
+            if submit.sampling.logprobs is not None
+            else None,
+            prompt_logprobs=self._prompt_logprobs(submit) if not running.started else None,
+            cached_tokens=self._start(running),
+        )
+
+    def _hand_off(self, transfer: KVTransferParams, submit: Submit, index: int) -> None:
+        token = self.board.rule(submit.prompt_token_ids, submit.sampling.seed, index)
+        self.board.hand_off(transfer.transfer_id, token)
+
+    def _start(self, running: _Running) -> int | None:
+        if running.started:
+            return None
+        running.started = True
+        return len(running.submit.prompt_token_ids) // self.info.block_size
+
+    def _finish(self, submit: Submit, token: int, length: int) -> FinishReason | None:
+        sampling = submit.sampling
+        if length > sampling.min_tokens and (
+            (token == self.board.eos and not sampling.ignore_eos) or token in sampling.stop_token_ids
+        ):
+            return FinishReason.STOP
+        return FinishReason.LENGTH if length >= sampling.max_tokens else None
+
+    def _prompt_logprobs(self, submit: Submit) -> list[TokenLogprobs | None] | None:
+        wanted = submit.sampling.prompt_logprobs
+        if wanted is None:
+            return None
+        return [None, *(fake_logprobs(token, wanted) for token in submit.prompt_token_ids[1:])]
+
+
+def fake_logprobs(token: int, alternatives: int) -> TokenLogprobs:
+    logprob = -0.25 - token % 7
+    return TokenLogprobs(token, logprob, 1, [(token + at, logprob - at) for at in range(alternatives)])
