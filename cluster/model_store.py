@@ -138,7 +138,7 @@ def run_fetcher(command: list[str], name: str, report: Report, timeout_s: float)
 
 def _follow(lines: IO[bytes], report: Report) -> Fetched | Failed | None:
     for line in lines:
-        message = msgspec.json.decode(line, type=FetchMessage)
+        message: FetchMessage = msgspec.json.decode(line, type=FetchMessage)
         if not isinstance(message, Doing):
             return message
         report(message.what, message.fraction)

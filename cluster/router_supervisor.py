@@ -35,6 +35,11 @@ class RouterSupervisor(Supervisor[RouterHandle, str]):
         self.url = await handle.start(self.report)
         return self.url
 
+    def _may_leave_out(self) -> bool:
+        """Without a router nobody is served. One that has worked will work again, when its port is let go or the
+        machine has memory again; one that never did is a mistake to be told of."""
+        return not self.url
+
     def _describe(self, url: str) -> str:
         return url
 

@@ -63,6 +63,9 @@ class Supervisor(abc.ABC, Generic[H, Ready]):
     @abc.abstractmethod
     def _describe(self, ready: Ready) -> str: ...
 
+    def _may_leave_out(self) -> bool:
+        return True
+
     async def _lost(self, ready: Ready) -> None:
         """It no longer serves, before anything else is done about it."""
 
@@ -81,7 +84,8 @@ class Supervisor(abc.ABC, Generic[H, Ready]):
             except TandemError as error:
                 failures += 1
                 await handle.stop()
-                if isinstance(error, ConfigurationError) or failures == MAX_START_FAILURES:
+                hopeless = isinstance(error, ConfigurationError) or failures >= MAX_START_FAILURES
+                if hopeless and self._may_leave_out():
                     self._leave_out(error, failures)
                     return
                 await self._pause(f"did not start ({failures} of {MAX_START_FAILURES}): {error}", failures)

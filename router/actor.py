@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
 import ray
 
@@ -16,6 +18,7 @@ class RouterActor:
 
     def __init__(self, config: bytes) -> None:
         self._server = RouterServer(msgspec.msgpack.decode(config, type=RouterConfig))
+        self._stopped = asyncio.Event()
 
     async def start(self) -> str:
         """Returns the base URL, once it answers."""
@@ -31,3 +34,8 @@ class RouterActor:
 
     async def stop(self) -> None:
         await self._server.stop()
+        self._stopped.set()
+
+    async def hold(self) -> None:
+        """Returns when the router has been stopped. Whoever waits for it learns at once when the process dies."""
+        await self._stopped.wait()

@@ -1,0 +1,156 @@
+"""`tandem chat`: a conversation with a running server, in the terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
+
+import httpx
+from rich.console import Console
+from rich.markup import escape
+
+from wire.errors import TandemError, Unavailable
+
+_HELP = "/quit leaves, /reset forgets the conversation, Ctrl-C stops a reply"
+
+Message = dict[str, str]
+
+
+class ChatClient:
+    """One server, one model."""
+
+    def __init__(
+        self, url: str, key: str | None = None, transport: httpx.BaseTransport | None = None
+    ) -> None:
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        # A long prompt may take a while until its first token; a stream that has begun does not pause for long.
+        timeout = httpx.Timeout(10.0, read=180.0)
+        self._url = url
+        self._http = httpx.Client(
+            base_url=url, headers=headers, timeout=timeout, transport=transport, trust_env=False
+        )
+
+    def model(self) -> str:
+        """The first model that the server has."""
+        data = self._checked(lambda: self._http.get("/v1/models")).json()["data"]
+        return str(data[0]["id"])
+
+    def reply(
+        self, model: str, messages: list[Message], max_tokens: int | None
+    ) -> Generator[str, None, None]:
+        """The answer, piece by piece. Closing the iterator cancels the request."""
+        body: dict[str, Any] = {"model": model, "messages": messages, "stream": True}
+        if max_tokens is not None:
+            body["max_tokens"] = max_tokens
+        try:
+            with self._http.stream("POST", "/v1/chat/completions", json=body) as response:
+                if response.is_error:
+                    response.read()
+                    raise _error_of(response)
+                yield from _pieces(response.iter_lines())
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from error
+
+    def _checked(self, ask: Callable[[], httpx.Response]) -> httpx.Response:
+        try:
+            response = ask()
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from error
+        if response.is_error:
+            raise _error_of(response)
+        return response
+
+    def _unreachable(self, error: httpx.HTTPError) -> Unavailable:
+        return Unavailable(
+            f"{self._url} does not answer ({error}): is `tandem serve` running there? Name another with --url"
+        )
+
+    def close(self) -> None:
+        self._http.close()
+
+
+def _pieces(lines: Iterator[str]) -> Iterator[str]:
+    ended = False
+    for line in lines:
+        if not line.startswith("data:"):
+            continue
+        data = line.removeprefix("data:").strip()
+        if data == "[DONE]":
+            ended = True
+            break
+        event = json.loads(data)
+        if "error" in event:
+            raise Unavailable(f"the reply broke off: {event['error']['message']}")
+        for choice in event.get("choices", ()):
+            yield choice["delta"].get("content") or ""
+    if not ended:
+        raise Unavailable("the reply broke off: the server closed the stream")
+
+
+def _error_of(response: httpx.Response) -> TandemError:
+    try:
+        message = response.json()["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        message = response.text or "no reason given"
+    return Unavailable(f"the server answered {response.status_code}: {message}")
+
+
+def chat(
+    client: ChatClient,
+    console: Console,
+    system: str | None = None,
+    max_tokens: int | None = None,
+    read_line: Callable[[str], str] = input,
+) -> int:
+    """Until the end of input or /quit."""
+    model = client.model()
+    console.print(f"[bold]{escape(model)}[/]: {_HELP}", highlight=False)
+    opening: list[Message] = [{"role": "system", "content": system}] if system else []
+    messages = list(opening)
+    while True:
+        try:
+            line = read_line("\n> ").strip()
+        except (EOFError, KeyboardInterrupt):
+            console.print()
+            return 0
+        match line:
+            case "":
+                continue
+            case "/quit" | "/exit":
+                return 0
+            case "/reset":
+                messages = list(opening)
+                console.print("forgotten", style="dim")
+                continue
+            case "/help":
+                console.print(_HELP, style="dim", highlight=False)
+                continue
+        messages.append({"role": "user", "content": line})
+        try:
+            answer = _show_reply(client.reply(model, messages, max_tokens), console)
+        except TandemError as error:
+            console.print(f"\n[red]{escape(str(error))}[/]", highlight=False)
+            messages.pop()  # the question was not answered: the next one must not stand after it
+        else:
+            messages.append({"role": "assistant", "content": answer})
+
+
+def _show_reply(pieces: Generator[str, None, None], console: Console) -> str:
+    said: list[str] = []
+    try:
+        for piece in pieces:
+            said.append(piece)
+            console.file.write(piece)
+            console.file.flush()
+        console.print()
+    except KeyboardInterrupt:
+        console.print("\n(stopped)", style="dim")
+    finally:
+        pieces.close()  # a reply that was stopped is cancelled on the server
+    return "".join(said)
+
+
+def key_from_environment() -> str | None:
+    return os.environ.get("TANDEM_API_KEY") or None

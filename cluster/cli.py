@@ -1,0 +1,193 @@
+"""The `tandem` command. What a subcommand needs is imported when it runs, so that help and mistakes are instant."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cluster.settings import Settings
+
+DEFAULT_FILE = "tandem.yaml"
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+# Flags that set one setting: flag -> (setting, what it shows for a value, help).
+_SETTING_FLAGS = {
+    "--model": ("model.path", "NAME", "a folder, a Hugging Face name, or smollm2 (the default)"),
+    "--prefill": ("pools.prefill", "N", "nodes that read prompts (default 1)"),
+    "--decode": ("pools.decode", "N", "nodes that write answers (default 1)"),
+    "--aggregated": ("pools.aggregated", "N", "instead of the two: nodes that do both"),
+    "--host": ("router.host", "ADDRESS", "where the router listens (default 127.0.0.1)"),
+    "--port": ("router.port", "P", "where the router listens (default 8000; 0 takes a free one)"),
+    "--dtype": ("model.dtype", "TYPE", "auto, float32, bfloat16 or float16"),
+    "--max-model-len": ("scheduler.max_model_len", "TOKENS", "longest prompt and answer together"),
+    "--kv-memory": ("cache.memory_bytes", "SIZE", "memory for the KV cache of each node, such as 2GiB"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    from wire.errors import TandemError
+
+    options = make_parser().parse_args(arguments)
+    logging.basicConfig(
+        level=logging.DEBUG if options.verbose else logging.ERROR,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+    try:
+        status: int = options.run(options)
+    except TandemError as error:
+        print(f"tandem: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # Whoever read our output has gone; the interpreter must not find out again when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return status
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tandem", description="Serve language models with prefill and decode on separate machines."
+    )
+    parser.add_argument("--verbose", action="store_true", help="log everything to the terminal")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    serve = commands.add_parser("serve", help="serve a model on this machine")
+    _add_settings(serve)
+    serve.set_defaults(run=_serve)
+
+    chat = commands.add_parser("chat", help="talk to a running server")
+    _add_server(chat)
+    chat.add_argument("--system", metavar="TEXT", help="what the model is told before the conversation")
+    chat.add_argument("--max-tokens", metavar="N", type=int, help="longest reply")
+    chat.set_defaults(run=_chat)
+
+    status = commands.add_parser("status", help="a running cluster on one screen")
+    _add_server(status)
+    status.set_defaults(run=_status)
+
+    doctor = commands.add_parser("doctor", help="check this machine and say what to do about what is wrong")
+    _add_settings(doctor)
+    doctor.set_defaults(run=_doctor)
+
+    config = commands.add_parser("config", help="print the configuration that these settings make")
+    _add_settings(config)
+    config.set_defaults(run=_config)
+
+    models = commands.add_parser("models", help="models on this machine")
+    actions = models.add_subparsers(title="actions", metavar="ACTION", required=True)
+    fetch = actions.add_parser("fetch", help="fetch a model now, so that serving it starts at once")
+    fetch.add_argument("name", nargs="?", default="smollm2")
+    fetch.set_defaults(run=_fetch)
+    return parser
+
+
+def _add_settings(parser: argparse.ArgumentParser) -> None:
+    # Everything stays text here: the settings' own types say what is wrong with it, all at once.
+    parser.add_argument(
+        "--config", metavar="FILE", help=f"settings (default: {DEFAULT_FILE}, where there is one)"
+    )
+    for flag, (_, metavar, text) in _SETTING_FLAGS.items():
+        parser.add_argument(flag, metavar=metavar, help=text)
+    parser.add_argument(
+        "--set", metavar="KEY=VALUE", nargs="+", action="extend", default=[], help="any other setting"
+    )
+
+
+def _add_server(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--url", default=DEFAULT_URL, help=f"where the router listens (default {DEFAULT_URL})"
+    )
+
+
+def read_settings(options: argparse.Namespace) -> Settings:
+    """Defaults < file < environment < flags."""
+    from cluster.settings import Layer, read_assignments, read_environment, read_file, resolve
+
+    layers: list[Layer] = []
+    if options.config is not None:
+        layers.append(read_file(Path(options.config)))
+    elif Path(DEFAULT_FILE).exists():
+        layers.append(read_file(Path(DEFAULT_FILE)))
+    layers.append(read_environment(os.environ))
+    assignments: list[tuple[str, str, str]] = []
+    for text in options.set:
+        name, _, value = text.partition("=")
+        assignments.append((name.strip(), value.strip(), "--set"))
+    for flag, (setting, _, _) in _SETTING_FLAGS.items():
+        value = getattr(options, flag.removeprefix("--").replace("-", "_"))
+        if value is not None:
+            assignments.append((setting, value, flag))
+    layers.append(read_assignments(assignments))
+    return resolve(layers)
+
+
+def _serve(options: argparse.Namespace) -> int:
+    config = read_settings(options).config
+    from cluster.serve import serve
+
+    return serve(config)
+
+
+def _config(options: argparse.Namespace) -> int:
+    from cluster.show_config import render
+
+    print(render(read_settings(options)), end="")
+    return 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from cluster.doctor import doctor
+
+    return doctor(read_settings(options).config, Console())
+
+
+def _chat(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from cluster.chat import ChatClient, chat, key_from_environment
+
+    client = ChatClient(options.url.rstrip("/"), key_from_environment())
+    try:
+        return chat(client, Console(), options.system, options.max_tokens)
+    finally:
+        client.close()
+
+
+def _status(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from cluster.chat import key_from_environment
+    from cluster.status import fetch_status, show_status
+
+    return show_status(fetch_status(options.url.rstrip("/"), key_from_environment()), Console())
+
+
+def _fetch(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from cluster.model_store import prepare_model
+    from cluster.progress import Display
+
+    display = Display(Console())
+    display.start()
+    try:
+        with display.step("model", f"looking for {options.name}", f"{options.name} is here") as report:
+            model = prepare_model(options.name, report)
+    finally:
+        display.stop()
+    print(model.path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

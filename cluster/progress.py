@@ -1,0 +1,84 @@
+"""What the operator sees while things start and when they go wrong: live on a terminal, lines elsewhere."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+
+from cluster.launcher import Report
+
+
+class Display:
+    """Implements `cluster.events.Events`. Between `start` and `stop` everything that is starting has a row."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self._lock = threading.Lock()
+        self._rows: dict[str, TaskID] = {}
+        self._last: dict[str, str] = {}
+        self._live: Progress | None = None
+
+    def start(self) -> None:
+        if self.console.is_terminal:
+            self._live = Progress(
+                SpinnerColumn(finished_text="[green]✓"),
+                TextColumn("{task.fields[name]:<12}"),
+                TextColumn("{task.description}"),
+                TimeElapsedColumn(),
+                console=self.console,
+            )
+            self._live.start()
+
+    def stop(self) -> None:
+        """Idempotent. The rows stay where they are; what comes later is lines."""
+        with self._lock:
+            live, self._live = self._live, None
+            self._rows.clear()
+        if live is not None:
+            live.stop()
+
+    def progress(self, name: str, what: str, fraction: float) -> None:
+        done = f" ({fraction:.0%})" if 0 < fraction < 1 else ""
+        self._row(name, f"{what}{done}", finished=False, line=what)
+
+    def ready(self, name: str, what: str) -> None:
+        self._row(name, what, finished=True, line=f"ready: {what}")
+
+    def trouble(self, name: str, what: str) -> None:
+        self._forget_row(name)
+        self.console.print(f"[yellow]![/] {escape(name)}: {escape(what)}", highlight=False)
+
+    def gave_up(self, name: str, why: str) -> None:
+        self._forget_row(name)
+        self.console.print(f"[red]✗[/] {escape(name)} is left out: {escape(why)}", highlight=False)
+
+    @contextmanager
+    def step(self, name: str, what: str, done: str) -> Iterator[Report]:
+        """Something that we do ourselves; yields a way to say how far it is."""
+        self.progress(name, what, 0.0)
+        yield lambda what, fraction: self.progress(name, what, fraction)
+        self.ready(name, done)
+
+    def _row(self, name: str, text: str, *, finished: bool, line: str) -> None:
+        with self._lock:
+            if self._live is None:
+                # Without rows every new thing is one line; how far it has got is not worth another.
+                if self._last.get(name) != line:
+                    self._last[name] = line
+                    self.console.print(f"{escape(name)}: {escape(line)}", highlight=False)
+                return
+            row = self._rows.get(name)
+            if row is None:
+                row = self._rows[name] = self._live.add_task(escape(text), total=1, name=escape(name))
+            self._live.update(row, description=escape(text), completed=1 if finished else 0)
+
+    def _forget_row(self, name: str) -> None:
+        with self._lock:
+            row = self._rows.pop(name, None)
+            if row is not None and self._live is not None:
+                self._live.remove_task(row)

@@ -1,0 +1,175 @@
+"""`tandem serve`: from the command to the last process ended."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import signal
+import threading
+import time
+from concurrent.futures import Future
+from contextlib import redirect_stdout
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from rich.console import Console
+from rich.markup import escape
+
+from cluster.clock import cancel
+from cluster.config import TandemConfig
+from cluster.deployment import Deployment, with_model
+from cluster.describe import counted
+from cluster.model_store import Model, prepare_model
+from cluster.output import OtherPeoplesOutput
+from cluster.placement import Machine, this_machine
+from cluster.preflight import check_before_start
+from cluster.progress import Display
+from cluster.ray_runtime import ray_version, start_ray, stop_ray
+from wire.nodes import Role
+
+logger = logging.getLogger(__name__)
+
+
+def serve(config: TandemConfig) -> int:
+    """The exit status. Raises TandemError for what an operator can mend."""
+    began = time.monotonic()
+    machine = this_machine()
+    check_before_start(config, machine)
+    console = Console(highlight=False)
+    display = Display(console)
+    # Until the event loop takes over, a SIGTERM unwinds like a Ctrl-C does.
+    signal.signal(signal.SIGTERM, _terminated)
+    with redirect_stdout(OtherPeoplesOutput("ray")):
+        try:
+            display.start()
+            model = _in_background(config.model.path, display)
+            with display.step("ray", "starting", f"running, version {ray_version()}"):
+                logs = start_ray()
+            return asyncio.run(_serve(config, machine, model, display, logs, began))
+        except KeyboardInterrupt:
+            display.stop()
+            console.print("stopped before it was ready")
+            return 130
+        finally:
+            display.stop()
+            # Whoever is impatient now only leaves processes behind.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            stop_ray()
+
+
+def _terminated(number: int, frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def _in_background(name: str, display: Display) -> Future[Model]:
+    """The model is looked for, and fetched where needed, while Ray starts. Not a pool: its threads are joined at
+    exit, and a download must not keep us."""
+    result: Future[Model] = Future()
+
+    def work() -> None:
+        try:
+            with display.step("model", f"looking for {name}", name) as report:
+                model = prepare_model(name, report)
+            result.set_result(model)
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=work, name="prepare-model", daemon=True).start()
+    return result
+
+
+class _Interrupts:
+    """The first signal asks to finish, the second to end at once."""
+
+    def __init__(self) -> None:
+        self.first = asyncio.Event()
+        self.second = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._arrived)
+
+    def _arrived(self) -> None:
+        (self.second if self.first.is_set() else self.first).set()
+
+
+async def _serve(
+    config: TandemConfig, machine: Machine, found: Future[Model], display: Display, logs: Path, began: float
+) -> int:
+    interrupts = _Interrupts()
+    stop = asyncio.ensure_future(interrupts.first.wait())
+    try:
+        model = asyncio.wrap_future(found)
+        either: list[asyncio.Future[Any]] = [model, stop]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if not model.done():
+            raise KeyboardInterrupt
+        # Imported here, when Ray is running already: it takes a while, and not every command needs it.
+        from cluster.ray_launcher import RayLauncher
+
+        launcher = RayLauncher(config.timeouts.stop_s)
+        deployment = Deployment(with_model(config, model.result()), machine, launcher, display)
+        try:
+            start = asyncio.ensure_future(deployment.start())
+            await asyncio.wait([start, stop], return_when=asyncio.FIRST_COMPLETED)
+            if not start.done():
+                await cancel(start)
+                raise KeyboardInterrupt
+            start.result()
+            _say_ready(deployment, display, logs, time.monotonic() - began)
+            return await _until_stopped(deployment, display.console, interrupts)
+        finally:
+            await deployment.stop()
+    finally:
+        await cancel(stop)
+
+
+async def _until_stopped(deployment: Deployment, console: Console, interrupts: _Interrupts) -> int:
+    failed = asyncio.ensure_future(deployment.controller.failed())
+    stop = asyncio.ensure_future(interrupts.first.wait())
+    await asyncio.wait({failed, stop}, return_when=asyncio.FIRST_COMPLETED)
+    if failed.done():
+        await cancel(stop)
+        console.print(f"[red]✗[/] {escape(failed.result())}")
+        return 1
+    await cancel(failed)
+    limit = deployment.config.timeouts.nodes.drain_s
+    console.print(f"\nfinishing what is running (up to {limit:.0f} s; once more to end at once)")
+    drain = asyncio.ensure_future(deployment.drain())
+    now = asyncio.ensure_future(interrupts.second.wait())
+    await asyncio.wait({drain, now}, return_when=asyncio.FIRST_COMPLETED)
+    finished = drain.done() and drain.result()
+    await cancel(drain)
+    await cancel(now)
+    console.print("everything was finished" if finished else "ended before everything was finished")
+    return 0
+
+
+def _say_ready(deployment: Deployment, display: Display, logs: Path, seconds: float) -> None:
+    display.stop()
+    config, url, name = deployment.config, deployment.url, deployment.model_name
+    pools = [
+        counted(config.pools.of(role).nodes, f"{role.value} node")
+        for role in Role
+        if config.pools.of(role).nodes
+    ]
+    print_line = display.console.print
+    print_line(
+        f"\n[bold green]ready[/] after {seconds:.1f} s: {escape(name)} on {', '.join(pools)}, {url}/v1"
+    )
+    print_line(
+        f"try it:  {escape(curl_line(url, name, with_key=bool(config.router.api_keys)))}", soft_wrap=True
+    )
+    print_line(f"or:      tandem chat --url {url}")
+    print_line(f"logs:    {logs}    stop: Ctrl-C\n")
+
+
+def curl_line(url: str, model: str, *, with_key: bool) -> str:
+    body = json.dumps(
+        {"model": model, "messages": [{"role": "user", "content": "What is the capital of France?"}]}
+    )
+    quoted = body.replace("'", "'\\''")
+    key = ' -H "Authorization: Bearer $TANDEM_API_KEY"' if with_key else ""
+    return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{quoted}'"

@@ -1,0 +1,42 @@
+"""`tandem config`: the whole configuration as a tandem.yaml, each value with where it came from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import yaml
+
+from cluster.config import DERIVED
+from cluster.settings import Path, Settings, fields_of, section_type
+
+_SECRET = {("router", "api_keys")}
+
+
+def render(settings: Settings) -> str:
+    return "\n".join(_lines(settings.config, (), settings.origins)) + "\n"
+
+
+def _lines(section: msgspec.Struct, prefix: Path, origins: dict[Path, str]) -> Iterator[str]:
+    indent = "  " * len(prefix)
+    kind: type[msgspec.Struct] = type(section)
+    for name, info in fields_of(kind).items():
+        path = (*prefix, name)
+        if path in DERIVED:
+            continue
+        value = getattr(section, name)
+        if section_type(info.type) is not None:
+            yield f"{indent}{name}:"
+            yield from _lines(value, path, origins)
+        else:
+            origin = f"  # {origins[path]}" if path in origins else ""
+            yield f"{indent}{name}: {_scalar(path, value)}{origin}"
+
+
+def _scalar(path: Path, value: Any) -> str:
+    plain = msgspec.to_builtins(value)
+    if path in _SECRET:
+        plain = [{**entry, "key": "(hidden)"} for entry in plain]
+    text = yaml.safe_dump(plain, default_flow_style=True, width=10**6, allow_unicode=True)
+    return text.removesuffix("\n").removesuffix("...").strip()

@@ -1,0 +1,81 @@
+"""`tandem status`: the cluster on one screen, as its router sees it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from cluster.describe import counted, format_size
+from wire.errors import InternalError, Unavailable
+
+_COLUMNS = (
+    "node",
+    "role",
+    "state",
+    "running",
+    "waiting",
+    "blocks free",
+    "transfers",
+    "sent",
+    "received",
+    "epoch",
+)
+
+
+def fetch_status(url: str, key: str | None, transport: httpx.BaseTransport | None = None) -> dict[str, Any]:
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    try:
+        with httpx.Client(transport=transport, timeout=5.0, trust_env=False) as client:
+            response = client.get(f"{url}/cluster", headers=headers)
+    except httpx.HTTPError as error:
+        raise Unavailable(
+            f"{url} does not answer ({error}): is `tandem serve` running there? Name another with --url"
+        ) from error
+    if response.is_error:
+        raise Unavailable(f"{url}/cluster answered {response.status_code}: {response.text}")
+    cluster = response.json()
+    if not isinstance(cluster, dict) or not isinstance(cluster.get("nodes"), list):
+        raise InternalError(f"{url}/cluster does not look like a Tandem router's")
+    return cluster
+
+
+def show_status(cluster: dict[str, Any], console: Console) -> int:
+    """1 when it could not answer a request now."""
+    router, nodes = cluster["router"], cluster["nodes"]
+    unhealthy = router["unhealthy"]
+    health = f"[red]unavailable[/]: {escape(unhealthy)}" if unhealthy else "[green]serving[/]"
+    console.print(
+        f"{escape(router['model'])}: {health}; {counted(router['running'], 'request')} running, "
+        f"{router['queued']} queued{', draining' if router['draining'] else ''}",
+        highlight=False,
+    )
+    table = Table(*_COLUMNS, box=None, pad_edge=False)
+    for node in sorted(nodes, key=lambda node: (node["role"], node["node_id"])):
+        table.add_row(*_row(node))
+    console.print(table)
+    for node in nodes:
+        reason = node.get("detail") or node.get("unusable")
+        if reason:
+            console.print(f"[yellow]![/] {escape(node['node_id'])}: {escape(str(reason))}", highlight=False)
+    return 1 if unhealthy else 0
+
+
+def _row(node: dict[str, Any]) -> tuple[str, ...]:
+    counters = node.get("counters", {})
+    blocks = f"{node['free_blocks']}/{node['total_blocks']}" if "total_blocks" in node else "-"
+    return (
+        escape(node["node_id"]),
+        node["role"],
+        node["state"],
+        str(node.get("running", "-")),
+        str(node.get("waiting", "-")),
+        blocks,
+        str(node.get("transfers", "-")),
+        format_size(counters.get("transfer_bytes_sent", 0)),
+        format_size(counters.get("transfer_bytes_received", 0)),
+        str(node["epoch"])[:8],
+    )
