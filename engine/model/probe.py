@@ -14,10 +14,9 @@ from typing import Any
 
 import msgspec
 import torch
-from transformers import AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import eager_mask
+from transformers import PreTrainedModel
 
-from engine.model.attention.interface import PAGED, attention_through
+from engine.model.attention.interface import PAGED, PROBED, attention_through
 from engine.model.attention.kernel import attend
 from engine.model.attention.layers import AttentionLayer
 from wire.errors import ConfigurationError
@@ -40,13 +39,10 @@ def probe_attention(model: PreTrainedModel) -> Probed:
     recorder = _Recorder(config)
     tokens = torch.arange(_PROBE_TOKENS, device=model.device).remainder(config.vocab_size)[None]
     positions = torch.arange(_PROBE_TOKENS, device=model.device)[None]
-    # With the mask function of the eager implementation, the model hands us the very mask it wants applied.
-    AttentionMaskInterface.register(PAGED, eager_mask)
-    try:
-        with torch.inference_mode(), attention_through(recorder.attention):
-            output = model(input_ids=tokens, position_ids=positions, use_cache=False)
-    finally:
-        del AttentionMaskInterface._global_mapping[PAGED]
+    model.set_attn_implementation(PROBED)
+    with torch.inference_mode(), attention_through(recorder.attention):
+        output = model(input_ids=tokens, position_ids=positions, use_cache=False)
+    model.set_attn_implementation(PAGED)
     return Probed(layers=recorder.layers(), vocab_size=output.logits.shape[-1])
 
 

@@ -1,7 +1,8 @@
-"""How a transformers model reaches the paged cache: an attention function registered under a name of ours.
+"""How a transformers model reaches the paged cache: an attention function registered under names of ours.
 
-Transformers builds no mask for an implementation that it knows no mask function for, so the model passes None
-and the paged step decides by itself who sees what.
+Transformers builds no mask for an implementation that it knows no mask function for: under PAGED the model passes
+None, and the paged step decides by itself who sees what. Under PROBED it hands over the very mask that its own
+eager attention would get.
 """
 
 from __future__ import annotations
@@ -11,9 +12,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import eager_mask
+
+from wire.errors import InternalError
 
 PAGED = "tandem_paged"
+PROBED = "tandem_probed"
 
 AttentionFunction = Callable[..., tuple[torch.Tensor, None]]
 """(module, query, key, value, attention_mask, **kwargs), as transformers calls it."""
@@ -36,7 +41,7 @@ def attention_through(function: AttentionFunction) -> Iterator[None]:
         _current.function = None
 
 
-def _paged_attention(
+def _attention(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -45,8 +50,10 @@ def _paged_attention(
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
     if _current.function is None:
-        raise RuntimeError("a model with paged attention was run outside of an engine's step")
+        raise InternalError("a model with paged attention was run outside of an engine's step")
     return _current.function(module, query, key, value, attention_mask, **kwargs)
 
 
-AttentionInterface.register(PAGED, _paged_attention)
+AttentionInterface.register(PAGED, _attention)
+AttentionInterface.register(PROBED, _attention)
+AttentionMaskInterface.register(PROBED, eager_mask)
