@@ -1,0 +1,72 @@
+"""The real model: transformers' own greedy tokens, chunked, mixed, drafted, and moved between two runners."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from engine.config import CacheConfig, ModelConfig, SchedulerConfig
+from engine.model.loading import load_runner
+from engine.model.torch_runner import TorchRunner
+from tests.engine.model import tiny
+from tests.engine.model.driver import Driver
+
+NUM_TOKENS = 16
+TEXTS = (
+    "The capital of France is",
+    "def fibonacci(n):\n    if n < 2:\n        return n\n    return",
+    "One, two, three, four, five, six. One, two, three, four, five, six. One, two, three,",
+)
+
+pytestmark = pytest.mark.slow  # loads 135 million weights, and generates with transformers to compare
+
+
+@pytest.fixture(scope="module")
+def prompts(smollm2_path: Path) -> list[list[int]]:
+    tokenizer = AutoTokenizer.from_pretrained(smollm2_path)
+    return [tokenizer(text)["input_ids"] for text in TEXTS]
+
+
+@pytest.fixture(scope="module")
+def answers(smollm2_path: Path, prompts: list[list[int]]) -> list[list[int]]:
+    return [answer.tokens for answer in tiny.reference(smollm2_path, prompts, NUM_TOKENS)]
+
+
+@pytest.fixture(scope="module")
+def runners(smollm2_path: Path) -> list[TorchRunner]:
+    def load(drafts: int) -> TorchRunner:
+        return load_runner(
+            ModelConfig(path=str(smollm2_path), dtype="float32", device="cpu", threads=1),
+            CacheConfig(memory_bytes=512 << 20),
+            SchedulerConfig(max_model_len=1024, num_speculative_tokens=drafts),
+        )
+
+    return [load(0), load(3)]
+
+
+def test_mixed_and_chunked(
+    runners: list[TorchRunner], prompts: list[list[int]], answers: list[list[int]]
+) -> None:
+    driver = Driver(runners[0])
+    for index, prompt in enumerate(prompts):
+        driver.add(str(index), prompt)
+    assert list(driver.generate(NUM_TOKENS, max_chunk=13).values()) == answers
+    for index in range(len(prompts)):
+        driver.finish(str(index))
+    driver.step({})
+
+
+def test_prefilled_here_and_decoded_there_with_drafts(
+    runners: list[TorchRunner], prompts: list[list[int]], answers: list[list[int]]
+) -> None:
+    prefill, decode = Driver(runners[0], 1), Driver(runners[1], 2)
+    for index, prompt in enumerate(prompts):
+        prefill.add(str(index), prompt)
+    prefill.generate(1)
+    for index in range(len(prompts)):
+        decode.adopt(str(index), prefill)
+    assert list(decode.generate(NUM_TOKENS).values()) == answers
+    # The counting text repeats itself, and so do its drafts.
+    assert decode.num_accepted > 0
