@@ -18,6 +18,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from router.config import Heartbeat, LocalPrefill, RouterConfig
 from router.server import RouterServer
 from router.text.tokenizer import Tokenizer
+from tests.router.event_reader import EventReader
 from tests.router.fake_node import Board, FakeNode, TokenRule, hashed_token
 from wire.nodes import Role
 
@@ -59,6 +60,10 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="session")
 def tokenizer(model_folder: str) -> Tokenizer:
     return Tokenizer.from_folder(model_folder)
+
+
+# In the tokenizer below: three special tokens, then the bytes in the order of their characters.
+LETTERS = hashed_token(67, 93)
 
 
 class Running:
@@ -137,6 +142,29 @@ class Running:
         value = self.look(lambda: self.server.services.metrics.registry.get_sample_value(name, labels))
         return value or 0.0
 
+    def expected(self, prompt: str, count: int, *, seed: int, special: bool = True) -> str:
+        """The text that any path through the cluster must give."""
+        tokenizer = self.server.services.model.tokenizer
+        ids = tokenizer.encode(prompt, special=special)
+        return tokenizer.decode(
+            [self.board.rule(ids, seed, index) for index in range(count)], skip_special=True
+        )
+
+    def complete(self, **fields: Any) -> httpx.Response:
+        return self.client.post(
+            "/v1/completions", json={"model": self.config.model_name, "prompt": "the fox", **fields}
+        )
+
+    def chat(self, content: str = "hi", **fields: Any) -> httpx.Response:
+        messages = [{"role": "user", "content": content}]
+        return self.client.post(
+            "/v1/chat/completions", json={"model": self.config.model_name, "messages": messages, **fields}
+        )
+
+    def stream(self, **fields: Any) -> EventReader:
+        body = {"model": self.config.model_name, "prompt": "the fox", "stream": True, **fields}
+        return EventReader(self.url, "/v1/completions", body)
+
     def idle(self) -> bool:
         dispatcher = self.server.services.dispatcher
         return dispatcher.running == 0 and dispatcher.admission.held == 0 and dispatcher.admission.queued == 0
@@ -174,7 +202,7 @@ def start_router(model_folder: str, end_token: int, request: pytest.FixtureReque
             "local_prefill": LocalPrefill.NEVER,
         }
         running = Running(
-            msgspec.structs.replace(config, **(defaults | settings)), rule or hashed_token(70, 103), end_token
+            msgspec.structs.replace(config, **(defaults | settings)), rule or LETTERS, end_token
         )
         started.append(running)
         for count, name, role in (

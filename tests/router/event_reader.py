@@ -1,0 +1,114 @@
+"""A client that reads a stream of events one at a time, and may hang up or stop reading at any moment."""
+
+from __future__ import annotations
+
+import json
+import socket
+from typing import Any
+from urllib.parse import urlsplit
+
+
+class EventReader:
+    """By hand on a socket: an HTTP library would read ahead, and tests are about who reads when."""
+
+    def __init__(
+        self, url: str, path: str, body: dict[str, Any], *, headers: dict[str, str] | None = None
+    ) -> None:
+        parts = urlsplit(url)
+        self.socket = socket.create_connection((parts.hostname, parts.port), timeout=10)
+        data = json.dumps(body).encode()
+        lines = [
+            f"POST {path} HTTP/1.1",
+            f"host: {parts.netloc}",
+            "content-type: application/json",
+            f"content-length: {len(data)}",
+            *(f"{name}: {value}" for name, value in (headers or {}).items()),
+        ]
+        self.socket.sendall("\r\n".join(lines).encode() + b"\r\n\r\n" + data)
+        self._buffer = b""
+        self._body = b""
+        self._ended = False
+        self.status: int | None = None
+        self.headers: dict[str, str] = {}
+
+    def _more(self) -> bool:
+        data = self.socket.recv(65536)
+        self._buffer += data
+        return bool(data)
+
+    def read_header(self) -> int:
+        while b"\r\n\r\n" not in self._buffer:
+            if not self._more():
+                raise ConnectionError("closed before the header was complete")
+        head, _, self._buffer = self._buffer.partition(b"\r\n\r\n")
+        first, *lines = head.decode().split("\r\n")
+        self.headers = {
+            name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)
+        }
+        self.status = int(first.split()[1])
+        return self.status
+
+    def _read_chunk(self) -> bool:
+        """One chunk of the transfer coding. False at the end of the body."""
+        while True:
+            size, found, rest = self._buffer.partition(b"\r\n")
+            if found and len(rest) >= int(size, 16) + 2:
+                break
+            if not self._more():
+                raise ConnectionError("the connection was closed in the middle of the body")
+        length = int(size, 16)
+        self._body += rest[:length]
+        self._buffer = rest[length + 2 :]
+        self._ended = length == 0
+        return not self._ended
+
+    def next_event(self) -> str | None:
+        """The data of the next event; None at the end of the stream."""
+        if self.status is None:
+            self.read_header()
+        while b"\n\n" not in self._body:
+            if self._ended or not self._read_chunk():
+                return None
+        block, _, self._body = self._body.partition(b"\n\n")
+        return "\n".join(line[6:] for line in block.decode().split("\n") if line.startswith("data: "))
+
+    def text(self, count: int | None = None) -> str:
+        """The text of the next `count` events that have any, or of all to the end."""
+        out, seen = "", 0
+        while count is None or seen < count:
+            data = self.next_event()
+            if data is None or data == "[DONE]":
+                break
+            body = json.loads(data)
+            if "error" in body:
+                raise AssertionError(body)
+            for choice in body["choices"]:
+                out += choice.get("text") or choice.get("delta", {}).get("content") or ""
+                seen += 1
+        return out
+
+    def rest(self) -> list[Any]:
+        """Everything to the end: JSON bodies, and "[DONE]" as it stands."""
+        found: list[Any] = []
+        while (data := self.next_event()) is not None:
+            found.append(data if data == "[DONE]" else json.loads(data))
+        return found
+
+    def read_body(self) -> Any:
+        """An answer in one piece, by its content-length."""
+        if self.status is None:
+            self.read_header()
+        length = int(self.headers["content-length"])
+        while len(self._buffer) < length:
+            if not self._more():
+                break
+        return json.loads(self._buffer[:length])
+
+    def close(self) -> None:
+        self.socket.close()
+
+    def __enter__(self) -> EventReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

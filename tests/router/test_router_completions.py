@@ -1,0 +1,242 @@
+from __future__ import annotations
+
+import pytest
+
+from router.text.tokenizer import Tokenizer
+from tests.router.conftest import StartRouter
+from tests.router.fake_node import scripted
+from wire.requests import TransferRole
+
+
+def test_both_nodes_are_told_at_once_under_one_transfer_and_the_answer_is_theirs(
+    start_router: StartRouter,
+) -> None:
+    router = start_router()
+    answer = router.complete(prompt="the quick fox", max_tokens=6, seed=7)
+    assert answer.status_code == 200, answer.text
+    body = answer.json()
+    assert body["object"] == "text_completion"
+    assert body["model"] == "fake"
+    (choice,) = body["choices"]
+    assert choice == {
+        "index": 0,
+        "text": router.expected("the quick fox", 6, seed=7),
+        "logprobs": None,
+        "finish_reason": "length",
+    }
+    assert answer.headers["x-tandem-nodes"] == "prefill=p0,decode=d0"
+    assert "prefill p0" in answer.headers["x-tandem-decision"]
+
+    (produce,), (consume,) = router.nodes["p0"].submits, router.nodes["d0"].submits
+    assert produce.request_id == consume.request_id
+    assert produce.transfer is not None
+    assert consume.transfer is not None
+    assert produce.transfer.role is TransferRole.PRODUCE
+    assert consume.transfer.role is TransferRole.CONSUME
+    assert produce.transfer.transfer_id == consume.transfer.transfer_id
+    assert len(produce.transfer.transfer_id) > 20
+    decode, prefill = router.nodes["d0"].info, router.nodes["p0"].info
+    assert (produce.transfer.peer.node_id, produce.transfer.peer.epoch) == ("d0", decode.epoch)
+    assert produce.transfer.peer.endpoint == decode.peer_endpoint
+    assert (consume.transfer.peer.node_id, consume.transfer.peer.epoch) == ("p0", prefill.epoch)
+    assert produce.sampling == consume.sampling
+    assert produce.sampling.seed == 7
+
+
+def test_usage_counts_prompt_answer_and_what_was_cached(
+    start_router: StartRouter, tokenizer: Tokenizer
+) -> None:
+    router = start_router()
+    prompt = tokenizer.encode("the quick brown fox jumps over", special=True)
+    usage = router.complete(prompt=prompt, max_tokens=5).json()["usage"]
+    assert usage == {
+        "prompt_tokens": len(prompt),
+        "completion_tokens": 5,
+        "total_tokens": len(prompt) + 5,
+        "prompt_tokens_details": {"cached_tokens": len(prompt) // 4},
+    }
+
+
+def test_without_a_prefill_node_the_decode_node_reads_the_prompt(start_router: StartRouter) -> None:
+    router = start_router(prefill=0)
+    answer = router.complete(max_tokens=4, seed=1)
+    assert answer.json()["choices"][0]["text"] == router.expected("the fox", 4, seed=1)
+    assert router.nodes["d0"].submits[0].transfer is None
+    assert answer.headers["x-tandem-nodes"] == "decode=d0"
+    assert "no prefill node" in answer.headers["x-tandem-decision"]
+
+
+def test_an_aggregated_node_does_both(start_router: StartRouter) -> None:
+    router = start_router(prefill=0, decode=0, aggregated=1)
+    answer = router.complete(max_tokens=4, seed=1)
+    assert answer.json()["choices"][0]["text"] == router.expected("the fox", 4, seed=1)
+    assert answer.headers["x-tandem-nodes"] == "aggregated=a0"
+
+
+def test_one_token_is_the_prefill_nodes_alone(start_router: StartRouter) -> None:
+    router = start_router()
+    answer = router.complete(max_tokens=1, seed=3)
+    assert answer.json()["choices"][0]["text"] == router.expected("the fox", 1, seed=3)
+    assert router.nodes["p0"].submits[0].transfer is None
+    assert router.nodes["d0"].submits == []
+
+
+def test_an_answer_that_ends_with_its_first_token_ends_on_both_nodes(
+    start_router: StartRouter, end_token: int
+) -> None:
+    router = start_router(rule=scripted([end_token]))
+    answer = router.complete(max_tokens=9).json()
+    assert answer["choices"][0] == {"index": 0, "text": "", "logprobs": None, "finish_reason": "stop"}
+    decode = router.nodes["d0"]
+    request_id = decode.submits[0].request_id
+    decode.wait_until(lambda: request_id in decode.cancels, "told that the request is over")
+    decode.wait_until(lambda: not decode._running, "nothing runs")
+
+
+def test_unseeded_requests_differ_and_seeded_ones_do_not(start_router: StartRouter) -> None:
+    router = start_router()
+    texts = [router.complete(max_tokens=12).json()["choices"][0]["text"] for _ in range(2)]
+    assert texts[0] != texts[1]
+    seeded = [router.complete(max_tokens=12, seed=5).json()["choices"][0]["text"] for _ in range(2)]
+    assert seeded[0] == seeded[1]
+
+
+def test_several_prompts_and_choices_are_numbered_prompt_by_prompt(start_router: StartRouter) -> None:
+    router = start_router(decode=2)
+    body = router.complete(prompt=["the fox", "a dog"], n=2, max_tokens=4, seed=10).json()
+    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
+    assert [choice["text"] for choice in body["choices"]] == [
+        router.expected(prompt, 4, seed=seed) for prompt in ("the fox", "a dog") for seed in (10, 11)
+    ]
+    assert body["usage"]["completion_tokens"] == 16
+
+
+def test_token_ids_are_a_prompt(start_router: StartRouter, tokenizer: Tokenizer) -> None:
+    router = start_router()
+    ids = tokenizer.encode("the fox", special=True)
+    one = router.complete(prompt=ids, max_tokens=3, seed=1).json()
+    assert one["choices"][0]["text"] == router.expected("the fox", 3, seed=1)
+    two = router.complete(prompt=[ids, ids], max_tokens=3, seed=1).json()
+    assert [choice["text"] for choice in two["choices"]] == [one["choices"][0]["text"]] * 2
+
+
+def test_echo_shows_the_prompt_and_with_no_tokens_nothing_else(start_router: StartRouter) -> None:
+    router = start_router()
+    shown = router.complete(prompt="the fox", echo=True, max_tokens=3, seed=1).json()["choices"][0]
+    assert shown["text"] == "the fox" + router.expected("the fox", 3, seed=1)
+    scored = router.complete(prompt="the fox", echo=True, max_tokens=0, logprobs=1, seed=1).json()
+    (choice,) = scored["choices"]
+    assert choice["text"] == "the fox"
+    assert choice["finish_reason"] == "length"
+    assert scored["usage"]["completion_tokens"] == 0
+    logprobs = choice["logprobs"]
+    assert logprobs["tokens"] == ["the", " fox"]
+    assert logprobs["token_logprobs"][0] is None
+    assert logprobs["token_logprobs"][1] < 0
+    assert logprobs["text_offset"] == [0, 3]
+
+
+def test_logprobs_stand_beside_their_tokens(start_router: StartRouter, tokenizer: Tokenizer) -> None:
+    router = start_router()
+    choice = router.complete(max_tokens=4, logprobs=2, seed=1).json()["choices"][0]
+    logprobs = choice["logprobs"]
+    assert "".join(logprobs["tokens"]) == choice["text"]
+    assert len(logprobs["token_logprobs"]) == len(logprobs["top_logprobs"]) == 4
+    assert logprobs["text_offset"] == [0, 1, 2, 3]
+    for token, logprob, top in zip(
+        logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True
+    ):
+        assert top[token] == logprob
+        assert len(top) == 2
+
+
+def test_best_of_answers_with_the_likeliest(start_router: StartRouter, tokenizer: Tokenizer) -> None:
+    router = start_router()
+    body = router.complete(max_tokens=2, best_of=6, n=2, seed=20).json()
+    assert [choice["index"] for choice in body["choices"]] == [0, 1]
+    assert all(choice["logprobs"] is None for choice in body["choices"])
+    ids = tokenizer.encode("the fox", special=True)
+
+    def likelihood(seed: int) -> float:
+        return sum(-0.25 - router.board.rule(ids, seed, index) % 7 for index in range(2))
+
+    ranked = sorted(range(20, 26), key=likelihood, reverse=True)[:2]
+    assert [choice["text"] for choice in body["choices"]] == [
+        router.expected("the fox", 2, seed=s) for s in ranked
+    ]
+    assert body["usage"]["completion_tokens"] == 12
+
+
+def test_a_stop_string_over_several_tokens_ends_the_answer_and_the_work(
+    start_router: StartRouter, tokenizer: Tokenizer
+) -> None:
+    script = tokenizer.encode("one two three four five six", special=False)
+    router = start_router(rule=scripted(script))
+    body = router.complete(max_tokens=400, stop=["ee fo", "unused"]).json()
+    assert body["choices"][0]["text"] == "one two thr"
+    assert body["choices"][0]["finish_reason"] == "stop"
+    spoken = next(n for n in range(1, len(script)) if "ee fo" in tokenizer.decode(script[:n]))
+    assert body["usage"]["completion_tokens"] == spoken
+    for node in router.nodes.values():
+        node.wait_until(lambda node=node: not node._running, "the rest is not generated")  # type: ignore[misc]
+    included = router.complete(max_tokens=400, stop="ee fo", include_stop_str_in_output=True).json()
+    assert included["choices"][0]["text"] == "one two three fo"
+
+
+def test_a_stop_string_counts_only_after_min_tokens(start_router: StartRouter, tokenizer: Tokenizer) -> None:
+    letters = tokenizer.encode("x", special=False)
+    router = start_router(rule=scripted(letters))
+    assert router.complete(max_tokens=9, stop="x").json()["choices"][0]["text"] == ""
+    assert router.complete(max_tokens=9, stop="x", min_tokens=4).json()["choices"][0]["text"] == "xxxx"
+
+
+def test_a_stop_token_ends_the_answer_and_is_not_shown(
+    start_router: StartRouter, tokenizer: Tokenizer
+) -> None:
+    script = tokenizer.encode("xyzw", special=False)
+    router = start_router(rule=scripted(script))
+    body = router.complete(max_tokens=50, stop_token_ids=[script[2]]).json()
+    assert body["choices"][0]["text"] == tokenizer.decode(script[:2])
+    assert body["choices"][0]["finish_reason"] == "stop"
+    assert body["usage"]["completion_tokens"] == 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_characters_of_several_tokens_come_whole(
+    start_router: StartRouter, tokenizer: Tokenizer, stream: bool
+) -> None:
+    text = "ok 😀 naïve 漢字!"
+    script = tokenizer.encode(text, special=False)
+    router = start_router(rule=scripted(script))
+    if not stream:
+        assert router.complete(max_tokens=len(script)).json()["choices"][0]["text"] == text
+        return
+    with router.stream(max_tokens=len(script)) as events:
+        got = [body["choices"][0]["text"] for body in events.rest() if body != "[DONE]"]
+    assert "".join(got) == text
+    assert all("\ufffd" not in piece for piece in got)
+
+
+def test_what_the_nodes_are_told(start_router: StartRouter, tokenizer: Tokenizer) -> None:
+    router = start_router()
+    answer = router.complete(
+        max_tokens=2, temperature=0.5, top_p=0.9, top_k=-1, min_p=0.1, presence_penalty=1, frequency_penalty=-1,
+        repetition_penalty=1.1, min_tokens=1, logit_bias={"5": -100}, stop_token_ids=[4], ignore_eos=True,
+        bad_words=["fox"], priority=3, cache_salt="mine", user="someone", seed=-1,
+    )  # fmt: skip
+    assert answer.status_code == 200, answer.text
+    submit = router.nodes["p0"].submits[0]
+    sampling = submit.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.5, 0.9, 0, 0.1)
+    assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (
+        1,
+        -1,
+        1.1,
+    )
+    assert (sampling.max_tokens, sampling.min_tokens, sampling.ignore_eos) == (2, 1, True)
+    assert sampling.logit_bias == {5: -100}
+    assert sampling.stop_token_ids == [4]
+    assert tokenizer.encode(" fox", special=False) in sampling.bad_words
+    assert (submit.priority, submit.cache_salt) == (3, "mine")
+    assert 0 <= sampling.seed < 2**63
+    assert 1700 < submit.timeout_s <= 1800

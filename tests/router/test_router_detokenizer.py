@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+
+from router.text.tokenizer import Tokenizer
+
+REPLACEMENT = "\ufffd"
+
+
+def pieces(tokenizer: Tokenizer, ids: list[int], *, skip_special: bool = True) -> list[str]:
+    detokenizer = tokenizer.detokenizer(skip_special=skip_special)
+    return [*(detokenizer.push([token]) for token in ids), detokenizer.finish()]
+
+
+@pytest.mark.parametrize("text", ["😀", "naïve 漢字 🤷🏽‍♀️ ok", "é" * 5, "ends in 🎉"])
+def test_a_character_is_never_split(tokenizer: Tokenizer, text: str) -> None:
+    ids = tokenizer.encode(text, special=False)
+    assert len(ids) > 1
+    out = pieces(tokenizer, ids)
+    assert "".join(out) == text
+    assert REPLACEMENT not in "".join(out)
+
+
+def test_an_incomplete_character_waits_and_is_shown_as_such_only_at_the_end(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("a😀", special=False)[:-1]
+    out = pieces(tokenizer, ids)
+    assert out[0] == "a"
+    assert all(piece == "" for piece in out[1:-1])
+    assert out[-1] == REPLACEMENT
+
+
+def test_bytes_that_are_no_character_do_not_swallow_what_follows(tokenizer: Tokenizer) -> None:
+    half = tokenizer.encode("😀", special=False)[:-1]
+    ids = [*half, *tokenizer.encode("fox", special=False)]
+    assert "".join(pieces(tokenizer, ids)) == REPLACEMENT + "fox" == tokenizer.decode(ids)
+
+
+def test_special_tokens_are_left_out_unless_asked_for(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("fox<|end|>", special=False)
+    assert "".join(pieces(tokenizer, ids)) == "fox"
+    assert "".join(pieces(tokenizer, ids, skip_special=False)) == "fox<|end|>"
+
+
+def test_ids_outside_the_vocabulary_say_nothing(tokenizer: Tokenizer) -> None:
+    assert "".join(pieces(tokenizer, [tokenizer.vocab_size + 5, -1])) == ""
+
+
+@given(data=st.data())
+def test_any_tokens_in_any_portions_give_what_decoding_them_at_once_gives(
+    tokenizer: Tokenizer, data: st.DataObject
+) -> None:
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=40))
+    detokenizer = tokenizer.detokenizer()
+    out, rest = "", ids
+    while rest:
+        count = data.draw(st.integers(1, len(rest)))
+        out += detokenizer.push(rest[:count])
+        rest = rest[count:]
+    assert out + detokenizer.finish() == tokenizer.decode(ids, skip_special=True)
+
+
+@pytest.fixture(scope="module")
+def metaspace() -> Tokenizer:
+    """As SentencePiece models are: words begin with ▁, and rare characters fall back to bytes."""
+    backend = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.pre_tokenizer = pre_tokenizers.Split("▁▁▁▁", "isolated")
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<unk>", "<s>", "</s>"],
+        initial_alphabet=[*"abcdefghijklmnopqrstuvwxyz▁"],
+        limit_alphabet=40,
+        show_progress=False,
+    )
+    backend.train_from_iterator(["the quick brown fox jumps over the lazy dog"] * 3, trainer)
+    backend.add_tokens([tokenizers.AddedToken(f"<0x{byte:02X}>", normalized=False) for byte in range(256)])
+    return Tokenizer(backend, {})
+
+
+def test_another_kind_of_tokenizer_streams_the_same_text_as_it_decodes(metaspace: Tokenizer) -> None:
+    ids = metaspace.encode("the quick brown fox", special=False)
+    assert len(ids) > 3
+    out = pieces(metaspace, ids)
+    assert "".join(out) == metaspace.decode(ids) == "the quick brown fox"
+
+
+def test_another_kind_of_tokenizer_holds_bytes_until_they_are_a_character(metaspace: Tokenizer) -> None:
+    word = metaspace.encode("fox", special=False)
+    single = {metaspace.token_bytes(token): token for token in range(metaspace.vocab_size)}
+    byte_ids = [single[bytes([byte])] for byte in "é".encode()]
+    out = pieces(metaspace, word + byte_ids)
+    assert "".join(out) == "foxé"
+    cut = pieces(metaspace, word + byte_ids[:1])
+    assert "".join(cut[:-1]) == "fox"
+    assert cut[-1] == REPLACEMENT

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.http.json_body import parse_object
+from wire.errors import InvalidRequest
+
+DEPTH = 8
+
+
+@pytest.mark.parametrize(
+    ("body", "complaint"),
+    [
+        (b"", "empty"),
+        (b"  \n", "empty"),
+        (b"{", "not JSON"),
+        (b"nonsense", "not JSON"),
+        (b"[]", "must be a JSON object"),
+        (b'"text"', "must be a JSON object"),
+        (b"null", "must be a JSON object"),
+        (b'{"a": 1} {"b": 2}', "not JSON"),
+        (b'{"a": 1,}', "not JSON"),
+        (b"{'a': 1}", "not JSON"),
+        (b'{"a": 1, "a": 2}', "given twice"),
+        (b'{"x": {"b": 1, "b": 1}}', "given twice"),
+        (b'{"a": NaN}', "NaN"),
+        (b'{"a": -Infinity}', "Infinity"),
+        (b'{"a": 1e400}', "too large"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "too large"),
+        (b'{"a": "\\ud800"}', "surrogate"),
+        (b'{"a": ["\\udc00\\ud800"]}', "surrogate"),
+        (b'{"\\ud83d": 1}', "surrogate"),
+        (b'{"a": "\xff"}', "not UTF-8"),
+        (b'{"a": "\xed\xa0\x80"}', "not UTF-8"),
+        (b'\xef\xbb\xbf{"a": 1}', "not JSON"),
+        (b'{"a": ' + b"[" * DEPTH + b"]" * DEPTH + b"}", "nested"),
+        (b'{"a": ' + b"[" * 100_000, "nested"),
+        (b'{"a": ' * 100_000, "nested"),
+        (b'{"a": "\t"}', "not JSON"),
+    ],
+)
+def test_refuses(body: bytes, complaint: str) -> None:
+    with pytest.raises(InvalidRequest, match=complaint):
+        parse_object(body, DEPTH)
+
+
+def test_the_deepest_that_is_allowed() -> None:
+    body = b'{"a": ' + b"[" * (DEPTH - 1) + b"]" * (DEPTH - 1) + b"}"
+    parse_object(body, DEPTH)
+
+
+def test_a_whole_surrogate_pair_is_a_character() -> None:
+    assert parse_object(b'{"a": "\\ud83d\\ude00"}', DEPTH) == {"a": "😀"}
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**63)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(st.text(), JSON, max_size=4))
+def test_reads_what_json_writes(value: dict[str, Any]) -> None:
+    assert parse_object(json.dumps(value).encode(), 100) == value
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_an_object_or_a_clear_refusal(body: bytes) -> None:
+    try:
+        assert isinstance(parse_object(body, DEPTH), dict)
+    except InvalidRequest as refusal:
+        assert str(refusal)

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.dispatch.ledger import TokenLedger, TokenMismatch
+from tests.router.fake_node import fake_logprobs
+from wire.requests import TokenChunk
+from wire.sampling import FinishReason
+
+
+def chunk(
+    start: int, ids: list[int], *, logprobs: bool = False, finish: FinishReason | None = None
+) -> TokenChunk:
+    found = [fake_logprobs(token, 0) for token in ids] if logprobs else None
+    return TokenChunk("r", start, ids, logprobs=found, finish=finish)
+
+
+def test_the_first_token_is_reported_by_both_nodes_and_counted_once() -> None:
+    ledger = TokenLedger(wants_logprobs=False)
+    assert ledger.accept(chunk(0, [7], finish=FinishReason.HANDOFF))
+    assert ledger.finish is None
+    ledger.accept(chunk(0, [7]))
+    ledger.accept(chunk(1, [8, 9], finish=FinishReason.LENGTH))
+    assert ledger.tokens == [7, 8, 9]
+    assert ledger.finish is FinishReason.LENGTH
+
+
+def test_the_loss_of_either_report_loses_nothing() -> None:
+    ledger = TokenLedger(wants_logprobs=False)
+    ledger.accept(chunk(0, [7]))
+    ledger.accept(chunk(1, [8]))
+    assert ledger.tokens == [7, 8]
+
+
+def test_different_tokens_for_one_index_are_an_error() -> None:
+    ledger = TokenLedger(wants_logprobs=False)
+    ledger.accept(chunk(0, [7, 8]))
+    with pytest.raises(TokenMismatch):
+        ledger.accept(chunk(1, [9, 10]))
+    with pytest.raises(TokenMismatch):
+        ledger.accept(chunk(-1, [9]))
+
+
+def test_a_report_without_logprobs_waits_for_the_one_with() -> None:
+    ledger = TokenLedger(wants_logprobs=True)
+    assert not ledger.accept(chunk(0, [7]))
+    assert not ledger.accept(chunk(1, [8], logprobs=True, finish=FinishReason.LENGTH))
+    assert ledger.tokens == []
+    assert ledger.finish is None  # the end is not the end while something before it is missing
+    assert ledger.waiting
+    assert ledger.accept(chunk(0, [7], logprobs=True))
+    assert ledger.tokens == [7, 8]
+    assert [found.token_id for found in ledger.logprobs] == [7, 8]
+    assert ledger.finish is FinishReason.LENGTH
+    assert not ledger.waiting
+
+
+def test_a_held_report_that_disagrees_is_found_when_its_turn_comes() -> None:
+    ledger = TokenLedger(wants_logprobs=True)
+    ledger.accept(chunk(0, [6]))
+    with pytest.raises(TokenMismatch):
+        ledger.accept(chunk(0, [7], logprobs=True))
+
+
+@given(
+    tokens=st.lists(st.integers(0, 100), min_size=1, max_size=12),
+    wants_logprobs=st.booleans(),
+    data=st.data(),
+)
+def test_any_order_of_overlapping_reports_gives_the_output(
+    tokens: list[int], wants_logprobs: bool, data: st.DataObject
+) -> None:
+    chunks: list[TokenChunk] = []
+    at = 0
+    while at < len(tokens):
+        begin = data.draw(st.integers(0, at))
+        end = data.draw(st.integers(at + 1, len(tokens)))
+        finish = FinishReason.STOP if end == len(tokens) else None
+        chunks.append(chunk(begin, tokens[begin:end], logprobs=wants_logprobs, finish=finish))
+        at = end
+    chunks.append(chunk(0, tokens[:1]))  # the decode node's word of the first token
+    ledger = TokenLedger(wants_logprobs=wants_logprobs)
+    for one in data.draw(st.permutations(chunks)):
+        ledger.accept(one)
+        assert ledger.tokens == tokens[: len(ledger.tokens)]
+        assert not wants_logprobs or len(ledger.logprobs) == len(ledger.tokens)
+    assert ledger.tokens == tokens
+    assert ledger.finish is FinishReason.STOP
+    assert not ledger.waiting or wants_logprobs

@@ -1,0 +1,85 @@
+"""The official client, unchanged."""
+
+from __future__ import annotations
+
+import openai
+import pytest
+
+from tests.router.conftest import Running, StartRouter
+from wire.errors import WireError
+
+
+@pytest.fixture
+def router(start_router: StartRouter) -> Running:
+    return start_router()
+
+
+@pytest.fixture
+def client(router: Running) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{router.url}/v1", api_key="unused", max_retries=0)
+
+
+def test_completions(router: Running, client: openai.OpenAI) -> None:
+    answer = client.completions.create(model="fake", prompt="the fox", max_tokens=5, seed=1)
+    assert answer.choices[0].text == router.expected("the fox", 5, seed=1)
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 5
+    stream = client.completions.create(model="fake", prompt="the fox", max_tokens=5, seed=1, stream=True)
+    assert "".join(part.choices[0].text for part in stream) == answer.choices[0].text
+
+
+def test_chat(router: Running, client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="fake",
+        messages=[{"role": "user", "content": "hi"}],
+        max_completion_tokens=5,
+        seed=1,
+        logprobs=True,
+        top_logprobs=1,
+    )
+    text = answer.choices[0].message.content
+    assert text
+    assert answer.choices[0].logprobs is not None
+    stream = client.chat.completions.create(
+        model="fake",
+        messages=[{"role": "user", "content": "hi"}],
+        max_completion_tokens=5,
+        seed=1,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    parts = list(stream)
+    assert "".join(part.choices[0].delta.content or "" for part in parts if part.choices) == text
+    assert parts[-1].usage is not None
+    assert parts[-1].usage.completion_tokens == 5
+
+
+def test_models(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["fake"]
+    assert client.models.retrieve("fake").id == "fake"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("none")
+
+
+def test_errors_are_the_clients_own_exceptions(router: Running, client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as unknown:
+        client.completions.create(model="none", prompt="x")
+    assert unknown.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as wrong:
+        client.completions.create(model="fake", prompt="x", temperature=9)
+    assert wrong.value.param == "temperature"
+    router.remove("d0").kill()
+    with pytest.raises(openai.InternalServerError) as busy:
+        client.completions.create(model="fake", prompt="x")
+    assert busy.value.status_code == 503
+    assert busy.value.response.headers["retry-after"]
+
+
+def test_an_error_mid_stream_is_an_exception_not_an_end(router: Running, client: openai.OpenAI) -> None:
+    router.nodes["d0"].set(error_at=(3, WireError("internal_error", "the model is on fire")))
+    stream = client.completions.create(model="fake", prompt="the fox", max_tokens=50, seed=1, stream=True)
+    text = ""
+    with pytest.raises(openai.APIError, match="on fire"):
+        for part in stream:
+            text += part.choices[0].text
+    assert text == router.expected("the fox", 3, seed=1)
