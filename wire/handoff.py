@@ -11,6 +11,7 @@
        │ ◀──────────────────────── HandoffNotice ─ │   push: every write has completed at the consumer
        │ ═ KV read, all at once ════════════════▶ │   pull: begins with the notice, which names the blocks
        │ ── HandoffAccepted ────────────────────▶ │   the producer may free
+       │ ◀─────────────────────── TransferClosed ─ │   pull: the blocks were held until now, so what was read is right
        │ ── CancelTransfer ─────────────────────▶ │   instead: the consumer gives up
        │ ◀─────────────────────── TransferClosed ─ │   nothing is in flight; the blocks may be reused
 
@@ -146,6 +147,7 @@ class TransferClosed(msgspec.Struct, frozen=True, tag="closed", forbid_unknown_f
     envelope: Envelope
     transfer_id: str
     reason: str
+    handed_over: bool = False  # pull: the acceptance came while the blocks were still held
 
 
 class RefusalCode(enum.StrEnum):

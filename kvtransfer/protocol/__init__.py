@@ -1,20 +1,26 @@
 """One KV transfer as both nodes see it, whatever moves the bytes.
 
 State machines without threads, sockets or clocks of their own: messages and commands go in, messages and
-outcomes come out, a `Transport` moves bytes. `loop` gives them their one thread, `halves` make a connector of
+outcomes come out, a `Transport` moves bytes. `loop` gives them their one thread, two halves make a connector of
 them; a test drives them with a clock and a network that it made up.
 
     settings    durations and limits
     identity    who we are; what a request's tokens are known by
+    geometry    what our KV cache looks like, and whether a peer's fits it
+    statistics  counters
     transport   what must be able to move blocks
     commands    what the scheduler half plans and the worker half carries out
     sending     one transfer, producer's side: which blocks are due, in flight, sent
+    writing     push: posting writes, looking after them
+    handshakes  the consumers that a producer knows
     producer    all of them: registrations, leases, notices
     receiving   one transfer, consumer's side
+    reading     pull: posting reads, looking after them
     links       what a consumer knows of a producer: handshake, stamps, silence
+    declined    transfers that a consumer will not take
     consumer    all of them: registration, verification, cancellation
     endpoint    producer and consumer of one node behind one address
     loop        the thread that runs an endpoint
     channel     the sockets between endpoints
-    halves      scheduler half and worker half
+    scheduler_half, worker_half   the two halves of a connector
 """

@@ -1,12 +1,16 @@
 """The consumer's transfers: destinations are registered, notices verified, and failures made safe before they count.
 
 Each BeginReceive is answered exactly once, with `finished` or with `failed`. A failure is reported only when
-nobody can write to the blocks any more: the producer said that it closed the transfer, or it is certainly dead,
-or the last lease that it can hold by our word has ended by our clock.
+nobody can write to the blocks any more. With push: the producer said that it closed the transfer, or it is
+certainly dead, or the last lease that it can hold by our word has ended by our clock. With pull: our own reads
+are over.
 
-What remains, and cannot be excluded from here: a producer that is frozen in the middle of one posted write for
-longer than its lease, and then goes on. A post is bounded (`Settings.max_post_bytes`) and preceded by a look at
-the lease, so that this is a matter of milliseconds inside the transport.
+What remains with push, and cannot be excluded from here: a producer that is frozen in the middle of one posted
+write for longer than its lease, and then goes on. A post is bounded (`Settings.max_post_bytes`) and preceded by a
+look at the lease, so that this is a matter of milliseconds inside the transport.
+
+A pull is right only if the producer held the blocks until the last byte was read. Only it knows, so the
+acceptance is a question, and TransferClosed with `handed_over` the answer that ends the transfer well.
 """
 
 from __future__ import annotations
@@ -21,21 +25,22 @@ from kvtransfer.protocol import commands
 from kvtransfer.protocol.declined import Declined
 from kvtransfer.protocol.geometry import PoolGeometry
 from kvtransfer.protocol.identity import Clock, Identity, PeerKey, Remembered, key_of
-from kvtransfer.protocol.links import ProducerLink
+from kvtransfer.protocol.links import ProducerLink, ProducerLinks
+from kvtransfer.protocol.reading import Reader
 from kvtransfer.protocol.receiving import Receiving, Stage
 from kvtransfer.protocol.settings import Settings
 from kvtransfer.protocol.statistics import Outcome, Recorder
+from kvtransfer.protocol.transport import Activity, Direction, Transport
+from wire.errors import TransferError
 from wire.handoff import (
     CancelTransfer,
     DestinationRegistered,
     HandoffAccepted,
     HandoffNotice,
-    Hello,
     LeaseRenewed,
     RefusalCode,
     Refused,
     RegisterDestination,
-    RenewLease,
     TransferClosed,
     Welcome,
 )
@@ -50,6 +55,8 @@ class Consumer:
         self,
         me: Identity,
         geometry: PoolGeometry,
+        direction: Direction,
+        transport: Transport,
         settings: Settings,
         *,
         send: Send,
@@ -60,14 +67,15 @@ class Consumer:
     ) -> None:
         self._me = me
         self._geometry = geometry
+        self._reads = direction is Direction.PULL
+        self._reader = Reader(transport, settings, geometry.memory.block_bytes)
         self._settings = settings
         self._send = send
         self._clock = clock
         self._recorder = recorder
         self._finished = finished
         self._failed = failed
-        self._links: dict[PeerKey, ProducerLink] = {}
-        self._dead: Remembered[str] = Remembered(settings.max_remembered, settings.remember_s, clock)
+        self._links = ProducerLinks(me, geometry, settings, send, clock)
         self._receivings: dict[str, Receiving] = {}  # by transfer id
         self._by_request: dict[str, Receiving] = {}
         # True: accepted, so that a notice that comes again is answered again.
@@ -80,30 +88,31 @@ class Consumer:
 
     @property
     def is_idle(self) -> bool:
-        return not self._receivings and self._declined.is_empty
+        """Nothing has a deadline."""
+        return not self._receivings and self._declined.is_empty and not self._reader.has_leaving
 
     # ── commands of our own engine ──
 
     def begin(self, command: commands.BeginReceive) -> None:
-        now = self._clock()
         if command.transfer_id in self._receivings:
             self._failed(
                 command.request_id, LoadFailure("another request uses its transfer id", command.local_tokens)
             )
             return
+        now = self._clock()
         receiving = Receiving(command, began_at=now, deadline=now + self._settings.timeout_s)
         self._receivings[command.transfer_id] = receiving
         self._by_request[command.request_id] = receiving
-        dead = self._dead.get(_name(receiving.peer))
-        if dead is not None:
-            self._end(receiving, Outcome.PEER_LOST, dead)
-            return
-        if receiving.peer not in self._links:
-            for key in [key for key in self._links if key.node_id == receiving.peer.node_id]:
-                self.peer_gone(key, "the router names a later incarnation of this node")
-            self._links[receiving.peer] = ProducerLink(command.peer, greeting_since=now)
-            self._greet(self._links[receiving.peer])
-        self._advance(receiving)
+        death = self._links.death_of(receiving.peer)
+        if death is not None:
+            self._end(receiving, Outcome.PEER_LOST, death)
+        elif self._links.get(receiving.peer) is not None:
+            self._advance(receiving)
+        else:
+            for link in self._links:
+                if link.key.node_id == receiving.peer.node_id:
+                    self.peer_gone(link.key, "the router names a later incarnation of this node")
+            self._links.open(command.peer)
 
     def cancel(self, command: commands.CancelReceive) -> None:
         receiving = self._by_request.get(command.request_id)
@@ -116,9 +125,8 @@ class Consumer:
     # ── messages of producers ──
 
     def on_welcome(self, message: Welcome) -> None:
-        link = self._hear(key_of(message.envelope))
+        link = self._hear(message)
         if link is None:
-            self._recorder.refused("unknown_peer")
             return
         now = self._clock()
         difference = self._geometry.difference(message.fingerprint, message.memory)
@@ -126,6 +134,13 @@ class Consumer:
             logger.error("%s cannot send KV here: %s", link.key.node_id, difference)
             self._leave(link, Outcome.INCOMPATIBLE, difference)
             return
+        if self._reads:
+            try:
+                self._reader.connect(link.key, message.memory)
+            except TransferError as error:
+                logger.error("cannot reach the KV memory of %s: %s", link.key.node_id, error)
+                self._leave(link, Outcome.MOVE_FAILED, str(error))
+                return
         link.take_stamp(message.stamp, now)
         if link.greeting_since is not None:
             self._recorder.took("handshake", now - link.greeting_since)
@@ -135,99 +150,105 @@ class Consumer:
         self._advance_all(link)
 
     def on_registered(self, message: DestinationRegistered) -> None:
-        link = self._hear(key_of(message.envelope))
+        link = self._hear(message)
         if link is None:
-            self._recorder.refused("unknown_peer")
             return
-        now = self._clock()
-        link.take_stamp(message.stamp, now)
+        link.take_stamp(message.stamp, self._clock())
         receiving = self._mine(message.transfer_id, link.key)
         if receiving is not None and receiving.stage is Stage.REGISTERING:
             receiving.stage = Stage.WAITING
-            receiving.registered_at = now
-            self._recorder.took("register", now - receiving.began_at)
+            self._recorder.took("register", self._clock() - receiving.began_at)
 
     def on_renewed(self, message: LeaseRenewed) -> None:
-        link = self._hear(key_of(message.envelope))
+        link = self._hear(message)
         if link is None:
-            self._recorder.refused("unknown_peer")
             return
         link.take_stamp(message.stamp, self._clock())
         for transfer_id in message.unknown:
             receiving = self._mine(transfer_id, link.key)
-            if receiving is not None and receiving.stage is Stage.WAITING:
+            # While confirming, the answer to our acceptance is on its way and knows better.
+            if receiving is not None and receiving.stage in (Stage.WAITING, Stage.READING):
                 self._give_up(receiving, Outcome.LEASE_EXPIRED, "the producer no longer holds the transfer")
         self._advance_all(link)
 
     def on_notice(self, message: HandoffNotice) -> None:
         key = key_of(message.envelope)
-        self._hear(key)
+        self._links.hear(key)
         receiving = self._receivings.get(message.transfer_id)
         if receiving is None:
             self._answer_late_notice(message)
         elif receiving.peer != key:
             self._recorder.refused("foreign_notice")
             self._refuse(message, RefusalCode.FOREIGN, "this transfer is with another node")
+        elif not receiving.is_registered:
+            self._recorder.refused("unasked_notice")
         elif receiving.stage is Stage.CLOSING:
             self._recorder.refused("late_notice")  # it is being cancelled, and will be answered
-        elif receiving.stage is Stage.CONNECTING:
-            self._recorder.refused("unasked_notice")
+        elif receiving.notice is not None:
+            self._recorder.refused("repeated_notice")
         elif (difference := receiving.mismatch(message, self._geometry.memory.block_bytes)) is not None:
-            self._recorder.refused("notice_mismatch")
-            logger.error(
-                "refused the KV of %s from %s: %s", receiving.command.request_id, key.node_id, difference
-            )
-            self._give_up(receiving, Outcome.MISMATCHED, f"the handoff does not verify: {difference}")
+            self._refuse_mismatch(receiving, difference)
+        elif self._reads:
+            self._begin_reading(receiving, message)
         else:
-            self._accept(receiving, message)
+            self._send_acceptance(receiving)
+            self._finish(receiving, message)
 
     def _answer_late_notice(self, message: HandoffNotice) -> None:
-        envelope = message.envelope
+        sender = message.envelope
+        mine = self._me.envelope(sender.sender_epoch)
         accepted = self._over.get(message.transfer_id)
         if accepted:
             self._recorder.refused("repeated_notice")
-            self._send(
-                envelope.reply_to,
-                HandoffAccepted(self._me.envelope(envelope.sender_epoch), message.transfer_id),
-            )
+            self._send(sender.reply_to, HandoffAccepted(mine, message.transfer_id))
         else:
             self._recorder.refused("unknown_notice" if accepted is None else "late_notice")
-            self._send(
-                envelope.reply_to,
-                CancelTransfer(self._me.envelope(envelope.sender_epoch), message.transfer_id),
-            )
+            self._send(sender.reply_to, CancelTransfer(mine, message.transfer_id))
+
+    def _refuse_mismatch(self, receiving: Receiving, difference: str) -> None:
+        self._recorder.refused("notice_mismatch")
+        logger.error(
+            "refused the KV of %s from %s: %s",
+            receiving.command.request_id,
+            receiving.peer.node_id,
+            difference,
+        )
+        self._give_up(receiving, Outcome.MISMATCHED, f"the handoff does not verify: {difference}")
 
     def on_closed(self, message: TransferClosed) -> None:
         key = key_of(message.envelope)
-        self._hear(key)
+        self._links.hear(key)
         self._declined.closed(message.transfer_id)
         receiving = self._mine(message.transfer_id, key)
-        if receiving is not None:
+        if receiving is None:
+            return
+        if message.handed_over and receiving.stage is Stage.CONFIRMING and receiving.notice is not None:
+            self._finish(receiving, receiving.notice)
+        else:
             self._end(receiving, Outcome.CLOSED_BY_PEER, f"closed by the producer: {message.reason}")
 
     def on_refused(self, message: Refused) -> None:
         key = key_of(message.envelope)
         if message.code is RefusalCode.WRONG_EPOCH:
-            known = {*self._links, *(receiving.peer for receiving in self._receivings.values())}
+            known = {link.key for link in self._links} | {other.peer for other in self._receivings.values()}
             for peer in known:
                 if peer.epoch == message.addressed_epoch and peer != key:
                     self.peer_gone(peer, "the producer was started anew")
             return
-        link = self._hear(key)
+        link = self._hear(message)
         if link is None:
-            self._recorder.refused("unknown_peer")
             return
         if message.code in (RefusalCode.INCOMPATIBLE, RefusalCode.HANDSHAKE_FAILED):
             if not link.is_ready:
                 logger.error("%s refused the handshake: %s", key.node_id, message.reason)
-                outcome = (
-                    Outcome.INCOMPATIBLE if message.code is RefusalCode.INCOMPATIBLE else Outcome.MOVE_FAILED
+                incompatible = message.code is RefusalCode.INCOMPATIBLE
+                self._leave(
+                    link, Outcome.INCOMPATIBLE if incompatible else Outcome.MOVE_FAILED, message.reason
                 )
-                self._leave(link, outcome, message.reason)
         elif message.code is RefusalCode.HANDSHAKE_REQUIRED:
             if link.is_ready:
                 link.greeting_since = self._clock()
-                self._greet(link)
+                self._links.greet(link)
         else:
             receiving = self._mine(message.transfer_id, key)
             if receiving is not None:
@@ -237,47 +258,36 @@ class Consumer:
 
     def silent_peers(self) -> list[tuple[PeerKey, str]]:
         """Producers that owe an answer for long: (who, endpoint)."""
-        limit = self._clock() - self._settings.silent_s
-        return [
-            (link.key, link.peer.endpoint)
-            for link in self._links.values()
-            if link.owed_since is not None and link.owed_since < limit
-        ]
+        return self._links.silent()
 
     def peer_gone(self, key: PeerKey, reason: str) -> None:
         """It is certain that this incarnation does not run any more, so it cannot write."""
-        self._dead.add(_name(key), reason)
-        self._links.pop(key, None)
+        self._links.mark_dead(key, reason)
+        self._reader.leave(key)
         for receiving in self._with(key):
             self._end(receiving, Outcome.PEER_LOST, reason)
 
     def _leave(self, link: ProducerLink, outcome: Outcome, reason: str) -> None:
-        """There is no talking to this producer, alive as it is."""
-        del self._links[link.key]
+        """There is no working with this producer, alive as it is."""
+        self._links.drop(link.key)
+        self._reader.leave(link.key)
         for receiving in self._with(link.key):
             self._give_up(receiving, outcome, reason)
 
     def _with(self, key: PeerKey) -> list[Receiving]:
         return [receiving for receiving in self._receivings.values() if receiving.peer == key]
 
-    def _hear(self, key: PeerKey) -> ProducerLink | None:
-        link = self._links.get(key)
-        if link is not None:
-            link.heard()
-        return link
-
     def _mine(self, transfer_id: str, key: PeerKey) -> Receiving | None:
         receiving = self._receivings.get(transfer_id)
         return receiving if receiving is not None and receiving.peer == key else None
 
-    # ── registering ──
+    def _hear(self, message: Welcome | DestinationRegistered | LeaseRenewed | Refused) -> ProducerLink | None:
+        link = self._links.hear(key_of(message.envelope))
+        if link is None:
+            self._recorder.refused("unknown_peer")
+        return link
 
-    def _greet(self, link: ProducerLink) -> None:
-        link.ask(self._clock())
-        self._send(
-            link.peer.endpoint,
-            Hello(self._me.envelope(link.peer.epoch), self._geometry.fingerprint, self._geometry.memory),
-        )
+    # ── registering ──
 
     def _advance_all(self, link: ProducerLink) -> None:
         for receiving in self._with(link.key):
@@ -296,9 +306,8 @@ class Consumer:
     def _register(self, receiving: Receiving, link: ProducerLink) -> None:
         command = receiving.command
         receiving.asked_at = self._clock()
+        link.owes(receiving.asked_at)
         self._extend_lease(receiving, link)
-        if link.owed_since is None:
-            link.owed_since = receiving.asked_at
         self._send(
             link.peer.endpoint,
             RegisterDestination(
@@ -313,66 +322,115 @@ class Consumer:
         )
 
     def _renew(self, link: ProducerLink) -> None:
-        held = [
-            receiving
-            for receiving in self._with(link.key)
-            if receiving.stage in (Stage.WAITING, Stage.READING)
-        ]
+        held = [receiving for receiving in self._with(link.key) if receiving.stage.is_leased]
         for receiving in held:
             self._extend_lease(receiving, link)
-        link.ask(self._clock())
-        self._send(
-            link.peer.endpoint,
-            RenewLease(
-                self._me.envelope(link.peer.epoch), link.stamp, [receiving.transfer_id for receiving in held]
-            ),
-        )
+        self._links.renew(link, [receiving.transfer_id for receiving in held])
 
     def _extend_lease(self, receiving: Receiving, link: ProducerLink) -> None:
         receiving.leased_until = max(receiving.leased_until or 0.0, link.leases_until)
 
+    # ── pull ──
+
+    def _begin_reading(self, receiving: Receiving, notice: HandoffNotice) -> None:
+        link = self._links.get(receiving.peer)
+        if link is None or link.memory is None:
+            return  # it is being given up
+        command = receiving.command
+        problem = self._geometry.check_table(
+            command.num_tokens, command.first_block, notice.source_block_ids, link.memory
+        )
+        pairs = receiving.pairs_with(notice.source_block_ids) if problem is None else None
+        if pairs is None:
+            self._refuse_mismatch(receiving, problem or "blocks are missing")
+            return
+        receiving.stage = Stage.READING
+        receiving.notice = notice
+        receiving.unread = pairs[::-1]
+
+    def pump(self) -> Activity:
+        """Look after our own reads."""
+        activity = Activity.NONE
+        for receiving in list(self._receivings.values()):
+            if receiving.stage is Stage.READING or receiving.in_flight:
+                self._read_on(receiving)
+            if receiving.stage is Stage.READING and receiving.unread:
+                activity = Activity.DUE
+            elif receiving.in_flight:
+                activity = max(activity, Activity.IN_FLIGHT)
+        if self._reader.has_leaving:
+            self._reader.close_idle({other.peer for other in self._receivings.values() if other.in_flight})
+        return activity
+
+    def _read_on(self, receiving: Receiving) -> None:
+        try:
+            self._reader.advance(receiving)
+        except TransferError as error:
+            logger.warning("reading KV from %s failed: %s", receiving.peer.node_id, error)
+            link = self._links.get(receiving.peer)
+            if link is not None:
+                self._leave(link, Outcome.MOVE_FAILED, str(error))
+            self._give_up(receiving, Outcome.MOVE_FAILED, str(error))
+        if receiving.in_flight or receiving.unread:
+            return
+        if receiving.stage is Stage.READING:
+            receiving.stage = Stage.CONFIRMING
+            receiving.asked_at = self._clock()
+            self._send_acceptance(receiving)
+        elif receiving.is_safe and receiving.transfer_id in self._receivings:
+            self._end(receiving, receiving.outcome, receiving.reason)
+
     # ── the end of a transfer ──
 
-    def _accept(self, receiving: Receiving, notice: HandoffNotice) -> None:
-        command = receiving.command
+    def _send_acceptance(self, receiving: Receiving) -> None:
+        peer = receiving.command.peer
+        self._send(peer.endpoint, HandoffAccepted(self._me.envelope(peer.epoch), receiving.transfer_id))
+
+    def _finish(self, receiving: Receiving, notice: HandoffNotice) -> None:
         self._forget(receiving, accepted=True)
-        self._send(
-            command.peer.endpoint, HandoffAccepted(self._me.envelope(command.peer.epoch), command.transfer_id)
-        )
         self._recorder.ended(Outcome.RECEIVED)
         self._recorder.received(notice.num_blocks, notice.num_bytes)
         self._recorder.took("receive", self._clock() - receiving.began_at)
-        self._finished(command.request_id, Handoff(notice.first_token, notice.num_tokens))
+        self._finished(receiving.command.request_id, Handoff(notice.first_token, notice.num_tokens))
 
     def _give_up(self, receiving: Receiving, outcome: Outcome, reason: str) -> None:
         """This transfer shall fail, as soon as its blocks are safe."""
         if receiving.stage is Stage.CLOSING:
             return
-        receiving.outcome, receiving.reason = outcome, reason
-        if not receiving.may_be_written:
+        if self._reads or not receiving.is_registered:
+            # Nobody writes to our blocks but ourselves: the producer only has to hear of it.
             self._declined.add(receiving.transfer_id, receiving.command.peer)
             self._end(receiving, outcome, reason)
             return
         receiving.stage = Stage.CLOSING
+        receiving.outcome, receiving.reason = outcome, reason
         self._ask_to_close(receiving)
 
     def _ask_to_close(self, receiving: Receiving) -> None:
         receiving.asked_at = self._clock()
         peer = receiving.command.peer
         link = self._links.get(receiving.peer)
-        if link is not None and link.owed_since is None:
-            link.owed_since = receiving.asked_at
+        if link is not None:
+            link.owes(receiving.asked_at)
         self._send(peer.endpoint, CancelTransfer(self._me.envelope(peer.epoch), receiving.transfer_id))
 
     def _end(self, receiving: Receiving, outcome: Outcome, reason: str) -> None:
-        """The blocks are safe: report the failure. What made us give up counts, not what confirmed it."""
-        if receiving.stage is Stage.CLOSING:
-            outcome, reason = receiving.outcome, receiving.reason
+        """Nobody else writes to the blocks: report the failure, once our own reads are over as well. What made us
+        give up counts, not what confirmed it."""
+        if receiving.stage is not Stage.CLOSING:
+            receiving.stage = Stage.CLOSING
+            receiving.outcome, receiving.reason = outcome, reason
+        receiving.is_safe = True
+        receiving.unread = []
+        if receiving.in_flight:
+            return
         self._forget(receiving, accepted=False)
-        self._recorder.ended(outcome)
-        if outcome is Outcome.LEASE_EXPIRED:
+        self._recorder.ended(receiving.outcome)
+        if receiving.outcome is Outcome.LEASE_EXPIRED:
             self._recorder.lease_expired()
-        self._failed(receiving.command.request_id, LoadFailure(reason, receiving.command.local_tokens))
+        self._failed(
+            receiving.command.request_id, LoadFailure(receiving.reason, receiving.command.local_tokens)
+        )
 
     def _forget(self, receiving: Receiving, *, accepted: bool) -> None:
         del self._receivings[receiving.transfer_id]
@@ -382,7 +440,7 @@ class Consumer:
     def tick(self) -> None:
         now = self._clock()
         self._declined.tick()
-        for link in list(self._links.values()):
+        for link in self._links:
             self._tick_link(link, now)
         for receiving in list(self._receivings.values()):
             self._tick_receiving(receiving, now)
@@ -391,62 +449,64 @@ class Consumer:
         stages = {receiving.stage for receiving in self._with(link.key)}
         if not stages:
             link.owed_since = None  # nobody waits for what it may still owe
-            if link.greeting_since is not None:
-                del self._links[link.key]
+            if not link.is_ready:
+                self._links.drop(link.key)
             return
         waiting_since = link.greeting_since if link.greeting_since is not None else link.owed_since
         too_late = waiting_since is not None and now >= waiting_since + self._settings.handshake_timeout_s
         if too_late and Stage.CONNECTING in stages:
             self._leave(link, Outcome.TIMED_OUT, "the producer did not answer the handshake")
             return
-        if link.greeting_since is not None and now >= link.asked_at + self._settings.retry_s:
-            self._greet(link)
-        if link.stamp and stages & {Stage.WAITING, Stage.READING}:
+        if not link.is_ready and now >= link.asked_at + self._settings.retry_s:
+            self._links.greet(link)
+        if link.stamp and any(stage.is_leased for stage in stages):
             if now >= link.asked_at + self._settings.renew_s:
                 self._renew(link)
         elif link.is_ready and Stage.CONNECTING in stages and now >= link.asked_at + self._settings.retry_s:
             self._renew(link)
 
     def _tick_receiving(self, receiving: Receiving, now: float) -> None:
-        link = self._links.get(receiving.peer)
-        unsafe_until = (receiving.leased_until or 0.0) + self._settings.margin_s
-        if receiving.may_be_written and now >= unsafe_until:
+        if receiving.is_safe:
+            return  # only our own reads are waited for
+        ask_again = now >= receiving.asked_at + self._settings.retry_s
+        if receiving.leased_until is not None and now >= receiving.leased_until + self._settings.margin_s:
             self._declined.add(receiving.transfer_id, receiving.command.peer)
             self._end(receiving, Outcome.PEER_LOST, "the producer fell silent, and its lease has ended")
         elif receiving.stage is Stage.CLOSING:
-            if now >= receiving.asked_at + self._settings.retry_s:
+            if ask_again:
                 self._ask_to_close(receiving)
         elif now >= receiving.deadline:
             self._give_up(receiving, Outcome.TIMED_OUT, f"no KV within {self._settings.timeout_s:g} s")
-        elif (
-            receiving.stage is Stage.REGISTERING
-            and link is not None
-            and now >= receiving.asked_at + self._settings.retry_s
-        ):
-            if link.has_fresh_stamp(now):
-                self._register(receiving, link)
-            elif link.is_ready and now >= link.asked_at + self._settings.retry_s:
-                self._renew(link)
+        elif receiving.stage is Stage.REGISTERING and ask_again:
+            self._register_again(receiving, now)
+        elif receiving.stage is Stage.CONFIRMING and ask_again:
+            receiving.asked_at = now
+            self._send_acceptance(receiving)
+
+    def _register_again(self, receiving: Receiving, now: float) -> None:
+        link = self._links.get(receiving.peer)
+        if link is None:
+            return
+        if link.has_fresh_stamp(now):
+            self._register(receiving, link)
+        elif link.is_ready and now >= link.asked_at + self._settings.retry_s:
+            self._renew(link)
 
     def shutdown(self) -> bool:
-        """Give everything up. False while a producer may still write."""
+        """Give everything up. False while somebody may still write."""
         for receiving in list(self._receivings.values()):
             self._give_up(receiving, Outcome.SHUTDOWN, "the node shuts down")
         return not self._receivings
 
     def _refuse(self, message: HandoffNotice, code: RefusalCode, reason: str) -> None:
-        envelope = message.envelope
+        sender = message.envelope
         self._send(
-            envelope.reply_to,
+            sender.reply_to,
             Refused(
-                self._me.envelope(envelope.sender_epoch),
+                self._me.envelope(sender.sender_epoch),
                 message.transfer_id,
                 code,
                 reason,
                 addressed_epoch=self._me.epoch,
             ),
         )
-
-
-def _name(key: PeerKey) -> str:
-    return f"{key.epoch}/{key.node_id}"

@@ -76,6 +76,8 @@ class Endpoint:
         self.consumer = Consumer(
             me,
             geometry,
+            direction,
+            transport,
             settings,
             send=send,
             clock=clock,
@@ -151,7 +153,7 @@ class Endpoint:
 
     def pump(self) -> Activity:
         """Move blocks. What it returns says how soon it wants to be called again."""
-        activity = self.producer.pump()
+        activity = max(self.producer.pump(), self.consumer.pump())
         self._recorder.in_progress(self.producer.open_transfers + self.consumer.open_transfers)
         return activity
 

@@ -1,12 +1,16 @@
-"""What a consumer knows of one incarnation of a producer."""
+"""What a consumer knows of its producers: handshake, stamps, silence. One link for each incarnation."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterator
 
-from kvtransfer.protocol.identity import PeerKey
-from kvtransfer.protocol.transport import RemoteId
-from wire.handoff import CacheMemory
+import msgspec
+
+from kvtransfer.protocol.geometry import PoolGeometry
+from kvtransfer.protocol.identity import Clock, Identity, PeerKey, Remembered
+from kvtransfer.protocol.settings import Settings
+from wire.handoff import CacheMemory, Hello, RenewLease
 from wire.nodes import PeerAddress
 
 
@@ -18,7 +22,6 @@ class ProducerLink:
     # Since when an answer has been owed; None when everything that was asked has been answered.
     owed_since: float | None = None
     memory: CacheMemory | None = None
-    remote: RemoteId | None = None  # pull
     lease_s: float = 0.0
     stamp: int = 0
     stamp_at: float = 0.0
@@ -31,13 +34,9 @@ class ProducerLink:
     def is_ready(self) -> bool:
         return self.greeting_since is None
 
-    def ask(self, now: float) -> None:
-        self.asked_at = now
+    def owes(self, now: float) -> None:
         if self.owed_since is None:
             self.owed_since = now
-
-    def heard(self) -> None:
-        self.owed_since = None
 
     def take_stamp(self, stamp: int, now: float) -> None:
         if stamp > self.stamp:
@@ -52,3 +51,76 @@ class ProducerLink:
     def leases_until(self) -> float:
         """The latest end, by our clock, of a lease that the newest stamp grants."""
         return self.stamp_at + self.lease_s
+
+
+class ProducerLinks:
+    def __init__(
+        self,
+        me: Identity,
+        geometry: PoolGeometry,
+        settings: Settings,
+        send: Callable[[str, msgspec.Struct], None],
+        clock: Clock,
+    ) -> None:
+        self._me = me
+        self._geometry = geometry
+        self._settings = settings
+        self._send = send
+        self._clock = clock
+        self._links: dict[PeerKey, ProducerLink] = {}
+        self._dead: Remembered[str] = Remembered(settings.max_remembered, settings.remember_s, clock)
+
+    def __iter__(self) -> Iterator[ProducerLink]:
+        return iter(list(self._links.values()))
+
+    def get(self, key: PeerKey) -> ProducerLink | None:
+        return self._links.get(key)
+
+    def hear(self, key: PeerKey) -> ProducerLink | None:
+        link = self._links.get(key)
+        if link is not None:
+            link.owed_since = None
+        return link
+
+    def open(self, peer: PeerAddress) -> ProducerLink:
+        link = ProducerLink(peer, greeting_since=self._clock())
+        self._links[link.key] = link
+        self.greet(link)
+        return link
+
+    def drop(self, key: PeerKey) -> None:
+        self._links.pop(key, None)
+
+    def mark_dead(self, key: PeerKey, reason: str) -> None:
+        self._dead.add(f"{key.epoch}/{key.node_id}", reason)
+        self.drop(key)
+
+    def death_of(self, key: PeerKey) -> str | None:
+        """Why it is certain that this incarnation does not run any more; None when it is not."""
+        return self._dead.get(f"{key.epoch}/{key.node_id}")
+
+    def silent(self) -> list[tuple[PeerKey, str]]:
+        """Producers that owe an answer for long: (who, endpoint)."""
+        limit = self._clock() - self._settings.silent_s
+        return [
+            (link.key, link.peer.endpoint)
+            for link in self._links.values()
+            if link.owed_since is not None and link.owed_since < limit
+        ]
+
+    # ── questions ──
+
+    def greet(self, link: ProducerLink) -> None:
+        link.asked_at = self._clock()
+        link.owes(link.asked_at)
+        self._send(
+            link.peer.endpoint,
+            Hello(self._me.envelope(link.peer.epoch), self._geometry.fingerprint, self._geometry.memory),
+        )
+
+    def renew(self, link: ProducerLink, transfer_ids: list[str]) -> None:
+        link.asked_at = self._clock()
+        link.owes(link.asked_at)
+        self._send(
+            link.peer.endpoint, RenewLease(self._me.envelope(link.peer.epoch), link.stamp, transfer_ids)
+        )

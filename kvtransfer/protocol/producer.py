@@ -17,15 +17,15 @@ from collections.abc import Callable
 
 import msgspec
 
-from kvtransfer.base import NULL_BLOCK_ID
 from kvtransfer.protocol import commands
 from kvtransfer.protocol.geometry import PoolGeometry
 from kvtransfer.protocol.handshakes import ConsumerLink, Handshakes
 from kvtransfer.protocol.identity import Clock, Identity, PeerKey, Remembered, key_of
-from kvtransfer.protocol.sending import Destination, Phase, Sending, Write
+from kvtransfer.protocol.sending import Destination, Phase, Sending
 from kvtransfer.protocol.settings import Settings
 from kvtransfer.protocol.statistics import Outcome, Recorder
-from kvtransfer.protocol.transport import Activity, Direction, Operation, Transport
+from kvtransfer.protocol.transport import Activity, Direction, Transport
+from kvtransfer.protocol.writing import MissingBlocks, Writer
 from wire.errors import TransferError
 from wire.handoff import (
     CancelTransfer,
@@ -48,6 +48,11 @@ logger = logging.getLogger(__name__)
 Send = Callable[[str, msgspec.Struct], None]
 
 
+class _Over(msgspec.Struct, frozen=True):
+    reason: str
+    handed_over: bool = False
+
+
 class Producer:
     def __init__(
         self,
@@ -65,7 +70,7 @@ class Producer:
         self._me = me
         self._geometry = geometry
         self._writes = direction is Direction.PUSH
-        self._transport = transport
+        self._writer = Writer(transport, settings, geometry.memory.block_bytes, clock, recorder)
         self._settings = settings
         self._send = send
         self._clock = clock
@@ -76,8 +81,8 @@ class Producer:
         )
         self._sendings: dict[str, Sending] = {}  # by transfer id
         self._by_request: dict[str, Sending] = {}
-        # Why transfers ended of which a late message may still speak.
-        self._over: Remembered[str] = Remembered(settings.max_remembered, settings.remember_s, clock)
+        # How transfers ended of which a late message may still speak.
+        self._over: Remembered[_Over] = Remembered(settings.max_remembered, settings.remember_s, clock)
         self._unfenced: list[commands.Computed] = []
 
     @property
@@ -106,7 +111,7 @@ class Producer:
         sending.set_source(command)
         self._by_request[command.request_id] = sending
         if over is not None:
-            self._begin_closing(sending, Outcome.CANCELLED, over)
+            self._begin_closing(sending, Outcome.CANCELLED, over.reason)
         else:
             self._pair(sending)
 
@@ -158,7 +163,7 @@ class Producer:
         reason = "the request ended before its prompt was computed"
         sending = self._by_request.get(command.request_id) or self._sendings.get(command.transfer_id)
         if sending is None:
-            self._over.add(command.transfer_id, reason)
+            self._over.add(command.transfer_id, _Over(reason))
             if command.kept:
                 self._finished_sending(command.request_id)
             return
@@ -196,7 +201,7 @@ class Producer:
         elif sending is not None and not sending.belongs_to(key):
             self._refuse(envelope, transfer_id, RefusalCode.FOREIGN, "this transfer is for another node")
         elif over is not None:
-            self._answer(envelope, TransferClosed(self._me.envelope(key.epoch), transfer_id, over))
+            self._answer_closed(envelope, transfer_id, over)
         elif sending is not None and sending.is_over:
             return  # it answers when nothing is in flight any more
         elif (problem := self._geometry.check_destination(message, link.hello.memory)) is not None:
@@ -263,18 +268,22 @@ class Producer:
         key = key_of(message.envelope)
         self._handshakes.hear(key)
         sending = self._sendings.get(message.transfer_id)
-        if sending is None or sending.phase is not Phase.NOTIFYING:
-            self._recorder.refused("late_acceptance")
-        elif not sending.belongs_to(key):
+        if sending is not None and not sending.belongs_to(key):
             self._recorder.refused("foreign_acceptance")
-        else:
+            return
+        if sending is not None and sending.phase is Phase.NOTIFYING:
             self._record_handover(sending)
             self._begin_closing(sending, Outcome.SENT, "handed over")
+        else:
+            self._recorder.refused("late_acceptance")
+        if not self._writes:
+            over = self._over.get(message.transfer_id) or _Over("this transfer is not known here")
+            self._answer_closed(message.envelope, message.transfer_id, over)
 
     def on_cancel(self, message: CancelTransfer) -> None:
         key = key_of(message.envelope)
         self._handshakes.hear(key)
-        reason = "cancelled by the consumer"
+        over = _Over("cancelled by the consumer")
         sending = self._sendings.get(message.transfer_id)
         if sending is not None and not sending.belongs_to(key):
             self._refuse(
@@ -282,14 +291,12 @@ class Producer:
             )
             return
         if sending is not None and sending.phase is not Phase.CLOSED:
-            self._begin_closing(sending, Outcome.CANCELLED, reason)
+            self._begin_closing(sending, Outcome.CANCELLED, over.reason)
             if sending.phase is Phase.CLOSING:
                 return  # _close() answers
         else:
-            self._over.add(message.transfer_id, reason)
-        self._answer(
-            message.envelope, TransferClosed(self._me.envelope(key.epoch), message.transfer_id, reason)
-        )
+            self._over.add(message.transfer_id, over)
+        self._answer_closed(message.envelope, message.transfer_id, over)
 
     # ── peers ──
 
@@ -336,11 +343,7 @@ class Producer:
             if sending.phase is Phase.OPEN and sending.has_due:
                 self._post(sending)
             self._conclude(sending)
-            if (
-                sending.phase is Phase.OPEN
-                and sending.has_due
-                and len(sending.in_flight) < self._settings.max_in_flight
-            ):
+            if sending.phase is Phase.OPEN and self._writer.can_post(sending):
                 activity = Activity.DUE
             elif sending.in_flight:
                 activity = max(activity, Activity.IN_FLIGHT)
@@ -358,50 +361,32 @@ class Producer:
         )
 
     def _post(self, sending: Sending) -> None:
-        destination, source = sending.destination, sending.source
-        if destination is None or source is None or len(sending.in_flight) >= self._settings.max_in_flight:
+        destination = sending.destination
+        if destination is None:
             return
-        now = self._clock()
-        if now >= destination.lease_until:
+        if self._clock() >= destination.lease_until:
             self._begin_closing(sending, Outcome.LEASE_EXPIRED, "the consumer did not renew its lease")
             return
         link = self._handshakes.get(destination.consumer)
         if link is None or link.remote is None:
             self._begin_closing(sending, Outcome.PEER_LOST, "the consumer is gone")
             return
-        positions = sending.take_due(
-            max(1, self._settings.max_post_bytes // self._geometry.memory.block_bytes)
-        )
-        local = [source.block_at(position) for position in positions]
-        if NULL_BLOCK_ID in local:
-            self._begin_closing(
-                sending, Outcome.MISMATCHED, "the consumer asked for blocks that are not kept here"
-            )
-            return
-        remote = [destination.block_at(position) for position in positions]
         try:
-            handle = self._transport.post(Operation.WRITE, link.remote, local, remote)
+            self._writer.post(sending, link.remote)
+        except MissingBlocks as error:
+            self._begin_closing(sending, Outcome.MISMATCHED, str(error))
         except TransferError as error:
             self._on_move_failed(link, error)
-            return
-        if sending.first_posted_at is None:
-            sending.first_posted_at = now
-            self._recorder.took("first_byte", now - max(destination.registered_at, sending.created_at))
-        sending.in_flight.append(Write(handle, positions))
-        self._poll(sending)
 
     def _poll(self, sending: Sending) -> None:
-        for write in list(sending.in_flight):
-            try:
-                if self._transport.is_done(write.handle):
-                    self._settle(sending, write)
-            except TransferError as error:
-                sending.in_flight.remove(write)
-                link = self._handshakes.get(sending.destination.consumer) if sending.destination else None
-                if link is not None:
-                    self._on_move_failed(link, error)
-                else:
-                    self._begin_closing(sending, Outcome.MOVE_FAILED, str(error))
+        try:
+            self._writer.poll(sending)
+        except TransferError as error:
+            link = self._handshakes.get(sending.destination.consumer) if sending.destination else None
+            if link is not None:
+                self._on_move_failed(link, error)
+            else:
+                self._begin_closing(sending, Outcome.MOVE_FAILED, str(error))
 
     def _on_move_failed(self, link: ConsumerLink, error: TransferError) -> None:
         """A connection with an error is not trusted again: everything through it ends, and it is closed before
@@ -409,17 +394,6 @@ class Producer:
         logger.warning("writing KV to %s failed: %s", link.key.node_id, error)
         self._handshakes.leave(link.key)
         self._close_all_of(link.key, Outcome.MOVE_FAILED, str(error))
-
-    def _settle(self, sending: Sending, write: Write) -> None:
-        now = self._clock()
-        sending.settle(write, now)
-        computed_at = sending.source.fully_computed_at if sending.source is not None else None
-        blocks = len(write.positions)
-        self._recorder.sent(
-            blocks,
-            blocks * self._geometry.memory.block_bytes,
-            overlapped=computed_at is None or now <= computed_at,
-        )
 
     # ── the life of a transfer ──
 
@@ -510,9 +484,10 @@ class Producer:
         self._recorder.ended(sending.outcome)
         if sending.outcome is Outcome.LEASE_EXPIRED:
             self._recorder.lease_expired()
-        self._over.add(sending.transfer_id, sending.reason)
+        handed_over = sending.outcome is Outcome.SENT
+        self._over.add(sending.transfer_id, _Over(sending.reason, handed_over))
         destination = sending.destination
-        if destination is not None and sending.outcome is not Outcome.SENT:
+        if destination is not None and not handed_over:
             self._send(
                 destination.endpoint,
                 TransferClosed(
@@ -568,6 +543,17 @@ class Producer:
         until = issued + self._settings.lease_s
         now = self._clock()
         return until if issued <= now < until else None
+
+    def _answer_closed(self, question: Envelope, transfer_id: str, over: _Over) -> None:
+        self._answer(
+            question,
+            TransferClosed(
+                self._me.envelope(question.sender_epoch),
+                transfer_id,
+                over.reason,
+                handed_over=over.handed_over,
+            ),
+        )
 
     def _answer(self, question: Envelope, message: msgspec.Struct) -> None:
         self._send(question.reply_to, message)

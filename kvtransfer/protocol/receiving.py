@@ -6,7 +6,7 @@ import dataclasses
 import enum
 
 from kvtransfer.base import NULL_BLOCK_ID
-from kvtransfer.protocol.commands import BeginReceive
+from kvtransfer.protocol.commands import BeginReceive, BlockTable
 from kvtransfer.protocol.identity import PeerKey
 from kvtransfer.protocol.statistics import Outcome
 from kvtransfer.protocol.transport import HandleId
@@ -16,9 +16,14 @@ from wire.handoff import HandoffNotice
 class Stage(enum.Enum):
     CONNECTING = enum.auto()  # the producer has not been told: the handshake or a fresh stamp is missing
     REGISTERING = enum.auto()  # told, not confirmed
-    WAITING = enum.auto()  # push: the producer writes
+    WAITING = enum.auto()  # for the notice; with push the producer writes meanwhile
     READING = enum.auto()  # pull: we read
+    CONFIRMING = enum.auto()  # pull: everything is read; did the producer hold the blocks to the end?
     CLOSING = enum.auto()  # given up; the blocks are not safe yet
+
+    @property
+    def is_leased(self) -> bool:
+        return self in (Stage.WAITING, Stage.READING, Stage.CONFIRMING)
 
 
 @dataclasses.dataclass(slots=True)
@@ -27,16 +32,14 @@ class Receiving:
     began_at: float
     deadline: float
     stage: Stage = Stage.CONNECTING
-    # Until when, by our clock, the producer may hold our word that it can write: see wire.handoff on stamps.
+    # Until when, by our clock, the producer may take our word that it holds a lease: see wire.handoff on stamps.
     leased_until: float | None = None
-    registered_at: float | None = None
     asked_at: float = 0.0  # when the last question about this transfer alone was sent
     outcome: Outcome = Outcome.RECEIVED
     reason: str = ""
+    is_safe: bool = False  # CLOSING: nobody else writes to the blocks; our own reads may
     notice: HandoffNotice | None = None  # pull: what is being read
-    unread: list[tuple[int, int]] = dataclasses.field(
-        default_factory=list
-    )  # pull: (ours, theirs), the last first
+    unread: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # (ours, theirs), the last first
     in_flight: list[HandleId] = dataclasses.field(default_factory=list)
 
     @property
@@ -52,8 +55,8 @@ class Receiving:
         return sum(block != NULL_BLOCK_ID for ids in self.command.block_ids for block in ids)
 
     @property
-    def may_be_written(self) -> bool:
-        """Whether the producer was ever told where to write."""
+    def is_registered(self) -> bool:
+        """Whether the producer was ever told of our blocks."""
         return self.leased_until is not None
 
     def mismatch(self, notice: HandoffNotice, block_bytes: int) -> str | None:
@@ -64,7 +67,19 @@ class Receiving:
         if notice.token_hash != mine.token_hash:
             return "it is about other tokens"
         if (notice.num_blocks, notice.num_bytes) != (self.num_blocks, self.num_blocks * block_bytes):
-            return f"{notice.num_blocks} blocks were sent, expected {self.num_blocks}"
+            return (
+                f"{notice.num_blocks} blocks of {notice.num_bytes} bytes in all, expected {self.num_blocks}"
+            )
         if not 0 <= notice.first_token < 1 << 31:
             return f"the first token is {notice.first_token}"
         return None
+
+    def pairs_with(self, source: BlockTable) -> list[tuple[int, int]] | None:
+        """(our block, theirs) for every block that we lack; None when theirs has gaps where ours has none."""
+        pairs = [
+            (ours, theirs)
+            for own_ids, their_ids in zip(self.command.block_ids, source, strict=True)
+            for ours, theirs in zip(own_ids, their_ids, strict=True)
+            if ours != NULL_BLOCK_ID
+        ]
+        return None if any(theirs == NULL_BLOCK_ID for _, theirs in pairs) else pairs
