@@ -21,7 +21,9 @@ class NewRequestData:
     """A request that the runner has not seen before."""
 
     req_id: str
-    token_ids: list[int]  # prompt and, for a request that began elsewhere or was handed over, its output so far
+    token_ids: list[
+        int
+    ]  # prompt and, for a request that began elsewhere or was handed over, its output so far
     num_prompt_tokens: int
     sampling: SamplingParams
     block_ids: BlockIds
@@ -53,15 +55,21 @@ class SchedulerOutput:
     preempted_req_ids: set[str]
     new_block_ids_to_zero: list[int] = dataclasses.field(default_factory=list)
     connector_metadata: ConnectorMetadata | None = None
+    _grown: dict[str, BlockIds] | None = dataclasses.field(default=None, repr=False, compare=False)
 
     def new_block_ids(self, request_id: str) -> Sequence[Sequence[int]]:
-        """Blocks that a request already running got in this step (`kvtransfer.base.ScheduledStep`)."""
-        cached = self.cached_reqs
-        try:
-            blocks = cached.new_block_ids[cached.req_ids.index(request_id)]
-        except ValueError:
-            blocks = None
-        return blocks if blocks is not None else ()
+        """Blocks that a request already running got in this step (`kvtransfer.base.ScheduledStep`).
+
+        Those of a new or resumed request are not among them: `update_state_after_alloc` told of its whole table.
+        """
+        if self._grown is None:
+            cached = self.cached_reqs
+            self._grown = {
+                req_id: blocks
+                for req_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True)
+                if blocks is not None and req_id not in cached.resumed_req_ids
+            }
+        return self._grown.get(request_id, ())
 
 
 @dataclasses.dataclass(slots=True)
@@ -75,4 +83,6 @@ class ModelOutput:
     sampled_token_ids: dict[str, list[int]]
     logprobs: dict[str, list[TokenLogprobs]] = dataclasses.field(default_factory=dict)
     prompt_logprobs: dict[str, list[TokenLogprobs | None]] = dataclasses.field(default_factory=dict)
-    draft_token_ids: dict[str, list[int]] = dataclasses.field(default_factory=dict)  # proposals for the next step
+    draft_token_ids: dict[str, list[int]] = dataclasses.field(
+        default_factory=dict
+    )  # proposals for the next step

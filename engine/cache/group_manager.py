@@ -1,0 +1,139 @@
+"""The block tables of one KV cache group: what all kinds of attention share."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+
+from engine.cache.groups import KVCacheGroup
+from engine.cache.pool import BlockPool
+from engine.request import Request
+from kvtransfer.base import NULL_BLOCK_ID
+from wire.errors import InternalError
+
+
+class GroupManager(abc.ABC):
+    """Tables only grow: block i of a request holds its tokens `i * block_size` onwards, for as long as it has
+    blocks. A place whose block is no longer kept holds the null block."""
+
+    def __init__(self, index: int, group: KVCacheGroup, pool: BlockPool, hash_block_size: int) -> None:
+        self.index = index
+        self.block_size = group.block_size
+        self.tables: dict[str, list[int]] = {}
+        self._pool = pool
+        # Leading places of a table that need no more caching: they are cached, or have been given up.
+        self._num_cached: dict[str, int] = {}
+        # A block may span several hashes. The last of them stands for it, as for all before it.
+        self._hashes_per_block = group.block_size // hash_block_size
+
+    @abc.abstractmethod
+    def find_longest_hit(self, block_hashes: Sequence[bytes], max_tokens: int, alignment: int) -> list[int]:
+        """Blocks for the longest cached prefix of at most `max_tokens`, whose length `alignment` divides."""
+
+    @abc.abstractmethod
+    def num_skipped_blocks(self, num_computed_tokens: int) -> int:
+        """Leading blocks that no token after the first `num_computed_tokens` reads."""
+
+    @abc.abstractmethod
+    def drop_skipped_blocks(self, request_id: str, num_computed_tokens: int) -> None:
+        """Gives back the blocks that nothing will read any more."""
+
+    @abc.abstractmethod
+    def max_blocks(self, num_tokens: int, max_new_tokens: int) -> int:
+        """The most blocks that a request of `num_tokens` holds at once, when a step computes at most
+        `max_new_tokens` of them."""
+
+    @abc.abstractmethod
+    def num_common_prefix_blocks(self, request_id: str) -> int:
+        """Leading blocks of `request_id` that every table shares."""
+
+    @abc.abstractmethod
+    def can_resume_at(self, request_id: str, num_tokens: int) -> bool:
+        """Whether everything is still there that the token after the first `num_tokens` reads."""
+
+    def num_blocks_needed(self, num_slots: int, hits: Sequence[int], num_computed_tokens: int) -> int:
+        """How many blocks `adopt` and `grow` would take out of the free queue."""
+        required = -(-num_slots // self.block_size)
+        skipped = self.num_skipped_blocks(num_computed_tokens)
+        fresh = max(required - max(len(hits), skipped), 0)
+        return fresh + self._pool.num_free_among(hits[skipped:])
+
+    def num_blocks_missing(self, request_id: str, num_slots: int) -> int:
+        """How many blocks `grow` would take."""
+        missing = -(-num_slots // self.block_size) - len(self.tables[request_id])
+        return missing if missing > 0 else 0
+
+    def adopt(self, request_id: str, hits: Sequence[int], num_computed_tokens: int) -> None:
+        """Begins a table: places that are skipped already, then the blocks that were found."""
+        skipped = self.num_skipped_blocks(num_computed_tokens)
+        kept = hits[skipped:]
+        self._pool.touch(kept)
+        self.tables[request_id] = [NULL_BLOCK_ID] * skipped + list(kept)
+        self._num_cached[request_id] = max(len(hits), skipped)
+
+    def grow(self, request_id: str, num_slots: int) -> list[int]:
+        """Blocks for the first `num_slots` tokens; returns those that are new."""
+        table = self.tables[request_id]
+        missing = -(-num_slots // self.block_size) - len(table)
+        if missing <= 0:
+            return []
+        blocks = self._pool.take(missing)
+        table += blocks
+        return blocks
+
+    def cache_full_blocks(self, request: Request, num_tokens: int) -> None:
+        """Files the blocks that are full of the first `num_tokens` tokens under their hashes."""
+        full = num_tokens // self.block_size
+        cached = self._num_cached[request.request_id]
+        if full <= cached:
+            return
+        hashes, per_block = request.block_hashes, self._hashes_per_block
+        full = min(full, len(hashes) // per_block)
+        if full <= cached:
+            return
+        table, pool = self.tables[request.request_id], self._pool
+        for i in range(cached, full):
+            if table[i] != NULL_BLOCK_ID:
+                pool.cache(self.index, table[i], hashes[(i + 1) * per_block - 1])
+        self._num_cached[request.request_id] = full
+
+    def horizon(self, request_id: str, num_lookahead_tokens: int) -> int:
+        """While a request's tokens end here or before there is nothing to allocate, cache or give back."""
+        allocated = len(self.tables[request_id]) * self.block_size - num_lookahead_tokens
+        if not self._pool.caching:
+            return allocated
+        return min(allocated, (self._num_cached[request_id] + 1) * self.block_size - 1)
+
+    def cached_blocks_from(self, request_id: str, num_tokens: int) -> list[int]:
+        """Blocks that hold anything behind the first `num_tokens` tokens and can be found."""
+        first, end = num_tokens // self.block_size, self._num_cached.get(request_id, 0)
+        return [block for block in self.tables.get(request_id, ())[first:end] if block != NULL_BLOCK_ID]
+
+    def forget_after(self, request_id: str, num_tokens: int) -> None:
+        """Only the first `num_tokens` tokens' KV is right: full blocks behind are not found any more."""
+        valid = num_tokens // self.block_size
+        if self._num_cached.get(request_id, 0) > valid:
+            for block in self.cached_blocks_from(request_id, num_tokens):
+                self._pool.uncache(block)
+            self._num_cached[request_id] = valid
+
+    def check_table(self, request: Request) -> None:
+        """The table covers what is computed, and a block in it that can be found is found for what it holds."""
+        table = self.tables[request.request_id]
+        if len(table) * self.block_size < request.num_computed_tokens:
+            raise InternalError(f"{request!r} has {len(table)} blocks in group {self.index}")
+        hashes, per_block = request.block_hashes, self._hashes_per_block
+        for i, block in enumerate(table):
+            filed = self._pool.hashes.get(block)
+            end = (i + 1) * per_block
+            if filed is not None and (end > len(hashes) or filed != hashes[end - 1]):
+                raise InternalError(f"block {block} of {request!r} is filed as what it does not hold")
+            if filed is not None and (i + 1) * self.block_size > request.num_computed_tokens:
+                raise InternalError(f"block {block} of {request!r} is filed before it is computed")
+
+    def free(self, request_id: str) -> None:
+        """The last block first: the further back, the fewer prefixes it is part of, the sooner it may go."""
+        self._num_cached.pop(request_id, None)
+        table = self.tables.pop(request_id, None)
+        if table:
+            self._pool.release(reversed(table))

@@ -1,0 +1,168 @@
+"""Names for full blocks: equal names mean equal content, so that a block can be found by what it must hold.
+
+A block's KV depends on every token up to its end. So its hash is over the hash of the block before it and its
+own tokens, and one hash stands for the whole prefix: the chain of a request is looked up from the left, and
+the first miss is the last. The first block's parent is the root, drawn at random for each process unless it is
+seeded; nodes that are to name blocks alike share a seed.
+
+What makes equal tokens mean different KV is hashed with them, each kind under its own tag, so that no adapter
+can pass for a salt: the LoRA adapter in every block, media features in the blocks they touch, and the salt,
+which keeps tenants apart, in the first block only, from where the chain carries it on.
+
+The four algorithms are two encodings under two digests. The plain ones hash a fixed binary layout: the
+parent's digest, the tokens as little-endian 32-bit numbers, and then the tagged extra keys, each string with
+its length before it. The `_cbor` ones hash the canonical CBOR of `[parent, [tokens], extra keys or null]`,
+which any other program can reproduce.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+import sys
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import cbor2
+import xxhash
+
+from engine.config import HashAlgorithm
+from wire.errors import InvalidRequest
+
+Digest = Callable[[bytes], bytes]
+ExtraKey = tuple[str, bytes] | tuple[str, bytes, int]
+
+_ROOT_BYTES = 32
+
+
+class Media(Protocol):
+    """A run of placeholder tokens that stands for an image or a sound."""
+
+    @property
+    def identifier(self) -> str:
+        """A hash of the content."""
+        ...
+
+    @property
+    def offset(self) -> int: ...
+    @property
+    def length(self) -> int: ...
+
+
+class Hashed(Protocol):
+    """What of a request decides what its blocks hold."""
+
+    @property
+    def all_token_ids(self) -> Sequence[int]: ...
+    @property
+    def cache_salt(self) -> str | None: ...
+    @property
+    def lora(self) -> str | None: ...
+    @property
+    def media(self) -> Sequence[Media]: ...
+
+
+def extra_keys(request: Hashed, start: int, end: int) -> tuple[ExtraKey, ...]:
+    """What besides its tokens decides the KV of the block that holds tokens `start` to `end`."""
+    keys: list[ExtraKey] = []
+    if request.lora is not None:
+        keys.append(("lora", _utf8(request.lora)))
+    for media in request.media:
+        if media.offset < end and media.offset + media.length > start:
+            keys.append(("media", _utf8(media.identifier), media.offset))
+    if start == 0 and request.cache_salt is not None:
+        keys.append(("salt", _utf8(request.cache_salt)))
+    return tuple(keys)
+
+
+class BlockHasher:
+    """Extends a request's chain of block hashes. One for all requests of an engine."""
+
+    def __init__(self, block_size: int, digest: Digest, root: bytes) -> None:
+        self.block_size = block_size
+        self.root = root
+        self._digest = digest
+
+    def extend(self, chain: list[bytes], request: Hashed) -> None:
+        """Appends the hashes of the full blocks that `chain` does not cover yet."""
+        size = self.block_size
+        first, last = len(chain), len(request.all_token_ids) // size
+        if first >= last:
+            return
+        tokens = request.all_token_ids[first * size : last * size]
+        parent = chain[-1] if chain else self.root
+        if request.lora is None and request.cache_salt is None and not request.media:
+            keys: list[tuple[ExtraKey, ...]] | None = None
+        else:
+            keys = [extra_keys(request, i * size, (i + 1) * size) for i in range(first, last)]
+        try:
+            chain += self._hash_blocks(parent, tokens, keys)
+        except (OverflowError, TypeError) as error:
+            raise InvalidRequest("every token id must be a number from 0 to 4294967295", "prompt") from error
+
+    def _hash_blocks(
+        self, parent: bytes, tokens: Sequence[int], keys: list[tuple[ExtraKey, ...]] | None
+    ) -> list[bytes]:
+        digest = self._digest
+        step = 4 * self.block_size
+        packed = _pack(tokens)
+        hashes = []
+        for i in range(len(packed) // step):
+            content = parent + packed[i * step : (i + 1) * step]
+            if keys is not None:
+                content += b"".join(map(_pack_key, keys[i]))
+            parent = digest(content)
+            hashes.append(parent)
+        return hashes
+
+
+class CborBlockHasher(BlockHasher):
+    def _hash_blocks(
+        self, parent: bytes, tokens: Sequence[int], keys: list[tuple[ExtraKey, ...]] | None
+    ) -> list[bytes]:
+        _pack(tokens)  # refuses what is not a token
+        hashes = []
+        for i in range(len(tokens) // self.block_size):
+            block = list(tokens[i * self.block_size : (i + 1) * self.block_size])
+            extra = (keys[i] or None) if keys is not None else None
+            parent = self._digest(cbor2.dumps((parent, block, extra), canonical=True))
+            hashes.append(parent)
+        return hashes
+
+
+def make_block_hasher(algorithm: HashAlgorithm, block_size: int, seed: str | None) -> BlockHasher:
+    """With a seed the root is its digest; without one nobody outside this process can foretell a hash."""
+    digest: Digest
+    if algorithm in (HashAlgorithm.SHA256, HashAlgorithm.SHA256_CBOR):
+        digest = _sha256
+    else:
+        digest = xxhash.xxh3_128_digest
+    in_cbor = algorithm in (HashAlgorithm.SHA256_CBOR, HashAlgorithm.XXHASH_CBOR)
+    if seed is None:
+        root = digest(os.urandom(_ROOT_BYTES))
+    else:
+        root = digest(cbor2.dumps(seed, canonical=True) if in_cbor else _utf8(seed))
+    return (CborBlockHasher if in_cbor else BlockHasher)(block_size, digest, root)
+
+
+def _sha256(content: bytes) -> bytes:
+    return hashlib.sha256(content).digest()
+
+
+def _utf8(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _pack(tokens: Sequence[int]) -> bytes:
+    packed = array("I", tokens)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def _pack_key(key: ExtraKey) -> bytes:
+    tag, text = key[0].encode(), key[1]
+    number = key[2] if len(key) == 3 else 0
+    return struct.pack("<I", len(tag)) + tag + struct.pack("<QQ", len(text), number) + text

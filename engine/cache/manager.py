@@ -1,0 +1,209 @@
+"""The KV cache as the scheduler sees it: find a prefix, get slots for tokens, give them back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from engine.cache.coordinator import Tables, make_coordinator
+from engine.cache.groups import KVCacheGroup
+from engine.cache.pool import BlockPool
+from engine.request import Request
+from kvtransfer.base import NULL_BLOCK_ID
+from wire.errors import InternalError
+
+
+class KVCacheManager:
+    """A request's tokens, as `allocate_slots` sees them:
+
+        | computed | found | external | new | lookahead |
+                             <-------- slots ---------->
+
+    `computed` has its KV and its blocks already, `found` lies in the prefix cache, `external` is brought by a
+    connector, `new` is computed in this step, and `lookahead` is room for the drafts of the next.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[KVCacheGroup],
+        num_blocks: int,
+        *,
+        caching: bool,
+        max_model_len: int,
+        num_lookahead_tokens: int = 0,
+        max_new_tokens: int,
+    ) -> None:
+        self.pool = BlockPool(num_blocks, len(groups), caching=caching)
+        self.coordinator = make_coordinator(groups, self.pool)
+        self._num_lookahead = num_lookahead_tokens
+        self._max_new_tokens = max_new_tokens + num_lookahead_tokens
+        self._no_blocks: Tables = [[] for _ in groups]
+        # The longest that one request can become, when it has the whole pool to itself.
+        self.max_request_tokens = self._longest_request(max_model_len)
+        # Blocks that tokens of this step are the first to use since they were free.
+        self._fresh: list[int] = []
+
+    def _longest_request(self, max_model_len: int) -> int:
+        low, high = 0, max_model_len
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.coordinator.max_blocks(middle, self._max_new_tokens) <= self.pool.num_usable:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def find_prefix(self, request: Request) -> tuple[Tables, int]:
+        """Cached blocks for the request's beginning, and how many tokens that is. The last token is kept back:
+        without computing at least one there is nothing to sample from."""
+        if not self.pool.caching or request.skip_reading_prefix_cache:
+            return self._no_blocks, 0
+        return self.coordinator.find_longest_hit(request.block_hashes, request.num_tokens - 1)
+
+    def allocate_slots(
+        self,
+        request: Request,
+        num_new_tokens: int,
+        *,
+        hits: Tables,
+        num_hit_tokens: int = 0,
+        num_external_tokens: int = 0,
+        delay_caching: bool = False,
+    ) -> Tables | None:
+        """Slots for a request that has no blocks yet. New blocks per group, or None when there are not enough,
+        and then nothing has changed.
+
+        With `delay_caching` nothing is cached: the KV of the external tokens is not here yet.
+        """
+        request_id, coordinator = request.request_id, self.coordinator
+        computed = num_hit_tokens + num_external_tokens
+        end = computed + num_new_tokens
+        num_slots = min(end + self._num_lookahead, self.max_request_tokens)
+        if coordinator.num_blocks_needed(num_slots, hits, computed) > self.pool.num_free:
+            return None
+        coordinator.adopt(request_id, hits, computed)
+        blocks = coordinator.grow(request_id, num_slots)
+        # What a connector writes to is its business, even where it fills a block only in part.
+        for manager, new in zip(coordinator.managers, blocks, strict=True):
+            table = manager.tables[request_id]
+            external_end = -(-computed // manager.block_size) if num_external_tokens else 0
+            self._fresh += new[max(external_end - (len(table) - len(new)), 0) :]
+        if not delay_caching:
+            coordinator.cache_full_blocks(request, end)
+        request.allocation_horizon = coordinator.horizon(request_id, self._num_lookahead)
+        return blocks
+
+    def extend_slots(self, request: Request, num_new_tokens: int) -> Tables | None:
+        """Slots for a request that has blocks. New blocks per group, or None when there are not enough, and then
+        nothing has changed, except that blocks which nobody will read any more have been given back.
+
+        Called only beyond `request.allocation_horizon`: up to there it would do nothing.
+        """
+        request_id, coordinator = request.request_id, self.coordinator
+        computed = request.num_computed_tokens
+        end = computed + num_new_tokens
+        num_slots = min(end + self._num_lookahead, self.max_request_tokens)
+        coordinator.drop_skipped_blocks(request_id, computed)
+        needed = coordinator.num_blocks_missing(request_id, num_slots)
+        if needed > self.pool.num_free:
+            return None
+        blocks = self._no_blocks
+        if needed:
+            blocks = coordinator.grow(request_id, num_slots)
+            for new in blocks:
+                self._fresh += new
+        # Drafts may turn out wrong: only tokens that are certain are ever found by others.
+        coordinator.cache_full_blocks(request, min(end, request.num_tokens))
+        request.allocation_horizon = coordinator.horizon(request_id, self._num_lookahead)
+        return blocks
+
+    def can_fit(self, request: Request, num_tokens: int, hits: Tables | None) -> bool:
+        """Whether all that the request would hold as it grows to `num_tokens` is free now. Without `hits` it has
+        blocks already."""
+        kept = self.coordinator.tables(request.request_id) if hits is None else hits
+        needed = self.coordinator.max_blocks(num_tokens, self._max_new_tokens)
+        for blocks in kept:
+            needed -= len(blocks) - blocks.count(NULL_BLOCK_ID)
+            if hits is not None:
+                needed += self.pool.num_free_among(blocks)
+        return needed <= self.pool.num_free
+
+    def cache_loaded(self, request: Request) -> None:
+        """What a connector brought is here, and right, up to the request's computed tokens."""
+        self.coordinator.cache_full_blocks(request, min(request.num_computed_tokens, request.num_tokens))
+        request.allocation_horizon = self.coordinator.horizon(request.request_id, self._num_lookahead)
+
+    def rewind(self, request: Request, num_tokens: int) -> None:
+        """Only the first `num_tokens` tokens' KV is right. Keeps the request's blocks if it can go on from
+        there, and gives them back otherwise."""
+        request_id = request.request_id
+        self.coordinator.forget_after(request_id, num_tokens)
+        if num_tokens > 0 and self.coordinator.can_resume_at(request_id, num_tokens):
+            request.num_computed_tokens = num_tokens
+            request.allocation_horizon = 0
+        else:
+            self.free(request)
+            request.num_computed_tokens = 0
+
+    def uncache(self, blocks: Iterable[int]) -> None:
+        """Nobody finds these blocks any more."""
+        for block in blocks:
+            self.pool.uncache(block)
+
+    def cached_blocks_from(self, request: Request, num_tokens: int) -> list[int]:
+        """The request's blocks that hold anything behind its first `num_tokens` tokens and can be found."""
+        return [
+            block
+            for manager in self.coordinator.managers
+            for block in manager.cached_blocks_from(request.request_id, num_tokens)
+        ]
+
+    def first_token_in(self, request: Request, blocks: set[int]) -> int | None:
+        """The first of the request's tokens that lies in one of `blocks`."""
+        first = None
+        for manager in self.coordinator.managers:
+            for i, block in enumerate(manager.tables.get(request.request_id, ())):
+                if block in blocks:
+                    token = i * manager.block_size
+                    first = token if first is None else min(first, token)
+                    break
+        return first
+
+    def free(self, request: Request) -> None:
+        """Blocks that were filed for tokens that were never computed are not found any more."""
+        self.coordinator.forget_after(request.request_id, request.num_computed_tokens)
+        self.coordinator.free(request.request_id)
+        request.allocation_horizon = 0
+
+    def drop_skipped_blocks(self, request: Request) -> None:
+        self.coordinator.drop_skipped_blocks(request.request_id, request.num_computed_tokens)
+
+    def block_ids(self, request_id: str) -> Tables:
+        return self.coordinator.tables(request_id)
+
+    def has_blocks(self, request_id: str) -> bool:
+        return self.coordinator.has_blocks(request_id)
+
+    def num_blocks_of(self, request_id: str) -> int:
+        return sum(len(table) - table.count(NULL_BLOCK_ID) for table in self.coordinator.tables(request_id))
+
+    def num_common_prefix_blocks(self, request_id: str) -> list[int]:
+        return self.coordinator.num_common_prefix_blocks(request_id)
+
+    def take_fresh_blocks(self) -> list[int]:
+        fresh, self._fresh = self._fresh, []
+        return fresh
+
+    def reset_prefix_cache(self) -> bool:
+        return self.pool.reset()
+
+    def check_integrity(self, owners: dict[str, Request]) -> None:
+        """`owners` are the requests that should have blocks. Besides the pool's own invariants: nobody else has
+        any, a table covers what is computed, and a cached block is the one that its request would look up."""
+        managers = self.coordinator.managers
+        self.pool.check_integrity(table for manager in managers for table in manager.tables.values())
+        for manager in managers:
+            if manager.tables.keys() != owners.keys():
+                odd = manager.tables.keys() ^ owners.keys()
+                raise InternalError(f"group {manager.index}: blocks and owners differ for {sorted(odd)}")
+            for request in owners.values():
+                manager.check_table(request)

@@ -1,0 +1,172 @@
+"""All blocks of the KV cache: who uses how many, what they hold, and which to give away next.
+
+A block is a number. What there is to know of it stands in columns: how many tables it is in, and the hash of
+what it holds, when it is full and can be found again. The columns are plain memory that the garbage collector
+does not walk: a step costs the same with a million blocks as with a thousand. Block 0 is the null block: it fills the places of a
+table where nothing is kept, belongs to nobody, and is never free.
+
+A block that nobody uses keeps its content and its hash until it is taken for something else (lazy eviction):
+until then a request with the same prefix gets it back.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+
+from engine.cache.free_queue import FreeBlockQueue
+from kvtransfer.base import NULL_BLOCK_ID
+from wire.errors import InternalError
+
+CachedBlocks = dict[bytes, int | dict[int, None]]
+"""hash -> the block that holds it, or several: block tables only grow, so a block that turns out to be a copy
+of another stays where it is. The first that was cached is the one that is found."""
+
+
+class BlockPool:
+    def __init__(self, num_blocks: int, num_groups: int = 1, *, caching: bool = True) -> None:
+        if num_blocks < 2:
+            raise InternalError(f"a pool needs the null block and one more, not {num_blocks}")
+        self.num_blocks = num_blocks
+        self.caching = caching
+        self.free_queue = FreeBlockQueue(num_blocks)
+        self.ref_counts = array("i", bytes(4 * num_blocks))
+        self.hashes: dict[int, bytes] = {}  # of blocks that can be found
+        self._group_of = array("H", bytes(2 * num_blocks))  # where that hash is registered
+        self._cached: list[CachedBlocks] = [{} for _ in range(num_groups)]
+        self.free_queue.remove(NULL_BLOCK_ID)
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be taken, cached ones included."""
+        return self.free_queue.num_free
+
+    @property
+    def num_usable(self) -> int:
+        return self.num_blocks - 1
+
+    def take(self, count: int) -> list[int]:
+        """Blocks for one table each; what they held is forgotten."""
+        blocks = self.free_queue.pop_front(count)
+        ref_counts, hashes = self.ref_counts, self.hashes
+        for block in blocks:
+            if block in hashes:
+                self.uncache(block)
+            ref_counts[block] = 1
+        return blocks
+
+    def touch(self, blocks: Iterable[int]) -> None:
+        """Blocks that were found join one more table; they can't be evicted while they are in any."""
+        ref_counts = self.ref_counts
+        for block in blocks:
+            if block == NULL_BLOCK_ID:
+                continue
+            if ref_counts[block] == 0:
+                self.free_queue.remove(block)
+            ref_counts[block] += 1
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """Blocks leave a table. Those that are in no other become free, in this order: first in, first evicted."""
+        ref_counts = self.ref_counts
+        freed = []
+        for block in blocks:
+            if block == NULL_BLOCK_ID:
+                continue
+            left = ref_counts[block] - 1
+            if left < 0:
+                raise InternalError(f"block {block} was released more often than it was taken")
+            ref_counts[block] = left
+            if left == 0:
+                freed.append(block)
+        self.free_queue.append(freed)
+
+    def num_free_among(self, blocks: Iterable[int]) -> int:
+        """How many of these would leave the free queue if they were touched."""
+        ref_counts = self.ref_counts
+        return sum(1 for block in blocks if block != NULL_BLOCK_ID and ref_counts[block] == 0)
+
+    def cache(self, group: int, block: int, block_hash: bytes) -> None:
+        """`block` is full, and `block_hash` names all the tokens up to its end."""
+        if block in self.hashes or block == NULL_BLOCK_ID:
+            raise InternalError(f"block {block} was cached twice")
+        self.hashes[block] = block_hash
+        self._group_of[block] = group
+        cached = self._cached[group]
+        there = cached.setdefault(block_hash, block)
+        if there == block:
+            return
+        if isinstance(there, dict):
+            there[block] = None
+        else:
+            cached[block_hash] = {there: None, block: None}
+
+    def uncache(self, block: int) -> None:
+        """Nobody finds this block any more. One that is not cached is left as it is."""
+        block_hash = self.hashes.pop(block, None)
+        if block_hash is None:
+            return
+        cached = self._cached[self._group_of[block]]
+        there = cached[block_hash]
+        if isinstance(there, dict):
+            del there[block]
+            if len(there) == 1:
+                cached[block_hash] = next(iter(there))
+        else:
+            del cached[block_hash]
+
+    def lookup(self, group: int, block_hash: bytes) -> int | None:
+        there = self._cached[group].get(block_hash)
+        return next(iter(there)) if isinstance(there, dict) else there
+
+    def lookup_run(self, group: int, block_hashes: Iterable[bytes]) -> list[int]:
+        """Blocks for the hashes up to the first that is not cached."""
+        get = self._cached[group].get
+        found: list[int] = []
+        for block_hash in block_hashes:
+            there = get(block_hash)
+            if there is None:
+                break
+            found.append(next(iter(there)) if isinstance(there, dict) else there)
+        return found
+
+    def num_cached(self) -> int:
+        """Blocks that can be found, in use or not."""
+        return len(self.hashes)
+
+    def reset(self) -> bool:
+        """Forgets everything cached, if nobody uses any block; the content may no longer mean what it did."""
+        if self.num_free != self.num_usable:
+            return False
+        self.hashes.clear()
+        for cached in self._cached:
+            cached.clear()
+        return True
+
+    def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
+        """`tables` are all there are. Each block is in exactly one place: null, free, or in as many tables as
+        its count says; and a hash leads to a block exactly when the block has that hash."""
+        self.free_queue.check_integrity()
+        owners = [0] * self.num_blocks
+        for table in tables:
+            for block in table:
+                owners[block] += 1
+        if self.ref_counts[NULL_BLOCK_ID] or NULL_BLOCK_ID in self.free_queue or NULL_BLOCK_ID in self.hashes:
+            raise InternalError("the null block is counted, free or cached")
+        for block in range(1, self.num_blocks):
+            if owners[block] != self.ref_counts[block]:
+                raise InternalError(
+                    f"block {block} is in {owners[block]} tables and counts {self.ref_counts[block]}"
+                )
+            if (block in self.free_queue) == (owners[block] > 0):
+                raise InternalError(f"block {block} is in {owners[block]} tables and free, or in neither")
+        found = 0
+        for group, cached in enumerate(self._cached):
+            for block_hash, there in cached.items():
+                if isinstance(there, dict) and len(there) < 2:
+                    raise InternalError("one block is filed as several")
+                for block in there if isinstance(there, dict) else (there,):
+                    found += 1
+                    if self.hashes.get(block) != block_hash or self._group_of[block] != group:
+                        raise InternalError(f"a hash leads to block {block}, which does not hold it")
+        if found != len(self.hashes):
+            raise InternalError("a block has a hash that does not lead to it")

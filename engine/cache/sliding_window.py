@@ -1,0 +1,80 @@
+"""Sliding-window attention: a token reads itself and the `window - 1` before it. What lies further back is
+given up as the request goes on, and a prefix counts as found when the window before its end is there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.cache.group_manager import GroupManager
+from engine.cache.groups import KVCacheGroup
+from engine.cache.pool import BlockPool
+from kvtransfer.base import NULL_BLOCK_ID
+from wire.errors import ConfigurationError
+
+
+class SlidingWindowManager(GroupManager):
+    def __init__(self, index: int, group: KVCacheGroup, pool: BlockPool, hash_block_size: int) -> None:
+        super().__init__(index, group, pool, hash_block_size)
+        if group.window is None or group.window < 1:
+            raise ConfigurationError(
+                f"a sliding-window group needs a window of at least 1, not {group.window}"
+            )
+        self._window = group.window
+        self._num_dropped: dict[str, int] = {}  # leading places of a table that are null
+
+    def find_longest_hit(self, block_hashes: Sequence[bytes], max_tokens: int, alignment: int) -> list[int]:
+        """From the right, to the first run of cached blocks that covers a window; what lies before it is null.
+        A run that reaches the very beginning is a hit however short it is."""
+        per_block = self._hashes_per_block
+        wanted = max(-(-(self._window - 1) // self.block_size), 1)
+        limit = min(max_tokens // self.block_size, len(block_hashes) // per_block)
+        run: list[int] = []  # rightmost first
+        for i in range(limit - 1, -1, -1):
+            if not run and (i + 1) * self.block_size % alignment:
+                continue
+            block = self._pool.lookup(self.index, block_hashes[(i + 1) * per_block - 1])
+            if block is None:
+                run.clear()
+                continue
+            run.append(block)
+            if len(run) == wanted:
+                return [NULL_BLOCK_ID] * i + run[::-1]
+        return run[::-1]
+
+    def num_skipped_blocks(self, num_computed_tokens: int) -> int:
+        return max(num_computed_tokens - self._window + 1, 0) // self.block_size
+
+    def adopt(self, request_id: str, hits: Sequence[int], num_computed_tokens: int) -> None:
+        super().adopt(request_id, hits, num_computed_tokens)
+        self._num_dropped[request_id] = self.num_skipped_blocks(num_computed_tokens)
+
+    def drop_skipped_blocks(self, request_id: str, num_computed_tokens: int) -> None:
+        table = self.tables.get(request_id)
+        if table is None:
+            return
+        dropped, skipped = self._num_dropped[request_id], self.num_skipped_blocks(num_computed_tokens)
+        if skipped <= dropped:
+            return
+        self._pool.release(reversed(table[dropped:skipped]))
+        table[dropped:skipped] = [NULL_BLOCK_ID] * (skipped - dropped)
+        self._num_dropped[request_id] = skipped
+
+    def max_blocks(self, num_tokens: int, max_new_tokens: int) -> int:
+        all_kept = -(-num_tokens // self.block_size)
+        at_once = -(-(self._window - 1 + max_new_tokens) // self.block_size) + 1
+        return min(all_kept, at_once)
+
+    def horizon(self, request_id: str, num_lookahead_tokens: int) -> int:
+        next_drop = (self._num_dropped[request_id] + 1) * self.block_size + self._window - 1
+        return min(super().horizon(request_id, num_lookahead_tokens), next_drop)
+
+    def num_common_prefix_blocks(self, request_id: str) -> int:
+        """Early blocks come and go: none is shared by all for long enough to be worth counting."""
+        return 0
+
+    def can_resume_at(self, request_id: str, num_tokens: int) -> bool:
+        return self._num_dropped[request_id] <= self.num_skipped_blocks(num_tokens)
+
+    def free(self, request_id: str) -> None:
+        super().free(request_id)
+        self._num_dropped.pop(request_id, None)

@@ -1,0 +1,220 @@
+"""A request as the scheduler sees it: what was asked, the tokens so far, how far it has been computed."""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+
+from engine.cache.hashing import Hashed
+from wire.requests import KVTransferParams
+from wire.sampling import FinishReason, SamplingParams
+
+
+class RequestStatus(enum.IntEnum):
+    """Where a request stands. The order carries meaning: everything after PREEMPTED is an end."""
+
+    WAITING = 1  # for its turn
+    WAITING_FOR_GRAMMAR = 2  # its output's grammar is being compiled
+    WAITING_FOR_REMOTE_KVS = 3  # a peer may write to its blocks at any moment
+    WAITING_FOR_INPUT = 4  # for more of a prompt that arrives in parts
+    RUNNING = 5  # holds blocks and gets tokens computed
+    PREEMPTED = 6  # ran, lost its blocks, and waits to run again
+    FINISHED_STOPPED = 7
+    FINISHED_LENGTH_CAPPED = 8
+    FINISHED_ABORTED = 9
+    FINISHED_IGNORED = 10  # too long to have ever run
+    FINISHED_ERROR = 11
+    FINISHED_REPETITION = 12
+
+    @property
+    def is_finished(self) -> bool:
+        return self > RequestStatus.PREEMPTED
+
+    @property
+    def is_blocked(self) -> bool:
+        """Waits for an event, not for its turn."""
+        return RequestStatus.WAITING < self < RequestStatus.RUNNING
+
+
+_FINISH_REASONS = {
+    RequestStatus.FINISHED_STOPPED: FinishReason.STOP,
+    RequestStatus.FINISHED_LENGTH_CAPPED: FinishReason.LENGTH,
+    RequestStatus.FINISHED_ABORTED: FinishReason.ABORT,
+    RequestStatus.FINISHED_IGNORED: FinishReason.LENGTH,
+    RequestStatus.FINISHED_ERROR: FinishReason.ERROR,
+    RequestStatus.FINISHED_REPETITION: FinishReason.STOP,
+}
+
+
+class MediaFeature(msgspec.Struct, frozen=True):
+    """A run of placeholder tokens in the prompt that stands for an image or a sound."""
+
+    identifier: str  # a hash of the content
+    offset: int
+    length: int
+
+
+class BlockHasher(Protocol):
+    @property
+    def block_size(self) -> int: ...
+    def extend(self, chain: list[bytes], request: Hashed) -> None:
+        """Appends the hashes of the full blocks that `chain` does not cover yet."""
+        ...
+
+
+class Request:
+    """Identity and inputs never change; tokens only grow; the counters are the scheduler's.
+
+    Tokens are plain counts kept beside the list, not properties over it: the step loop reads them for every
+    running request. `num_computed_tokens` says how many leading tokens have their KV in this node's cache, and
+    the gap from there to `num_tokens_with_spec` is what is left to compute, be it a prompt, a decode or drafts.
+    """
+
+    __slots__ = (
+        "_block_hashes",
+        "all_token_ids",
+        "allocation_horizon",
+        "arrival_time",
+        "block_hasher",
+        "cache_salt",
+        "eos_token_ids",
+        "has_loaded",
+        "length_limit",
+        "lora",
+        "media",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_external_tokens",
+        "num_initial_output_tokens",
+        "num_output_placeholders",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "num_tokens",
+        "priority",
+        "request_id",
+        "sampling",
+        "sort_key",
+        "spec_token_ids",
+        "status",
+        "stop_token_ids",
+        "transfer",
+        "valid_load_tokens",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        output_token_ids: Sequence[int] = (),
+        priority: int = 0,
+        arrival_time: float | None = None,
+        cache_salt: str | None = None,
+        lora: str | None = None,
+        media: Sequence[MediaFeature] = (),
+        transfer: KVTransferParams | None = None,
+        eos_token_ids: frozenset[int] = frozenset(),
+        block_hasher: BlockHasher | None = None,
+    ) -> None:
+        self.request_id = request_id
+        self.sampling = sampling
+        self.priority = priority
+        self.arrival_time = time.monotonic() if arrival_time is None else arrival_time
+        self.sort_key = (priority, self.arrival_time, request_id)
+        self.cache_salt = cache_salt
+        self.lora = lora
+        self.media = media
+        self.transfer = transfer
+        self.eos_token_ids = eos_token_ids
+
+        self.all_token_ids = [*prompt_token_ids, *output_token_ids]
+        self.num_prompt_tokens = len(prompt_token_ids)
+        self.num_tokens = len(self.all_token_ids)
+        # It moved here with these. They count as its output, and are computed as a prompt is.
+        self.num_initial_output_tokens = len(output_token_ids)
+        self.spec_token_ids: list[int] = []  # drafts, to be verified in the next step
+
+        self.num_computed_tokens = 0
+        self.num_output_placeholders = 0  # tokens of steps that are still under way (asynchronous scheduling)
+        self.num_external_tokens = 0  # promised by the connector
+        self.valid_load_tokens: int | None = None  # a load under way has spoilt all tokens behind these
+        self.num_cached_tokens = -1  # found in the prefix cache when first admitted; -1 before
+        self.num_preemptions = 0
+        self.has_loaded = False  # KV came from outside, or tried to: it is never asked for again
+
+        self.status = RequestStatus.WAITING
+        # Set by `limit`, when a scheduler accepts the request.
+        self.length_limit = self.num_prompt_tokens + sampling.max_tokens
+        self.stop_token_ids: frozenset[int] = frozenset()
+        # While its tokens end here or before, the cache manager has nothing to allocate or to cache for it.
+        self.allocation_horizon = 0
+
+        self.block_hasher = block_hasher
+        self._block_hashes: list[bytes] = []
+        if block_hasher is not None:
+            block_hasher.extend(self._block_hashes, self)
+
+    def limit(self, context: int, eos_token_ids: frozenset[int]) -> None:
+        """Fixes how the request ends: which tokens stop it, and at how many it is full."""
+        self.length_limit = min(self.num_prompt_tokens + self.sampling.max_tokens, context)
+        self.stop_token_ids = frozenset(self.sampling.stop_token_ids)
+        if not self.sampling.ignore_eos:
+            self.stop_token_ids |= self.eos_token_ids | eos_token_ids
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self.all_token_ids[: self.num_prompt_tokens]
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.all_token_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def num_tokens_with_spec(self) -> int:
+        return self.num_tokens + len(self.spec_token_ids)
+
+    @property
+    def block_hashes(self) -> list[bytes]:
+        """The chained hashes of all full blocks of tokens, caught up with the tokens when they are asked for."""
+        hasher = self.block_hasher
+        if hasher is not None and self.num_tokens >= (len(self._block_hashes) + 1) * hasher.block_size:
+            hasher.extend(self._block_hashes, self)
+        return self._block_hashes
+
+    @property
+    def skip_reading_prefix_cache(self) -> bool:
+        """Log-probabilities of the prompt come only from computing it."""
+        return self.sampling.prompt_logprobs is not None
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status > RequestStatus.PREEMPTED
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return _FINISH_REASONS.get(self.status)
+
+    def append_output_token(self, token: int) -> None:
+        self.all_token_ids.append(token)
+        self.num_tokens += 1
+
+    def __lt__(self, other: Request) -> bool:
+        """More urgent: lower priority number, then earlier arrival, then id; identity makes it strict."""
+        if self.sort_key != other.sort_key:
+            return self.sort_key < other.sort_key
+        return id(self) < id(other)
+
+    def __repr__(self) -> str:
+        return (
+            f"<Request {self.request_id} {self.status.name} "
+            f"{self.num_computed_tokens}/{self.num_tokens} tokens computed>"
+        )

@@ -1,0 +1,173 @@
+"""Second half of a step: requests in line are admitted while there is room for them."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+from engine.cache.coordinator import Tables
+from engine.request import Request, RequestStatus
+from engine.scheduling.lifecycle import Lifecycle
+from engine.scheduling.state import SchedulerState
+from engine.scheduling.step import StepPlan
+
+
+@dataclasses.dataclass(slots=True)
+class _Prefix:
+    """What of a request needs no computing here."""
+
+    hits: Tables | None  # None: it has its blocks already
+    num_hit_tokens: int
+    num_external_tokens: int = 0
+    arrives_later: bool = False  # the external tokens do
+
+
+class _Verdict(enum.Enum):
+    ADMITTED = enum.auto()
+    NEXT = enum.auto()  # not this one, but maybe the next
+    FULL = enum.auto()  # nobody else in this step
+
+
+class AdmissionPhase:
+    def __init__(self, state: SchedulerState, lifecycle: Lifecycle) -> None:
+        self._state = state
+        self._lifecycle = lifecycle
+
+    def plan(self, step: StepPlan) -> None:
+        state = self._state
+        loras = {request.lora for request in step.running if request.lora is not None}
+        while step.token_budget > 0 and len(state.running) < state.config.max_num_seqs:
+            request = state.waiting.head()
+            if request is None:
+                break
+            if not self._has_room_for_lora(request, loras):
+                state.waiting.pass_over(request)
+                continue
+            verdict = self._consider(request, step)
+            if verdict is _Verdict.FULL:
+                break
+            if verdict is _Verdict.ADMITTED and request.lora is not None:
+                loras.add(request.lora)
+        state.waiting.end_step()
+
+    def _has_room_for_lora(self, request: Request, loras: set[str]) -> bool:
+        most = self._state.config.max_loras
+        return most is None or request.lora is None or request.lora in loras or len(loras) < most
+
+    def _consider(self, request: Request, step: StepPlan) -> _Verdict:
+        prefix = self._find_prefix(request)
+        if prefix is None:
+            self._state.waiting.pass_over(request)
+            step.deferred = True
+            return _Verdict.NEXT
+        if prefix.arrives_later:
+            return self._load(request, prefix, step)
+        return self._admit(request, prefix, step)
+
+    def _find_prefix(self, request: Request) -> _Prefix | None:
+        """None when the connector can't say yet."""
+        if request.num_computed_tokens > 0:
+            return _Prefix(None, 0)
+        state = self._state
+        hits, num_hit = state.cache.find_prefix(request)
+        prefix = _Prefix(hits, num_hit)
+        if state.connector is None or request.has_loaded:
+            return prefix
+        num_external, arrives_later = state.connector.get_num_new_matched_tokens(request, num_hit)
+        if num_external is None:
+            return None
+        # A token that is sampled elsewhere comes with a load that arrives later. Without it one token has to be
+        # computed here, or there is nothing to sample from.
+        most = request.num_tokens - num_hit - (0 if arrives_later else 1)
+        prefix.num_external_tokens = max(min(num_external, most), 0)
+        prefix.arrives_later = arrives_later and prefix.num_external_tokens > 0
+        return prefix
+
+    def _load(self, request: Request, prefix: _Prefix, step: StepPlan) -> _Verdict:
+        """Reserves blocks for what arrives later. Nothing of it is cached until it is here."""
+        if not self._allocate(request, 0, prefix, step):
+            return _Verdict.FULL
+        state = self._state
+        state.waiting.block(request)
+        request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+        request.num_computed_tokens = prefix.num_hit_tokens
+        self._note_prefix(request, prefix)
+        self._tell_connector(request, prefix)
+        step.moved = True
+        return _Verdict.NEXT
+
+    def _admit(self, request: Request, prefix: _Prefix, step: StepPlan) -> _Verdict:
+        state, config = self._state, self._state.config
+        num_computed = request.num_computed_tokens + prefix.num_hit_tokens + prefix.num_external_tokens
+        # All its tokens, not its prompt's: a preempted request computes what it had sampled again.
+        num_new = request.num_tokens - num_computed
+        if 0 < config.long_prefill_token_threshold < num_new:
+            num_new = config.long_prefill_token_threshold
+        if num_new > step.token_budget:
+            if not config.chunked_prefill:
+                return _Verdict.FULL
+            num_new = step.token_budget
+        if not self._allocate(request, num_new, prefix, step):
+            return _Verdict.FULL
+
+        state.waiting.take(request)
+        state.running.append(request)
+        (step.resumed if request.status is RequestStatus.PREEMPTED else step.new).append(request)
+        request.status = RequestStatus.RUNNING
+        request.num_computed_tokens = num_computed
+        step.num_scheduled[request.request_id] = num_new
+        step.token_budget -= num_new
+        if prefix.hits is not None:
+            self._note_prefix(request, prefix)
+            received = min(num_computed, request.num_prompt_tokens) - prefix.num_hit_tokens
+            if prefix.num_external_tokens and received > 0:
+                state.totals.prompt_tokens_received += received
+        self._tell_connector(request, prefix)
+        return _Verdict.ADMITTED
+
+    def _note_prefix(self, request: Request, prefix: _Prefix) -> None:
+        request.num_external_tokens = prefix.num_external_tokens
+        request.has_loaded = request.has_loaded or prefix.num_external_tokens > 0
+        if request.num_cached_tokens < 0:
+            totals = self._state.totals
+            request.num_cached_tokens = min(prefix.num_hit_tokens, request.num_prompt_tokens)
+            totals.prompt_tokens_cached += request.num_cached_tokens
+            totals.requests_admitted += 1
+            totals.queue_seconds += max(self._state.clock() - request.arrival_time, 0.0)
+
+    def _tell_connector(self, request: Request, prefix: _Prefix) -> None:
+        connector = self._state.connector
+        if connector is not None:
+            blocks = self._state.cache.block_ids(request.request_id)
+            connector.update_state_after_alloc(request, blocks, prefix.num_external_tokens)
+
+    def _allocate(self, request: Request, num_new: int, prefix: _Prefix, step: StepPlan) -> bool:
+        while not self._try_allocate(request, num_new, prefix):
+            # While somebody runs, blocks will come back. When nobody does, others in line may hold what the
+            # head needs, each waiting for the next: the least urgent gives way.
+            if self._state.running:
+                return False
+            holder = self._state.waiting.least_urgent_holder(besides=request)
+            if holder is None:
+                return False
+            self._lifecycle.take_blocks_of_waiting(holder)
+            step.moved = True
+        return True
+
+    def _try_allocate(self, request: Request, num_new: int, prefix: _Prefix) -> bool:
+        cache = self._state.cache
+        if self._state.config.reserve_full_sequence and not cache.can_fit(
+            request, request.length_limit, prefix.hits
+        ):
+            return False
+        if prefix.hits is None:
+            return cache.extend_slots(request, num_new) is not None
+        blocks = cache.allocate_slots(
+            request,
+            num_new,
+            hits=prefix.hits,
+            num_hit_tokens=prefix.num_hit_tokens,
+            num_external_tokens=prefix.num_external_tokens,
+            delay_caching=prefix.arrives_later,
+        )
+        return blocks is not None

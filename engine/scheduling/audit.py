@@ -1,0 +1,84 @@
+"""Everything that must hold between two steps, checked from the data alone."""
+
+from __future__ import annotations
+
+from engine.request import Request, RequestStatus
+from engine.scheduling.state import SchedulerState
+from wire.errors import InternalError
+
+
+def check_integrity(state: SchedulerState) -> None:
+    """Raises InternalError for the first thing that is not as it must be."""
+    _check_places(state)
+    for request in state.requests.values():
+        _check_counters(state, request)
+    _check_queued_tokens(state)
+    state.cache.check_integrity(_owners(state))
+
+
+def _check_places(state: SchedulerState) -> None:
+    """Each unfinished request is in one place, and its status says which."""
+    waiting = list(state.waiting)
+    placed = [*state.running, *waiting]
+    if len({request.request_id for request in placed}) != len(placed) or len(waiting) != len(state.waiting):
+        raise InternalError("a request is in two places")
+    if {request.request_id for request in placed} != state.requests.keys():
+        raise InternalError("a request is nowhere, or somewhere after its end")
+    for request in placed:
+        if state.requests[request.request_id] is not request:
+            raise InternalError(f"{request!r} stands in for another of its id")
+    for request in state.running:
+        if request.status is not RequestStatus.RUNNING:
+            raise InternalError(f"{request!r} is among the running")
+    for request in waiting:
+        blocked = request.request_id in state.waiting.blocked
+        if blocked != request.status.is_blocked or request.is_finished or request in state.running:
+            raise InternalError(f"{request!r} is among the waiting")
+    for request_id, request in state.held.items():
+        if not request.is_finished or request_id in state.requests:
+            raise InternalError(f"{request!r} is held and has not ended")
+    if len(state.running) > state.config.max_num_seqs:
+        raise InternalError(f"{len(state.running)} requests run where {state.config.max_num_seqs} may")
+
+
+def _check_counters(state: SchedulerState, request: Request) -> None:
+    if request.num_tokens != len(request.all_token_ids):
+        raise InternalError(f"{request!r} counts {request.num_tokens} of {len(request.all_token_ids)} tokens")
+    # The newest token is computed in the step that samples the next. Only drafts and placeholders go beyond.
+    most = request.num_tokens_with_spec + request.num_output_placeholders
+    if not 0 <= request.num_computed_tokens <= most:
+        raise InternalError(f"{request!r} is computed further than it reaches")
+    if request.num_tokens >= request.length_limit or request.num_tokens > state.max_model_len:
+        raise InternalError(f"{request!r} goes on behind its end")
+    if request.spec_token_ids and request.status is not RequestStatus.RUNNING:
+        raise InternalError(f"{request!r} has drafts and does not run")
+
+
+def _owners(state: SchedulerState) -> dict[str, Request]:
+    """The requests that should have blocks: those that run, those that load, those in line that kept their
+    KV, and the finished whose connector keeps theirs."""
+    owners = {request.request_id: request for request in state.running}
+    owners.update(state.waiting.holders)
+    owners.update(
+        (request_id, request)
+        for request_id, (_, request) in state.waiting.blocked.items()
+        if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    )
+    for request in state.waiting:
+        in_line = request.request_id not in state.waiting.blocked
+        if in_line and (request.num_computed_tokens > 0) != (request.request_id in state.waiting.holders):
+            raise InternalError(f"{request!r} is in line, and its blocks are not accounted for")
+    # A request may have ended before it had any blocks, and be held all the same.
+    owners.update(
+        (request_id, request)
+        for request_id, request in state.held.items()
+        if state.cache.has_blocks(request_id)
+    )
+    return owners
+
+
+def _check_queued_tokens(state: SchedulerState) -> None:
+    in_line = [request for request in state.waiting if request.request_id not in state.waiting.blocked]
+    actual = sum(request.num_tokens - request.num_computed_tokens for request in in_line)
+    if actual != state.waiting.num_uncomputed_tokens:
+        raise InternalError(f"the line counts {state.waiting.num_uncomputed_tokens} tokens and has {actual}")

@@ -1,0 +1,84 @@
+"""Blocks whose load went wrong after somebody had begun to use them."""
+
+from __future__ import annotations
+
+from engine.request import Request, RequestStatus
+from engine.scheduling.lifecycle import Lifecycle
+from engine.scheduling.state import SchedulerState
+from engine.scheduling.update import RequestUpdate, failure_of
+from kvtransfer.base import LoadFailurePolicy
+from wire.errors import TransferError
+
+
+class InvalidBlocks:
+    """What is computed from a wrong block is wrong itself. So a request goes back to its first wrong block, all
+    that it computed behind it is wrong too, and so on to whoever shares any of that by the prefix cache."""
+
+    def __init__(self, state: SchedulerState, lifecycle: Lifecycle) -> None:
+        self._state = state
+        self._lifecycle = lifecycle
+
+    def handle(self, block_ids: set[int]) -> list[RequestUpdate]:
+        state = self._state
+        bad = set(block_ids)
+        affected = self._affected(bad)
+        state.cache.uncache(bad)
+        updates: list[RequestUpdate] = []
+        # The last admitted first: each goes to the front of the line, and they stand there in order again.
+        for request in reversed(state.running):
+            if request.request_id in affected:
+                updates += self._interrupt(request, affected[request.request_id])
+        state.running = [request for request in state.running if request.status is RequestStatus.RUNNING]
+        for request in list(state.waiting.holders.values()):
+            # Those that were just interrupted are among them, and are right already.
+            if affected.get(request.request_id, request.num_computed_tokens) < request.num_computed_tokens:
+                updates += self._rewind_waiting(request, affected[request.request_id])
+        for _, request in state.waiting.blocked.values():
+            if request.request_id in affected:
+                valid = affected[request.request_id]
+                request.valid_load_tokens = valid
+                request.num_computed_tokens = min(request.num_computed_tokens, valid)
+        return updates
+
+    def _affected(self, bad: set[int]) -> dict[str, int]:
+        """request id -> its first token that is wrong. Grows `bad` by what was computed from bad blocks."""
+        state = self._state
+        owners = [
+            *state.running,
+            *state.waiting.holders.values(),
+            *(request for _, request in state.waiting.blocked.values()),
+        ]
+        affected: dict[str, int] = {}
+        before = -1
+        while len(bad) != before:
+            before = len(bad)
+            for request in owners:
+                token = state.cache.first_token_in(request, bad)
+                if token is not None:
+                    affected[request.request_id] = token
+                    bad.update(state.cache.cached_blocks_from(request, token))
+        return affected
+
+    def _interrupt(self, request: Request, valid: int) -> list[RequestUpdate]:
+        state = self._state
+        state.totals.loads_failed += 1
+        if state.load_failure_policy is LoadFailurePolicy.FAIL:
+            self._lifecycle.end(request, RequestStatus.FINISHED_ERROR)
+            return [self._failure(request)]
+        self._lifecycle.interrupt(request, min(valid, request.num_computed_tokens))
+        return []
+
+    def _rewind_waiting(self, request: Request, valid: int) -> list[RequestUpdate]:
+        state = self._state
+        state.totals.loads_failed += 1
+        if state.load_failure_policy is LoadFailurePolicy.FAIL:
+            self._lifecycle.end(request, RequestStatus.FINISHED_ERROR)
+            state.waiting.remove(request)
+            return [self._failure(request)]
+        state.cache.rewind(request, valid)
+        if not request.num_computed_tokens:
+            state.waiting.lost_blocks(request)
+        return []
+
+    def _failure(self, request: Request) -> RequestUpdate:
+        return failure_of(request, TransferError("blocks of the request's KV did not arrive whole"))

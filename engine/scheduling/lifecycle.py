@@ -1,0 +1,124 @@
+"""How a request begins, loses its turn, and ends. Every block that is given back is given back here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from engine.request import Request, RequestStatus
+from engine.scheduling.state import SchedulerState
+from wire.errors import ContextLengthExceeded, InvalidRequest
+
+
+class Lifecycle:
+    def __init__(self, state: SchedulerState, context: int, eos_token_ids: frozenset[int]) -> None:
+        self._state = state
+        self._context = context  # the model's, as configured: what is longer is the request's fault
+        self._eos_token_ids = eos_token_ids
+
+    def add(self, request: Request) -> None:
+        self._check(request)
+        state = self._state
+        request.limit(state.max_model_len, self._eos_token_ids)
+        state.requests[request.request_id] = request
+        state.waiting.add(request)
+        state.totals.requests_started += 1
+        state.settled = False
+        if state.connector is not None:
+            state.connector.on_new_request(request)
+
+    def _check(self, request: Request) -> None:
+        state = self._state
+        request_id = request.request_id
+        if request_id in state.requests or request_id in state.held:
+            raise InvalidRequest(f"a request with the id {request_id!r} is already here", "request_id")
+        if request.num_prompt_tokens == 0:
+            raise InvalidRequest("the prompt is empty", "prompt")
+        if request.sampling.max_tokens <= request.num_output_tokens:
+            raise InvalidRequest(
+                f"max_tokens is {request.sampling.max_tokens} and the request "
+                f"has {request.num_output_tokens} output tokens already",
+                "max_tokens",
+            )
+        if request.num_tokens >= self._context:
+            raise ContextLengthExceeded(
+                f"{request.num_tokens} tokens leave no room to answer in a context of {self._context}"
+            )
+        if request.num_tokens >= state.max_model_len:
+            raise InvalidRequest(
+                f"{request.num_tokens} tokens do not fit: the KV cache of this node has room "
+                f"for {state.max_model_len - 1} and one to answer",
+                "prompt",
+            )
+
+    def preempt(self, request: Request) -> None:
+        """A running request, already out of `running`, gives up its blocks and is computed anew later."""
+        self._state.cache.free(request)
+        request.num_computed_tokens = 0
+        self._line_up_again(request)
+
+    def interrupt(self, request: Request, num_valid_tokens: int) -> None:
+        """A running request, about to leave `running`, goes back to its first `num_valid_tokens` tokens and
+        keeps their blocks."""
+        self._state.cache.rewind(request, num_valid_tokens)
+        self._line_up_again(request)
+
+    def _line_up_again(self, request: Request) -> None:
+        state = self._state
+        request.status = RequestStatus.PREEMPTED
+        request.spec_token_ids = []
+        request.num_output_placeholders = 0
+        request.num_preemptions += 1
+        state.totals.preemptions += 1
+        state.preempted_req_ids.add(request.request_id)
+        state.waiting.put_back(request)
+
+    def take_blocks_of_waiting(self, request: Request) -> None:
+        """A request in line loses the KV that it holds: somebody more urgent can't run otherwise."""
+        self._state.cache.free(request)
+        request.num_computed_tokens = 0
+        self._state.waiting.lost_blocks(request)
+
+    def finish_all(self, request_ids: Iterable[str], status: RequestStatus) -> list[str]:
+        """Ends unfinished requests from outside, in whatever state they are; returns which there were."""
+        state = self._state
+        found = [
+            request
+            for request_id in dict.fromkeys(request_ids)
+            if (request := state.requests.get(request_id)) is not None
+        ]
+        running = {request.request_id for request in found if request.status is RequestStatus.RUNNING}
+        if running:
+            state.running = [request for request in state.running if request.request_id not in running]
+        for request in found:
+            was_running = request.status is RequestStatus.RUNNING
+            self.end(request, status)
+            if not was_running:
+                state.waiting.remove(request)
+        return [request.request_id for request in found]
+
+    def end(self, request: Request, status: RequestStatus) -> None:
+        """The one place where a request ends. Whoever calls takes it out of `running` or `waiting`.
+
+        Its blocks stay its own while the connector is asked, and go on being so if the connector says so:
+        then `release` gives them back.
+        """
+        state = self._state
+        request_id = request.request_id
+        request.status = status
+        request.spec_token_ids = []
+        del state.requests[request_id]
+        state.finished_req_ids.add(request_id)
+        state.settled = False
+        if (reason := request.finish_reason) is not None:
+            state.totals.requests_finished[reason.value] += 1
+        if state.connector is not None:
+            state.cache.drop_skipped_blocks(request)
+            if state.connector.request_finished(request, state.cache.block_ids(request_id)):
+                state.held[request_id] = request
+                return
+        state.cache.free(request)
+
+    def release(self, request_id: str) -> None:
+        """The connector no longer needs the blocks of a finished request."""
+        self._state.cache.free(self._state.held.pop(request_id))
+        self._state.settled = False

@@ -1,0 +1,104 @@
+"""What the model made of a step: tokens join their requests, drafts are settled, requests end."""
+
+from __future__ import annotations
+
+from engine.request import Request, RequestStatus
+from engine.scheduling.lifecycle import Lifecycle
+from engine.scheduling.output import ModelOutput, SchedulerOutput
+from engine.scheduling.state import SchedulerState
+from engine.scheduling.stopping import status_after
+from engine.scheduling.update import RequestUpdate
+from wire.errors import InternalError
+
+_RUNNING = RequestStatus.RUNNING
+
+
+class ModelResults:
+    def __init__(self, state: SchedulerState, lifecycle: Lifecycle) -> None:
+        self._state = state
+        self._lifecycle = lifecycle
+
+    def apply(self, step: SchedulerOutput, output: ModelOutput) -> list[RequestUpdate]:
+        """Requests that ended or were interrupted since the step was planned get nothing of it."""
+        state = self._state
+        requests, drafts = state.requests, step.spec_token_ids
+        logprobs, prompt_logprobs = output.logprobs, output.prompt_logprobs
+        updates: list[RequestUpdate] = []
+        ended = False
+        num_tokens = 0
+        for request_id, tokens in output.sampled_token_ids.items():
+            request = requests.get(request_id)
+            if request is None or request.status is not _RUNNING or not tokens:
+                continue
+            start = request.num_tokens - request.num_prompt_tokens
+            status: RequestStatus | None = None
+            if len(tokens) == 1:
+                token = tokens[0]
+                request.all_token_ids.append(token)
+                request.num_tokens += 1
+                if request.num_tokens >= request.length_limit or token in request.stop_token_ids:
+                    status = status_after(request, token)
+                if drafts and request_id in drafts:
+                    self._settle_drafts(request, len(drafts[request_id]), 0)
+            else:
+                self._settle_drafts(request, len(drafts.get(request_id, ())), len(tokens) - 1)
+                tokens, status = _append_until_end(request, tokens)
+            num_tokens += len(tokens)
+            update = RequestUpdate(request_id, start, tokens)
+            if logprobs and (found := logprobs.get(request_id)) is not None:
+                update.logprobs = found[: len(tokens)]
+            if prompt_logprobs:
+                update.prompt_logprobs = prompt_logprobs.get(request_id)
+            if start == request.num_initial_output_tokens:
+                update.cached_tokens = request.num_cached_tokens
+            if status is not None:
+                ended = True
+                self._end(request, status, update)
+            updates.append(update)
+        state.totals.output_tokens += num_tokens
+        if ended:
+            state.running = [request for request in state.running if request.status is _RUNNING]
+        for request_id, of_prompt in prompt_logprobs.items():
+            # A request that moved here may have tokens to compute between its prompt and its next token.
+            if (
+                request_id not in output.sampled_token_ids
+                and (request := requests.get(request_id)) is not None
+            ):
+                updates.append(
+                    RequestUpdate(request_id, request.num_output_tokens, [], prompt_logprobs=of_prompt)
+                )
+        for request_id, proposal in output.draft_token_ids.items():
+            request = requests.get(request_id)
+            if request is not None and request.status is _RUNNING:
+                request.spec_token_ids = proposal
+        return updates
+
+    def _settle_drafts(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        """The step counted all drafts as computed. Of those that were rejected the KV is void, and so are the
+        places that were kept for their successors."""
+        num_rejected = num_drafts - num_accepted
+        if num_rejected < 0:
+            raise InternalError(
+                f"{num_accepted} drafts of {request!r} were accepted where {num_drafts} were given"
+            )
+        request.num_computed_tokens -= num_rejected
+        if request.num_output_placeholders > 0:
+            request.num_output_placeholders -= num_rejected
+        self._state.totals.speculative_drafted += num_drafts
+        self._state.totals.speculative_accepted += num_accepted
+
+    def _end(self, request: Request, status: RequestStatus, update: RequestUpdate) -> None:
+        self._lifecycle.end(request, status)
+        update.finish = request.finish_reason
+        if status is RequestStatus.FINISHED_STOPPED:
+            update.stop_token = update.token_ids[-1]
+
+
+def _append_until_end(request: Request, tokens: list[int]) -> tuple[list[int], RequestStatus | None]:
+    """The tokens that the request keeps: what was sampled behind its end does not exist."""
+    for count, token in enumerate(tokens, 1):
+        request.append_output_token(token)
+        status = status_after(request, token)
+        if status is not None:
+            return tokens[:count], status
+    return tokens, None

@@ -1,0 +1,81 @@
+"""First half of a step: requests that run go on, in order of admission."""
+
+from __future__ import annotations
+
+from engine.cache.coordinator import Tables
+from engine.request import Request
+from engine.scheduling.lifecycle import Lifecycle
+from engine.scheduling.state import SchedulerState
+from engine.scheduling.step import StepPlan
+
+
+class RunningPhase:
+    def __init__(self, state: SchedulerState, lifecycle: Lifecycle) -> None:
+        self._state = state
+        self._lifecycle = lifecycle
+
+    def plan(self, step: StepPlan) -> None:
+        """Most requests need one token and have a slot for it: they cost a few comparisons."""
+        running = self._state.running
+        scheduled, num_scheduled = step.running, step.num_scheduled
+        token_budget = step.token_budget
+        index = 0
+        while index < len(running) and token_budget > 0:
+            request = running[index]
+            num_computed = request.num_computed_tokens
+            num_new = request.num_tokens + request.num_output_placeholders - num_computed
+            if num_new != 1 or request.spec_token_ids:
+                num_new = self._cap(request, num_new + len(request.spec_token_ids), token_budget)
+                if num_new <= 0:
+                    index += 1
+                    continue
+            if num_computed + num_new > request.allocation_horizon:
+                blocks, index, regained = self._allocate(request, num_new, index, step)
+                token_budget += regained
+                if blocks is None:
+                    continue
+                if any(blocks):
+                    step.new_blocks[request.request_id] = blocks
+            if request.spec_token_ids:
+                self._pack_drafts(request, num_new, step)
+            num_scheduled[request.request_id] = num_new
+            scheduled.append(request)
+            token_budget -= num_new
+            index += 1
+        step.token_budget = token_budget
+
+    def _cap(self, request: Request, num_new: int, token_budget: int) -> int:
+        threshold = self._state.config.long_prefill_token_threshold
+        if 0 < threshold < num_new:
+            num_new = threshold
+        # The last position of the context is never an input: nothing can follow it.
+        room = self._state.max_model_len - 1 - request.num_computed_tokens
+        return min(num_new, token_budget, room)
+
+    def _allocate(
+        self, request: Request, num_new: int, index: int, step: StepPlan
+    ) -> tuple[Tables | None, int, int]:
+        """Blocks for the request, preempting others for as long as there are too few; None when it was preempted
+        itself. Then its index, or the next request's, among those that are left; and the tokens that victims
+        had been given in this step."""
+        state, regained = self._state, 0
+        while True:
+            blocks = state.cache.extend_slots(request, num_new)
+            if blocks is not None:
+                return blocks, index, regained
+            victim_index = state.policy.victim(state.running)
+            victim = state.running.pop(victim_index)
+            if victim_index < index:
+                index -= 1
+                regained += step.take_back(victim)
+            self._lifecycle.preempt(victim)
+            step.preempted.append(victim)
+            if victim is request:
+                return None, index, regained
+
+    def _pack_drafts(self, request: Request, num_new: int, step: StepPlan) -> None:
+        """Drafts that got a slot are verified in this step; the caps may have cut off the last of them."""
+        room = num_new + request.num_computed_tokens - request.num_tokens - request.num_output_placeholders
+        if room > 0:
+            step.drafts[request.request_id] = request.spec_token_ids[:room]
+        request.spec_token_ids = []

@@ -1,0 +1,269 @@
+"""Decides who computes how many tokens in the next step, and books what came of it.
+
+There is no prefill and no decode phase. A request has tokens and a count of those that are computed; a step
+hands out its one budget of tokens so that the counts catch up, first to those that run, then to those in line.
+A prompt is a request that is far behind, a decode one that is one token behind.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from engine.cache.coordinator import hash_block_size
+from engine.cache.groups import KVCacheGroup
+from engine.cache.hashing import BlockHasher, make_block_hasher
+from engine.cache.manager import KVCacheManager
+from engine.config import CacheConfig, SchedulerConfig
+from engine.request import Request, RequestStatus
+from engine.scheduling.admission import AdmissionPhase
+from engine.scheduling.audit import check_integrity
+from engine.scheduling.lifecycle import Lifecycle
+from engine.scheduling.output import CachedRequestData, ModelOutput, NewRequestData, SchedulerOutput
+from engine.scheduling.policies import make_policy
+from engine.scheduling.results import ModelResults
+from engine.scheduling.running import RunningPhase
+from engine.scheduling.state import PauseState, SchedulerState
+from engine.scheduling.stats import SchedulerStats
+from engine.scheduling.step import StepPlan
+from engine.scheduling.transfers import TransferResults
+from engine.scheduling.update import RequestUpdate
+from engine.scheduling.waiting import WaitingRequests
+from kvtransfer.base import ConnectorOutput, LoadFailurePolicy, SchedulerConnector
+from wire.errors import ConfigurationError
+
+__all__ = ["PauseState", "Scheduler"]
+
+
+class Scheduler:
+    """Used from one thread. A step is `schedule`, then the model, then `update_from_output`; requests come and go
+    between steps."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cache: CacheConfig,
+        groups: Sequence[KVCacheGroup],
+        num_blocks: int,
+        max_model_len: int,
+        eos_token_ids: frozenset[int] = frozenset(),
+        connector: SchedulerConnector | None = None,
+        load_failure_policy: LoadFailurePolicy = LoadFailurePolicy.RECOMPUTE,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        zero_new_blocks: bool = False,
+    ) -> None:
+        """`zero_new_blocks` is for attention kernels that read behind a request's last token: the runner is told
+        which blocks hold something stale."""
+        if config.max_model_len is not None:
+            max_model_len = min(max_model_len, config.max_model_len)
+        kv_cache = KVCacheManager(
+            groups,
+            num_blocks,
+            caching=cache.prefix_caching,
+            max_model_len=max_model_len,
+            num_lookahead_tokens=config.num_speculative_tokens,
+            max_new_tokens=config.max_num_batched_tokens,
+        )
+        if not config.chunked_prefill and config.max_num_batched_tokens < kv_cache.max_request_tokens - 1:
+            raise ConfigurationError(
+                "without scheduler.chunked_prefill a whole request must fit into one step: set "
+                f"scheduler.max_num_batched_tokens to {kv_cache.max_request_tokens - 1} or more, "
+                f"or scheduler.max_model_len to {config.max_num_batched_tokens + 1} or less"
+            )
+        policy = make_policy(config.policy)
+        self._zero_new_blocks = zero_new_blocks
+        self._state = SchedulerState(
+            config=config,
+            max_model_len=kv_cache.max_request_tokens,
+            policy=policy,
+            cache=kv_cache,
+            connector=connector,
+            load_failure_policy=load_failure_policy,
+            clock=clock,
+            waiting=WaitingRequests(policy),
+        )
+        self._lifecycle = Lifecycle(self._state, max_model_len, eos_token_ids)
+        self._running_phase = RunningPhase(self._state, self._lifecycle)
+        self._admission_phase = AdmissionPhase(self._state, self._lifecycle)
+        self._transfers = TransferResults(self._state, self._lifecycle)
+        self._results = ModelResults(self._state, self._lifecycle)
+        # For whoever makes requests, so that their prompts are hashed outside the step.
+        self.block_hasher: BlockHasher | None = None
+        if cache.prefix_caching:
+            self.block_hasher = make_block_hasher(
+                cache.hash_algorithm, hash_block_size(groups), cache.hash_seed
+            )
+
+    @property
+    def requests(self) -> dict[str, Request]:
+        """Unfinished requests by id. To be read, not changed."""
+        return self._state.requests
+
+    @property
+    def max_model_len(self) -> int:
+        """How many tokens one request may have here: the model's context, or what the KV cache has room for."""
+        return self._state.max_model_len
+
+    def add_request(self, request: Request) -> None:
+        """Puts a request in line. Raises a RequestError for one that can never run here, and changes nothing."""
+        if request.block_hasher is None:
+            request.block_hasher = self.block_hasher
+        self._lifecycle.add(request)
+
+    def finish_requests(self, request_ids: Iterable[str], status: RequestStatus) -> list[str]:
+        """Ends requests from outside, whatever they wait for. Unknown ids and those that have ended are ignored;
+        returns the others."""
+        return self._lifecycle.finish_all(request_ids, status)
+
+    def schedule(self) -> SchedulerOutput:
+        state = self._state
+        paused = state.pause is PauseState.PAUSED_ALL
+        step = StepPlan(token_budget=0 if paused else state.config.max_num_batched_tokens)
+        self._running_phase.plan(step)
+        # Whoever is admitted while others lose their blocks would only take them for a moment.
+        if not step.preempted and state.pause is PauseState.UNPAUSED:
+            self._admission_phase.plan(step)
+        output = self._output_of(step)
+        if state.connector is not None:
+            output.connector_metadata = state.connector.build_connector_meta(output)
+        self._advance(step)
+        state.totals.steps += 1
+        state.settled = not (step.num_scheduled or step.preempted or step.moved or step.deferred)
+        return output
+
+    def _output_of(self, step: StepPlan) -> SchedulerOutput:
+        state = self._state
+        known = step.running + step.resumed
+        cached = CachedRequestData(
+            req_ids=[request.request_id for request in known],
+            num_computed_tokens=[request.num_computed_tokens for request in known],
+        )
+        if step.new_blocks:
+            cached.new_block_ids = list(map(step.new_blocks.get, cached.req_ids))
+        else:
+            cached.new_block_ids = [None] * len(known)
+        for i, request in enumerate(step.resumed, len(step.running)):
+            cached.new_block_ids[i] = state.cache.block_ids(request.request_id)
+            cached.resumed_req_ids.add(request.request_id)
+            cached.resumed_token_ids[request.request_id] = list(request.all_token_ids)
+        output = SchedulerOutput(
+            new_reqs=[self._describe(request) for request in step.new],
+            cached_reqs=cached,
+            num_scheduled_tokens=step.num_scheduled,
+            total_num_scheduled_tokens=sum(step.num_scheduled.values()),
+            spec_token_ids=step.drafts,
+            num_common_prefix_blocks=self._common_prefix_blocks(step),
+            finished_req_ids=state.finished_req_ids,
+            preempted_req_ids=state.preempted_req_ids,
+        )
+        # The output keeps the sets, so new ones are begun.
+        state.finished_req_ids, state.preempted_req_ids = set(), set()
+        fresh = state.cache.take_fresh_blocks()
+        if self._zero_new_blocks:
+            output.new_block_ids_to_zero = fresh
+        return output
+
+    def _describe(self, request: Request) -> NewRequestData:
+        return NewRequestData(
+            req_id=request.request_id,
+            token_ids=list(request.all_token_ids),
+            num_prompt_tokens=request.num_prompt_tokens,
+            sampling=request.sampling,
+            block_ids=self._state.cache.block_ids(request.request_id),
+            num_computed_tokens=request.num_computed_tokens,
+            lora=request.lora,
+        )
+
+    def _common_prefix_blocks(self, step: StepPlan) -> list[int]:
+        running, cache = self._state.running, self._state.cache
+        if not step.num_scheduled or not running:
+            return [0] * len(cache.coordinator.managers)
+        return cache.num_common_prefix_blocks(running[0].request_id)
+
+    def _advance(self, step: StepPlan) -> None:
+        """The step's tokens count as computed from here on. Drafts that turn out wrong are taken back later."""
+        requests, of_prompts = self._state.requests, 0
+        for request_id, num_tokens in step.num_scheduled.items():
+            request = requests[request_id]
+            left = request.num_prompt_tokens - request.num_computed_tokens
+            if left > 0:
+                of_prompts += min(left, num_tokens)
+            request.num_computed_tokens += num_tokens
+        self._state.totals.prompt_tokens_computed += of_prompts
+
+    def update_from_output(
+        self,
+        step: SchedulerOutput,
+        model_output: ModelOutput,
+        connector_output: ConnectorOutput | None = None,
+    ) -> list[RequestUpdate]:
+        """Books a step. Transfers first: they say which of the model's results can't be right."""
+        updates: list[RequestUpdate] = []
+        if connector_output is not None:
+            if self._state.connector is not None:
+                self._state.connector.update_connector_output(connector_output)
+            if not connector_output.is_empty:
+                updates = self._transfers.apply(connector_output)
+        updates += self._results.apply(step, model_output)
+        return updates
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self._state.requests)
+
+    def has_work(self) -> bool:
+        """Whether a step could do anything now. False while everything waits for an event: a transfer (whose
+        connector then wakes the engine), blocks that a connector holds, the end of a pause."""
+        state = self._state
+        if state.finished_req_ids or state.preempted_req_ids:
+            return True
+        if state.connector is not None and state.connector.has_pending_work():
+            return True
+        return not state.settled and bool(state.running or state.waiting.num_ready)
+
+    @property
+    def pause_state(self) -> PauseState:
+        return self._state.pause
+
+    def set_pause_state(self, pause: PauseState) -> None:
+        self._state.pause = pause
+        self._state.settled = False
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached KV, as after new weights; False, and nothing done, while any block is in use."""
+        return self._state.cache.reset_prefix_cache()
+
+    def stats(self) -> SchedulerStats:
+        """Costs a walk over the running requests, not over those in line."""
+        state, totals = self._state, self._state.totals
+        pool = state.cache.pool
+        uncomputed = sum(
+            max(request.num_prompt_tokens - request.num_computed_tokens, 0) for request in state.running
+        )
+        return SchedulerStats(
+            running=len(state.running),
+            waiting=len(state.waiting),
+            blocked=len(state.waiting.blocked),
+            waiting_tokens=uncomputed + state.waiting.num_uncomputed_tokens,
+            free_blocks=pool.num_free,
+            total_blocks=pool.num_usable,
+            held_blocks=sum(map(state.cache.num_blocks_of, state.held)),
+            held_requests=len(state.held),
+            steps=totals.steps,
+            requests_started=totals.requests_started,
+            requests_finished=dict(totals.requests_finished),
+            queue_seconds=totals.queue_seconds,
+            requests_admitted=totals.requests_admitted,
+            preemptions=totals.preemptions,
+            prompt_tokens_computed=totals.prompt_tokens_computed,
+            prompt_tokens_cached=totals.prompt_tokens_cached,
+            prompt_tokens_received=totals.prompt_tokens_received,
+            output_tokens=totals.output_tokens,
+            speculative_drafted=totals.speculative_drafted,
+            speculative_accepted=totals.speculative_accepted,
+            loads_failed=totals.loads_failed,
+        )
+
+    def check_integrity(self) -> None:
+        """Raises InternalError for anything that contradicts anything else. Walks the whole pool."""
+        check_integrity(self._state)

@@ -1,0 +1,46 @@
+"""What the parts of the scheduler share."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable
+
+from engine.cache.manager import KVCacheManager
+from engine.config import SchedulerConfig
+from engine.request import Request
+from engine.scheduling.policies import Policy
+from engine.scheduling.stats import Totals
+from engine.scheduling.waiting import WaitingRequests
+from kvtransfer.base import LoadFailurePolicy, SchedulerConnector
+
+
+class PauseState(enum.IntEnum):
+    UNPAUSED = 0
+    PAUSED_NEW = 1  # what runs goes on, nobody is admitted
+    PAUSED_ALL = 2  # nothing is computed; transfers and cancellations go on
+
+
+@dataclasses.dataclass(slots=True)
+class SchedulerState:
+    """Each unfinished request is in `requests` and in exactly one of `running` and `waiting`; a finished one
+    whose blocks its connector still needs is in `held` alone."""
+
+    config: SchedulerConfig
+    max_model_len: int  # of this engine: never more than the pool can hold for one request
+    policy: Policy
+    cache: KVCacheManager
+    connector: SchedulerConnector | None
+    load_failure_policy: LoadFailurePolicy
+    clock: Callable[[], float]
+    waiting: WaitingRequests
+    requests: dict[str, Request] = dataclasses.field(default_factory=dict)
+    running: list[Request] = dataclasses.field(default_factory=list)  # in order of admission
+    held: dict[str, Request] = dataclasses.field(default_factory=dict)
+    pause: PauseState = PauseState.UNPAUSED
+    totals: Totals = dataclasses.field(default_factory=Totals)
+    # What the runner and the connector's worker half have not been told of yet.
+    finished_req_ids: set[str] = dataclasses.field(default_factory=set)
+    preempted_req_ids: set[str] = dataclasses.field(default_factory=set)
+    # The last step could do nothing, and nothing has happened since that would let the next one do more.
+    settled: bool = False

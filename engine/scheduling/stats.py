@@ -1,0 +1,53 @@
+"""What the scheduler has done and how full it is, in numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+
+import msgspec
+
+
+class SchedulerStats(msgspec.Struct, frozen=True):
+    """A snapshot. The first eight are gauges, the others totals that only ever grow."""
+
+    running: int
+    waiting: int  # in line, passed over, or waiting for their KV
+    blocked: int  # of these: waiting for their KV or another event
+    waiting_tokens: int  # prompt tokens not yet computed, of everything that is queued or running
+    free_blocks: int  # cached ones that nobody uses included
+    total_blocks: int  # without the null block
+    held_blocks: int  # of finished requests, until the connector lets go of them
+    held_requests: int
+    steps: int
+    requests_started: int
+    requests_finished: dict[str, int]  # by finish reason
+    queue_seconds: float  # from arrival to first admission, summed over requests_admitted
+    requests_admitted: int
+    preemptions: int
+    prompt_tokens_computed: int
+    prompt_tokens_cached: int
+    prompt_tokens_received: int
+    output_tokens: int
+    speculative_drafted: int
+    speculative_accepted: int
+    loads_failed: int
+
+
+@dataclasses.dataclass(slots=True)
+class Totals:
+    """The totals while they grow."""
+
+    steps: int = 0
+    requests_started: int = 0
+    requests_finished: Counter[str] = dataclasses.field(default_factory=Counter)
+    queue_seconds: float = 0.0
+    requests_admitted: int = 0
+    preemptions: int = 0
+    prompt_tokens_computed: int = 0
+    prompt_tokens_cached: int = 0
+    prompt_tokens_received: int = 0
+    output_tokens: int = 0
+    speculative_drafted: int = 0
+    speculative_accepted: int = 0
+    loads_failed: int = 0

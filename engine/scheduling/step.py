@@ -1,0 +1,33 @@
+"""What has been decided of a step so far."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from engine.cache.coordinator import Tables
+from engine.request import Request
+
+
+@dataclasses.dataclass(slots=True)
+class StepPlan:
+    token_budget: int
+    num_scheduled: dict[str, int] = dataclasses.field(default_factory=dict)  # in order of scheduling
+    running: list[Request] = dataclasses.field(default_factory=list)  # ran before this step
+    resumed: list[Request] = dataclasses.field(default_factory=list)
+    new: list[Request] = dataclasses.field(default_factory=list)
+    new_blocks: dict[str, Tables] = dataclasses.field(default_factory=dict)  # of `running`; absent: none
+    drafts: dict[str, list[int]] = dataclasses.field(default_factory=dict)
+    preempted: list[Request] = dataclasses.field(default_factory=list)
+    # Something changed that another step could build on, though maybe nothing is computed.
+    moved: bool = False
+    # A connector wants to be asked again.
+    deferred: bool = False
+
+    def take_back(self, request: Request) -> int:
+        """Undoes what `request`, which ran before, was given in this step; returns how many tokens that was."""
+        num_tokens = self.num_scheduled.pop(request.request_id, 0)
+        if num_tokens:
+            self.running.remove(request)
+            self.new_blocks.pop(request.request_id, None)
+            self.drafts.pop(request.request_id, None)
+        return num_tokens

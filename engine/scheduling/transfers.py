@@ -1,0 +1,122 @@
+"""What became of KV transfers: requests that can go on, loads that failed, blocks that can be freed."""
+
+from __future__ import annotations
+
+from engine.request import Request, RequestStatus
+from engine.scheduling.invalid_blocks import InvalidBlocks
+from engine.scheduling.lifecycle import Lifecycle
+from engine.scheduling.state import SchedulerState
+from engine.scheduling.stopping import status_after
+from engine.scheduling.update import RequestUpdate, failure_of
+from kvtransfer.base import ConnectorOutput, Handoff, LoadFailure, LoadFailurePolicy
+from wire.errors import TransferError
+
+
+class TransferResults:
+    def __init__(self, state: SchedulerState, lifecycle: Lifecycle) -> None:
+        self._state = state
+        self._lifecycle = lifecycle
+        self._invalid_blocks = InvalidBlocks(state, lifecycle)
+
+    def apply(self, output: ConnectorOutput) -> list[RequestUpdate]:
+        """A running request whose blocks turn out wrong is no longer RUNNING when this returns: what the step
+        sampled for it must not be used."""
+        state = self._state
+        state.settled = False
+        updates: list[RequestUpdate] = []
+        if output.invalid_block_ids:
+            updates += self._invalid_blocks.handle(output.invalid_block_ids)
+        for request_id, handoff in output.finished_recving.items():
+            if (request := self._loading(request_id)) is not None:
+                updates += self._received(request, handoff)
+        for request_id, failure in output.failed_recving.items():
+            if (request := self._loading(request_id)) is not None:
+                updates += self._failed(request, failure)
+        for request_id in output.finished_sending:
+            if request_id in state.held:
+                self._lifecycle.release(request_id)
+        return updates
+
+    def _loading(self, request_id: str) -> Request | None:
+        """The request that waits for this load. One that ended meanwhile only gives its blocks back."""
+        state = self._state
+        if request_id in state.held:
+            self._lifecycle.release(request_id)
+            return None
+        request = state.requests.get(request_id)
+        if request is None or request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS:
+            return None
+        return request
+
+    def _received(self, request: Request, handoff: Handoff) -> list[RequestUpdate]:
+        failure = self._objection(request, handoff)
+        if failure is not None:
+            return self._failed(request, failure)
+        state = self._state
+        self._count_received(request, request.num_computed_tokens, handoff.num_tokens)
+        request.num_computed_tokens = handoff.num_tokens
+        state.cache.cache_loaded(request)
+        if handoff.num_tokens < request.num_tokens:
+            self._let_run(request)
+            return []
+        # Nothing of what it has is left to compute: it goes on from the token that its peer sampled.
+        update = RequestUpdate(
+            request.request_id,
+            request.num_output_tokens,
+            [handoff.first_token],
+            cached_tokens=request.num_cached_tokens,
+        )
+        request.append_output_token(handoff.first_token)
+        state.totals.output_tokens += 1
+        status = status_after(request, handoff.first_token)
+        if status is None:
+            self._let_run(request)
+        else:
+            self._lifecycle.end(request, status)
+            state.waiting.remove(request)
+            update.finish = request.finish_reason
+            if status is RequestStatus.FINISHED_STOPPED:
+                update.stop_token = handoff.first_token
+        return [update]
+
+    def _objection(self, request: Request, handoff: Handoff) -> LoadFailure | None:
+        """Why what came can't be what was asked for. The connector verified it; a wrong answer is worth a
+        second look."""
+        if request.valid_load_tokens is not None:
+            return LoadFailure("some of its blocks did not arrive whole", request.valid_load_tokens)
+        promised = request.num_computed_tokens + request.num_external_tokens
+        if handoff.num_tokens != promised:
+            return LoadFailure(f"KV for {handoff.num_tokens} tokens came where {promised} were asked for")
+        if promised < request.num_tokens and request.all_token_ids[promised] != handoff.first_token:
+            return LoadFailure(f"the token after the first {promised} is another here")
+        return None
+
+    def _failed(self, request: Request, failure: LoadFailure) -> list[RequestUpdate]:
+        state = self._state
+        state.totals.loads_failed += 1
+        if state.load_failure_policy is LoadFailurePolicy.FAIL:
+            self._lifecycle.end(request, RequestStatus.FINISHED_ERROR)
+            state.waiting.remove(request)
+            return [failure_of(request, TransferError(f"the prompt's KV did not arrive: {failure.reason}"))]
+        found_here = request.num_computed_tokens
+        promised = found_here + request.num_external_tokens
+        valid = min(failure.valid_tokens, promised, request.num_tokens - 1)
+        if request.valid_load_tokens is not None:
+            valid = min(valid, request.valid_load_tokens)
+        valid = max(valid, found_here)
+        state.cache.rewind(request, valid)
+        if request.num_computed_tokens:
+            state.cache.cache_loaded(request)
+            self._count_received(request, found_here, valid)
+        request.num_external_tokens = max(request.num_computed_tokens - found_here, 0)
+        self._let_run(request)
+        return []
+
+    def _count_received(self, request: Request, start: int, end: int) -> None:
+        received = min(end, request.num_prompt_tokens) - start
+        self._state.totals.prompt_tokens_received += max(received, 0)
+
+    def _let_run(self, request: Request) -> None:
+        """Back in line; the runner may know it from before."""
+        request.status = RequestStatus.PREEMPTED if request.num_preemptions else RequestStatus.WAITING
+        self._state.waiting.wake(request)
