@@ -173,7 +173,7 @@ def _read_section(
         elif inner in SHORTHANDS:
             _give(layer, (*path, SHORTHANDS[inner]), Given(value, origin, textual=False))
         else:
-            example = f"{dotted(path)}.{next(iter(fields_of(inner)))}"
+            example = next(dotted((*path, name)) for name in fields_of(inner) if (*path, name) not in DERIVED)
             layer.mistakes.append(
                 f"{origin}: {dotted(path)} is a section: set what is in it, such as {example}"
             )

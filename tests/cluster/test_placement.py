@@ -1,0 +1,151 @@
+"""Cores, devices and memory, shared out so that no two nodes tread on each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.config import PoolConfig, PoolsConfig, TandemConfig
+from cluster.placement import (
+    Machine,
+    NodePlacement,
+    node_config,
+    ordered_cores,
+    place_nodes,
+    visible_gpus,
+)
+from engine.config import CacheConfig, ModelConfig
+from wire.errors import ConfigurationError
+from wire.nodes import Role
+
+
+def config(
+    prefill: int = 0, decode: int = 0, aggregated: int = 0, threads: dict[str, int] | None = None
+) -> TandemConfig:
+    counts = {"prefill": prefill, "decode": decode, "aggregated": aggregated}
+    return TandemConfig(
+        pools=PoolsConfig(
+            **{
+                name: PoolConfig(nodes=count, threads=(threads or {}).get(name))
+                for name, count in counts.items()
+            }
+        )
+    )
+
+
+def cores_of(placements: list[NodePlacement]) -> dict[str, tuple[int, ...]]:
+    return {placement.node_id: placement.cores for placement in placements}
+
+
+def machine(cores: int, gpus: int = 0) -> Machine:
+    return Machine(tuple(range(cores)), gpus)
+
+
+def test_one_prefill_and_one_decode_node_on_two_cores_get_one_each() -> None:
+    assert cores_of(place_nodes(config(1, 1), machine(2))) == {"prefill-0": (0,), "decode-0": (1,)}
+
+
+def test_a_single_aggregated_node_gets_everything() -> None:
+    assert cores_of(place_nodes(config(aggregated=1), machine(4))) == {"aggregated-0": (0, 1, 2, 3)}
+
+
+def test_the_odd_core_goes_to_whoever_reads_prompts() -> None:
+    assert cores_of(place_nodes(config(1, 1), machine(5))) == {"prefill-0": (0, 1, 2), "decode-0": (3, 4)}
+
+
+def test_a_pool_with_a_count_of_its_own_leaves_the_rest_to_the_others() -> None:
+    placed = cores_of(place_nodes(config(2, 1, threads={"prefill": 1}), machine(8)))
+    assert placed == {"prefill-0": (0,), "prefill-1": (1,), "decode-0": (2, 3, 4, 5, 6, 7)}
+
+
+def test_more_nodes_than_cores_take_turns() -> None:
+    placed = cores_of(place_nodes(config(2, 2), machine(2)))
+    assert placed == {"prefill-0": (0,), "prefill-1": (1,), "decode-0": (0,), "decode-1": (1,)}
+
+
+@pytest.mark.parametrize(
+    "asked", [config(1, 1, threads={"prefill": 3, "decode": 3}), config(1, 1, threads={"prefill": 4})]
+)
+def test_more_cores_than_there_are_is_a_mistake_that_names_both_numbers(asked: TandemConfig) -> None:
+    with pytest.raises(ConfigurationError, match=r"ask for \d cores.* this machine offers 4"):
+        place_nodes(asked, machine(4))
+
+
+@given(st.integers(0, 5), st.integers(0, 5), st.integers(1, 40))
+def test_with_enough_cores_every_core_has_exactly_one_node(prefill: int, decode: int, cores: int) -> None:
+    placed = place_nodes(config(prefill, decode), machine(cores))
+    given_out = [core for placement in placed for core in placement.cores]
+    if 0 < prefill + decode <= cores:
+        assert sorted(given_out) == list(range(cores))
+    assert all(placement.cores for placement in placed)
+    sizes = [len(placement.cores) for placement in placed]
+    assert not sizes or max(sizes) - min(sizes) <= 1
+
+
+def test_nodes_take_turns_on_gpus_and_share_the_memory_of_each() -> None:
+    placed = place_nodes(config(2, 1), machine(8, gpus=2))
+    assert [placement.device for placement in placed] == ["cuda:0", "cuda:1", "cuda:0"]
+    assert [placement.memory_share for placement in placed] == [0.25, 0.5, 0.25]
+
+
+def test_a_device_that_was_named_is_kept() -> None:
+    asked = msgspec.structs.replace(config(1, 1), model=ModelConfig(path="m", device="cuda:3"))
+    assert {placement.device for placement in place_nodes(asked, machine(2, gpus=8))} == {"cuda:3"}
+
+
+def test_nodes_of_one_machine_divide_its_memory() -> None:
+    asked = msgspec.structs.replace(config(1, 3), cache=CacheConfig(memory_share=0.8))
+    assert {placement.memory_share for placement in place_nodes(asked, machine(4))} == {0.2}
+
+
+def test_a_node_is_told_its_cores_threads_and_share() -> None:
+    asked = config(1, 1)
+    (prefill, _) = place_nodes(asked, machine(4))
+    told = node_config(asked, prefill, "10.0.0.1")
+    assert (told.node_id, told.role, told.host) == ("prefill-0", Role.PREFILL, "10.0.0.1")
+    assert (told.cores, told.engine.model.threads) == ([0, 1], 2)
+    assert told.engine.cache.memory_share == 0.25
+    assert told.transfer == asked.transfer
+    assert told.timeouts == asked.timeouts.nodes
+
+
+def test_an_aggregated_node_has_no_transfer() -> None:
+    asked = config(aggregated=1)
+    assert node_config(asked, place_nodes(asked, machine(1))[0], "h").transfer is None
+
+
+def test_hardware_threads_of_one_core_stay_together(tmp_path: Path) -> None:
+    for cpu, core in enumerate([0, 1, 2, 0, 1, 2]):
+        folder = tmp_path / f"cpu{cpu}" / "topology"
+        folder.mkdir(parents=True)
+        (folder / "physical_package_id").write_text("0\n")
+        (folder / "core_id").write_text(f"{core}\n")
+    assert ordered_cores({0, 1, 2, 3, 4, 5}, tmp_path) == (0, 3, 1, 4, 2, 5)
+    assert ordered_cores({5, 1, 2}, tmp_path) == (1, 2, 5)
+
+
+def test_cores_are_in_order_where_the_kernel_does_not_tell(tmp_path: Path) -> None:
+    assert ordered_cores({3, 1, 2}, tmp_path) == (1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("listed", "count"), [(None, 2), ("", 0), ("0", 1), ("0,1", 2), ("-1", 0), ("0,-1,1", 1), ("0,1,2,3", 2)]
+)
+def test_only_gpus_that_this_process_may_use_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listed: str | None, count: int
+) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda package: "2.13.0+cu130")
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    environ = {} if listed is None else {"CUDA_VISIBLE_DEVICES": listed}
+    assert visible_gpus(environ, tmp_path) == count
+
+
+def test_a_torch_without_cuda_has_no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda package: "2.13.0+cpu")
+    (tmp_path / "nvidia0").touch()
+    assert visible_gpus({}, tmp_path) == 0

@@ -1,0 +1,281 @@
+"""One configuration out of four sources, and every mistake in them named at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.config import TandemConfig
+from cluster.describe import format_size, parse_size
+from cluster.settings import (
+    Settings,
+    SettingsError,
+    dotted,
+    known_settings,
+    read_assignments,
+    read_environment,
+    read_file,
+    resolve,
+)
+from cluster.show_config import render
+from router.config import PolicyName
+
+
+def settings(
+    folder: Path,
+    text: str = "",
+    environment: dict[str, str] | None = None,
+    flags: list[tuple[str, str, str]] | None = None,
+) -> Settings:
+    file = folder / "tandem.yaml"
+    file.write_text(text, encoding="utf-8")
+    return resolve([read_file(file), read_environment(environment or {}), read_assignments(flags or [])])
+
+
+def mistakes(folder: Path, *sources: object) -> list[str]:
+    with pytest.raises(SettingsError) as raised:
+        settings(folder, *sources)  # type: ignore[arg-type]
+    return [mistake.replace(str(folder / "tandem.yaml"), "FILE") for mistake in raised.value.mistakes]
+
+
+def test_nothing_given_is_the_defaults(tmp_path: Path) -> None:
+    assert settings(tmp_path).config == TandemConfig()
+
+
+def test_flags_win_over_environment_over_file_over_defaults(tmp_path: Path) -> None:
+    found = settings(
+        tmp_path,
+        "router: {port: 1, host: 10.0.0.1, policy: round_robin}",
+        {"TANDEM_ROUTER__PORT": "2", "TANDEM_ROUTER__HOST": "10.0.0.2"},
+        [("router.port", "3", "--port")],
+    )
+    assert (found.config.router.port, found.config.router.host) == (3, "10.0.0.2")
+    assert found.config.router.policy is PolicyName.ROUND_ROBIN
+    assert found.origins["router", "port"] == "--port"
+    assert found.origins["router", "host"] == "TANDEM_ROUTER__HOST"
+
+
+def test_a_plain_value_stands_for_a_section_where_there_is_an_obvious_one(tmp_path: Path) -> None:
+    found = settings(tmp_path, "model: org/name\npools: {prefill: 3, decode: {nodes: 2, threads: 4}}").config
+    assert found.model.path == "org/name"
+    assert (found.pools.prefill.nodes, found.pools.decode.nodes, found.pools.decode.threads) == (3, 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "counts"),
+    [
+        ("", {}, (1, 1, 0)),
+        ("", {"pools.aggregated": "2"}, (0, 0, 2)),
+        ("", {"pools.prefill": "3"}, (3, 1, 0)),
+        ("pools: {prefill: 2, decode: 4}", {"pools.aggregated": "1"}, (0, 0, 1)),
+        ("pools: {aggregated: 2}", {"pools.decode": "3"}, (1, 3, 0)),
+        ("pools: {aggregated: 2}", {}, (0, 0, 2)),
+        ("pools: {prefill: 2}", {"pools.aggregated": "0"}, (2, 1, 0)),
+    ],
+)
+def test_asking_for_one_layout_does_not_bring_the_other(
+    tmp_path: Path, text: str, flags: dict[str, str], counts: tuple[int, int, int]
+) -> None:
+    pools = settings(
+        tmp_path, text, {}, [(name, value, "--set") for name, value in flags.items()]
+    ).config.pools
+    assert (pools.prefill.nodes, pools.decode.nodes, pools.aggregated.nodes) == counts
+
+
+MISTAKES = [
+    ("pools: {prefil: 2}", "FILE: pools.prefil is not a setting; did you mean pools.prefill?"),
+    ("port: 80", "FILE: port is not a setting; did you mean router.port?"),
+    ("zzz: 1", "FILE: zzz is not a setting"),
+    ("router: {port: eighty}", "FILE: router.port must be a whole number, not 'eighty'"),
+    ("router: {port: 99999}", "FILE: router.port must be from 0 to 65535, not 99999"),
+    ("router: {port: true}", "FILE: router.port must be a whole number, not True"),
+    ("router: 8000", "FILE: router is a section: set what is in it, such as router.model_aliases"),
+    (
+        "router: {policy: round_robbin}",
+        "FILE: router.policy must be one of least_wait, round_robin, prefix_affinity, session_affinity, "
+        "not 'round_robbin'; did you mean round_robin?",
+    ),
+    ("router: {tokenizer_path: /x}", "FILE: router.tokenizer_path cannot be set: it follows from model.path"),
+    ("router: {model_name: x}", "FILE: router.model_name cannot be set: set model.served_name instead"),
+    ("model: 7", "FILE: model.path must be text, not 7; put it in quotes"),
+    (
+        "model: {dtype: float8}",
+        "FILE: model.dtype must be one of auto, float32, bfloat16, float16, not 'float8'",
+    ),
+    ("model: ''", "FILE: model.path must not be empty, not ''"),
+    (
+        "pools: {prefill: 0, decode: 0}",
+        "FILE: pools.prefill.nodes and every other pool is 0: nobody would answer; "
+        "set prefill and decode to at least 1 each, or aggregated",
+    ),
+    ("pools: {decode: 0}", "FILE: pools.decode.nodes is 0, but pools.prefill is 1: set it to at least 1"),
+    (
+        "pools: {prefill: 0}",
+        "FILE: pools.prefill.nodes is 0, but pools.decode is 1: set it to at least 1, or use pools.aggregated",
+    ),
+    (
+        "pools: {prefill: 1, decode: 2, aggregated: 3}",
+        "FILE: pools.aggregated.nodes is 3, but pools.prefill is 1 and pools.decode is 2: "
+        "choose one layout and set the other's counts to 0",
+    ),
+    ("pools: {decode: -1}", "FILE: pools.decode.nodes must be at least 0, not -1"),
+    ("pools: {decode: {threads: 0}}", "FILE: pools.decode.threads must be at least 1, not 0"),
+    ("cache: {block_size: 24}", "FILE: cache.block_size must be a power of two, not 24"),
+    ("cache: {memory_share: 1.5}", "FILE: cache.memory_share must be above 0 and at most 1, not 1.5"),
+    (
+        "cache: {memory_bytes: lots}",
+        "FILE: cache.memory_bytes must be a size such as 2GiB or 500MB, not 'lots'",
+    ),
+    ("cache: {memory_bytes: 10}", "FILE: cache.memory_bytes must be at least 1048576, not 10"),
+    ("cache: {prefix_caching: 1}", "FILE: cache.prefix_caching must be true or false, not 1"),
+    ("scheduler: {max_num_seqs: 0}", "FILE: scheduler.max_num_seqs must be at least 1, not 0"),
+    ("transfer: {lease_s: .inf}", "FILE: transfer.lease_s must be a finite number"),
+    ("transfer: {direction: sideways}", "FILE: transfer.direction must be one of push, pull, not 'sideways'"),
+    ("timeouts: {start_s: 0}", "FILE: timeouts.start_s must be above 0, not 0.0"),
+    (
+        "timeouts: {unresponsive_s: 1}",
+        "FILE: timeouts.unresponsive_s must be at least timeouts.silence_s (2.5), not 1.0",
+    ),
+    (
+        "scheduler: {chunked_prefill: false, max_model_len: 9999}",
+        "FILE: scheduler.max_model_len is 9999, but without chunked prefill no prompt longer than "
+        "scheduler.max_num_batched_tokens (2048) can run: raise that, or allow chunks",
+    ),
+    (
+        "router: {api_keys: [{name: a}]}",
+        "FILE: router.api_keys is not right: Object missing required field `key` - at `$[0]`",
+    ),
+    ("[1, 2]", "FILE: must be a mapping from sections to settings, not a list"),
+]
+
+
+@pytest.mark.parametrize(("text", "sentence"), MISTAKES)
+def test_a_mistake_is_a_sentence_that_says_what_to_change(tmp_path: Path, text: str, sentence: str) -> None:
+    assert mistakes(tmp_path, text) == [sentence]
+
+
+def test_every_mistake_is_reported_at_once_wherever_it_stands(tmp_path: Path) -> None:
+    found = mistakes(
+        tmp_path,
+        "pools: {prefil: 2}\ncache: {block_size: 3}\nrouter: {port: x}",
+        {"TANDEM_MODEL__DTYPE": "int4", "TANDEM_POOLS__DECOED": "1"},
+        [("pools.decode", "two", "--decode"), ("nonsense", "1", "--set")],
+    )
+    assert len(found) == 7
+    text = "\n".join(found)
+    for origin in ("FILE:", "TANDEM_MODEL__DTYPE:", "TANDEM_POOLS__DECOED:", "--decode:", "--set:"):
+        assert origin in text
+
+
+def test_a_key_that_stands_twice_is_refused_and_so_is_what_is_not_yaml(tmp_path: Path) -> None:
+    assert "'model' stands twice" in mistakes(tmp_path, "model: a\nmodel: b")[0]
+    assert "is not valid YAML" in mistakes(tmp_path, "a: [")[0]
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"missing\.yaml: cannot be read: No such file"):
+        resolve([read_file(tmp_path / "missing.yaml")])
+
+
+def test_variables_that_are_not_settings_are_left_alone_unless_they_almost_are(tmp_path: Path) -> None:
+    # Kubernetes sets the second for a Service called tandem-router.
+    settings(tmp_path, "", {"TANDEM_CACHE": "/x", "TANDEM_ROUTER_PORT": "tcp://10.0.0.1:80", "OTHER__X": "1"})
+    assert mistakes(tmp_path, "", {"TANDEM_POOLS_PREFILL": "2"}) == [
+        "TANDEM_POOLS_PREFILL: is not a setting; did you mean TANDEM_POOLS__PREFILL?"
+    ]
+
+
+def test_text_from_flags_becomes_every_type(tmp_path: Path) -> None:
+    found = settings(
+        tmp_path,
+        "",
+        {},
+        [
+            ("cache.memory_bytes", "2GiB", "--kv-memory"),
+            ("cache.prefix_caching", "false", "--set"),
+            ("transfer.options", "{backend: UCX}", "--set"),
+            ("scheduler.max_model_len", "null", "--set"),
+            ("transfer.lease_s", "2.5", "--set"),
+            ("router.model_aliases", "[a, b]", "--set"),
+            ("model", "0123", "--model"),
+        ],
+    ).config
+    assert found.cache.memory_bytes == 2 << 30
+    assert found.cache.prefix_caching is False
+    assert found.transfer.options == {"backend": "UCX"}
+    assert found.scheduler.max_model_len is None
+    assert found.transfer.lease_s == 2.5
+    assert found.router.model_aliases == ("a", "b")
+    assert found.model.path == "0123"
+
+
+def test_what_config_prints_is_a_file_that_makes_the_same_config(tmp_path: Path) -> None:
+    first = settings(
+        tmp_path,
+        "model: 'yes'\ncache: {memory_bytes: 1GiB}\nrouter: {model_aliases: ['1', 'a: b']}",
+        {},
+        [("pools.aggregated", "2", "--aggregated")],
+    )
+    printed = render(first)
+    assert settings(tmp_path, printed).config == first.config
+    assert "nodes: 2  # --aggregated" in printed
+
+
+def test_config_hides_keys(tmp_path: Path) -> None:
+    found = settings(tmp_path, "router: {api_keys: [{name: me, key: s3cr3t}]}")
+    assert "s3cr3t" not in render(found)
+    assert "me" in render(found)
+
+
+def test_a_refused_value_that_may_hold_a_key_is_not_repeated(tmp_path: Path) -> None:
+    assert "s3cr3t" not in mistakes(tmp_path, "router: {api_keys: [{name: 1, key: s3cr3t}]}")[0]
+
+
+@given(
+    st.dictionaries(st.sampled_from(sorted(map(dotted, known_settings()))), st.text(max_size=8), max_size=6)
+)
+def test_any_text_for_any_setting_is_taken_or_refused_in_words(assignments: dict[str, str]) -> None:
+    try:
+        resolve([read_assignments([(name, value, "--set") for name, value in assignments.items()])])
+    except SettingsError as error:
+        assert all(mistake for mistake in error.mistakes)
+
+
+_trees = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["model", "pools", "prefill", "cache", "router", "limits", "x"]), inner
+        )
+    ),
+    max_leaves=12,
+)
+
+
+@given(_trees)
+def test_any_yaml_is_taken_or_refused_in_words(
+    tmp_path_factory: pytest.TempPathFactory, content: object
+) -> None:
+    file = tmp_path_factory.mktemp("settings") / "tandem.yaml"
+    file.write_text(yaml.safe_dump(content), encoding="utf-8")
+    try:
+        resolve([read_file(file)])
+    except SettingsError as error:
+        assert all(mistake.startswith(str(file)) for mistake in error.mistakes)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("1024", 1024), ("2GiB", 2 << 30), ("2 gb", 2 * 10**9), ("1.5KiB", 1536), ("3M", 3 * 10**6)],
+)
+def test_sizes_are_read_as_people_write_them(text: str, size: int) -> None:
+    assert parse_size(text, "it") == size
+
+
+def test_sizes_are_shown_as_people_read_them() -> None:
+    assert [format_size(size) for size in (5, 2048, 3 << 30)] == ["5 B", "2.0 KiB", "3.0 GiB"]

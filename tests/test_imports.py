@@ -1,0 +1,220 @@
+"""The floors of the house, read from the code itself: who may import whom, and where the heavy parts may stand."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+# package -> what it may import of ours. A dotted name allows that module alone.
+MAY_IMPORT: dict[str, set[str]] = {
+    "wire": set(),
+    "kvtransfer": {"wire"},
+    "router": {"wire"},
+    "engine": {"kvtransfer.base", "wire.errors", "wire.nodes", "wire.requests", "wire.sampling"},
+    "prefill_node": {"engine", "kvtransfer", "wire"},
+    "decode_node": {"engine", "kvtransfer", "wire"},
+    "cluster": {"engine", "kvtransfer", "prefill_node", "decode_node", "router", "wire"},
+}
+# An import of these takes seconds and hundreds of megabytes.
+HEAVY = {"torch", "transformers"}
+WITHOUT_HEAVY_PARTS = ("wire", "router", "cluster")
+# They run what they read.
+UNPICKLERS = {"pickle", "_pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
+UNPICKLING_METHODS = {"recv_pyobj", "send_pyobj"}
+
+
+@dataclass(frozen=True)
+class Import:
+    file: str  # relative to the root
+    line: int
+    module: str
+    at_import_time: bool  # False inside functions and under TYPE_CHECKING
+
+    @property
+    def top(self) -> str:
+        return self.module.partition(".")[0]
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} imports {self.module}"
+
+
+def source_files(package: str) -> Iterator[Path]:
+    return (path for path in sorted((ROOT / package).rglob("*.py")) if "__pycache__" not in path.parts)
+
+
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def imports_in(tree: ast.Module, file: str) -> list[Import]:
+    found: list[Import] = []
+
+    def visit(node: ast.AST, at_import_time: bool) -> None:
+        match node:
+            case ast.Import(names=names):
+                found.extend(Import(file, node.lineno, alias.name, at_import_time) for alias in names)
+            case ast.ImportFrom(module=module, level=level, names=names):
+                inside = file.split("/")[:-level] if level else []
+                base = ".".join([*inside, *([module] if module else [])])
+                # `from wire import sockets` may name a module.
+                targets = [f"{base}.{alias.name}" for alias in names] if is_package(base) else [base]
+                found.extend(Import(file, node.lineno, target, at_import_time) for target in targets)
+            case ast.Call(func=ast.Attribute(attr="import_module"), args=[ast.Constant(value=str(name)), *_]):
+                found.append(Import(file, node.lineno, name, at_import_time))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or is_type_checking(node):
+            at_import_time = False
+        for child in ast.iter_child_nodes(node):
+            visit(child, at_import_time)
+
+    visit(tree, True)
+    return found
+
+
+def is_package(module: str) -> bool:
+    return bool(module) and (ROOT / module.replace(".", "/")).is_dir()
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def all_imports(package: str) -> list[Import]:
+    return [
+        found
+        for path in source_files(package)
+        for found in imports_in(parse(path), path.relative_to(ROOT).as_posix())
+    ]
+
+
+def is_allowed(found: Import, package: str) -> bool:
+    if found.top == package or found.top not in MAY_IMPORT:
+        return True
+    return any(found.module == name or found.module.startswith(name + ".") for name in MAY_IMPORT[package])
+
+
+def fail_with(offences: list[Import], rule: str) -> None:
+    if offences:
+        pytest.fail(rule + "\n" + "\n".join(f"  {offence}" for offence in offences), pytrace=False)
+
+
+def test_every_package_of_the_house_is_in_the_table() -> None:
+    ours = {path.parent.name for path in ROOT.glob("*/py.typed")}
+    assert ours == set(MAY_IMPORT), "a package without a floor, or a floor without a package"
+
+
+@pytest.mark.parametrize("package", sorted(MAY_IMPORT))
+def test_a_package_imports_only_from_floors_below_it(package: str) -> None:
+    offences = [found for found in all_imports(package) if not is_allowed(found, package)]
+    allowed = ", ".join(sorted(MAY_IMPORT[package])) or "nothing of ours"
+    fail_with(offences, f"{package}/ may import {allowed}:")
+
+
+def test_ray_stands_only_in_cluster_and_in_actor_modules() -> None:
+    offences = [
+        found
+        for package in MAY_IMPORT
+        for found in all_imports(package)
+        if found.top == "ray" and package != "cluster" and Path(found.file).name != "actor.py"
+    ]
+    fail_with(offences, "ray may be imported in cluster/ and in each package's actor.py only:")
+
+
+def test_nixl_stands_only_in_kvtransfer() -> None:
+    offences = [
+        found
+        for package in MAY_IMPORT
+        for found in all_imports(package)
+        if found.top.startswith("nixl") and package != "kvtransfer"
+    ]
+    fail_with(offences, "nixl may be imported in kvtransfer/ only:")
+
+
+def test_nothing_that_unpickles_is_imported_or_called() -> None:
+    offences = [found for package in MAY_IMPORT for found in all_imports(package) if found.top in UNPICKLERS]
+    for package in MAY_IMPORT:
+        for path in source_files(package):
+            for node in ast.walk(parse(path)):
+                if isinstance(node, ast.Attribute) and node.attr in UNPICKLING_METHODS:
+                    offences.append(
+                        Import(
+                            path.relative_to(ROOT).as_posix(),
+                            node.lineno,
+                            f".{node.attr}",
+                            at_import_time=False,
+                        )
+                    )
+    fail_with(offences, "bytes from outside are decoded with msgspec, never unpickled:")
+
+
+@pytest.mark.parametrize("package", WITHOUT_HEAVY_PARTS)
+def test_no_module_asks_for_torch_when_it_is_imported(package: str) -> None:
+    offences = [found for found in all_imports(package) if found.top in HEAVY and found.at_import_time]
+    fail_with(offences, f"{package}/ may import {' and '.join(sorted(HEAVY))} inside functions only:")
+
+
+@pytest.mark.slow
+def test_importing_the_light_packages_does_not_bring_torch_along() -> None:
+    """Through whatever they import in turn. Slow: an interpreter of its own imports all of it."""
+    modules = [
+        path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
+        for package in WITHOUT_HEAVY_PARTS
+        for path in source_files(package)
+    ]
+    script = (
+        "import importlib, sys\n"
+        "for module in sys.argv[1:]:\n"
+        "    importlib.import_module(module)\n"
+        f"    heavy = {sorted(HEAVY)!r}\n"
+        "    found = [name for name in heavy if name in sys.modules]\n"
+        "    if found: sys.exit(f'importing {module} imports {found}')\n"
+    )
+    child = subprocess.run(
+        [sys.executable, "-c", script, *modules],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert child.returncode == 0, child.stderr.strip().splitlines()[-1]
+
+
+# --- the reader itself
+
+
+def read(source: str, file: str = "engine/sample.py") -> list[Import]:
+    return imports_in(ast.parse(source), file)
+
+
+def test_the_reader_sees_every_way_to_import() -> None:
+    source = (
+        "import ray\nfrom wire import sockets\nfrom wire.nodes import Role\nfrom . import core\n"
+        "def f():\n    import torch\n"
+        "if TYPE_CHECKING:\n    import transformers\n"
+        "importlib.import_module('nixl._api')\n"
+    )
+    found = {(each.module, each.at_import_time) for each in read(source)}
+    assert found == {
+        ("ray", True),
+        ("wire.sockets", True),
+        ("wire.nodes", True),
+        ("engine.core", True),
+        ("torch", False),
+        ("transformers", False),
+        ("nixl._api", True),
+    }
+
+
+def test_the_table_refuses_what_is_not_in_it() -> None:
+    forbidden = ["from wire import sockets", "import router.config", "from kvtransfer.registry import find"]
+    assert not any(is_allowed(found, "engine") for source in forbidden for found in read(source))
+    allowed = ["from kvtransfer.base import TransferConfig", "from engine.core import Engine", "import numpy"]
+    assert all(is_allowed(found, "engine") for source in allowed for found in read(source))
