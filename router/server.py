@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import socket
 import time
-from collections.abc import Generator
-
-import uvicorn
 
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
 from router.http.app import make_app
 from router.http.event_stream import SlowReaderWatch
-from router.http.protocol import guarded
 from router.http.services import Services
+from router.http.serving import HttpServer, listen
 from router.keys import KeyRing, load_keys
 from router.links import NodeLinks
 from router.metrics import RouterMetrics
@@ -27,30 +23,13 @@ from router.pool import Pool
 from router.supervision import Supervisor
 from router.text.chat_template import ChatTemplate
 from router.text.tokenizer import Tokenizer
-from wire.errors import Cancelled, ConfigurationError, InternalError, Unavailable
+from wire.errors import Cancelled, InternalError, Unavailable
 from wire.nodes import NodeInfo
 from wire.requests import NodeStatus, TokenBatch
 
 logger = logging.getLogger(__name__)
 
-START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 5.0
-
-
-class _HttpServer(uvicorn.Server):
-    """Says when it listens. Signals belong to whoever runs the process."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.listening = asyncio.Event()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.listening.set()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        yield
 
 
 class RouterServer:
@@ -59,8 +38,7 @@ class RouterServer:
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
         self._services: Services | None = None
-        self._http: _HttpServer | None = None
-        self._http_task: asyncio.Task[None] | None = None
+        self._http: HttpServer | None = None
         self._port: int | None = None
         self._stopped = False
 
@@ -80,7 +58,7 @@ class RouterServer:
     async def start(self) -> str:
         """Returns the base URL, once it answers. A taken port is found before anything is loaded."""
         config = self._config
-        listener = _listen(config.host, config.port)
+        listener = listen(config.host, config.port)
         try:
             self._port = listener.getsockname()[1]
             keys = load_keys(config.api_keys, config.api_keys_file)
@@ -132,30 +110,10 @@ class RouterServer:
         )
 
     async def _serve(self, listener: socket.socket) -> None:
-        config, services = self._config, self.services
-        self._http = _HttpServer(
-            uvicorn.Config(
-                make_app(services),
-                http=guarded(config.timeouts.header, config.limits.connections),
-                h11_max_incomplete_event_size=config.limits.header_bytes,
-                timeout_keep_alive=int(config.timeouts.keep_alive),
-                timeout_graceful_shutdown=int(STOP_TIMEOUT_S),
-                lifespan="off",
-                ws="none",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-            )
-        )
-        self._http_task = asyncio.create_task(self._http.serve(sockets=[listener]), name="http")
-        self._http_task.add_done_callback(self._on_http_end)
-        listening = asyncio.create_task(self._http.listening.wait())
-        await asyncio.wait(
-            {listening, self._http_task}, timeout=START_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED
-        )
-        if not listening.done():
-            listening.cancel()
-            raise InternalError(f"the HTTP server did not start within {START_TIMEOUT_S:.0f} s")
+        services = self.services
+        self._http = HttpServer(make_app(services), self._config)
+        serving = await self._http.begin(listener)
+        serving.add_done_callback(self._on_http_end)
         services.supervisor.run("heartbeat", self._heartbeat)
         services.supervisor.run("slow-readers", services.slow_readers.run)
 
@@ -204,28 +162,7 @@ class RouterServer:
             services.draining = True
             services.dispatcher.fail_all(Cancelled("the router stopped"))
             await services.supervisor.stop()
-        if self._http is not None and self._http_task is not None:
-            self._http.should_exit = True
-            try:
-                async with asyncio.timeout(2 * STOP_TIMEOUT_S):
-                    await self._http_task
-            except TimeoutError:
-                logger.error("the HTTP server did not end within %.0f s", 2 * STOP_TIMEOUT_S)
+        if self._http is not None:
+            await self._http.end(STOP_TIMEOUT_S)
         if services is not None:
             await asyncio.to_thread(services.links.close)
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise ConfigurationError(
-            f"router.port: cannot listen on {host}:{port}: {error.strerror or error}; choose another port"
-        ) from error
-    listener.listen(2048)
-    listener.setblocking(False)
-    return listener

@@ -73,9 +73,9 @@ class EventReader:
         return "\n".join(line[6:] for line in block.decode().split("\n") if line.startswith("data: "))
 
     def text(self, count: int | None = None) -> str:
-        """The text of the next `count` events that have any, or of all to the end."""
-        out, seen = "", 0
-        while count is None or seen < count:
+        """The next `count` characters, or all to the end. An event has as many as had come when it was written."""
+        out = ""
+        while count is None or len(out) < count:
             data = self.next_event()
             if data is None or data == "[DONE]":
                 break
@@ -84,7 +84,6 @@ class EventReader:
                 raise AssertionError(body)
             for choice in body["choices"]:
                 out += choice.get("text") or choice.get("delta", {}).get("content") or ""
-                seen += 1
         return out
 
     def rest(self) -> list[Any]:

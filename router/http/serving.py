@@ -1,0 +1,113 @@
+"""uvicorn's server, started and stopped by events instead of by polling, inside somebody else's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Generator
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from router.config import RouterConfig
+from router.http.protocol import guarded
+from wire.errors import ConfigurationError, InternalError
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 30.0
+DATE_INTERVAL_S = 1.0
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Before anything is loaded, so that a taken port is said at once."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ConfigurationError(
+            f"router.port: cannot listen on {host}:{port}: {error.strerror or error}; choose another port"
+        ) from error
+    listener.listen(2048)
+    listener.setblocking(False)
+    return listener
+
+
+class HttpServer(uvicorn.Server):
+    """Signals belong to whoever runs the process."""
+
+    def __init__(self, app: ASGIApp, config: RouterConfig) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=guarded(config.timeouts.header, config.limits.connections),
+                h11_max_incomplete_event_size=config.limits.header_bytes,
+                timeout_keep_alive=max(1, int(config.timeouts.keep_alive)),
+                lifespan="off",
+                ws="none",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+            )
+        )
+        self._listening = asyncio.Event()
+        self._stop = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    async def begin(self, listener: socket.socket) -> asyncio.Task[None]:
+        """Returns once it listens: the task that serves, which must not end before `end` is called."""
+        self._task = asyncio.create_task(self.serve(sockets=[listener]), name="http")
+        listening = asyncio.create_task(self._listening.wait())
+        await asyncio.wait(
+            {listening, self._task}, timeout=START_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED
+        )
+        if not listening.done():
+            listening.cancel()
+            raise InternalError(f"the HTTP server did not start within {START_TIMEOUT_S:.0f} s")
+        return self._task
+
+    async def end(self, grace_s: float) -> None:
+        """Answers that are under way have `grace_s` to be sent; whoever does not read them by then is cut off."""
+        self._stop.set()
+        if self._task is None:
+            return
+        _, unsent = await asyncio.wait({self._task}, timeout=grace_s)
+        if unsent:
+            for task in list(self.server_state.tasks):
+                task.cancel()
+            for connection in list(self.server_state.connections):
+                connection.transport.abort()
+            await asyncio.wait({self._task}, timeout=grace_s)
+        if not self._task.done():
+            self._task.cancel()
+            logger.error("the HTTP server did not end in time")
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._listening.set()
+
+    async def main_loop(self) -> None:
+        while not self._stop.is_set():
+            await self.on_tick(0)  # the date header
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(DATE_INTERVAL_S):
+                    await self._stop.wait()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for server in self.servers:
+            server.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        if self.server_state.tasks:
+            await asyncio.wait(list(self.server_state.tasks))
+        for server in self.servers:
+            await server.wait_closed()

@@ -1,0 +1,47 @@
+"""Every wait ends: with a status code before the first byte, with an error event after it."""
+
+from __future__ import annotations
+
+from router.config import Limits, Timeouts
+from tests.router.conftest import StartRouter
+
+
+def test_no_first_token_in_time(start_router: StartRouter) -> None:
+    router = start_router(timeouts=Timeouts(first_token=0.15))
+    router.nodes["p0"].set(pause_at=0)
+    answer = router.complete()
+    assert answer.status_code == 504
+    assert answer.json()["error"]["code"] == "deadline_exceeded"
+    assert router.metric("tandem_deadlines_exceeded_total", phase="first_token") == 1
+    for node in router.nodes.values():
+        node.wait_until(lambda node=node: node.submits[0].request_id in node.cancels, "cancelled")  # type: ignore[misc]
+
+
+def test_the_whole_took_too_long(start_router: StartRouter) -> None:
+    router = start_router(timeouts=Timeouts(total=0.3))
+    router.nodes["d0"].set(pause_at=3)
+    with router.stream(max_tokens=20) as events:
+        bodies = events.rest()
+    assert bodies[-1]["error"]["code"] == "deadline_exceeded"
+    assert sum(len(body["choices"][0]["text"]) for body in bodies[:-1]) == 3
+    assert router.nodes["d0"].submits[0].timeout_s <= 0.3
+
+
+def test_the_idle_deadline_holds_from_the_first_token_on(start_router: StartRouter) -> None:
+    """It is shorter than the one for the first token, whose timer is already running."""
+    router = start_router(prefill=0, timeouts=Timeouts(first_token=60, token_idle=0.15), max_failovers=0)
+    router.nodes["d0"].set(pause_at=2)
+    with router.stream(max_tokens=20) as events:
+        bodies = events.rest()
+    assert bodies[-1]["error"]["code"] == "node_lost"
+    assert "no token for 0.15 s" in bodies[-1]["error"]["message"]
+
+
+def test_no_place_in_time(start_router: StartRouter) -> None:
+    router = start_router(prefill=0, limits=Limits(inflight_per_node=1), timeouts=Timeouts(queue=0.15))
+    router.nodes["d0"].set(pause_at=1)
+    with router.stream(max_tokens=5) as first:
+        first.text(count=1)
+        answer = router.complete()
+        assert answer.status_code == 504
+        assert router.metric("tandem_deadlines_exceeded_total", phase="queue") == 1

@@ -1,0 +1,330 @@
+"""A machine dies; the stream goes on: no token twice, none missing, the same text as without the failure."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from router.config import Heartbeat, LocalPrefill, Timeouts
+from router.text.tokenizer import Tokenizer
+from tests.router.conftest import Running, StartRouter
+from tests.router.fake_node import FakeNode
+from wire.errors import WireError
+from wire.nodes import Role
+from wire.requests import TransferRole
+
+COUNT = 12
+
+
+def submitted(node: FakeNode, count: int = 1) -> None:
+    node.wait_until(lambda: len(node.submits) >= count, f"{count} requests submitted")
+
+
+def serving(router: Running) -> FakeNode:
+    """The decode node that the one request under way is on."""
+    nodes = [node for node in router.nodes.values() if node.role is Role.DECODE and node.submits]
+    return max(nodes, key=lambda node: len(node.running))
+
+
+def other(router: Running, node: FakeNode) -> FakeNode:
+    (found,) = (n for n in router.nodes.values() if n.role is node.role and n is not node)
+    return found
+
+
+@pytest.mark.parametrize("how", ["leaves", "silent"])
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"seed": 9}])
+def test_a_decode_node_lost_mid_stream_is_replaced_and_the_text_is_the_same(
+    start_router: StartRouter, how: str, sampling: dict[str, int]
+) -> None:
+    router = start_router(prefill=1, decode=2)
+    for node in router.nodes.values():
+        if node.role is Role.DECODE:
+            node.set(pause_at=5)
+    with router.stream(
+        max_tokens=COUNT, seed=9, **{k: v for k, v in sampling.items() if k != "seed"}
+    ) as events:
+        text = events.text(count=5)
+        lost = serving(router)
+        successor = other(router, lost)
+        successor.resume()
+        if how == "leaves":
+            router.remove(lost.info.node_id).kill()
+        else:
+            lost.kill()
+        rest = events.rest()
+    assert rest.pop() == "[DONE]"
+    text += "".join(body["choices"][0]["text"] for body in rest)
+    assert text == router.expected("the fox", COUNT, seed=9)
+    moved = successor.submits[-1]
+    assert moved.transfer is not None
+    assert moved.transfer.role is TransferRole.CONSUME
+    assert len(moved.output_token_ids) == 5
+    first, second = router.nodes["p0"].submits
+    assert second.output_token_ids == moved.output_token_ids
+    assert first.request_id != second.request_id
+    assert first.transfer is not None
+    assert second.transfer is not None
+    assert first.transfer.transfer_id != second.transfer.transfer_id
+    assert first.sampling == second.sampling
+    assert router.metric("tandem_failovers_total", reason="node_lost") == 1
+    router.wait_for(router.idle, "everything given back")
+
+
+def test_a_prefill_node_lost_before_the_handoff_is_replaced(start_router: StartRouter) -> None:
+    router = start_router(prefill=2, decode=1)
+    for name in ("p0", "p1"):
+        router.nodes[name].set(pause_at=0)
+    with router.stream(max_tokens=COUNT, seed=9) as events:
+        decode, candidates = router.nodes["d0"], [router.nodes[name] for name in ("p0", "p1")]
+        decode.wait_until(lambda: any(node.submits for node in candidates), "submitted")
+        submitted(decode)
+        lost = next(node for node in candidates if node.submits)
+        other(router, lost).resume()
+        router.remove(lost.info.node_id).kill()
+        assert events.text() == router.expected("the fox", COUNT, seed=9)
+    assert decode.submits[0].request_id in decode.cancels
+    assert len(decode.submits) == 2
+
+
+def test_with_no_other_prefill_node_the_decode_node_does_it_all(start_router: StartRouter) -> None:
+    router = start_router(prefill=1, decode=1)
+    router.nodes["p0"].set(pause_at=0)
+    with router.stream(max_tokens=COUNT, seed=9) as events:
+        submitted(router.nodes["d0"])
+        router.nodes["p0"].kill()
+        assert events.text() == router.expected("the fox", COUNT, seed=9)
+    assert router.nodes["d0"].submits[-1].transfer is None
+
+
+def test_a_prefill_node_lost_after_the_handover_is_not_missed(start_router: StartRouter) -> None:
+    router = start_router()
+    router.nodes["d0"].set(pause_at=4)
+    with router.stream(max_tokens=COUNT, seed=9) as events:
+        text = events.text(count=4)
+        router.remove("p0").kill()
+        router.nodes["d0"].resume()
+        text += events.text()
+    assert text == router.expected("the fox", COUNT, seed=9)
+    assert len(router.nodes["d0"].submits) == 1
+
+
+def test_a_prefill_node_lost_between_its_first_token_and_the_decode_nodes_start(
+    start_router: StartRouter,
+) -> None:
+    router = start_router()
+    router.nodes["d0"].set(pause_at=0)  # the KV never arrives
+    with router.stream(max_tokens=COUNT, seed=9) as events:
+        text = events.text(count=1)
+        router.remove("p0").kill()
+        router.nodes["d0"].resume()
+        text += events.text()
+    assert text == router.expected("the fox", COUNT, seed=9)
+    assert router.nodes["d0"].submits[-1].output_token_ids
+
+
+@pytest.mark.parametrize("code", ["kv_transfer_failed", "node_lost"])
+def test_a_transfer_that_fails_is_recomputed_on_the_decode_node(start_router: StartRouter, code: str) -> None:
+    router = start_router()
+    decode = router.nodes["d0"]
+    decode.set(error_at=(0, WireError(code, "the notice never came")))
+    with router.stream(max_tokens=COUNT, seed=9) as events:
+        decode.wait_until(lambda: len(decode.submits) >= 2, "tried again")
+        decode.set(error_at=None)
+        text = events.text()
+    assert text == router.expected("the fox", COUNT, seed=9)
+    assert decode.submits[-1].transfer is None
+
+
+def test_logprobs_go_on_without_a_gap(start_router: StartRouter) -> None:
+    router = start_router(prefill=1, decode=2)
+    for name in ("d0", "d1"):
+        router.nodes[name].set(pause_at=5)
+    with router.stream(max_tokens=COUNT, seed=9, logprobs=0) as events:
+        bodies = []
+        while sum(len(body["choices"][0]["text"]) for body in bodies) < 5:
+            bodies.append(json.loads(events.next_event() or ""))
+        lost = serving(router)
+        other(router, lost).resume()
+        router.remove(lost.info.node_id).kill()
+        bodies += [body for body in events.rest() if body != "[DONE]"]
+    offsets = [
+        at
+        for body in bodies
+        if body["choices"][0]["logprobs"]
+        for at in body["choices"][0]["logprobs"]["text_offset"]
+    ]
+    assert offsets == list(range(COUNT))
+
+
+def test_the_first_tokens_logprobs_are_worth_waiting_for(start_router: StartRouter) -> None:
+    """The prefill node's report is lost and the decode node's has no logprobs: when the prefill node goes, somebody
+    computes them again."""
+    router = start_router()
+    router.nodes["p0"].set(hide_first_token=True)
+    with router.stream(max_tokens=4, seed=9, logprobs=0) as events:
+        decode = router.nodes["d0"]
+        decode.wait_until(lambda: bool(decode.submits) and not decode._running, "the decode node is through")
+        router.remove("p0").kill()
+        assert events.text() == router.expected("the fox", 4, seed=9)
+
+
+def test_without_logprobs_the_decode_nodes_report_is_enough(start_router: StartRouter) -> None:
+    router = start_router()
+    router.nodes["p0"].set(hide_first_token=True)
+    answer = router.complete(max_tokens=COUNT, seed=9).json()
+    assert answer["choices"][0]["text"] == router.expected("the fox", COUNT, seed=9)
+
+
+def test_nodes_that_disagree_about_a_token_are_never_believed(start_router: StartRouter) -> None:
+    router = start_router()
+    router.nodes["p0"].set(report_first_token_as=99)
+    answer = router.complete(max_tokens=COUNT, seed=9)
+    assert answer.status_code == 500
+    assert answer.json()["error"]["code"] == "internal_error"
+    assert router.metric("tandem_token_mismatches_total") == 1
+
+
+def test_only_so_many_failovers(start_router: StartRouter) -> None:
+    router = start_router(prefill=0, decode=2, max_failovers=2)
+    for node in router.nodes.values():
+        node.set(error_at=(3, WireError("node_lost", "gone")))
+    answer = router.complete(max_tokens=COUNT)
+    assert answer.status_code == 502
+    assert answer.json()["error"]["code"] == "node_lost"
+    assert sum(len(node.submits) for node in router.nodes.values()) == 3
+
+
+def test_mid_stream_the_end_of_all_attempts_is_an_error_event(start_router: StartRouter) -> None:
+    router = start_router(prefill=0, decode=1, max_failovers=1)
+    router.nodes["d0"].set(pause_at=3)
+    with router.stream(max_tokens=COUNT) as events:
+        assert len(events.text(count=3)) == 3
+        router.nodes["d0"].set(error_at=(3, WireError("node_lost", "gone")), pause_at=None)
+        bodies = events.rest()
+    assert events.status == 200
+    assert "[DONE]" not in bodies
+    assert bodies[-1]["error"]["type"] == "server_error"
+    assert all(body["choices"][0]["finish_reason"] is None for body in bodies[:-1])
+
+
+def test_an_error_that_nobody_can_help_is_not_tried_again(start_router: StartRouter) -> None:
+    router = start_router(prefill=0, decode=2)
+    for node in router.nodes.values():
+        node.set(refuse=WireError("internal_error", "a bug"))
+    answer = router.complete()
+    assert answer.status_code == 500
+    assert sum(len(node.submits) for node in router.nodes.values()) == 1
+
+
+def test_a_full_node_is_passed_over_and_when_all_are_full_it_is_said(start_router: StartRouter) -> None:
+    router = start_router(prefill=0, decode=2)
+    full = WireError("overloaded", "no blocks")
+    router.nodes["d0"].set(refuse=full)
+    for _ in range(3):
+        assert router.complete(max_tokens=2).status_code == 200
+    router.nodes["d1"].set(refuse=full)
+    answer = router.complete(max_tokens=2)
+    assert answer.status_code == 503
+    assert answer.headers["retry-after"]
+
+
+def test_a_stream_waits_for_the_only_node_to_come_back(start_router: StartRouter) -> None:
+    router = start_router(prefill=0, decode=1)
+    router.nodes["d0"].set(pause_at=5)
+    with router.stream(max_tokens=COUNT, seed=9) as events:
+        text = events.text(count=5)
+        router.remove("d0").kill()
+        router.wait_for(lambda: router.server.services.dispatcher.running == 1, "it waits")
+        router.add("d0", Role.DECODE)  # the same name, a new epoch
+        text += events.text()
+    assert text == router.expected("the fox", COUNT, seed=9)
+
+
+def test_nobody_comes_back_is_an_error_in_time(start_router: StartRouter) -> None:
+    router = start_router(prefill=0, decode=1, timeouts=Timeouts(failover_wait=0.2))
+    router.nodes["d0"].set(pause_at=5)
+    with router.stream(max_tokens=COUNT) as events:
+        events.text(count=5)
+        router.remove("d0").kill()
+        bodies = events.rest()
+    assert bodies[-1]["error"]["code"] == "node_lost"
+
+
+def test_a_node_that_stops_giving_tokens_is_left(start_router: StartRouter) -> None:
+    """It still answers pings: its engine is wedged, not its process."""
+    router = start_router(prefill=0, decode=2, timeouts=Timeouts(token_idle=0.2))
+    for name in ("d0", "d1"):
+        router.nodes[name].set(pause_at=5)
+    with router.stream(max_tokens=COUNT, seed=9) as events:
+        text = events.text(count=5)
+        wedged = serving(router)
+        other(router, wedged).resume()
+        text += events.text()
+    assert text == router.expected("the fox", COUNT, seed=9)
+    wedged.wait_until(lambda: wedged.submits[0].request_id in wedged.cancels, "told that it is over")
+
+
+def test_a_node_that_was_only_stopped_is_told_what_is_over_and_serves_again(
+    start_router: StartRouter,
+) -> None:
+    """As SIGSTOP and SIGCONT leave it: it comes back with work that nobody wants any more."""
+    router = start_router(prefill=0, decode=2, heartbeat=Heartbeat(ping_interval=0.05, silence=0.3))
+    for name in ("d0", "d1"):
+        router.nodes[name].set(pause_at=5)
+    with router.stream(max_tokens=COUNT, seed=9) as events:
+        text = events.text(count=5)
+        stopped = serving(router)
+        other(router, stopped).resume()
+        stopped.set(mute=True)
+        text += events.text()
+        assert text == router.expected("the fox", COUNT, seed=9)
+    stopped.set(mute=False)
+    router.wait_ready(stopped.info.node_id)
+    assert router.complete(max_tokens=3).status_code == 200
+
+
+def test_a_restart_at_the_same_address_is_another_node(start_router: StartRouter) -> None:
+    router = start_router(prefill=0, decode=1)
+    router.nodes["d0"].set(pause_at=2)
+    with router.stream(max_tokens=6, seed=9) as events:
+        events.text(count=2)
+        old = router.nodes["d0"]
+        # The same endpoint, announced with another epoch: what the old one says is not believed any more.
+        import msgspec
+
+        info = msgspec.structs.replace(old.info, epoch=old.info.epoch + 1)
+        router.look(lambda: router.server.set_members([info]))
+        old.resume()
+        router.wait_for(lambda: router.server.services.pool.foreign_messages > 0, "its words are refused")
+        old.info = info
+        assert events.rest()[-1] == "[DONE]"
+
+
+def test_aggregated_nodes_take_over_too(start_router: StartRouter) -> None:
+    router = start_router(prefill=0, decode=0, aggregated=2, local_prefill=LocalPrefill.AUTO)
+    for node in router.nodes.values():
+        node.set(pause_at=5)
+    with router.stream(max_tokens=COUNT, seed=9) as events:
+        text = events.text(count=5)
+        lost = max(router.nodes.values(), key=lambda node: len(node.running))
+        other(router, lost).resume()
+        router.remove(lost.info.node_id).kill()
+        text += events.text()
+    assert text == router.expected("the fox", COUNT, seed=9)
+
+
+def test_usage_of_a_moved_request_counts_each_token_once(
+    start_router: StartRouter, tokenizer: Tokenizer
+) -> None:
+    router = start_router(prefill=0, decode=2)
+    for name in ("d0", "d1"):
+        router.nodes[name].set(pause_at=5)
+    with router.stream(max_tokens=COUNT, stream_options={"include_usage": True}) as events:
+        events.text(count=5)
+        lost = serving(router)
+        other(router, lost).resume()
+        router.remove(lost.info.node_id).kill()
+        usage = next(body["usage"] for body in events.rest() if body != "[DONE]" and body["usage"])
+    assert usage["completion_tokens"] == COUNT
+    assert usage["prompt_tokens"] == len(tokenizer.encode("the fox", special=True))

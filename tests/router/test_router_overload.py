@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+
+from router.config import ApiKey, Limits, Timeouts
+from tests.router.conftest import Running, StartRouter
+from tests.router.event_reader import EventReader
+
+
+def occupy(router: Running) -> EventReader:
+    """One request that holds the only place until the node is resumed."""
+    router.nodes["d0"].set(pause_at=1)
+    events = router.stream(max_tokens=3)
+    events.text(count=1)
+    return events
+
+
+def test_a_full_queue_is_said_at_once_with_the_time_to_come_back(start_router: StartRouter) -> None:
+    router = start_router(prefill=0, limits=Limits(inflight_per_node=1, queued=2))
+    with occupy(router), ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(router.complete, max_tokens=2) for _ in range(2)]
+        router.wait_for(lambda: router.server.services.dispatcher.admission.queued == 2, "two wait")
+        refused = router.complete(max_tokens=2)
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "overloaded"
+        assert int(refused.headers["retry-after"]) >= 1
+        router.nodes["d0"].resume()
+        assert [answer.result(10).status_code for answer in waiting] == [200, 200]
+
+
+def test_no_node_is_said_at_once(start_router: StartRouter) -> None:
+    router = start_router(prefill=1, decode=0)
+    answer = router.complete(max_tokens=2)
+    assert answer.status_code == 503
+    assert answer.headers["retry-after"]
+    assert "no decode node is ready" in answer.json()["error"]["message"]
+
+
+def test_the_queue_is_fair_between_keys(start_router: StartRouter) -> None:
+    keys = (ApiKey("loud", "key-loud"), ApiKey("quiet", "key-quiet"))
+    router = start_router(prefill=0, limits=Limits(inflight_per_node=1), api_keys=keys)
+    node = router.nodes["d0"]
+    node.set(pause_at=1)
+
+    def ask(key: str, prompt: str) -> httpx.Response:
+        return httpx.post(
+            f"{router.url}/v1/completions",
+            json={"model": "fake", "prompt": prompt, "max_tokens": 2},
+            headers={"authorization": f"Bearer {key}"},
+            timeout=20,
+        )
+
+    admission = router.server.services.dispatcher.admission
+    with ThreadPoolExecutor(6) as pool:
+        answers = [pool.submit(ask, "key-loud", "a0")]
+        node.wait_until(lambda: len(node.submits) == 1, "the first runs")
+        for index in range(1, 4):
+            answers.append(pool.submit(ask, "key-loud", f"a{index}"))
+            router.wait_for(lambda index=index: admission.queued == index, "queued")  # type: ignore[misc]
+        answers.append(pool.submit(ask, "key-quiet", "q"))
+        router.wait_for(lambda: admission.queued == 4, "queued")
+        node.resume()
+        assert all(answer.result(10).status_code == 200 for answer in answers)
+    tokenizer = router.server.services.model.tokenizer
+    order = [tokenizer.decode(submit.prompt_token_ids) for submit in node.submits]
+    assert order.index("q") == 2  # behind one that had the turn, ahead of two that came before it
+
+
+def test_a_reader_that_stops_is_cut_off_and_nobody_else_notices(start_router: StartRouter) -> None:
+    router = start_router(
+        prefill=0,
+        decode=1,
+        timeouts=Timeouts(slow_reader=0.2),
+        max_failovers=0,
+        limits=Limits(inflight_per_node=8),
+    )
+    router.remove("d0").kill()
+    node = router.add("d0", "decode", max_model_len=400_000)  # type: ignore[arg-type]
+    router.wait_ready()
+    body = {"model": "fake", "prompt": "x", "stream": True, "max_tokens": 300_000, "n": 2, "logprobs": 20}
+    with EventReader(router.url, "/v1/completions", body, receive_buffer=4096) as slow:
+        node.wait_until(lambda: len(node.submits) == 2, "both run")
+        router.wait_for(
+            lambda: router.server.services.metrics.slow_readers_cut._value.get() == 1, "cut off", 20
+        )
+        assert router.complete(max_tokens=5).status_code == 200
+        router.wait_for(router.idle, "nothing is left of it")
+        node.wait_until(lambda: not node._running, "cancelled")
+        slow.close()
+
+
+def test_drain_finishes_what_runs_and_takes_nothing_new(start_router: StartRouter) -> None:
+    router = start_router(prefill=0)
+    with occupy(router) as events:
+        drained = router.begin(router.server.drain(10))
+        router.wait_for(lambda: router.server.services.draining, "draining")
+        refused = router.complete()
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "draining"
+        assert router.client.get("/health").status_code == 503
+        assert not drained.done()
+        router.nodes["d0"].resume()
+        assert len(events.text()) == 2
+        assert drained.result(10) is True
+
+
+def test_drain_fails_what_does_not_end_in_time(start_router: StartRouter) -> None:
+    router = start_router(prefill=0)
+    with occupy(router) as events:
+        assert router.call(router.server.drain(0.1)) is False
+        last = events.rest()[-1]
+        assert "shutting down" in last["error"]["message"]
+    router.wait_for(router.idle, "nothing is left")
+
+
+def test_stop_is_idempotent_and_leaves_no_task(start_router: StartRouter) -> None:
+    router = start_router()
+    with occupy(router):
+        router.call(router.server.stop())
+        router.call(router.server.stop())
+
+        async def others() -> list[str]:
+            mine = asyncio.current_task()
+            return [task.get_name() for task in asyncio.all_tasks() if task is not mine]
+
+        router.wait_for(lambda: router.call is not None, "settled")
+        assert router.call(others()) == []
