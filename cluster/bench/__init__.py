@@ -1,8 +1,9 @@
 """The load generator: what a user of any OpenAI-compatible server would have felt.
 
     timeline     one request as it happened: when each chunk came, or why none did
-    metrics, slo what a run's timelines add up to
-    http1, sse, connections, answers, api
+    metrics, percentiles, slo
+                 what a run's timelines add up to
+    http1, sse, connections, answers, shape, api
                  from a socket's bytes to a timeline, at a cost that does not disturb what is measured
     vocabulary, workload, synthetic, traces
                  what is asked: prompts of exactly so many tokens

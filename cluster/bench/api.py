@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import enum
 import time
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import msgspec
 
 from cluster.bench.answers import AnswerReader
 from cluster.bench.connections import HttpClient
+from cluster.bench.shape import Endpoint, RequestShape
 from cluster.bench.timeline import RequestFailure, Timeline
 from wire.errors import ConfigurationError
 
@@ -18,25 +18,6 @@ Prompt = str | tuple[int, ...]
 Message = dict[str, str]
 
 MODELS_TIMEOUT_S = 30.0
-
-
-class Endpoint(enum.StrEnum):
-    COMPLETIONS = "completions"
-    CHAT = "chat"
-
-    @property
-    def path(self) -> str:
-        return "/v1/completions" if self is Endpoint.COMPLETIONS else "/v1/chat/completions"
-
-
-class RequestShape(msgspec.Struct, frozen=True):
-    """What all requests of a run have in common."""
-
-    model: str
-    endpoint: Endpoint = Endpoint.COMPLETIONS
-    ignore_eos: bool = True  # so that an answer has exactly the tokens asked for
-    temperature: float | None = None  # None: the server's default
-    timeout_s: float = 600.0
 
 
 class ServedModel(msgspec.Struct, frozen=True):

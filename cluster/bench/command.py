@@ -13,15 +13,16 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from cluster.bench.api import Api, RequestShape, ServedModel, served_models
+from cluster.bench.api import Api, ServedModel, served_models
 from cluster.bench.connections import Address, HttpClient
 from cluster.bench.load import Load
 from cluster.bench.metrics import summarize
-from cluster.bench.options import Options, PromptFormat, add_arguments, options_from
+from cluster.bench.options import Options, PromptFormat, options_from
 from cluster.bench.plan import arrival_times, make_sessions
 from cluster.bench.plot import new_figure, plot_run, save
 from cluster.bench.progress import with_progress
 from cluster.bench.report import as_json, make_report, write_json
+from cluster.bench.shape import RequestShape
 from cluster.bench.table import print_summary
 from cluster.bench.vocabulary import (
     GuessedVocabulary,
@@ -34,27 +35,18 @@ from cluster.bench.workload import Session
 from cluster.model_store import find_model
 from wire.errors import ConfigurationError
 
-__all__ = ["add_arguments", "run"]
-
 # Above this share of a core the generator may be what is measured.
 _BUSY_GENERATOR = 0.7
 _INTERRUPTED = 130
 
 
 def run(args: argparse.Namespace) -> int:
-    """0: measured; 1: no request succeeded; 2: the flags or the server's answers make no run; 130: interrupted, what
-    was measured is shown."""
-    errors = Console(stderr=True)
-    try:
-        options = options_from(args)
-        if options.plot is not None:
-            new_figure(1, 1)  # missing matplotlib is said now, not after the run
-        return asyncio.run(_measure(options, errors))
-    except ConfigurationError as error:
-        errors.print(str(error), style="red", markup=False, highlight=False)
-        return 2
-    except KeyboardInterrupt:
-        return _INTERRUPTED
+    """0: measured; 1: no request succeeded; 130: interrupted, and what was measured until then is shown. Raises
+    ConfigurationError for what the operator can mend."""
+    options = options_from(args)
+    if options.plot is not None:
+        new_figure(1, 1)  # missing matplotlib is said now, not after the run
+    return asyncio.run(_measure(options, Console(stderr=True)))
 
 
 async def _measure(options: Options, errors: Console) -> int:

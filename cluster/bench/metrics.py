@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from statistics import fmean
 
 import msgspec
-import numpy as np
 
+from cluster.bench.percentiles import percentile
 from cluster.bench.slo import ServiceLevel
 from cluster.bench.timeline import Timeline
 
@@ -27,9 +28,9 @@ class Distribution(msgspec.Struct, frozen=True):
         """None of nothing: a zero would read as a very good result."""
         if not seconds:
             return None
-        values = np.asarray(seconds) * 1e3
-        p50, p90, p95, p99 = (float(p) for p in np.percentile(values, (50, 90, 95, 99)))
-        return cls(mean=float(values.mean()), p50=p50, p90=p90, p95=p95, p99=p99, max=float(values.max()))
+        values = sorted(value * 1e3 for value in seconds)
+        p50, p90, p95, p99 = (percentile(values, percent) for percent in (50, 90, 95, 99))
+        return cls(mean=fmean(values), p50=p50, p90=p90, p95=p95, p99=p99, max=values[-1])
 
 
 class FailureCount(msgspec.Struct, frozen=True):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from cluster.bench.api import Endpoint
+from cluster.bench.shape import Endpoint
 from cluster.bench.slo import ServiceLevel, parse_service_level
 from wire.errors import ConfigurationError
 
@@ -107,9 +107,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     server.add_argument(
         "--endpoint",
-        type=Endpoint,
-        choices=list(Endpoint),
-        default=Endpoint.COMPLETIONS,
+        choices=[choice.value for choice in Endpoint],
+        default=Endpoint.COMPLETIONS.value,
         help="(%(default)s)",
     )
     server.add_argument(
@@ -125,13 +124,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     asked.add_argument(
         "--prompt-format",
-        type=PromptFormat,
-        choices=list(PromptFormat),
-        default=PromptFormat.TEXT,
+        choices=[choice.value for choice in PromptFormat],
+        default=PromptFormat.TEXT.value,
         help="(%(default)s)",
     )
     asked.add_argument(
-        "--workload", type=Workload, choices=list(Workload), default=Workload.RANDOM, help="(%(default)s)"
+        "--workload",
+        choices=[choice.value for choice in Workload],
+        default=Workload.RANDOM.value,
+        help="(%(default)s)",
     )
     asked.add_argument(
         "--requests",
@@ -199,7 +200,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shown = parser.add_argument_group("what is shown")
     shown.add_argument(
         "--slo",
-        type=parse_service_level,
+        type=_service_level,
         metavar="LIMITS",
         help="goodput under ttft=200ms,itl=50ms (ttft, tpot, itl, e2e)",
     )
@@ -207,7 +208,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shown.add_argument("--plot", type=Path, metavar="FILE", help="distributions and throughput, as PNG")
 
 
+def _service_level(text: str) -> ServiceLevel:
+    try:
+        return parse_service_level(text)
+    except ConfigurationError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
 def options_from(args: argparse.Namespace) -> Options:
-    options = Options(**{name: getattr(args, name) for name in Options.__struct_fields__})
+    """Raises ConfigurationError for flags that make no run together."""
+    given = {name: getattr(args, name) for name in Options.__struct_fields__}
+    options = msgspec.structs.replace(
+        Options(**given),
+        endpoint=Endpoint(args.endpoint),
+        prompt_format=PromptFormat(args.prompt_format),
+        workload=Workload(args.workload),
+    )
     options.check()
     return options

@@ -5,15 +5,15 @@ from __future__ import annotations
 import re
 
 import msgspec
-import numpy as np
 
+from cluster.bench.percentiles import percentile
 from cluster.bench.timeline import Timeline
 from wire.errors import ConfigurationError
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s)?")
 # Of its own inter-token latencies, the part of a request that has to be within the limit: one hiccup in a long
 # answer does not spoil it, one in a short answer does.
-_ITL_QUANTILE = 99.0
+_ITL_PERCENT = 99.0
 
 
 class ServiceLevel(msgspec.Struct, frozen=True):
@@ -34,7 +34,7 @@ class ServiceLevel(msgspec.Struct, frozen=True):
         if self.tpot is not None and (timeline.tpot or 0.0) > self.tpot:
             return False
         if self.itl is not None and len(timeline.chunk_times) > 1:
-            return float(np.percentile(timeline.inter_token, _ITL_QUANTILE)) <= self.itl
+            return percentile(sorted(timeline.inter_token), _ITL_PERCENT) <= self.itl
         return True
 
     def __str__(self) -> str:
@@ -53,9 +53,9 @@ def parse_service_level(text: str) -> ServiceLevel:
         if name not in ServiceLevel.__struct_fields__ or match is None:
             known = ", ".join(ServiceLevel.__struct_fields__)
             raise ConfigurationError(
-                f"--slo {pair.strip()!r} must be a limit on one of {known}, such as ttft=200ms or itl=0.05s"
+                f"{pair.strip()!r} must be a limit on one of {known}, such as ttft=200ms or itl=0.05s"
             )
         if name in limits:
-            raise ConfigurationError(f"--slo limits {name} twice")
+            raise ConfigurationError(f"{name} is limited twice")
         limits[name] = float(match[1]) * (1.0 if match[2] == "s" else 1e-3)
     return ServiceLevel(**limits)

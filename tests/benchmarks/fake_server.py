@@ -41,9 +41,7 @@ class Exchange:
         await self.event({"choices": [{"index": 0, "text": text, "finish_reason": None}]})
 
     async def usage(self, prompt: int, completion: int) -> None:
-        await self.event(
-            {"choices": [], "usage": {"prompt_tokens": prompt, "completion_tokens": completion}}
-        )
+        await self.event({"choices": [], "usage": {"prompt_tokens": prompt, "completion_tokens": completion}})
 
     async def end(self) -> None:
         await self.event("[DONE]")

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 WORDS = ["".join(letters) for letters in itertools.product("bcdfghkm", "aeiou", "lnprstvz")]
+
+
+def shared_beginning(one: Sequence[object], other: Sequence[object]) -> int:
+    """How many tokens two prompts have in common, from the first on."""
+    return next(
+        (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+    )
 
 
 def byte_level() -> tokenizers.Tokenizer:

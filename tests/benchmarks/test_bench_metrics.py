@@ -56,7 +56,12 @@ def test_every_gap_of_every_request_counts_once() -> None:
 
 
 def test_failures_are_counted_by_kind_and_do_not_enter_the_latencies() -> None:
-    timelines = [served(0.1, 0.2), failed("http_503", "full"), failed("timeout"), failed("http_503", "still full")]
+    timelines = [
+        served(0.1, 0.2),
+        failed("http_503", "full"),
+        failed("timeout"),
+        failed("http_503", "still full"),
+    ]
     summary = summarize("random", timelines, duration_s=1.0)
     assert (summary.succeeded, summary.failed) == (1, 3)
     assert [(f.kind, f.count, f.example) for f in summary.failures] == [

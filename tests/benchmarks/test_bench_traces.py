@@ -1,14 +1,13 @@
 from __future__ import annotations
 
 import json
-from os.path import commonprefix
 from pathlib import Path
 
 import pytest
 
 from cluster.bench.traces import TraceRow, read_trace, replay
 from cluster.bench.vocabulary import IdVocabulary, TextVocabulary
-from tests.benchmarks.made_tokenizers import byte_level
+from tests.benchmarks.made_tokenizers import byte_level, shared_beginning
 from wire.errors import ConfigurationError
 
 MOONCAKE = [
@@ -95,8 +94,8 @@ def test_replayed_prompts_have_the_recorded_lengths_and_share_what_was_shared(mo
     assert [len(long), len(short), len(other)] == [1100, 40, 700]
     assert [turn.max_tokens for turn in turns] == [52, 1, 20]
     overhead = TextVocabulary(backend).overhead
-    assert 512 <= len(commonprefix([long, other])) < 512 + overhead + 16
-    assert len(commonprefix([long, short])) < 16
+    assert 512 <= shared_beginning(long, other) < 512 + overhead + 16
+    assert shared_beginning(long, short) < 16
     assert [session.arrival_s for session in sessions] == pytest.approx([0.0, 0.010, 0.052])
 
 
@@ -104,7 +103,7 @@ def test_scaled_down_the_shared_part_shrinks_with_the_rest(mooncake: Path) -> No
     sessions = replay(read_trace(mooncake), IdVocabulary(byte_level()), seed=1, speed=2.0, scale=0.125)
     long, short, other = (session.turns[0] for session in sessions)
     assert [long.prompt_tokens, short.prompt_tokens, other.prompt_tokens] == [138, 5, 88]
-    assert 64 <= len(commonprefix([long.prompt, other.prompt])) < 72
+    assert 64 <= shared_beginning(long.prompt, other.prompt) < 72
     assert sessions[2].arrival_s == pytest.approx(0.026)
 
 

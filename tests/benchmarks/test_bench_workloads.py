@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from os.path import commonprefix
 
 import numpy as np
 import pytest
@@ -11,10 +10,11 @@ from hypothesis import strategies as st
 
 from cluster.bench.synthetic import Lengths, multi_turn, random_prompts, shared_prefix
 from cluster.bench.vocabulary import GuessedVocabulary, IdVocabulary, TextVocabulary, Vocabulary, words_for
-from tests.benchmarks.made_tokenizers import byte_level, sentencepiece
+from tests.benchmarks.made_tokenizers import byte_level, sentencepiece, shared_beginning
 from wire.errors import ConfigurationError
 
 BYTE_LEVEL, SENTENCEPIECE = byte_level(), sentencepiece()
+TEXT = {backend: TextVocabulary(backend) for backend in (BYTE_LEVEL, SENTENCEPIECE)}
 MAKERS = pytest.mark.parametrize("backend", [BYTE_LEVEL, SENTENCEPIECE], ids=["byte level", "sentencepiece"])
 
 
@@ -61,7 +61,7 @@ def test_a_tokenizer_without_whole_words_is_refused() -> None:
 def test_lengths_stay_within_their_spread_and_are_what_the_prompts_have(
     backend: tokenizers.Tokenizer, seed: int, spread: float
 ) -> None:
-    sessions = random_prompts(TextVocabulary(backend), rng(seed), 3, Lengths(80, 20, spread))
+    sessions = random_prompts(TEXT[backend], rng(seed), 3, Lengths(80, 20, spread))
     for session in sessions:
         (turn,) = session.turns
         assert counted(backend, turn.prompt) == turn.prompt_tokens
@@ -94,7 +94,7 @@ def test_shared_prefixes_are_shared_to_the_token_and_taken_in_turn(backend: toke
     assert len({tuple(each) for each in ids}) == 6
     assert len({tuple(each[:100]) for each in ids}) == 2
     assert ids[0][:100] == ids[2][:100] == ids[4][:100]
-    assert len(commonprefix([ids[0], ids[1]])) < 16
+    assert shared_beginning(ids[0], ids[1]) < 16
 
 
 @MAKERS
