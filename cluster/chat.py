@@ -38,12 +38,10 @@ class ChatClient:
         return str(data[0]["id"])
 
     def reply(
-        self, model: str, messages: list[Message], max_tokens: int | None
+        self, model: str, messages: list[Message], sampling: dict[str, Any]
     ) -> Generator[str, None, None]:
         """The answer, piece by piece. Closing the iterator cancels the request."""
-        body: dict[str, Any] = {"model": model, "messages": messages, "stream": True}
-        if max_tokens is not None:
-            body["max_tokens"] = max_tokens
+        body = {"model": model, "messages": messages, "stream": True, **sampling}
         try:
             with self._http.stream("POST", "/v1/chat/completions", json=body) as response:
                 if response.is_error:
@@ -101,7 +99,7 @@ def chat(
     client: ChatClient,
     console: Console,
     system: str | None = None,
-    max_tokens: int | None = None,
+    sampling: dict[str, Any] | None = None,
     read_line: Callable[[str], str] = input,
 ) -> int:
     """Until the end of input or /quit."""
@@ -129,7 +127,7 @@ def chat(
                 continue
         messages.append({"role": "user", "content": line})
         try:
-            answer = _show_reply(client.reply(model, messages, max_tokens), console)
+            answer = _show_reply(client.reply(model, messages, sampling or {}), console)
         except TandemError as error:
             console.print(f"\n[red]{escape(str(error))}[/]", highlight=False)
             messages.pop()  # the question was not answered: the next one must not stand after it

@@ -67,6 +67,10 @@ def make_parser() -> argparse.ArgumentParser:
     _add_server(chat)
     chat.add_argument("--system", metavar="TEXT", help="what the model is told before the conversation")
     chat.add_argument("--max-tokens", metavar="N", type=int, help="longest reply")
+    # Lower than the API's 1.0: small models wander there, and a first impression is made once.
+    chat.add_argument(
+        "--temperature", metavar="T", type=float, default=0.3, help="0 always says the same (default 0.3)"
+    )
     chat.set_defaults(run=_chat)
 
     status = commands.add_parser("status", help="a running cluster on one screen")
@@ -158,7 +162,9 @@ def _chat(options: argparse.Namespace) -> int:
 
     client = ChatClient(options.url.rstrip("/"), key_from_environment())
     try:
-        return chat(client, Console(), options.system, options.max_tokens)
+        sampling = {"temperature": options.temperature, "max_tokens": options.max_tokens}
+        given = {name: value for name, value in sampling.items() if value is not None}
+        return chat(client, Console(), options.system, given)
     finally:
         client.close()
 

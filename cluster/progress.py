@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,6 +19,7 @@ class Display:
 
     def __init__(self, console: Console) -> None:
         self.console = console
+        self._began = time.monotonic()
         self._lock = threading.Lock()
         self._rows: dict[str, TaskID] = {}
         self._last: dict[str, str] = {}
@@ -51,11 +53,11 @@ class Display:
 
     def trouble(self, name: str, what: str) -> None:
         self._forget_row(name)
-        self.console.print(f"[yellow]![/] {escape(name)}: {escape(what)}", highlight=False)
+        self._print(f"[yellow]![/] {escape(name)}: {escape(what)}")
 
     def gave_up(self, name: str, why: str) -> None:
         self._forget_row(name)
-        self.console.print(f"[red]✗[/] {escape(name)} is left out: {escape(why)}", highlight=False)
+        self._print(f"[red]✗[/] {escape(name)} is left out: {escape(why)}")
 
     @contextmanager
     def step(self, name: str, what: str, done: str) -> Iterator[Report]:
@@ -70,12 +72,16 @@ class Display:
                 # Without rows every new thing is one line; how far it has got is not worth another.
                 if self._last.get(name) != line:
                     self._last[name] = line
-                    self.console.print(f"{escape(name)}: {escape(line)}", highlight=False)
+                    elapsed = time.monotonic() - self._began
+                    self._print(f"[dim]{elapsed:5.1f} s[/]  {escape(name)}: {escape(line)}")
                 return
             row = self._rows.get(name)
             if row is None:
                 row = self._rows[name] = self._live.add_task(escape(text), total=1, name=escape(name))
             self._live.update(row, description=escape(text), completed=1 if finished else 0)
+
+    def _print(self, line: str) -> None:
+        self.console.print(line, highlight=False, soft_wrap=True)
 
     def _forget_row(self, name: str) -> None:
         with self._lock:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import signal
+import sys
 import threading
 import time
 from concurrent.futures import Future
@@ -37,7 +38,7 @@ def serve(config: TandemConfig) -> int:
     began = time.monotonic()
     machine = this_machine()
     check_before_start(config, machine)
-    console = Console(highlight=False)
+    console = Console(file=sys.stdout, highlight=False)  # before other people's output is sent elsewhere
     display = Display(console)
     # Until the event loop takes over, a SIGTERM unwinds like a Ctrl-C does.
     signal.signal(signal.SIGTERM, _terminated)
@@ -163,7 +164,8 @@ def _say_ready(deployment: Deployment, display: Display, logs: Path, seconds: fl
         f"try it:  {escape(curl_line(url, name, with_key=bool(config.router.api_keys)))}", soft_wrap=True
     )
     print_line(f"or:      tandem chat --url {url}")
-    print_line(f"logs:    {logs}    stop: Ctrl-C\n")
+    print_line(f"logs:    {logs}", soft_wrap=True)
+    print_line("stop:    Ctrl-C\n")
 
 
 def curl_line(url: str, model: str, *, with_key: bool) -> str:

@@ -12,18 +12,7 @@ from rich.table import Table
 from cluster.describe import counted, format_size
 from wire.errors import InternalError, Unavailable
 
-_COLUMNS = (
-    "node",
-    "role",
-    "state",
-    "running",
-    "waiting",
-    "blocks free",
-    "transfers",
-    "sent",
-    "received",
-    "epoch",
-)
+_COLUMNS = ("node", "state", "run", "wait", "blocks free", "moving", "KV sent", "received")
 
 
 def fetch_status(url: str, key: str | None, transport: httpx.BaseTransport | None = None) -> dict[str, Any]:
@@ -53,7 +42,9 @@ def show_status(cluster: dict[str, Any], console: Console) -> int:
         f"{router['queued']} queued{', draining' if router['draining'] else ''}",
         highlight=False,
     )
-    table = Table(*_COLUMNS, box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False)
+    for column in _COLUMNS:
+        table.add_column(column, no_wrap=True, overflow="fold")
     for node in sorted(nodes, key=lambda node: (node["role"], node["node_id"])):
         table.add_row(*_row(node))
     console.print(table)
@@ -69,7 +60,6 @@ def _row(node: dict[str, Any]) -> tuple[str, ...]:
     blocks = f"{node['free_blocks']}/{node['total_blocks']}" if "total_blocks" in node else "-"
     return (
         escape(node["node_id"]),
-        node["role"],
         node["state"],
         str(node.get("running", "-")),
         str(node.get("waiting", "-")),
@@ -77,5 +67,4 @@ def _row(node: dict[str, Any]) -> tuple[str, ...]:
         str(node.get("transfers", "-")),
         format_size(counters.get("transfer_bytes_sent", 0)),
         format_size(counters.get("transfer_bytes_received", 0)),
-        str(node["epoch"])[:8],
     )

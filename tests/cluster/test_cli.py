@@ -1,0 +1,126 @@
+"""The command itself: instant help, instant mistakes, nothing heavy before it is needed."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cluster.cli import main, make_parser, read_settings
+from cluster.serve import curl_line
+
+HEAVY = ["ray", "torch", "transformers", "httpx", "rich", "yaml", "msgspec"]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_from_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in list(os.environ):
+        if name.startswith("TANDEM_") and name != "TANDEM_CACHE":
+            monkeypatch.delenv(name)
+
+
+def fail(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(arguments) == 1
+    return capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_help_imports_nothing_that_takes_time() -> None:
+    """Slow: runs an interpreter. What is imported is checked, not seconds: those depend on the machine's other work."""
+    script = (
+        "import sys\nfrom cluster.cli import make_parser\nmake_parser().format_help()\n"
+        f"print([name for name in {HEAVY!r} if name in sys.modules])"
+    )
+    child = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert child.stdout.strip() == "[]"
+
+
+@pytest.mark.slow
+def test_a_taken_port_is_said_before_anything_is_loaded() -> None:
+    """Slow: runs an interpreter. Neither Ray nor torch may have been imported when it fails."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        script = (
+            "import sys\nfrom cluster.cli import main\n"
+            f"status = main(['serve', '--port', '{port}'])\n"
+            "print(status, [name for name in ('ray', 'torch', 'transformers') if name in sys.modules])"
+        )
+        child = subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+        )
+    assert child.stdout.strip() == "1 []"
+    assert f"port {port} on 127.0.0.1 is taken" in child.stderr
+
+
+def test_every_flag_reaches_its_setting() -> None:
+    flags = "--model org/m --prefill 2 --decode 3 --host 0.0.0.0 --port 9 --dtype float32 --max-model-len 64"
+    arguments = [
+        "serve",
+        *flags.split(),
+        "--kv-memory",
+        "1GiB",
+        "--set",
+        "router.policy=round_robin",
+        "debug=true",
+    ]
+    config = read_settings(make_parser().parse_args(arguments)).config
+    assert (config.model.path, config.model.dtype) == ("org/m", "float32")
+    assert (config.pools.prefill.nodes, config.pools.decode.nodes) == (2, 3)
+    assert (config.router.host, config.router.port, config.router.policy) == ("0.0.0.0", 9, "round_robin")
+    assert (config.scheduler.max_model_len, config.cache.memory_bytes) == (64, 1 << 30)
+    assert config.debug
+
+
+def test_the_file_in_the_current_folder_is_read_unless_another_is_named(tmp_path: Path) -> None:
+    Path("tandem.yaml").write_text("router: {port: 1}")
+    (tmp_path / "other.yaml").write_text("router: {port: 2}")
+    parse = make_parser().parse_args
+    assert read_settings(parse(["config"])).config.router.port == 1
+    assert read_settings(parse(["config", "--config", "other.yaml"])).config.router.port == 2
+    assert read_settings(parse(["config", "--port", "3"])).config.router.port == 3
+
+
+def test_mistakes_are_printed_and_fail(capsys: pytest.CaptureFixture[str]) -> None:
+    said = fail(capsys, "config", "--prefill", "two", "--set", "router.prot=1", "novalue")
+    assert "3 mistakes" in said
+    assert "--prefill: pools.prefill.nodes must be a whole number, not 'two'" in said
+    assert "did you mean router.port?" in said
+
+
+def test_a_model_that_is_not_there_fails_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "name a folder" in fail(capsys, "serve", "--port", "0", "--model", "/no/such/folder")
+
+
+def test_config_prints_the_whole_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "--decode", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert "nodes: 2  # --decode" in printed
+    assert "tokenizer_path" not in printed
+
+
+def test_a_server_that_is_not_there_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "does not answer" in fail(capsys, "status", "--url", "http://127.0.0.1:1")
+    assert "does not answer" in fail(capsys, "chat", "--url", "http://127.0.0.1:1")
+
+
+def test_the_curl_line_is_one_that_a_shell_understands() -> None:
+    line = curl_line("http://127.0.0.1:8000", "it's a model", with_key=True)
+    words = subprocess.run(
+        ["bash", "-c", f"curl() {{ printf '%s\\n' \"$@\"; }}; TANDEM_API_KEY=k {line}"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "TANDEM_API_KEY": "k"},
+    ).stdout.splitlines()
+    assert words[0] == "http://127.0.0.1:8000/v1/chat/completions"
+    assert "Authorization: Bearer k" in words
+    assert '"model": "it\'s a model"' in words[-1]
