@@ -27,9 +27,13 @@ class EventStream:
         self.began_write: float | None = None
         self.cut = False
 
+    @property
+    def begun(self) -> bool:
+        return self._exchange.status is not None
+
     async def write(self, events: bytes, *, last: bool = False) -> None:
         """The first write sends the status: until then a failure is still a status code."""
-        if self._exchange.status is None:
+        if not self.begun:
             await self._begin()
         self.began_write = self._watch.now()
         try:

@@ -145,13 +145,18 @@ class GenerateRoute:
         stream = EventStream(scope, send, _routing_headers(generation), self._services.slow_readers)
         try:
             while unfinished:
-                events = b""
+                events, failure = b"", None
                 for life in await generation.news():
                     choice = by_life[life]
                     delta = choice.advance()
+                    failure = choice.failed or failure
                     if delta is not None:
                         events += answer.events(choice, delta)
                         unfinished -= delta.finish_reason is not None
+                if failure is not None:
+                    if stream.begun:  # then every token that came is shown; else the failure is a status code
+                        await stream.write(events)
+                    raise failure
                 if events and unfinished:
                     await stream.write(events)
             await stream.write(events + answer.closing(), last=True)

@@ -9,6 +9,7 @@ import msgspec
 from router.dispatch import RequestLife
 from router.text.stops import StopMatcher
 from router.text.tokenizer import Tokenizer
+from wire.errors import TandemError
 from wire.sampling import FinishReason, TokenLogprobs
 
 _FINISH = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
@@ -55,15 +56,13 @@ class Choice:
         self._text_length = text_offset  # of what the detokenizer has given, held back or not
 
     def advance(self) -> Delta | None:
-        """What is new, or None. Raises what the life failed with. After a finish_reason nothing more comes."""
+        """What is new, or None. After a finish_reason nothing more comes; nor, without one, when `failed`."""
         life = self.life
         if self.finish_reason is not None:
             return None
-        if life.ended and life.error is not None:
-            raise life.error
         tokens = life.ledger.tokens
         start, end = self.completion_tokens, len(tokens)
-        at_end = life.ended
+        at_end = life.ended and life.error is None
         # The stop token is the last one, and is not part of the text.
         silent_end = end - 1 if at_end and self._ends_with_stop_token() else end
         shown: list[ShownToken] = []
@@ -81,6 +80,11 @@ class Choice:
         if not text and not shown and self.finish_reason is None:
             return None
         return Delta(text, shown, self.finish_reason)
+
+    @property
+    def failed(self) -> TandemError | None:
+        """Why the rest of it will never come. Not if it is complete: a stop string may have come before the failure."""
+        return self.life.error if self.finish_reason is None else None
 
     def _advance_by_token(self, start: int, end: int, silent_end: int, shown: list[ShownToken]) -> str:
         ledger, minimum = self.life.ledger, self.life.spec.sampling.min_tokens

@@ -40,6 +40,8 @@ async def read_all(generation: Generation, choices: Sequence[Choice]) -> list[Re
             one = read[life]
             was_finished = one.choice.finish_reason is not None
             one.read()
+            if one.choice.failed is not None:
+                raise one.choice.failed
             if one.choice.finish_reason is not None and not was_finished:
                 unfinished -= 1
     return list(read.values())

@@ -12,10 +12,20 @@ class EventReader:
     """By hand on a socket: an HTTP library would read ahead, and tests are about who reads when."""
 
     def __init__(
-        self, url: str, path: str, body: dict[str, Any], *, headers: dict[str, str] | None = None
+        self,
+        url: str,
+        path: str,
+        body: dict[str, Any],
+        *,
+        headers: dict[str, str] | None = None,
+        receive_buffer: int | None = None,
     ) -> None:
         parts = urlsplit(url)
-        self.socket = socket.create_connection((parts.hostname, parts.port), timeout=10)
+        self.socket = socket.socket()
+        self.socket.settimeout(10)
+        if receive_buffer is not None:
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        self.socket.connect((parts.hostname, parts.port))
         data = json.dumps(body).encode()
         lines = [
             f"POST {path} HTTP/1.1",
