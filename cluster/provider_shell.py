@@ -1,0 +1,119 @@
+"""Running a shell script on a host of the cluster. The one place where `ssh` is called and its failures translated."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+from typing import Protocol
+
+import msgspec
+
+from wire.errors import TandemError, Unavailable
+
+CONNECT_TIMEOUT_S = 5
+_SSH_FAILED = 255  # ssh's own exit status, as against the script's
+_BEYOND_HEAD_FAILED = 254
+
+
+class HostUnreachable(Unavailable):
+    """ssh did not get through, or did not come back in time."""
+
+
+class ScriptFailed(TandemError):
+    """It ran and failed. `status` is its exit status, `complaint` the last that it said."""
+
+    def __init__(self, host: str, complaint: str, status: int) -> None:
+        super().__init__(f"{host}: {complaint}")
+        self.complaint = complaint
+        self.status = status
+
+
+class SshSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    user: str
+    private_key: str | None = None  # None: whatever ssh finds by itself
+    proxy_command: str | None = None
+
+
+class Shell(Protocol):
+    def run(self, address: str, script: str, *, stdin: bytes = b"", timeout_s: float = 60.0) -> bytes:
+        """The script's standard output. Raises HostUnreachable or ScriptFailed."""
+        ...
+
+
+def ssh_command(settings: SshSettings, address: str, script: str) -> list[str]:
+    """ssh's arguments. The host's login shell may be anything, so the script is handed to sh."""
+    options = [
+        "BatchMode=yes",  # a question would wait for ever: nobody sits there
+        f"ConnectTimeout={CONNECT_TIMEOUT_S}",
+        "ServerAliveInterval=5",
+        "ServerAliveCountMax=3",
+        "StrictHostKeyChecking=accept-new",
+        *([f"ProxyCommand={settings.proxy_command}"] if settings.proxy_command else []),
+    ]
+    key = ["-o", "IdentitiesOnly=yes", "-i", settings.private_key] if settings.private_key else []
+    return [
+        "ssh",
+        *key,
+        *(word for option in options for word in ("-o", option)),
+        f"{settings.user}@{address}",
+        f"sh -c {shlex.quote(script)}",
+    ]
+
+
+class SshShell:
+    def __init__(self, settings: SshSettings) -> None:
+        self._settings = settings
+
+    def run(self, address: str, script: str, *, stdin: bytes = b"", timeout_s: float = 60.0) -> bytes:
+        return _run(
+            ssh_command(self._settings, address, script), f"{self._settings.user}@{address}", stdin, timeout_s
+        )
+
+
+class LocalShell:
+    """For the host that we are on; the address is only for the messages."""
+
+    def run(self, address: str, script: str, *, stdin: bytes = b"", timeout_s: float = 60.0) -> bytes:
+        return _run(["sh", "-c", script], address, stdin, timeout_s)
+
+
+class ThroughHead:
+    """Hosts that perhaps only the head can reach: ssh to the head, and from there on as the head would."""
+
+    def __init__(self, shell: Shell, head: str, settings_on_head: SshSettings) -> None:
+        self._shell = shell
+        self._head = head
+        self._settings = settings_on_head
+
+    def run(self, address: str, script: str, *, stdin: bytes = b"", timeout_s: float = 60.0) -> bytes:
+        onwards = shlex.join(ssh_command(self._settings, address, script))
+        # 255 would read as if the head itself had not answered.
+        relayed = f"{onwards}; status=$?; [ $status -ne {_SSH_FAILED} ] || status={_BEYOND_HEAD_FAILED}; exit $status"
+        try:
+            return self._shell.run(self._head, relayed, stdin=stdin, timeout_s=timeout_s)
+        except ScriptFailed as error:
+            if error.status == _BEYOND_HEAD_FAILED:
+                raise HostUnreachable(
+                    f"{address} does not answer the head over ssh: {error.complaint}"
+                ) from error
+            raise ScriptFailed(f"{self._settings.user}@{address}", error.complaint, error.status) from error
+
+
+def _run(command: list[str], host: str, stdin: bytes, timeout_s: float) -> bytes:
+    try:
+        done = subprocess.run(command, input=stdin, capture_output=True, timeout=timeout_s, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise HostUnreachable(f"{host} did not answer within {timeout_s:.0f} s") from error
+    except OSError as error:
+        raise HostUnreachable(f"{command[0]} cannot be started here: {error.strerror}") from error
+    if done.returncode == 0:
+        return done.stdout
+    complaint = _last_line(done.stderr) or _last_line(done.stdout) or f"exit status {done.returncode}"
+    if command[0] == "ssh" and done.returncode == _SSH_FAILED:
+        raise HostUnreachable(f"{host} does not answer over ssh: {complaint}")
+    raise ScriptFailed(host, complaint, done.returncode)
+
+
+def _last_line(output: bytes) -> str:
+    lines = [line for line in output.decode(errors="replace").splitlines() if line.strip()]
+    return lines[-1].strip() if lines else ""

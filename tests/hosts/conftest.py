@@ -1,0 +1,34 @@
+"""These tests make machines out of network namespaces: root, minutes, one run at a time. `make test-hosts`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parent))  # for lab and static_cluster, which are no tests
+
+from lab import Lab, missing
+from static_cluster import StaticCluster
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    if os.environ.get("TANDEM_TEST_HOSTS") != "1":
+        pytest.skip("takes minutes and several machines' worth of processes: `make test-hosts` runs it")
+    if reason := missing():
+        pytest.skip(reason)
+    with Lab(tmp_path_factory.mktemp("hosts"), hosts=6) as lab:
+        yield lab
+
+
+@pytest.fixture(scope="module")
+def cluster(lab: Lab) -> StaticCluster:
+    """A head, two prefill hosts and two decode hosts; one more host is there and not in the file."""
+    cluster = StaticCluster(lab)
+    _, prefill_1, prefill_2, decode_1, decode_2, _ = lab.hosts
+    cluster.up(prefill=[prefill_1, prefill_2], decode=[decode_1, decode_2])
+    return cluster

@@ -1,0 +1,261 @@
+"""Several machines on one: network namespaces joined by a bridge, each with its own processes, home, shared memory,
+Ray folder and sshd. What runs on one of them sees only that one's processes, so even `ray stop` is safe.
+
+Needs root and a few tools; `missing()` says which of them are not there. Nothing outside the namespaces is
+changed, except that /run/sshd is made where it is missing.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pwd
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+NETWORK = "10.77.0"
+LAPTOP = f"{NETWORK}.2"
+_PREFIX = "tdm"
+_LAN = f"{_PREFIX}_lan"
+_LOCK = Path("/run/lock/tandem-hosts.lock")
+_TOOLS = {
+    "ip": "iproute2",
+    "unshare": "util-linux",
+    "nsenter": "util-linux",
+    "flock": "util-linux",
+    "ssh": "openssh-client",
+    "ssh-keygen": "openssh-client",
+    "/usr/sbin/sshd": "openssh-server",
+    "rsync": "rsync",
+}
+
+
+def missing() -> str:
+    """Why there can be no lab on this machine; nothing if there can."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    absent = sorted({package for tool, package in _TOOLS.items() if shutil.which(tool) is None})
+    if absent:
+        return f"not installed: {', '.join(absent)}"
+    trial = subprocess.run(
+        ["unshare", "--net", "--mount", "--pid", "--fork", "--mount-proc", "true"], capture_output=True, check=False
+    )
+    if trial.returncode:
+        return f"namespaces are not allowed here: {trial.stderr.decode(errors='replace').strip()}"
+    return ""
+
+
+class Host:
+    """A machine of the lab. Commands run there as root, with the tests' Python on the PATH."""
+
+    def __init__(self, lab: Lab, name: str, address: str) -> None:
+        self._lab = lab
+        self.name = name
+        self.address = address
+        self.folder = lab.folder / name
+        self.home = self.folder / "home"
+        self._root_process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def netns(self) -> str:
+        return f"{_PREFIX}_{self.name}"
+
+    def boot(self) -> None:
+        for folder in (self.home / ".ssh", self.folder / "ray"):
+            folder.mkdir(parents=True, exist_ok=True)
+        self.home.chmod(0o700)
+        (self.home / ".ssh").chmod(0o700)
+        shutil.copy(self._lab.key.with_suffix(".pub"), self.home / ".ssh" / "authorized_keys")
+        with (self.folder / "sshd.log").open("ab") as log:
+            self._root_process = subprocess.Popen(
+                ["ip", "netns", "exec", self.netns, "unshare", "--mount", "--pid", "--fork", "--kill-child",
+                 "--mount-proc", "--uts", "--ipc", "sh", "-ec", self._init_script()],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            )  # fmt: skip
+
+    def _init_script(self) -> str:
+        sshd = " ".join(
+            f"-o {option}"
+            for option in (
+                f"ListenAddress={self.address}", f"HostKey={self._lab.host_key}", "PidFile=none", "UsePAM=no",
+                "PermitRootLogin=prohibit-password", "StrictModes=no", "MaxStartups=100",
+            )
+        )  # fmt: skip
+        return f"""
+            hostname {self.name}
+            mount -t tmpfs -o size=2g tmpfs /dev/shm
+            mkdir -p /tmp/ray; mount --bind {self.folder}/ray /tmp/ray
+            {private_home(self.home, self.folder)}
+            exec /usr/sbin/sshd -D -e -f /dev/null {sshd}
+        """
+
+    def command(self, *words: str) -> list[str]:
+        """What runs `words` on this host. Only its processes see each other."""
+        assert self._root_process is not None, "boot() comes first"
+        inner = _only_child(self._root_process.pid)
+        return ["nsenter", "--target", str(inner), "--net", "--mount", "--pid", "--uts", "--ipc", "--",
+                "env", *self._lab.environment(), *words]  # fmt: skip
+
+    def run(self, *words: str, timeout_s: float = 60.0) -> str:
+        return _checked(self.command(*words), timeout_s)
+
+    def cut_off(self) -> None:
+        _ip("-n", _LAN, "link", "set", f"v_{self.name}", "down")
+
+    def heal(self) -> None:
+        _ip("-n", _LAN, "link", "set", f"v_{self.name}", "up")
+
+    def power_off(self) -> None:
+        """Every process on it is gone at once."""
+        if self._root_process is not None:
+            self._root_process.kill()
+            self._root_process.wait(timeout=10)
+            self._root_process = None
+
+
+class Lab:
+    """`with Lab(folder, hosts=5) as lab:`; the hosts are lab.hosts, and lab.laptop is beside them."""
+
+    def __init__(self, folder: Path, hosts: int) -> None:
+        self.folder = folder
+        self.key = folder / "key"
+        self.host_key = folder / "host_key"
+        self.hosts = [Host(self, f"h{index}", f"{NETWORK}.{10 + index}") for index in range(hosts)]
+        self.laptop_home = folder / "laptop" / "home"
+        self._lock: IO[bytes] | None = None
+
+    def environment(self) -> list[str]:
+        path = f"{sys.prefix}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+        return ["-i", f"PATH={path}", f"HOME={_home_of_root()}", "USER=root", "LANG=C.UTF-8", "TERM=dumb"]
+
+    def __enter__(self) -> Lab:
+        self._lock = _LOCK.open("wb")
+        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # two labs would take each other's names
+        try:
+            self._begin()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _begin(self) -> None:
+        _sweep()
+        Path("/run/sshd").mkdir(exist_ok=True)
+        for name in ("ray", "tmp"):
+            (self.folder / "laptop" / name).mkdir(parents=True, exist_ok=True)
+        (self.laptop_home / ".ssh").mkdir(parents=True, exist_ok=True)
+        for key in (self.key, self.host_key):
+            if not key.exists():
+                _checked(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)], 10)
+        _ip("netns", "add", _LAN)
+        _ip("-n", _LAN, "link", "add", "br0", "type", "bridge")
+        _ip("-n", _LAN, "link", "set", "br0", "up")
+        _join("cli", LAPTOP)
+        for host in self.hosts:
+            _join(host.name, host.address)
+            host.boot()
+        for host in self.hosts:
+            self._wait_for_sshd(host)
+
+    def _wait_for_sshd(self, host: Host, within_s: float = 20.0) -> None:
+        deadline = time.monotonic() + within_s
+        while True:
+            try:
+                self.on_laptop(
+                    "ssh", "-i", str(self.key), "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=accept-new",
+                    f"root@{host.address}", "true", timeout_s=10,
+                )  # fmt: skip
+                return
+            except (AssertionError, subprocess.TimeoutExpired):
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.2)  # nothing tells us when another process listens
+
+    def laptop_command(self, *words: str) -> list[str]:
+        setup = f"mkdir -p /tmp/ray; mount --bind {self.folder}/laptop/ray /tmp/ray\n"
+        setup += private_home(self.laptop_home, self.folder / "laptop")
+        return ["ip", "netns", "exec", f"{_PREFIX}_cli", "unshare", "--mount", "--pid", "--fork", "--kill-child",
+                "--mount-proc", "env", *self.environment(), f"TMPDIR={self.folder}/laptop/tmp", "sh", "-ec", f'{setup}\nexec "$@"', "sh", *words]  # fmt: skip
+
+    def on_laptop(self, *words: str, timeout_s: float = 60.0) -> str:
+        """Beside the hosts, where an operator sits: reaches them, and is none of them."""
+        return _checked(self.laptop_command(*words), timeout_s)
+
+    def __exit__(self, *_: object) -> None:
+        for host in self.hosts:
+            host.power_off()
+        _sweep()
+        if self._lock is not None:
+            self._lock.close()
+
+
+def private_home(home: Path, scratch: Path) -> str:
+    """A home of its own, in which what the tests run from is still where it was."""
+    root_home = _home_of_root()
+    needed = {Path(sys.base_prefix).resolve(), Path(sys.prefix).resolve(), Path(__file__).resolve().parents[2]}
+    hidden = sorted(path for path in needed if path.is_relative_to(root_home))
+    lines = []
+    for index, path in enumerate(hidden):
+        lines.append(f"mkdir -p {scratch}/keep{index}; mount --bind {path} {scratch}/keep{index}")
+    lines.append(f"mount --rbind {home} {root_home}")
+    for index, path in enumerate(hidden):
+        lines.append(f"mkdir -p {path}; mount --bind {scratch}/keep{index} {path}")
+    return "\n".join(lines)
+
+
+def _home_of_root() -> str:
+    return pwd.getpwuid(0).pw_dir
+
+
+def _join(name: str, address: str) -> None:
+    netns, port = f"{_PREFIX}_{name}", f"v_{name}"
+    _ip("netns", "add", netns)
+    _ip("-n", _LAN, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", netns)
+    _ip("-n", _LAN, "link", "set", port, "master", "br0", "up")
+    _ip("-n", netns, "addr", "add", f"{address}/24", "dev", "eth0")
+    _ip("-n", netns, "link", "set", "eth0", "up")
+    _ip("-n", netns, "link", "set", "lo", "up")
+
+
+def _sweep() -> None:
+    """Ends what is left in our namespaces, also of a lab whose test was killed."""
+    names = [line.split()[0] for line in _ip("netns", "list").splitlines() if line.startswith(f"{_PREFIX}_")]
+    for name in names:
+        for pid in _ip("netns", "pids", name).split():
+            try:
+                os.kill(int(pid), signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+    for name in names:
+        _ip("netns", "delete", name)
+
+
+def _only_child(pid: int, within_s: float = 10.0) -> int:
+    """Process 1 of the namespace, seen from outside."""
+    deadline = time.monotonic() + within_s
+    while True:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        if children:
+            return int(children[0])
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"process {pid} made no namespace within {within_s:.0f} s")
+        time.sleep(0.01)  # nothing tells us when another process forks
+
+
+def _ip(*words: str) -> str:
+    return _checked(["ip", *words], 10)
+
+
+def _checked(command: Sequence[str], timeout_s: float) -> str:
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=timeout_s, check=False
+    )  # fmt: skip
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, f"{' '.join(command[-6:])}: exit status {done.returncode}\n{output}"
+    return done.stdout

@@ -1,0 +1,105 @@
+"""manifests/ray/static.yaml, brought up on the hosts of a lab: the same file, with this machine's addresses and
+Python. Its start commands stay as they are."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from lab import Host, Lab
+
+MANIFEST = Path(__file__).resolve().parents[2] / "manifests" / "ray" / "static.yaml"
+PROBE = Path(__file__).with_name("probe.py")
+UP_TIMEOUT_S = 300.0
+
+
+class StaticCluster:
+    """`ray up` and `ray down` as an operator types them, beside the hosts, and a probe on the head that tells
+    what Ray sees."""
+
+    def __init__(self, lab: Lab) -> None:
+        self.lab = lab
+        self.head = lab.hosts[0]
+        self.file = lab.folder / "static.yaml"
+        self._probe: Probe | None = None
+
+    def config(self, *, prefill: Sequence[Host], decode: Sequence[Host]) -> dict[str, Any]:
+        config = copy.deepcopy(yaml.safe_load(MANIFEST.read_text(encoding="utf-8")))
+        config["provider"]["head_ip"] = self.head.address
+        config["auth"] = {"ssh_user": "root", "ssh_private_key": str(self.lab.key)}
+        for name, hosts in (("prefill", prefill), ("decode", decode)):
+            node_type = config["available_node_types"][name]
+            node_type["node_config"]["hosts"] = [host.address for host in hosts]
+            node_type["resources"]["CPU"] = 1
+        # Tandem is installed already, in the environment that the tests run in.
+        config["file_mounts"] = {"~/.ray/auth_token": "~/.ray/auth_token"}
+        config["setup_commands"] = [f"ln -sfn {sys.prefix} ~/tandem-env", config["setup_commands"][-1]]
+        config["head_start_ray_commands"] = [
+            command for command in config["head_start_ray_commands"] if "tandem serve" not in command
+        ]
+        return config
+
+    def up(self, *, prefill: Sequence[Host], decode: Sequence[Host]) -> str:
+        token = self.lab.laptop_home / ".ray" / "auth_token"
+        if not token.exists():
+            self.lab.on_laptop("ray", "get-auth-token", "--generate", timeout_s=60)
+        self.file.write_text(yaml.safe_dump(self.config(prefill=prefill, decode=decode)), encoding="utf-8")
+        return self.lab.on_laptop("ray", "up", "-y", str(self.file), timeout_s=UP_TIMEOUT_S)
+
+    def down(self) -> str:
+        if self._probe is not None:
+            self._probe.close()
+            self._probe = None
+        return self.lab.on_laptop("ray", "down", "-y", str(self.file), timeout_s=UP_TIMEOUT_S)
+
+    @property
+    def probe(self) -> Probe:
+        if self._probe is None:
+            self._probe = Probe(self.head)
+        return self._probe
+
+    def autoscaler_log(self) -> str:
+        return self.head.run("sh", "-c", "tail -n 60 /tmp/ray/session_latest/logs/monitor.log 2>&1 || true")
+
+
+class Probe:
+    """One process on the head that stays connected to Ray; a question is a line, an answer is a line."""
+
+    def __init__(self, head: Host) -> None:
+        self._process = subprocess.Popen(
+            head.command("env", "RAY_AUTH_MODE=token", sys.executable, str(PROBE)),
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        )  # fmt: skip
+
+    def ask(self, question: str, **arguments: object) -> Any:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps({"question": question, **arguments}) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        assert line, "the probe on the head has ended"
+        answer = json.loads(line)
+        assert "error" not in answer, answer["error"]
+        return answer["answer"]
+
+    def pools(self) -> dict[str, list[str]]:
+        """Addresses of the nodes that are alive, by the resource that makes them a pool."""
+        return self.ask("pools")
+
+    def wait_for_pools(self, expected: dict[str, Sequence[Host]], within_s: float) -> None:
+        wanted = {name: sorted(host.address for host in hosts) for name, hosts in expected.items()}
+        seen = self.ask("wait_for_pools", wanted=wanted, within_s=within_s)
+        assert seen == wanted, f"after {within_s:.0f} s the pools are {seen}, not {wanted}"
+
+    def run_in_pool(self, pool: str, count: int, within_s: float) -> list[str]:
+        """Where `count` tasks that each take one unit of the pool at the same time have run."""
+        return self.ask("run_in_pool", pool=pool, count=count, within_s=within_s)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait(timeout=10)
