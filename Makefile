@@ -1,0 +1,57 @@
+# make serve    a model on this machine: one prefill node, one decode node, an OpenAI-compatible API on port 8000
+# make test     every test: units, then real Ray, NIXL, HTTP and SmolLM2
+# make check    style, types, and which package imports which
+# make clean    the environment and everything that tools left here; the model cache stays
+#
+# make serve PORT=9000 MODEL=folder-or-name PREFILL=2 DECODE=2      AGGREGATED=2 instead of the two
+# make serve ARGS='--kv-memory 2GiB --set router.policy=round_robin'   anything that `tandem serve --help` lists
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help serve test check clean install
+
+VENV := .venv
+BIN := $(VENV)/bin
+# The first of these that is new enough; PYTHON=... names another.
+PYTHON ?= $(firstword $(foreach name,python3 python3.13 python3.12 python3.11,$(if $(shell $(name) -c 'import sys; print(sys.version_info >= (3, 11) or "")' 2>/dev/null),$(name))))
+TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
+# Another pyproject.toml is another environment to install.
+INSTALLED := $(VENV)/.installed-$(shell sha256sum pyproject.toml | cut -c1-16)
+
+SERVE_FLAGS = $(if $(MODEL),--model '$(MODEL)') $(if $(PORT),--port '$(PORT)') $(if $(PREFILL),--prefill '$(PREFILL)') \
+	$(if $(DECODE),--decode '$(DECODE)') $(if $(AGGREGATED),--aggregated '$(AGGREGATED)') $(ARGS)
+
+help:
+	@sed -n '/^#/!q;s/^# \{0,1\}//p' Makefile
+
+serve: install
+	@exec $(BIN)/tandem serve $(SERVE_FLAGS)
+
+test: install
+	@$(BIN)/tandem models fetch > /dev/null
+	$(BIN)/python -m pytest -q --ignore=tests/integration
+	$(BIN)/python -m pytest -q tests/integration
+
+check: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_imports.py
+
+# The native kernels are compiled once for a machine, and again when their sources change.
+install: $(INSTALLED)
+	@$(BIN)/python -m engine.model.native.build > /dev/null
+
+$(INSTALLED):
+	@test -n "$(PYTHON)" || { echo "Tandem needs Python 3.11 or newer: install it, or name it with PYTHON=..." >&2; exit 1; }
+	@echo "installing into $(VENV) (once; a few minutes)"
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check '$(TORCH)'
+	$(BIN)/python -m pip install --disable-pip-version-check --editable '.[dev]'
+	@rm -f $(VENV)/.installed-*
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
