@@ -63,12 +63,14 @@ def assert_same(answers: list[tuple[str, str]], expected: list[Expected]) -> Non
         assert (text, finish) == (item.text, item.finish), f"prompt of {len(item.prompt)} tokens"
 
 
-class TestOnePrefillOneDecode:
-    @pytest.fixture(scope="class")
-    def server(self, deploy: Deploy, smollm2_path: Path, expected: list[Expected]) -> Iterator[Running]:
-        with deploy(float32_config(smollm2_path, prefill=1, decode=1)) as running:
-            yield running
+@pytest.fixture(scope="module")
+def server(deploy: Deploy, smollm2_path: Path, expected: list[Expected]) -> Iterator[Running]:
+    """One prefill node and one decode node. `expected` is asked for first: it wants both cores."""
+    with deploy(float32_config(smollm2_path, prefill=1, decode=1)) as running:
+        yield running
 
+
+class TestOnePrefillOneDecode:
     def test_streamed_and_together_the_tokens_are_transformers_own(
         self, server: Running, expected: list[Expected]
     ) -> None:
