@@ -19,6 +19,7 @@ from engine.scheduling.update import RequestUpdate
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+ItemT = TypeVar("ItemT", contravariant=True)
 
 
 class Mailbox(Generic[T]):
@@ -46,10 +47,10 @@ class Mailbox(Generic[T]):
             return items
 
 
-class LoopHost(Protocol[T]):
+class LoopHost(Protocol[ItemT]):
     """What the loop does not know: what an item means, and who wants to hear of a step's results."""
 
-    def handle(self, item: T) -> None:
+    def handle(self, item: ItemT) -> None:
         """An item from the mailbox, in the step thread, between two steps."""
         ...
 
@@ -59,8 +60,8 @@ class LoopHost(Protocol[T]):
         """Called once per turn of the loop, before the step: deadlines and the like."""
         ...
 
-    def after_step(self) -> None:
-        """Called once per turn, after its results are published."""
+    def after_step(self, progressed: bool) -> None:
+        """Called once per turn, after its results are published; the loop sleeps next when not `progressed`."""
         ...
 
     def seconds_until_due(self, now: float) -> float | None:
@@ -145,5 +146,5 @@ class EngineLoop(Generic[T]):
             self.step_seconds += self._clock() - started
         if result.updates:
             self._host.publish(result.updates)
-        self._host.after_step()
+        self._host.after_step(result.progressed)
         return result.progressed

@@ -53,6 +53,8 @@ from wire.sampling import FinishReason, SamplingParams
 
 logger = logging.getLogger(__name__)
 
+_STATS_PERIOD_S = 0.05
+
 Send = Callable[[str, msgspec.Struct], None]
 """Queues a message for an endpoint; raises NodeLost when nobody reads there."""
 
@@ -124,6 +126,7 @@ class NodeService:
         self._state = NodeState.READY
         self._detail = ""
         self._scheduler_stats: SchedulerStats = engine.scheduler.stats()
+        self._stats_taken = clock()
         self._quiet = threading.Event()  # set while nothing is live and no block is held
         self._quiet.set()
         self._closing = threading.Event()
@@ -296,7 +299,12 @@ class NodeService:
         for reply_to, chunks in batches.items():
             self._send_chunks(reply_to, chunks)
 
-    def after_step(self) -> None:
+    def after_step(self, progressed: bool) -> None:
+        # A snapshot walks over what runs: not for every token, but always before the loop sleeps.
+        now = self._clock()
+        if progressed and now - self._stats_taken < _STATS_PERIOD_S:
+            return
+        self._stats_taken = now
         self._scheduler_stats = stats = self._engine.scheduler.stats()
         if not self._live and stats.free_blocks == stats.total_blocks:
             self._quiet.set()

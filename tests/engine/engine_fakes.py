@@ -1,0 +1,72 @@
+"""A model runner without a model: every request's next token is a function of how many it has."""
+
+from __future__ import annotations
+
+from engine.cache.groups import AttentionKind, KVCacheGroup
+from engine.config import CacheConfig, SchedulerConfig
+from engine.model.runner import LayerHooks, ModelInfo
+from engine.scheduling.output import ModelOutput, SchedulerOutput
+from engine.scheduling.scheduler import Scheduler
+from kvtransfer.base import SchedulerConnector
+
+EOS = 2
+BLOCK_SIZE = 4
+
+
+def token_at(position: int) -> int:
+    return 100 + position % 1000
+
+
+class FakeRunner:
+    def __init__(self, num_blocks: int = 64, max_model_len: int = 256) -> None:
+        self.info = ModelInfo(
+            name="fake",
+            dtype="float32",
+            device="cpu",
+            vocab_size=2000,
+            max_model_len=max_model_len,
+            eos_token_ids=frozenset({EOS}),
+            num_layers=1,
+            num_kv_heads=1,
+            head_dim=8,
+            groups=(KVCacheGroup(AttentionKind.FULL, BLOCK_SIZE, (0,)),),
+            num_blocks=num_blocks,
+        )
+        self.kv_cache = None
+        self.tokens: dict[str, int] = {}  # request id -> how many tokens it has
+        self.error: Exception | None = None
+
+    def execute(self, step: SchedulerOutput, hooks: LayerHooks | None = None) -> ModelOutput:
+        if self.error is not None:
+            raise self.error
+        for req_id in step.finished_req_ids:
+            self.tokens.pop(req_id, None)
+        computed: dict[str, int] = {}
+        for new in step.new_reqs:
+            self.tokens[new.req_id] = len(new.token_ids)
+            computed[new.req_id] = new.num_computed_tokens
+        cached = step.cached_reqs
+        for req_id, before in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+            if req_id in cached.resumed_req_ids:
+                self.tokens[req_id] = len(cached.resumed_token_ids[req_id])
+            computed[req_id] = before
+        sampled: dict[str, list[int]] = {}
+        for req_id, count in step.num_scheduled_tokens.items():
+            if computed[req_id] + count == self.tokens[req_id]:
+                sampled[req_id] = [token_at(self.tokens[req_id])]
+                self.tokens[req_id] += 1
+        return ModelOutput(sampled)
+
+
+def make_scheduler(
+    runner: FakeRunner, connector: SchedulerConnector | None = None, config: SchedulerConfig | None = None
+) -> Scheduler:
+    return Scheduler(
+        config or SchedulerConfig(max_num_batched_tokens=64),
+        CacheConfig(block_size=BLOCK_SIZE),
+        groups=runner.info.groups,
+        num_blocks=runner.info.num_blocks,
+        max_model_len=runner.info.max_model_len,
+        eos_token_ids=runner.info.eos_token_ids,
+        connector=connector,
+    )
