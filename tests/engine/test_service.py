@@ -66,7 +66,8 @@ class Outgoing:
 
 class Node:
     def __init__(self, rules, silence_s: float = 60.0) -> None:
-        self.runner = FakeRunner()
+        # A context so long that a request without an end of its own outlives any test.
+        self.runner = FakeRunner(num_blocks=30_000, max_model_len=100_000)
         self.outgoing = Outgoing()
         mailbox: Mailbox = Mailbox()
         timeouts = NodeTimeouts(status_period_s=0.02, router_silence_s=silence_s)
@@ -122,7 +123,7 @@ def test_a_request_that_moved_here_goes_on_where_it_was(node: Node) -> None:
 
 
 def test_a_request_that_can_never_run_is_refused_with_the_reason(node: Node) -> None:
-    node.submit(prompt=500)
+    node.submit(prompt=100_001)
     [chunk] = node.outgoing.until_finished("r")
     assert chunk.finish is FinishReason.ERROR
     assert chunk.error is not None
@@ -130,7 +131,7 @@ def test_a_request_that_can_never_run_is_refused_with_the_reason(node: Node) -> 
 
 
 def test_a_cancelled_request_frees_its_blocks_and_says_nothing(node: Node) -> None:
-    node.submit(sampling=SamplingParams(max_tokens=100_000, ignore_eos=True), prompt=5)
+    node.submit(sampling=SamplingParams(max_tokens=90_000, ignore_eos=True), prompt=5)
     node.outgoing.batches.get(timeout=PATIENCE_S)
     node.service.receive(Cancel(reply_to=ROUTER, request_ids=["r", "never heard of"]))
     status = node.outgoing.status_where(lambda s: s.counters.requests_finished.get("abort") == 1)
@@ -145,7 +146,7 @@ def test_only_its_own_router_can_cancel_a_request(node: Node) -> None:
 
 
 def test_a_deadline_ends_a_request_with_a_typed_error(node: Node) -> None:
-    node.submit(timeout_s=0.0, sampling=SamplingParams(max_tokens=200))
+    node.submit(timeout_s=0.0, sampling=SamplingParams(max_tokens=90_000))
     chunk = node.outgoing.until_finished("r")[-1]
     assert chunk.error is not None
     assert chunk.error.code == "deadline_exceeded"
@@ -177,7 +178,7 @@ def test_the_requests_of_a_router_that_fell_silent_are_aborted() -> None:
     try:
         gate = threading.Event()
         node.service.receive(Ping(reply_to="tcp://watcher:1"))
-        node.submit(sampling=SamplingParams(max_tokens=100_000, ignore_eos=True), prompt=5)
+        node.submit(sampling=SamplingParams(max_tokens=90_000, ignore_eos=True), prompt=5)
         # The watcher goes on pinging; the request's router does not.
         while not gate.wait(0.01):
             node.service.receive(Ping(reply_to="tcp://watcher:1"))
@@ -191,7 +192,7 @@ def test_the_requests_of_a_router_that_fell_silent_are_aborted() -> None:
 
 def test_the_requests_of_a_router_that_does_not_read_are_aborted(node: Node) -> None:
     node.outgoing.gone.add(ROUTER)
-    node.submit(sampling=SamplingParams(max_tokens=200, ignore_eos=True), prompt=5)
+    node.submit(sampling=SamplingParams(max_tokens=90_000, ignore_eos=True), prompt=5)
     assert node.service.drain(PATIENCE_S)
     assert node.service.status().running == 0
 
