@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import gguf
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
@@ -17,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from engine.cache.groups import AttentionKind
 from engine.config import CacheConfig, ModelConfig, SchedulerConfig
-from engine.model import memory
+from engine.model import memory, paths
 from engine.model.loading import load_runner
 from engine.model.torch_runner import TorchRunner
 from tests.engine.model import tiny
@@ -27,11 +29,12 @@ from wire.errors import ConfigurationError
 PROMPT = [7, 9, 11, 13, 5]
 
 
-def load(path: Path | str, dtype: str = "float32", **scheduler: Any) -> TorchRunner:
+def load(path: Path | str, dtype: str = "float32", native: bool = True, **scheduler: Any) -> TorchRunner:
     return load_runner(
         ModelConfig(path=str(path), dtype=dtype, device="cpu", threads=1),
         CacheConfig(block_size=4, memory_bytes=8 << 20),
         SchedulerConfig(**{"max_num_seqs": 4, **scheduler}),
+        native=native,
     )
 
 
@@ -95,8 +98,10 @@ def test_rotary_embedding_that_depends_on_the_batch_is_kept_to_its_constant_rang
     assert load(llama).info.max_model_len == 64
 
 
-@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float16"])
-def test_half_precision_runs(llama: Path, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "native"), [("auto", True), ("auto", False), ("bfloat16", True), ("float16", True)]
+)
+def test_half_precision_runs(llama: Path, dtype: str, native: bool) -> None:
     weights = load_file(llama / "model.safetensors")
     save_file(
         {name: tensor.bfloat16() for name, tensor in weights.items()},
@@ -104,7 +109,7 @@ def test_half_precision_runs(llama: Path, dtype: str) -> None:
         {"format": "pt"},
     )
     edit(llama, "config.json", dtype="bfloat16")
-    runner = load(llama, dtype=dtype)
+    runner = load(llama, dtype=dtype, native=native)
     assert runner.info.dtype == ("bfloat16" if dtype == "auto" else dtype)
     assert len(greedy(runner)) == 6
 
@@ -116,13 +121,15 @@ def test_sharded_weights_are_the_same_model(llama: Path, tmp_path: Path) -> None
     assert greedy(load(tmp_path / "sharded")) == greedy(load(llama))
 
 
-def test_progress_is_told_and_ends(llama: Path) -> None:
+@pytest.mark.parametrize("native", [True, False])
+def test_progress_is_told_and_ends(llama: Path, native: bool) -> None:
     told: list[tuple[str, float]] = []
     load_runner(
         ModelConfig(path=str(llama), device="cpu", threads=1),
         CacheConfig(memory_bytes=8 << 20),
         SchedulerConfig(),
         lambda what, share: told.append((what, share)),
+        native=native,
     )
     weights = [share for what, share in told if what == "loading weights"]
     assert weights == sorted(weights)
@@ -175,14 +182,16 @@ def write_gguf(source: Path, target: Path) -> None:
     writer.close()
 
 
-def test_gguf_is_the_same_model(llama: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("native", [True, False])
+def test_gguf_is_the_same_model(llama: Path, tmp_path: Path, native: bool) -> None:
     folder = tmp_path / "quantized"
     folder.mkdir()
     write_gguf(llama, folder / "tiny.gguf")
     expected = greedy(load(llama))
-    by_file, by_folder = load(folder / "tiny.gguf"), load(folder)
+    by_file, by_folder = load(folder / "tiny.gguf", native=native), load(folder, native=native)
     assert greedy(by_file) == greedy(by_folder) == expected
     assert (by_file.info.name, by_folder.info.name) == ("tiny", "quantized")
+    assert by_file.info.eos_token_ids == {2}
 
 
 def test_what_is_not_there_is_named(tmp_path: Path) -> None:
@@ -197,13 +206,16 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
     assert "neither a model's folder nor a .gguf" in refusal(tmp_path / "model.bin")
 
 
-def test_missing_weights_are_an_error_and_not_a_random_model(llama: Path) -> None:
+@pytest.mark.parametrize("native", [True, False])
+def test_missing_weights_are_an_error_and_not_a_random_model(llama: Path, native: bool) -> None:
     weights = load_file(llama / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, llama / "model.safetensors", {"format": "pt"})
-    assert "model.layers.1.mlp.up_proj.weight" in refusal(llama)
+    assert "lacks model.layers.1.mlp.up_proj.weight" in refusal(llama, native=native)
     (llama / "model.safetensors").unlink()
-    assert "cannot be loaded" in refusal(llama)
+    message = refusal(llama, native=native)
+    assert "cannot be" in message
+    assert "safetensors" in message
 
 
 def test_a_broken_configuration_is_an_error_in_one_sentence(llama: Path) -> None:
@@ -214,7 +226,7 @@ def test_a_broken_configuration_is_an_error_in_one_sentence(llama: Path) -> None
 
 
 def test_unknown_dtype_and_device_are_refused(llama: Path) -> None:
-    assert "model.dtype must be one of" in refusal(llama, dtype="int3")
+    assert "model.dtype must be auto or one of float32" in refusal(llama, dtype="int3")
     with pytest.raises(ConfigurationError, match=r"model\.device must be"):
         load_runner(ModelConfig(path=str(llama), device="abacus"), CacheConfig(), SchedulerConfig())
 
@@ -283,7 +295,7 @@ def test_a_position_bias_that_the_kernel_does_not_know_is_noticed(
         return own(module, query, key, value, mask + 0.5 * distance, scaling, **kwargs)
 
     monkeypatch.setattr(modeling_llama, "eager_attention_forward", biased)
-    assert "computes something that Tandem does not know" in refusal(llama)
+    assert "computes something that Tandem does not know" in refusal(llama, native=False)
 
 
 def test_too_little_memory_says_how_much_is_missing_and_what_helps(llama: Path) -> None:
@@ -322,3 +334,51 @@ def test_loading_needs_no_copy_of_the_folder(llama: Path) -> None:
     expected = greedy(runner)
     shutil.rmtree(llama)
     assert greedy(runner) == expected
+
+
+def test_where_there_is_no_compiler_the_model_runs_all_the_same(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = greedy(load(llama))
+    monkeypatch.setattr(paths, "supports", lambda *_: "no C++ compiler")
+    with caplog.at_level("INFO"):
+        assert greedy(load(llama)) == expected
+    assert any("no C++ compiler" in record.getMessage() for record in caplog.records)
+
+
+def test_a_hub_name_is_fetched_without_anything_that_could_run(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, list[str]]] = []
+
+    def fetch(name: str, *, allow_patterns: list[str], tqdm_class: Any) -> str:
+        asked.append((name, allow_patterns))
+        bar = tqdm_class(total=4)
+        bar.update(2)
+        bar.close()
+        return str(llama)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    told: list[tuple[str, float]] = []
+    runner = load_runner(
+        ModelConfig(path="someone/tiny-llama", device="cpu", threads=1),
+        CacheConfig(memory_bytes=8 << 20),
+        SchedulerConfig(),
+        lambda what, share: told.append((what, share)),
+    )
+    assert runner.info.name == "someone/tiny-llama"
+    assert ("fetching someone/tiny-llama", 0.5) in told
+    ((name, patterns),) = asked
+    assert name == "someone/tiny-llama"
+    assert not any(
+        fnmatch(file, pattern) for file in ("pytorch_model.bin", "code.py") for pattern in patterns
+    )
+
+
+def test_a_hub_that_does_not_answer_is_an_error_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fetch(*_: Any, **__: Any) -> str:
+        raise OSError("no route to host\nand more")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    message = refusal("someone/tiny-llama")
+    assert message == "someone/tiny-llama cannot be fetched from the Hugging Face hub: no route to host"

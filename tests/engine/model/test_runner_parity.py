@@ -22,6 +22,7 @@ LENGTHS = (1, 5, 23, 37, 16)
 @dataclasses.dataclass
 class Case:
     path: Path
+    native: bool
     runner: TorchRunner
     prompts: list[list[int]]
     answers: list[list[int]]
@@ -31,23 +32,31 @@ class Case:
         return Driver(self.runner, seed)
 
 
-def load(path: Path, num_speculative_tokens: int = 0) -> TorchRunner:
+# What the native library computes is computed by transformers, too, for the library may be missing.
+NATIVE = ("llama", "llama-untied-odd-heads", "mistral-window", "qwen2", "qwen3")
+VARIANTS = [(name, True) for name in sorted(tiny.ARCHITECTURES)] + [(name, False) for name in NATIVE]
+
+
+def load(path: Path, native: bool, num_speculative_tokens: int = 0) -> TorchRunner:
     return load_runner(
         ModelConfig(path=str(path), dtype="float32", device="cpu", threads=1),
         CacheConfig(block_size=4, memory_bytes=8 << 20),
         SchedulerConfig(max_num_seqs=4, num_speculative_tokens=num_speculative_tokens),
+        native=native,
     )
 
 
-@pytest.fixture(scope="module", params=sorted(tiny.ARCHITECTURES))
+@pytest.fixture(scope="module", params=VARIANTS, ids=lambda v: v[0] if v[1] else f"{v[0]}-by-transformers")
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    path = tiny.save(request.param, tmp_path_factory.mktemp("models"))
-    rng = random.Random(request.param)
+    architecture, native = request.param
+    path = tiny.save(architecture, tmp_path_factory.mktemp("models"))
+    rng = random.Random(architecture)
     prompts = [[rng.randrange(3, tiny.VOCAB) for _ in range(length)] for length in LENGTHS]
     # The last shares most of its prompt with another.
     prompts.append(prompts[3][:30] + prompts[0])
     answers = tiny.reference(path, prompts, NUM_TOKENS)
-    return Case(path, load(path), prompts, [a.tokens for a in answers], [a.logprobs for a in answers])
+    runner = load(path, native)
+    return Case(path, native, runner, prompts, [a.tokens for a in answers], [a.logprobs for a in answers])
 
 
 def finish_all(driver: Driver) -> None:
@@ -120,7 +129,7 @@ def test_prefix_hits_read_blocks_that_another_request_computed(case: Case) -> No
 
 @pytest.mark.parametrize("after", [1, 4])
 def test_a_request_moves_to_another_runner_with_its_blocks(case: Case, after: int) -> None:
-    prefill, decode = case.driver(1), Driver(load(case.path), 2)
+    prefill, decode = case.driver(1), Driver(load(case.path, case.native), 2)
     for index in (2, 3):
         prefill.add(f"r{index}", case.prompts[index])
     prefill.generate(after, max_chunk=9)
@@ -132,7 +141,7 @@ def test_a_request_moves_to_another_runner_with_its_blocks(case: Case, after: in
 
 def test_drafts_change_no_token(case: Case) -> None:
     """Speculation: what is proposed from the text is verified in one pass, and what is wrong leaves no trace."""
-    driver = Driver(load(case.path, num_speculative_tokens=4), 5)
+    driver = Driver(load(case.path, case.native, num_speculative_tokens=4), 5)
     for index, prompt in enumerate(case.prompts):
         driver.add(f"r{index}", prompt)
         # Also proposals that are right in part, or not at all.

@@ -1,0 +1,40 @@
+"""What this machine can do at best, measured in the same run as what is held against it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import msgspec
+import torch
+
+
+class Limits(msgspec.Struct, frozen=True):
+    gemm_flops: float  # per second, in large matrix products
+    read_bytes: float  # per second, when a matrix far larger than any cache is read once
+
+
+def measure_limits(dtype: torch.dtype, device: torch.device, threads: int, seconds: float = 1.0) -> Limits:
+    """The best of many tries: a limit is what is reached when nothing else is in the way."""
+    torch.set_num_threads(threads)
+    rows, size, wide = (512, 2048, 8192) if device.type == "cpu" else (8192, 8192, 16384)
+    left = torch.randn(rows, size, device=device).to(dtype)
+    right = torch.randn(size, size, device=device).to(dtype)
+    matrix = torch.randn(wide, wide, device=device).to(dtype)
+    vector = torch.randn(1, wide, device=device).to(dtype)
+    product = _best(lambda: torch.mm(left, right), device, seconds)
+    read = _best(lambda: torch.nn.functional.linear(vector, matrix), device, seconds)
+    return Limits(2 * rows * size * size / product, matrix.numel() * matrix.element_size() / read)
+
+
+def _best(work: Callable[[], torch.Tensor], device: torch.device, seconds: float) -> float:
+    best = float("inf")
+    work()
+    deadline = time.perf_counter() + seconds
+    while time.perf_counter() < deadline:
+        start = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    return best

@@ -1,0 +1,93 @@
+"""Which way a model is computed: the native library for what it knows, transformers for everything else."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from engine.model.attention.layers import AttentionLayer, CachePlan
+from engine.model.forward import Forward
+from engine.model.native.architecture import describe
+from engine.model.native.forward import NativeLlamaForward, supports
+from engine.model.source import Progress, Source
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedModel:
+    """Weights in memory, waiting for a KV cache."""
+
+    layers: tuple[AttentionLayer, ...]
+    vocab_size: int
+    dtype: torch.dtype
+    use_cache: Callable[[torch.Tensor, CachePlan], Forward]
+
+
+def load_native(
+    source: Source, config: Any, dtype: torch.dtype, device: torch.device, threads: int, progress: Progress
+) -> LoadedModel | None:
+    """None, and a line in the log, where the library doesn't know the model or cannot be compiled."""
+    reason = supports(config, dtype, device)
+    if reason is not None:
+        log.info("%s is computed by transformers, not by the native library: %s", source.name, reason)
+        return None
+
+    def tell(share: float) -> None:
+        progress("loading weights", share)
+
+    if source.gguf_file is None:
+        forward = NativeLlamaForward.from_checkpoint(
+            source.folder, config, dtype=dtype, threads=threads, progress=tell
+        )
+    else:
+        from engine.model.general import load_model
+
+        module = load_model(source, dtype, device, progress)
+        forward = NativeLlamaForward.from_module(module, threads=threads, release=True, progress=tell)
+    # The library has threads of its own, on the same cores; torch only samples beside it.
+    torch.set_num_threads(1)
+
+    def use_cache(kv_cache: torch.Tensor, plan: CachePlan) -> Forward:
+        forward.use_cache(kv_cache, plan.groups)
+        return forward
+
+    return LoadedModel(_native_layers(config), config.vocab_size, dtype, use_cache)
+
+
+def _native_layers(config: Any) -> tuple[AttentionLayer, ...]:
+    """What probing would find. Where kinds of layers are not listed, a window holds for all of them."""
+    architecture = describe(config)
+    window: int | None = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * architecture.layers
+    return tuple(
+        AttentionLayer(
+            index=index,
+            num_query_heads=architecture.heads,
+            num_kv_heads=architecture.kv_heads,
+            key_dim=architecture.head_dim,
+            value_dim=architecture.head_dim,
+            window=window if kind == "sliding_attention" else None,
+        )
+        for index, kind in enumerate(kinds)
+    )
+
+
+def load_general(source: Source, dtype: torch.dtype, device: torch.device, progress: Progress) -> LoadedModel:
+    # Imported here because it costs seconds that the native path need not wait for.
+    from engine.model.general import load_model
+    from engine.model.probe import probe_attention
+    from engine.model.transformers_forward import TransformersForward
+
+    model = load_model(source, dtype, device, progress)
+    progress("checking the model's attention", 0.0)
+    probed = probe_attention(model)
+
+    def use_cache(kv_cache: torch.Tensor, plan: CachePlan) -> Forward:
+        return TransformersForward(model, kv_cache, plan)
+
+    return LoadedModel(probed.layers, probed.vocab_size, model.dtype, use_cache)
