@@ -14,10 +14,10 @@ from wire.errors import InvalidRequest
 R = TypeVar("R", bound=msgspec.Struct)
 
 _UNKNOWN = re.compile(
-    r"^Object contains unknown field `(?P<field>.*)`(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL
+    r"^Object contains unknown field `(?P<field>.*?)`(?: - at `\$\.?(?P<path>[^`]*)`)?$", re.DOTALL
 )
 _MISSING = re.compile(
-    r"^Object missing required field `(?P<field>.*)`(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL
+    r"^Object missing required field `(?P<field>.*?)`(?: - at `\$\.?(?P<path>[^`]*)`)?$", re.DOTALL
 )
 _AT = re.compile(r"^(?P<what>.*) - at `(?:key in )?\$\.?(?P<path>.*)`$", re.DOTALL)
 

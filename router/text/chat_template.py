@@ -125,7 +125,7 @@ def _cut_after(text: str, message: Mapping[str, Any]) -> str:
     at = text.rfind(content)
     if not content or at < 0:
         raise InvalidRequest(
-            "continue_final_message: the last message must have text to go on with", "messages"
+            "messages: with continue_final_message the last must have text to go on with", "messages"
         )
     return text[: at + len(content)]
 

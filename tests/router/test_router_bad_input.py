@@ -1,0 +1,187 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from router.config import Heartbeat, LocalPrefill, RouterConfig
+from tests.router.bad_inputs import CHAT, COMPLETIONS, VALID, Bad, all_bad
+from tests.router.conftest import LETTERS, Running
+from wire.nodes import Role
+
+BAD = list(all_bad())
+
+
+@pytest.fixture(scope="module")
+def router(model_folder: str, end_token: int) -> Iterator[Running]:
+    config = RouterConfig(
+        tokenizer_path=model_folder,
+        model_name="fake",
+        port=0,
+        heartbeat=Heartbeat(ping_interval=0.05, silence=0.4),
+        local_prefill=LocalPrefill.NEVER,
+    )
+    running = Running(config, LETTERS, end_token)
+    running.add("p0", Role.PREFILL)
+    running.add("d0", Role.DECODE)
+    running.wait_ready()
+    yield running
+    # After all of it the server still answers, and nothing is left behind.
+    assert running.complete(max_tokens=3).status_code == 200
+    running.wait_for(running.idle, "nothing is left behind")
+    assert running.look(lambda: running.server.services.supervisor.failed) == {}
+    running.close()
+
+
+def error_of(answer: httpx.Response) -> dict[str, Any]:
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.headers["x-request-id"]
+    body = answer.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert body["error"]["message"]
+    error: dict[str, Any] = body["error"]
+    return error
+
+
+def test_the_table_is_as_long_as_promised() -> None:
+    assert len(BAD) >= 300
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_what_the_table_changes_is_valid_without_the_change(router: Running, path: str) -> None:
+    assert router.client.post(path, json=VALID[path]).status_code == 200
+
+
+@pytest.mark.parametrize("bad", BAD, ids=[bad.name for bad in BAD])
+def test_is_refused_by_name(router: Running, bad: Bad) -> None:
+    answer = router.client.post(
+        bad.path, content=json.dumps(bad.body), headers={"content-type": "application/json"}
+    )
+    assert answer.status_code == bad.status, answer.text
+    error = error_of(answer)
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] is not None
+    assert error["param"].startswith(bad.param), error
+    assert bad.param in error["message"] or bad.status == 404
+    if bad.code is not None:
+        assert error["code"] == bad.code
+    assert router.server.services.dispatcher.running == 0
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/", 404),
+        ("GET", "/v1", 404),
+        ("POST", "/v1/chat", 404),
+        ("GET", "/v1/completions/", 404),
+        ("GET", "/v1/models/none", 404),
+        ("POST", "/v1/embeddings", 404),
+        ("GET", "/v1/../etc/passwd", 404),
+        ("GET", "/%00%ff", 404),
+        ("GET", "/v1/completions", 405),
+        ("DELETE", "/v1/chat/completions", 405),
+        ("PUT", "/tokenize", 405),
+        ("POST", "/health", 405),
+        ("POST", "/v1/models", 405),
+        ("PATCH", "/metrics", 405),
+        ("OPTIONS", "/cluster", 405),
+    ],
+)
+def test_unknown_paths_and_methods(router: Running, method: str, path: str, status: int) -> None:
+    answer = router.client.request(method, path)
+    assert answer.status_code == status
+    assert error_of(answer)["code"] in ("not_found", "method_not_allowed", "model_not_found")
+    if status == 405:
+        assert answer.headers["allow"]
+
+
+@pytest.mark.parametrize(
+    "content_type",
+    [
+        "text/plain",
+        "application/x-www-form-urlencoded",
+        "multipart/form-data",
+        "application/jsonx",
+        "",
+        "application/json; charset=latin-1",
+    ],
+)
+def test_another_content_type(router: Running, content_type: str) -> None:
+    answer = router.client.post(COMPLETIONS, content=b"{}", headers={"content-type": content_type})
+    assert answer.status_code == 415
+    assert error_of(answer)["code"] == "unsupported_media_type"
+
+
+def test_a_compressed_body(router: Running) -> None:
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    assert router.client.post(COMPLETIONS, content=b"{}", headers=headers).status_code == 415
+
+
+@pytest.mark.parametrize(
+    "content_type", ["application/json", "application/json; charset=utf-8", "Application/JSON"]
+)
+def test_the_right_content_type_in_any_spelling(router: Running, content_type: str) -> None:
+    body = json.dumps(VALID[COMPLETIONS]).encode()
+    assert (
+        router.client.post(COMPLETIONS, content=body, headers={"content-type": content_type}).status_code
+        == 200
+    )
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'{"model": "fake", "model": "fake"}',
+        b"\xff",
+        b'{"prompt": "\\ud800"}',
+        b"[" * 10**5,
+    ],
+)
+def test_bodies_that_are_not_an_object(router: Running, body: bytes) -> None:
+    answer = router.client.post(COMPLETIONS, content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 400
+    error_of(answer)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {
+            "user": "me",
+            "seed": None,
+            "stop": None,
+            "logit_bias": None,
+            "n": None,
+            "temperature": None,
+            "top_p": None,
+        },
+        {"metadata": {"a": "b"}, "store": False, "service_tier": "auto", "safety_identifier": "x"},
+        {"reasoning_effort": "low", "verbosity": "high", "prediction": {"type": "content", "content": "x"}},
+        {"stream_options": None, "presence_penalty": None, "max_tokens": None, "temperature": 1, "top_p": 1},
+    ],
+)
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_what_openai_defines_and_null_are_accepted(
+    router: Running, path: str, fields: dict[str, Any]
+) -> None:
+    assert router.client.post(path, json=VALID[path] | fields).status_code == 200
+
+
+def test_what_other_servers_put_into_their_answers_may_be_sent_back(router: Running) -> None:
+    message = {
+        "role": "assistant", "content": "hello", "refusal": None, "annotations": [], "audio": None,
+        "function_call": None, "tool_calls": None, "reasoning_content": None, "x_vendor": 1,
+    }  # fmt: skip
+    body = VALID[CHAT] | {
+        "messages": [{"role": "user", "content": "hi"}, message, {"role": "user", "content": "and?"}]
+    }
+    assert router.client.post(CHAT, json=body).status_code == 200
