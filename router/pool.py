@@ -52,6 +52,7 @@ class Pool:
         self._on_change = on_change
         self._members: dict[str, Member] = {}
         self._snapshot: PoolSnapshot | None = None
+        self._checked_at: float | None = None
         self.handover = Average()
         self.foreign_messages = 0  # from a node or an epoch that is not a member
 
@@ -124,7 +125,20 @@ class Pool:
         return member
 
     def check_silence(self) -> None:
+        """To be called several times within the silence that is allowed.
+
+        If this was not called for long, it is the router that was away (stopped, starved, asleep), and what the
+        nodes said meanwhile is still in its queue: they get their whole time again.
+        """
         now = self._clock()
+        was_away = self._checked_at is not None and now - self._checked_at > self._heartbeat.silence / 2
+        self._checked_at = now
+        if was_away:
+            logger.warning("the router itself was away for a while: nodes are not held responsible for it")
+            for member in self._members.values():
+                if member.heard_at is not None:
+                    member.heard_at = now
+            return
         for member in list(self._members.values()):
             if (
                 member.lost is None

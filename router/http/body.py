@@ -64,19 +64,20 @@ async def _read(scope: Scope, receive: Receive, limits: Limits, timeouts: Timeou
         raise BodyTooLarge(f"the body has {int(declared)} bytes; at most {limits.body_bytes} are read")
     chunks: list[bytes] = []
     size = 0
+    more = True
     try:
         async with asyncio.timeout(timeouts.body):
-            while True:
+            while more and size <= limits.body_bytes:
                 message = await _next(receive)
                 chunks.append(message.get("body", b""))
                 size += len(chunks[-1])
-                if size > limits.body_bytes:
-                    break
-                if not message.get("more_body", False):
-                    return b"".join(chunks)
+                more = message.get("more_body", False)
     except TimeoutError:
         raise BodyTimeout(f"the body was not complete within {timeouts.body:g} s") from None
-    await _linger(receive)
+    if size <= limits.body_bytes:
+        return b"".join(chunks)
+    if more:
+        await _linger(receive)
     raise BodyTooLarge(f"the body has more than the {limits.body_bytes} bytes that are read")
 
 

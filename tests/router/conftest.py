@@ -139,8 +139,7 @@ class Running:
         self.call(wait())
 
     def metric(self, name: str, **labels: str) -> float:
-        value = self.look(lambda: self.server.services.metrics.registry.get_sample_value(name, labels))
-        return value or 0.0
+        return self.server.services.metrics.registry.get_sample_value(name, labels) or 0.0
 
     def expected(self, prompt: str, count: int, *, seed: int, special: bool = True) -> str:
         """The text that any path through the cluster must give."""

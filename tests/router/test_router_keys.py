@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import httpx
+import pytest
+
+from router.config import ApiKey
+from router.keys import KeyRing, QuotaExceeded, load_keys
+from tests.router.conftest import Running, StartRouter
+from wire.errors import ConfigurationError
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def ask(router: Running, key: str | None, **headers: str) -> httpx.Response:
+    if key is not None:
+        headers["authorization"] = f"Bearer {key}"
+    raw = {name: value.encode() for name, value in headers.items()}
+    body = {"model": "fake", "prompt": "x", "max_tokens": 2}
+    return router.client.post("/v1/completions", json=body, headers=raw)
+
+
+def test_a_key_is_asked_for_and_probes_have_none(start_router: StartRouter) -> None:
+    router = start_router(api_keys=(ApiKey("a", "secret-a"), ApiKey("b", "secret-b")))
+    assert ask(router, "secret-a").status_code == 200
+    assert ask(router, "secret-b").status_code == 200
+    for wrong in (None, "secret", "SECRET-A", "secret-ab", "secret-a secret-a", "\u00e4"):
+        answer = ask(router, None, **({} if wrong is None else {"authorization": f"Bearer {wrong}"}))
+        assert answer.status_code == 401
+        assert answer.json()["error"]["code"] == "invalid_api_key"
+        assert answer.json()["error"]["type"] == "authentication_error"
+        assert answer.headers["www-authenticate"] == "Bearer"
+    assert ask(router, None, authorization="Basic c2VjcmV0LWE=").status_code == 401
+    for path, status in (
+        ("/health", 200),
+        ("/metrics", 200),
+        ("/cluster", 401),
+        ("/v1/models", 401),
+        ("/none", 401),
+    ):
+        assert router.client.get(path).status_code == status
+    assert router.metric("tandem_requests_refused_total", reason="unauthorized") > 5
+
+
+def test_tenants_never_share_a_prefix_cache(start_router: StartRouter) -> None:
+    router = start_router(prefill=0, api_keys=(ApiKey("a", "secret-a"), ApiKey("b", "secret-b")))
+    for key in ("secret-a", "secret-b", "secret-a"):
+        ask(router, key)
+    router.client.post(
+        "/v1/completions",
+        json={"model": "fake", "prompt": "x", "max_tokens": 2, "cache_salt": "mine"},
+        headers={"authorization": "Bearer secret-a"},
+    )
+    salts = [submit.cache_salt for submit in router.nodes["d0"].submits]
+    assert salts[0] == salts[2]
+    assert len({salts[0], salts[1], salts[3]}) == 3
+    assert all(salt and "secret" not in salt for salt in salts)
+
+
+def test_quotas(start_router: StartRouter) -> None:
+    router = start_router(api_keys=(ApiKey("a", "secret-a", requests_per_minute=2), ApiKey("b", "secret-b")))
+    assert [ask(router, "secret-a").status_code for _ in range(3)] == [200, 200, 429]
+    refused = ask(router, "secret-a")
+    assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+    assert refused.json()["error"]["type"] == "rate_limit_error"
+    assert 1 <= int(refused.headers["retry-after"]) <= 60
+    assert ask(router, "secret-b").status_code == 200
+
+
+def test_so_many_requests_at_once(start_router: StartRouter) -> None:
+    router = start_router(prefill=0, api_keys=(ApiKey("a", "secret-a", concurrent_requests=1),))
+    router.nodes["d0"].set(pause_at=1)
+    body = {"model": "fake", "prompt": "x", "max_tokens": 2, "stream": True}
+    with router.client.stream(
+        "POST", "/v1/completions", json=body, headers={"authorization": "Bearer secret-a"}
+    ) as first:
+        lines = first.iter_lines()
+        next(lines)
+        assert ask(router, "secret-a").status_code == 429
+        router.nodes["d0"].resume()
+        assert "data: [DONE]" in list(lines)
+    router.wait_for(router.idle, "it has ended")
+    assert ask(router, "secret-a").status_code == 200
+
+
+def test_a_bucket_refills_with_time() -> None:
+    clock = Clock()
+    (tenant,) = KeyRing([ApiKey("a", "k", requests_per_minute=60, tokens_per_minute=600)], clock)._tenants
+    for _ in range(60):
+        tenant.enter()
+    with pytest.raises(QuotaExceeded) as refused:
+        tenant.enter()
+    assert 0 < refused.value.retry_after_s <= 1
+    clock.now += 1
+    tenant.enter()
+    tenant.leave(tokens=5000)  # a long answer is paid for afterwards
+    clock.now += 60
+    with pytest.raises(QuotaExceeded, match="tokens per minute"):
+        tenant.enter()
+    clock.now += 500
+    tenant.enter()
+
+
+def test_keys_from_a_file(tmp_path: Path) -> None:
+    plain = tmp_path / "keys"
+    plain.write_text("# ours\nfirst\n\nsecond\n")
+    assert [key.key for key in load_keys([ApiKey("x", "zero")], str(plain))] == ["zero", "first", "second"]
+    rich = tmp_path / "keys.json"
+    rich.write_text(json.dumps([{"name": "a", "key": "k", "requests_per_minute": 5}]))
+    assert load_keys([], str(rich)) == [ApiKey("a", "k", requests_per_minute=5)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "# nothing\n",
+        "[{]",
+        '[{"name": "a"}]',
+        '[{"name": "a", "key": "k", "quota": 1}]',
+        '[{"name": "a", "key": ""}]',
+    ],
+)
+def test_a_file_that_cannot_be_meant(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "keys"
+    file.write_text(text)
+    with pytest.raises(ConfigurationError):
+        load_keys([], str(file))
+    with pytest.raises(ConfigurationError):
+        load_keys([], str(tmp_path / "none"))
+
+
+def test_one_key_for_two_tenants_is_a_mistake() -> None:
+    with pytest.raises(ConfigurationError, match="same key"):
+        KeyRing([ApiKey("a", "k"), ApiKey("b", "k")], Clock())

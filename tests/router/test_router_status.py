@@ -1,0 +1,213 @@
+from __future__ import annotations
+
+import re
+
+import httpx
+import pytest
+
+from router.config import RouterConfig
+from router.server import RouterServer
+from tests.router.conftest import Running, StartRouter
+from tests.router.fake_node import FakeNode
+from wire.errors import ConfigurationError
+from wire.nodes import NodeState, Role
+from wire.requests import NodeCounters
+
+
+def test_cluster_shows_every_node(start_router: StartRouter) -> None:
+    router = start_router(prefill=1, decode=1)
+    router.nodes["p0"].set(
+        status_fields={"free_blocks": 70, "running": 3, "waiting": 2, "transfers": 1, "held_blocks": 9},
+        counters=NodeCounters(steps=5, transfers_finished={"sent": 4}),
+    )
+
+    def reported() -> bool:
+        member = router.server.services.pool.member("p0")
+        return member is not None and member.status is not None and member.status.free_blocks == 70
+
+    router.wait_for(reported, "the status is here")
+    body = router.client.get("/cluster").json()
+    assert body["router"]["running"] == 0
+    assert body["router"]["queued"] == 0
+    assert body["router"]["policy"] == "least_wait"
+    prefill, decode = body["nodes"]
+    assert (prefill["node_id"], prefill["role"], prefill["state"]) == ("p0", "prefill", "ready")
+    assert prefill["epoch"] == router.nodes["p0"].info.epoch
+    assert prefill["free_blocks"] == 70
+    assert prefill["total_blocks"] == 1000
+    assert (prefill["running"], prefill["waiting"], prefill["transfers"], prefill["held_blocks"]) == (
+        3,
+        2,
+        1,
+        9,
+    )
+    assert prefill["counters"]["steps"] == 5
+    assert prefill["counters"]["transfers_finished"] == {"sent": 4}
+    assert 0 <= prefill["status_age_s"] < 5
+    assert decode["role"] == "decode"
+    assert decode["unusable"] is None
+
+
+def test_metrics_show_the_router_and_every_node(start_router: StartRouter) -> None:
+    router = start_router()
+    router.nodes["d0"].set(counters=NodeCounters(output_tokens=11, requests_finished={"stop": 2}))
+    router.complete(max_tokens=4)
+    router.wait_for(
+        lambda: router.metric("tandem_node_output_tokens_total", node="d0", role="decode") == 11, "here"
+    )
+    answer = router.client.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    text = answer.text
+    for line in (
+        "tandem_time_to_first_token_seconds_count 1.0",
+        "tandem_generation_tokens_total 4.0",
+        'tandem_requests_finished_total{finished_reason="length"} 1.0',
+        "tandem_num_requests_running 0.0",
+        'tandem_node_up{node="d0",role="decode"} 1.0',
+        'tandem_node_requests_finished_total{node="d0",reason="stop",role="decode"} 2.0',
+        'tandem_node_free_blocks{node="p0",role="prefill"} 1000.0',
+        'tandem_http_requests_total{route="/v1/completions",status="200"} 1.0',
+    ):
+        name = line.split("{")[0].split(" ")[0]
+        assert line in text, [found for found in text.splitlines() if found.startswith(name)]
+
+
+def test_a_clients_path_is_never_a_metrics_label(start_router: StartRouter) -> None:
+    router = start_router()
+    for index in range(5):
+        router.client.get(f"/random-{index}")
+    assert "random" not in router.client.get("/metrics").text
+    assert router.metric("tandem_http_requests_total", route="other", status="404") == 5
+
+
+def test_health_says_why_not(start_router: StartRouter) -> None:
+    router = start_router(prefill=1, decode=0)
+    answer = router.client.get("/health")
+    assert answer.status_code == 503
+    assert "no decode node" in answer.json()["reason"]
+    node = router.add("d0", Role.DECODE)
+    router.wait_ready("d0")
+    assert router.client.get("/health").status_code == 200
+    node.set(state=NodeState.DRAINING)
+    router.wait_for(lambda: "d0" not in router.in_view(), "it takes nothing new")
+    assert "d0: it is draining" in router.client.get("/health").json()["reason"]
+
+
+def test_without_prefill_nodes_it_can_still_serve(start_router: StartRouter) -> None:
+    router = start_router(prefill=0, decode=1)
+    assert router.client.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "reason"),
+    [
+        ({"mute": True}, "silent"),
+        ({"state": NodeState.FAILED}, "failed"),
+        ({"state": NodeState.STARTING}, "starting"),
+        ({"status_fields": {"step_age_s": 1000.0}}, "has not completed a step"),
+    ],
+)
+def test_a_node_that_gets_nothing_new(
+    start_router: StartRouter, behaviour: dict[str, object], reason: str
+) -> None:
+    router = start_router(prefill=0, decode=1)
+    router.nodes["d0"].set(**behaviour)
+    router.wait_for(lambda: not router.in_view(), "out of view")
+    (node,) = router.client.get("/cluster").json()["nodes"]
+    assert reason in node["unusable"]
+    router.nodes["d0"].set(mute=False, state=NodeState.READY, status_fields={})
+    router.wait_ready("d0")
+
+
+def test_a_node_with_another_model_gets_nothing(start_router: StartRouter) -> None:
+    router = start_router(prefill=0, decode=0)
+    stranger = FakeNode("d0", Role.DECODE, router.board, model="another")
+    router.nodes["d0"] = stranger
+    router.announce()
+    stranger.wait_until(lambda: stranger.pings > 1, "pinged")
+    answer = router.complete()
+    assert answer.status_code == 503
+    assert "serves the model 'another'" in answer.json()["error"]["message"]
+
+
+def test_a_request_id_is_kept_or_made(start_router: StartRouter) -> None:
+    router = start_router()
+    given = router.client.get("/health", headers={"x-request-id": "mine-1.2:3"})
+    assert given.headers["x-request-id"] == "mine-1.2:3"
+    for bad in ("with space", "a" * 200, 'q"uote'):
+        made = router.client.get("/health", headers={"x-request-id": bad}).headers["x-request-id"]
+        assert re.fullmatch(r"[0-9a-f]{32}", made)
+
+
+def test_the_log_has_one_line_per_request_with_its_id(
+    start_router: StartRouter, caplog: pytest.LogCaptureFixture
+) -> None:
+    router = start_router()
+    trace = "4bf92f3577b34da6a3ce929d0e0e4736"
+    with caplog.at_level("INFO", logger="router.access"):
+        router.client.post(
+            "/v1/completions",
+            json={"model": "fake", "prompt": "x", "max_tokens": 2},
+            headers={"x-request-id": "mine", "traceparent": f"00-{trace}-00f067aa0ba902b7-01"},
+        )
+        router.wait_for(lambda: bool(caplog.records), "logged")
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "router.access"]
+    assert line.startswith("mine POST /v1/completions 200 ")
+    assert f"trace={trace}" in line
+    assert "nodes=prefill=p0,decode=d0" in line
+
+
+def test_models(start_router: StartRouter) -> None:
+    router = start_router(model_aliases=("other-name",))
+    cards = router.client.get("/v1/models").json()["data"]
+    assert [card["id"] for card in cards] == ["fake", "other-name"]
+    assert cards[0]["max_model_len"] == 2048
+    assert router.client.get("/v1/models/other-name").status_code == 200
+    assert router.complete(model="other-name", max_tokens=2).json()["model"] == "other-name"
+
+
+def test_tokenize_and_detokenize_are_each_others_inverse(start_router: StartRouter) -> None:
+    router = start_router()
+    text = "naïve 😀 fox"
+    tokens = router.client.post("/tokenize", json={"prompt": text, "return_token_strs": True}).json()
+    assert tokens["count"] == len(tokens["tokens"]) == len(tokens["token_strs"])
+    assert tokens["max_model_len"] == 2048
+    assert router.client.post("/detokenize", json={"tokens": tokens["tokens"]}).json() == {"prompt": text}
+    chat = router.client.post("/tokenize", json={"messages": [{"role": "user", "content": "hi"}]}).json()
+    shown = router.client.post("/detokenize", json={"tokens": chat["tokens"]}).json()["prompt"]
+    assert shown == "<|start|>user\nhi<|end|>\n<|start|>assistant\n"
+
+
+def test_a_task_that_keeps_dying_makes_it_unhealthy(start_router: StartRouter) -> None:
+    router = start_router()
+    supervisor = router.server.services.supervisor
+
+    async def die() -> None:
+        raise ValueError("broken")
+
+    router.look(lambda: supervisor.run("doomed", die))
+    router.wait_for(lambda: "doomed" in supervisor.failed, "given up")
+    assert supervisor.restarts["doomed"] == 5
+    answer = router.client.get("/health")
+    assert answer.status_code == 503
+    assert "doomed" in answer.json()["reason"]
+
+
+def test_a_taken_port_is_said_before_anything_is_loaded(running_port: int) -> None:
+    import asyncio
+
+    config = RouterConfig(tokenizer_path="/nonexistent", model_name="fake", port=running_port)
+
+    async def start() -> None:
+        await RouterServer(config).start()
+
+    with pytest.raises(ConfigurationError, match=f"cannot listen on 127.0.0.1:{running_port}"):
+        asyncio.run(start())
+
+
+@pytest.fixture
+def running_port(start_router: StartRouter) -> int:
+    router: Running = start_router(prefill=0, decode=0)
+    port = httpx.URL(router.url).port
+    assert port is not None
+    return port
