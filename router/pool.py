@@ -106,6 +106,8 @@ class Pool:
         }
         if status.state is NodeState.FAILED:
             self._lose(member, f"it failed: {status.detail or 'no reason given'}")
+        else:
+            self._revive(member)
         self._changed()
 
     def heard(self, node_id: str, epoch: int) -> bool:
@@ -118,11 +120,15 @@ class Pool:
             self.foreign_messages += 1
             return None
         member.heard_at = self._clock()
-        if member.lost is not None and (member.status is None or member.status.state is not NodeState.FAILED):
-            logger.info("node %s is back", node_id)
+        if member.status is not None and member.status.state is not NodeState.FAILED:
+            self._revive(member)
+        return member
+
+    def _revive(self, member: Member) -> None:
+        if member.lost is not None:
+            logger.info("node %s is back", member.info.node_id)
             member.lost = None
             self._changed()
-        return member
 
     def check_silence(self) -> None:
         """To be called several times within the silence that is allowed.

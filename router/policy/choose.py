@@ -26,11 +26,15 @@ class Policy(Protocol):
 Ranker = Callable[[Sequence[NodeView], RoutingRequest, bool], tuple[NodeView, str]]
 
 
+def _wait_s(node: NodeView, nodes: Sequence[NodeView], request: RoutingRequest, decode: bool) -> float:
+    return decode_wait_s(node, request, nodes) if decode else prefill_wait_s(node, request, nodes)
+
+
 def _least_wait(nodes: Sequence[NodeView], request: RoutingRequest, decode: bool) -> tuple[NodeView, str]:
     def wait(node: NodeView) -> float:
-        return decode_wait_s(node, request) if decode else prefill_wait_s(node, request, nodes)
+        return _wait_s(node, nodes, request, decode)
 
-    # Among equals the emptier of the prompt's blocks would be found by name alone; spread by turn instead.
+    # Equals take turns: otherwise idle nodes would all wait for the first of them.
     best = min(range(len(nodes)), key=lambda i: (wait(nodes[i]), (i - request.turn) % len(nodes)))
     return nodes[best], f"{wait(nodes[best]) * 1000:.0f} ms"
 
@@ -48,10 +52,8 @@ def _prefix_affinity(
     if cached == 0:
         return least, why
 
-    def wait(node: NodeView) -> float:
-        return decode_wait_s(node, request) if decode else prefill_wait_s(node, request, nodes)
-
-    if wait(best) > wait(least) + AFFINITY_WAIT_S:
+    longer = _wait_s(best, nodes, request, decode) - _wait_s(least, nodes, request, decode)
+    if longer > AFFINITY_WAIT_S:
         return least, f"{why}, {best.node_id} has {cached} tokens cached but is too busy"
     return best, f"{cached} tokens cached"
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from router.policy.types import NodeView, RoutingRequest
+from wire.nodes import Role
 
 # Only for comparing nodes before anything has been measured; never for deciding whether to send a prompt away.
 ASSUMED_PREFILL_TOKENS_PER_S = 1000.0
@@ -28,8 +29,9 @@ def prefill_wait_s(node: NodeView, request: RoutingRequest, peers: Iterable[Node
     return (node.queued_tokens + request.uncached(node)) / rate
 
 
-def decode_wait_s(node: NodeView, request: RoutingRequest) -> float:
-    """What it costs to be decoded there: a longer step for each that shares it, and a wait if blocks are short.
+def decode_wait_s(node: NodeView, request: RoutingRequest, peers: Iterable[NodeView]) -> float:
+    """What it costs to be decoded there: a longer step for each that shares it, prompts that are read in between
+    (its own too, on a node that does both), and a wait if blocks are short.
 
     Blocks come back as running requests end; with `r` running, `r` tokens' worth of blocks are being used per
     step, so the wait for a block is about as long as it takes to fill one.
@@ -39,5 +41,8 @@ def decode_wait_s(node: NodeView, request: RoutingRequest) -> float:
     needed = -(-(request.prompt_tokens + request.max_new_tokens) // block_size)
     missing = max(0, needed + node.status.waiting + node.pending_requests - node.status.free_blocks)
     wait_for_blocks = missing * block_size * step / max(1, node.status.running)
-    queue = node.queued_tokens / (node.rates.prefill_tokens_per_s or ASSUMED_PREFILL_TOKENS_PER_S)
-    return wait_for_blocks + queue + node.load * step
+    reading = node.queued_tokens
+    if node.info.role is Role.AGGREGATED:
+        reading += request.uncached(node)
+    rate = known_prefill_rate(node, peers) or ASSUMED_PREFILL_TOKENS_PER_S
+    return wait_for_blocks + reading / rate + node.load * step

@@ -1,0 +1,214 @@
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from router.config import Heartbeat
+from router.pool import Pool
+from wire.nodes import NodeInfo, NodeState, Role
+from wire.requests import NodeCounters, NodeStatus
+
+
+class World:
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.lost: list[tuple[str, int, str]] = []
+        self.changes = 0
+        self.pool = Pool("fake", Heartbeat(), lambda: self.now, self._on_lost, self._on_change)
+
+    def _on_lost(self, node: NodeInfo, why: str) -> None:
+        self.lost.append((node.node_id, node.epoch, why))
+
+    def _on_change(self) -> None:
+        self.changes += 1
+
+    def say(self, info: NodeInfo, **fields: Any) -> None:
+        self.pool.on_status(status(info, **fields))
+
+    def pass_time(self, seconds: float) -> None:
+        """As the heartbeat does: looking every third of a second."""
+        until = self.now + seconds
+        while self.now < until:
+            self.now += 1 / 3
+            self.pool.check_silence()
+
+    @property
+    def in_view(self) -> set[str]:
+        snapshot = self.pool.snapshot()
+        return {view.node_id for view in (*snapshot.prefill, *snapshot.decode)}
+
+
+def info(node_id: str, epoch: int = 1, role: Role = Role.DECODE, model: str = "fake") -> NodeInfo:
+    return NodeInfo(node_id, role, epoch, f"tcp://{node_id}:1", "", model, 2048, 16)
+
+
+def status(node: NodeInfo, **fields: Any) -> NodeStatus:
+    base: dict[str, Any] = {
+        "state": NodeState.READY, "free_blocks": 5, "total_blocks": 9, "running": 0, "waiting": 0, "waiting_tokens": 0,
+        "transfers": 0, "held_blocks": 0, "step_age_s": 0.0, "counters": NodeCounters(),
+    } | fields  # fmt: skip
+    return NodeStatus(node_id=node.node_id, role=node.role, epoch=node.epoch, **base)
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def test_a_member_is_in_view_once_it_has_spoken(world: World) -> None:
+    node = info("d0")
+    assert world.pool.set_members([node]) == ([node], [])
+    assert world.in_view == set()
+    world.pass_time(10)
+    assert world.lost == []  # nobody had sent it anything
+    world.say(node)
+    assert world.in_view == {"d0"}
+
+
+def test_silence_loses_a_node_once_and_a_word_brings_it_back(world: World) -> None:
+    node = info("d0")
+    world.pool.set_members([node])
+    world.say(node)
+    world.pass_time(2.5)
+    assert world.in_view == {"d0"}
+    world.pass_time(1)
+    assert [(name, epoch) for name, epoch, _ in world.lost] == [("d0", 1)]
+    assert "silent" in world.lost[0][2]
+    assert world.in_view == set()
+    world.pass_time(5)
+    assert len(world.lost) == 1
+    world.say(node)
+    assert world.in_view == {"d0"}
+
+
+def test_tokens_are_a_sign_of_life(world: World) -> None:
+    node = info("d0")
+    world.pool.set_members([node])
+    world.say(node)
+    for _ in range(5):
+        world.pass_time(2)
+        assert world.pool.heard("d0", 1)
+    assert world.in_view == {"d0"}
+
+
+def test_a_router_that_was_away_blames_nobody(world: World) -> None:
+    node = info("d0")
+    world.pool.set_members([node])
+    world.say(node)
+    world.pass_time(1)
+    world.now += 60
+    world.pool.check_silence()
+    assert world.lost == []
+    world.pass_time(4)
+    assert len(world.lost) == 1
+
+
+def test_leaving_and_coming_back_with_another_epoch(world: World) -> None:
+    old, new = info("d0", 1), info("d0", 2)
+    world.pool.set_members([old])
+    world.say(old)
+    assert world.pool.set_members([new]) == ([new], [old])
+    assert [(name, epoch) for name, epoch, _ in world.lost] == [("d0", 1)]
+    world.say(old)
+    assert world.in_view == set()
+    assert world.pool.foreign_messages == 1
+    world.say(new)
+    assert world.in_view == {"d0"}
+
+
+def test_the_same_membership_again_changes_nothing(world: World) -> None:
+    nodes = [info("d0"), info("p0", role=Role.PREFILL)]
+    world.pool.set_members(nodes)
+    for node in nodes:
+        world.say(node)
+    assert world.pool.set_members(list(reversed(nodes))) == ([], [])
+    assert world.in_view == {"d0", "p0"}
+    assert world.lost == []
+
+
+def test_strangers_are_counted_and_not_believed(world: World) -> None:
+    world.say(info("x0"))
+    assert not world.pool.heard("x0", 1)
+    assert world.in_view == set()
+    assert world.pool.foreign_messages == 2
+
+
+@pytest.mark.parametrize("state", [NodeState.STARTING, NodeState.DRAINING])
+def test_only_ready_nodes_get_requests_but_others_keep_theirs(world: World, state: NodeState) -> None:
+    node = info("d0")
+    world.pool.set_members([node])
+    world.say(node)
+    world.say(node, state=state)
+    assert world.in_view == set()
+    assert world.lost == []
+
+
+def test_a_node_that_says_it_failed_is_lost(world: World) -> None:
+    node = info("d0")
+    world.pool.set_members([node])
+    world.say(node)
+    for _ in range(3):
+        world.say(node, state=NodeState.FAILED, detail="out of memory")
+    assert len(world.lost) == 1
+    assert "out of memory" in world.lost[0][2]
+    world.say(node)
+    assert world.in_view == {"d0"}
+
+
+def test_a_suspected_node_is_lost_until_it_speaks(world: World) -> None:
+    node = info("d0")
+    world.pool.set_members([node])
+    world.say(node)
+    world.pool.suspect("d0", 99, "of another epoch")
+    assert world.lost == []
+    world.pool.suspect("d0", 1, "its queue is full")
+    world.pool.suspect("d0", 1, "its queue is full")
+    assert len(world.lost) == 1
+    assert world.in_view == set()
+
+
+def test_what_was_sent_counts_until_a_status_shows_it(world: World) -> None:
+    node = info("p0", role=Role.PREFILL)
+    world.pool.set_members([node])
+    world.say(node)
+    world.pool.sent("p0", "r1", 100)
+    world.pool.sent("p0", "r2", 50)
+    (view,) = world.pool.snapshot().prefill
+    assert (view.pending_requests, view.pending_tokens) == (2, 150)
+    world.pool.answered("p0", "r1")
+    assert world.pool.snapshot().prefill[0].pending_tokens == 50
+    world.say(node)  # written before it can have read them
+    assert world.pool.snapshot().prefill[0].pending_tokens == 50
+    world.now += 0.2
+    world.say(node)
+    assert world.pool.snapshot().prefill[0].pending_tokens == 0
+
+
+def test_a_snapshot_is_one_value_until_something_changes(world: World) -> None:
+    node = info("d0")
+    world.pool.set_members([node])
+    world.say(node)
+    first = world.pool.snapshot()
+    assert world.pool.snapshot() is first
+    world.pool.sent("d0", "r", 1)
+    assert world.pool.snapshot() is not first
+    assert first.decode[0].pending_requests == 0
+
+
+def test_another_model_is_never_in_view(world: World) -> None:
+    node = info("d0", model="other")
+    world.pool.set_members([node])
+    world.say(node)
+    assert world.in_view == set()
+
+
+def test_the_context_is_the_shortest_of_those_in_view(world: World) -> None:
+    assert world.pool.max_model_len() is None
+    long, short = info("d0"), msgspec.structs.replace(info("p0", role=Role.PREFILL), max_model_len=512)
+    world.pool.set_members([long, short])
+    world.say(long)
+    assert world.pool.max_model_len() == 2048
+    world.say(short)
+    assert world.pool.max_model_len() == 512

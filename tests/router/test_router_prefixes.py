@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.prefixes import PrefixRecord, block_hashes
+
+TOKENS = st.lists(st.integers(0, 3), max_size=40)
+
+
+def common_blocks(left: list[int], right: list[int], size: int) -> int:
+    count = 0
+    while (count + 1) * size <= min(len(left), len(right)) and left[: (count + 1) * size] == right[
+        : (count + 1) * size
+    ]:
+        count += 1
+    return count
+
+
+@given(sent=st.lists(TOKENS, max_size=4), prompt=TOKENS, size=st.sampled_from([1, 2, 4]))
+def test_overlap_is_the_longest_common_prefix_in_blocks(
+    sent: list[list[int]], prompt: list[int], size: int
+) -> None:
+    record = PrefixRecord()
+    for tokens in sent:
+        record.sent("n", block_hashes(tokens, size, None))
+    expected = max((common_blocks(tokens, prompt, size) for tokens in sent), default=0)
+    assert record.overlap("n", block_hashes(prompt, size, None)) == expected
+
+
+def test_nodes_and_salts_are_apart() -> None:
+    record = PrefixRecord()
+    record.sent("n", block_hashes([1, 2, 3, 4], 2, "salt"))
+    assert record.overlap("n", block_hashes([1, 2, 3, 4], 2, "salt")) == 2
+    assert record.overlap("n", block_hashes([1, 2, 3, 4], 2, None)) == 0
+    assert record.overlap("m", block_hashes([1, 2, 3, 4], 2, "salt")) == 0
+
+
+def test_the_same_block_behind_another_prefix_is_another() -> None:
+    record = PrefixRecord()
+    record.sent("n", block_hashes([1, 1, 2, 2], 2, None))
+    assert record.overlap("n", block_hashes([2, 2], 2, None)) == 0
+
+
+def test_it_holds_as_much_as_the_node_and_forgets_the_longest_unused() -> None:
+    record = PrefixRecord()
+    record.set_capacity("n", 2)
+    first, second = block_hashes([1, 1, 1], 1, None), block_hashes([2], 1, None)
+    record.sent("n", first[:2])
+    record.sent("n", second)
+    assert record.overlap("n", second) == 1
+    assert record.overlap("n", first) == 0  # its first block is gone, so the rest is no use
+    record.forget("n")
+    assert record.overlap("n", second) == 0

@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from router.rates import NodeRateMeter
+from tests.router.test_router_pool import info, status
+from wire.nodes import Role
+from wire.requests import NodeCounters, NodeStatus
+
+
+def counted(role: Role, **counters: float) -> NodeStatus:
+    return status(info("n", role=role), counters=msgspec.convert(counters, NodeCounters))
+
+
+def test_a_prefill_nodes_rate_is_its_prompt_tokens_over_its_steps() -> None:
+    meter = NodeRateMeter(Role.PREFILL)
+    meter.on_status(counted(Role.PREFILL, prompt_tokens_computed=1000, step_seconds=1.0, steps=5))
+    assert meter.rates.prefill_tokens_per_s is None
+    meter.on_status(counted(Role.PREFILL, prompt_tokens_computed=1500, step_seconds=1.25, steps=6))
+    assert meter.rates.prefill_tokens_per_s == pytest.approx(2000)
+
+
+def test_a_few_tokens_are_collected_before_they_are_believed() -> None:
+    meter = NodeRateMeter(Role.PREFILL)
+    meter.on_status(counted(Role.PREFILL))
+    meter.on_status(counted(Role.PREFILL, prompt_tokens_computed=10, step_seconds=0.5, steps=1))
+    assert meter.rates.prefill_tokens_per_s is None
+    meter.on_status(counted(Role.PREFILL, prompt_tokens_computed=200, step_seconds=1.0, steps=2))
+    assert meter.rates.prefill_tokens_per_s == pytest.approx(200)
+
+
+def test_a_decode_nodes_step_is_measured_when_it_only_decodes() -> None:
+    meter = NodeRateMeter(Role.DECODE)
+    meter.on_status(counted(Role.DECODE))
+    meter.on_status(counted(Role.DECODE, steps=10, step_seconds=0.2))
+    assert meter.rates.step_s == pytest.approx(0.02)
+    meter.on_status(counted(Role.DECODE, steps=20, step_seconds=9.0, prompt_tokens_computed=500))
+    assert meter.rates.step_s == pytest.approx(0.02)
+    assert meter.rates.prefill_tokens_per_s is None
+
+
+def test_a_decode_nodes_rate_comes_from_what_it_read_itself() -> None:
+    meter = NodeRateMeter(Role.DECODE)
+    meter.on_local_prefill(tokens=10, seconds=1.0)  # too few to say anything
+    assert meter.rates.prefill_tokens_per_s is None
+    meter.on_local_prefill(tokens=500, seconds=0.5)
+    assert meter.rates.prefill_tokens_per_s == pytest.approx(1000)
+    meter.on_local_prefill(tokens=500, seconds=0.25)
+    assert 1000 < (meter.rates.prefill_tokens_per_s or 0) < 2000
