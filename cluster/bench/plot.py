@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,7 +48,7 @@ def plot_run(timelines: Sequence[Timeline], began_at: float, title: str) -> Figu
     return figure
 
 
-def distribution(axes: Axes, title: str, series: dict[str, Sequence[float]]) -> None:
+def distribution(axes: Axes, title: str, series: Mapping[str, Sequence[float]]) -> None:
     """How large a share is no slower than x. The tail is the point, so x is logarithmic and p99 is marked."""
     axes.set_title(title)
     axes.set_xlabel("ms")

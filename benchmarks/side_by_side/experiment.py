@@ -1,0 +1,73 @@
+"""Every system under every load, in turns: a machine that is slow for a while is slow for all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks.side_by_side.bystanders import QUIET_CORES, busy_cores
+from benchmarks.side_by_side.loads import Examiner, Plan, Questions
+from benchmarks.side_by_side.outcome import Absence, Examined, Outcome, Start, judge
+from benchmarks.side_by_side.systems import System, running
+from cluster.bench.metrics import summarize
+from cluster.bench.slo import ServiceLevel
+from cluster.bench.vocabulary import Vocabulary
+from wire.errors import TandemError
+
+Gaps = dict[str, dict[str, list[float]]]
+"""By cell and system, every inter-token latency in seconds."""
+
+
+class Experiment:
+    def __init__(
+        self,
+        systems: Sequence[System],
+        plan: Plan,
+        vocabulary: Vocabulary,
+        slo: ServiceLevel,
+        outcome: Outcome,
+        folder: Path,
+        console: Console,
+    ) -> None:
+        self.outcome = outcome
+        self.gaps: Gaps = {}
+        self._systems = systems
+        self._plan = plan
+        self._vocabulary = vocabulary
+        self._slo = slo
+        self._folder = folder
+        self._console = console
+
+    def run(self, runs: int, seed: int, keep: Callable[[Outcome], None]) -> None:
+        """`keep` is called with everything so far, after every system."""
+        for run in range(runs):
+            questions = Questions.draw(self._plan, self._vocabulary, seed + run)
+            for system in self._systems:
+                try:
+                    self._examine(system, run, questions)
+                except TandemError as error:
+                    self.outcome.absences.append(Absence(system.key, run, str(error)))
+                    self._console.print(f"{system.title}: {error}", style="yellow", markup=False)
+                self.outcome.floors = judge(self.outcome)
+                keep(self.outcome)
+
+    def _examine(self, system: System, run: int, questions: Questions) -> None:
+        title = f"run {run + 1}, {system.title}"
+        bystanders = busy_cores()
+        if bystanders > QUIET_CORES:
+            warning = (
+                f"others are using {bystanders:.1f} of the machine's cores: the figures will be worse for it"
+            )
+            self._console.print(f"{title}: {warning}", style="yellow", highlight=False)
+        self._console.print(f"{title}: starting", highlight=False)
+        with running(system, self._folder / f"{system.key}-{run + 1}") as started:
+            self.outcome.starts.append(Start(system.key, run, started.ready_s, bystanders))
+            self._console.print(f"{title}: ready after {started.ready_s:.1f} s", highlight=False)
+            examiner = Examiner(system.url, started.model, self._plan, questions, self._console, title)
+            for measured in examiner.examine():
+                summary = summarize(measured.cell, measured.timelines, measured.duration_s, self._slo)
+                self.outcome.examined.append(Examined(system.key, run, measured.cell, summary))
+                gaps = self.gaps.setdefault(measured.cell, {}).setdefault(system.key, [])
+                gaps += [gap for t in measured.timelines if t.succeeded for gap in t.inter_token]

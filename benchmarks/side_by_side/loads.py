@@ -1,0 +1,199 @@
+"""What every system is asked: one user, some, many; chats while long prompts arrive; a prefix that everybody shares.
+
+All prompts are made once per run and are the same for every system, so that no figure depends on who drew the lot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from rich.console import Console
+
+from cluster.bench.api import Api
+from cluster.bench.connections import Address, HttpClient
+from cluster.bench.load import Load
+from cluster.bench.progress import with_progress
+from cluster.bench.shape import RequestShape
+from cluster.bench.synthetic import Lengths, random_prompts, shared_prefix
+from cluster.bench.timeline import Timeline
+from cluster.bench.vocabulary import Vocabulary
+from cluster.bench.workload import Session
+from wire.errors import Unavailable
+
+ALONE, BESIDE, LONG = "chats alone", "chats beside long prompts", "the long prompts"
+SHARED = "shared prefix"
+
+_A_REQUEST_S = 180.0
+_WARM_UPS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How much of everything. Counts are requests, lengths tokens."""
+
+    closed_loops: tuple[tuple[int, int], ...]  # users, and how many requests they make together
+    prompt: Lengths
+    chat_users: int
+    chat: Lengths
+    chats_alone_s: float
+    long_prompts: int
+    long: Lengths
+    long_every_s: float
+    shared_users: int
+    shared_requests: int
+    shared_prefix: int
+    shared: Lengths
+    at_most_s: float  # after this nothing more is sent: a slow system makes fewer requests, and says so
+
+
+FULL = Plan(
+    closed_loops=((1, 8), (4, 24), (8, 48)),
+    prompt=Lengths(512, 64),
+    chat_users=3,
+    chat=Lengths(64, 64),
+    chats_alone_s=20.0,
+    long_prompts=10,
+    long=Lengths(2048, 8),
+    long_every_s=4.0,
+    shared_users=4,
+    shared_requests=24,
+    shared_prefix=1000,
+    shared=Lengths(64, 32),
+    at_most_s=90.0,
+)
+QUICK = Plan(
+    closed_loops=((1, 3), (4, 8), (8, 16)),
+    prompt=Lengths(512, 64),
+    chat_users=3,
+    chat=Lengths(64, 64),
+    chats_alone_s=8.0,
+    long_prompts=3,
+    long=Lengths(2048, 8),
+    long_every_s=4.0,
+    shared_users=4,
+    shared_requests=8,
+    shared_prefix=1000,
+    shared=Lengths(64, 32),
+    at_most_s=12.0,
+)
+
+
+def closed_loop(users: int) -> str:
+    return "1 user" if users == 1 else f"{users} users"
+
+
+def cells_of(plan: Plan) -> list[str]:
+    """Every load's name, in the order of the table."""
+    return [*(closed_loop(users) for users, _ in plan.closed_loops), ALONE, BESIDE, LONG, SHARED]
+
+
+@dataclass(frozen=True, slots=True)
+class Questions:
+    """The prompts of one run."""
+
+    warm_up: list[Session]
+    closed_loops: list[list[Session]]
+    chats_alone: list[Session]
+    chats_beside: list[Session]
+    long: list[Session]
+    shared: list[Session]
+
+    @classmethod
+    def draw(cls, plan: Plan, vocabulary: Vocabulary, seed: int) -> Questions:
+        rng = np.random.default_rng(seed)
+        # More than a second's worth for each user and second: chats go on for as long as they are wanted.
+        chats = round(plan.chat_users * (plan.at_most_s + plan.long_prompts * plan.long_every_s) * 4)
+        return cls(
+            warm_up=random_prompts(vocabulary, rng, _WARM_UPS, plan.prompt)
+            + random_prompts(vocabulary, rng, _WARM_UPS, plan.chat)
+            + random_prompts(vocabulary, rng, 1, plan.long),
+            closed_loops=[
+                random_prompts(vocabulary, rng, count, plan.prompt) for _, count in plan.closed_loops
+            ],
+            chats_alone=random_prompts(vocabulary, rng, chats, plan.chat),
+            chats_beside=random_prompts(vocabulary, rng, chats, plan.chat),
+            long=random_prompts(vocabulary, rng, plan.long_prompts, plan.long),
+            # The first one brings the prefix into the cache, unmeasured.
+            shared=shared_prefix(
+                vocabulary, rng, plan.shared_requests + 1, plan.shared, plan.shared_prefix, 1
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    cell: str
+    timelines: list[Timeline]
+    duration_s: float
+
+
+class Examiner:
+    """Asks one system everything, one load after another."""
+
+    def __init__(
+        self, url: str, model: str, plan: Plan, questions: Questions, console: Console, title: str
+    ) -> None:
+        self._address = Address.of_url(url)
+        self._shape = RequestShape(model, timeout_s=_A_REQUEST_S)
+        self._plan = plan
+        self._questions = questions
+        self._console = console
+        self._title = title
+
+    def examine(self) -> list[Measured]:
+        return asyncio.run(self._examine())
+
+    async def _examine(self) -> list[Measured]:
+        plan, questions = self._plan, self._questions
+        async with HttpClient(self._address) as http:
+            api = Api(http, self._shape)
+            await self._warm_up(api, questions.warm_up)
+            measured = []
+            for (users, _), asked in zip(plan.closed_loops, questions.closed_loops, strict=True):
+                measured.append(await self._closed(api, closed_loop(users), asked, users, plan.at_most_s))
+            measured.append(
+                await self._closed(api, ALONE, questions.chats_alone, plan.chat_users, plan.chats_alone_s)
+            )
+            measured += await self._chats_beside_long(api)
+            await self._warm_up(api, questions.shared[:1])
+            measured.append(
+                await self._closed(api, SHARED, questions.shared[1:], plan.shared_users, plan.at_most_s)
+            )
+        return measured
+
+    async def _warm_up(self, api: Api, sessions: Sequence[Session]) -> None:
+        load = Load("warm-up", api, sessions, concurrency=1)
+        await self._run(load.run(), [load])
+        for timeline in load.timelines:
+            if timeline.failure is not None:
+                raise Unavailable(f"the warm-up failed, {timeline.failure.kind}: {timeline.failure}")
+
+    async def _closed(
+        self, api: Api, cell: str, sessions: Sequence[Session], users: int, at_most_s: float
+    ) -> Measured:
+        load = Load(cell, api, sessions, concurrency=users)
+        await self._run(load.run(at_most_s), [load])
+        return Measured(cell, load.timelines, load.duration_s)
+
+    async def _chats_beside_long(self, api: Api) -> list[Measured]:
+        """The chats last exactly as long as there are long prompts to be answered."""
+        plan, questions = self._plan, self._questions
+        chats = Load(BESIDE, api, questions.chats_beside, concurrency=plan.chat_users)
+        # The first comes when the chats are under way.
+        times = [plan.long_every_s * (index + 0.5) for index in range(plan.long_prompts)]
+        long = Load(LONG, api, questions.long, arrivals=times)
+
+        async def both() -> None:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(chats.run())
+                await long.run()
+                chats.stop()
+
+        await self._run(both(), [chats, long])
+        return [Measured(load.label, load.timelines, load.duration_s) for load in (chats, long)]
+
+    async def _run(self, run: Coroutine[None, None, None], loads: list[Load]) -> None:
+        await with_progress(run, loads, self._console, f"{self._title}, {loads[0].label}")

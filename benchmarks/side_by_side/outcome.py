@@ -1,0 +1,149 @@
+"""Medians over the runs, their spread, and the floors that they are held to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from statistics import median
+
+import msgspec
+
+from benchmarks.side_by_side.loads import ALONE, BESIDE, closed_loop
+from benchmarks.side_by_side.systems import TANDEM_AGGREGATED, TANDEM_PD, VLLM_AGGREGATED, VLLM_PD
+from cluster.bench.metrics import Summary
+from cluster.bench.report import Machine
+
+
+class Start(msgspec.Struct, frozen=True):
+    system: str
+    run: int
+    ready_s: float  # from the command to the first healthy answer
+    bystanders: float  # cores' worth of work that others did just before
+
+
+class Examined(msgspec.Struct, frozen=True):
+    """One system under one load, once."""
+
+    system: str
+    run: int
+    cell: str
+    summary: Summary
+
+
+class Absence(msgspec.Struct, frozen=True):
+    """A system that could not be examined in a run."""
+
+    system: str
+    run: int
+    why: str
+
+
+class Figure(msgspec.Struct, frozen=True):
+    """A median, and the runs' least and greatest."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Figure | None:
+        return cls(median(values), min(values), max(values)) if values else None
+
+
+class Floor(msgspec.Struct, frozen=True):
+    """Something that is claimed. `measured` is None where a system that it needs was not there."""
+
+    claim: str
+    required: str
+    measured: float | None
+    met: bool | None
+
+
+class Outcome(msgspec.Struct):
+    """Everything that one experiment found; written after every system, so that nothing measured is lost."""
+
+    made_at: str
+    machine: Machine
+    command: str
+    settings: dict[str, object]
+    titles: dict[str, str]  # of the systems, by key
+    cells: list[str]
+    starts: list[Start] = []
+    examined: list[Examined] = []
+    absences: list[Absence] = []
+    floors: list[Floor] = []
+
+
+Reading = Callable[[Summary], float | None]
+
+
+def ttft(summary: Summary) -> float | None:
+    return summary.ttft_ms.p50 if summary.ttft_ms else None
+
+
+def tpot(summary: Summary) -> float | None:
+    return summary.tpot_ms.p50 if summary.tpot_ms else None
+
+
+def itl_p50(summary: Summary) -> float | None:
+    return summary.itl_ms.p50 if summary.itl_ms else None
+
+
+def itl_p99(summary: Summary) -> float | None:
+    return summary.itl_ms.p99 if summary.itl_ms else None
+
+
+def output_rate(summary: Summary) -> float:
+    return summary.output_tokens_per_s
+
+
+def goodput(summary: Summary) -> float | None:
+    return summary.goodput_per_s
+
+
+def figure(outcome: Outcome, system: str, cell: str, reading: Reading) -> Figure | None:
+    values = [reading(e.summary) for e in outcome.examined if (e.system, e.cell) == (system, cell)]
+    return Figure.of([value for value in values if value is not None])
+
+
+def ready_after(outcome: Outcome, system: str) -> Figure | None:
+    return Figure.of([start.ready_s for start in outcome.starts if start.system == system])
+
+
+def judge(outcome: Outcome) -> list[Floor]:
+    one, eight = closed_loop(1), closed_loop(8)
+
+    def times_better(claim: str, ours: str, theirs: str, cell: str, reading: Reading, floor: float) -> Floor:
+        """Ratios are taken of medians; of latencies the other way round, so that more is always better."""
+        mine, other = figure(outcome, ours, cell, reading), figure(outcome, theirs, cell, reading)
+        if mine is None or other is None or not mine.median or not other.median:
+            return Floor(claim, f"{floor:g}×", None, None)
+        ratio = mine.median / other.median if reading is output_rate else other.median / mine.median
+        return Floor(claim, f"{floor:g}×", ratio, ratio >= floor)
+
+    separate = "1P+1D beside vLLM's: "
+    together = "aggregated beside vLLM's: "
+    return [
+        times_better(f"{separate}time to first token, {one}", TANDEM_PD, VLLM_PD, one, ttft, 4.0),
+        times_better(f"{separate}output tokens/s, {eight}", TANDEM_PD, VLLM_PD, eight, output_rate, 5.0),
+        times_better(f"{separate}p99 inter-token latency, {eight}", TANDEM_PD, VLLM_PD, eight, itl_p99, 8.0),
+        times_better(
+            f"{together}time to first token, {one}", TANDEM_AGGREGATED, VLLM_AGGREGATED, one, ttft, 1.0
+        ),
+        times_better(
+            f"{together}time per output token, {one}", TANDEM_AGGREGATED, VLLM_AGGREGATED, one, tpot, 1.3
+        ),
+        times_better(
+            f"{together}output tokens/s, {eight}", TANDEM_AGGREGATED, VLLM_AGGREGATED, eight, output_rate, 1.3
+        ),
+        _steadiness(outcome),
+    ]
+
+
+def _steadiness(outcome: Outcome) -> Floor:
+    """The claim of disaggregation itself: it needs nobody to be compared with."""
+    claim = "1P+1D: chats' p99 inter-token latency beside long prompts, over alone"
+    alone, beside = (figure(outcome, TANDEM_PD, cell, itl_p99) for cell in (ALONE, BESIDE))
+    if alone is None or beside is None or not alone.median:
+        return Floor(claim, "at most 2×", None, None)
+    ratio = beside.median / alone.median
+    return Floor(claim, "at most 2×", ratio, ratio <= 2.0)

@@ -1,0 +1,143 @@
+"""A command and everything that it started, to the last process. Linux only.
+
+Servers put their processes into sessions of their own, rename them and let them outlive whoever started them. But
+orphans go to their nearest ancestor that asked for them: once this process has, whatever it starts stays below it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from wire.errors import Unavailable
+
+_PR_SET_CHILD_SUBREAPER = 36
+_LOOK_EVERY_S = 0.1
+_LOG_TAIL_LINES = 15
+
+
+@dataclass(frozen=True, slots=True)
+class _Process:
+    id: int
+    name: str
+    parent: int
+    ended: bool  # and waits for its parent to notice
+
+
+def adopt_orphans() -> None:
+    """Once, before the first command."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "cannot adopt orphaned processes")
+
+
+def descendants(ancestor: int, except_below: Collection[int] = ()) -> dict[int, str]:
+    """Living processes below this one, each with its name; those that are excepted, not with what is below them."""
+    everybody = _everybody()
+    below: dict[int, list[int]] = {}
+    for process in everybody.values():
+        below.setdefault(process.parent, []).append(process.id)
+    found: dict[int, str] = {}
+    unseen = list(below.get(ancestor, ()))
+    while unseen:
+        process = everybody[unseen.pop()]
+        if process.id in except_below:
+            continue
+        unseen += below.get(process.id, ())
+        if not process.ended:
+            found[process.id] = process.name
+    return found
+
+
+class Family:
+    """One at a time: whatever comes to live below this process belongs to it."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self._others = frozenset(descendants(os.getpid()))
+        with (folder / "output.log").open("wb") as log:
+            self._leader = subprocess.Popen(
+                command,
+                cwd=folder,
+                env={**os.environ, **environment},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # a Ctrl-C is ours alone
+            )
+
+    def members(self) -> dict[int, str]:
+        return descendants(os.getpid(), except_below=self._others)
+
+    def failed(self) -> int | None:
+        """The status of a command that ended badly. One that ended well may have left its server running."""
+        status = self._leader.poll()
+        return status or None
+
+    def tail(self) -> str:
+        """The end of what every process of the family wrote into its folder."""
+        ends = []
+        for log in sorted(self.folder.glob("*.log")):
+            lines = log.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:]
+            ends.append("\n".join([f"--- {log.name}", *lines]))
+        return "\n".join(ends)
+
+    def stop(self, patience_s: float) -> None:
+        """First the command itself, so that it can end the others as it sees fit; then those who are left; then by
+        force. Raises when even that leaves somebody."""
+        if self._leader.poll() is None:
+            self._leader.send_signal(signal.SIGTERM)
+        else:
+            self._signal_all(signal.SIGTERM)
+        if self._all_gone(patience_s):
+            return
+        self._signal_all(signal.SIGTERM)
+        if self._all_gone(patience_s / 2):
+            return
+        self._signal_all(signal.SIGKILL)
+        if not self._all_gone(patience_s):
+            left = ", ".join(f"{name} ({process})" for process, name in self.members().items())
+            raise Unavailable(f"these processes do not end: {left}")
+
+    def _signal_all(self, number: signal.Signals) -> None:
+        for process in self.members():
+            with suppress(ProcessLookupError):
+                os.kill(process, number)
+
+    def _all_gone(self, within_s: float) -> bool:
+        deadline = time.monotonic() + within_s
+        while True:
+            self._leader.poll()
+            _bury_orphans(self._leader.pid)
+            if not self.members():
+                return True
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_LOOK_EVERY_S)
+
+
+def _bury_orphans(leader: int) -> None:
+    """Adopted processes that have ended wait for us to notice. The leader is subprocess's to notice."""
+    for process in _everybody().values():
+        if process.ended and process.parent == os.getpid() and process.id != leader:
+            with suppress(ChildProcessError):
+                os.waitpid(process.id, os.WNOHANG)
+
+
+def _everybody() -> dict[int, _Process]:
+    found: dict[int, _Process] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError):  # it has just gone
+                name, _, rest = (entry / "stat").read_text().partition("(")[2].rpartition(")")
+                state, parent = rest.split()[:2]
+                found[int(entry.name)] = _Process(int(entry.name), name, int(parent), state in "ZX")
+    return found

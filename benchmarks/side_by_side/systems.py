@@ -1,0 +1,149 @@
+"""How each server is started, and when it is ready."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+
+from benchmarks.side_by_side.processes import Family
+from wire.errors import ConfigurationError, DeadlineExceeded, Unavailable
+
+READY_WITHIN_S = 600.0
+STOPPED_WITHIN_S = 30.0
+_ASK_EVERY_S = 0.1
+_PD_PORT = 8110  # of the peers' proxy
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """`key` names it in files, `title` in tables."""
+
+    key: str
+    title: str
+    command: tuple[str, ...]
+    port: int
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    system: System
+    model: str  # the name it serves it under
+    ready_s: float  # from the command to the first healthy answer
+
+
+TANDEM_PD = "tandem-1p1d"
+TANDEM_AGGREGATED = "tandem-aggregated"
+VLLM_PD = "vllm-1p1d"
+VLLM_AGGREGATED = "vllm-aggregated"
+
+
+def tandem_systems(model: Path) -> list[System]:
+    """The machine's cores are shared out among the nodes: both modes have all of them."""
+
+    def serve(*layout: str) -> tuple[tuple[str, ...], int]:
+        port = _free_port()
+        return (
+            sys.executable,
+            "-m",
+            "cluster.cli",
+            "serve",
+            "--model",
+            str(model),
+            "--port",
+            str(port),
+            *layout,
+        ), port
+
+    separate, separate_port = serve("--prefill", "1", "--decode", "1")
+    together, together_port = serve("--aggregated", "1")
+    return [
+        System(TANDEM_PD, "Tandem 1P+1D", separate, separate_port),
+        System(TANDEM_AGGREGATED, "Tandem aggregated", together, together_port),
+    ]
+
+
+def vllm_systems(model: Path, vllm: Path, peers: Path) -> list[System]:
+    """`vllm`: its virtual environment. `peers`: the folder with the scripts that start it."""
+    for script in ("serve_vllm.sh", "serve_vllm_pd.sh"):
+        if not (peers / script).is_file():
+            raise ConfigurationError(f"--peers {peers} has no {script}")
+    if not (vllm / "bin" / "vllm").exists():
+        raise ConfigurationError(f"--vllm {vllm} is not a virtual environment with vllm in it")
+    cores = os.cpu_count() or 1
+    port = _free_port()
+    # The scripts' servers end by themselves after a while; none of ours is needed for so long.
+    life = {"LIFE_S": "7200"}
+    return [
+        System(
+            VLLM_AGGREGATED,
+            "vLLM aggregated",
+            ("bash", str(peers / "serve_vllm.sh"), str(vllm), str(model), str(port)),
+            port,
+            life | {"VLLM_CPU_OMP_THREADS_BIND": f"0-{cores - 1}"},
+        ),
+        System(
+            VLLM_PD,
+            "vLLM 1P+1D",
+            ("bash", str(peers / "serve_vllm_pd.sh"), str(vllm), str(model)),
+            _PD_PORT,
+            life,
+        ),
+    ]
+
+
+@contextmanager
+def running(system: System, folder: Path) -> Iterator[Started]:
+    """Inside, the system answers; after, nothing of it is left."""
+    began = time.monotonic()
+    family = Family(system.command, system.environment, folder)
+    try:
+        _wait_until_healthy(system, family, began + READY_WITHIN_S)
+        ready_s = time.monotonic() - began
+        yield Started(system, _served_name(system), ready_s)
+    finally:
+        family.stop(STOPPED_WITHIN_S)
+
+
+def _wait_until_healthy(system: System, family: Family, deadline: float) -> None:
+    with httpx.Client(timeout=5.0, trust_env=False) as http:
+        while True:
+            try:
+                if http.get(f"{system.url}/health").status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass  # nobody listens yet
+            status = family.failed()
+            if status is not None:
+                raise Unavailable(f"{system.title} ended with status {status}:\n{family.tail()}")
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(
+                    f"{system.title} is not healthy after {READY_WITHIN_S:.0f} s:\n{family.tail()}"
+                )
+            time.sleep(_ASK_EVERY_S)
+
+
+def _served_name(system: System) -> str:
+    try:
+        listed = httpx.get(f"{system.url}/v1/models", timeout=30.0, trust_env=False).raise_for_status().json()
+        return str(listed["data"][0]["id"])
+    except (httpx.HTTPError, ValueError, LookupError) as error:
+        raise Unavailable(f"{system.title} does not say what it serves: {error}") from error
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import asyncio
+import io
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from benchmarks.side_by_side.loads import (
+    ALONE,
+    BESIDE,
+    FULL,
+    LONG,
+    QUICK,
+    SHARED,
+    Examiner,
+    Plan,
+    Questions,
+    cells_of,
+)
+from cluster.bench.synthetic import Lengths
+from cluster.bench.vocabulary import IdVocabulary, TextVocabulary
+from tests.benchmarks.fake_server import Exchange, complete, serving
+from tests.benchmarks.made_tokenizers import byte_level, shared_beginning
+from wire.errors import Unavailable
+
+TINY = Plan(
+    closed_loops=((1, 2), (4, 6)),
+    prompt=Lengths(20, 4),
+    chat_users=2,
+    chat=Lengths(10, 3),
+    chats_alone_s=0.05,
+    long_prompts=2,
+    long=Lengths(60, 2),
+    long_every_s=0.05,
+    shared_users=2,
+    shared_requests=4,
+    shared_prefix=50,
+    shared=Lengths(5, 2),
+    at_most_s=20.0,
+)
+VOCABULARY = TextVocabulary(byte_level())
+
+
+async def paced(exchange: Exchange) -> None:
+    await asyncio.sleep(0.005)
+    await complete(exchange)
+
+
+def test_every_load_is_asked_of_a_system_and_every_answer_kept() -> None:
+    async def run() -> tuple[dict[str, int], dict[str, int], int]:
+        async with serving(paced) as server:
+            questions = Questions.draw(TINY, VOCABULARY, seed=1)
+            examiner = Examiner(server.url, "smol", TINY, questions, Console(file=io.StringIO()), "fake")
+            measured = await asyncio.to_thread(examiner.examine)
+            counts = {each.cell: len(each.timelines) for each in measured}
+            failed = {each.cell: sum(not t.succeeded for t in each.timelines) for each in measured}
+            return counts, failed, len(server.requests)
+
+    counts, failed, asked = asyncio.run(run())
+    assert list(counts) == cells_of(TINY)
+    assert (counts["1 user"], counts["4 users"], counts[LONG], counts[SHARED]) == (2, 6, 2, 4)
+    assert counts[ALONE] > 0
+    assert counts[BESIDE] > 0
+    assert not any(failed.values())
+    assert asked == sum(counts.values()) + 5 + 1  # warm-ups: of each kind, and of the shared prefix
+
+
+def test_a_system_that_answers_nothing_is_not_measured() -> None:
+    async def refuse(exchange: Exchange) -> None:
+        await exchange.respond(500, {"error": {"message": "broken"}})
+
+    async def run() -> None:
+        async with serving(refuse) as server:
+            questions = Questions.draw(TINY, VOCABULARY, seed=1)
+            examiner = Examiner(server.url, "smol", TINY, questions, Console(file=io.StringIO()), "fake")
+            await asyncio.to_thread(examiner.examine)
+
+    with pytest.raises(Unavailable, match="broken"):
+        asyncio.run(run())
+
+
+def test_every_run_asks_new_questions_and_every_system_the_same() -> None:
+    first, again, next_run = (Questions.draw(TINY, VOCABULARY, seed) for seed in (1, 1, 2))
+    assert first == again
+    asked = {session.turns[0].prompt for session in first.closed_loops[1]}
+    assert not asked & {session.turns[0].prompt for session in next_run.closed_loops[1]}
+
+
+def test_nothing_that_is_measured_was_asked_before_in_the_same_run() -> None:
+    questions = Questions.draw(TINY, IdVocabulary(byte_level()), seed=1)
+    groups = [questions.warm_up, *questions.closed_loops, questions.chats_alone, questions.chats_beside]
+    prompts = [session.turns[0].prompt for group in groups for session in group]
+    assert len(set(prompts)) == len(prompts)
+    heads = {prompt[:8] for prompt in prompts}
+    assert len(heads) == len(prompts)
+    one, other = (session.turns[0].prompt for session in questions.shared[:2])
+    assert shared_beginning(one, other) >= 50
+
+
+@pytest.mark.parametrize("plan", [FULL, QUICK])
+def test_the_plans_are_the_experiment_that_is_claimed(plan: Plan) -> None:
+    assert [users for users, _ in plan.closed_loops] == [1, 4, 8]
+    assert (plan.prompt.input, plan.prompt.output) == (512, 64)
+    assert plan.long.input == 2048
+    assert plan.shared_prefix == 1000
+    assert all(count >= users for users, count in plan.closed_loops)
+
+
+def test_a_plan_is_written_into_the_outcome() -> None:
+    assert msgspec.to_builtins(FULL)["long_every_s"] == FULL.long_every_s

@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from benchmarks.side_by_side.loads import ALONE, BESIDE, LONG, QUICK, SHARED, cells_of
+from benchmarks.side_by_side.outcome import (
+    Absence,
+    Examined,
+    Figure,
+    Outcome,
+    Start,
+    figure,
+    judge,
+    output_rate,
+    ready_after,
+    ttft,
+)
+from benchmarks.side_by_side.show import draw_outcome, print_outcome
+from benchmarks.side_by_side.systems import TANDEM_AGGREGATED, TANDEM_PD, VLLM_AGGREGATED, VLLM_PD
+from cluster.bench.metrics import Summary, summarize
+from cluster.bench.plot import save
+from cluster.bench.report import Machine
+from cluster.bench.timeline import Timeline
+
+TITLES = {
+    TANDEM_PD: "Tandem 1P+1D",
+    TANDEM_AGGREGATED: "Tandem aggregated",
+    VLLM_AGGREGATED: "vLLM aggregated",
+    VLLM_PD: "vLLM 1P+1D",
+}
+
+
+def summary(first: float, gap: float, requests: int = 4) -> Summary:
+    """Requests of four tokens, one after another."""
+    timelines = []
+    for _ in range(requests):
+        made = Timeline("x", max_tokens=4, prompt_tokens=8)
+        made.chunk_times = [first + gap * step for step in range(4)]
+        timelines.append(made)
+    return summarize("x", timelines, requests * (first + 3 * gap))
+
+
+def outcome(*examined: Examined) -> Outcome:
+    return Outcome(
+        made_at="2026-01-01T00:00:00+00:00",
+        machine=Machine("a processor", 2, "Linux", "3.11"),
+        command="python -m benchmarks.disaggregation",
+        settings={"plan": QUICK},
+        titles=dict(TITLES),
+        cells=cells_of(QUICK),
+        examined=list(examined),
+    )
+
+
+def everywhere(system: str, first: float, gap: float, run: int = 0) -> list[Examined]:
+    return [Examined(system, run, cell, summary(first, gap)) for cell in cells_of(QUICK)]
+
+
+def test_a_figure_is_the_median_and_the_spread_of_the_runs() -> None:
+    found = outcome(
+        *(Examined(TANDEM_PD, run, "1 user", summary(t, 0.01)) for run, t in enumerate((0.3, 0.1, 0.2))),
+        Examined(TANDEM_PD, 0, "8 users", summary(9.0, 0.01)),
+        Examined(VLLM_PD, 0, "1 user", summary(9.0, 0.01)),
+    )
+    value = figure(found, TANDEM_PD, "1 user", ttft)
+    assert value is not None
+    assert (value.median, value.low, value.high) == pytest.approx((200, 100, 300))
+
+
+def test_what_was_not_measured_has_no_figure() -> None:
+    assert figure(outcome(), TANDEM_PD, "1 user", ttft) is None
+    assert ready_after(outcome(), TANDEM_PD) is None
+
+
+def test_floors_are_ratios_in_which_more_is_better() -> None:
+    found = outcome(
+        *everywhere(TANDEM_PD, first=0.1, gap=0.01),
+        *everywhere(VLLM_PD, first=0.5, gap=0.07),
+        *everywhere(TANDEM_AGGREGATED, first=0.1, gap=0.01),
+        *everywhere(VLLM_AGGREGATED, first=0.09, gap=0.014),
+    )
+    floors = {floor.claim: floor for floor in judge(found)}
+    assert len(floors) == 7
+    first_token = floors["1P+1D beside vLLM's: time to first token, 1 user"]
+    assert (first_token.measured, first_token.met) == (pytest.approx(5.0), True)
+    tail = floors["1P+1D beside vLLM's: p99 inter-token latency, 8 users"]
+    assert (tail.measured, tail.met) == (pytest.approx(7.0), False)
+    rate = floors["1P+1D beside vLLM's: output tokens/s, 8 users"]
+    assert (rate.measured, rate.met) == (pytest.approx(0.71 / 0.13), True)
+    slower = floors["aggregated beside vLLM's: time to first token, 1 user"]
+    assert (slower.measured, slower.met) == (pytest.approx(0.9), False)
+    per_token = floors["aggregated beside vLLM's: time per output token, 1 user"]
+    assert (per_token.measured, per_token.met) == (pytest.approx(1.4), True)
+
+
+def test_steadiness_is_tandems_own_and_needs_no_peer() -> None:
+    found = outcome(
+        Examined(TANDEM_PD, 0, ALONE, summary(0.1, 0.010)),
+        Examined(TANDEM_PD, 0, BESIDE, summary(0.1, 0.019)),
+    )
+    (steadiness,) = [floor for floor in judge(found) if floor.measured is not None]
+    assert (steadiness.measured, steadiness.met) == (pytest.approx(1.9), True)
+
+
+def test_without_its_peer_a_floor_is_neither_met_nor_missed() -> None:
+    assert all(floor.met is None for floor in judge(outcome(*everywhere(VLLM_PD, 0.1, 0.01))))
+
+
+def test_the_table_has_every_system_under_every_load_and_says_what_is_missing() -> None:
+    found = outcome(*everywhere(TANDEM_PD, 0.1, 0.01), *everywhere(TANDEM_PD, 0.3, 0.03, run=1))
+    found.starts = [Start(TANDEM_PD, 0, 12.5, 0.0)]
+    found.absences = [Absence(VLLM_PD, 1, "not healthy [after] 600 s")]
+    found.floors = judge(found)
+    text = io.StringIO()
+    print_outcome(Console(file=text, width=160), found)
+    shown = text.getvalue()
+    for words in (
+        "Medians of 2 runs",
+        "200 (100–300)",
+        "Tandem 1P+1D",
+        "8 users",
+        LONG,
+        SHARED,
+        "ready after 12.5 s",
+    ):
+        assert words in shown
+    assert "vLLM 1P+1D, run 2: not examined: not healthy [after] 600 s" in shown
+    assert "not measured" in shown
+
+
+@pytest.mark.slow
+def test_the_picture_is_drawn_with_whatever_there_is(tmp_path: Path) -> None:
+    """matplotlib takes a second to import."""
+    pytest.importorskip("matplotlib")
+    found = outcome(*everywhere(TANDEM_PD, 0.1, 0.01))
+    save(draw_outcome(found, {ALONE: {TANDEM_PD: [0.0, 0.01, 0.02]}}), tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_outcome_can_be_read_again() -> None:
+    found = outcome(*everywhere(TANDEM_PD, 0.1, 0.01))
+    found.floors = judge(found)
+    again = msgspec.json.decode(msgspec.json.encode(found), type=Outcome)
+    assert figure(again, TANDEM_PD, "1 user", output_rate) == figure(found, TANDEM_PD, "1 user", output_rate)
+    assert again.floors == found.floors
+
+
+def test_one_run_has_no_spread() -> None:
+    assert Figure.of([3.0]) == Figure(3.0, 3.0, 3.0)
+    assert Figure.of([]) is None
