@@ -13,11 +13,11 @@ from __future__ import annotations
 import logging
 import os
 import shlex
-import socket
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import msgspec
 from ray.autoscaler.node_provider import NodeProvider
 from ray.autoscaler.tags import (
     NODE_KIND_HEAD,
@@ -27,7 +27,8 @@ from ray.autoscaler.tags import (
     TAG_RAY_USER_NODE_TYPE,
 )
 
-from cluster.provider_config import bootstrapped, pools_of, read_provider, ssh_settings_on_head
+from cluster.provider_config import bootstrapped, pools_of, read_provider, ssh_settings
+from cluster.provider_reach import Reach, reach_from_here, resolve
 from cluster.provider_record import (
     ClusterRecord,
     NodeRecord,
@@ -38,9 +39,8 @@ from cluster.provider_record import (
     with_tags,
     without_nodes,
 )
-from cluster.provider_shell import CONNECT_TIMEOUT_S, LocalShell, ScriptFailed, Shell, SshShell, ThroughHead
-from cluster.provider_store import LocalStore, RecordStore, RemoteStore
-from wire.errors import ConfigurationError, NodeLost, TandemError, Unavailable
+from cluster.provider_shell import CONNECT_TIMEOUT_S, ScriptFailed
+from wire.errors import NodeLost, TandemError, Unavailable
 
 _PROBE_TIMEOUT_S = CONNECT_TIMEOUT_S + 5.0
 _STOP_TIMEOUT_S = 60.0  # `ray stop` itself waits for its processes before it kills them
@@ -50,27 +50,15 @@ logger = logging.getLogger(__name__)
 
 
 class StaticHostsProvider(NodeProvider):  # type: ignore[misc]
-    def __init__(self, provider_config: dict[str, Any], cluster_name: str) -> None:
+    def __init__(
+        self, provider_config: dict[str, Any], cluster_name: str, reach: Reach | None = None
+    ) -> None:
         super().__init__(provider_config, cluster_name)
         self._settings = read_provider(provider_config)
-        if self._settings.ssh is None:
-            raise ConfigurationError(
-                "provider.ssh is missing: this provider is made for `ray up`, which fills it in"
-            )
-        self._ssh = self._settings.ssh
-        self._head_address = resolve(self._settings.head_ip)
-        self._to_head: Shell
-        self._to_workers: Shell
-        self._store: RecordStore
-        if is_own_address(self._head_address):
-            self._to_head, self._to_workers = LocalShell(), SshShell(self._ssh)
-            self._store = LocalStore(cluster_name)
+        self._reach = reach or reach_from_here(self._settings, cluster_name)
+        self._store = self._reach.store
+        if self._reach.on_head:
             self._record_head_under_ray()
-        else:
-            entrance = self._settings.external_head_ip or self._head_address
-            self._to_head = SshShell(self._ssh)
-            self._to_workers = ThroughHead(self._to_head, entrance, ssh_settings_on_head(self._ssh))
-            self._store = RemoteStore(cluster_name, self._to_head, entrance)
 
     def _record_head_under_ray(self) -> None:
         """In the autoscaler the head is a node, whatever became of the record: nothing is started before the
@@ -97,7 +85,7 @@ class StaticHostsProvider(NodeProvider):  # type: ignore[misc]
         self._store.update(with_head)
 
     def _head_node(self, node_id: str, tags: Mapping[str, str]) -> NodeRecord:
-        return NodeRecord(node_id, self._settings.head_ip, self._head_address, pool="", tags=dict(tags))
+        return NodeRecord(node_id, self._settings.head_ip, self._reach.head_address, pool="", tags=dict(tags))
 
     # --- what there is
 
@@ -125,7 +113,7 @@ class StaticHostsProvider(NodeProvider):  # type: ignore[misc]
         return self._address_from_here(self._node(node_id))
 
     def _address_from_here(self, node: NodeRecord) -> str:
-        return node.address if node.pool else self._settings.external_head_ip or node.address
+        return node.address if node.pool else self._reach.entrance
 
     def _node(self, node_id: str) -> NodeRecord:
         node = self._store.last_read().nodes.get(node_id)
@@ -137,7 +125,7 @@ class StaticHostsProvider(NodeProvider):  # type: ignore[misc]
 
     def create_node(self, node_config: dict[str, Any], tags: dict[str, str], count: int) -> dict[str, Any]:
         if tags[TAG_RAY_NODE_KIND] == NODE_KIND_HEAD:
-            head = self._head_node(new_node_id(self._head_address), tags)
+            head = self._head_node(new_node_id(self._reach.head_address), tags)
             self._store.update(lambda record: with_node(record, head))
             return {head.node_id: {}}
         return self._launch_workers(tags, count)
@@ -167,7 +155,7 @@ class StaticHostsProvider(NodeProvider):  # type: ignore[misc]
         def probe(host: str) -> NodeRecord | TandemError:
             try:
                 address = resolve(host)
-                self._to_workers.run(address, "true", timeout_s=_PROBE_TIMEOUT_S)
+                self._reach.to_workers.run(address, "true", timeout_s=_PROBE_TIMEOUT_S)
             except TandemError as error:
                 return error
             return NodeRecord(new_node_id(address), host, address, pool, dict(tags))
@@ -194,7 +182,7 @@ class StaticHostsProvider(NodeProvider):  # type: ignore[misc]
         nodes = list(nodes)
 
         def stop(node: NodeRecord) -> None:
-            shell = self._to_workers if node.pool else self._to_head
+            shell = self._reach.to_workers if node.pool else self._reach.to_head
             script = stop_script(self._settings.stop_command)
             try:
                 shell.run(self._address_from_here(node), script, timeout_s=_STOP_TIMEOUT_S)
@@ -221,32 +209,12 @@ class StaticHostsProvider(NodeProvider):  # type: ignore[misc]
         for node in leaving:
             print(f"{node.host} is no longer listed for {node.pool}: stopping Ray there", flush=True)
         self._end(leaving)
-        on_head = ssh_settings_on_head(self._ssh)
-        cluster_config["provider"]["ssh"] = {"user": on_head.user, "private_key": on_head.private_key}
-        cluster_config[
-            "setup_commands"
-        ] = []  # are in worker_setup_commands by now, and would be put there again
+        cluster_config["provider"]["ssh"] = msgspec.to_builtins(ssh_settings(cluster_config["auth"]))
+        # They are in worker_setup_commands by now, and would be put there a second time.
+        cluster_config["setup_commands"] = []
         return cluster_config
 
 
 def stop_script(command: str) -> str:
     """In the shell in which Ray runs the start commands, so that `ray` is found in the same place."""
     return f"bash --login -i -c {shlex.quote(f'source ~/.bashrc; {command}')} </dev/null"
-
-
-def resolve(host: str) -> str:
-    try:
-        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
-    except OSError as error:
-        raise ConfigurationError(f"{host} is neither an address nor a name that resolves: {error}") from error
-
-
-def is_own_address(address: str) -> bool:
-    """Only an address of this machine can be bound."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.bind((address, 0))
-        except OSError:
-            return False
-    return True

@@ -44,7 +44,9 @@ def missing() -> str:
     if absent:
         return f"not installed: {', '.join(absent)}"
     trial = subprocess.run(
-        ["unshare", "--net", "--mount", "--pid", "--fork", "--mount-proc", "true"], capture_output=True, check=False
+        ["unshare", "--net", "--mount", "--pid", "--fork", "--mount-proc", "true"],
+        capture_output=True,
+        check=False,
     )
     if trial.returncode:
         return f"namespaces are not allowed here: {trial.stderr.decode(errors='replace').strip()}"
@@ -198,7 +200,11 @@ class Lab:
 def private_home(home: Path, scratch: Path) -> str:
     """A home of its own, in which what the tests run from is still where it was."""
     root_home = _home_of_root()
-    needed = {Path(sys.base_prefix).resolve(), Path(sys.prefix).resolve(), Path(__file__).resolve().parents[2]}
+    needed = {
+        Path(sys.base_prefix).resolve(),
+        Path(sys.prefix).resolve(),
+        Path(__file__).resolve().parents[2],
+    }
     hidden = sorted(path for path in needed if path.is_relative_to(root_home))
     lines = []
     for index, path in enumerate(hidden):

@@ -15,7 +15,8 @@ POOLS = ("prefill", "decode")
 def pools() -> dict[str, list[str]]:
     alive = [node for node in ray.nodes() if node["Alive"]]
     return {
-        pool: sorted(node["NodeManagerAddress"] for node in alive if node["Resources"].get(pool)) for pool in POOLS
+        pool: sorted(node["NodeManagerAddress"] for node in alive if node["Resources"].get(pool))
+        for pool in POOLS
     }
 
 

@@ -34,9 +34,7 @@ class StaticCluster:
         config["provider"]["head_ip"] = self.head.address
         config["auth"] = {"ssh_user": "root", "ssh_private_key": str(self.lab.key)}
         for name, hosts in (("prefill", prefill), ("decode", decode)):
-            node_type = config["available_node_types"][name]
-            node_type["node_config"]["hosts"] = [host.address for host in hosts]
-            node_type["resources"]["CPU"] = 1
+            config["available_node_types"][name]["node_config"]["hosts"] = [host.address for host in hosts]
         # Tandem is installed already, in the environment that the tests run in.
         config["file_mounts"] = {"~/.ray/auth_token": "~/.ray/auth_token"}
         config["setup_commands"] = [f"ln -sfn {sys.prefix} ~/tandem-env", config["setup_commands"][-1]]
@@ -78,7 +76,8 @@ class Probe:
         )  # fmt: skip
 
     def ask(self, question: str, **arguments: object) -> Any:
-        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
         self._process.stdin.write(json.dumps({"question": question, **arguments}) + "\n")
         self._process.stdin.flush()
         line = self._process.stdout.readline()

@@ -45,7 +45,7 @@ def test_ray_up_makes_two_pools_out_of_their_hosts(
 
 def test_who_has_no_token_is_refused(cluster: StaticCluster) -> None:
     script = 'import ray; ray.init(address="auto", log_to_driver=False); print("let in")'
-    with pytest.raises(AssertionError, match="(?i)auth|token"):
+    with pytest.raises(AssertionError, match=r"(?i)auth|token"):
         cluster.head.run(
             "env", "RAY_AUTH_MODE=token", "RAY_AUTH_TOKEN=wrong", "python", "-c", script, timeout_s=90
         )
@@ -116,7 +116,9 @@ def test_ray_down_leaves_nothing_running(cluster: StaticCluster, pools: dict[str
     cluster.down()
     everybody = [cluster.head, *pools["prefill"], *pools["decode"]]
     left = "ps -eo args | grep -E '[g]cs_server|[r]aylet|[r]ay::' || true"
-    assert {host.name: host.run("sh", "-c", left) for host in everybody} == dict.fromkeys(raylets(everybody), "")
+    assert {host.name: host.run("sh", "-c", left) for host in everybody} == dict.fromkeys(
+        raylets(everybody), ""
+    )
     assert json.loads(cluster.head.run("sh", "-c", "cat ~/.tandem/clusters/tandem.json"))["nodes"] == {}
 
 

@@ -1,0 +1,119 @@
+"""manifests/ray: Ray's own checks, offline, and what Ray does not check."""
+
+from __future__ import annotations
+
+import copy
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from cluster.provider_config import bootstrapped
+from cluster.ray_runtime import import_ray
+from cluster.settings import read_file, resolve
+
+import_ray()  # Ray reads its environment when it is first imported
+from ray.autoscaler._private.util import prepare_config, validate_config  # noqa: E402
+from ray.autoscaler.v2.instance_manager.config import AutoscalingConfig  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = sorted((ROOT / "manifests" / "ray").glob("*.yaml"))
+CLUSTERS = [file for file in FILES if file.name != "tandem.yaml"]
+
+cluster_files = pytest.mark.parametrize("file", CLUSTERS, ids=lambda file: file.stem)
+
+
+def load(file: Path) -> dict[str, Any]:
+    config: dict[str, Any] = yaml.safe_load(file.read_text(encoding="utf-8"))
+    return config
+
+
+def commands(config: dict[str, Any]) -> list[str]:
+    return [command for key, value in config.items() if key.endswith("_commands") for command in value]
+
+
+def test_there_is_a_file_for_each_kind_of_machine() -> None:
+    assert [file.stem for file in CLUSTERS] == ["aws", "gcp", "static"]
+
+
+@cluster_files
+def test_ray_accepts_the_file(file: Path, tmp_path: Path) -> None:
+    prepared = prepare_config(load(file))
+    if "ssh_private_key" in prepared["auth"]:
+        key = tmp_path / "key"
+        key.touch()
+        prepared["auth"]["ssh_private_key"] = str(key)
+    validate_config(prepared)
+    if prepared["provider"]["type"] == "external":
+        prepared = bootstrapped(prepared)
+        validate_config(prepared)
+    types = AutoscalingConfig(prepared, skip_content_hash=True).get_node_type_configs()
+    assert set(types) == {"head", "prefill", "decode"}
+    for pool in ("prefill", "decode"):
+        assert types[pool].resources == {"CPU": 0, pool: 1}
+        assert types[pool].labels == {"tandem-role": pool}
+        assert 1 <= types[pool].min_worker_nodes <= types[pool].max_worker_nodes
+    assert types["head"].max_worker_nodes == 1
+
+
+@cluster_files
+def test_nothing_that_the_file_leaves_out_is_filled_in_by_rays_defaults(file: Path) -> None:
+    config = load(file)
+    prepared = prepare_config(copy.deepcopy(config))
+    assert set(prepared["available_node_types"]) == set(config["available_node_types"])
+    for key in (key for key in prepared if key.endswith("_commands")):
+        assert key in config
+
+
+@cluster_files
+def test_every_command_is_one_that_bash_can_read(file: Path) -> None:
+    for command in commands(load(file)):
+        checked = subprocess.run(["bash", "-n", "-c", command], capture_output=True, text=True, check=False)
+        assert checked.returncode == 0, checked.stderr
+
+
+@cluster_files
+def test_ray_is_started_with_its_token_and_on_named_addresses(file: Path) -> None:
+    text = file.read_text(encoding="utf-8")
+    assert "0.0.0.0" not in text
+    config = load(file)
+    assert config["file_mounts"]["~/.ray/auth_token"] == "~/.ray/auth_token"
+    started = [command for command in commands(config) if "ray start" in command]
+    assert len(started) == 2
+    for command in started:
+        before, _, arguments = command.partition("ray start ")
+        assert "RAY_AUTH_MODE=token" in before
+        assert "chmod 600 ~/.ray/auth_token" in before
+        assert "--node-ip-address=" in arguments
+    head = next(command for command in started if "--head" in command)
+    assert "--dashboard-host=127.0.0.1" in head
+
+
+@cluster_files
+def test_ray_up_is_over_when_tandem_serves(file: Path) -> None:
+    last = load(file)["head_start_ray_commands"][-1]
+    assert "tandem serve --address auto --detach" in last
+    assert "RAY_AUTH_MODE=token" in last
+
+
+@cluster_files
+def test_the_wheel_is_the_one_that_this_version_makes(file: Path) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    wheel = f"{project['name'].replace('-', '_')}-{project['version']}-py3-none-any.whl"
+    config = load(file)
+    assert config["file_mounts"][f"~/{wheel}"] == f"dist/{wheel}"
+    assert set(re.findall(r"\S*\.whl", " ".join(commands(config)))) == {f"~/{wheel}"}
+
+
+@cluster_files
+def test_files_that_are_copied_are_in_the_repository_or_made_before(file: Path) -> None:
+    for local in load(file)["file_mounts"].values():
+        assert local.startswith(("~/.ray/", "dist/")) or (ROOT / local).is_file(), local
+
+
+def test_the_settings_that_the_head_gets_are_settings() -> None:
+    resolve([read_file(ROOT / "manifests" / "ray" / "tandem.yaml")])
