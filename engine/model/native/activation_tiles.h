@@ -1,0 +1,39 @@
+// Activations of the AMX unit: bfloat16 tiles of 16 rows and 32 columns, 1 KiB each, in the order in which the
+// tile loads of a matrix product walk through them: along K, then to the next 16 rows.
+#pragma once
+
+#include "simd.h"
+
+namespace tandem {
+namespace {
+
+TANDEM_INLINE int64_t tiles_along(int k) { return (k + 31) / 32; }
+
+size_t activation_bytes(int rows, int k) {
+  return static_cast<size_t>(round_up(rows, 16) / 16) * tiles_along(k) * 1024;
+}
+
+TANDEM_INLINE uint16_t* activation_at(void* activation, int k, int row, int column) {
+  const int64_t tile = (row >> 4) * tiles_along(k) + (column >> 5);
+  return static_cast<uint16_t*>(activation) + tile * 512 + (row & 15) * 32 + (column & 31);
+}
+
+// Columns [column, column + W) of a row; `column` is a multiple of W.
+TANDEM_INLINE void put(void* activation, int k, int row, int column, vf v) {
+  store_bf16(activation_at(activation, k, row, column), v);
+}
+
+TANDEM_INLINE void put_span(void* activation, int k, int row, int column, const float* x, int n) {
+  int i = 0;
+  if (column % W == 0)
+    for (; i + W <= n; i += W) put(activation, k, row, column + i, load(x + i));
+  for (; i < n; i++) *activation_at(activation, k, row, column + i) = float_to_bf16(x[i]);
+}
+
+void read_activation(const void* activation, int k, int row, float* out) {
+  for (int i = 0; i < k; i++)
+    out[i] = bf16_to_float(*activation_at(const_cast<void*>(activation), k, row, i));
+}
+
+}  // namespace
+}  // namespace tandem

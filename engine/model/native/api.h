@@ -1,0 +1,101 @@
+// The C interface: what Python calls through ctypes. `library.py` mirrors every struct and function of it.
+//
+// A function that can fail returns 0, or a negative number with the reason in tandem_error() of the same thread.
+// One thread at a time may use a model.
+#pragma once
+
+#include <stdint.h>
+
+#define TANDEM_API extern "C" __attribute__((visibility("default")))
+
+struct tandem_spec {
+  int32_t layers;
+  int32_t hidden;
+  int32_t intermediate;
+  int32_t heads;
+  int32_t kv_heads;
+  int32_t head_dim;
+  int32_t vocab;
+  int32_t dtype;    // tandem::Dtype of weights, activations and cache
+  int32_t qk_norm;  // 1: Q and K are normalised per head
+  float eps;
+};
+
+struct tandem_part {  // rows of a checkpoint's matrix, or elements of its vector
+  const void* data;
+  int64_t rows;
+  int32_t dtype;
+};
+
+// Per layer: group and slot in the cache, and the window (0: unlimited).
+struct tandem_cache {
+  void* data;  // [blocks, slots, 2, kv_heads, block_size, head_dim]
+  int64_t blocks;
+  int32_t slots;
+  int32_t block_size;
+  const int32_t* layer_group;
+  const int32_t* layer_slot;
+  const int32_t* layer_window;
+  int32_t groups;
+};
+
+struct tandem_batch {
+  int32_t tokens;
+  int32_t requests;
+  const int64_t* token_ids;
+  const int64_t* positions;
+  const int32_t* query_start;
+  const int32_t* context_lens;
+  const int64_t* const* slot_mapping;   // per group
+  const int32_t* const* block_tables;   // per group
+  const int64_t* block_table_strides;   // per group
+  const int64_t* logit_rows;
+  int32_t num_logit_rows;
+};
+
+// Where a model's matrices and vectors go.
+enum tandem_linear { TANDEM_QKV, TANDEM_O, TANDEM_GATE_UP, TANDEM_DOWN, TANDEM_HEAD };
+enum tandem_vector { TANDEM_INPUT_NORM, TANDEM_POST_NORM, TANDEM_Q_NORM, TANDEM_K_NORM, TANDEM_FINAL_NORM };
+
+// Where a step's time goes, on the calling thread.
+enum tandem_phase {
+  TANDEM_TIME_EMBED,
+  TANDEM_TIME_NORM,
+  TANDEM_TIME_QKV,
+  TANDEM_TIME_ROTARY,
+  TANDEM_TIME_ATTENTION,
+  TANDEM_TIME_O,
+  TANDEM_TIME_GATE_UP,
+  TANDEM_TIME_DOWN,
+  TANDEM_TIME_HEAD,
+  TANDEM_TIME_COUNT
+};
+
+TANDEM_API const char* tandem_error();
+
+// The instruction set that a model of this dtype would run on; null when there is none. `limit` ("amx",
+// "avx512", "avx2", "portable", or "") forbids everything above it.
+TANDEM_API const char* tandem_instruction_set(int32_t dtype, const char* limit);
+
+struct tandem_model;
+
+// One thread per core number; a negative number leaves that thread free. Null on failure.
+TANDEM_API tandem_model* tandem_create(const tandem_spec*, const int32_t* cores, int32_t threads, const char* limit);
+TANDEM_API void tandem_destroy(tandem_model*);
+
+// Copies. Parts lie one below the other; gate_up takes two, gate and up. Biases may be null.
+TANDEM_API int tandem_load_linear(tandem_model*, int32_t which, int32_t layer, const tandem_part* weights,
+                                  const tandem_part* biases, int32_t count);
+TANDEM_API int tandem_load_vector(tandem_model*, int32_t which, int32_t layer, const tandem_part*);
+// Keeps the pointer: [vocab, hidden].
+TANDEM_API int tandem_use_embedding(tandem_model*, const tandem_part*);
+TANDEM_API int tandem_set_rotary(tandem_model*, const float* inverse_frequencies, int32_t count, float scaling);
+TANDEM_API int tandem_use_cache(tandem_model*, const tandem_cache*);
+
+// One step: begin, layers 0 .. n in ascending ranges, logits. What the batch points to must stay until then.
+TANDEM_API int tandem_begin(tandem_model*, const tandem_batch*);
+TANDEM_API int tandem_run_layers(tandem_model*, int32_t first, int32_t last);
+TANDEM_API int tandem_logits(tandem_model*, float* out, int64_t stride);
+
+// Adds up nanoseconds per phase from now on, if `on`; `out` (TANDEM_TIME_COUNT numbers) gets what was added so far.
+TANDEM_API int tandem_profile(tandem_model*, int32_t on, int64_t* out);

@@ -1,0 +1,188 @@
+// Paged attention on AMX tiles: bfloat16 products, float32 softmax. This is what its two ways share.
+//
+// Scores come transposed, keys x query rows: K's rows are tile rows as they lie in the cache. From there:
+//  - attention_amx_tiles.h, prompts: query rows stay in the lanes; K and V are packed once per key block and used
+//    by many tiles;
+//  - attention_amx_split.h, decodes: few query rows, so scores are stored without gaps, and K and V are read once.
+// The products and sums run in the same order either way, so that the bits are the same.
+#pragma once
+
+#include "attention_common.h"
+#include "tile.h"
+
+namespace tandem {
+namespace {
+
+constexpr int kMaxDim = 256;
+constexpr int kMaxTiles = 16;  // of one task
+constexpr int kSteps = kKeyBlock / 32;
+
+struct AttentionScratch {
+  alignas(64) float scores[kKeyBlock * kLanes + 16];      // + what the last, overlapping store spills
+  alignas(64) char weights[kSteps * 1024];                // bfloat16 tiles
+  alignas(64) char keys[kSteps * (kMaxDim / 16) * 1024];  // per 16 keys, tiles along head_dim
+  alignas(64) char values[kSteps * (kMaxDim / 16) * 1024];
+  alignas(64) float sums[kMaxDim * kLanes];
+  alignas(64) char queries[kMaxTiles][kMaxDim / 32 * 1024];
+  alignas(64) float highest[kMaxTiles][kLanes], total[kMaxTiles][kLanes];
+  alignas(64) float merged[kMaxTiles][kMaxDim * kLanes];  // [dim][lane]
+};
+
+size_t attention_scratch(int) { return sizeof(AttentionScratch); }
+
+constexpr float kLog2E = 1.44269504088896341f;
+
+// Off by up to 8e-5 of the result, which is rounded to bfloat16 anyway: to 2e-3.
+TANDEM_INLINE __m512 power_of_two(__m512 x) {
+  const __m512 r = _mm512_reduce_ps(x, 1);  // x - floor(x)
+  __m512 p = _mm512_set1_ps(0.07802446186542511f);
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.22606724500656128f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.6958335041999817f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.9999251961708069f));
+  return _mm512_scalef_ps(p, x);  // times 2^floor(x)
+}
+
+// Two vectors rounded to bfloat16 (halves up), as 32 elements in the given order: element 2 i + 1 of a vector is
+// its number i, 32 + 2 i + 1 that of the second. Cheaper than the conversion instruction with a permutation.
+TANDEM_INLINE __m512i narrow(__m512 x, __m512 y, const uint16_t* order) {
+  const __m512i half = _mm512_set1_epi32(0x8000);
+  return _mm512_permutex2var_epi16(_mm512_add_epi32(_mm512_castps_si512(x), half), _mm512_load_si512(order),
+                                   _mm512_add_epi32(_mm512_castps_si512(y), half));
+}
+alignas(64) const uint16_t kAlternating[32] = {1,  33, 3,  35, 5,  37, 7,  39, 9,  41, 11, 43, 13, 45, 15, 47,
+                                               17, 49, 19, 51, 21, 53, 23, 55, 25, 57, 27, 59, 29, 61, 31, 63};
+alignas(64) const uint16_t kOneAfterTheOther[32] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21,
+                                                    23, 25, 27, 29, 31, 33, 35, 37, 39, 41, 43,
+                                                    45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
+
+TANDEM_INLINE void transpose(__m512i r[16]) {
+  __m512i t[16];
+#pragma GCC unroll 8
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 16; i += 4) {
+    r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+    r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+    r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+    r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
+    t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
+    t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
+    t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++) {
+    r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
+    r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
+  }
+}
+
+// Q transposed: tile rows are pairs along head_dim, columns are lanes.
+inline void pack_queries(const Attention& a, const Tile& tile, char* out) {
+  const int d = a.cache.head_dim;
+  for (int i = 0; i < d; i += 32, out += 1024) {
+    __m512i r[16];
+    for (int lane = 0; lane < kLanes; lane++) {
+      const float* q = a.q + tile.row[lane] * a.q_stride + tile.head[lane] * d + i;
+      const vf low = load_part(q, d - i), high = d - i > 16 ? load_part(q + 16, d - i - 16) : vf{};
+      r[lane] = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low));
+    }
+    transpose(r);
+    for (int pair = 0; pair < 16; pair++) _mm512_store_si512(out + pair * 64, r[pair]);
+  }
+}
+
+TANDEM_INLINE const uint16_t* cache_row(const Attention& a, const AttentionTask& task, int key) {
+  return static_cast<const uint16_t*>(a.cache.base) + key_offset(a, task, key);
+}
+
+// Rows of K or V of 32 keys of a block. Keys outside [begin, end) are null: what lies there may be anything, even
+// NaN, or beyond the block table.
+struct Rows {
+  const uint16_t* at[32];
+  bool whole;  // none is null
+};
+
+inline Rows find_rows(const Attention& a, const AttentionTask& task, int first, int begin, int end) {
+  Rows rows;
+  rows.whole = begin <= first && first + 32 <= end;
+  const int run = rows.whole && a.cache.block_shift >= 4 ? 16 : 1;  // rows that lie one below the other
+  for (int i = 0; i < 32; i += run) {
+    const int key = first + i;
+    rows.at[i] = key >= begin && key < end ? cache_row(a, task, key) : nullptr;
+    for (int j = 1; j < run; j++) rows.at[i + j] = rows.at[i] + j * a.cache.head_dim;
+  }
+  return rows;
+}
+
+// 32 columns of a row. WHOLE: the row exists and has all of them.
+template <bool WHOLE>
+TANDEM_INLINE __m512i load_row(const uint16_t* row, int from, int left) {
+  if (WHOLE) return _mm512_loadu_si512(row + from);
+  const __mmask32 mask = left >= 32 ? ~0u : (1u << left) - 1;
+  return row ? _mm512_maskz_loadu_epi16(mask, row + from) : _mm512_setzero_si512();
+}
+
+// K as tiles: as the rows lie, but next to each other. Rows of different cache blocks have addresses so alike that
+// they push each other out of the first-level cache.
+template <bool WHOLE>
+inline void pack_keys(const Rows& rows, int d, char* out) {
+  for (int group = 0; group < 32; group += 16)
+    for (int from = 0; from < d; from += 32, out += 1024)
+      for (int i = 0; i < 16; i++)
+        _mm512_store_si512(out + i * 64, load_row<WHOLE>(rows.at[group + i], from, d - from));
+}
+
+// V's columns [begin, end) as tiles, 32 keys by 16 columns: pairs of keys interleaved (the right-hand operand), or
+// transposed (the left-hand one).
+template <bool WHOLE, bool TRANSPOSED>
+inline void pack_values(const Rows& rows, int begin, int end, char* out) {
+  alignas(64) static const uint16_t kInterleave[2][32] = {
+      {0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39,
+       8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47},
+      {16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55,
+       24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63}};
+  for (int from = begin; from < end; from += 32) {
+    for (int half = 0; half < 2; half++, out += 1024) {
+      const __m512i order = _mm512_load_si512(kInterleave[half]);
+      __m512i r[16];
+#pragma GCC unroll 16
+      for (int pair = 0; pair < 16; pair++)
+        r[pair] = _mm512_permutex2var_epi16(load_row<WHOLE>(rows.at[pair * 2], from, end - from), order,
+                                            load_row<WHOLE>(rows.at[pair * 2 + 1], from, end - from));
+      if (TRANSPOSED) transpose(r);
+#pragma GCC unroll 16
+      for (int pair = 0; pair < 16; pair++) _mm512_store_si512(out + pair * 64, r[pair]);
+    }
+  }
+}
+
+TANDEM_INLINE void shift_rows(Rows& rows, int64_t distance) {
+  for (int i = 0; i < 32; i++)
+    if (rows.at[i]) rows.at[i] += distance;
+}
+
+// The 32-key steps of the block at `first` that hold keys of [begin, end).
+struct Steps {
+  int first, begin, end;  // keys
+  int from, to;           // steps
+};
+
+TANDEM_INLINE Steps steps_of(const Tile& tile, int block) {
+  Steps s;
+  s.first = block * kKeyBlock;
+  s.begin = max_int(tile.begin, s.first);
+  s.end = min_int(tile.end, s.first + kKeyBlock);
+  s.from = (s.begin - s.first) >> 5;
+  s.to = (s.end - s.first + 31) >> 5;
+  return s;
+}
+
+}  // namespace
+}  // namespace tandem

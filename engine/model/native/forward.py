@@ -1,0 +1,246 @@
+"""The forward pass of a Llama-like model by the native library (engine.model.forward.Forward)."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from ctypes import c_int32, c_int64, c_void_p
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.cache.groups import KVCacheGroup
+from engine.model.batch import Batch
+from engine.model.native import library
+from engine.model.native.architecture import describe, refusal
+from engine.model.native.build import BuildFailed
+from engine.model.native.weights import Checkpoint, Take, load_weights
+from engine.model.runner import LayerHooks
+from wire.errors import ConfigurationError, InternalError
+
+# With hooks, layers run in ranges, long enough that the calls between them cost nothing: a range covers about so
+# many (tokens x layers).
+_TOKEN_LAYERS_PER_RANGE = 128
+
+
+def supports(config: Any, dtype: torch.dtype, device: torch.device | str = "cpu") -> str | None:
+    """None if `NativeLlamaForward` can compute this model here; otherwise why not. May compile the library."""
+    reason = refusal(config, dtype, torch.device(device))
+    if reason is not None:
+        return reason
+    try:
+        found = library.instruction_set(dtype)
+    except BuildFailed as error:
+        return str(error)
+    return None if found else f"this processor has no kernels for {dtype}"
+
+
+class NativeLlamaForward:
+    """Owns packed copies of the weights and the threads that use them. One step at a time.
+
+    `use_cache` must be called before the first step.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        take: Take,
+        *,
+        dtype: torch.dtype,
+        threads: int,
+        rotary: torch.nn.Module | None = None,
+        instruction_set: str = "",
+        progress: Callable[[float], None] = lambda share: None,
+    ) -> None:
+        """`rotary` is the model's own rotary embedding; made from the configuration if it is None.
+
+        `instruction_set` forbids everything better than the one named.
+        """
+        self._architecture = describe(config)
+        self._dtype = dtype
+        self._cache: torch.Tensor | None = None
+        self._groups = 0
+        self._logits = torch.empty(0)
+        native = library.load()
+        cores = _cores(threads)
+        a = self._architecture
+        spec = library.Spec(
+            layers=a.layers,
+            hidden=a.hidden,
+            intermediate=a.intermediate,
+            heads=a.heads,
+            kv_heads=a.kv_heads,
+            head_dim=a.head_dim,
+            vocab=a.vocab,
+            dtype=library.DTYPES[dtype],
+            qk_norm=a.qk_norm,
+            eps=a.eps,
+        )
+        made = native.tandem_create(
+            spec, (c_int32 * len(cores))(*cores), len(cores), instruction_set.encode()
+        )
+        if made is None:
+            raise ConfigurationError(f"the native model cannot be made: {library.last_error()}")
+        self._model: int = made
+        self._close = weakref.finalize(self, native.tandem_destroy, made)
+        self._native = native
+        self._embedding = load_weights(made, a, take, progress)
+        self._set_rotary(rotary or _rotary_embedding(config))
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        folder: str | os.PathLike[str],
+        config: Any,
+        *,
+        dtype: torch.dtype,
+        threads: int,
+        progress: Callable[[float], None] = lambda share: None,
+    ) -> NativeLlamaForward:
+        """Straight from safetensors files, without a torch model."""
+        files = Checkpoint(Path(folder))
+        return cls(config, files.take, dtype=dtype, threads=threads, progress=progress)
+
+    @classmethod
+    def from_module(
+        cls,
+        module: torch.nn.Module,
+        *,
+        threads: int,
+        instruction_set: str = "",
+        release: bool = False,
+        progress: Callable[[float], None] = lambda share: None,
+    ) -> NativeLlamaForward:
+        """From a transformers model. With `release` each of its matrices is given up as soon as it is packed, so
+        that the weights are never in memory twice; the module is of no use afterwards."""
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+
+        def take(name: str) -> torch.Tensor | None:
+            parameter = parameters.get(name)
+            if parameter is None:
+                return None
+            data = parameter.data
+            if release:
+                parameter.data = torch.empty(0, dtype=data.dtype)
+            return data
+
+        config: Any = module.config
+        rotary: Any = module.model
+        return cls(
+            config,
+            take,
+            dtype=next(iter(parameters.values())).dtype,
+            threads=threads,
+            rotary=rotary.rotary_emb,
+            instruction_set=instruction_set,
+            progress=progress,
+        )
+
+    def use_cache(self, kv_cache: torch.Tensor, groups: Sequence[KVCacheGroup]) -> None:
+        """The tensor [num_blocks, slots, 2, num_kv_heads, block_size, head_dim]; slot s holds layer s of its group."""
+        a = self._architecture
+        expected = (2, a.kv_heads, groups[0].block_size, a.head_dim)
+        if kv_cache.shape[2:] != expected or kv_cache.dtype != self._dtype or not kv_cache.is_contiguous():
+            raise InternalError(
+                f"a KV cache of {tuple(kv_cache.shape)} {kv_cache.dtype} does not fit the model's {expected}"
+            )
+        group_of, slot_of, window_of = ((c_int32 * a.layers)() for _ in range(3))
+        for index, group in enumerate(groups):
+            for slot, layer in enumerate(group.layers):
+                group_of[layer], slot_of[layer] = index, slot
+                window_of[layer] = group.window or 0
+        layout = library.CacheLayout(
+            data=kv_cache.data_ptr(),
+            blocks=kv_cache.shape[0],
+            slots=kv_cache.shape[1],
+            block_size=groups[0].block_size,
+            layer_group=group_of,
+            layer_slot=slot_of,
+            layer_window=window_of,
+            groups=len(groups),
+        )
+        library.check(self._native.tandem_use_cache(self._model, layout))
+        self._cache = kv_cache
+        self._groups = len(groups)
+
+    def __call__(self, batch: Batch, hooks: LayerHooks | None = None) -> torch.Tensor:
+        native, model, layers = self._native, self._model, self._architecture.layers
+        library.check(native.tandem_begin(model, self._step_batch(batch)))
+        if hooks is None:
+            library.check(native.tandem_run_layers(model, 0, layers))
+        else:
+            self._run_with_hooks(hooks, max(1, _TOKEN_LAYERS_PER_RANGE // batch.num_tokens))
+        rows = batch.logit_rows.shape[0]
+        if rows > self._logits.shape[0]:
+            self._logits = torch.empty(rows, self._architecture.vocab)
+        logits = self._logits[:rows]
+        library.check(native.tandem_logits(model, logits.data_ptr(), self._architecture.vocab))
+        return logits
+
+    def close(self) -> None:
+        """Ends the threads and gives the memory back. Nothing may be computed afterwards. Idempotent."""
+        self._close()
+
+    def profile(self, on: bool) -> dict[str, int]:
+        """Nanoseconds per kind of work since profiling was last turned on."""
+        times = (c_int64 * len(library.PHASES))()
+        library.check(self._native.tandem_profile(self._model, on, times))
+        return dict(zip(library.PHASES, times, strict=True))
+
+    def _run_with_hooks(self, hooks: LayerHooks, step: int) -> None:
+        layers = self._architecture.layers
+        for first in range(0, layers, step):
+            last = min(layers, first + step)
+            for layer in range(first, last):
+                hooks.wait_for_layer_load(layer)
+            library.check(self._native.tandem_run_layers(self._model, first, last))
+            for layer in range(first, last):
+                hooks.save_kv_layer(layer)
+
+    def _step_batch(self, batch: Batch) -> library.StepBatch:
+        tables = batch.block_tables
+        if len(tables) != self._groups:
+            raise InternalError(f"a batch of {len(tables)} cache groups for a cache of {self._groups}")
+        pointers = c_void_p * self._groups
+        return library.StepBatch(
+            tokens=batch.num_tokens,
+            requests=batch.num_requests,
+            token_ids=batch.token_ids.data_ptr(),
+            positions=batch.positions.data_ptr(),
+            query_start=batch.query_start.data_ptr(),
+            context_lens=batch.context_lens.data_ptr(),
+            slot_mapping=pointers(*(slots.data_ptr() for slots in batch.slot_mapping)),
+            block_tables=pointers(*(table.data_ptr() for table in tables)),
+            block_table_strides=(c_int64 * self._groups)(*(table.stride(0) for table in tables)),
+            logit_rows=batch.logit_rows.data_ptr(),
+            num_logit_rows=batch.logit_rows.shape[0],
+        )
+
+    def _set_rotary(self, rotary: Any) -> None:
+        frequencies: list[float] = rotary.inv_freq.float().tolist()
+        library.check(
+            self._native.tandem_set_rotary(
+                self._model,
+                (ctypes.c_float * len(frequencies))(*frequencies),
+                len(frequencies),
+                float(rotary.attention_scaling),
+            )
+        )
+
+
+def _rotary_embedding(config: Any) -> Any:
+    # The same for every supported type of model; imported late, because transformers takes its time.
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    return LlamaRotaryEmbedding(config)
+
+
+def _cores(threads: int) -> list[int]:
+    """One core for each thread, of those that this process may use; -1 where they cannot be told."""
+    if not hasattr(os, "sched_getaffinity"):
+        return [-1] * max(1, threads)
+    usable = sorted(os.sched_getaffinity(0))
+    return usable[: threads or len(usable)]

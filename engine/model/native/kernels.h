@@ -1,0 +1,156 @@
+// What the instruction-set units and the rest of the library share: plain structs and one table of functions.
+//
+// Each unit (portable, avx2, avx512, amx) is compiled with its own flags. So nothing here may generate code: an
+// inline function compiled with AVX-512 flags could be the copy that the linker keeps for everybody.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+namespace tandem {
+
+enum class Dtype : int32_t { f32 = 0, bf16 = 1, f16 = 2 };
+
+// Softmax runs over blocks of this many keys, aligned to absolute positions, each with its own maximum; blocks
+// are merged in order. A row's result therefore does not depend on the rows beside it, on how its prompt was
+// cut into chunks, or on the number of threads.
+constexpr int kKeyBlock = 256;
+constexpr int kKeyBlockShift = 8;
+
+// Query rows (token, head of the group) that attention takes at once.
+constexpr int kLanes = 16;
+
+// A linear layer, packed by the unit that runs it. Weights of K inputs are zero-padded to the unit's step.
+struct Linear {
+  const void* panels;
+  const float* bias;  // in the order of the packed columns, padded; null without bias
+  int n;              // outputs
+  int k;              // inputs
+};
+
+// Rows of a checkpoint's matrix, [rows, k] and contiguous. Several parts make one fused matrix.
+struct WeightPart {
+  const void* data;
+  int64_t rows;
+  Dtype dtype;
+};
+
+enum class GemmOut : int32_t {
+  store,     // out = x w + bias
+  add,       // out += x w + bias
+  silu_mul,  // activation = silu(x gate) * (x up); gate and up columns alternate in the packed matrix
+};
+
+struct Gemm {
+  const void* x;  // an activation: rows as this unit's gemm reads them
+  int m;
+  Linear w;
+  GemmOut kind;
+  float* out;
+  int64_t out_stride;
+  void* activation;  // of w.n / 2 columns, with silu_mul
+  int threads;       // a hint for the size of tasks
+};
+
+// RMSNorm of rows of x into an activation.
+struct Norm {
+  const float* x;
+  int64_t stride;
+  int n;
+  const float* weight;
+  float eps;
+  const int64_t* rows;  // row i of the activation is row rows[i] of x; null: row i
+  void* activation;
+};
+
+// One layer of the paged cache. Strides are in elements.
+struct Cache {
+  void* base;  // of the layer's slot in block 0
+  int64_t block_stride;
+  int64_t kv_stride;    // from K to V
+  int64_t head_stride;  // block_size * head_dim
+  int block_shift;      // log2 of the block size
+  int head_dim;
+  Dtype dtype;
+};
+
+// Per-head norm and rotary embedding of Q and K, in place; K and V to the cache.
+struct Rotary {
+  float* qkv;
+  int64_t stride;
+  int heads;
+  int kv_heads;
+  int head_dim;
+  const float* q_norm;  // null without
+  const float* k_norm;
+  float eps;
+  const float* table;  // per position: head_dim / 2 cosines, then as many sines
+  const int64_t* positions;
+  const int64_t* slots;
+  Cache cache;
+};
+
+struct Attention {
+  const float* q;
+  int64_t q_stride;
+  Cache cache;
+  int group;  // query heads per KV head
+  float scale;
+  int window;  // 0: unlimited
+  const int32_t* table;
+  int64_t table_stride;
+  const int32_t* query_start;
+  const int32_t* context_lens;
+  void* activation;  // of `out_columns` columns
+  int out_columns;
+  float* partials;
+  int32_t* pending;  // per (request, KV head) that is split: its blocks that are not finished
+  char* scratch;     // of the calling thread
+};
+
+// Either whole query tiles over all their keys, or (`blocks` > 0) the request's only tile over one key block.
+struct AttentionTask {
+  int32_t request;
+  int32_t kv_head;
+  int32_t tile_begin;
+  int32_t tile_end;
+  int32_t block;        // with blocks > 0: which key block
+  int32_t first_block;  // with blocks > 0: where the request's keys begin
+  int32_t blocks;       // 0: not split
+  int32_t pending;      // with blocks > 0: index into Attention::pending
+  int64_t partial;      // with blocks > 0: offset into Attention::partials, of first_block's partial
+};
+
+// All sizes in bytes unless they say otherwise.
+struct Kernels {
+  const char* name;
+  Dtype dtype;  // of weights, and of the cache
+  size_t (*weight_bytes)(int n, int k);
+  int (*padded_columns)(int n);
+  int (*panels)(int n);  // units in which packing is divided
+  // Packs panels [begin, end) of the matrix that the parts make, one below the other; with `interleave` of two
+  // parts of equal size, whose columns alternate in steps of this unit (silu_mul).
+  void (*pack)(void* panels, const WeightPart* parts, int count, bool interleave, int k, int begin, int end);
+  void (*pack_bias)(float* bias, const WeightPart* parts, int count, bool interleave);
+  size_t (*activation_bytes)(int rows, int k);
+  void (*read_activation)(const void* activation, int k, int row, float* out);
+  void (*write_activation)(void* activation, int k, int row, const float* x);
+  int (*gemm_tasks)(const Gemm&);
+  void (*gemm)(const Gemm&, int task);
+  void (*norm)(const Norm&, int begin, int end);
+  void (*rotary)(const Rotary&, int begin, int end);
+  size_t (*attention_scratch)(int head_dim);
+  int64_t (*partial_floats)(int head_dim, int lanes);
+  // `next` is a split task that will soon run, or null: its K and V are worth fetching.
+  void (*attention)(const Attention&, const AttentionTask&, const AttentionTask* next);
+  void (*enter)();  // a thread begins to run kernels; leave() when it has finished
+  void (*leave)();
+};
+
+// Null where the processor lacks the unit or the unit the dtype.
+const Kernels* portable_kernels(Dtype);
+const Kernels* avx2_kernels(Dtype);
+const Kernels* avx512_kernels(Dtype);
+const Kernels* amx_kernels(Dtype);
+
+}  // namespace tandem

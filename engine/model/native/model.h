@@ -1,0 +1,88 @@
+// A decoder of the Llama family and one step of it.
+#pragma once
+
+#include <stdint.h>
+
+#include <set>
+#include <vector>
+
+#include "api.h"
+#include "kernels.h"
+#include "plan.h"
+#include "region.h"
+#include "team.h"
+
+namespace tandem {
+
+// The best kernels that this processor has for the dtype, not above `limit`; null without any.
+const Kernels* choose_kernels(Dtype dtype, const char* limit);
+
+class Model {
+ public:
+  Model(const tandem_spec& spec, const Kernels* kernels, std::vector<int> cores);
+
+  void load_linear(int which, int layer, const tandem_part* weights, const tandem_part* biases, int count);
+  void load_vector(int which, int layer, const tandem_part& part);
+  void use_embedding(const tandem_part& part);
+  void set_rotary(const float* inverse_frequencies, int count, float scaling);
+  void use_cache(const tandem_cache& cache);
+
+  void begin(const tandem_batch& batch);
+  void run_layers(int first, int last);
+  void logits(float* out, int64_t stride);
+
+  void profile(bool on, int64_t* out);
+
+ private:
+  struct Layer {
+    Linear qkv{}, o{}, gate_up{}, down{};
+    std::vector<float> input_norm, post_norm, q_norm, k_norm;
+    int group = 0, slot = 0, plan = 0;
+  };
+
+  class Stopwatch;
+
+  Linear& linear(int which, int layer);
+  std::vector<float>& vector(int which, int layer);
+  void require_loaded() const;
+  void reserve(int tokens, int logit_rows);
+  void extend_rotary(int64_t positions);
+  Cache layer_cache(const Layer& layer) const;
+
+  void embed(int thread);
+  void run_layer(int index, int thread, Stopwatch& time);
+  void normalise(int thread, const Norm& norm, int rows);
+  void multiply(int thread, const Gemm& gemm);
+  Gemm product(const void* x, const Linear& w, GemmOut kind) const;
+  void attend(int thread, const Layer& layer);
+
+  const tandem_spec spec_;
+  const Kernels* const kernels_;
+  Team team_;
+  const int q_size_, qkv_size_;
+
+  Region weights_;
+  std::vector<Layer> layers_;
+  Linear head_{};
+  std::set<const Linear*> missing_;  // not loaded yet
+  std::vector<float> final_norm_;
+  std::vector<std::vector<float>> biases_;
+  tandem_part embedding_{};
+  std::vector<float> inverse_frequencies_;
+  float rotary_scaling_ = 1;
+  std::vector<float> rotary_;  // per position: cosines, then sines; grows with the positions seen
+
+  tandem_cache cache_{};
+  int block_shift_ = 0;
+  std::vector<AttentionPlan> plans_;  // per different (group, window)
+
+  tandem_batch batch_{};
+  int next_layer_ = -1;  // that run_layers expects; -1: no step has begun
+  Region x_, qkv_, normed_, attended_, gated_, sampled_, partials_, scratch_;
+  int64_t scratch_stride_ = 0;
+
+  bool profiling_ = false;
+  int64_t times_[TANDEM_TIME_COUNT] = {};
+};
+
+}  // namespace tandem

@@ -1,0 +1,64 @@
+#include "plan.h"
+
+#include <algorithm>
+
+namespace tandem {
+namespace {
+
+constexpr int kMaxTiles = 16;      // of a task: they share the packing of K and V
+constexpr int kTasksPerThread = 4;  // so that threads finish together
+
+int64_t keys_of(const AttentionTask& t) {
+  return t.blocks > 0 ? 1 : static_cast<int64_t>(t.tile_end) * (t.tile_end - t.tile_begin);
+}
+
+}  // namespace
+
+void AttentionPlan::make(const tandem_batch& batch, const tandem_spec& spec, const Kernels& kernels, int threads) {
+  const int heads = spec.heads / spec.kv_heads;
+  tasks.clear();
+  pending.clear();
+  partial_floats = 0;
+
+  int64_t all_tiles = 0;
+  for (int r = 0; r < batch.requests; r++) {
+    const int lanes = (batch.query_start[r + 1] - batch.query_start[r]) * heads;
+    if (lanes > kLanes) all_tiles += static_cast<int64_t>((lanes + kLanes - 1) / kLanes) * spec.kv_heads;
+  }
+  const int64_t share = threads == 1 ? kMaxTiles : all_tiles / (kTasksPerThread * threads);
+  const int tiles_per_task = static_cast<int>(std::clamp<int64_t>(share, 1, kMaxTiles));
+
+  for (int r = 0; r < batch.requests; r++) {
+    const int queries = batch.query_start[r + 1] - batch.query_start[r], lanes = queries * heads;
+    const int past = batch.context_lens[r] - queries;
+    for (int h = 0; h < spec.kv_heads; h++) {
+      AttentionTask task{};
+      task.request = r;
+      task.kv_head = h;
+      if (lanes > kLanes) {
+        const int tiles = (lanes + kLanes - 1) / kLanes;
+        for (int t = 0; t < tiles; t += tiles_per_task) {
+          task.tile_begin = t;
+          task.tile_end = std::min(tiles, t + tiles_per_task);
+          tasks.push_back(task);
+        }
+        continue;
+      }
+      const int low = window ? std::max(0, past - window + 1) : 0;
+      task.first_block = low >> kKeyBlockShift;
+      task.blocks = ((batch.context_lens[r] - 1) >> kKeyBlockShift) - task.first_block + 1;
+      task.pending = static_cast<int32_t>(pending.size());
+      task.partial = partial_floats;
+      pending.push_back(task.blocks);
+      partial_floats += kernels.partial_floats(spec.head_dim, lanes) * task.blocks;
+      for (int b = 0; b < task.blocks; b++) {
+        task.block = task.first_block + b;
+        tasks.push_back(task);
+      }
+    }
+  }
+  std::stable_sort(tasks.begin(), tasks.end(),
+                   [](const AttentionTask& a, const AttentionTask& b) { return keys_of(a) > keys_of(b); });
+}
+
+}  // namespace tandem

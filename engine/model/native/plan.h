@@ -1,0 +1,24 @@
+// How one step's attention is divided into tasks. The same for all layers that share a block table and a window.
+#pragma once
+
+#include <stdint.h>
+
+#include <vector>
+
+#include "api.h"
+#include "kernels.h"
+
+namespace tandem {
+
+struct AttentionPlan {
+  int group;
+  int window;
+
+  std::vector<AttentionTask> tasks;  // largest first
+  std::vector<int32_t> pending;
+  int64_t partial_floats;
+
+  void make(const tandem_batch& batch, const tandem_spec& spec, const Kernels& kernels, int threads);
+};
+
+}  // namespace tandem

@@ -1,0 +1,51 @@
+#include "region.h"
+
+#include <stdint.h>
+#include <sys/mman.h>
+
+#include <new>
+#include <utility>
+
+namespace tandem {
+namespace {
+
+constexpr size_t kHugePage = size_t{1} << 21;
+constexpr size_t kSlack = 4096;  // tile prefetches run past the end, tile loads past a row's
+
+}  // namespace
+
+Region::Region(size_t bytes) : size_(bytes) {
+  mapped_ = bytes + kSlack + kHugePage;
+  mapping_ = mmap(nullptr, mapped_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (mapping_ == MAP_FAILED) {
+    mapping_ = nullptr;
+    throw std::bad_alloc();
+  }
+  const auto address = reinterpret_cast<uintptr_t>(mapping_);
+  data_ = static_cast<char*>(mapping_) + ((kHugePage - address % kHugePage) % kHugePage);
+#if defined(MADV_HUGEPAGE)
+  if (bytes >= kHugePage) madvise(data_, bytes, MADV_HUGEPAGE);
+#endif
+}
+
+Region::~Region() {
+  if (mapping_) munmap(mapping_, mapped_);
+}
+
+Region::Region(Region&& other) noexcept { *this = std::move(other); }
+
+Region& Region::operator=(Region&& other) noexcept {
+  std::swap(mapping_, other.mapping_);
+  std::swap(mapped_, other.mapped_);
+  std::swap(data_, other.data_);
+  std::swap(size_, other.size_);
+  return *this;
+}
+
+void Region::reserve(size_t bytes) {
+  if (bytes <= size_) return;
+  *this = Region();  // the old one goes first: both together may not fit
+  *this = Region(bytes);
+}
+
+}  // namespace tandem

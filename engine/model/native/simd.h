@@ -1,0 +1,166 @@
+// Vectors of the width that the unit is compiled for, in GCC's vector extensions: one source for every
+// instruction set. Included by units only; everything has internal linkage (see kernels.h).
+#pragma once
+
+#include <math.h>
+#include <string.h>
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+#include "kernels.h"
+
+namespace tandem {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int W = 16;
+#elif defined(__AVX2__)
+constexpr int W = 8;
+#else
+constexpr int W = 4;
+#endif
+
+typedef float vf __attribute__((vector_size(W * 4)));
+typedef int32_t vi __attribute__((vector_size(W * 4)));
+typedef uint32_t vu __attribute__((vector_size(W * 4)));
+typedef uint16_t vh __attribute__((vector_size(W * 2)));
+
+#define TANDEM_INLINE inline __attribute__((always_inline))
+
+TANDEM_INLINE int round_up(int x, int step) { return (x + step - 1) / step * step; }
+TANDEM_INLINE int min_int(int a, int b) { return a < b ? a : b; }
+TANDEM_INLINE int max_int(int a, int b) { return a > b ? a : b; }
+
+// The same bits as another type of vector.
+template <typename To, typename From>
+TANDEM_INLINE To cast(From v) {
+  return (To)v;
+}
+
+TANDEM_INLINE vf load(const float* p) {
+  vf v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+TANDEM_INLINE void store(float* p, vf v) { memcpy(p, &v, sizeof v); }
+TANDEM_INLINE vf load_part(const float* p, int n) {
+  if (n >= W) return load(p);
+  vf v = {};
+  memcpy(&v, p, static_cast<size_t>(n) * 4);
+  return v;
+}
+TANDEM_INLINE void store_part(float* p, vf v, int n) {
+  if (n >= W) return store(p, v);
+  memcpy(p, &v, static_cast<size_t>(n) * 4);
+}
+TANDEM_INLINE vf splat(float x) { return x - vf{}; }
+
+TANDEM_INLINE vf select(vi mask, vf a, vf b) { return mask ? a : b; }
+TANDEM_INLINE vf vmax(vf a, vf b) { return select(a > b, a, b); }
+
+TANDEM_INLINE float sum(vf v) {
+  float lanes[W];
+  memcpy(lanes, &v, sizeof v);
+  for (int half = W / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
+  return lanes[0];
+}
+
+TANDEM_INLINE float bf16_to_float(uint16_t h) {
+  uint32_t bits = static_cast<uint32_t>(h) << 16;
+  float x;
+  memcpy(&x, &bits, 4);
+  return x;
+}
+TANDEM_INLINE uint16_t float_to_bf16(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  if (x != x) return static_cast<uint16_t>((bits >> 16) | 0x40);
+  return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+// Read byte-wise: a matrix inside a memory-mapped file need not be aligned.
+inline float element(const void* data, int64_t i, Dtype dtype) {
+  if (dtype == Dtype::f32) {
+    float x;
+    memcpy(&x, static_cast<const char*>(data) + i * 4, 4);
+    return x;
+  }
+  uint16_t h;
+  memcpy(&h, static_cast<const char*>(data) + i * 2, 2);
+  if (dtype == Dtype::bf16) return bf16_to_float(h);
+  const uint32_t sign = static_cast<uint32_t>(h & 0x8000) << 16;
+  const uint32_t exponent = (h >> 10) & 31, fraction = h & 1023;
+  if (exponent == 0) {
+    const float x = static_cast<float>(fraction) * 5.9604644775390625e-8f;
+    return sign ? -x : x;
+  }
+  const uint32_t bits =
+      sign | (exponent == 31 ? 0x7f800000u : (exponent + 112) << 23) | (fraction << 13);
+  float x;
+  memcpy(&x, &bits, 4);
+  return x;
+}
+
+TANDEM_INLINE vf load_bf16(const uint16_t* p) {
+  vh h;
+  memcpy(&h, p, sizeof h);
+  const vu wide = __builtin_convertvector(h, vu) << 16;
+  return cast<vf>(wide);
+}
+TANDEM_INLINE vh to_bf16(vf x) {
+#if defined(__AVX512BF16__)
+  const __m256bh narrow = _mm512_cvtneps_pbh(x);
+  return cast<vh>(narrow);
+#else
+  const vu bits = cast<vu>(x);
+  const vu rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  const vi is_nan = x != x;
+  const vu quiet = (bits >> 16) | 0x40;
+  const vu chosen = is_nan ? quiet : rounded;
+  return __builtin_convertvector(chosen, vh);
+#endif
+}
+TANDEM_INLINE void store_bf16(uint16_t* p, vf x) {
+  const vh h = to_bf16(x);
+  memcpy(p, &h, sizeof h);
+}
+
+// e^x to about one unit in the last place; 0 below the smallest normal number, -inf included.
+TANDEM_INLINE vf vexp(vf x) {
+  const vf low = splat(-87.0f), high = splat(88.0f);
+  const vi vanishes = x < low;
+  vf y = select(vanishes, low, x);
+  y = select(y > high, high, y);
+  const vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, kept in the low bits
+  const vf shifted = y * 1.44269504088896341f + magic;
+  const vf n = shifted - magic;
+  vf r = y - n * 0.693145751953125f;
+  r = r - n * 1.42860682030941723212e-6f;
+  vf p = splat(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + r + 1.0f;
+  const vi exponent = cast<vi>(shifted) << 23;
+  const vi scaled = cast<vi>(p) + exponent;
+  return select(vanishes, vf{}, cast<vf>(scaled));
+}
+
+// a x + b y, rounded the same way wherever it stands.
+TANDEM_INLINE vf combine(vf a, vf x, vf b, vf y) {
+#if defined(__AVX512F__)
+  return _mm512_fmadd_ps(a, x, _mm512_mul_ps(b, y));
+#else
+  return a * x + b * y;
+#endif
+}
+
+TANDEM_INLINE vf silu(vf x) { return x / (1.0f + vexp(-x)); }
+
+}  // namespace
+}  // namespace tandem

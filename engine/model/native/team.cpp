@@ -1,0 +1,142 @@
+#include "team.h"
+
+#include <time.h>
+
+#if defined(__linux__)
+#include <pthread.h>
+#include <sched.h>
+#endif
+
+namespace tandem {
+namespace {
+
+// How long a thread looks before it sleeps: longer than another thread's share of a phase usually is, short
+// enough that an idle engine costs nothing.
+constexpr int64_t kSpinNanoseconds = 50'000;
+
+int64_t now() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return t.tv_sec * 1'000'000'000LL + t.tv_nsec;
+}
+
+// Counts for ever: past the largest number it begins again.
+int next(int count) { return static_cast<int>(static_cast<unsigned>(count) + 1); }
+
+void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#endif
+}
+
+// Returns when `value` is no longer `old`.
+void await_change(std::atomic<int>& value, int old) {
+  int64_t deadline = 0;
+  for (;;) {
+    for (int i = 0; i < 64; i++) {
+      if (value.load(std::memory_order_acquire) != old) return;
+      pause();
+    }
+    const int64_t t = now();
+    if (deadline == 0) deadline = t + kSpinNanoseconds;
+    if (t > deadline) break;
+  }
+  value.wait(old, std::memory_order_acquire);
+}
+
+// Keeps the calling thread on a core while a step runs, and gives it back its freedom afterwards.
+class Pin {
+ public:
+  explicit Pin(int core) {
+#if defined(__linux__)
+    if (core < 0 || sched_getaffinity(0, sizeof before_, &before_) != 0) return;
+    if (CPU_COUNT(&before_) == 1) return;
+    cpu_set_t only;
+    CPU_ZERO(&only);
+    CPU_SET(core, &only);
+    changed_ = sched_setaffinity(0, sizeof only, &only) == 0;
+#else
+    (void)core;
+#endif
+  }
+  ~Pin() {
+#if defined(__linux__)
+    if (changed_) sched_setaffinity(0, sizeof before_, &before_);
+#endif
+  }
+  Pin(const Pin&) = delete;
+  Pin& operator=(const Pin&) = delete;
+
+ private:
+#if defined(__linux__)
+  cpu_set_t before_;
+  bool changed_ = false;
+#endif
+};
+
+}  // namespace
+
+Team::Team(std::vector<int> cores) : cores_(std::move(cores)), counters_(new Counter[cores_.size()]) {
+  try {
+    for (int i = 1; i < size(); i++) threads_.emplace_back([this, i] { serve(i); });
+  } catch (...) {
+    stopping_ = true;
+    generation_.fetch_add(1);
+    generation_.notify_all();
+    for (std::thread& t : threads_) t.join();
+    throw;
+  }
+}
+
+Team::~Team() {
+  stopping_ = true;
+  generation_.fetch_add(1, std::memory_order_release);
+  generation_.notify_all();
+  for (std::thread& t : threads_) t.join();
+}
+
+void Team::serve(int thread) {
+#if defined(__linux__)
+  if (cores_[thread] >= 0) {
+    cpu_set_t only;
+    CPU_ZERO(&only);
+    CPU_SET(cores_[thread], &only);
+    pthread_setaffinity_np(pthread_self(), sizeof only, &only);  // refused: it runs where it may
+  }
+#endif
+  for (int seen = 0;; seen = next(seen)) {
+    await_change(generation_, seen);
+    if (stopping_) return;
+    (*work_)(thread);
+    barrier();
+  }
+}
+
+void Team::run(const std::function<void(int)>& work) {
+  if (size() == 1) {
+    counters_[0].taken.store(0, std::memory_order_relaxed);
+    return work(0);
+  }
+  const Pin pin(cores_[0]);
+  for (int i = 0; i < size(); i++) counters_[i].taken.store(0, std::memory_order_relaxed);
+  work_ = &work;
+  generation_.fetch_add(1, std::memory_order_release);
+  generation_.notify_all();
+  work(0);
+  barrier();
+}
+
+void Team::barrier() {
+  if (size() == 1) {
+    counters_[0].taken.store(0, std::memory_order_relaxed);
+    return;
+  }
+  const int phase = phase_.load(std::memory_order_relaxed);
+  if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 < size()) return await_change(phase_, phase);
+  for (int i = 0; i < size(); i++) counters_[i].taken.store(0, std::memory_order_relaxed);
+  arrived_.store(0, std::memory_order_relaxed);
+  phase_.store(next(phase), std::memory_order_release);
+  phase_.notify_all();
+}
+
+}  // namespace tandem

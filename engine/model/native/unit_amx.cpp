@@ -1,0 +1,78 @@
+// Kernels for AMX: bfloat16 only.
+#if defined(__x86_64__) && defined(__linux__)
+
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "activation_tiles.h"
+//
+#include "attention_amx_split.h"
+#include "attention_amx_tiles.h"
+#include "gemm_amx.h"
+
+namespace tandem {
+namespace {
+
+void attention(const Attention& a, const AttentionTask& task, const AttentionTask* next) {
+  AttentionScratch& s = *reinterpret_cast<AttentionScratch*>(a.scratch);
+  if (task.blocks > 0)
+    attend_split(a, task, next, s);
+  else
+    attend_tiles(a, task, s);
+}
+
+}  // namespace
+}  // namespace tandem
+
+#include "unit.h"
+
+namespace tandem {
+namespace {
+
+bool processor_has_amx() {
+  unsigned a, b, c, d;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+  return (d >> 22 & 1) && (d >> 24 & 1);  // AMX-BF16, AMX-TILE
+}
+
+// Linux gives the tile registers' state to a process that asks for it.
+bool system_permits_amx() {
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+
+bool can_use_amx() {
+  return processor_has_amx() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && system_permits_amx();
+}
+
+constexpr Kernels amx_table() {
+  Kernels k = table("amx", Dtype::bf16);
+  k.weight_bytes = weight_bytes;
+  k.pack = pack;
+  k.gemm = gemm;
+  k.enter = tile_enter;
+  k.leave = tile_leave;
+  return k;
+}
+
+}  // namespace
+
+const Kernels* amx_kernels(Dtype dtype) {
+  static const bool can = can_use_amx();
+  static const Kernels kernels = amx_table();
+  return can && dtype == Dtype::bf16 ? &kernels : nullptr;
+}
+
+}  // namespace tandem
+
+#else
+
+#include "kernels.h"
+
+namespace tandem {
+const Kernels* amx_kernels(Dtype) { return nullptr; }
+}  // namespace tandem
+
+#endif

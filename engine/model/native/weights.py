@@ -1,0 +1,119 @@
+"""From a checkpoint's matrices to the library's packed ones."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from engine.model.native import library
+from engine.model.native.architecture import Architecture
+from wire.errors import ConfigurationError
+
+Take = Callable[[str], torch.Tensor | None]
+"""A tensor by its name in the checkpoint. It is read once, and need not stay."""
+
+
+class Checkpoint:
+    """A folder of safetensors files. Tensors are views of the mapped files: reading one costs no memory."""
+
+    def __init__(self, folder: Path) -> None:
+        self._files: dict[str, Any] = {}
+        self._folder = folder
+        index = folder / "model.safetensors.index.json"
+        try:
+            names = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else None
+            for name in sorted(names or {"model.safetensors"}):
+                file: Any = safe_open(folder / name, framework="pt")
+                self._files.update((key, file) for key in file.keys())  # noqa: SIM118
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            raise ConfigurationError(f"the weights in {folder} cannot be read: {error}") from error
+
+    def take(self, name: str) -> torch.Tensor | None:
+        file = self._files.get(name)
+        return None if file is None else file.get_tensor(name)
+
+
+def load_weights(
+    model: int, architecture: Architecture, take: Take, progress: Callable[[float], None]
+) -> torch.Tensor:
+    """Packs everything. Returns the embedding, which the library reads where it is: it must stay alive."""
+    native = library.load()
+    a = architecture
+    queries, keys = a.heads * a.head_dim, a.kv_heads * a.head_dim
+
+    def vector(which: int, layer: int, name: str, size: int) -> None:
+        tensor = _required(take, name, (size,))
+        library.check(native.tandem_load_vector(model, which, layer, library.part(tensor)))
+
+    def linear(which: int, layer: int, inputs: int, outputs: dict[str, int]) -> None:
+        weights = [_required(take, f"{name}.weight", (rows, inputs)) for name, rows in outputs.items()]
+        biases = [_usable(take, f"{name}.bias", (rows,)) for name, rows in outputs.items()]
+        # Where only some of what is fused has a bias, the others' is zero.
+        filled = [
+            torch.zeros(weight.shape[0]) if bias is None else bias
+            for weight, bias in zip(weights, biases, strict=True)
+        ]
+        library.check(
+            native.tandem_load_linear(
+                model,
+                which,
+                layer,
+                _parts(weights),
+                None if all(bias is None for bias in biases) else _parts(filled),
+                len(weights),
+            )
+        )
+
+    for layer in range(a.layers):
+        prefix = f"model.layers.{layer}"
+        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        vector(library.INPUT_NORM, layer, f"{prefix}.input_layernorm.weight", a.hidden)
+        vector(library.POST_NORM, layer, f"{prefix}.post_attention_layernorm.weight", a.hidden)
+        if a.qk_norm:
+            vector(library.Q_NORM, layer, f"{attention}.q_norm.weight", a.head_dim)
+            vector(library.K_NORM, layer, f"{attention}.k_norm.weight", a.head_dim)
+        parts = {f"{attention}.q_proj": queries, f"{attention}.k_proj": keys, f"{attention}.v_proj": keys}
+        linear(library.QKV, layer, a.hidden, parts)
+        linear(library.OUTPUT, layer, queries, {f"{attention}.o_proj": a.hidden})
+        parts = {f"{mlp}.gate_proj": a.intermediate, f"{mlp}.up_proj": a.intermediate}
+        linear(library.GATE_UP, layer, a.hidden, parts)
+        linear(library.DOWN, layer, a.intermediate, {f"{mlp}.down_proj": a.hidden})
+        progress((layer + 1) / (a.layers + 1))
+    vector(library.FINAL_NORM, 0, "model.norm.weight", a.hidden)
+    embedding = _required(take, "model.embed_tokens.weight", (a.vocab, a.hidden))
+    head = embedding if a.tied else _required(take, "lm_head.weight", (a.vocab, a.hidden))
+    library.check(native.tandem_load_linear(model, library.HEAD, 0, _parts([head]), None, 1))
+    library.check(native.tandem_use_embedding(model, library.part(embedding)))
+    progress(1.0)
+    return embedding
+
+
+def _required(take: Take, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    tensor = _usable(take, name, shape)
+    if tensor is None:
+        raise ConfigurationError(f"the model cannot be served: its checkpoint lacks {name}")
+    return tensor
+
+
+def _usable(take: Take, name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
+    tensor = take(name)
+    if tensor is None:
+        return None
+    if tensor.shape != shape:
+        raise ConfigurationError(
+            f"the model cannot be served: {name} is {tuple(tensor.shape)} in its checkpoint, and {shape} by its "
+            "configuration"
+        )
+    if tensor.dtype not in library.DTYPES:
+        tensor = tensor.float()
+    return tensor.contiguous()
+
+
+def _parts(tensors: list[Any]) -> ctypes.Array[library.Part]:
+    return (library.Part * len(tensors))(*map(library.part, tensors))
