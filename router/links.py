@@ -47,6 +47,11 @@ class NodeLinks:
     def malformed(self) -> int:
         return self._inbox.malformed
 
+    @property
+    def died(self) -> str | None:
+        """Why no node is heard any more."""
+        return self._inbox.died
+
     def _receive(self, message: TokenBatch | NodeStatus) -> None:
         """In the Inbox's thread. Only the message that finds the queue empty wakes the loop."""
         self._arrived.append(message)

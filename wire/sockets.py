@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import zmq
 
-from wire.errors import InternalError, NodeLost
+from wire.errors import ConfigurationError, InternalError, NodeLost
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,8 @@ class Inbox(Generic[M]):
     """Receives messages of one type in a thread of its own, and hands each to `on_message` there.
 
     A frame that does not decode is counted in `malformed` and dropped; nothing a peer sends ends the thread.
-    An exception out of `on_message` is logged and counted in `handler_errors`: the stream goes on.
+    An exception out of `on_message` is logged and counted in `handler_errors`: the stream goes on. Should the
+    thread end all the same, `died` says why.
     """
 
     def __init__(
@@ -48,12 +49,22 @@ class Inbox(Generic[M]):
         self._name = name
         self.malformed = 0
         self.handler_errors = 0
+        self.died: str | None = None  # why the thread ended although nobody closed the Inbox
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PULL)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        self._socket.bind(f"tcp://{host}:{port or '*'}")
+        self._socket.setsockopt(zmq.IPV6, ":" in host)
+        address = f"[{host}]" if ":" in host else host
+        try:
+            self._socket.bind(f"tcp://{address}:{port or '*'}")
+        except zmq.ZMQError as error:
+            self._socket.close(linger=0)
+            self._context.term()
+            raise ConfigurationError(
+                f"{name}: cannot listen on {host}:{port or 'any port'}: {error}"
+            ) from error
         self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         # An inproc pair, so that close() wakes the thread instead of a timeout polling for it.
         stop_address = f"inproc://stop-{id(self)}"
@@ -66,6 +77,14 @@ class Inbox(Generic[M]):
         self._thread.start()
 
     def _receive(self) -> None:
+        try:
+            self._receive_until_closed()
+        except Exception as error:
+            # Whoever owns the Inbox looks at `died`: an end that nobody notices would leave everybody waiting.
+            self.died = f"{type(error).__name__}: {error}"
+            logger.exception("%s: the receiving thread died", self._name)
+
+    def _receive_until_closed(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._stop_receiver, zmq.POLLIN)
@@ -120,7 +139,10 @@ class Outbox:
         self._closed = False
 
     def send(self, endpoint: str, message: msgspec.Struct) -> None:
-        """Raises NodeLost when the endpoint's queue is full: its reader has been gone or stuck for long."""
+        """Raises NodeLost when the endpoint's queue is full: its reader has been gone or stuck for long.
+
+        After close() nothing is sent and nothing is raised: whoever closes has no use for what others still say.
+        """
         frame = self._encoder.encode(message)
         with self._lock:
             if self._closed:
@@ -137,6 +159,7 @@ class Outbox:
 
     def _connect(self, endpoint: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.PUSH)
+        socket.setsockopt(zmq.IPV6, "[" in endpoint)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDHWM, SEND_QUEUE_FRAMES)
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
@@ -182,6 +205,10 @@ class Channel(Generic[M]):
     @property
     def malformed(self) -> int:
         return self._inbox.malformed
+
+    @property
+    def died(self) -> str | None:
+        return self._inbox.died
 
     def send(self, endpoint: str, message: msgspec.Struct) -> None:
         self._outbox.send(endpoint, message)

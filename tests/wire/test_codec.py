@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.wire.struct_strategies import values_of
+from wire.handoff import HandoffMessage
+from wire.nodes import NodeInfo
+from wire.requests import Cancel, Submit, TokenBatch, TokenChunk, ToNode, ToRouter
+from wire.sampling import SamplingParams
+
+CHANNELS = [ToNode, ToRouter, HandoffMessage, NodeInfo]
+
+
+@pytest.mark.parametrize("channel", CHANNELS, ids=["to node", "to router", "handoff", "node info"])
+@given(data=st.data())
+def test_every_message_arrives_as_it_was_sent(channel: Any, data: st.DataObject) -> None:
+    message = data.draw(values_of(channel))
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=channel) == message
+
+
+@pytest.mark.parametrize("channel", CHANNELS, ids=["to node", "to router", "handoff", "node info"])
+@given(data=st.data())
+def test_a_damaged_frame_is_refused_or_a_message_never_anything_else(
+    channel: Any, data: st.DataObject
+) -> None:
+    frame = bytearray(msgspec.msgpack.encode(data.draw(values_of(channel))))
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(frame) - 1))
+        frame[at] = data.draw(st.integers(0, 255))
+    cut = data.draw(st.integers(0, len(frame)))
+    for damaged in (bytes(frame), bytes(frame[:cut])):
+        try:
+            assert isinstance(msgspec.msgpack.decode(damaged, type=channel), msgspec.Struct)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            continue
+
+
+def test_a_message_of_another_channel_is_refused() -> None:
+    frame = msgspec.msgpack.encode(Cancel("tcp://x:1", ["r"]))
+    for channel in (ToRouter, HandoffMessage):
+        with pytest.raises(msgspec.ValidationError):
+            msgspec.msgpack.decode(frame, type=channel)
+
+
+def test_what_a_node_does_not_know_is_refused_not_ignored() -> None:
+    """A router that is newer than a node must not have a request run without what it asked for."""
+    submit = msgspec.to_builtins(Submit("r", "tcp://x:1", [1], SamplingParams(), 1.0))
+    submit["sampling"]["unheard_of"] = 1
+    with pytest.raises(msgspec.ValidationError, match="unheard_of"):
+        msgspec.msgpack.decode(msgspec.msgpack.encode(submit), type=ToNode)
+
+
+def test_a_step_for_many_requests_is_small() -> None:
+    batch = TokenBatch("decode-0", 1 << 60, [TokenChunk(f"req-{i:032x}", 100, [12345]) for i in range(256)])
+    assert len(msgspec.msgpack.encode(batch)) < 256 * 96
