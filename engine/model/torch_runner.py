@@ -70,12 +70,18 @@ class TorchRunner:
                 self._requests,
                 step.num_scheduled_tokens,
                 step.spec_token_ids,
-                set(self._table.prompt_logprobs),
+                self._unreported_prompts(),
                 self._block_size,
                 self._device,
             )
             logits = self._forward(batch, hooks)
             return self._outputs(batch, scheduled, logits)
+
+    def _unreported_prompts(self) -> set[int]:
+        """Rows whose prompt's log-probabilities are still to come. With the first token they have been told, be it
+        by us before a preemption or by another node."""
+        known, prompts = self._requests.num_tokens, self._requests.num_prompt_tokens
+        return {row for row in self._table.prompt_logprobs if known[row] == prompts[row]}
 
     def _update(self, step: SchedulerOutput) -> None:
         for req_id in step.finished_req_ids:
@@ -124,8 +130,8 @@ class TorchRunner:
 
     def _outputs(self, batch: Batch, scheduled: Scheduled, logits: torch.Tensor) -> ModelOutput:
         output = ModelOutput({})
-        if self._table.prompt_logprobs:
-            self._collect_prompt_logprobs(batch, scheduled, logits, output)
+        if unreported := self._unreported_prompts():
+            self._collect_prompt_logprobs(unreported, batch, scheduled, logits, output)
         which = np.flatnonzero(scheduled.samples)
         if not which.size:
             return output
@@ -178,18 +184,22 @@ class TorchRunner:
         return propose(self._requests.tokens[row, :known], room) if room > 0 else []
 
     def _collect_prompt_logprobs(
-        self, batch: Batch, scheduled: Scheduled, logits: torch.Tensor, output: ModelOutput
+        self,
+        unreported: set[int],
+        batch: Batch,
+        scheduled: Scheduled,
+        logits: torch.Tensor,
+        output: ModelOutput,
     ) -> None:
         """Logits of prompt positions come chunk by chunk; the whole list is reported with the last of them."""
         wanted: npt.NDArray[np.int64] = batch.logit_rows.cpu().numpy()
         for index, row in enumerate(scheduled.rows.tolist()):
-            num_top = self._table.prompt_logprobs.get(row)
+            if row not in unreported:
+                continue
             num_prompt = int(self._requests.num_prompt_tokens[row])
             context = int(batch.host_context_lens[index])
             start, end = int(scheduled.query_start[index]), int(scheduled.query_start[index + 1])
             first = context - (end - start)
-            if num_top is None or first >= num_prompt:
-                continue
             req_id = scheduled.req_ids[index]
             collected = self._prompt_logprobs.setdefault(req_id, [None] * num_prompt)
             count = min(context, num_prompt - 1) - first
@@ -199,7 +209,7 @@ class TorchRunner:
                     self._requests.tokens[row, first + 1 : first + 1 + count].astype(np.int64)
                 )
                 collected[first + 1 : first + 1 + count] = token_logprobs(
-                    logits[low : low + count], following.to(logits.device), num_top
+                    logits[low : low + count], following.to(logits.device), self._table.prompt_logprobs[row]
                 )
             if context >= num_prompt:
                 output.prompt_logprobs[req_id] = self._prompt_logprobs.pop(req_id)

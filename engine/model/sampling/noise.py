@@ -51,11 +51,12 @@ class Noise:
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._hashed = _mix32(torch.arange(vocab_size, dtype=torch.int32, device=device))
+        self._half = torch.tensor(0.5 + 2.0**-33, dtype=torch.float64, device=device)
 
-    def gumbel(self, keys: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
-        """float32 [N, V] for keys [N, 2]; or [N, C] for tokens [N, C] only."""
+    def log_exponential(self, keys: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
+        """log E, float32: [N, V] for keys [N, 2], or [N, C] for tokens [N, C] only."""
         hashed = self._hashed[None] if tokens is None else self._hashed[tokens]
         bits = _mix32(hashed ^ keys[:, :1], keys[:, 1:])
-        # In (0, 1), never an end: 2**-33 + a multiple of 2**-32.
-        uniform = bits.double().add_(2.0**31 + 0.5).mul_(2.0**-32)
-        return uniform.log_().neg_().log_().neg_().float()
+        # In (0, 1), never an end: 2**-33 and a multiple of 2**-32.
+        uniform = torch.add(self._half, bits.double(), alpha=2.0**-32)
+        return uniform.log_().neg_().log_().float()

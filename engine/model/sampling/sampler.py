@@ -58,11 +58,12 @@ class Sampler:
         scaled = scores / torch.from_numpy(table.temperature[rows]).to(device)[:, None]
         keys = torch.from_numpy(noise_keys(table.seed[rows], positions)).to(device)
         limits = restrict(scaled, table.top_k[rows], table.top_p[rows], table.min_p[rows])
-        if limits is None:
-            return (scaled + self._noise.gumbel(keys)).max(dim=1).indices
-        if limits.tokens is None or limits.values is None:
+        if limits is not None and limits.tokens is not None and limits.values is not None:
+            values = limits.values.masked_fill(limits.values < limits.bound, float("-inf"))
+            best = (
+                values.sub_(self._noise.log_exponential(keys, limits.tokens)).max(dim=1, keepdim=True).indices
+            )
+            return limits.tokens.gather(1, best).squeeze(1)
+        if limits is not None:
             scaled = scaled.masked_fill_(scaled < limits.bound, float("-inf"))
-            return (scaled + self._noise.gumbel(keys)).max(dim=1).indices
-        values = limits.values.masked_fill(limits.values < limits.bound, float("-inf"))
-        best = (values + self._noise.gumbel(keys, limits.tokens)).max(dim=1, keepdim=True).indices
-        return limits.tokens.gather(1, best).squeeze(1)
+        return scaled.sub_(self._noise.log_exponential(keys)).max(dim=1).indices

@@ -175,6 +175,25 @@ def test_prompt_logprobs_come_once_whatever_the_chunks(
     driver.step({})
 
 
+def test_prompt_logprobs_are_not_told_again_after_a_preemption_or_a_move(
+    path: Path, runner: TorchRunner
+) -> None:
+    params = SamplingParams(temperature=0.0, prompt_logprobs=2)
+    driver = Driver(runner)
+    driver.add("r", PROMPT, params)
+    driver.step({"r": 5})
+    driver.preempt("r")
+    # Half of the prompt was computed: all of it is told, once.
+    assert len(driver.step({"r": len(PROMPT)}).prompt_logprobs["r"]) == len(PROMPT)
+    driver.preempt("r")
+    assert driver.step({"r": driver.requests["r"].pending}).prompt_logprobs == {}
+    second = Driver(load(path))
+    second.add("r", PROMPT, params, output=[5])
+    assert second.step({"r": len(PROMPT) + 1}).prompt_logprobs == {}
+    driver.finish("r")
+    driver.step({})
+
+
 def test_finished_and_preempted_requests_leave_nothing_behind(runner: TorchRunner) -> None:
     driver = Driver(runner)
     for round_ in range(3):

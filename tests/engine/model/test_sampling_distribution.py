@@ -231,7 +231,7 @@ def test_noise_differs_between_positions_seeds_and_tokens() -> None:
     noise = Noise(1000, torch.device("cpu"))
     seeds = np.array([1, 1, 2, 2**64 - 1], np.uint64)
     positions = np.array([5, 6, 5, 5])
-    drawn = noise.gumbel(torch.from_numpy(noise_keys(seeds, positions)))
+    drawn = -noise.log_exponential(torch.from_numpy(noise_keys(seeds, positions)))
     correlation = torch.corrcoef(drawn) - torch.eye(4)
     assert correlation.abs().max() < 0.15
     # The mean and the deviation of Gumbel's distribution.
@@ -244,7 +244,7 @@ def test_neighbouring_positions_are_independent() -> None:
     """Over many positions of one seed each token is chosen as often as it should be, and after any other."""
     noise = Noise(4, torch.device("cpu"))
     keys = noise_keys(np.full(8000, 7, np.uint64), np.arange(8000))
-    chosen = noise.gumbel(torch.from_numpy(keys)).argmax(1)
+    chosen = noise.log_exponential(torch.from_numpy(keys)).argmin(1)
     pairs = torch.zeros(4, 4)
     for before, after in zip(chosen[:-1].tolist(), chosen[1:].tolist(), strict=True):
         pairs[before, after] += 1
@@ -257,4 +257,4 @@ def test_noise_for_some_tokens_is_that_of_the_whole_vocabulary() -> None:
     noise = Noise(500, torch.device("cpu"))
     keys = torch.from_numpy(noise_keys(np.array([3, 4], np.uint64), np.array([0, 9])))
     tokens = torch.tensor([[5, 499, 0], [7, 7, 8]])
-    assert torch.equal(noise.gumbel(keys, tokens), noise.gumbel(keys).gather(1, tokens))
+    assert torch.equal(noise.log_exponential(keys, tokens), noise.log_exponential(keys).gather(1, tokens))
