@@ -1,0 +1,286 @@
+"""manifests/kuberay: against the definition that Kubernetes uses, but stricter, because Kubernetes drops what it does
+not know; through Ray's own reading of it; and what neither of them checks."""
+
+from __future__ import annotations
+
+import copy
+import gzip
+import json
+import os
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from cluster.ray_runtime import import_ray
+from cluster.settings import read_file, resolve
+
+import_ray()  # Ray reads its environment when it is first imported
+from ray import __version__ as ray_version  # noqa: E402
+from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+KUBERAY = ROOT / "manifests" / "kuberay"
+BASE = KUBERAY / "base"
+SCHEMA = ROOT / "tests" / "data" / "kuberay" / "raycluster-v1.schema.json.gz"
+CUSTOMIZATIONS = sorted(KUBERAY.glob("*/*/kustomization.yaml"))
+
+Document = dict[str, Any]
+
+
+def load(file: Path) -> Document:
+    document: Document = yaml.safe_load(file.read_text(encoding="utf-8"))
+    return document
+
+
+def strict(schema: Any) -> Any:
+    """Kubernetes' dialect in jsonschema's, with every unknown field an error."""
+    if isinstance(schema, list):
+        return [strict(inner) for inner in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {key: strict(value) for key, value in schema.items()}
+    if made.get("x-kubernetes-int-or-string") is True:
+        made.pop("type", None)
+        made["anyOf"] = [{"type": "integer"}, {"type": "string"}]
+    if isinstance(made.get("properties"), dict) and "x-kubernetes-preserve-unknown-fields" not in made:
+        made.setdefault("additionalProperties", False)
+    return made
+
+
+@pytest.fixture(scope="module")
+def validator() -> jsonschema.Draft202012Validator:
+    schema = strict(json.loads(gzip.decompress(SCHEMA.read_bytes())))
+    schema["properties"]["metadata"] = {"type": "object"}  # Kubernetes checks this part by itself
+    return jsonschema.Draft202012Validator(schema)
+
+
+def mistakes(validator: jsonschema.Draft202012Validator, document: Document) -> list[str]:
+    return [
+        f"{'/'.join(map(str, e.absolute_path))}: {e.message[:200]}" for e in validator.iter_errors(document)
+    ]
+
+
+@pytest.fixture
+def raycluster() -> Document:
+    return load(BASE / "raycluster.yaml")
+
+
+# --- the RayCluster
+
+
+def test_the_raycluster_is_one(validator: jsonschema.Draft202012Validator, raycluster: Document) -> None:
+    assert mistakes(validator, raycluster) == []
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "value"),
+    [
+        (("spec",), "enableInTreeAutoscaler", True),
+        (("spec", "authOptions"), "mode", "tokens"),
+        (("spec", "workerGroupSpecs", 0), "replicas", "2"),
+        (("spec", "workerGroupSpecs", 0), "minReplica", 1),
+        (("spec", "headGroupSpec", "template", "spec", "containers", 0), "readynessProbe", {}),
+        (("spec", "headGroupSpec", "template", "spec", "containers", 0, "ports", 0), "containerPort", "http"),
+    ],
+)
+def test_the_check_finds_a_misspelt_field_and_a_wrong_type(
+    validator: jsonschema.Draft202012Validator,
+    raycluster: Document,
+    where: tuple[str | int, ...],
+    name: str,
+    value: object,
+) -> None:
+    section: Any = raycluster
+    for step in where:
+        section = section[step]
+    section[name] = value
+    assert len(mistakes(validator, raycluster)) == 1
+
+
+def test_rays_autoscaler_reads_two_pools_out_of_it(raycluster: Document) -> None:
+    raycluster["metadata"]["namespace"] = "default"
+    types = _derive_autoscaling_config_from_ray_cr(raycluster)["available_node_types"]
+    assert set(types) == {"headgroup", "prefill", "decode"}
+    for pool in ("prefill", "decode"):
+        resources = types[pool]["resources"]
+        assert (resources["CPU"], resources[pool]) == (0, 1)
+        assert types[pool]["labels"] == {"tandem-role": pool}
+        assert (types[pool]["min_workers"], types[pool]["max_workers"]) == (1, 8)
+
+
+def test_ray_is_guarded_and_the_autoscaler_is_the_second(raycluster: Document) -> None:
+    spec = raycluster["spec"]
+    assert spec["rayVersion"] == ray_version
+    assert spec["authOptions"] == {"mode": "token"}
+    assert spec["autoscalerOptions"]["version"] == "v2"
+    assert spec["headGroupSpec"]["rayStartParams"]["dashboard-host"] == "127.0.0.1"
+    assert "0.0.0.0" not in (BASE / "raycluster.yaml").read_text(encoding="utf-8")
+
+
+def test_no_container_has_rights_that_it_does_not_need(raycluster: Document) -> None:
+    groups = [raycluster["spec"]["headGroupSpec"], *raycluster["spec"]["workerGroupSpecs"]]
+    for container in (container for group in groups for container in group["template"]["spec"]["containers"]):
+        context = container["securityContext"]
+        assert context["runAsNonRoot"] is True
+        assert context["allowPrivilegeEscalation"] is False
+        assert context["capabilities"] == {"drop": ["ALL"]}
+
+
+# --- the head
+
+
+def head_container(raycluster: Document) -> Document:
+    container: Document = raycluster["spec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
+    return container
+
+
+def test_the_head_is_ready_when_the_router_answers_and_is_found_before(raycluster: Document) -> None:
+    container = head_container(raycluster)
+    (port,) = [port for port in container["ports"] if port["name"] == "http"]
+    assert container["readinessProbe"]["httpGet"] == {"path": "/health", "port": "http"}
+    assert raycluster["spec"]["headGroupSpec"]["headService"]["spec"]["publishNotReadyAddresses"] is True
+    service = load(BASE / "service.yaml")
+    assert service["spec"]["ports"] == [{"name": "http", "port": port["containerPort"], "targetPort": "http"}]
+    assert service["spec"]["selector"] == {
+        "ray.io/cluster": raycluster["metadata"]["name"],
+        "ray.io/node-type": "head",
+    }
+
+
+@pytest.mark.parametrize(
+    ("ray", "tandem", "end"),
+    [
+        ("exec sleep 60", "exit 3", 3),
+        ("exit 4", "exec sleep 60", 4),
+    ],
+    ids=["tandem ends", "ray ends"],
+)
+def test_the_head_container_ends_with_whichever_process_ends_first(
+    raycluster: Document, tmp_path: Path, ray: str, tandem: str, end: int
+) -> None:
+    """Run as it stands, with a Ray and a Tandem of our own on the PATH."""
+    container = head_container(raycluster)
+    for name, script in (("ray", f'[ "$1" = health-check ] || {{ {ray}; }}'), ("tandem", tandem)):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {
+        "PATH": f"{tmp_path}:/usr/bin:/bin",
+        "POD_IP": "127.0.0.1",
+        "KUBERAY_GEN_RAY_START_CMD": """ray start --head --resources='{"router": 1}'""",
+    }
+    done = subprocess.run(
+        ["setsid", "--wait", *container["command"], *container["args"]],
+        env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        timeout=30, check=False,
+    )  # fmt: skip
+    assert done.returncode == end
+
+
+def test_a_head_that_is_told_to_stop_lets_tandem_finish(raycluster: Document, tmp_path: Path) -> None:
+    container = head_container(raycluster)
+    finished = tmp_path / "finished"
+    started = tmp_path / "started"
+    os.mkfifo(started)
+    scripts = {
+        "ray": '[ "$1" = health-check ] || exec sleep 60',
+        "tandem": f"trap 'touch {finished}; exit 0' TERM; echo >{started}; sleep 60 & wait",
+    }
+    for name, script in scripts.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    head = subprocess.Popen(
+        [*container["command"], *container["args"]],
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin", "POD_IP": "127.0.0.1", "KUBERAY_GEN_RAY_START_CMD": "ray start"},
+        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+    try:
+        subprocess.run(["cat", started], timeout=20, check=True)
+        head.terminate()
+        head.wait(timeout=20)
+        assert finished.exists()
+    finally:
+        subprocess.run(["pkill", "-KILL", "--session", str(head.pid)], check=False)
+
+
+# --- what is beside it
+
+
+def test_everybody_else_reaches_the_api_and_nothing_more(raycluster: Document) -> None:
+    ours = {"matchLabels": {"ray.io/cluster": raycluster["metadata"]["name"]}}
+    spec = load(BASE / "networkpolicy.yaml")["spec"]
+    assert spec["podSelector"] == ours
+    assert spec["ingress"] == [
+        {"from": [{"podSelector": ours}]},
+        {"ports": [{"port": 8000, "protocol": "TCP"}]},
+    ]
+
+
+@pytest.mark.parametrize("file", sorted(KUBERAY.glob("**/tandem.yaml")), ids=lambda file: file.parent.name)
+def test_settings_are_settings(file: Path) -> None:
+    resolve([read_file(file)])
+
+
+def test_the_image_has_this_version_and_this_ray() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    dockerfile = (KUBERAY / "Dockerfile").read_text(encoding="utf-8")
+    assert f"COPY dist/tandem_serve-{version}-py3-none-any.whl" in dockerfile
+    assert f"ARG BASE=rayproject/ray:{ray_version}-" in dockerfile
+    assert load(BASE / "kustomization.yaml")["images"] == [{"name": "tandem-serve", "newTag": version}]
+
+
+# --- kustomize
+
+
+def patched(document: Document, patch: str) -> Document:
+    """JSON Patch, as far as the overlays use it."""
+    document = copy.deepcopy(document)
+    for operation in yaml.safe_load(patch):
+        *steps, last = [int(step) if step.isdigit() else step for step in operation["path"].split("/")[1:]]
+        section: Any = document
+        for step in steps:
+            section = section[step]
+        if operation["op"] == "replace":
+            section[last]  # what is not there cannot be replaced
+        else:
+            assert operation["op"] == "add"
+            assert last not in section
+        section[last] = operation["value"]
+    return document
+
+
+@pytest.mark.parametrize("file", CUSTOMIZATIONS, ids=lambda file: file.parent.name)
+def test_a_customized_raycluster_is_still_one(
+    validator: jsonschema.Draft202012Validator, raycluster: Document, file: Path
+) -> None:
+    for patch in load(file)["patches"]:
+        assert patch["target"] == {"kind": raycluster["kind"], "name": raycluster["metadata"]["name"]}
+        raycluster = patched(raycluster, patch["patch"])
+    assert mistakes(validator, raycluster) == []
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+@pytest.mark.parametrize("folder", [BASE, KUBERAY / "overlays" / "gpu"], ids=lambda folder: folder.name)
+def test_kustomize_renders_it(validator: jsonschema.Draft202012Validator, folder: Path) -> None:
+    done = subprocess.run(
+        ["kubectl", "kustomize", str(folder)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    rendered = {document["kind"]: document for document in yaml.safe_load_all(done.stdout)}
+    assert set(rendered) == {"ConfigMap", "NetworkPolicy", "RayCluster", "Service"}
+    raycluster = rendered["RayCluster"]
+    assert mistakes(validator, raycluster) == []
+    images = {
+        container["image"]
+        for group in [raycluster["spec"]["headGroupSpec"], *raycluster["spec"]["workerGroupSpecs"]]
+        for container in group["template"]["spec"]["containers"]
+    }
+    assert len(images) == 1
+    assert ":" in images.pop()
+    (volume,) = raycluster["spec"]["headGroupSpec"]["template"]["spec"]["volumes"]
+    assert volume["configMap"]["name"] == rendered["ConfigMap"]["metadata"]["name"]
