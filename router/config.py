@@ -24,6 +24,16 @@ class LocalPrefill(enum.StrEnum):
     ALWAYS = "always"
 
 
+class ToolFormat(enum.StrEnum):
+    """How the model writes tool calls."""
+
+    AUTO = "auto"  # as its chat template shows
+    HERMES = "hermes"  # <tool_call>{...}</tool_call>
+    LLAMA3 = "llama3"  # a JSON object, perhaps behind <|python_tag|>
+    MISTRAL = "mistral"  # [TOOL_CALLS] and a list
+    NONE = "none"  # calls stay text
+
+
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How much of anything a client may ask for, or a crowd of them."""
 
@@ -76,6 +86,7 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     inbox_host: str = "127.0.0.1"  # where nodes answer; an address that they can reach
     policy: PolicyName = PolicyName.LEAST_WAIT
     local_prefill: LocalPrefill = LocalPrefill.AUTO
+    tool_format: ToolFormat = ToolFormat.AUTO
     max_failovers: int = 3
     api_keys: tuple[ApiKey, ...] = ()
     api_keys_file: str | None = None  # one key per line, or a JSON list of {name, key, quotas}

@@ -11,7 +11,13 @@ from starlette.types import Receive, Scope, Send
 from router.http.body import read_json_object
 from router.http.respond import send_json
 from router.http.services import Services
-from router.openai.chat_request import ChatMessage, ChatRequest, Tool, messages_for_template
+from router.openai.chat_request import (
+    ChatMessage,
+    ChatRequest,
+    Tool,
+    messages_for_template,
+    tool_for_template,
+)
 from router.openai.checking import read_request
 from router.openai.fields import JsonObject, TokenId
 from wire.errors import InvalidRequest
@@ -72,7 +78,7 @@ class TokenizeRoute:
         continues = bool(request.continue_final_message)
         return template.render(
             messages_for_template(chat),
-            tools=[msgspec.to_builtins(tool) for tool in request.tools] if request.tools else None,
+            tools=[tool_for_template(tool) for tool in request.tools] if request.tools else None,
             add_generation_prompt=not continues and request.add_generation_prompt is not False,
             continue_final_message=continues,
             extra=request.chat_template_kwargs,

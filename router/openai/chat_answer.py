@@ -13,6 +13,7 @@ from router.openai.choice import Choice, Delta
 from router.openai.logprobs import chat_logprobs
 from router.openai.plan import Plan
 from router.openai.reading import ReadChoice
+from router.openai.tool_calls import ToolCallReader
 from router.openai.usage import usage
 from router.text.tokenizer import Tokenizer
 
@@ -25,20 +26,40 @@ def whole_chat(
 ) -> bytes:
     choices: list[dict[str, Any]] = []
     for one in read:
+        message, finish_reason = _message(plan, one)
         logprobs = (
             chat_logprobs(one.tokens, tokenizer, request.top_logprobs or 0) if request.logprobs else None
         )
         choices.append(
             {
                 "index": one.choice.index,
-                "message": {"role": "assistant", "content": one.text, "refusal": None},
+                "message": message,
                 "logprobs": logprobs,
-                "finish_reason": one.choice.finish_reason,
+                "finish_reason": finish_reason,
             }
         )
     return msgspec.json.encode(
         {**head.fields(OBJECT), "choices": choices, "usage": usage(plan, [one.choice for one in read])}
     )
+
+
+def _message(plan: Plan, one: ReadChoice) -> tuple[dict[str, Any], str | None]:
+    message: dict[str, Any] = {"role": "assistant", "content": one.text, "refusal": None}
+    if plan.tool_format is None:
+        return message, one.choice.finish_reason
+    reader = ToolCallReader(plan.tool_format)
+    pieces = reader.push(one.text) + reader.finish()
+    calls = [piece.call.shown() for piece in pieces if piece.call is not None]
+    if not calls:
+        return message, one.choice.finish_reason
+    text = "".join(piece.text for piece in pieces)
+    message |= {"content": text if text.strip() else None, "tool_calls": calls}
+    return message, _reason_with_calls(one.choice.finish_reason)
+
+
+def _reason_with_calls(reason: str | None) -> str | None:
+    """An answer that was cut off is not a complete set of calls."""
+    return "tool_calls" if reason == "stop" else reason
 
 
 class ChatStream:
@@ -63,12 +84,17 @@ class ChatStream:
         ]
         self._after = b'},"logprobs":null,"finish_reason":null}]%b}\n\n' % self._usage.null
         self._begun: set[int] = set()
+        self._readers = (
+            {c.index: ToolCallReader(plan.tool_format) for c in choices} if plan.tool_format else {}
+        )
 
     def events(self, choice: Choice, delta: Delta) -> bytes:
         out = b""
         if choice.index not in self._begun:
             self._begun.add(choice.index)
             out = self._event(choice, {"role": "assistant", "content": ""})
+        if (reader := self._readers.get(choice.index)) is not None:
+            return out + self._with_calls(choice, delta, reader)
         if delta.tokens or self._usage.continuous:
             if delta.text or delta.tokens:
                 out += self._event(choice, {"content": delta.text}, delta=delta)
@@ -76,6 +102,26 @@ class ChatStream:
             out += self._before[choice.index] + msgspec.json.encode(delta.text) + self._after
         if delta.finish_reason is not None:
             out += self._event(choice, {}, finish_reason=delta.finish_reason)
+        return out
+
+    def _with_calls(self, choice: Choice, delta: Delta, reader: ToolCallReader) -> bytes:
+        """Logprobs belong to tokens, so they come with them, whether or not their text is held back."""
+        out = b""
+        first = reader.found_calls
+        pieces = reader.push(delta.text)
+        if delta.finish_reason is not None:
+            pieces += reader.finish()
+        if delta.tokens:
+            out += self._event(choice, {}, delta=delta)
+        for piece in pieces:
+            if piece.call is None:
+                out += self._event(choice, {"content": piece.text})
+            else:
+                out += self._event(choice, {"tool_calls": [{"index": first, **piece.call.shown()}]})
+                first += 1
+        if delta.finish_reason is not None:
+            reason = _reason_with_calls(delta.finish_reason) if reader.found_calls else delta.finish_reason
+            out += self._event(choice, {}, finish_reason=reason)
         return out
 
     def _event(

@@ -142,3 +142,17 @@ def _arguments(call: ToolCall, where: str) -> Any:
         return msgspec.json.decode(call.function.arguments or "{}")
     except (msgspec.DecodeError, RecursionError) as error:
         raise InvalidRequest(f"{where}.function.arguments: must be JSON: {error}", where) from error
+
+
+def tools_for_template(request: ChatRequest) -> list[dict[str, Any]] | None:
+    """As the client wrote them, without what it left out. None when the model is to know of none."""
+    if not request.tools or request.tool_choice == "none":
+        return None
+    return [tool_for_template(tool) for tool in request.tools]
+
+
+def tool_for_template(tool: Tool) -> dict[str, Any]:
+    function = {
+        name: value for name, value in msgspec.to_builtins(tool.function).items() if value is not None
+    }
+    return {"type": tool.type, "function": function}

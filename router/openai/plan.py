@@ -8,11 +8,12 @@ import msgspec
 
 from router.config import RouterConfig
 from router.dispatch import Generation, SequenceSpec
-from router.openai.chat_request import ChatRequest, messages_for_template
+from router.openai.chat_request import ChatRequest, messages_for_template, tools_for_template
 from router.openai.choice import Choice
 from router.openai.completion_request import CompletionRequest, prompts_of
 from router.openai.fields import SamplingFields
 from router.openai.sampling import sampling_params, seed_of_choice, stop_strings
+from router.openai.tool_calls import Format, format_of
 from router.text.chat_template import ChatTemplate
 from router.text.tokenizer import Tokenizer
 from wire.errors import ContextLengthExceeded, InvalidRequest, UnknownModel
@@ -42,6 +43,7 @@ class ServedModel:
         self.tokenizer = tokenizer
         self.template = template
         self.created = created
+        self.tool_format = format_of(config.tool_format, template)
         self.names = (config.model_name, *config.model_aliases)
         self._max_model_len = max_model_len
 
@@ -76,6 +78,7 @@ class Plan(msgspec.Struct, frozen=True):
     show_logprobs: bool
     include_stop: bool
     skip_special: bool
+    tool_format: Format | None = None  # how calls are written, when the request offers tools
     only_echo: bool = False  # max_tokens is 0: the token that a node generates all the same is not shown
 
     def choices(self, generation: Generation, tokenizer: Tokenizer) -> list[Choice]:
@@ -160,8 +163,11 @@ async def plan_chat(request: ChatRequest, model: ServedModel, caller: Caller) ->
     _check_stream_options(request)
     n = request.n or 1
     _check_counts(1, n, model.config)
+    tools = tools_for_template(request)
+    _check_tools(request, model)
     text = model.template.render(
         messages_for_template(request),
+        tools=tools,
         add_generation_prompt=not continues and request.add_generation_prompt is not False,
         continue_final_message=continues,
         extra=request.chat_template_kwargs,
@@ -185,6 +191,7 @@ async def plan_chat(request: ChatRequest, model: ServedModel, caller: Caller) ->
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         prompt_logprobs=None,
         show_logprobs=bool(request.logprobs),
+        tool_format=model.tool_format if tools else None,
     )
 
 
@@ -201,6 +208,7 @@ def _plan(
     logprobs: int | None,
     prompt_logprobs: int | None,
     show_logprobs: bool,
+    tool_format: Format | None = None,
 ) -> Plan:
     context = model.max_model_len
     specs: list[SequenceSpec] = []
@@ -240,7 +248,9 @@ def _plan(
         stops=stop_strings(request),
         show_logprobs=show_logprobs,
         include_stop=bool(request.include_stop_str_in_output),
-        skip_special=request.skip_special_tokens is not False,
+        skip_special=request.skip_special_tokens is not False
+        and not _is_special(tool_format, model.tokenizer),
+        tool_format=tool_format,
         only_echo=max_tokens == 0,
     )
 
@@ -263,6 +273,26 @@ def _check_context(
             f"are together more than the model's context of {context}",
             "max_tokens",
         )
+
+
+def _check_tools(request: ChatRequest, model: ServedModel) -> None:
+    choice = request.tool_choice
+    if choice is not None and choice not in ("none", "auto"):
+        raise InvalidRequest(
+            "tool_choice: must be 'none' or 'auto'; this server cannot force the model to call a tool",
+            "tool_choice",
+        )
+    if not request.tools:
+        if choice == "auto":
+            raise InvalidRequest("tool_choice: needs tools", "tool_choice")
+        return
+    if choice != "none" and (model.template is None or not model.template.mentions_tools):
+        raise InvalidRequest("tools: this model's chat template knows no tools", "tools")
+
+
+def _is_special(tool_format: Format | None, tokenizer: Tokenizer) -> bool:
+    """The mark of a call is a special token, which would not be shown, and then not be found."""
+    return tool_format is not None and tokenizer.is_special(tool_format.begin)
 
 
 def _check_counts(prompts: int, choices: int, config: RouterConfig) -> None:

@@ -63,7 +63,8 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ConfigurationError(f"the chat template does not compile: {error}") from error
         self._variables = dict(variables)
-        self.mentions_tools = any("tools" in source for source in sources.values())
+        self._sources = tuple(sources.values())
+        self.mentions_tools = self.mentions("tools")
 
     @classmethod
     def from_folder(cls, folder: str) -> ChatTemplate | None:
@@ -83,6 +84,9 @@ class ChatTemplate:
         if not sources:
             return None
         return cls(sources, _special_tokens(path, settings))
+
+    def mentions(self, text: str) -> bool:
+        return any(text in source for source in self._sources)
 
     def render(
         self,

@@ -54,6 +54,9 @@ class Tokenizer:
             raise ConfigurationError(f"{file} is not a tokenizer: {error}") from error
         return cls(backend, settings)
 
+    def is_special(self, text: str) -> bool:
+        return self._backend.token_to_id(text) in self.special_ids
+
     def encode(self, text: str, *, special: bool) -> list[int]:
         """`special` lets the tokenizer add what it adds by itself, such as a beginning-of-sequence token."""
         ids: list[int] = self._backend.encode(text, add_special_tokens=special).ids

@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.config import ToolFormat
+from router.openai.tool_calls import Format, Piece, ToolCallReader, format_of
+from router.text.chat_template import ChatTemplate
+from router.text.tokenizer import Tokenizer
+from tests.router.conftest import CHAT_TEMPLATE, StartRouter
+from tests.router.fake_node import scripted
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "the weather somewhere",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+TEMPLATE_WITH_TOOLS = (
+    "{% if tools %}tools: {{ tools | tojson }} write <tool_call>{...}</tool_call>\n{% endif %}"
+    + CHAT_TEMPLATE
+)
+
+
+def named(name: ToolFormat) -> Format:
+    found = format_of(name, None)
+    assert found is not None
+    return found
+
+
+def read(text: str, name: ToolFormat, cuts: list[int] | None = None) -> tuple[str, list[tuple[str, Any]]]:
+    reader = ToolCallReader(named(name))
+    pieces: list[Piece] = []
+    edges = [0, *sorted(cuts or []), len(text)]
+    for start, end in itertools.pairwise(edges):
+        pieces += reader.push(text[start:end])
+    pieces += reader.finish()
+    calls = [
+        (piece.call.name, json.loads(piece.call.arguments)) for piece in pieces if piece.call is not None
+    ]
+    assert reader.found_calls == len(calls)
+    return "".join(piece.text for piece in pieces), calls
+
+
+HERMES = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+PARIS = ("weather", {"city": "Paris"})
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        (ToolFormat.HERMES, HERMES, ("", [PARIS])),
+        (ToolFormat.HERMES, "Let me see. " + HERMES + "\n" + HERMES, ("Let me see. ", [PARIS, PARIS])),
+        (ToolFormat.HERMES, HERMES.removesuffix("</tool_call>"), ("", [PARIS])),
+        (ToolFormat.HERMES, '<tool_call>{"name": "now"}</tool_call>', ("", [("now", {})])),
+        (ToolFormat.HERMES, "no call, just a < b", ("no call, just a < b", [])),
+        (ToolFormat.HERMES, "<tool_call>not json</tool_call> so", ("<tool_call>not json</tool_call> so", [])),
+        (ToolFormat.HERMES, "<tool_call>cut off", ("<tool_call>cut off", [])),
+        (ToolFormat.HERMES, "<tool_c", ("<tool_c", [])),
+        (ToolFormat.LLAMA3, '{"name": "weather", "parameters": {"city": "Paris"}}', ("", [PARIS])),
+        (ToolFormat.LLAMA3, '<|python_tag|>{"name": "weather", "parameters": {"city": "Paris"}}', ("", [PARIS])),
+        (ToolFormat.LLAMA3, '{"name": "now", "parameters": {}}; {"name": "now", "parameters": {}}', ("", [("now", {})] * 2)),
+        (ToolFormat.LLAMA3, '{"a": 1}', ('{"a": 1}', [])),
+        (ToolFormat.LLAMA3, "plain text {", ("plain text {", [])),
+        (ToolFormat.MISTRAL, '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Paris"}}]', ("", [PARIS])),
+        (ToolFormat.MISTRAL, '[TOOL_CALLS]weather{"city": "Paris"}', ("", [PARIS])),
+        (ToolFormat.MISTRAL, '[TOOL_CALLS]now[ARGS]{}[TOOL_CALLS]now[ARGS]{}', ("", [("now", {})] * 2)),
+        (ToolFormat.MISTRAL, "[TOOL_CALLS] what", ("[TOOL_CALLS] what", [])),
+    ],
+)  # fmt: skip
+def test_calls_as_models_write_them(name: ToolFormat, text: str, expected: tuple[str, list[Any]]) -> None:
+    assert read(text, name) == expected
+
+
+@given(
+    text=st.lists(
+        st.sampled_from(
+            ["<tool_call>", "</tool_call>", "<tool", "x", " ", "\n", '{"name": "f"}', "{", HERMES]
+        ),
+        max_size=6,
+    ).map("".join),
+    data=st.data(),
+)
+def test_calls_do_not_depend_on_how_the_text_is_cut(text: str, data: st.DataObject) -> None:
+    cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=8))
+    assert read(text, ToolFormat.HERMES, cuts) == read(text, ToolFormat.HERMES)
+
+
+@pytest.mark.parametrize(
+    ("source", "begin"),
+    [
+        ("{% if tools %}<tool_call>{% endif %}", "<tool_call>"),
+        ("{% if tools %}[TOOL_CALLS]{% endif %}", "[TOOL_CALLS]"),
+        ('{% if tools %}{"name": x, "parameters": y}{% endif %}', "<|python_tag|>"),
+        ("{% if tools %}{{ tools }}{% endif %}", None),
+        ("<tool_call>", None),
+    ],
+)
+def test_the_format_is_read_off_the_template(source: str, begin: str | None) -> None:
+    found = format_of(ToolFormat.AUTO, ChatTemplate({"default": "{% raw %}" + source + "{% endraw %}"}, {}))
+    assert (found.begin if found else None) == begin
+    assert format_of(ToolFormat.NONE, None) is None
+
+
+@pytest.fixture
+def folder_with_tools(model_folder: str, tmp_path: Path) -> str:
+    (tmp_path / "tokenizer.json").write_bytes((Path(model_folder) / "tokenizer.json").read_bytes())
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE_WITH_TOOLS)
+    return str(tmp_path)
+
+
+def test_a_call_through_the_official_client(
+    start_router: StartRouter, folder_with_tools: str, tokenizer: Tokenizer, end_token: int
+) -> None:
+    script = [*tokenizer.encode("I look. " + HERMES, special=False), end_token]
+    router = start_router(rule=scripted(script), tokenizer_path=folder_with_tools)
+    client = openai.OpenAI(base_url=f"{router.url}/v1", api_key="unused", max_retries=0)
+    messages: Any = [{"role": "user", "content": "weather in Paris?"}]
+    tools: Any = [WEATHER]
+
+    whole = client.chat.completions.create(model="fake", messages=messages, tools=tools).choices[0]
+    assert whole.finish_reason == "tool_calls"
+    assert whole.message.content == "I look. "
+    (call,) = whole.message.tool_calls or []
+    assert call.type == "function"
+    assert (call.function.name, json.loads(call.function.arguments)) == PARIS
+    prompt = tokenizer.decode(router.nodes["p0"].submits[0].prompt_token_ids)
+    assert '"name": "weather"' in prompt
+    assert "strict" not in prompt
+
+    with client.chat.completions.create(model="fake", messages=messages, tools=tools, stream=True) as stream:
+        deltas = [part.choices[0] for part in stream]
+    assert "".join(choice.delta.content or "" for choice in deltas) == "I look. "
+    (streamed,) = [call for choice in deltas for call in choice.delta.tool_calls or []]
+    assert streamed.index == 0
+    assert streamed.id
+    assert streamed.function is not None
+    assert (streamed.function.name, json.loads(streamed.function.arguments or "")) == PARIS
+    assert deltas[-1].finish_reason == "tool_calls"
+
+    answered = [*messages, whole.message, {"role": "tool", "tool_call_id": call.id, "content": "rain"}]
+    assert (
+        client.chat.completions.create(model="fake", messages=answered, tools=tools)
+        .choices[0]
+        .message.tool_calls
+    )
+
+
+def test_without_tools_or_with_none_of_them_a_call_is_text(
+    start_router: StartRouter, folder_with_tools: str, tokenizer: Tokenizer, end_token: int
+) -> None:
+    script = [*tokenizer.encode(HERMES, special=False), end_token]
+    router = start_router(rule=scripted(script), tokenizer_path=folder_with_tools)
+    for fields in ({}, {"tools": [WEATHER], "tool_choice": "none"}):
+        choice = router.chat(**fields).json()["choices"][0]
+        assert choice["message"]["content"] == HERMES
+        assert "tool_calls" not in choice["message"]
+        assert choice["finish_reason"] == "stop"
+
+
+def test_a_call_that_was_cut_off_is_not_called_complete(
+    start_router: StartRouter, folder_with_tools: str, tokenizer: Tokenizer
+) -> None:
+    script = tokenizer.encode(HERMES + HERMES, special=False)
+    router = start_router(rule=scripted(script), tokenizer_path=folder_with_tools)
+    choice = router.chat(tools=[WEATHER], max_tokens=len(script) - 4).json()["choices"][0]
+    assert choice["finish_reason"] == "length"
