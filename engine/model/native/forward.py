@@ -63,7 +63,7 @@ class NativeLlamaForward:
         self._dtype = dtype
         self._cache: torch.Tensor | None = None
         self._groups = 0
-        self._logits = torch.empty(0)
+        self._logits = torch.empty(0, self._architecture.vocab)
         native = library.load()
         cores = _cores(threads)
         a = self._architecture

@@ -1,0 +1,284 @@
+"""Whole tiny models against transformers, on every instruction set that this processor has."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from engine.model.native.forward import NativeLlamaForward, supports
+from tests.engine.native.batches import Sequences
+from wire.errors import ConfigurationError, InternalError
+
+VOCAB = 131
+WINDOW = 9
+Unit = tuple[torch.dtype, str]
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 72,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "eos_token_id": None,
+}
+
+
+def rope(kind: str, **options: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0, **options}}
+
+
+CONFIGS: dict[str, Any] = {
+    "llama": lambda: transformers.LlamaConfig(**_COMMON, tie_word_embeddings=True),
+    "llama-biased": lambda: transformers.LlamaConfig(**_COMMON, attention_bias=True, mlp_bias=True),
+    "llama-linear": lambda: transformers.LlamaConfig(**_COMMON, **rope("linear")),
+    "llama-yarn": lambda: transformers.LlamaConfig(**_COMMON, **rope("yarn")),
+    "llama-llama3": lambda: transformers.LlamaConfig(
+        **_COMMON,
+        **rope("llama3", low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64),
+    ),
+    "qwen2": lambda: transformers.Qwen2Config(**_COMMON),
+    "qwen2-some-layers-sliding": lambda: transformers.Qwen2Config(
+        **_COMMON, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1
+    ),
+    "qwen3": lambda: transformers.Qwen3Config(**_COMMON, head_dim=32),
+    "mistral": lambda: transformers.MistralConfig(**_COMMON, head_dim=16, sliding_window=WINDOW),
+    "mistral-unlimited": lambda: transformers.MistralConfig(**_COMMON, sliding_window=None),
+}
+
+
+def build(name: str) -> PreTrainedModel:
+    torch.manual_seed(len(name))
+    model = AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation="eager").eval()
+    for parameter in model.parameters():
+        if (
+            parameter.std() == 0
+        ):  # norms and biases begin as constants, which would hide that they are left out
+            torch.nn.init.normal_(parameter, mean=float(parameter.detach().flatten()[0]), std=0.2)
+    return model
+
+
+def windows(config: Any) -> list[int | None]:
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def native(
+    model: PreTrainedModel, instruction_set: str = "", threads: int = 1
+) -> tuple[NativeLlamaForward, Sequences]:
+    forward = NativeLlamaForward.from_module(model, threads=threads, instruction_set=instruction_set)
+    return forward, Sequences(forward, model, windows(model.config), count=3)
+
+
+def tokens(count: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(VOCAB) for _ in range(count)]
+
+
+def reference(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(torch.tensor([ids])).logits[0].float()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_of_chunks_and_neighbours(unit: Unit, name: str) -> None:
+    dtype, instruction_set = unit
+    model = build(name)
+    ids, others = tokens(60), tokens(60, seed=1)
+    expected = torch.stack((reference(model, ids), reference(model, others)))
+    model = model.to(dtype)
+    forward, sequences = native(model, instruction_set)
+    pieces: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+    done = 0
+    for size in (5, 1, 1, 20, 2, 31):
+        chunk = {0: ids[done : done + size], 2: others[done : done + size]}
+        logits = forward(sequences.batch(chunk))
+        pieces[0].append(logits[:size].clone())
+        pieces[1].append(logits[size:].clone())
+        done += size
+    actual = torch.stack((torch.cat(pieces[0]), torch.cat(pieces[1])))
+    if dtype == torch.float32:
+        torch.testing.assert_close(actual, expected, rtol=2e-4, atol=2e-4)
+    else:  # as good as torch's own bfloat16
+        theirs = torch.stack((reference(model, ids), reference(model, others)))
+        assert (actual - expected).std() < 1.2 * (theirs - expected).std()
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3"])
+def test_greedy_tokens_are_those_of_generate(float_unit: Unit, name: str) -> None:
+    model = build(name)
+    prompt = tokens(17, seed=5)
+    expected = model.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False, pad_token_id=0)
+    forward, sequences = native(model, float_unit[1])
+    answer, step = [], prompt
+    for _ in range(20):
+        logits = forward(sequences.batch({1: step}, [len(step) - 1]))
+        step = [int(logits.argmax())]
+        answer += step
+    assert answer == expected[0, len(prompt) :].tolist()
+
+
+def test_threads_and_batches_change_no_bit(unit: Unit) -> None:
+    model = build("qwen3").to(unit[0])
+    ids = tokens(70)
+    forward, sequences = native(model, unit[1])
+    expected = forward(sequences.batch({0: ids})).clone()
+    for threads in (2, 3):
+        forward, sequences = native(model, unit[1], threads)
+        first = forward(sequences.batch({1: tokens(9), 2: ids[:40]})).clone()
+        second = forward(sequences.batch({1: tokens(1), 2: ids[40:], 0: tokens(12)})).clone()
+        assert torch.equal(torch.cat((first[9:], second[1:31])), expected)
+        forward.close()
+
+
+class Hooks:
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int]] = []
+
+    def wait_for_layer_load(self, layer: int) -> None:
+        self.calls.append(("load", layer))
+
+    def save_kv_layer(self, layer: int) -> None:
+        self.calls.append(("save", layer))
+
+
+@pytest.mark.parametrize("count", [1, 100])
+def test_hooks_surround_every_layer_in_order(count: int) -> None:
+    model = build("llama")
+    forward, sequences = native(model)
+    expected = forward(sequences.batch({0: tokens(count)})).clone()
+    hooks = Hooks()
+    assert torch.equal(forward(sequences.batch({1: tokens(count)}), hooks), expected)
+    layers = model.config.num_hidden_layers
+    for kind in ("load", "save"):
+        assert [layer for what, layer in hooks.calls if what == kind] == list(range(layers))
+    for layer in range(layers):
+        assert hooks.calls.index(("load", layer)) < hooks.calls.index(("save", layer))
+    # A long prompt's layers are announced one by one, so that their transfer can begin.
+    saved_before_last_load = hooks.calls.index(("load", layers - 1)) - (layers - 1)
+    assert saved_before_last_load == (layers - 1 if count == 100 else 0)
+
+
+class FailingHooks(Hooks):
+    def save_kv_layer(self, layer: int) -> None:
+        raise RuntimeError("the connector failed")
+
+
+def test_a_step_that_a_hook_ends_is_not_continued_by_the_next() -> None:
+    model = build("llama")
+    forward, sequences = native(model)
+    expected = forward(sequences.batch({0: tokens(100)})).clone()
+    with pytest.raises(RuntimeError, match="the connector failed"):
+        forward(sequences.batch({1: tokens(100)}), FailingHooks())
+    sequences.computed[1] = 0
+    assert torch.equal(forward(sequences.batch({1: tokens(100)})), expected)
+
+
+def test_a_chunk_without_logits_still_writes_its_keys_and_values() -> None:
+    model = build("llama")
+    ids = tokens(50)
+    forward, sequences = native(model)
+    assert forward(sequences.batch({0: ids[:30]}, [])).shape == (0, VOCAB)
+    logits = forward(sequences.batch({0: ids[30:]}, [19]))
+    torch.testing.assert_close(logits, reference(model, ids)[-1:], rtol=2e-4, atol=2e-4)
+
+
+def test_a_checkpoint_in_shards_gives_what_its_model_gives(tmp_path: Path) -> None:
+    model = build("qwen3")
+    model.save_pretrained(tmp_path, max_shard_size="40KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    forward, sequences = native(model)
+    expected = forward(sequences.batch({0: tokens(40)})).clone()
+    shares: list[float] = []
+    config = AutoConfig.from_pretrained(tmp_path)
+    read = NativeLlamaForward.from_checkpoint(
+        tmp_path, config, dtype=torch.float32, threads=1, progress=shares.append
+    )
+    assert torch.equal(read(Sequences(read, model, windows(config)).batch({0: tokens(40)})), expected)
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+
+
+def test_release_gives_each_matrix_up() -> None:
+    model = build("llama")
+    expected = reference(model, tokens(30))
+    config_windows = windows(model.config)
+    forward = NativeLlamaForward.from_module(model, threads=1, release=True)
+    assert sum(parameter.numel() for parameter in model.parameters()) == 0
+    actual = forward(Sequences(forward, model, config_windows).batch({0: tokens(30)}))
+    torch.testing.assert_close(actual, expected, rtol=2e-4, atol=2e-4)
+
+
+def test_an_incomplete_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
+    model = build("llama")
+    model.config.intermediate_size = 80
+    model.save_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    with pytest.raises(ConfigurationError, match=r"mlp.gate_proj.weight is \(72, 48\).*\(80, 48\)"):
+        NativeLlamaForward.from_checkpoint(tmp_path, config, dtype=torch.float32, threads=1)
+    config.intermediate_size = 72
+    config.num_hidden_layers = 4
+    with pytest.raises(ConfigurationError, match=r"lacks model\.layers\.3\.input_layernorm\.weight"):
+        NativeLlamaForward.from_checkpoint(tmp_path, config, dtype=torch.float32, threads=1)
+
+
+def test_a_batch_that_cannot_be_is_refused() -> None:
+    model = build("llama")
+    forward, sequences = native(model)
+    good = forward(sequences.batch({0: tokens(8)})).clone()
+    sequences.computed[0] = 0
+    for spoil in ("token_ids", "positions"):
+        batch = sequences.batch({0: tokens(8)})
+        sequences.computed[0] = 0
+        getattr(batch, spoil)[3] = 1 << 40
+        with pytest.raises(InternalError):
+            forward(batch)
+    batch = sequences.batch({0: tokens(8)})
+    sequences.computed[0] = 0
+    batch.slot_mapping[0][2] = 1 << 40
+    with pytest.raises(InternalError, match="slot"):
+        forward(batch)
+    assert torch.equal(forward(sequences.batch({0: tokens(8)})), good)
+
+
+def test_a_cache_of_another_shape_is_refused() -> None:
+    model = build("llama")
+    forward, sequences = native(model)
+    with pytest.raises(InternalError, match="does not fit"):
+        forward.use_cache(sequences.cache.bfloat16(), sequences.groups)
+    with pytest.raises(InternalError, match="does not fit"):
+        forward.use_cache(sequences.cache[..., :4].contiguous(), sequences.groups)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"model_type": "gemma2"}, "gemma2"),
+        ({"quantization_config": {"bits": 4}}, "quantized"),
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "longrope"),
+        ({"rope_parameters": {"full_attention": {}, "sliding_attention": {}}}, "differs between layers"),
+        ({"head_dim": 512}, "head size"),
+    ],
+)
+def test_what_the_library_does_not_compute_is_left_to_others(change: dict[str, Any], reason: str) -> None:
+    config = transformers.LlamaConfig(**_COMMON)
+    assert supports(config, torch.float32) is None
+    for name, value in change.items():
+        object.__setattr__(config, name, value)
+    assert reason in (supports(config, torch.float32) or "")
+
+
+def test_other_devices_and_dtypes_are_left_to_others() -> None:
+    config = transformers.LlamaConfig(**_COMMON)
+    assert "cuda" in (supports(config, torch.bfloat16, "cuda") or "")
+    assert "float16" in (supports(config, torch.float16) or "")

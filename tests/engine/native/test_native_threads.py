@@ -1,0 +1,122 @@
+"""The library's threads: nothing runs between steps, nothing is left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.engine.native.batches import Sequences
+from tests.engine.native.test_native_model import build, native, tokens, windows
+
+linux = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
+
+
+def num_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@linux
+@pytest.mark.slow
+def test_idle_threads_sleep() -> None:
+    """Watches the process's CPU time for half a second; an engine that waits for requests must not use it."""
+    model = build("llama")
+    forward, sequences = native(model, threads=2)
+    forward(sequences.batch({0: tokens(20)}))
+    idle = threading.Event()
+    idle.wait(0.05)  # a thread may look for work a moment longer
+    before, started = time.process_time(), time.monotonic()
+    idle.wait(0.5)
+    assert (time.process_time() - before) / (time.monotonic() - started) < 0.02
+    forward.close()
+
+
+@linux
+def test_models_come_and_go_without_leaving_anything() -> None:
+    model = build("llama")
+
+    def once() -> None:
+        forward, sequences = native(model, threads=2)
+        forward(sequences.batch({0: tokens(20)}))
+
+    for _ in range(3):
+        once()
+    gc.collect()
+    threads, memory = num_threads(), resident_bytes()
+    for _ in range(30):
+        once()
+    gc.collect()
+    assert num_threads() == threads
+    # A model maps some megabytes, so thirty that stayed would show.
+    assert resident_bytes() - memory < 8 << 20
+
+
+def test_close_ends_the_threads_at_once() -> None:
+    forward, _ = native(build("llama"), threads=2)
+    before = num_threads()
+    forward.close()
+    forward.close()
+    assert num_threads() == before - min(1, len(os.sched_getaffinity(0)) - 1)
+
+
+@linux
+def test_a_step_leaves_the_callers_affinity_alone() -> None:
+    forward, sequences = native(build("llama"), threads=2)
+    before = os.sched_getaffinity(0)
+    forward(sequences.batch({0: tokens(20)}))
+    assert os.sched_getaffinity(0) == before
+    forward.close()
+
+
+@linux
+def test_memory_is_steady_over_many_steps() -> None:
+    model = build("mistral")
+    forward, sequences = native(model, threads=1)
+    lengths = (40, 1, 3, 60, 1)
+
+    def round_of_steps() -> None:
+        for length in lengths:
+            sequences.computed = [0, 0, 0]
+            forward(sequences.batch({0: tokens(length), 1: tokens(5)}))
+
+    for _ in range(10):
+        round_of_steps()
+    memory = resident_bytes()
+    for _ in range(200):
+        round_of_steps()
+    assert resident_bytes() - memory < 2 << 20
+
+
+def test_other_threads_run_while_a_step_does() -> None:
+    """The GIL is released: another Python thread makes progress during one long step."""
+    model = build("llama")
+    forward, _ = native(model)
+    sequences = Sequences(forward, model, windows(model.config), length=2048)
+    batch = sequences.batch({0: tokens(2000)}, [1999])
+    running, counted = threading.Event(), [0]
+    stop = threading.Event()
+
+    def count() -> None:
+        running.set()
+        while not stop.is_set():
+            counted[0] += 1
+
+    counter = threading.Thread(target=count)
+    counter.start()
+    assert running.wait(10)
+    before = counted[0]
+    forward(batch)
+    during = counted[0] - before
+    stop.set()
+    counter.join(10)
+    assert during > 10
+    assert torch.isfinite(sequences.cache[1]).any()
