@@ -10,7 +10,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from cluster.clock import Clock
+from cluster.clock import Clock, cancel
 from cluster.config import ClusterTimeouts
 from cluster.events import Events
 from cluster.launcher import Launcher, NodeHandle, RouterHandle
@@ -76,7 +76,7 @@ class Controller:
             either: list[asyncio.Future[Any]] = [settled, self._failure]
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            settled.cancel()
+            await cancel(settled)
         if self._failure.done():
             raise InternalError(self._failure.result())
         self._check_can_answer()

@@ -68,6 +68,7 @@ class RayHandle:
         self._actor = actor
         self._stop_s = stop_s
         self._held = actor.hold.remote()
+        self._serves = False  # it has started: there is something to end politely
 
     async def ended(self) -> str:
         try:
@@ -80,8 +81,9 @@ class RayHandle:
         return bool(await _answer(self._actor.drain.remote(timeout_s)))
 
     async def stop(self) -> None:
-        with contextlib.suppress(TandemError, TimeoutError):
-            await asyncio.wait_for(_answer(self._actor.stop.remote()), self._stop_s)
+        if self._serves:
+            with contextlib.suppress(TandemError, TimeoutError):
+                await asyncio.wait_for(_answer(self._actor.stop.remote()), self._stop_s)
         ray.kill(self._actor, no_restart=True)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.ended(), self._stop_s)
@@ -91,9 +93,11 @@ class RayNode(RayHandle):
     async def start(self, report: Report) -> NodeInfo:
         progress = asyncio.ensure_future(self._follow_progress(report))
         try:
-            return msgspec.msgpack.decode(await _answer(self._actor.start.remote()), type=NodeInfo)
+            info = msgspec.msgpack.decode(await _answer(self._actor.start.remote()), type=NodeInfo)
         finally:
             await cancel(progress)
+        self._serves = True
+        return info
 
     async def _follow_progress(self, report: Report) -> None:
         seen = 0
@@ -110,7 +114,9 @@ class RayNode(RayHandle):
 class RayRouter(RayHandle):
     async def start(self, report: Report) -> str:
         report("loading the tokenizer", 0.0)
-        return str(await _answer(self._actor.start.remote()))
+        url = str(await _answer(self._actor.start.remote()))
+        self._serves = True
+        return url
 
     async def set_members(self, members: list[NodeInfo]) -> None:
         await _answer(self._actor.set_members.remote(msgspec.msgpack.encode(members)))

@@ -32,6 +32,8 @@ from wire.nodes import Role
 
 logger = logging.getLogger(__name__)
 
+_ENDINGS = (signal.SIGTERM, signal.SIGHUP)  # a supervisor's, and a terminal that was closed
+
 
 def serve(config: TandemConfig) -> int:
     """The exit status. Raises TandemError for what an operator can mend."""
@@ -40,8 +42,9 @@ def serve(config: TandemConfig) -> int:
     check_before_start(config, machine)
     console = Console(file=sys.stdout, highlight=False)  # before other people's output is sent elsewhere
     display = Display(console)
-    # Until the event loop takes over, a SIGTERM unwinds like a Ctrl-C does.
-    signal.signal(signal.SIGTERM, _terminated)
+    # Until the event loop takes over, these unwind as a Ctrl-C does.
+    for number in _ENDINGS:
+        signal.signal(number, _terminated)
     with redirect_stdout(OtherPeoplesOutput("ray")):
         try:
             display.start()
@@ -49,20 +52,24 @@ def serve(config: TandemConfig) -> int:
             with display.step("ray", "starting", f"running, version {ray_version()}"):
                 logs = start_ray()
             return asyncio.run(_serve(config, machine, model, display, logs, began))
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, SystemExit, _Interrupted):  # Ray turns a SIGTERM during its start into an exit
             display.stop()
             console.print("stopped before it was ready")
             return 130
         finally:
             display.stop()
             # Whoever is impatient now only leaves processes behind.
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            for number in (signal.SIGINT, *_ENDINGS):
+                signal.signal(number, signal.SIG_IGN)
             stop_ray()
 
 
+class _Interrupted(Exception):
+    """A signal came before everything had started."""
+
+
 def _terminated(number: int, frame: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt
+    raise _Interrupted
 
 
 def _in_background(name: str, display: Display) -> Future[Model]:
@@ -89,7 +96,7 @@ class _Interrupts:
         self.first = asyncio.Event()
         self.second = asyncio.Event()
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, *_ENDINGS):
             loop.add_signal_handler(number, self._arrived)
 
     def _arrived(self) -> None:
@@ -106,7 +113,7 @@ async def _serve(
         either: list[asyncio.Future[Any]] = [model, stop]
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not model.done():
-            raise KeyboardInterrupt
+            raise _Interrupted
         # Imported here, when Ray is running already: it takes a while, and not every command needs it.
         from cluster.ray_launcher import RayLauncher
 
@@ -117,7 +124,7 @@ async def _serve(
             await asyncio.wait([start, stop], return_when=asyncio.FIRST_COMPLETED)
             if not start.done():
                 await cancel(start)
-                raise KeyboardInterrupt
+                raise _Interrupted
             start.result()
             _say_ready(deployment, display, logs, time.monotonic() - began)
             return await _until_stopped(deployment, display.console, interrupts)
@@ -125,6 +132,8 @@ async def _serve(
             await deployment.stop()
     finally:
         await cancel(stop)
+        # While there is still a loop: what Ray owes us an answer for, it answers now.
+        stop_ray()
 
 
 async def _until_stopped(deployment: Deployment, console: Console, interrupts: _Interrupts) -> int:
@@ -151,27 +160,26 @@ async def _until_stopped(deployment: Deployment, console: Console, interrupts: _
 def _say_ready(deployment: Deployment, display: Display, logs: Path, seconds: float) -> None:
     display.stop()
     config, url, name = deployment.config, deployment.url, deployment.model_name
-    pools = [
-        counted(config.pools.of(role).nodes, f"{role.value} node")
-        for role in Role
-        if config.pools.of(role).nodes
-    ]
-    print_line = display.console.print
-    print_line(
-        f"\n[bold green]ready[/] after {seconds:.1f} s: {escape(name)} on {', '.join(pools)}, {url}/v1"
+    counts = {role: config.pools.of(role).nodes for role in Role}
+    pools = ", ".join(counted(count, f"{role.value} node") for role, count in counts.items() if count)
+    lines = (
+        "",
+        f"[bold green]ready[/] after {seconds:.1f} s: {escape(name)} on {pools}",
+        f"API:     {url}/v1",
+        f"try it:  {escape(curl_line(url, name, with_key=bool(config.router.api_keys)))}",
+        f"or:      tandem chat --url {url}",
+        f"logs:    {logs}",
+        "stop:    Ctrl-C",
+        "",
     )
-    print_line(
-        f"try it:  {escape(curl_line(url, name, with_key=bool(config.router.api_keys)))}", soft_wrap=True
-    )
-    print_line(f"or:      tandem chat --url {url}")
-    print_line(f"logs:    {logs}", soft_wrap=True)
-    print_line("stop:    Ctrl-C\n")
+    # Lines as they are, however narrow the terminal: they are there to be copied.
+    display.console.print("\n".join(lines), soft_wrap=True)
 
 
 def curl_line(url: str, model: str, *, with_key: bool) -> str:
-    body = json.dumps(
-        {"model": model, "messages": [{"role": "user", "content": "What is the capital of France?"}]}
-    )
+    question = {"role": "user", "content": "What is the capital of France?"}
+    # Without chance, so that a small model's first answer is its best one.
+    body = json.dumps({"model": model, "messages": [question], "temperature": 0})
     quoted = body.replace("'", "'\\''")
     key = ' -H "Authorization: Bearer $TANDEM_API_KEY"' if with_key else ""
-    return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{quoted}'"
+    return f"curl -s {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{quoted}'"

@@ -121,6 +121,6 @@ def test_the_curl_line_is_one_that_a_shell_understands() -> None:
         check=True,
         env={**os.environ, "TANDEM_API_KEY": "k"},
     ).stdout.splitlines()
-    assert words[0] == "http://127.0.0.1:8000/v1/chat/completions"
+    assert words[1] == "http://127.0.0.1:8000/v1/chat/completions"
     assert "Authorization: Bearer k" in words
     assert '"model": "it\'s a model"' in words[-1]

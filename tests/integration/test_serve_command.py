@@ -1,0 +1,191 @@
+"""`tandem serve` as its user runs it: ready, answering, mended, drained, and nothing left behind however it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import re
+import secrets
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+START_S = 180.0
+END_S = 60.0
+
+
+class Serve:
+    """The command, and every process that it starts: they inherit a mark in their environment."""
+
+    def __init__(self, *flags: str) -> None:
+        self.mark = f"TANDEM_TEST_MARK={secrets.token_hex(8)}"
+        name, _, value = self.mark.partition("=")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "cluster.cli", "serve", "--port", "0", "--kv-memory", "256MiB", *flags],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, name: value, "PYTHONUNBUFFERED": "1"},
+            start_new_session=True,
+        )
+        self.said: list[str] = []
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._lines.put(line.rstrip("\n"))
+        self._lines.put(None)
+
+    def until(self, pattern: str, timeout_s: float) -> re.Match[str]:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                line = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                line = None
+            if line is None:
+                pytest.fail(
+                    f"{pattern!r} was not said within {timeout_s:.0f} s, but:\n" + "\n".join(self.said)
+                )
+            self.said.append(line)
+            found = re.search(pattern, line)
+            if found:
+                return found
+
+    def ended(self) -> int:
+        """The exit status; nothing may be left running by then."""
+        status = self.process.wait(END_S)
+        self.nothing_left()
+        return status
+
+    def nothing_left(self, but: tuple[str, ...] = ()) -> None:
+        deadline = time.monotonic() + END_S
+        while left := [command for command in self.processes().values() if not command.startswith(but)]:
+            if time.monotonic() > deadline:
+                pytest.fail(f"left behind: {left}")
+            time.sleep(0.1)
+
+    def processes(self) -> dict[int, str]:
+        found: dict[int, str] = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                environment = (folder / "environ").read_bytes()
+                if self.mark.encode() in environment.split(b"\0"):
+                    found[int(folder.name)] = (folder / "cmdline").read_text().replace("\0", " ")[:120]
+            except OSError:
+                continue  # it ended meanwhile
+        return found
+
+    def pid_of(self, title: str) -> int:
+        (pid,) = [pid for pid, command in self.processes().items() if command.startswith(title)]
+        return pid
+
+
+@pytest.fixture
+def serve(smollm2_path: Path) -> Iterator[Any]:
+    started: list[Serve] = []
+
+    def start(*flags: str) -> Serve:
+        started.append(Serve(*flags))
+        return started[-1]
+
+    yield start
+    for one in started:
+        for pid in one.processes():
+            os.kill(pid, signal.SIGKILL)
+        one.process.wait()
+
+
+def ask(words: list[str]) -> dict[str, Any]:
+    """What the printed curl line does, without curl."""
+    url = next(word for word in words if word.startswith("http"))
+    body = json.loads(words[words.index("-d") + 1])
+    response = httpx.post(url, json=body, timeout=60, trust_env=False)
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+def epochs(url: str) -> dict[str, int]:
+    nodes = httpx.get(f"{url}/cluster", timeout=10, trust_env=False).json()["nodes"]
+    return {node["node_id"]: node["epoch"] for node in nodes if node["state"] == "ready"}
+
+
+def test_it_serves_mends_what_dies_finishes_what_runs_and_leaves_nothing(serve: Any) -> None:
+    command = serve("--prefill", "1", "--decode", "1")
+    url = command.until(r"^API: +(http://\S+)/v1$", START_S)[1]
+    line = command.until(r"^try it: +(curl .*)$", 10)[1]
+    command.until(r"^stop: ", 10)
+    assert "Paris" in ask(shlex.split(line))["choices"][0]["message"]["content"]
+
+    before = epochs(url)
+    os.kill(command.pid_of("ray::DecodeActor"), signal.SIGKILL)
+    command.until(r"decode-0: its process ended", 10)
+    deadline = time.monotonic() + START_S
+    while "decode-0" not in (now := epochs(url)):
+        assert time.monotonic() < deadline, "the decode node did not come back"
+        time.sleep(0.1)
+    assert now["decode-0"] != before["decode-0"]
+    assert now["prefill-0"] == before["prefill-0"], "nobody else is disturbed"
+    assert "Paris" in ask(shlex.split(line))["choices"][0]["message"]["content"]
+
+    body = {"model": "SmolLM2-135M-Instruct", "prompt": "Once upon", "max_tokens": 100, "stream": True}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60, trust_env=False) as stream:
+        lines = stream.iter_lines()
+        assert next(lines).startswith("data: ")
+        command.process.send_signal(signal.SIGINT)
+        rest = [line for line in lines if line]
+    assert rest[-1] == "data: [DONE]", "what was running was finished"
+    command.until(r"everything was finished", END_S)
+    assert command.ended() == 0
+
+
+def test_a_second_signal_ends_at_once_what_is_still_running(serve: Any) -> None:
+    command = serve("--aggregated", "1")
+    url = command.until(r"^API: +(http://\S+)/v1$", START_S)[1]
+    body = {
+        "model": "SmolLM2-135M-Instruct",
+        "prompt": "Once upon",
+        "max_tokens": 8000,
+        "stream": True,
+        "logit_bias": {"2": -100, "0": -100},
+    }
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60, trust_env=False) as stream:
+        lines = stream.iter_lines()
+        assert next(lines).startswith("data: ")
+        command.process.send_signal(signal.SIGTERM)
+        command.until(r"finishing what is running", 10)
+        command.process.send_signal(signal.SIGTERM)
+        command.until(r"ended before everything was finished", 10)
+        rest = [line for line in lines if line]
+    assert rest[-1] != "data: [DONE]", "a reply that was cut off does not look finished"
+    assert command.ended() == 0
+
+
+def test_a_signal_while_it_starts_ends_it_and_leaves_nothing(serve: Any) -> None:
+    command = serve()
+    command.until(r"ray: ready", START_S)
+    command.process.send_signal(signal.SIGTERM)
+    assert command.ended() == 130
+
+
+def test_a_command_that_is_killed_takes_everything_with_it(serve: Any) -> None:
+    command = serve("--aggregated", "1")
+    command.until(r"^API: ", START_S)
+    command.process.kill()
+    command.process.wait()
+    # Two idle agents of Ray's give their control store a minute to come back, and end then.
+    command.nothing_left(but=("ray::DashboardAgent", "ray::RuntimeEnvAgent"))
