@@ -1,0 +1,415 @@
+"""A world for two endpoints without threads: its clock, its network and its memory do what a test says.
+
+It watches what must never happen: bytes that land in a block which its owner was told is free again, a block
+given back while a handle touches it, a request that ends twice, an answer made of wrong bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+import msgspec
+
+from kvtransfer.base import Handoff, LoadFailure
+from kvtransfer.protocol import commands
+from kvtransfer.protocol.endpoint import Endpoint, Outcomes
+from kvtransfer.protocol.geometry import PoolGeometry
+from kvtransfer.protocol.identity import Identity, token_hash
+from kvtransfer.protocol.settings import Settings
+from kvtransfer.protocol.statistics import Recorder
+from kvtransfer.protocol.transport import Activity, Direction, HandleId, Operation, RemoteId, Transport
+from wire.errors import TransferError
+from wire.handoff import CacheFingerprint, CacheMemory, HandoffMessage
+from wire.nodes import PeerAddress
+
+BLOCK_SIZE = 4
+BLOCK_BYTES = 64
+NUM_BLOCKS = 200
+SETTINGS = Settings(
+    lease_s=3.0,
+    timeout_s=20.0,
+    handshake_timeout_s=2.0,
+    renew_s=1.0,
+    silent_s=1.0,
+    margin_s=0.5,
+    retry_s=0.25,
+    max_post_bytes=2 * BLOCK_BYTES,
+    max_in_flight=2,
+)
+
+
+@dataclasses.dataclass
+class Move:
+    """A handle in flight: bytes are copied when it completes."""
+
+    node: Node
+    operation: Operation
+    peer: str
+    local: list[int]
+    remote: list[int]
+    posted_at: float
+    state: str = "moving"
+
+
+class FakeTransport(Transport):
+    name = "fake"
+
+    def __init__(self, world: World, node: Node) -> None:
+        self.world = world
+        self.node = node
+        self.moves: dict[HandleId, Move] = {}
+        self.remotes: dict[RemoteId, str] = {}
+        self.ids = itertools.count(1)
+        self.refuses = False
+
+    def register(self, memory: object) -> CacheMemory:
+        raise NotImplementedError
+
+    def connect(self, memory: CacheMemory) -> RemoteId:
+        if self.refuses:
+            raise TransferError("no way there")
+        remote = RemoteId(next(self.ids))
+        self.remotes[remote] = memory.agent_metadata.decode()
+        return remote
+
+    def disconnect(self, remote: RemoteId) -> None:
+        name = self.remotes.pop(remote)
+        assert not any(move.peer == name for move in self.moves.values()), (
+            "disconnected with a handle in flight"
+        )
+
+    def post(
+        self,
+        operation: Operation,
+        remote: RemoteId,
+        local_blocks: Sequence[int],
+        remote_blocks: Sequence[int],
+    ) -> HandleId:
+        assert len(local_blocks) == len(remote_blocks) > 0
+        assert all(0 < block < NUM_BLOCKS for block in (*local_blocks, *remote_blocks))
+        handle = HandleId(next(self.ids))
+        self.moves[handle] = Move(
+            self.node,
+            operation,
+            self.remotes[remote],
+            list(local_blocks),
+            list(remote_blocks),
+            self.world.now,
+        )
+        return handle
+
+    def is_done(self, handle: HandleId) -> bool:
+        move = self.moves[handle]
+        if move.state == "moving":
+            return False
+        del self.moves[handle]
+        if move.state == "failed":
+            raise TransferError("the move failed")
+        return True
+
+    def close(self) -> None:
+        pass
+
+
+@dataclasses.dataclass
+class Send:
+    """A request on its producer."""
+
+    request_id: str
+    transfer_id: str
+    tokens: list[int]
+    peer: PeerAddress
+    blocks: list[int]
+    computed: int = 0
+    planned: bool = False
+    ended: bool = False  # the request has ended; its blocks may be kept
+    kept: bool = False
+    reported: int = 0
+
+
+@dataclasses.dataclass
+class Receive:
+    """A request on its consumer."""
+
+    request_id: str
+    transfer_id: str
+    tokens: list[int]
+    local_tokens: int
+    blocks: list[int]
+    finished: Handoff | None = None
+    failed: LoadFailure | None = None
+
+    @property
+    def over(self) -> bool:
+        return self.finished is not None or self.failed is not None
+
+
+def right_bytes(tokens: Sequence[int], index: int) -> str:
+    """What block `index` of these tokens holds."""
+    return f"kv of {tokens[: (index + 1) * BLOCK_SIZE]}"
+
+
+def first_token_of(tokens: Sequence[int]) -> int:
+    return sum(tokens) % 97
+
+
+class Node:
+    def __init__(
+        self,
+        world: World,
+        name: str,
+        epoch: int,
+        skew: float,
+        direction: Direction,
+        cache: dict[str, object] | None = None,
+    ) -> None:
+        self.world = world
+        self.name = name
+        self.skew = skew
+        self.identity = Identity(name, epoch, f"tcp://{name}")
+        self.memory: list[str] = ["nothing"] * NUM_BLOCKS
+        self.free = list(range(1, NUM_BLOCKS))
+        self.transport = FakeTransport(world, self)
+        self.recorder = Recorder()
+        self.sends: dict[str, Send] = {}
+        self.receives: dict[str, Receive] = {}
+        self.frozen = False
+        memory = CacheMemory(name.encode(), "DRAM", 0, 4096, NUM_BLOCKS, BLOCK_BYTES)
+        fingerprint = CacheFingerprint("m", "float32", 1, 1, 1, BLOCK_SIZE, "l", f"fake/{direction.value}")
+        self.geometry = PoolGeometry(
+            msgspec.structs.replace(fingerprint, **(cache or {})), memory, BLOCK_SIZE, num_groups=1
+        )
+        self.endpoint = Endpoint(
+            self.identity,
+            self.geometry,
+            direction,
+            self.transport,
+            SETTINGS,
+            send=lambda to, message: world.network.append((to, message)),
+            nobody_listens=lambda address: address in world.closed_addresses,
+            clock=self.clock,
+            recorder=self.recorder,
+            outcomes=Outcomes(self._sent, self._received, self._failed),
+        )
+
+    def clock(self) -> float:
+        return self.world.now + self.skew
+
+    @property
+    def address(self) -> PeerAddress:
+        return PeerAddress(self.name, self.identity.epoch, self.identity.endpoint)
+
+    def take(self, count: int) -> list[int]:
+        taken, self.free = self.free[:count], self.free[count:]
+        assert len(taken) == count
+        return taken
+
+    def release(self, blocks: list[int]) -> None:
+        touched = {
+            block for move in self.transport.moves.values() if move.state == "moving" for block in move.local
+        }
+        assert not touched & set(blocks), "a block was given back while a handle touches it"
+        for block in blocks:
+            self.memory[block] = "garbage"
+        self.free += blocks
+        blocks.clear()
+
+    # ── producing ──
+
+    def start_send(self, send: Send) -> None:
+        self.sends[send.request_id] = send
+        self.plan(send)
+
+    def plan(self, send: Send) -> None:
+        send.planned = True
+        send.blocks += self.take(1)
+        self.endpoint.execute(
+            commands.PlanSend(
+                send.request_id,
+                send.transfer_id,
+                send.peer,
+                len(send.tokens),
+                token_hash(send.tokens, None, None),
+                [list(send.blocks)],
+            )
+        )
+
+    def compute(self, send: Send, count: int) -> None:
+        upto = min(len(send.tokens), send.computed + count)
+        missing = -(-upto // BLOCK_SIZE) - len(send.blocks)
+        if missing > 0:
+            new = self.take(missing)
+            send.blocks += new
+            self.endpoint.execute(commands.ExtendSend(send.request_id, [new]))
+        send.computed = upto
+        for index in range(-(-upto // BLOCK_SIZE)):
+            self.memory[send.blocks[index]] = right_bytes(send.tokens[:upto], index)
+        self.endpoint.execute(commands.Computed({send.request_id: upto}, self.clock()))
+
+    def preempt(self, send: Send) -> None:
+        at = self.clock()
+        for block in send.blocks:
+            self.memory[block] = "garbage"
+        self.free += send.blocks
+        send.blocks = []
+        send.computed = 0
+        self.endpoint.execute(commands.Preempted([send.request_id], at))
+
+    def finish_send(self, send: Send) -> None:
+        send.ended = send.kept = True
+        self.endpoint.execute(
+            commands.FinishSend(send.request_id, first_token_of(send.tokens), [list(send.blocks)])
+        )
+
+    def abandon_send(self, send: Send) -> None:
+        send.ended, send.kept = True, send.planned
+        if not send.kept:
+            self.release(send.blocks)
+        self.endpoint.execute(commands.AbandonSend(send.request_id, send.transfer_id, send.kept))
+
+    def _sent(self, request_id: str) -> None:
+        send = self.sends[request_id]
+        assert send.kept, "finished_sending for a request that was not kept"
+        send.reported += 1
+        assert send.reported == 1, "finished_sending twice"
+        self.release(send.blocks)
+
+    # ── consuming ──
+
+    def start_receive(self, receive: Receive, peer: PeerAddress) -> None:
+        self.receives[receive.request_id] = receive
+        total = -(-len(receive.tokens) // BLOCK_SIZE)
+        receive.blocks = self.take(total)
+        first = receive.local_tokens // BLOCK_SIZE
+        for index in range(first):
+            self.memory[receive.blocks[index]] = right_bytes(receive.tokens, index)
+        self.endpoint.execute(
+            commands.BeginReceive(
+                receive.request_id,
+                receive.transfer_id,
+                peer,
+                len(receive.tokens),
+                receive.local_tokens,
+                token_hash(receive.tokens, None, None),
+                [first],
+                [receive.blocks[first:]],
+            )
+        )
+
+    def _received(self, request_id: str, handoff: Handoff) -> None:
+        receive = self.receives[request_id]
+        assert not receive.over, "a receive ended twice"
+        receive.finished = handoff
+        assert handoff == Handoff(first_token_of(receive.tokens), len(receive.tokens))
+        for index, block in enumerate(receive.blocks):
+            assert self.memory[block] == right_bytes(receive.tokens, index), "wrong bytes were accepted"
+        self.release(receive.blocks)
+
+    def _failed(self, request_id: str, failure: LoadFailure) -> None:
+        receive = self.receives[request_id]
+        assert not receive.over, "a receive ended twice"
+        receive.failed = failure
+        self.release(receive.blocks)
+
+    def owns(self, block: int) -> bool:
+        return block not in self.free
+
+
+class World:
+    def __init__(self, direction: Direction = Direction.PUSH) -> None:
+        self.now = 1000.0
+        self.network: list[tuple[str, msgspec.Struct]] = []
+        self.closed_addresses: set[str] = set()
+        self.nodes: dict[str, Node] = {}
+        self.direction = direction
+        self._decoder = msgspec.msgpack.Decoder(HandoffMessage)
+
+    def add(self, name: str, epoch: int, skew: float = 0.0, cache: dict[str, object] | None = None) -> Node:
+        self.nodes[name] = Node(self, name, epoch, skew, self.direction, cache)
+        return self.nodes[name]
+
+    # ── network ──
+
+    def deliver(self, index: int = 0, *, keep: bool = False) -> None:
+        """One message arrives; `keep` leaves a copy on the way."""
+        to, message = self.network[index] if keep else self.network.pop(index)
+        node = self.nodes.get(to.removeprefix("tcp://"))
+        if node is None or to in self.closed_addresses:
+            return
+        if node.frozen:
+            self.network.append((to, message))
+            return
+        node.endpoint.receive(self._decoder.decode(msgspec.msgpack.encode(message)))
+
+    def deliver_all(self) -> None:
+        """Everything that is on the way, and what comes of it."""
+        for _ in range(10_000):
+            reachable = [
+                index
+                for index, (to, _) in enumerate(self.network)
+                if not ((node := self.nodes.get(to.removeprefix("tcp://"))) and node.frozen)
+            ]
+            if not reachable:
+                return
+            self.deliver(reachable[0])
+            self.pump()
+        raise AssertionError("messages without end")
+
+    # ── memory ──
+
+    def moves(self) -> list[Move]:
+        return [
+            move
+            for node in self.nodes.values()
+            for move in node.transport.moves.values()
+            if move.state == "moving"
+        ]
+
+    def complete(self, move: Move, *, failed: bool = False) -> None:
+        """The bytes move, or some of them do."""
+        peer = self.nodes.get(move.peer)
+        pairs = list(zip(move.local, move.remote, strict=True))
+        move.state = "failed" if failed else "done"
+        if peer is None:
+            move.state = "failed"
+            return
+        for local, remote in pairs[: len(pairs) // 2] if failed else pairs:
+            if move.operation is Operation.WRITE:
+                assert peer.owns(remote), "a write landed in a block that had been given back"
+                peer.memory[remote] = move.node.memory[local]
+            else:
+                assert move.node.owns(local), "a read landed in a block that had been given back"
+                move.node.memory[local] = peer.memory[remote]
+
+    def pump(self) -> None:
+        for node in self.nodes.values():
+            if not node.frozen:
+                for _ in range(50):
+                    if node.endpoint.pump() is not Activity.DUE:
+                        break
+
+    def advance(self, seconds: float) -> None:
+        """Time passes; no posted move takes longer than a part of the margin, see the consumer's docstring."""
+        until = self.now + seconds
+        while self.now < until:
+            for move in self.moves():
+                if self.now - move.posted_at > SETTINGS.margin_s / 4:
+                    self.complete(move)
+            self.pump()
+            self.now = min(until, self.now + SETTINGS.tick_s)
+            for node in list(self.nodes.values()):
+                if not node.frozen:
+                    node.endpoint.tick()
+
+    def settle(self, seconds: float) -> None:
+        """A healthy network for so long."""
+        until = self.now + seconds
+        while self.now < until:
+            self.deliver_all()
+            for move in self.moves():
+                self.complete(move)
+            self.pump()
+            self.deliver_all()
+            self.advance(SETTINGS.tick_s)

@@ -1,0 +1,233 @@
+"""The protocol against a network that loses, doubles and reorders, nodes that freeze, and requests that change
+their mind: every transfer ends once on each side, nothing is written where it must not be, nothing wrong is accepted.
+
+A history is a list of weighted events, most of which are progress: a network that only loses never gets anywhere
+near what is worth testing. `World` watches what must never happen; `settle` at the end shows that nothing hangs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import HealthCheck, given, settings
+from kv_fake_network import SETTINGS, Node, Receive, Send, World
+
+from kvtransfer.protocol.commands import CancelReceive
+from kvtransfer.protocol.transport import Direction
+from wire.handoff import (
+    Envelope,
+    HandoffAccepted,
+    HandoffMessage,
+    HandoffNotice,
+    RegisterDestination,
+    TransferClosed,
+)
+
+T = TypeVar("T")
+
+REQUESTS = 4
+
+
+class History:
+    def __init__(self, direction: Direction, skew: float, choose: Callable[[int], int]) -> None:
+        self.world = World(direction)
+        self.producer: Node = self.world.add("p", 11)
+        self.consumer: Node = self.world.add("c", 22, skew)
+        self._choose = choose
+        self._count = 0
+        self._waiting_sends: list[Send] = []
+        self._waiting_receives: list[Receive] = []
+        self._seen: list[tuple[str, HandoffMessage]] = []
+
+    def pick(self, options: list[T]) -> T:
+        return options[self._choose(len(options))]
+
+    def happen(self) -> None:
+        event = self.pick([event for weight, event in self._events() for _ in range(weight)])
+        event()
+        self.world.pump()
+        for node in self.world.nodes.values():
+            assert len(node.free) == len(set(node.free))
+
+    def _events(self) -> list[tuple[int, Callable[[], None]]]:
+        world = self.world
+        steppable = [] if self.producer.frozen else self.open_sends()
+        events: list[tuple[int, Callable[[], None]]] = [
+            (3, self._time_passes),
+            (1, self._much_time_passes),
+            (1, self._freeze_or_thaw),
+        ]
+        if self._count < REQUESTS:
+            events.append((4, self._a_request))
+        if self._waiting_sends and not self.producer.frozen:
+            events.append((12, self._admit_send))
+        if self._waiting_receives and not self.consumer.frozen:
+            events.append((12, self._admit_receive))
+        if steppable:
+            events += [(14, lambda: self._step(self.pick(steppable)))]
+            events += [(1, lambda: self._preempt(self.pick(steppable)))]
+            events += [(1, lambda: self.producer.abandon_send(self.pick(steppable)))]
+        waiting = [receive for receive in self.consumer.receives.values() if not receive.over]
+        if waiting and not self.consumer.frozen:
+            events.append((1, lambda: self._abort(self.pick(waiting))))
+        if world.network:
+            events += [
+                (10, self._deliver_all),
+                (10, self._deliver_one),
+                (2, self._deliver_twice),
+                (2, self._lose),
+            ]
+        if self._seen:
+            events += [(1, self._replay), (1, self._forge)]
+        if world.moves():
+            events += [(10, lambda: world.complete(self.pick(world.moves())))]
+            events += [(1, lambda: world.complete(self.pick(world.moves()), failed=True))]
+        return events
+
+    # ── requests ──
+
+    def open_sends(self) -> list[Send]:
+        return [send for send in self.producer.sends.values() if not send.ended]
+
+    def _a_request(self) -> None:
+        self._count += 1
+        length = self.pick([1, 3, 4, 5, 9, 16, 22])
+        tokens = [self._count * 100 + index for index in range(length)]
+        local = min(self.pick([0, 0, 4, 12]), (length - 1) // 4 * 4)
+        name, transfer = f"r{self._count}", f"t{self._count}"
+        what = self.pick(["right"] * 8 + ["other tokens", "no producer"])
+        self._waiting_receives.append(Receive(name, transfer, tokens, local, []))
+        if what != "no producer":
+            theirs = tokens if what == "right" else [7, *tokens[1:]]
+            self._waiting_sends.append(Send(name, transfer, theirs, self.consumer.address, []))
+
+    def _admit_send(self) -> None:
+        send = self.pick(self._waiting_sends)
+        self._waiting_sends.remove(send)
+        self.producer.start_send(send)
+
+    def _admit_receive(self) -> None:
+        receive = self.pick(self._waiting_receives)
+        self._waiting_receives.remove(receive)
+        self.consumer.start_receive(receive, self.producer.address)
+
+    def _step(self, send: Send) -> None:
+        if not send.blocks:
+            self.producer.plan(send)
+        if send.computed < len(send.tokens):
+            self.producer.compute(send, self.pick([1, 5, 8, 30]))
+        else:
+            self.producer.finish_send(send)
+
+    def _preempt(self, send: Send) -> None:
+        if send.blocks:
+            self.producer.preempt(send)
+
+    def _abort(self, receive: Receive) -> None:
+        self.consumer.endpoint.execute(CancelReceive(receive.request_id))
+
+    # ── the network ──
+
+    def _deliver_all(self) -> None:
+        self._seen += self.world.network
+        self.world.deliver_all()
+
+    def _deliver_one(self, *, keep: bool = False) -> None:
+        index = self._choose(len(self.world.network))
+        self._seen.append(self.world.network[index])
+        self.world.deliver(index, keep=keep)
+
+    def _deliver_twice(self) -> None:
+        self._deliver_one(keep=True)
+
+    def _lose(self) -> None:
+        self.world.network.pop(self._choose(len(self.world.network)))
+
+    def _replay(self) -> None:
+        self.world.network.append(self.pick(self._seen[-40:]))
+
+    def _forge(self) -> None:
+        """What anybody could send who does not know a request's tokens."""
+        name, epoch = self.pick([("p", 11), ("p", 12), ("c", 22), ("x", 33)])
+        transfer = f"t{self.pick([1, 2, 3, 4])}"
+
+        def envelope(to: int) -> Envelope:
+            return Envelope(name, epoch, to, "tcp://x")
+
+        self.world.network.append(
+            self.pick(
+                [
+                    ("tcp://c", HandoffNotice(envelope(22), transfer, 9, b"x" * 32, 5, 64, 1, [[1]])),
+                    ("tcp://p", RegisterDestination(envelope(11), 5, transfer, 9, b"x" * 32, [0], [[1, 2]])),
+                    (
+                        "tcp://p",
+                        RegisterDestination(envelope(11), 5, transfer, -4, b"", [-9, 3], [[-1], [900]]),
+                    ),
+                    ("tcp://c", TransferClosed(envelope(21), transfer, "forged", True)),
+                    ("tcp://p", HandoffAccepted(envelope(12), transfer)),
+                ]
+            )
+        )
+
+    # ── time ──
+
+    def _time_passes(self) -> None:
+        self.world.advance(self.pick([0.05, 0.3, 0.6]))
+
+    def _much_time_passes(self) -> None:
+        self.world.advance(self.pick([1.5, 4.0, 25.0]))
+
+    def _freeze_or_thaw(self) -> None:
+        node = self.pick([self.producer, self.consumer])
+        node.frozen = not node.frozen
+
+    # ── the end ──
+
+    def end(self) -> None:
+        """Left alone with a healthy network, everything comes to its end, and every block comes back."""
+        self.producer.frozen = self.consumer.frozen = False
+        for send in self.open_sends():
+            self.producer.abandon_send(send)
+        self.world.settle(SETTINGS.timeout_s + SETTINGS.lease_s + 2)
+        for receive in self.consumer.receives.values():
+            assert receive.over, f"{receive.request_id} hangs"
+        for node in self.world.nodes.values():
+            assert not node.transport.moves
+            assert node.endpoint.is_idle, node.name
+            assert len(node.free) == len(node.memory) - 1, f"{node.name} leaked blocks"
+        outcomes = self.consumer.recorder.snapshot(0).outcomes
+        assert sum(outcomes.values()) == len(self.consumer.receives)
+
+
+def check(direction: Direction, examples: int) -> None:
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+        print_blob=False,
+    )
+    @given(
+        skew=st.sampled_from([0.0, -500.0, 12345.6]),
+        choices=st.lists(st.integers(0, 1 << 30), min_size=40, max_size=160),
+    )
+    def histories(skew: float, choices: list[int]) -> None:
+        drawn = iter(choices)
+        history = History(direction, skew, lambda options: next(drawn) % options)
+        try:
+            while True:
+                history.happen()
+        except StopIteration:
+            history.end()
+
+    histories()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("direction", list(Direction))
+def test_every_transfer_ends_once_and_right_whatever_happens(direction: Direction) -> None:
+    """Slow: some hundred histories of up to a hundred events each."""
+    check(direction, examples=200)

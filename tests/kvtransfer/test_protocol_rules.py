@@ -1,0 +1,751 @@
+"""Each rule of the protocol, alone, with a network and a clock that do what the test says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import pytest
+from kv_fake_network import SETTINGS, Node, Receive, Send, World, first_token_of
+
+from kvtransfer.base import Handoff
+from kvtransfer.protocol.commands import AbandonSend, BeginReceive, CancelReceive, DeclineTransfer, Preempted
+from kvtransfer.protocol.identity import token_hash
+from kvtransfer.protocol.transport import Direction
+from wire.handoff import (
+    CancelTransfer,
+    Envelope,
+    HandoffAccepted,
+    HandoffNotice,
+    Hello,
+    RegisterDestination,
+    RenewLease,
+    TransferClosed,
+)
+
+TOKENS = list(range(50, 72))  # five full blocks and half of one
+
+
+class Pair:
+    def __init__(
+        self, direction: Direction = Direction.PUSH, consumers_cache: dict[str, object] | None = None
+    ) -> None:
+        self.world = World(direction)
+        self.producer: Node = self.world.add("p", 11)
+        self.consumer: Node = self.world.add("c", 22, skew=-700.0, cache=consumers_cache)
+
+    def receive(self, tokens: list[int] = TOKENS, local: int = 0, name: str = "r1") -> Receive:
+        receive = Receive(name, f"t-{name}", tokens, local, [])
+        self.consumer.start_receive(receive, self.producer.address)
+        return receive
+
+    def send(self, tokens: list[int] = TOKENS, name: str = "r1") -> Send:
+        send = Send(name, f"t-{name}", tokens, self.consumer.address, [])
+        self.producer.start_send(send)
+        return send
+
+    def lose(self, kind: type, count: int = 1) -> None:
+        for _ in range(count):
+            index = next(
+                index for index, (_, message) in enumerate(self.world.network) if isinstance(message, kind)
+            )
+            self.world.network.pop(index)
+
+    def move_everything(self) -> None:
+        while self.world.moves():
+            for move in self.world.moves():
+                self.world.complete(move)
+            self.world.pump()
+
+    def on_the_way(self, kind: type) -> list[object]:
+        return [message for _, message in self.world.network if isinstance(message, kind)]
+
+    def outcomes(self) -> tuple[dict[str, int], dict[str, int]]:
+        return tuple(node.recorder.snapshot(0).outcomes for node in (self.producer, self.consumer))  # type: ignore[return-value]
+
+    def refused(self, node: Node) -> dict[str, int]:
+        return node.recorder.snapshot(0).refused
+
+    def nothing_is_left(self) -> bool:
+        self.world.settle(0.5)
+        return all(
+            node.endpoint.is_idle and len(node.free) == len(node.memory) - 1 and not node.transport.moves
+            for node in (self.producer, self.consumer)
+        )
+
+
+def in_flight_write(pair: Pair) -> tuple[Receive, Send]:
+    """A transfer with one write in flight and more to come."""
+    receive = pair.receive()
+    send = pair.send()
+    pair.world.deliver_all()
+    pair.producer.compute(send, 8)
+    pair.world.pump()
+    assert len(pair.world.moves()) == 1
+    return receive, send
+
+
+@pytest.fixture(params=list(Direction))
+def direction(request: pytest.FixtureRequest) -> Direction:
+    return Direction(request.param)
+
+
+@pytest.fixture
+def pair(direction: Direction) -> Pair:
+    return Pair(direction)
+
+
+@pytest.fixture
+def push() -> Pair:
+    return Pair()
+
+
+@pytest.fixture
+def pull() -> Pair:
+    return Pair(Direction.PULL)
+
+
+# ── the good end ──
+
+
+@pytest.mark.parametrize("registered", ["before", "while", "after"])
+def test_the_registration_may_come_before_during_and_after_the_prompt(pair: Pair, registered: str) -> None:
+    receive = pair.receive() if registered == "before" else None
+    pair.world.deliver_all()
+    send = pair.send()
+    pair.producer.compute(send, 8)
+    pair.world.pump()
+    if registered == "while":
+        receive = pair.receive()
+        pair.world.deliver_all()
+    pair.producer.compute(send, 30)
+    pair.producer.finish_send(send)
+    if registered == "after":
+        receive = pair.receive()
+    pair.world.settle(0.5)
+    assert receive is not None
+    assert receive.finished == Handoff(first_token_of(TOKENS), len(TOKENS))
+    assert pair.outcomes() == ({"sent": 1}, {"received": 1})
+    assert pair.nothing_is_left()
+
+
+def test_only_what_the_consumer_lacks_is_moved(pair: Pair) -> None:
+    receive, send = pair.receive(local=16), pair.send()
+    pair.producer.compute(send, 30)
+    pair.producer.finish_send(send)
+    pair.world.settle(0.5)
+    assert receive.finished
+    stats = pair.producer.recorder.snapshot(0), pair.consumer.recorder.snapshot(0)
+    assert [stats[0].blocks_sent, stats[1].blocks_received] == [2, 2]
+
+
+def test_finished_blocks_are_written_while_the_prompt_is_still_being_computed(push: Pair) -> None:
+    receive, send = push.receive(), push.send()
+    push.world.deliver_all()
+    push.producer.compute(send, 9)
+    push.world.settle(0.1)
+    assert push.producer.recorder.snapshot(0).blocks_sent == 2  # the third is not full
+    push.producer.compute(send, 30)
+    push.producer.finish_send(send)
+    push.world.settle(0.1)
+    assert receive.finished
+    stats = push.producer.recorder.snapshot(0)
+    assert stats.bytes_overlapped * 3 == stats.bytes_sent
+
+
+def test_the_handshake_is_made_once(pair: Pair) -> None:
+    for name in ("r1", "r2", "r3"):
+        pair.receive(name=name)
+        send = pair.send(name=name)
+        pair.producer.compute(send, 30)
+        pair.producer.finish_send(send)
+        pair.world.settle(0.2)
+    assert pair.outcomes() == ({"sent": 3}, {"received": 3})
+    assert pair.consumer.recorder.snapshot(0).timings["handshake"].count == 1
+
+
+def test_a_registration_after_a_long_silence_gets_a_fresh_stamp_first(pair: Pair) -> None:
+    pair.receive()
+    send = pair.send()
+    pair.producer.compute(send, 30)
+    pair.producer.finish_send(send)
+    pair.world.settle(0.2)
+    pair.world.advance(1000.0)
+    second = pair.receive(name="r2")
+    assert pair.on_the_way(RenewLease)
+    assert not pair.on_the_way(RegisterDestination)
+    send = pair.send(name="r2")
+    pair.producer.compute(send, 30)
+    pair.producer.finish_send(send)
+    pair.world.settle(0.2)
+    assert second.finished
+
+
+def test_a_long_prompt_keeps_its_lease(pair: Pair) -> None:
+    receive, send = pair.receive(), pair.send()
+    pair.world.settle(4 * SETTINGS.lease_s)
+    pair.producer.compute(send, 30)
+    pair.producer.finish_send(send)
+    pair.world.settle(0.2)
+    assert receive.finished
+    assert pair.producer.recorder.snapshot(0).leases_expired == 0
+
+
+@pytest.mark.parametrize("lost", [Hello, RegisterDestination, HandoffNotice, HandoffAccepted])
+def test_a_lost_message_is_sent_again(pair: Pair, lost: type) -> None:
+    receive, send = pair.receive(), pair.send()
+    pair.producer.compute(send, 30)
+    pair.producer.finish_send(send)
+    for _ in range(50):
+        pair.move_everything()
+        if pair.on_the_way(lost):
+            pair.lose(lost)
+            break
+        if pair.world.network:
+            pair.world.deliver()
+    else:
+        pytest.fail(f"no {lost.__name__} was ever sent")
+    pair.world.settle(1.0)
+    assert receive.finished
+    assert pair.nothing_is_left()
+
+
+# ── preemption ──
+
+
+def test_what_was_in_flight_when_its_blocks_were_taken_is_written_again(push: Pair) -> None:
+    receive, send = in_flight_write(push)
+    push.producer.preempt(send)
+    push.world.settle(0.1)  # the write completes, with garbage
+    push.producer.plan(send)
+    push.producer.compute(send, 30)
+    push.producer.finish_send(send)
+    push.world.settle(0.3)
+    assert receive.finished  # and World has looked at every byte
+
+
+def test_what_completed_after_its_blocks_were_taken_does_not_count(push: Pair) -> None:
+    receive, send = in_flight_write(push)
+    # The order in which the transfer thread may see it: the engine takes the blocks, the write completes and
+    # is noticed, and only then the news of the preemption is read from the queue.
+    at = push.producer.clock()
+    push.world.now += 0.01
+    for block in send.blocks:
+        push.producer.memory[block] = "garbage"
+    push.world.complete(push.world.moves()[0])
+    push.world.pump()
+    push.world.now += 0.01
+    push.producer.free += send.blocks
+    send.blocks, send.computed = [], 0
+    push.producer.endpoint.execute(Preempted(["r1"], at))
+    push.producer.plan(send)
+    push.producer.compute(send, 30)
+    push.producer.finish_send(send)
+    push.world.settle(0.3)
+    assert receive.finished
+
+
+def test_what_had_arrived_before_a_preemption_is_not_written_again(push: Pair) -> None:
+    receive, send = in_flight_write(push)
+    push.world.settle(0.1)
+    assert push.producer.recorder.snapshot(0).blocks_sent == 2
+    push.world.now += 1.0
+    push.producer.preempt(send)
+    push.producer.plan(send)
+    push.producer.compute(send, 30)
+    push.producer.finish_send(send)
+    push.world.settle(0.3)
+    assert receive.finished
+    assert push.producer.recorder.snapshot(0).blocks_sent == 6
+
+
+# ── giving up ──
+
+
+def _never_connected(pair: Pair) -> None:
+    pair.receive()
+    pair.world.network.clear()
+
+
+def _registered(pair: Pair) -> None:
+    pair.receive()
+    pair.world.deliver_all()
+
+
+def _prefilling(pair: Pair) -> None:
+    send = pair.send()
+    pair.receive()
+    pair.world.deliver_all()
+    pair.producer.compute(send, 8)
+    pair.world.pump()
+
+
+def _computed(pair: Pair) -> None:
+    _prefilling(pair)
+    pair.producer.compute(pair.producer.sends["r1"], 30)
+    pair.producer.finish_send(pair.producer.sends["r1"])
+    pair.world.pump()
+
+
+PHASES = [_never_connected, _registered, _prefilling, _computed]
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_an_abort_on_the_consumer_ends_both_sides(pair: Pair, phase: Callable[[Pair], None]) -> None:
+    phase(pair)
+    pair.consumer.endpoint.execute(CancelReceive("r1"))
+    pair.world.settle(1.0)
+    assert pair.consumer.receives["r1"].failed
+    assert pair.outcomes()[1] == {"aborted": 1}
+    if phase is _prefilling:
+        pair.producer.finish_send(pair.producer.sends["r1"])
+    pair.world.settle(SETTINGS.silent_s + 1)
+    if phase in (_prefilling, _computed):
+        assert pair.outcomes()[0] == {"cancelled": 1}
+    assert pair.nothing_is_left()
+
+
+@pytest.mark.parametrize("phase", [_prefilling, _registered])
+def test_an_abort_on_the_producer_fails_the_consumer_at_once(
+    pair: Pair, phase: Callable[[Pair], None]
+) -> None:
+    phase(pair)
+    if phase is _registered:
+        pair.producer.endpoint.execute(AbandonSend("r1", "t-r1", kept=False))
+    else:
+        pair.producer.abandon_send(pair.producer.sends["r1"])
+    pair.world.settle(0.3)
+    failed = pair.consumer.receives["r1"].failed
+    assert failed is not None
+    assert "ended before its prompt was computed" in failed.reason
+    assert pair.nothing_is_left()
+
+
+def test_an_abort_before_anything_was_asked_frees_the_producer(pair: Pair) -> None:
+    send = pair.send()
+    pair.producer.compute(send, 30)
+    pair.producer.finish_send(send)
+    pair.consumer.endpoint.execute(DeclineTransfer("t-r1", pair.producer.address))
+    pair.world.settle(0.1)
+    assert send.reported == 1
+    assert pair.nothing_is_left()
+
+
+def test_a_cancelled_write_is_waited_out_before_the_blocks_come_back(push: Pair) -> None:
+    receive, send = in_flight_write(push)
+    push.consumer.endpoint.execute(CancelReceive("r1"))
+    push.producer.abandon_send(send)
+    push.world.deliver_all()
+    assert receive.failed is None
+    assert send.reported == 0
+    push.world.complete(push.world.moves()[0])
+    push.world.pump()
+    assert send.reported == 1
+    push.world.deliver_all()
+    assert receive.failed
+
+
+def test_a_read_in_flight_is_waited_out_before_the_blocks_come_back(pull: Pair) -> None:
+    _computed(pull)
+    pull.world.deliver_all()
+    assert pull.world.moves()
+    receive = pull.consumer.receives["r1"]
+    pull.consumer.endpoint.execute(CancelReceive("r1"))
+    pull.world.deliver_all()
+    assert receive.failed is None
+    pull.move_everything()
+    assert receive.failed
+
+
+def test_a_late_registration_of_a_cancelled_transfer_is_not_honoured(push: Pair) -> None:
+    push.receive()
+    push.world.deliver()  # Hello
+    push.world.deliver()  # Welcome
+    late = push.on_the_way(RegisterDestination)[0]
+    push.consumer.endpoint.execute(CancelReceive("r1"))
+    push.world.settle(1.0)
+    assert push.consumer.receives["r1"].failed
+    send = push.send()
+    push.world.network.append(("tcp://p", late))  # type: ignore[arg-type]
+    push.world.deliver_all()
+    push.producer.compute(send, 30)
+    push.world.pump()
+    assert not push.world.moves()  # World would see the write land in blocks that were given back
+    push.producer.finish_send(send)
+    assert push.nothing_is_left()
+
+
+def test_a_transfer_that_takes_too_long_fails(pair: Pair) -> None:
+    receive, send = pair.receive(), pair.send()
+    pair.world.settle(SETTINGS.timeout_s + 1)
+    assert receive.failed is not None
+    assert "no KV within" in receive.failed.reason
+    assert receive.failed.valid_tokens == 0
+    pair.producer.abandon_send(send)
+    assert pair.outcomes() == ({"cancelled": 1}, {"timed_out": 1})
+    assert pair.nothing_is_left()
+
+
+def test_a_failed_transfer_says_what_is_right_all_the_same(pair: Pair) -> None:
+    receive = pair.receive(local=12)
+    pair.consumer.endpoint.execute(CancelReceive("r1"))
+    pair.world.settle(1.0)
+    assert receive.failed is not None
+    assert receive.failed.valid_tokens == 12
+
+
+# ── leases ──
+
+
+def test_the_producer_frees_what_nobody_renews(pair: Pair) -> None:
+    _computed(pair)
+    pair.move_everything()
+    pair.consumer.frozen = True
+    send = pair.producer.sends["r1"]
+    pair.world.advance(SETTINGS.lease_s - 0.5)
+    assert send.reported == 0
+    pair.world.advance(1.0)
+    assert send.reported == 1
+    assert pair.outcomes()[0] == {"lease_expired": 1}
+    assert pair.producer.recorder.snapshot(0).leases_expired == 1
+    pair.consumer.frozen = False
+    pair.world.settle(SETTINGS.lease_s + 1)
+    assert pair.consumer.receives["r1"].over
+    assert pair.nothing_is_left()
+
+
+def test_the_producer_frees_what_nobody_ever_registers(pair: Pair) -> None:
+    send = pair.send()
+    pair.producer.compute(send, 30)
+    pair.producer.finish_send(send)
+    pair.world.advance(SETTINGS.lease_s + 0.1)
+    assert send.reported == 1
+    assert pair.outcomes()[0] == {"lease_expired": 1}
+
+
+def test_a_registration_without_a_request_is_kept_for_a_lease(pair: Pair) -> None:
+    pair.receive()
+    pair.world.deliver_all()
+    pair.consumer.frozen = True
+    pair.world.advance(SETTINGS.lease_s + 0.1)
+    assert pair.producer.endpoint.is_idle
+    assert pair.outcomes()[0] == {"lease_expired": 1}
+
+
+def test_renewals_that_lay_in_a_queue_while_the_producer_was_stopped_renew_nothing(push: Pair) -> None:
+    receive, send = push.receive(), push.send()
+    push.world.settle(0.2)
+    push.producer.frozen = True
+    push.world.advance(SETTINGS.lease_s + SETTINGS.margin_s + 0.1)
+    assert receive.failed is not None  # its blocks are somebody else's now
+    assert push.on_the_way(RenewLease)
+    push.producer.frozen = False
+    push.producer.compute(send, 30)
+    push.world.deliver_all()
+    push.world.pump()
+    assert not push.world.moves()
+    push.producer.finish_send(send)
+    assert push.nothing_is_left()
+
+
+def test_a_silent_producer_fails_the_transfer_only_when_its_lease_has_ended(push: Pair) -> None:
+    receive, _ = push.receive(), push.send()
+    push.world.settle(0.2)
+    push.producer.frozen = True
+    push.world.advance(SETTINGS.lease_s - 0.5)
+    assert receive.failed is None
+    push.world.advance(1.0 + SETTINGS.margin_s)
+    assert receive.failed is not None
+    assert push.outcomes()[1] == {"peer_lost": 1}
+
+
+def test_what_was_read_after_the_lease_had_ended_is_not_believed(pull: Pair) -> None:
+    _computed(pull)
+    pull.world.deliver_all()
+    receive = pull.consumer.receives["r1"]
+    assert pull.world.moves()
+    pull.consumer.frozen = True
+    pull.world.advance(SETTINGS.lease_s + 0.1)  # the producer's blocks are somebody else's now
+    pull.consumer.frozen = False
+    pull.move_everything()  # the consumer reads on before it looks at its messages
+    pull.world.settle(1.0)
+    assert receive.finished is None
+    assert receive.failed is not None
+    assert pull.nothing_is_left()
+
+
+# ── peers ──
+
+
+def test_a_dead_producer_is_noticed_before_its_lease_ends(pair: Pair) -> None:
+    receive, _ = pair.receive(), pair.send()
+    pair.world.settle(0.2)
+    del pair.world.nodes["p"]
+    pair.world.closed_addresses.add("tcp://p")
+    pair.world.advance(SETTINGS.renew_s + SETTINGS.silent_s + 0.2)
+    assert receive.failed is not None
+    assert "nobody listens" in receive.failed.reason
+    assert pair.outcomes()[1] == {"peer_lost": 1}
+
+
+def test_a_dead_consumer_is_noticed_before_its_lease_ends(pair: Pair) -> None:
+    _computed(pair)
+    pair.world.deliver_all()
+    pair.move_everything()
+    del pair.world.nodes["c"]
+    pair.world.closed_addresses.add("tcp://c")
+    pair.world.advance(SETTINGS.silent_s + 0.5)
+    assert pair.producer.sends["r1"].reported == 1
+    assert pair.outcomes()[0] == {"peer_lost": 1}
+
+
+def test_a_producer_restarted_at_the_same_address_fails_the_transfer_at_once(pair: Pair) -> None:
+    receive, _ = pair.receive(), pair.send()
+    pair.world.settle(0.2)
+    old = pair.producer
+    reborn = pair.world.add("p", 12)
+    pair.world.advance(SETTINGS.renew_s + 0.2)
+    pair.world.deliver_all()
+    assert receive.failed is not None
+    assert "started anew" in receive.failed.reason
+    assert pair.refused(reborn)["wrong_epoch"] >= 1
+    # And the new incarnation is worked with at once.
+    pair.producer = reborn
+    second = pair.receive(name="r2")
+    send = pair.send(name="r2")
+    reborn.compute(send, 30)
+    reborn.finish_send(send)
+    pair.world.settle(0.5)
+    assert second.finished
+    assert old.recorder.snapshot(0).outcomes == {}
+
+
+def test_a_consumer_restarted_at_the_same_address_frees_the_producer_at_once(pair: Pair) -> None:
+    _computed(pair)
+    pair.move_everything()
+    pair.world.network.clear()
+    reborn = pair.world.add("c", 23)
+    pair.consumer = reborn
+    pair.receive(name="r2")
+    pair.world.deliver_all()
+    assert pair.producer.sends["r1"].reported == 1
+    assert pair.outcomes()[0] == {"peer_lost": 1}
+
+
+def test_a_transfer_with_an_incarnation_known_to_be_dead_fails_at_once(pair: Pair) -> None:
+    pair.receive()
+    pair.world.settle(0.2)
+    old = pair.producer.address
+    pair.world.add("p", 12)
+    pair.world.advance(SETTINGS.renew_s + 0.2)
+    pair.world.deliver_all()
+    late = Receive("r2", "t-r2", TOKENS, 0, [])
+    pair.consumer.start_receive(late, old)
+    assert late.failed
+
+
+def test_caches_that_differ_are_refused_on_both_sides_at_once(direction: Direction) -> None:
+    pair = Pair(direction, consumers_cache={"dtype": "bfloat16", "num_layers": 30})
+    receive = pair.receive()
+    pair.world.deliver_all()
+    assert receive.failed is not None
+    assert "dtype is 'float32' here and 'bfloat16' there" in receive.failed.reason
+    assert "num_layers is 1 here and 30 there" in receive.failed.reason
+    assert pair.outcomes()[1] == {"incompatible": 1}
+    assert pair.refused(pair.producer) == {"incompatible": 1}
+
+
+def test_memory_that_cannot_be_reached_fails_the_transfer(pair: Pair) -> None:
+    node = pair.producer if pair.world.direction is Direction.PUSH else pair.consumer
+    node.transport.refuses = True
+    receive = pair.receive()
+    pair.world.deliver_all()
+    assert receive.failed is not None
+    assert "no way there" in receive.failed.reason
+
+
+def test_a_producer_that_never_answers_fails_the_transfer(pair: Pair) -> None:
+    pair.producer.frozen = True
+    receive = pair.receive()
+    pair.world.advance(SETTINGS.handshake_timeout_s + 0.2)
+    assert receive.failed is not None
+    assert "did not answer the handshake" in receive.failed.reason
+
+
+def test_a_failed_write_ends_what_went_the_same_way_and_the_next_transfer_connects_anew(push: Pair) -> None:
+    receive, send = in_flight_write(push)
+    push.world.complete(push.world.moves()[0], failed=True)
+    push.world.pump()
+    push.world.settle(0.3)
+    assert receive.failed is not None
+    assert "the move failed" in receive.failed.reason
+    push.producer.abandon_send(send)
+    assert push.outcomes()[0] == {"move_failed": 1}
+    second, send = push.receive(name="r2"), push.send(name="r2")
+    push.producer.compute(send, 30)
+    push.producer.finish_send(send)
+    push.world.settle(0.5)
+    assert second.finished
+    assert push.nothing_is_left()
+
+
+# ── what does not verify ──
+
+
+def test_a_request_with_other_tokens_is_refused(pair: Pair) -> None:
+    receive, send = pair.receive(), pair.send([9, *TOKENS[1:]])
+    pair.world.settle(0.3)
+    assert receive.failed is not None
+    assert "different tokens" in receive.failed.reason
+    assert pair.refused(pair.producer)["token_hash"] == 1
+    assert pair.producer.recorder.snapshot(0).bytes_sent == 0
+    pair.producer.abandon_send(send)
+    assert pair.nothing_is_left()
+
+
+def _notice(pair: Pair, **changed: object) -> HandoffNotice:
+    notice = HandoffNotice(
+        pair.producer.identity.envelope(22),
+        "t-r1",
+        len(TOKENS),
+        token_hash(TOKENS, None, None),
+        5,
+        6 * 64,
+        6,
+        [],
+    )
+    return msgspec.structs.replace(notice, **changed)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"num_tokens": 21},
+        {"token_hash": b"x" * 32},
+        {"num_blocks": 5},
+        {"num_bytes": 17},
+        {"first_token": -1},
+        {"first_token": 1 << 40},
+    ],
+)
+def test_a_notice_that_does_not_verify_fails_the_transfer(push: Pair, changed: dict[str, object]) -> None:
+    receive, send = push.receive(), push.send()
+    push.world.deliver_all()
+    push.world.network.append(("tcp://c", _notice(push, **changed)))
+    push.world.deliver_all()
+    assert receive.finished is None
+    assert receive.failed is not None
+    assert "does not verify" in receive.failed.reason
+    assert push.refused(push.consumer) == {"notice_mismatch": 1}
+    push.producer.abandon_send(send)
+    assert push.nothing_is_left()
+
+
+def test_a_foreign_notice_is_refused_and_changes_nothing(pair: Pair) -> None:
+    receive, send = pair.receive(), pair.send()
+    pair.world.deliver_all()
+    foreign = _notice(pair, envelope=Envelope("x", 99, 22, "tcp://x"))
+    for _ in range(100):
+        pair.world.network.append(("tcp://c", foreign))
+    pair.world.deliver_all()
+    assert not receive.over
+    assert pair.refused(pair.consumer)["foreign_notice"] == 100
+    pair.producer.compute(send, 30)
+    pair.producer.finish_send(send)
+    pair.world.settle(0.5)
+    assert receive.finished
+
+
+def test_notices_of_another_epoch_of_an_unknown_transfer_and_repeated_ones_are_refused(pair: Pair) -> None:
+    receive, send = pair.receive(), pair.send()
+    pair.producer.compute(send, 30)
+    pair.producer.finish_send(send)
+    notices: list[object] = []
+    while not receive.over:
+        pair.move_everything()
+        notices += pair.on_the_way(HandoffNotice)
+        if pair.world.network:
+            pair.world.deliver()
+    received = pair.consumer.recorder.snapshot(0).bytes_received
+    for _ in range(100):
+        pair.world.network.append(("tcp://c", notices[0]))  # type: ignore[arg-type]
+        pair.world.network.append(("tcp://c", _notice(pair, envelope=pair.producer.identity.envelope(21))))
+        pair.world.network.append(("tcp://c", _notice(pair, transfer_id="t-unknown")))
+    pair.world.settle(0.2)
+    refused = pair.refused(pair.consumer)
+    assert refused["repeated_notice"] == 100
+    assert refused["wrong_epoch"] == 100
+    assert refused["unknown_notice"] == 100
+    assert pair.outcomes()[1] == {"received": 1}
+    assert pair.consumer.recorder.snapshot(0).bytes_received == received
+    assert pair.nothing_is_left()
+
+
+@pytest.mark.parametrize(
+    ("first_block", "block_ids"),
+    [
+        ([0], [[1, 2]]),
+        ([0, 0], [[1], [2]]),
+        ([-1], [[1]]),
+        ([0], [[1, 1, 2, 3, 4, 5]]),
+        ([0], [[-1, 2, 3, 4, 5, 6]]),
+        ([0], [[1, 2, 3, 4, 5, 200]]),
+        ([0], [[0, 0, 0, 0, 0, 0]]),
+        ([6], [[]]),
+    ],
+)
+def test_blocks_that_do_not_exist_or_do_not_add_up_are_never_written_to(
+    push: Pair, first_block: list[int], block_ids: list[list[int]]
+) -> None:
+    send = push.send()
+    push.producer.compute(send, 30)
+    push.consumer.endpoint.execute(
+        BeginReceive(
+            "r1",
+            "t-r1",
+            push.producer.address,
+            len(TOKENS),
+            0,
+            token_hash(TOKENS, None, None),
+            first_block,
+            block_ids,
+        )
+    )
+    push.consumer.receives["r1"] = Receive("r1", "t-r1", TOKENS, 0, [])
+    push.world.settle(0.3)
+    assert push.consumer.receives["r1"].failed
+    assert push.refused(push.producer) == {"invalid": 1}
+    assert push.outcomes()[1] == {"refused": 1}
+
+
+def test_messages_of_a_stranger_do_not_touch_a_transfer(pair: Pair) -> None:
+    receive, send = pair.receive(), pair.send()
+    pair.world.deliver_all()
+    stranger = Envelope("x", 99, 11, "tcp://x")
+    to_consumer = Envelope("x", 99, 22, "tcp://x")
+    for message in (
+        CancelTransfer(stranger, "t-r1"),
+        HandoffAccepted(stranger, "t-r1"),
+        RenewLease(stranger, 5, ["t-r1"]),
+        RegisterDestination(stranger, 5, "t-r1", 22, b"x" * 32, [0], [[1, 2, 3, 4, 5, 6]]),
+    ):
+        pair.world.network.append(("tcp://p", message))
+    pair.world.network.append(("tcp://c", TransferClosed(to_consumer, "t-r1", "forged", handed_over=True)))
+    pair.world.deliver_all()
+    pair.producer.compute(send, 30)
+    pair.producer.finish_send(send)
+    pair.world.settle(0.3)
+    assert receive.finished
+    assert pair.outcomes() == ({"sent": 1}, {"received": 1})
+
+
+def test_two_requests_with_one_transfer_id_do_not_share_a_transfer(pair: Pair) -> None:
+    first = pair.receive()
+    second = Receive("r9", "t-r1", TOKENS, 0, [])
+    pair.consumer.start_receive(second, pair.producer.address)
+    assert second.failed
+    send = pair.send()
+    pair.producer.compute(send, 30)
+    pair.producer.finish_send(send)
+    pair.world.settle(0.3)
+    assert first.finished
