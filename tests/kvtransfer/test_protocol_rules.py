@@ -52,6 +52,7 @@ class Pair:
             self.world.network.pop(index)
 
     def move_everything(self) -> None:
+        self.world.pump()
         while self.world.moves():
             for move in self.world.moves():
                 self.world.complete(move)
