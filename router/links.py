@@ -32,6 +32,7 @@ class NodeLinks:
         self._on_tokens = on_tokens
         self._on_status = on_status
         self._arrived: deque[TokenBatch | NodeStatus] = deque()
+        self._cancels: dict[NodeInfo, list[str]] = {}
         self._closed = False
         self.handler_errors = 0
         self._outbox = Outbox()
@@ -81,8 +82,16 @@ class NodeLinks:
         """Raises NodeLost when the node has not been reading for long."""
         self._outbox.send(node.request_endpoint, submit)
 
-    def cancel(self, node: NodeInfo, request_ids: list[str]) -> None:
-        self._try(node, Cancel(self.endpoint, request_ids))
+    def cancel(self, node: NodeInfo, request_id: str) -> None:
+        """All that is cancelled in one turn of the loop leaves in one message per node, after it."""
+        if not self._cancels:
+            self._loop.call_soon(self._send_cancels)
+        self._cancels.setdefault(node, []).append(request_id)
+
+    def _send_cancels(self) -> None:
+        cancels, self._cancels = self._cancels, {}
+        for node, request_ids in cancels.items():
+            self._try(node, Cancel(self.endpoint, request_ids))
 
     def ping(self, node: NodeInfo) -> None:
         self._try(node, Ping(self.endpoint))
@@ -98,7 +107,9 @@ class NodeLinks:
         self._outbox.forget(node.request_endpoint)
 
     def close(self) -> None:
-        """Idempotent. What was sent just before still leaves, if somebody reads it."""
+        """Idempotent, from any thread once the loop no longer uses it. What was sent just before still leaves, if
+        somebody reads it."""
         self._closed = True
+        self._send_cancels()
         self._inbox.close()
         self._outbox.close()

@@ -41,6 +41,9 @@ class Attempt:
     def nodes(self) -> list[NodeInfo]:
         return [node for node in (self.decision.prefill, self.decision.decode) if node is not None]
 
+    def node(self, source: Source) -> NodeInfo | None:
+        return self.decode if source is Source.DECODE else self.prefill
+
     def source(self, node_id: str, epoch: int) -> Source | None:
         """Which of its nodes speaks; None when neither does."""
         decode, prefill = self.decision.decode, self.decision.prefill

@@ -148,8 +148,9 @@ class Dispatcher:
             reads_prompt = node is attempt.prefill or attempt.prefill is None
             self._pool.sent(node.node_id, attempt.request_id, prompt_tokens if reads_prompt else 0)
 
-    def withdraw(self, life: RequestLife, attempt: Attempt) -> None:
-        """The attempt is over, for whatever reason. Both nodes are told: one that is done with it ignores it."""
+    def withdraw(self, life: RequestLife, attempt: Attempt, ended_at: NodeInfo | None) -> None:
+        """The attempt is over, for whatever reason. Both nodes are told, except one that said so itself
+        (`ended_at`); one that is done with it ignores it."""
         if self._by_request_id.pop(attempt.request_id, None) is None:
             return
         self._ends[attempt.request_id] = self._clock()
@@ -162,8 +163,8 @@ class Dispatcher:
                 if not lives:
                     del self._by_node[node]
             self._pool.answered(node.node_id, attempt.request_id)
-            if self._is_member(node):
-                self._links.cancel(node, [attempt.request_id])
+            if node is not ended_at and self._is_member(node):
+                self._links.cancel(node, attempt.request_id)
 
     def _is_member(self, node: NodeInfo) -> bool:
         member = self._pool.member(node.node_id)
@@ -240,7 +241,7 @@ class Dispatcher:
         if ended or member is None or now - self._ends.get(request_id, -LATE_CHUNK_S) < LATE_CHUNK_S:
             return
         self._ends[request_id] = now
-        self._links.cancel(member.info, [request_id])
+        self._links.cancel(member.info, request_id)
 
     def on_status(self, status: NodeStatus) -> None:
         self._prefixes.set_capacity(status.node_id, status.total_blocks)

@@ -108,7 +108,7 @@ class RequestLife:
         if len(self.ledger.tokens) > had:
             self._note_tokens(attempt)
         if self.ledger.finish is not None:
-            self._end(self.ledger.finish, None)
+            self._end(self.ledger.finish, None, ended_at=attempt.node(source))
         elif news:
             self._on_news(self)
 
@@ -157,7 +157,7 @@ class RequestLife:
         self._fail_over(NodeLost(f"node {node.node_id} is lost: {why}"), {node.node_id})
 
     def _on_node_error(self, attempt: Attempt, source: Source, chunk: TokenChunk) -> None:
-        reporter = attempt.decode if source is Source.DECODE else attempt.prefill
+        reporter = attempt.node(source)
         peer = attempt.prefill if source is Source.DECODE else attempt.decode
         if chunk.error is not None:
             error = chunk.error.to_exception()
@@ -244,10 +244,10 @@ class RequestLife:
         self.decisions.append(decision)
         self._dispatcher.submit(self, attempt)
 
-    def _abandon_attempt(self) -> None:
+    def _abandon_attempt(self, ended_at: NodeInfo | None = None) -> None:
         if (attempt := self.attempt) is not None:
             self.attempt = None
-            self._dispatcher.withdraw(self, attempt)
+            self._dispatcher.withdraw(self, attempt, ended_at)
 
     # --- deadlines --------------------------------------------------------------------------------------------
 
@@ -297,7 +297,9 @@ class RequestLife:
 
     # --- the end ----------------------------------------------------------------------------------------------
 
-    def _end(self, finish: FinishReason, error: TandemError | None) -> None:
+    def _end(
+        self, finish: FinishReason, error: TandemError | None, *, ended_at: NodeInfo | None = None
+    ) -> None:
         if self.ended:
             return
         self.ended = True
@@ -307,7 +309,7 @@ class RequestLife:
             self._timer.cancel()
             self._timer = None
         last = self.attempt
-        self._abandon_attempt()
+        self._abandon_attempt(ended_at)
         self._dispatcher.stop_waiting(self)
         self._dispatcher.on_ended(self, last)
         self._on_end(self)

@@ -1,0 +1,224 @@
+"""The router alone, before engines that answer instantly: what it adds to the first token, and costs per token.
+
+    python -m benchmarks.router [--quick] [--json FILE]
+
+Router, engines and clients are three processes. Costs are the router's own CPU time, so that they mean the same on a
+machine that has other things to do; times are what a client sees, less the same over bare sockets without a router.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from rich.console import Console
+from rich.table import Table
+from tokenizers import decoders, models, pre_tokenizers
+
+from benchmarks.router_engines import MODEL, serve_engines
+from benchmarks.router_load import Answer, requests, streams
+from router.config import Limits, LocalPrefill, RouterConfig
+from router.server import RouterServer
+from wire.nodes import NodeInfo
+from wire.requests import Submit, ToRouter
+from wire.sampling import SamplingParams
+from wire.sockets import Inbox, Outbox
+
+FLOOR_TTFT_MS = 3.0
+FLOOR_TOKEN_US = 100.0
+PROMPT = "the quick brown fox jumps over the lazy dog " * 12
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="benchmarks.router", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="fewer tokens")
+    parser.add_argument("--profile", metavar="FILE", help="where to write the router's profile")
+    parser.add_argument("--json", metavar="FILE", help="a file for the figures")
+    options = parser.parse_args()
+    figures = measure(tokens=32 if options.quick else 128, profile=options.profile)
+    if options.json:
+        Path(options.json).write_text(json.dumps(figures, indent=1) + "\n")
+    show(figures)
+    kept = figures["added_ttft_ms"] < FLOOR_TTFT_MS and all(
+        row["cpu_us_per_token"] < FLOOR_TOKEN_US for row in figures["streams"]
+    )
+    return 0 if kept else 1
+
+
+def measure(tokens: int, profile: str | None) -> dict[str, Any]:
+    figures: dict[str, Any] = {"streams": []}
+    with running_engines(step_s=0.02) as nodes:
+        bare = statistics.median(bare_first_token_s(nodes[0]) for _ in range(200)) * 1000
+        with running_router(nodes, profile) as (url, cpu_s):
+            asyncio.run(streams(url, 4, 8, PROMPT))  # everything has been used once
+            one = [asyncio.run(streams(url, 1, 2, PROMPT))[0].first_s * 1000 for _ in range(100)]
+            figures["bare_ttft_ms"] = bare
+            figures["ttft_ms"] = statistics.median(one)
+            figures["added_ttft_ms"] = statistics.median(one) - bare
+            for count in (1, 64, 512):
+                figures["streams"].append(measure_streams(url, cpu_s, count, tokens))
+            before = cpu_s()
+            each = 40
+            figures["requests_per_s"] = asyncio.run(requests(url, 32, each, PROMPT, 1))
+            figures["cpu_us_per_request"] = (cpu_s() - before) / (32 * each) * 1e6
+    return figures
+
+
+def measure_streams(url: str, cpu_s: Any, count: int, tokens: int) -> dict[str, Any]:
+    before = cpu_s()
+    answers: list[Answer] = asyncio.run(streams(url, count, tokens, PROMPT))
+    with_streams = cpu_s() - before
+    # The same requests without their tokens: what a request costs is not what a token costs.
+    before = cpu_s()
+    asyncio.run(streams(url, count, 2, PROMPT))
+    without = cpu_s() - before
+    first = sorted(answer.first_s for answer in answers)
+    return {
+        "streams": count,
+        "tokens": tokens,
+        "cpu_us_per_token": (with_streams - without) / (count * (tokens - 2)) * 1e6,
+        "cpu_us_per_request": without / count * 1e6,
+        "events_per_token": sum(answer.events for answer in answers) / (count * tokens),
+        "ttft_ms_p50": first[len(first) // 2] * 1000,
+        "ttft_ms_p99": first[int(len(first) * 0.99)] * 1000,
+    }
+
+
+def bare_first_token_s(node: NodeInfo) -> float:
+    """From a Submit to its first token over the same sockets, with nothing in between."""
+    arrived = threading.Event()
+    inbox: Inbox[Any] = Inbox("127.0.0.1", ToRouter, lambda message: arrived.set(), name="bare")
+    outbox = Outbox()
+    try:
+        for warm in (True, False):
+            arrived.clear()
+            began = time.perf_counter()
+            sampling = SamplingParams(max_tokens=1)
+            outbox.send(node.request_endpoint, Submit("bare", inbox.endpoint, [1] * 128, sampling, 5.0))
+            if not arrived.wait(5):
+                raise RuntimeError("the engine did not answer")
+            if not warm:
+                return time.perf_counter() - began
+    finally:
+        outbox.close()
+        inbox.close()
+    raise AssertionError
+
+
+@contextmanager
+def running_engines(step_s: float) -> Iterator[list[NodeInfo]]:
+    with child(serve_engines, step_s) as pipe:
+        yield pipe.recv()
+
+
+@contextmanager
+def running_router(nodes: list[NodeInfo], profile: str | None) -> Iterator[tuple[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        make_tokenizer(folder)
+        with child(serve_router, folder, nodes, profile) as pipe:
+            url = pipe.recv()
+
+            def cpu_s() -> float:
+                pipe.send("cpu")
+                return float(pipe.recv())
+
+            yield url, cpu_s
+
+
+@contextmanager
+def child(work: Any, *arguments: Any) -> Iterator[Connection]:
+    ours, theirs = multiprocessing.get_context("spawn").Pipe()
+    process = multiprocessing.get_context("spawn").Process(
+        target=work, args=(theirs, *arguments), daemon=True
+    )
+    process.start()
+    theirs.close()
+    try:
+        yield ours
+    finally:
+        ours.close()
+        process.join(10)
+        if process.is_alive():
+            process.terminate()
+
+
+def make_tokenizer(folder: str) -> None:
+    """Bytes and nothing else: an encoding costs what it costs with any byte-level model, within a factor."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(models.BPE({piece: index for index, piece in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.save(str(Path(folder) / "tokenizer.json"))
+
+
+def serve_router(pipe: Connection, folder: str, nodes: list[NodeInfo], profile: str | None) -> None:
+    if profile is None:
+        asyncio.run(_serve_router(pipe, folder, nodes))
+        return
+    import cProfile
+
+    profiler = cProfile.Profile()
+    profiler.runcall(asyncio.run, _serve_router(pipe, folder, nodes))
+    profiler.dump_stats(profile)
+
+
+async def _serve_router(pipe: Connection, folder: str, nodes: list[NodeInfo]) -> None:
+    config = RouterConfig(
+        tokenizer_path=folder,
+        model_name=MODEL,
+        port=0,
+        local_prefill=LocalPrefill.NEVER,
+        limits=Limits(inflight_per_node=4096),
+    )
+    server = RouterServer(config)
+    url = await server.start()
+    server.set_members(nodes)
+    while not server.services.pool.snapshot().decode:  # noqa: ASYNC110 (once, before anything is measured)
+        await asyncio.sleep(0.01)
+    pipe.send(url)
+    while True:
+        try:
+            await asyncio.to_thread(pipe.recv)
+        except EOFError:
+            break
+        pipe.send(time.process_time())
+    await server.stop()
+
+
+def show(figures: dict[str, Any]) -> None:
+    table = Table(title="The router, before engines that answer instantly", title_justify="left")
+    for name in ("streams", "CPU µs/token", "CPU µs/request", "events/token", "TTFT ms p50", "TTFT ms p99"):
+        table.add_column(name, justify="right")
+    for row in figures["streams"]:
+        table.add_row(
+            str(row["streams"]),
+            f"{row['cpu_us_per_token']:.0f}",
+            f"{row['cpu_us_per_request']:.0f}",
+            f"{row['events_per_token']:.2f}",
+            f"{row['ttft_ms_p50']:.1f}",
+            f"{row['ttft_ms_p99']:.1f}",
+        )
+    console = Console()
+    console.print(table)
+    console.print(
+        f"first token: {figures['ttft_ms']:.2f} ms, {figures['bare_ttft_ms']:.2f} ms without a router, "
+        f"so {figures['added_ttft_ms']:.2f} ms added (floor {FLOOR_TTFT_MS:g} ms); "
+        f"{figures['requests_per_s']:.0f} requests/s, {figures['cpu_us_per_request']:.0f} µs of CPU each"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""Engines that answer instantly: what is left of a request's time is the router's and the sockets'.
+
+A Submit is answered with its first token in the thread that received it; further tokens come in steps, one message
+per step for all that are running, as a real engine's do.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from multiprocessing.connection import Connection
+
+from wire.nodes import NodeInfo, NodeState, Role, new_epoch
+from wire.requests import (
+    Cancel,
+    NodeCounters,
+    NodeStatus,
+    Ping,
+    Submit,
+    TokenBatch,
+    TokenChunk,
+    ToNode,
+    TransferRole,
+)
+from wire.sampling import FinishReason
+from wire.sockets import Inbox, Outbox
+
+MODEL = "instant"
+TOKEN = 70
+
+
+class InstantNode:
+    def __init__(self, node_id: str, role: Role, step_s: float) -> None:
+        self._role = role
+        self._step_s = step_s
+        self._running: dict[str, tuple[Submit, int]] = {}
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._outbox = Outbox()
+        self._inbox: Inbox[Submit | Cancel | Ping] = Inbox(
+            "127.0.0.1", ToNode, self._on_message, name=node_id
+        )
+        self.info = NodeInfo(
+            node_id, role, new_epoch(), self._inbox.endpoint, "tcp://127.0.0.1:1", MODEL, 1 << 20, 16
+        )
+        threading.Thread(target=self._steps, daemon=True).start()
+
+    def _on_message(self, message: Submit | Cancel | Ping) -> None:
+        if isinstance(message, Submit):
+            self._on_submit(message)
+        elif isinstance(message, Cancel):
+            with self._lock:
+                for request_id in message.request_ids:
+                    self._running.pop(request_id, None)
+        else:
+            status = NodeStatus(
+                self.info.node_id, self._role, self.info.epoch, NodeState.READY, 10**6, 10**6, len(self._running),
+                0, 0, 0, 0, 0.0, NodeCounters(),
+            )  # fmt: skip
+            self._outbox.send(message.reply_to, status)
+
+    def _on_submit(self, submit: Submit) -> None:
+        alone = submit.transfer is None
+        finish = None
+        if submit.sampling.max_tokens == 1:
+            finish = FinishReason.LENGTH
+        elif submit.transfer is not None and submit.transfer.role is TransferRole.PRODUCE:
+            finish = FinishReason.HANDOFF
+        chunk = TokenChunk(submit.request_id, 0, [TOKEN], finish=finish, cached_tokens=0)
+        self._send(submit.reply_to, [chunk])
+        if finish is None and (alone or self._role is not Role.PREFILL):
+            with self._lock:
+                self._running[submit.request_id] = (submit, 1)
+            self._wake.set()
+
+    def _send(self, reply_to: str, chunks: list[TokenChunk]) -> None:
+        self._outbox.send(reply_to, TokenBatch(self.info.node_id, self.info.epoch, chunks))
+
+    def _steps(self) -> None:
+        while True:
+            self._wake.wait()
+            began = time.perf_counter()
+            with self._lock:
+                chunks = [self._next(request_id) for request_id in list(self._running)]
+                reply_to = {submit.reply_to for submit, _ in self._running.values()}
+                for chunk in chunks:
+                    if chunk.finish is not None:
+                        del self._running[chunk.request_id]
+                if not self._running:
+                    self._wake.clear()
+            if chunks:
+                self._send(next(iter(reply_to)), chunks)
+            time.sleep(max(0.0, self._step_s - (time.perf_counter() - began)))
+
+    def _next(self, request_id: str) -> TokenChunk:
+        submit, index = self._running[request_id]
+        self._running[request_id] = (submit, index + 1)
+        finish = FinishReason.LENGTH if index + 1 >= submit.sampling.max_tokens else None
+        return TokenChunk(request_id, index, [TOKEN], finish=finish)
+
+
+def serve_engines(pipe: Connection, step_s: float) -> None:
+    """A process of its own: says who the nodes are, and lives until the pipe is closed."""
+    nodes = [InstantNode("p0", Role.PREFILL, step_s), InstantNode("d0", Role.DECODE, step_s)]
+    pipe.send([node.info for node in nodes])
+    try:
+        pipe.recv()
+    except EOFError:
+        return
