@@ -27,6 +27,13 @@ def wait_for_pools(wanted: dict[str, list[str]], within_s: float) -> dict[str, l
     return seen
 
 
+def wait_for_count(pool: str, count: int, within_s: float) -> int:
+    deadline = time.monotonic() + within_s
+    while len(pools()[pool]) != count and time.monotonic() < deadline:
+        time.sleep(0.5)  # Ray announces no changes to its drivers
+    return len(pools()[pool])
+
+
 def run_in_pool(pool: str, count: int, within_s: float) -> list[str]:
     """The tasks wait for each other, so none of them can take the place of another."""
 
@@ -42,7 +49,7 @@ def run_in_pool(pool: str, count: int, within_s: float) -> list[str]:
             return self.present
 
     @ray.remote(num_cpus=0, resources={pool: 1}, max_retries=0)
-    def attend(meeting: Any, address_of: None = None) -> str:
+    def attend(meeting: Any) -> str:
         address = ray.util.get_node_ip_address()
         ray.get(meeting.arrive.remote(address))
         deadline = time.monotonic() + within_s
@@ -56,7 +63,7 @@ def run_in_pool(pool: str, count: int, within_s: float) -> list[str]:
     return sorted(ray.get([attend.remote(meeting) for _ in range(count)], timeout=within_s))
 
 
-QUESTIONS = {"pools": pools, "wait_for_pools": wait_for_pools, "run_in_pool": run_in_pool}
+QUESTIONS = {question.__name__: question for question in (pools, wait_for_pools, wait_for_count, run_in_pool)}
 
 
 def main() -> None:

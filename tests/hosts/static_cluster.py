@@ -29,12 +29,14 @@ class StaticCluster:
         self.file = lab.folder / "static.yaml"
         self._probe: Probe | None = None
 
-    def config(self, *, prefill: Sequence[Host], decode: Sequence[Host]) -> dict[str, Any]:
+    def config(self, *, prefill: Sequence[Host], decode: Sequence[Host], standby: int = 0) -> dict[str, Any]:
         config = copy.deepcopy(yaml.safe_load(MANIFEST.read_text(encoding="utf-8")))
         config["provider"]["head_ip"] = self.head.address
         config["auth"] = {"ssh_user": "root", "ssh_private_key": str(self.lab.key)}
         for name, hosts in (("prefill", prefill), ("decode", decode)):
             config["available_node_types"][name]["node_config"]["hosts"] = [host.address for host in hosts]
+        config["available_node_types"]["decode"]["node_config"]["standby"] = standby
+        config["idle_timeout_minutes"] = 0.2
         # Tandem is installed already, in the environment that the tests run in.
         config["file_mounts"] = {"~/.ray/auth_token": "~/.ray/auth_token"}
         config["setup_commands"] = [f"ln -sfn {sys.prefix} ~/tandem-env", config["setup_commands"][-1]]
@@ -43,11 +45,13 @@ class StaticCluster:
         ]
         return config
 
-    def up(self, *, prefill: Sequence[Host], decode: Sequence[Host]) -> str:
+    def up(self, *, prefill: Sequence[Host], decode: Sequence[Host], standby: int = 0) -> str:
         token = self.lab.laptop_home / ".ray" / "auth_token"
         if not token.exists():
             self.lab.on_laptop("ray", "get-auth-token", "--generate", timeout_s=60)
-        self.file.write_text(yaml.safe_dump(self.config(prefill=prefill, decode=decode)), encoding="utf-8")
+        self.file.write_text(
+            yaml.safe_dump(self.config(prefill=prefill, decode=decode, standby=standby)), encoding="utf-8"
+        )
         return self.lab.on_laptop("ray", "up", "-y", str(self.file), timeout_s=UP_TIMEOUT_S)
 
     def down(self) -> str:
@@ -94,6 +98,10 @@ class Probe:
         wanted = {name: sorted(host.address for host in hosts) for name, hosts in expected.items()}
         seen = self.ask("wait_for_pools", wanted=wanted, within_s=within_s)
         assert seen == wanted, f"after {within_s:.0f} s the pools are {seen}, not {wanted}"
+
+    def wait_for_count(self, pool: str, count: int, within_s: float) -> None:
+        seen = self.ask("wait_for_count", pool=pool, count=count, within_s=within_s)
+        assert seen == count, f"after {within_s:.0f} s {pool} has {seen} nodes, not {count}"
 
     def run_in_pool(self, pool: str, count: int, within_s: float) -> list[str]:
         """Where `count` tasks that each take one unit of the pool at the same time have run."""

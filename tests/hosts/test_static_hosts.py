@@ -87,6 +87,19 @@ def test_a_decode_host_taken_out_of_the_file_leaves_and_no_other(
     assert raylets(everybody) == before
 
 
+def test_a_host_on_standby_is_started_for_work_and_goes_back_after_it(
+    cluster: StaticCluster, pools: dict[str, list[Host]], spare: Host
+) -> None:
+    more = [*pools["decode"], spare]
+    cluster.up(prefill=pools["prefill"], decode=more, standby=1)
+    cluster.probe.wait_for_pools(pools, LEAVE_S)
+    assert cluster.probe.run_in_pool("decode", 3, within_s=JOIN_S) == addresses(more)
+    cluster.probe.wait_for_count("decode", 2, within_s=JOIN_S)  # which two is for Ray to choose
+    cluster.up(prefill=pools["prefill"], decode=pools["decode"])
+    cluster.probe.wait_for_pools(pools, JOIN_S)
+    assert raylets([spare]) == {spare.name: ""}
+
+
 def test_a_host_that_is_cut_off_is_out_soon_and_back_when_it_is_healed(
     cluster: StaticCluster, pools: dict[str, list[Host]]
 ) -> None:
