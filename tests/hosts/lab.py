@@ -33,6 +33,7 @@ _TOOLS = {
     "ssh-keygen": "openssh-client",
     "/usr/sbin/sshd": "openssh-server",
     "rsync": "rsync",
+    "pgrep": "procps",
 }
 
 
@@ -138,7 +139,12 @@ class Lab:
 
     def __enter__(self) -> Lab:
         self._lock = _LOCK.open("wb")
-        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # two labs would take each other's names
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RuntimeError(
+                "another lab is up on this machine: two would take each other's names"
+            ) from error
         try:
             self._begin()
         except BaseException:
