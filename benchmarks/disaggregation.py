@@ -42,6 +42,8 @@ def main() -> int:
     except TandemError as error:
         console.print(str(error), style="red", markup=False)
         return 1
+    except KeyboardInterrupt:
+        return 130
 
 
 def _parse() -> argparse.Namespace:

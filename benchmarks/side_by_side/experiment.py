@@ -63,10 +63,12 @@ class Experiment:
             self._console.print(f"{title}: {warning}", style="yellow", highlight=False)
         self._console.print(f"{title}: starting", highlight=False)
         with running(system, self._folder / f"{system.key}-{run + 1}") as started:
-            self.outcome.starts.append(Start(system.key, run, started.ready_s, bystanders))
             self._console.print(f"{title}: ready after {started.ready_s:.1f} s", highlight=False)
             examiner = Examiner(system.url, started.model, self._plan, questions, self._console, title)
-            for measured in examiner.examine():
+            examination = examiner.examine()
+            first_answer_s = started.ready_s + examination.first_ttft_s
+            self.outcome.starts.append(Start(system.key, run, started.ready_s, first_answer_s, bystanders))
+            for measured in examination.measured:
                 summary = summarize(measured.cell, measured.timelines, measured.duration_s, self._slo)
                 self.outcome.examined.append(Examined(system.key, run, measured.cell, summary))
                 gaps = self.gaps.setdefault(measured.cell, {}).setdefault(system.key, [])

@@ -130,6 +130,12 @@ class Measured:
     duration_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Examination:
+    first_ttft_s: float  # of the first request that it ever had
+    measured: list[Measured]
+
+
 class Examiner:
     """Asks one system everything, one load after another."""
 
@@ -143,14 +149,14 @@ class Examiner:
         self._console = console
         self._title = title
 
-    def examine(self) -> list[Measured]:
+    def examine(self) -> Examination:
         return asyncio.run(self._examine())
 
-    async def _examine(self) -> list[Measured]:
+    async def _examine(self) -> Examination:
         plan, questions = self._plan, self._questions
         async with HttpClient(self._address) as http:
             api = Api(http, self._shape)
-            await self._warm_up(api, questions.warm_up)
+            first, *_ = await self._warm_up(api, questions.warm_up)
             measured = []
             for (users, _), asked in zip(plan.closed_loops, questions.closed_loops, strict=True):
                 measured.append(await self._closed(api, closed_loop(users), asked, users, plan.at_most_s))
@@ -162,14 +168,15 @@ class Examiner:
             measured.append(
                 await self._closed(api, SHARED, questions.shared[1:], plan.shared_users, plan.at_most_s)
             )
-        return measured
+        return Examination(first.ttft, measured)
 
-    async def _warm_up(self, api: Api, sessions: Sequence[Session]) -> None:
+    async def _warm_up(self, api: Api, sessions: Sequence[Session]) -> list[Timeline]:
         load = Load("warm-up", api, sessions, concurrency=1)
         await self._run(load.run(), [load])
         for timeline in load.timelines:
             if timeline.failure is not None:
                 raise Unavailable(f"the warm-up failed, {timeline.failure.kind}: {timeline.failure}")
+        return load.timelines
 
     async def _closed(
         self, api: Api, cell: str, sessions: Sequence[Session], users: int, at_most_s: float

@@ -12,11 +12,14 @@ from benchmarks.side_by_side.systems import TANDEM_AGGREGATED, TANDEM_PD, VLLM_A
 from cluster.bench.metrics import Summary
 from cluster.bench.report import Machine
 
+_FIRST_ANSWER_S = 25.0
+
 
 class Start(msgspec.Struct, frozen=True):
     system: str
     run: int
-    ready_s: float  # from the command to the first healthy answer
+    ready_s: float  # from the command until it says that it is healthy
+    first_answer_s: float  # from the command to the first token of its first answer
     bystanders: float  # cores' worth of work that others did just before
 
 
@@ -56,6 +59,7 @@ class Floor(msgspec.Struct, frozen=True):
     required: str
     measured: float | None
     met: bool | None
+    unit: str = "×"
 
 
 class Outcome(msgspec.Struct):
@@ -105,45 +109,52 @@ def figure(outcome: Outcome, system: str, cell: str, reading: Reading) -> Figure
     return Figure.of([value for value in values if value is not None])
 
 
-def ready_after(outcome: Outcome, system: str) -> Figure | None:
-    return Figure.of([start.ready_s for start in outcome.starts if start.system == system])
+def first_answer_after(outcome: Outcome, system: str) -> Figure | None:
+    return Figure.of([start.first_answer_s for start in outcome.starts if start.system == system])
 
 
 def judge(outcome: Outcome) -> list[Floor]:
     one, eight = closed_loop(1), closed_loop(8)
-
-    def times_better(claim: str, ours: str, theirs: str, cell: str, reading: Reading, floor: float) -> Floor:
-        """Ratios are taken of medians; of latencies the other way round, so that more is always better."""
-        mine, other = figure(outcome, ours, cell, reading), figure(outcome, theirs, cell, reading)
-        if mine is None or other is None or not mine.median or not other.median:
-            return Floor(claim, f"{floor:g}×", None, None)
-        ratio = mine.median / other.median if reading is output_rate else other.median / mine.median
-        return Floor(claim, f"{floor:g}×", ratio, ratio >= floor)
-
-    separate = "1P+1D beside vLLM's: "
-    together = "aggregated beside vLLM's: "
+    separate, together = (TANDEM_PD, VLLM_PD), (TANDEM_AGGREGATED, VLLM_AGGREGATED)
     return [
-        times_better(f"{separate}time to first token, {one}", TANDEM_PD, VLLM_PD, one, ttft, 4.0),
-        times_better(f"{separate}output tokens/s, {eight}", TANDEM_PD, VLLM_PD, eight, output_rate, 5.0),
-        times_better(f"{separate}p99 inter-token latency, {eight}", TANDEM_PD, VLLM_PD, eight, itl_p99, 8.0),
-        times_better(
-            f"{together}time to first token, {one}", TANDEM_AGGREGATED, VLLM_AGGREGATED, one, ttft, 1.0
-        ),
-        times_better(
-            f"{together}time per output token, {one}", TANDEM_AGGREGATED, VLLM_AGGREGATED, one, tpot, 1.3
-        ),
-        times_better(
-            f"{together}output tokens/s, {eight}", TANDEM_AGGREGATED, VLLM_AGGREGATED, eight, output_rate, 1.3
-        ),
+        _times_better(outcome, "time to first token", separate, one, ttft, 4.0),
+        _times_better(outcome, "output tokens/s", separate, eight, output_rate, 5.0),
+        _times_better(outcome, "p99 inter-token latency", separate, eight, itl_p99, 8.0),
+        _times_better(outcome, "time to first token", together, one, ttft, 1.0),
+        _times_better(outcome, "time per output token", together, one, tpot, 1.3),
+        _times_better(outcome, "output tokens/s", together, eight, output_rate, 1.3),
         _steadiness(outcome),
+        _promptness(outcome),
     ]
+
+
+def _times_better(
+    outcome: Outcome, what: str, systems: tuple[str, str], cell: str, reading: Reading, floor: float
+) -> Floor:
+    """Ratios are taken of medians; of latencies the other way round, so that more is always better."""
+    ours, theirs = systems
+    layout = "1P+1D" if ours == TANDEM_PD else "aggregated"
+    claim, required = f"{layout} beside vLLM's: {what}, {cell}", f"{floor:g}×"
+    mine, other = figure(outcome, ours, cell, reading), figure(outcome, theirs, cell, reading)
+    if mine is None or other is None or not mine.median or not other.median:
+        return Floor(claim, required, None, None)
+    ratio = mine.median / other.median if reading is output_rate else other.median / mine.median
+    return Floor(claim, required, ratio, ratio >= floor)
 
 
 def _steadiness(outcome: Outcome) -> Floor:
     """The claim of disaggregation itself: it needs nobody to be compared with."""
-    claim = "1P+1D: chats' p99 inter-token latency beside long prompts, over alone"
+    claim, required = "1P+1D: chats' p99 inter-token latency beside long prompts, over alone", "at most 2×"
     alone, beside = (figure(outcome, TANDEM_PD, cell, itl_p99) for cell in (ALONE, BESIDE))
     if alone is None or beside is None or not alone.median:
-        return Floor(claim, "at most 2×", None, None)
+        return Floor(claim, required, None, None)
     ratio = beside.median / alone.median
-    return Floor(claim, "at most 2×", ratio, ratio <= 2.0)
+    return Floor(claim, required, ratio, ratio <= 2.0)
+
+
+def _promptness(outcome: Outcome) -> Floor:
+    claim, required = "1P+1D: from the command to the first token", f"at most {_FIRST_ANSWER_S:g} s"
+    found = first_answer_after(outcome, TANDEM_PD)
+    if found is None:
+        return Floor(claim, required, None, None, unit=" s")
+    return Floor(claim, required, found.median, found.median <= _FIRST_ANSWER_S, unit=" s")

@@ -13,11 +13,11 @@ from benchmarks.side_by_side.outcome import (
     Outcome,
     Reading,
     figure,
+    first_answer_after,
     goodput,
     itl_p50,
     itl_p99,
     output_rate,
-    ready_after,
     tpot,
     ttft,
 )
@@ -39,10 +39,11 @@ _COLUMNS: tuple[tuple[str, Reading], ...] = (
 
 def print_outcome(console: Console, outcome: Outcome) -> None:
     console.print(_figures(outcome))
+    console.print(f"goodput: requests with {outcome.settings['slo']}", highlight=False)
     for system, title in outcome.titles.items():
-        ready = ready_after(outcome, system)
-        if ready is not None:
-            console.print(f"{title}: ready after {_cell(ready)} s")
+        first = first_answer_after(outcome, system)
+        if first is not None:
+            console.print(f"{title}: first token {_cell(first)} s after the command", highlight=False)
     for absence in outcome.absences:
         title = outcome.titles[absence.system]
         console.print(
@@ -77,7 +78,7 @@ def _floors(outcome: Outcome) -> Table:
     for name in ("claim", "floor", "measured", ""):
         table.add_column(name)
     for floor in outcome.floors:
-        measured = "not measured" if floor.measured is None else f"{floor.measured:.2f}×"
+        measured = "not measured" if floor.measured is None else f"{floor.measured:.2f}{floor.unit}"
         verdict = {True: "met", False: "missed", None: ""}[floor.met]
         table.add_row(floor.claim, floor.required, measured, verdict)
     return table

@@ -85,7 +85,8 @@ class HttpClient:
             try:
                 await connection.exchange(request, sink)
             except _ClosedUnanswered:
-                # An idle connection that the server closed just as we wrote: nobody has seen the request.
+                # The server was closing an idle connection just as we wrote. Only a fresh one that it
+                # closes without a word has failed.
                 if used_before:
                     continue
                 raise RequestFailure(

@@ -53,7 +53,9 @@ def test_every_load_is_asked_of_a_system_and_every_answer_kept() -> None:
         async with serving(paced) as server:
             questions = Questions.draw(TINY, VOCABULARY, seed=1)
             examiner = Examiner(server.url, "smol", TINY, questions, Console(file=io.StringIO()), "fake")
-            measured = await asyncio.to_thread(examiner.examine)
+            examination = await asyncio.to_thread(examiner.examine)
+            assert examination.first_ttft_s >= 0.005
+            measured = examination.measured
             counts = {each.cell: len(each.timelines) for each in measured}
             failed = {each.cell: sum(not t.succeeded for t in each.timelines) for each in measured}
             return counts, failed, len(server.requests)

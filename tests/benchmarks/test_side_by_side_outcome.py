@@ -15,9 +15,9 @@ from benchmarks.side_by_side.outcome import (
     Outcome,
     Start,
     figure,
+    first_answer_after,
     judge,
     output_rate,
-    ready_after,
     ttft,
 )
 from benchmarks.side_by_side.show import draw_outcome, print_outcome
@@ -50,7 +50,7 @@ def outcome(*examined: Examined) -> Outcome:
         made_at="2026-01-01T00:00:00+00:00",
         machine=Machine("a processor", 2, "Linux", "3.11"),
         command="python -m benchmarks.disaggregation",
-        settings={"plan": QUICK},
+        settings={"plan": QUICK, "slo": "ttft ≤ 1000 ms"},
         titles=dict(TITLES),
         cells=cells_of(QUICK),
         examined=list(examined),
@@ -74,7 +74,7 @@ def test_a_figure_is_the_median_and_the_spread_of_the_runs() -> None:
 
 def test_what_was_not_measured_has_no_figure() -> None:
     assert figure(outcome(), TANDEM_PD, "1 user", ttft) is None
-    assert ready_after(outcome(), TANDEM_PD) is None
+    assert first_answer_after(outcome(), TANDEM_PD) is None
 
 
 def test_floors_are_ratios_in_which_more_is_better() -> None:
@@ -85,7 +85,7 @@ def test_floors_are_ratios_in_which_more_is_better() -> None:
         *everywhere(VLLM_AGGREGATED, first=0.09, gap=0.014),
     )
     floors = {floor.claim: floor for floor in judge(found)}
-    assert len(floors) == 7
+    assert len(floors) == 8
     first_token = floors["1P+1D beside vLLM's: time to first token, 1 user"]
     assert (first_token.measured, first_token.met) == (pytest.approx(5.0), True)
     tail = floors["1P+1D beside vLLM's: p99 inter-token latency, 8 users"]
@@ -107,13 +107,21 @@ def test_steadiness_is_tandems_own_and_needs_no_peer() -> None:
     assert (steadiness.measured, steadiness.met) == (pytest.approx(1.9), True)
 
 
+@pytest.mark.parametrize(("first_answers", "met"), [((24.0, 30.0, 20.0), True), ((26.0,), False)])
+def test_a_server_is_prompt_if_its_first_token_is(first_answers: tuple[float, ...], met: bool) -> None:
+    found = outcome()
+    found.starts = [Start(TANDEM_PD, run, 1.0, at, 0.0) for run, at in enumerate(first_answers)]
+    (promptness,) = [floor for floor in judge(found) if floor.measured is not None]
+    assert (promptness.unit, promptness.met) == (" s", met)
+
+
 def test_without_its_peer_a_floor_is_neither_met_nor_missed() -> None:
     assert all(floor.met is None for floor in judge(outcome(*everywhere(VLLM_PD, 0.1, 0.01))))
 
 
 def test_the_table_has_every_system_under_every_load_and_says_what_is_missing() -> None:
     found = outcome(*everywhere(TANDEM_PD, 0.1, 0.01), *everywhere(TANDEM_PD, 0.3, 0.03, run=1))
-    found.starts = [Start(TANDEM_PD, 0, 12.5, 0.0)]
+    found.starts = [Start(TANDEM_PD, 0, 12.5, 13.5, 0.0)]
     found.absences = [Absence(VLLM_PD, 1, "not healthy [after] 600 s")]
     found.floors = judge(found)
     text = io.StringIO()
@@ -126,7 +134,7 @@ def test_the_table_has_every_system_under_every_load_and_says_what_is_missing() 
         "8 users",
         LONG,
         SHARED,
-        "ready after 12.5 s",
+        "first token 13.5 s after the command",
     ):
         assert words in shown
     assert "vLLM 1P+1D, run 2: not examined: not healthy [after] 600 s" in shown
