@@ -174,8 +174,9 @@ def fetch_from_hub(name: str) -> str:
     except RepositoryNotFoundError as error:
         raise Unavailable("the Hugging Face hub does not have it, or it needs a token (HF_TOKEN)") from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        reason = str(error).partition("\n")[0].rstrip(".")
         raise Unavailable(
-            f"the Hugging Face hub does not answer: {error}. Download it elsewhere and name its folder"
+            f"the Hugging Face hub does not answer: {reason}. Download it elsewhere and name its folder"
         ) from error
 
 

@@ -9,6 +9,7 @@ from cluster.config import TandemConfig
 from cluster.model_store import check_name
 from cluster.placement import Machine, place_nodes
 from cluster.settings import SettingsError
+from kvtransfer.registry import CONNECTORS, find_connector
 from wire.errors import ConfigurationError
 
 
@@ -19,6 +20,7 @@ def check_before_start(config: TandemConfig, machine: Machine) -> None:
         lambda: check_address(config.router.host, config.router.port),
         lambda: check_name(config.model.path),
         lambda: place_nodes(config, machine),
+        lambda: _check_connector(config),
     ):
         try:
             check()
@@ -26,6 +28,12 @@ def check_before_start(config: TandemConfig, machine: Machine) -> None:
             reasons.append(str(error))
     if reasons:
         raise SettingsError(reasons)
+
+
+def _check_connector(config: TandemConfig) -> None:
+    name = config.transfer.connector
+    if config.pools.prefill.nodes and name not in CONNECTORS:  # importing one that is ours would take a while
+        find_connector(name)
 
 
 def check_address(host: str, port: int) -> None:

@@ -45,7 +45,9 @@ class Display:
             live.stop()
 
     def progress(self, name: str, what: str, fraction: float) -> None:
-        done = f" ({fraction:.0%})" if 0 < fraction < 1 else ""
+        if fraction >= 1:
+            return  # `ready` says so better
+        done = f" ({fraction:.0%})" if fraction > 0 else ""
         self._row(name, f"{what}{done}", finished=False, line=what)
 
     def ready(self, name: str, what: str) -> None:

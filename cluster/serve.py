@@ -52,7 +52,11 @@ def serve(config: TandemConfig) -> int:
             with display.step("ray", "starting", f"running, version {ray_version()}"):
                 logs = start_ray()
             return asyncio.run(_serve(config, machine, model, display, logs, began))
-        except (KeyboardInterrupt, SystemExit, _Interrupted):  # Ray turns a SIGTERM during its start into an exit
+        except (
+            KeyboardInterrupt,
+            SystemExit,
+            _Interrupted,
+        ):  # Ray turns a SIGTERM during its start into an exit
             display.stop()
             console.print("stopped before it was ready")
             return 130
@@ -90,17 +94,26 @@ def _in_background(name: str, display: Display) -> Future[Model]:
 
 
 class _Interrupts:
-    """The first signal asks to finish, the second to end at once."""
+    """The first signal asks to finish, the second to end at once. Two in the same moment are one that came by two
+    ways: make and timeout pass a signal on to us and to our whole group."""
+
+    _SAME_MOMENT_S = 0.5
 
     def __init__(self) -> None:
         self.first = asyncio.Event()
         self.second = asyncio.Event()
-        loop = asyncio.get_running_loop()
+        self._loop = asyncio.get_running_loop()
+        self._first_at = 0.0
         for number in (signal.SIGINT, *_ENDINGS):
-            loop.add_signal_handler(number, self._arrived)
+            self._loop.add_signal_handler(number, self._arrived)
 
     def _arrived(self) -> None:
-        (self.second if self.first.is_set() else self.first).set()
+        now = self._loop.time()
+        if not self.first.is_set():
+            self._first_at = now
+            self.first.set()
+        elif now - self._first_at > self._SAME_MOMENT_S:
+            self.second.set()
 
 
 async def _serve(

@@ -13,6 +13,7 @@ from cluster.placement import Machine
 from cluster.preflight import check_address, check_before_start
 from cluster.settings import SettingsError
 from engine.config import ModelConfig
+from kvtransfer.base import TransferConfig
 from wire.errors import ConfigurationError
 
 replace = msgspec.structs.replace
@@ -58,6 +59,18 @@ def test_everything_that_is_wrong_is_said_at_once(taken_port: int) -> None:
     with pytest.raises(SettingsError) as raised:
         check_before_start(config, Machine(cores=(0, 1)))
     assert len(raised.value.mistakes) == 3
+
+
+def test_a_connector_that_is_not_there_is_refused_where_one_is_needed(tmp_path: Path) -> None:
+    (tmp_path / "config.json").touch()
+    config = TandemConfig(
+        model=ModelConfig(path=str(tmp_path)), transfer=TransferConfig(connector="carrier-pigeon")
+    )
+    config = replace(config, router=replace(config.router, port=0))
+    with pytest.raises(SettingsError, match="there is no connector 'carrier-pigeon'"):
+        check_before_start(config, Machine(cores=(0, 1)))
+    nobody_sends = PoolsConfig(prefill=PoolConfig(), decode=PoolConfig(), aggregated=PoolConfig(nodes=1))
+    check_before_start(replace(config, pools=nobody_sends), Machine(cores=(0, 1)))
 
 
 def test_a_good_configuration_passes(tmp_path: Path) -> None:
