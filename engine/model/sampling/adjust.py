@@ -55,29 +55,32 @@ def penalize(
     """Repetition looks at prompt and output; presence and frequency look at the output alone."""
     which = np.flatnonzero(table.penalized[rows])
     rows, positions = rows[which], positions[which]
-    device, vocab = logits.device, logits.shape[1]
+    vocab = logits.shape[1]
+    place = np.arange(int(positions.max()))
+    history = requests.tokens[rows, : len(place)].astype(np.int64)
+    known = place < positions[:, None]
+    output = known & (place >= requests.num_prompt_tokens[rows][:, None])
+    # Where each token of the histories stands in the logits, taken as one run of numbers.
+    index = which[:, None] * vocab + history
+    flat = logits.view(-1)
 
-    def column(values: npt.NDArray[np.float32]) -> torch.Tensor:
-        return torch.from_numpy(values[rows]).to(device)[:, None]
+    def chosen(
+        mask: npt.NDArray[np.bool_], strength: npt.NDArray[np.float32], neutral: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """For the requests that have such a penalty: their tokens' places, and how strong it is at each."""
+        strengths = np.broadcast_to(strength[rows][:, None], mask.shape)
+        mask = mask & (strengths != neutral)
+        device = logits.device
+        return torch.from_numpy(index[mask]).to(device), torch.from_numpy(strengths[mask]).to(device)
 
-    longest = int(positions.max())
-    place = np.arange(longest)
-    history = requests.tokens[rows, :longest].astype(np.int64)
-    history[place >= positions[:, None]] = vocab  # a column of its own for what is no token
-    chosen = torch.from_numpy(which).to(device)
-    penalized = logits[chosen]
-
+    # A token that occurs often is written often, each time with the same number.
     if (table.repetition[rows] != 1.0).any():
-        seen = torch.zeros(len(rows), vocab + 1, dtype=torch.bool, device=device)
-        seen.scatter_(1, torch.from_numpy(history).to(device), True)
-        factor = column(table.repetition)
-        repeated = torch.where(penalized > 0, penalized / factor, penalized * factor)
-        penalized = torch.where(seen[:, :vocab], repeated, penalized)
-    if table.presence[rows].any() or table.frequency[rows].any():
-        output = np.where(place >= requests.num_prompt_tokens[rows][:, None], history, vocab)
-        counts = torch.zeros(len(rows), vocab + 1, device=device)
-        tokens = torch.from_numpy(output).to(device)
-        counts.scatter_add_(1, tokens, torch.ones((), device=device).expand(tokens.shape))
-        counts = counts[:, :vocab]
-        penalized = penalized - column(table.frequency) * counts - column(table.presence) * (counts > 0)
-    logits[chosen] = penalized
+        places, factor = chosen(known, table.repetition, 1.0)
+        before = flat[places]
+        flat[places] = torch.where(before > 0, before / factor, before * factor)
+    if table.presence[rows].any():
+        places, once = chosen(output, table.presence, 0.0)
+        flat[places] = flat[places] - once
+    if table.frequency[rows].any():
+        places, each = chosen(output, table.frequency, 0.0)
+        flat.index_add_(0, places, -each)

@@ -1,96 +1,134 @@
 """min_p, top_k and top_p, each as a lower bound on a token's logit.
 
 A bound keeps ties: tokens with equal logits are all in or all out. So which tokens may be sampled depends on
-nothing but the row itself, whatever else is in the batch.
+nothing but the row itself, whatever else is in the batch and whichever way the bound was found.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-# Enough of the most likely tokens that top_p is nearly always reached among them.
-_CANDIDATES = 256
+# So many of the most likely tokens are looked at first. Restrictions usually leave fewer.
+_CANDIDATES = 128
+# Where they leave more: bins of a logit's distance from the largest. Weights beyond the last are below e**-32.
+_BINS, _BINS_PER_UNIT = 1024, 32
+_TILE = 64
 
 
-@dataclasses.dataclass(slots=True)
-class Restriction:
-    """Tokens with a logit below `bound` are out. `tokens`, when given, holds every token that is in."""
+class Rows:
+    """Rows to draw from: logits over temperature, their width padded to a multiple of the tile with -inf.
 
-    bound: torch.Tensor  # [N, 1]
-    values: torch.Tensor | None = None  # [N, C]
-    tokens: torch.Tensor | None = None  # [N, C]
+    What is derived from them is computed when it is first needed.
+    """
+
+    def __init__(self, scaled: torch.Tensor) -> None:
+        self.scaled = scaled  # [N, W] float32
+
+    @functools.cached_property
+    def largest(self) -> torch.Tensor:
+        """[N, 1]"""
+        return self.scaled.amax(dim=1, keepdim=True)
+
+    @functools.cached_property
+    def weights(self) -> torch.Tensor:
+        """[N, W]: exp(scaled - largest)"""
+        return (self.scaled - self.largest).exp_()
+
+    @functools.cached_property
+    def candidates(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The most likely tokens' logits, in descending order, and the tokens."""
+        return most_likely(self.scaled, min(_CANDIDATES, self.scaled.shape[1]))
+
+    def __getitem__(self, index: torch.Tensor) -> Rows:
+        return Rows(self.scaled[index])
 
 
-def restrict(
-    scaled: torch.Tensor,  # [N, V] float32: logits over temperature
+def most_likely(scaled: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    if scaled.shape[1] < 4 * count * _TILE:
+        values, tokens = scaled.topk(count, dim=1)
+        return values, tokens
+    # They all lie in the tiles with the `count` largest maxima.
+    tiles = scaled.view(scaled.shape[0], -1, _TILE)
+    best = tiles.amax(dim=2).topk(count, dim=1, sorted=False).indices
+    chosen = tiles.gather(1, best[:, :, None].expand(-1, -1, _TILE))
+    values, places = chosen.view(scaled.shape[0], -1).topk(count, dim=1)
+    return values, best.gather(1, places // _TILE) * _TILE + places % _TILE
+
+
+def lower_bounds(
+    rows: Rows,
+    vocab: int,
     top_k: npt.NDArray[np.int64],  # 0 is off
     top_p: npt.NDArray[np.float32],
     min_p: npt.NDArray[np.float32],
-) -> Restriction | None:
-    """In this order: min_p, then top_k, then top_p of what is left. None: nothing is restricted."""
-    vocab = scaled.shape[1]
-    device = scaled.device
-    limited_k, limited_p = (top_k > 0) & (top_k < vocab), top_p < 1.0
-    if not (limited_k.any() or limited_p.any() or (min_p > 0).any()):
+) -> torch.Tensor | None:
+    """[N, 1], in this order: min_p, then top_k, then top_p of what is left. None: nothing is restricted."""
+    device = rows.scaled.device
+    limited_k, limited_p, limited_m = (top_k > 0) & (top_k < vocab), top_p < 1.0, min_p > 0
+    if not (limited_k.any() or limited_p.any() or limited_m.any()):
         return None
-    bound = torch.full((len(top_k), 1), float("-inf"), device=device)
-    if (min_p > 0).any():
+    bound = torch.full_like(rows.largest, float("-inf"))
+    if limited_m.any():
         share = torch.from_numpy(min_p).to(device)[:, None]
-        bound = scaled.amax(dim=1, keepdim=True) + share.log()  # log(0) leaves a row unbounded
-    if not (limited_k.any() or limited_p.any()):
-        return Restriction(bound)
-
-    largest_k = int(top_k[limited_k].max()) if limited_k.any() else 0
-    count = min(vocab, max(_CANDIDATES, largest_k + 1))
-    if device.type != "cpu" or count > vocab // 4:
-        count = vocab  # asking a device whether fewer were enough would wait for it
-    restriction = _bound_by_rank(scaled, bound, top_k, top_p, count)
-    if restriction is None:
-        restriction = _bound_by_rank(scaled, bound, top_k, top_p, vocab)
-        assert restriction is not None
-    return restriction
-
-
-def _bound_by_rank(
-    scaled: torch.Tensor,
-    bound: torch.Tensor,
-    top_k: npt.NDArray[np.int64],
-    top_p: npt.NDArray[np.float32],
-    count: int,
-) -> Restriction | None:
-    """None when the `count` most likely tokens are not enough to know."""
-    vocab = scaled.shape[1]
-    device = scaled.device
-    complete = count == vocab
-    if complete:
-        values, tokens = scaled.sort(dim=1, descending=True)
-    else:
-        values, tokens = scaled.topk(count, dim=1)
-    limited_k = (top_k > 0) & (top_k < vocab)
+        bound = rows.largest + share.log()  # log(0) leaves a row unbounded
     if limited_k.any():
+        count = int(top_k[limited_k].max())
+        values = rows.candidates[0] if count <= _CANDIDATES else most_likely(rows.scaled, count)[0]
         last = torch.from_numpy(np.where(limited_k, top_k, 1) - 1).to(device)[:, None]
-        kth = values.gather(1, last)
         off = torch.from_numpy(~limited_k).to(device)[:, None]
-        bound = torch.maximum(bound, kth.masked_fill(off, float("-inf")))
-    if (top_p < 1.0).any():
-        share = torch.from_numpy(top_p.astype(np.float64)).to(device)[:, None]
-        total = scaled.masked_fill(scaled < bound, float("-inf")).logsumexp(dim=1, keepdim=True)
-        probability = (values - total).double().exp_().masked_fill_(values < bound, 0)
-        cumulative = probability.cumsum(dim=1)
-        # A token is in while those before it have not reached the share; the first always is.
-        inside = (cumulative - probability) < share
-        inside[:, 0] = True
-        smallest = values.masked_fill(~inside, float("inf")).amin(dim=1, keepdim=True)
-        off = torch.from_numpy(top_p >= 1.0).to(device)[:, None]
-        bound = torch.maximum(bound, smallest.masked_fill(off, float("-inf")))
-    if complete:
-        # Sorted tokens are no cheaper than the whole row.
-        return Restriction(bound)
-    # All that is in lies among the candidates exactly if their last is out.
-    if not bool((values[:, -1:] < bound).all()):
-        return None
-    return Restriction(bound, values, tokens)
+        bound = torch.maximum(bound, values.gather(1, last).masked_fill_(off, float("-inf")))
+    if limited_p.any():
+        share = torch.from_numpy(top_p[limited_p].astype(np.float64)).to(device)[:, None]
+        bounded = bool(limited_k.any() or limited_m.any())
+        if limited_p.all():
+            return _reaching(rows, bound, bounded, share)
+        index = torch.from_numpy(np.flatnonzero(limited_p)).to(device)
+        bound[index] = _reaching(rows[index], bound[index], bounded, share)
+    return bound
+
+
+def _reaching(rows: Rows, bound: torch.Tensor, bounded: bool, share: torch.Tensor) -> torch.Tensor:
+    """The bound of the smallest set of most likely tokens whose weights reach the share of all that are in."""
+    weights = rows.weights.masked_fill(rows.scaled < bound, 0) if bounded else rows.weights
+    tiles = weights.view(weights.shape[0], -1, _TILE).sum(dim=2)
+    wanted = tiles.sum(dim=1, dtype=torch.float64, keepdim=True) * share
+    if rows.scaled.device.type != "cpu":
+        # A device sorts fast, and asking it whether less would do is a wait.
+        values = rows.scaled.sort(dim=1, descending=True).values
+    else:
+        values = rows.candidates[0]
+    each = (values - rows.largest).exp_().masked_fill_(values < bound, 0).double()
+    cumulative = each.cumsum(dim=1)
+    result = _bound_among(values, cumulative - each, wanted)
+    if values.shape[1] < rows.scaled.shape[1]:
+        rest = torch.nonzero(cumulative[:, -1] < wanted[:, 0])[:, 0]
+        if len(rest):
+            result[rest] = _bound_by_bins(rows[rest], weights[rest], wanted[rest])
+    return result
+
+
+def _bound_among(values: torch.Tensor, before: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """The smallest of the values, in descending order, before which the weights have not reached what is wanted."""
+    inside = before < wanted
+    inside[:, 0] = True
+    return values.masked_fill(~inside, float("inf")).amin(dim=1, keepdim=True)
+
+
+def _bound_by_bins(rows: Rows, weights: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """Sums weights by bin, finds the bin in which the sum reaches what is wanted, and sorts only that one."""
+    place = ((rows.largest - rows.scaled) * _BINS_PER_UNIT).clamp_(max=_BINS - 1).long()
+    sums = torch.zeros(len(wanted), _BINS, dtype=torch.float64, device=weights.device)
+    sums.scatter_add_(1, place, weights.double())
+    cumulative = sums.cumsum(dim=1)
+    # Rounding must not push the end out of the last bin.
+    last = (cumulative < wanted).sum(dim=1, keepdim=True).clamp_(max=_BINS - 1)
+    already = (cumulative - sums).gather(1, last)
+    member = place == last
+    most = int(member.sum(dim=1).max())
+    values, tokens = rows.scaled.masked_fill(~member, float("-inf")).topk(most, dim=1)
+    each = weights.gather(1, tokens).double()
+    return _bound_among(values, already + each.cumsum(dim=1) - each, wanted)

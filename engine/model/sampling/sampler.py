@@ -7,8 +7,7 @@ import numpy.typing as npt
 import torch
 
 from engine.model.sampling.adjust import edit_logits, penalize
-from engine.model.sampling.noise import Noise, noise_keys
-from engine.model.sampling.restrict import restrict
+from engine.model.sampling.draw import Drawing
 from engine.model.sampling.table import SamplingTable
 from engine.model.states import RequestRows
 
@@ -18,7 +17,7 @@ class Sampler:
 
     def __init__(self, vocab_size: int, eos_token_ids: frozenset[int], device: torch.device) -> None:
         self._eos = eos_token_ids
-        self._noise = Noise(vocab_size, device)
+        self._drawing = Drawing(vocab_size, device)
 
     def sample(
         self,
@@ -37,33 +36,12 @@ class Sampler:
             edit_logits(scores, rows, positions, requests, table, self._eos)
         if penalized:
             penalize(scores, rows, positions, requests, table)
-        # torch.max finds the first of equals, like argmax, and is faster on a CPU.
-        chosen = scores.max(dim=1).indices
         random = np.flatnonzero(table.temperature[rows] > 0)
         if random.size == len(rows):
-            return self._draw(scores, rows, positions, table)
+            return self._drawing.draw(scores, rows, positions, table)
+        # torch.max finds the first of equals, like argmax, and is faster on a CPU.
+        chosen = scores.max(dim=1).indices
         if random.size:
             index = torch.from_numpy(random).to(logits.device)
-            chosen[index] = self._draw(scores[index], rows[random], positions[random], table)
+            chosen[index] = self._drawing.draw(scores[index], rows[random], positions[random], table)
         return chosen
-
-    def _draw(
-        self,
-        scores: torch.Tensor,
-        rows: npt.NDArray[np.int64],
-        positions: npt.NDArray[np.int64],
-        table: SamplingTable,
-    ) -> torch.Tensor:
-        device = scores.device
-        scaled = scores / torch.from_numpy(table.temperature[rows]).to(device)[:, None]
-        keys = torch.from_numpy(noise_keys(table.seed[rows], positions)).to(device)
-        limits = restrict(scaled, table.top_k[rows], table.top_p[rows], table.min_p[rows])
-        if limits is not None and limits.tokens is not None and limits.values is not None:
-            values = limits.values.masked_fill(limits.values < limits.bound, float("-inf"))
-            best = (
-                values.sub_(self._noise.log_exponential(keys, limits.tokens)).max(dim=1, keepdim=True).indices
-            )
-            return limits.tokens.gather(1, best).squeeze(1)
-        if limits is not None:
-            scaled = scaled.masked_fill_(scaled < limits.bound, float("-inf"))
-        return scaled.sub_(self._noise.log_exponential(keys)).max(dim=1).indices

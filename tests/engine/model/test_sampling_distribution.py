@@ -11,7 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.model.sampling.noise import Noise, noise_keys
+from engine.model.sampling import restrict
+from engine.model.sampling.draw import Drawing
+from engine.model.sampling.noise import hashed_indices, log_exponential, noise_keys
 from engine.model.sampling.sampler import Sampler
 from engine.model.sampling.table import SamplingTable
 from engine.model.states import RequestRows
@@ -227,34 +229,51 @@ def test_a_row_is_sampled_the_same_alone_and_in_any_batch(requests: list[dict[st
     assert together == alone == reversed_
 
 
-def test_noise_differs_between_positions_seeds_and_tokens() -> None:
-    noise = Noise(1000, torch.device("cpu"))
-    seeds = np.array([1, 1, 2, 2**64 - 1], np.uint64)
-    positions = np.array([5, 6, 5, 5])
-    drawn = -noise.log_exponential(torch.from_numpy(noise_keys(seeds, positions)))
-    correlation = torch.corrcoef(drawn) - torch.eye(4)
-    assert correlation.abs().max() < 0.15
-    # The mean and the deviation of Gumbel's distribution.
-    assert drawn.mean() == pytest.approx(0.5772, abs=0.06)
-    assert drawn.std() == pytest.approx(math.pi / math.sqrt(6), abs=0.06)
+def variates(seeds: list[int], positions: list[int], count: int, stream: int = 0) -> torch.Tensor:
+    keys = noise_keys(np.array(seeds, np.uint64), np.array(positions), stream)
+    return log_exponential(torch.from_numpy(keys), hashed_indices(count, torch.device("cpu"))[None])
+
+
+def test_noise_differs_between_positions_seeds_and_streams() -> None:
+    drawn = torch.cat(
+        [variates([1, 1, 2, 2**64 - 1], [5, 6, 5, 5], 1000), variates([1], [5], 1000, stream=1)]
+    )
+    assert (torch.corrcoef(drawn) - torch.eye(5)).abs().max() < 0.15
     assert drawn.isfinite().all()
+    # The mean and the deviation of an exponential variate's logarithm.
+    assert drawn.mean() == pytest.approx(-0.5772, abs=0.06)
+    assert drawn.std() == pytest.approx(math.pi / math.sqrt(6), abs=0.06)
 
 
-def test_neighbouring_positions_are_independent() -> None:
-    """Over many positions of one seed each token is chosen as often as it should be, and after any other."""
-    noise = Noise(4, torch.device("cpu"))
-    keys = noise_keys(np.full(8000, 7, np.uint64), np.arange(8000))
-    chosen = noise.log_exponential(torch.from_numpy(keys)).argmin(1)
+@pytest.mark.parametrize("vocab", [4, 600])
+def test_neighbouring_positions_are_independent(vocab: int) -> None:
+    """Over many positions of one seed each of four tokens is as likely as any other, after any other; also when
+    they lie in different blocks of the vocabulary."""
+    scores = torch.full((8000, vocab), float("-inf"))
+    likely = [0, 1, 2, 3] if vocab == 4 else [0, 1, 300, 599]
+    scores[:, likely] = 1.0
+    table = SamplingTable(1)
+    table.set(0, SamplingParams(seed=7))
+    one_request = np.zeros(8000, np.int64)
+    chosen = Drawing(vocab, torch.device("cpu")).draw(scores, one_request, np.arange(8000), table)
     pairs = torch.zeros(4, 4)
     for before, after in zip(chosen[:-1].tolist(), chosen[1:].tolist(), strict=True):
-        pairs[before, after] += 1
+        pairs[likely.index(before), likely.index(after)] += 1
     expected = 7999 / 16
     # 15 degrees of freedom; chance exceeds 44 once in ten thousand.
     assert float(((pairs - expected) ** 2 / expected).sum()) < 44
 
 
-def test_noise_for_some_tokens_is_that_of_the_whole_vocabulary() -> None:
-    noise = Noise(500, torch.device("cpu"))
-    keys = torch.from_numpy(noise_keys(np.array([3, 4], np.uint64), np.array([0, 9])))
-    tokens = torch.tensor([[5, 499, 0], [7, 7, 8]])
-    assert torch.equal(noise.log_exponential(keys, tokens), noise.log_exponential(keys).gather(1, tokens))
+def test_top_p_is_the_same_set_however_it_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By sorting all, by a few candidates, or by bins."""
+    scaled = torch.stack([logits_of(seed, 2048) * scale for seed in range(8) for scale in (0.1, 1.0, 4.0)])
+    top_p = np.tile(np.array([0.1, 0.6, 0.99], np.float32), 8)
+    top_k = np.repeat(np.array([0, 1500], np.int64), 12)
+    found = []
+    for candidates in (2048, 128, 2):
+        monkeypatch.setattr(restrict, "_CANDIDATES", candidates)
+        bounds = restrict.lower_bounds(restrict.Rows(scaled), 2048, top_k, top_p, np.zeros(24, np.float32))
+        assert bounds is not None
+        found.append(bounds)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
