@@ -165,4 +165,4 @@ class RouterServer:
         if self._http is not None:
             await self._http.end(STOP_TIMEOUT_S)
         if services is not None:
-            await asyncio.to_thread(services.links.close)
+            await services.links.close()

@@ -8,4 +8,5 @@ Floor 1: imports nothing of ours. Everything is msgspec; nothing here or above e
     requests    router -> node (Submit, Cancel, Ping) and node -> router (TokenBatch, NodeStatus)
     handoff     node -> node: how a prefill node and a decode node agree on a KV transfer
     sockets     Inbox (receives, in its own thread) and Outbox (sends, from any thread)
+    loop_inbox  an Inbox on an asyncio event loop
 """

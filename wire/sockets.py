@@ -27,6 +27,37 @@ MAX_FRAME_BYTES = 64 << 20
 SEND_QUEUE_FRAMES = 100_000
 
 
+def bind_pull_socket(
+    context: zmq.Context[zmq.Socket[bytes]], host: str, port: int, name: str
+) -> zmq.Socket[bytes]:
+    """What every Inbox receives on. Ends the context when the address cannot be had."""
+    socket = context.socket(zmq.PULL)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+    socket.setsockopt(zmq.IPV6, ":" in host)
+    address = f"[{host}]" if ":" in host else host
+    try:
+        socket.bind(f"tcp://{address}:{port or '*'}")
+    except zmq.ZMQError as error:
+        socket.close(linger=0)
+        context.term()
+        raise ConfigurationError(f"{name}: cannot listen on {host}:{port or 'any port'}: {error}") from error
+    return socket
+
+
+def decode_frames(decoder: msgspec.msgpack.Decoder[M], frames: list[bytes], name: str) -> M | None:
+    """The message; None, and a line in the log, when it is none of this channel's."""
+    try:
+        if len(frames) != 1:
+            raise msgspec.DecodeError(f"{len(frames)} frames, expected 1")
+        return decoder.decode(frames[0])
+    # RecursionError: nesting that msgspec refuses by raising what the interpreter raises.
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        logger.warning("%s: refused a malformed frame of %d bytes: %s", name, len(frames[0]), error)
+        return None
+
+
 class Inbox(Generic[M]):
     """Receives messages of one type in a thread of its own, and hands each to `on_message` there.
 
@@ -51,20 +82,7 @@ class Inbox(Generic[M]):
         self.handler_errors = 0
         self.died: str | None = None  # why the thread ended although nobody closed the Inbox
         self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.PULL)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        self._socket.setsockopt(zmq.IPV6, ":" in host)
-        address = f"[{host}]" if ":" in host else host
-        try:
-            self._socket.bind(f"tcp://{address}:{port or '*'}")
-        except zmq.ZMQError as error:
-            self._socket.close(linger=0)
-            self._context.term()
-            raise ConfigurationError(
-                f"{name}: cannot listen on {host}:{port or 'any port'}: {error}"
-            ) from error
+        self._socket = bind_pull_socket(self._context, host, port, name)
         self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         # An inproc pair, so that close() wakes the thread instead of a timeout polling for it.
         stop_address = f"inproc://stop-{id(self)}"
@@ -93,16 +111,9 @@ class Inbox(Generic[M]):
             if self._stop_receiver in ready:
                 return
             frames = self._socket.recv_multipart()
-            try:
-                if len(frames) != 1:
-                    raise msgspec.DecodeError(f"{len(frames)} frames, expected 1")
-                message = self._decoder.decode(frames[0])
-            # RecursionError: nesting that msgspec refuses by raising what the interpreter raises.
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            message = decode_frames(self._decoder, frames, self._name)
+            if message is None:
                 self.malformed += 1
-                logger.warning(
-                    "%s: refused a malformed frame of %d bytes: %s", self._name, len(frames[0]), error
-                )
                 continue
             try:
                 self._on_message(message)

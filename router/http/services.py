@@ -33,7 +33,7 @@ class Services:
         if self.draining:
             return "the router is draining"
         if self.links.died is not None:
-            return f"the thread that hears the nodes died: {self.links.died}"
+            return f"the socket that hears the nodes died: {self.links.died}"
         if self.supervisor.failed:
             return "; ".join(
                 f"task {name} died: {why}" for name, why in sorted(self.supervisor.failed.items())

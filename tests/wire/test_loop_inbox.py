@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+import zmq
+
+from wire.errors import ConfigurationError
+from wire.loop_inbox import MESSAGES_PER_TURN, LoopInbox
+from wire.requests import Cancel, Ping, ToNode
+from wire.sockets import Outbox
+
+
+class Listener:
+    """An inbox on the running loop, and what came in."""
+
+    def __init__(self) -> None:
+        self.messages: list[Any] = []
+        self.changed = asyncio.Event()
+        self.threads: set[int] = set()
+        self.inbox: LoopInbox[Any] = LoopInbox("127.0.0.1", ToNode, self._on_message, name="test")
+        self.outbox = Outbox()
+
+    def _on_message(self, message: Any) -> None:
+        self.threads.add(threading.get_ident())
+        self.messages.append(message)
+        self.changed.set()
+        if message == Ping("bad"):
+            raise ValueError("a bug")
+
+    async def wait(self, count: int) -> None:
+        while len(self.messages) < count:
+            self.changed.clear()
+            await self.changed.wait()
+
+
+def run(work: Callable[[Listener], Awaitable[None]]) -> None:
+    async def main() -> None:
+        listener = Listener()
+        try:
+            async with asyncio.timeout(10):
+                await work(listener)
+        finally:
+            listener.inbox.close()
+            listener.outbox.close()
+
+    asyncio.run(main())
+
+
+def test_messages_arrive_in_order_on_the_loop_itself() -> None:
+    async def work(listener: Listener) -> None:
+        count = 3 * MESSAGES_PER_TURN + 7
+        for index in range(count):
+            listener.outbox.send(listener.inbox.endpoint, Cancel("x", [str(index)]))
+        await listener.wait(count)
+        assert [message.request_ids for message in listener.messages] == [[str(i)] for i in range(count)]
+        assert listener.threads == {threading.get_ident()}
+
+    run(work)
+
+
+def test_bursts_with_pauses_between_are_all_noticed() -> None:
+    """The descriptor tells of changes only: a message that came while another was read must not be left there."""
+
+    async def work(listener: Listener) -> None:
+        expected = 0
+        for burst in [1, 2, 1, 40, 1, MESSAGES_PER_TURN, MESSAGES_PER_TURN + 1, 1]:
+            for _ in range(burst):
+                await asyncio.to_thread(listener.outbox.send, listener.inbox.endpoint, Ping("x"))
+            expected += burst
+            await listener.wait(expected)
+
+    run(work)
+
+
+def test_others_on_the_loop_have_their_turn_under_a_flood() -> None:
+    async def work(listener: Listener) -> None:
+        total = 20 * MESSAGES_PER_TURN
+        for _ in range(total):
+            listener.outbox.send(listener.inbox.endpoint, Ping("x"))
+        turns = 0
+        while len(listener.messages) < total:
+            turns += 1
+            await asyncio.sleep(0)
+        assert turns >= 20
+
+    run(work)
+
+
+@pytest.mark.parametrize("frames", [[b""], [b"nonsense"], [b"\xc1"], [b"a", b"b"], [b"\x91" * 100_000]])
+def test_nothing_that_a_peer_sends_ends_the_stream(frames: list[bytes]) -> None:
+    async def work(listener: Listener) -> None:
+        with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
+            socket.connect(listener.inbox.endpoint)
+            socket.send_multipart(frames)
+            while listener.inbox.malformed == 0:  # noqa: ASYNC110 (a counter has no event)
+                await asyncio.sleep(0)
+        listener.outbox.send(listener.inbox.endpoint, Ping("after"))
+        await listener.wait(1)
+        assert listener.messages == [Ping("after")]
+        assert listener.inbox.malformed == 1
+
+    run(work)
+
+
+def test_an_exception_in_the_handler_is_counted_and_the_stream_goes_on() -> None:
+    async def work(listener: Listener) -> None:
+        for text in ("bad", "good"):
+            listener.outbox.send(listener.inbox.endpoint, Ping(text))
+        await listener.wait(2)
+        assert listener.inbox.handler_errors == 1
+        assert listener.inbox.died is None
+
+    run(work)
+
+
+def test_a_socket_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(listener: Listener) -> None:
+        def broken(flags: int) -> list[bytes]:
+            raise zmq.ZMQError(zmq.ENOTSOCK)
+
+        monkeypatch.setattr(listener.inbox._socket, "recv_multipart", broken)
+        listener.outbox.send(listener.inbox.endpoint, Ping("x"))
+        while listener.inbox.died is None:  # noqa: ASYNC110 (nothing is told of it)
+            await asyncio.sleep(0)
+        assert "ZMQError" in listener.inbox.died
+
+    run(work)
+
+
+def test_closing_twice_is_once_and_an_address_is_checked() -> None:
+    async def work(listener: Listener) -> None:
+        listener.inbox.close()
+        listener.inbox.close()
+        with pytest.raises(ConfigurationError):
+            LoopInbox("not-an-address", ToNode, lambda message: None, name="test")
+
+    run(work)
