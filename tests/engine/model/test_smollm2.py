@@ -34,34 +34,29 @@ def answers(smollm2_path: Path, prompts: list[list[int]]) -> list[list[int]]:
     return [answer.tokens for answer in tiny.reference(smollm2_path, prompts, NUM_TOKENS)]
 
 
-@pytest.fixture(scope="module")
-def runners(smollm2_path: Path) -> list[TorchRunner]:
-    def load(drafts: int) -> TorchRunner:
-        return load_runner(
-            ModelConfig(path=str(smollm2_path), dtype="float32", device="cpu", threads=1),
-            CacheConfig(memory_bytes=512 << 20),
-            SchedulerConfig(max_model_len=1024, num_speculative_tokens=drafts),
-        )
-
-    return [load(0), load(3)]
+def load(path: Path, drafts: int = 0, native: bool = True) -> TorchRunner:
+    return load_runner(
+        ModelConfig(path=str(path), dtype="float32", device="cpu", threads=1),
+        CacheConfig(memory_bytes=512 << 20),
+        SchedulerConfig(max_model_len=1024, num_speculative_tokens=drafts),
+        native=native,
+    )
 
 
+@pytest.mark.parametrize("native", [True, False])
 def test_mixed_and_chunked(
-    runners: list[TorchRunner], prompts: list[list[int]], answers: list[list[int]]
+    smollm2_path: Path, prompts: list[list[int]], answers: list[list[int]], native: bool
 ) -> None:
-    driver = Driver(runners[0])
+    driver = Driver(load(smollm2_path, native=native))
     for index, prompt in enumerate(prompts):
         driver.add(str(index), prompt)
     assert list(driver.generate(NUM_TOKENS, max_chunk=13).values()) == answers
-    for index in range(len(prompts)):
-        driver.finish(str(index))
-    driver.step({})
 
 
 def test_prefilled_here_and_decoded_there_with_drafts(
-    runners: list[TorchRunner], prompts: list[list[int]], answers: list[list[int]]
+    smollm2_path: Path, prompts: list[list[int]], answers: list[list[int]]
 ) -> None:
-    prefill, decode = Driver(runners[0], 1), Driver(runners[1], 2)
+    prefill, decode = Driver(load(smollm2_path), 1), Driver(load(smollm2_path, drafts=3), 2)
     for index, prompt in enumerate(prompts):
         prefill.add(str(index), prompt)
     prefill.generate(1)
