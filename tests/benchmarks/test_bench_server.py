@@ -50,17 +50,31 @@ def kind_of(
 
 
 def test_known_delays_are_what_is_measured() -> None:
+    timeline = Timeline("test", max_tokens=3)
+
+    async def received(chunks: int) -> None:
+        """So that a delay begins where the one before it ended for the client too."""
+        while len(timeline.chunk_times) < chunks:
+            await asyncio.sleep(0)
+
     async def answer(exchange: Exchange) -> None:
         await asyncio.sleep(0.04)
         await exchange.begin()
-        for delay in (0.0, 0.01, 0.03):
+        for chunks, delay in enumerate((0.0, 0.01, 0.03)):
+            await received(chunks)
             await asyncio.sleep(delay)
             await exchange.token()
+        await received(3)
         await exchange.usage(12, 3)
         await asyncio.sleep(0.02)  # after the last token: nobody's latency
         await exchange.end()
 
-    (timeline,), _ = ask(answer)
+    async def run() -> None:
+        async with asyncio.timeout(20), serving(answer) as server:
+            async with HttpClient(Address.of_url(server.url)) as http:
+                await Api(http, RequestShape("smol")).ask("hello", timeline)
+
+    asyncio.run(run())
     assert timeline.succeeded
     assert 0.04 <= timeline.ttft < 0.04 + LATE_S
     assert 0.01 <= timeline.inter_token[0] < 0.01 + LATE_S
