@@ -10,6 +10,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from router.http.api_document import DocumentRoute, TryRoute
 from router.http.gate import Gate, exchange_of
 from router.http.generate_routes import CHAT, COMPLETIONS, GenerateRoute
 from router.http.services import Services
@@ -48,6 +49,8 @@ def make_app(services: Services) -> ASGIApp:
         _route("/health", HealthRoute(services), "GET"),
         _route("/metrics", MetricsRoute(services), "GET"),
         _route("/cluster", ClusterRoute(services), "GET"),
+        _route("/openapi.json", DocumentRoute(services.keys.required), "GET"),
+        _route("/docs", TryRoute(), "GET"),
     ]
     gate = Middleware(Gate, limits=services.config.limits, keys=services.keys, metrics=services.metrics)
     app = Starlette(routes=routes, middleware=[gate], exception_handlers={HTTPException: _to_the_gate})

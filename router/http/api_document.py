@@ -1,0 +1,157 @@
+"""The OpenAPI document, made from the very types that requests are checked with, and a page to try it on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from router.http.respond import send_bytes
+from router.http.text_routes import DetokenizeRequest, TokenizeRequest
+from router.http.try_page import TRY_PAGE
+from router.openai.answer_types import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    ClusterState,
+    Completion,
+    Detokenized,
+    ErrorBody,
+    Health,
+    ModelCard,
+    ModelList,
+    Tokenized,
+)
+from router.openai.chat_request import ChatRequest
+from router.openai.completion_request import CompletionRequest
+from router.openai.fields import ACCEPTED
+
+VERSION = "1"
+
+_GENERATION_ERRORS = ("400", "401", "404", "408", "413", "415", "429", "431", "500", "502", "503", "504")
+_TYPES: tuple[type[msgspec.Struct], ...] = (
+    CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, Completion, ChatCompletion,
+    ChatCompletionChunk, ModelCard, ModelList, Tokenized, Detokenized, Health, ErrorBody, ClusterState,
+)  # fmt: skip
+
+
+def make_document(keys_required: bool) -> dict[str, Any]:
+    _, schemas = msgspec.json.schema_components(_TYPES, ref_template="#/components/schemas/{name}")
+    for request in ("CompletionRequest", "ChatRequest"):
+        for name, why in ACCEPTED.items():
+            schemas[request]["properties"][name] = {"description": f"Accepted, without effect: {why}."}
+    document: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Tandem",
+            "version": VERSION,
+            "description": "OpenAI's API, served by separate prefill and decode nodes.",
+        },
+        "paths": _paths(),
+        "components": {"schemas": schemas},
+    }
+    if keys_required:
+        document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        document["security"] = [{"key": []}]
+    return document
+
+
+def _paths() -> dict[str, Any]:
+    return {
+        "/v1/completions": {
+            "post": _generation("Complete a text", CompletionRequest, Completion, Completion),
+        },
+        "/v1/chat/completions": {
+            "post": _generation("Answer a chat", ChatRequest, ChatCompletion, ChatCompletionChunk),
+        },
+        "/v1/models": {"get": _operation("The models that this server has", None, ModelList, ("401",))},
+        "/v1/models/{model}": {
+            "get": {
+                **_operation("One of them", None, ModelCard, ("401", "404")),
+                "parameters": [
+                    {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
+                ],
+            }
+        },
+        "/tokenize": {
+            "post": _operation(
+                "Text to token ids", TokenizeRequest, Tokenized, ("400", "401", "404", "413", "415")
+            )
+        },
+        "/detokenize": {
+            "post": _operation(
+                "Token ids to text", DetokenizeRequest, Detokenized, ("400", "401", "404", "413", "415")
+            )
+        },
+        "/health": {"get": _health()},
+        "/metrics": {
+            "get": {
+                "summary": "Prometheus' metrics of the router and of every node",
+                "responses": {"200": {"description": "as text", "content": {"text/plain": {}}}},
+            }
+        },
+        "/cluster": {"get": _operation("Every node, as it reports itself", None, ClusterState, ("401",))},
+    }
+
+
+def _ref(answer: type[msgspec.Struct]) -> dict[str, str]:
+    return {"$ref": f"#/components/schemas/{answer.__name__}"}
+
+
+def _json(answer: type[msgspec.Struct], description: str) -> dict[str, Any]:
+    return {"description": description, "content": {"application/json": {"schema": _ref(answer)}}}
+
+
+def _operation(
+    summary: str,
+    request: type[msgspec.Struct] | None,
+    answer: type[msgspec.Struct],
+    errors: tuple[str, ...],
+) -> dict[str, Any]:
+    operation: dict[str, Any] = {
+        "summary": summary,
+        "responses": {
+            "200": _json(answer, "the answer"),
+            **{status: _json(ErrorBody, "an error") for status in errors},
+        },
+    }
+    if request is not None:
+        operation["requestBody"] = {
+            "required": True,
+            "content": {"application/json": {"schema": _ref(request)}},
+        }
+    return operation
+
+
+def _generation(
+    summary: str,
+    request: type[msgspec.Struct],
+    whole: type[msgspec.Struct],
+    event: type[msgspec.Struct],
+) -> dict[str, Any]:
+    operation = _operation(summary, request, whole, _GENERATION_ERRORS)
+    operation["responses"]["200"]["content"]["text/event-stream"] = {
+        "schema": _ref(event),
+        "description": "with stream: one of these per event, [DONE] at the end; or an error event instead of it",
+    }
+    return operation
+
+
+def _health() -> dict[str, Any]:
+    return {
+        "summary": "Whether a request would be served now",
+        "responses": {"200": _json(Health, "yes"), "503": _json(Health, "no, and why")},
+    }
+
+
+class DocumentRoute:
+    def __init__(self, keys_required: bool) -> None:
+        self._body = msgspec.json.encode(make_document(keys_required))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send_bytes(send, self._body, b"application/json")
+
+
+class TryRoute:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send_bytes(send, TRY_PAGE.encode(), b"text/html; charset=utf-8")

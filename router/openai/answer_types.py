@@ -1,0 +1,165 @@
+"""The answers' shapes, for the API's document. A test holds every real answer against them."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+
+class PromptTokensDetails(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class CompletionLogprobs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Whole, or as an event of a stream: then `usage` is there only when it was asked for."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+class FunctionCalled(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+    arguments: str
+
+
+class ToolCalled(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    id: str
+    type: Literal["function"]
+    function: FunctionCalled
+    index: int | None = None  # in a stream
+
+
+class AnswerMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None = None
+    tool_calls: list[ToolCalled] = []
+
+
+class TopLogprob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    content: list[TokenLogprob]
+    refusal: None
+
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+class ChatChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+
+
+class ChatCompletion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class MessageDelta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+    tool_calls: list[ToolCalled] = []
+
+
+class ChunkChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    index: int
+    delta: MessageDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class ChatCompletionChunk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: Usage | None = None
+
+
+class ModelCard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: None
+    max_model_len: int | None
+
+
+class ModelList(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class Tokenized(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    count: int
+    max_model_len: int | None
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Detokenized(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    prompt: str
+
+
+class Health(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    status: Literal["ok", "unavailable"]
+    reason: str | None = None
+
+
+class ErrorDetail(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    error: ErrorDetail
+
+
+class ClusterState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    router: dict[str, Any]
+    nodes: list[dict[str, Any]]

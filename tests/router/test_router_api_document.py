@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from router.openai.answer_types import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    ClusterState,
+    Completion,
+    Detokenized,
+    ErrorBody,
+    Health,
+    ModelList,
+    Tokenized,
+)
+from router.openai.chat_request import ChatRequest
+from router.openai.completion_request import CompletionRequest
+from router.openai.fields import ACCEPTED
+from tests.router.conftest import Running, StartRouter
+
+
+@pytest.fixture
+def router(start_router: StartRouter) -> Running:
+    return start_router()
+
+
+@pytest.fixture
+def document(router: Running) -> dict[str, Any]:
+    answer = router.client.get("/openapi.json")
+    assert answer.status_code == 200
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def references(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        if "$ref" in value:
+            yield value["$ref"]
+        for inner in value.values():
+            yield from references(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from references(inner)
+
+
+def test_every_reference_leads_somewhere(document: dict[str, Any]) -> None:
+    found = set(references(document))
+    assert found
+    for reference in found:
+        name = re.fullmatch(r"#/components/schemas/(\w+)", reference)
+        assert name is not None, reference
+        assert name[1] in document["components"]["schemas"]
+
+
+def test_it_documents_what_there_is(router: Running, document: dict[str, Any]) -> None:
+    for path, verbs in document["paths"].items():
+        for verb, about in verbs.items():
+            answer = router.client.request(
+                verb, path.replace("{model}", "fake"), json={} if verb == "post" else None
+            )
+            assert answer.status_code not in (404, 405), path
+            assert str(answer.status_code) in about["responses"], (path, answer.status_code)
+
+
+def test_requests_are_documented_field_by_field(document: dict[str, Any]) -> None:
+    schemas = document["components"]["schemas"]
+    for request in (CompletionRequest, ChatRequest):
+        schema = schemas[request.__name__]
+        assert set(schema["properties"]) == {*request.__struct_fields__, *ACCEPTED}
+        assert schema["additionalProperties"] is False
+    assert schemas["CompletionRequest"]["properties"]["temperature"]["anyOf"][0]["maximum"] == 2
+
+
+def test_real_answers_are_as_documented(router: Running) -> None:
+    for fields in ({}, {"logprobs": 2, "echo": True}, {"n": 2}):
+        msgspec.convert(router.complete(max_tokens=3, **fields).json(), Completion)
+    for fields in ({}, {"logprobs": True, "top_logprobs": 2}, {"n": 2}):
+        msgspec.convert(router.chat(max_tokens=3, **fields).json(), ChatCompletion)
+    options = {
+        "stream": True,
+        "max_tokens": 3,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+    }
+    for path, expected, body in (
+        ("/v1/completions", Completion, {"prompt": "x", "logprobs": 1}),
+        (
+            "/v1/chat/completions",
+            ChatCompletionChunk,
+            {"messages": [{"role": "user", "content": "x"}], "logprobs": True},
+        ),
+    ):
+        events = router.client.post(path, json={"model": "fake", **options, **body}).text.split("\n\n")
+        bodies = [json.loads(event[6:]) for event in events if event and event != "data: [DONE]"]
+        assert len(bodies) >= 2
+        for one in bodies:
+            msgspec.convert(one, expected)
+            assert one["usage"]
+    msgspec.convert(router.client.get("/v1/models").json(), ModelList)
+    msgspec.convert(router.client.get("/health").json(), Health)
+    msgspec.convert(router.client.get("/cluster").json(), ClusterState)
+    msgspec.convert(router.client.post("/tokenize", json={"prompt": "x"}).json(), Tokenized)
+    msgspec.convert(router.client.post("/detokenize", json={"tokens": [5]}).json(), Detokenized)
+    msgspec.convert(router.client.get("/nothing").json(), ErrorBody)
+
+
+def test_the_page_to_try_it_needs_nothing_from_elsewhere(router: Running) -> None:
+    page = router.client.get("/docs")
+    assert page.headers["content-type"].startswith("text/html")
+    assert "https://" not in page.text
+    assert "http://" not in page.text
+
+
+def test_keys_are_documented_where_they_are_needed(start_router: StartRouter) -> None:
+    from router.config import ApiKey
+
+    document = start_router(api_keys=(ApiKey("a", "k"),)).client.get("/openapi.json").json()
+    assert document["security"] == [{"key": []}]
