@@ -107,6 +107,9 @@ class NoCacheCoordinator(Coordinator):
     def cache_full_blocks(self, request: Request, num_tokens: int) -> None:
         """Nothing is filed."""
 
+    def num_common_prefix_blocks(self, request_id: str) -> list[int]:
+        return [0] * len(self.managers)
+
 
 class UnitaryCoordinator(Coordinator):
     """One group: what it finds is found."""

@@ -82,7 +82,8 @@ class GroupManager(abc.ABC):
         return blocks
 
     def cache_full_blocks(self, request: Request, num_tokens: int) -> None:
-        """Files the blocks that are full of the first `num_tokens` tokens under their hashes."""
+        """Files the blocks that are full of the first `num_tokens` tokens under their hashes. Drafts have no
+        hash: a block with one in it can't be found before the draft has turned out right."""
         full = num_tokens // self.block_size
         cached = self._num_cached[request.request_id]
         if full <= cached:
@@ -93,7 +94,8 @@ class GroupManager(abc.ABC):
             return
         table, pool = self.tables[request.request_id], self._pool
         for i in range(cached, full):
-            if table[i] != NULL_BLOCK_ID:
+            # Requests that share a block and had to compute it again file it once.
+            if table[i] != NULL_BLOCK_ID and table[i] not in pool.hashes:
                 pool.cache(self.index, table[i], hashes[(i + 1) * per_block - 1])
         self._num_cached[request.request_id] = full
 

@@ -111,25 +111,27 @@ class KVCacheManager:
             blocks = coordinator.grow(request_id, num_slots)
             for new in blocks:
                 self._fresh += new
-        # Drafts may turn out wrong: only tokens that are certain are ever found by others.
-        coordinator.cache_full_blocks(request, min(end, request.num_tokens))
+        coordinator.cache_full_blocks(request, end)
         request.allocation_horizon = coordinator.horizon(request_id, self._num_lookahead)
         return blocks
 
-    def can_fit(self, request: Request, num_tokens: int, hits: Tables | None) -> bool:
-        """Whether all that the request would hold as it grows to `num_tokens` is free now. Without `hits` it has
-        blocks already."""
-        kept = self.coordinator.tables(request.request_id) if hits is None else hits
-        needed = self.coordinator.max_blocks(num_tokens, self._max_new_tokens)
+    def num_blocks_ahead(self, request: Request, hits: Tables | None = None) -> int:
+        """How many free blocks the request takes, at most, until its end. With `hits` it begins with these."""
+        if hits is None:
+            kept = [manager.tables[request.request_id] for manager in self.coordinator.managers]
+        else:
+            kept = hits
+        last = min(request.length_limit + self._num_lookahead, self.max_request_tokens)
+        ahead = self.coordinator.max_blocks(last, self._max_new_tokens)
         for blocks in kept:
-            needed -= len(blocks) - blocks.count(NULL_BLOCK_ID)
+            ahead -= len(blocks) - blocks.count(NULL_BLOCK_ID)
             if hits is not None:
-                needed += self.pool.num_free_among(blocks)
-        return needed <= self.pool.num_free
+                ahead += self.pool.num_free_among(blocks)
+        return max(ahead, 0)
 
     def cache_loaded(self, request: Request) -> None:
         """What a connector brought is here, and right, up to the request's computed tokens."""
-        self.coordinator.cache_full_blocks(request, min(request.num_computed_tokens, request.num_tokens))
+        self.coordinator.cache_full_blocks(request, request.num_computed_tokens)
         request.allocation_horizon = self.coordinator.horizon(request.request_id, self._num_lookahead)
 
     def rewind(self, request: Request, num_tokens: int) -> None:

@@ -145,20 +145,14 @@ class AdmissionPhase:
         while not self._try_allocate(request, num_new, prefix):
             # While somebody runs, blocks will come back. When nobody does, others in line may hold what the
             # head needs, each waiting for the next: the least urgent gives way.
-            if self._state.running:
+            if self._state.running or not self._lifecycle.take_blocks_of_waiting(besides=request):
                 return False
-            holder = self._state.waiting.least_urgent_holder(besides=request)
-            if holder is None:
-                return False
-            self._lifecycle.take_blocks_of_waiting(holder)
             step.moved = True
         return True
 
     def _try_allocate(self, request: Request, num_new: int, prefix: _Prefix) -> bool:
         cache = self._state.cache
-        if self._state.config.reserve_full_sequence and not cache.can_fit(
-            request, request.length_limit, prefix.hits
-        ):
+        if self._state.config.reserve_full_sequence and not self._can_reserve(request, prefix):
             return False
         if prefix.hits is None:
             return cache.extend_slots(request, num_new) is not None
@@ -171,3 +165,10 @@ class AdmissionPhase:
             delay_caching=prefix.arrives_later,
         )
         return blocks is not None
+
+    def _can_reserve(self, request: Request, prefix: _Prefix) -> bool:
+        """Whether everybody who has blocks can grow to its full length, and this one as well."""
+        state = self._state
+        ahead = state.cache.num_blocks_ahead(request, prefix.hits)
+        ahead += sum(state.cache.num_blocks_ahead(other) for other in state.owners() if other is not request)
+        return ahead <= state.cache.pool.num_free

@@ -55,19 +55,12 @@ def _check_counters(state: SchedulerState, request: Request) -> None:
 
 
 def _owners(state: SchedulerState) -> dict[str, Request]:
-    """The requests that should have blocks: those that run, those that load, those in line that kept their
-    KV, and the finished whose connector keeps theirs."""
-    owners = {request.request_id: request for request in state.running}
-    owners.update(state.waiting.holders)
-    owners.update(
-        (request_id, request)
-        for request_id, (_, request) in state.waiting.blocked.items()
-        if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
-    )
+    """The requests that should have blocks: those that go on, and the finished whose connector keeps theirs."""
     for request in state.waiting:
         in_line = request.request_id not in state.waiting.blocked
         if in_line and (request.num_computed_tokens > 0) != (request.request_id in state.waiting.holders):
             raise InternalError(f"{request!r} is in line, and its blocks are not accounted for")
+    owners = {request.request_id: request for request in state.owners()}
     # A request may have ended before it had any blocks, and be held all the same.
     owners.update(
         (request_id, request)

@@ -43,11 +43,7 @@ class InvalidBlocks:
     def _affected(self, bad: set[int]) -> dict[str, int]:
         """request id -> its first token that is wrong. Grows `bad` by what was computed from bad blocks."""
         state = self._state
-        owners = [
-            *state.running,
-            *state.waiting.holders.values(),
-            *(request for _, request in state.waiting.blocked.values()),
-        ]
+        owners = list(state.owners())
         affected: dict[str, int] = {}
         before = -1
         while len(bad) != before:

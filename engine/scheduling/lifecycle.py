@@ -72,11 +72,17 @@ class Lifecycle:
         state.preempted_req_ids.add(request.request_id)
         state.waiting.put_back(request)
 
-    def take_blocks_of_waiting(self, request: Request) -> None:
-        """A request in line loses the KV that it holds: somebody more urgent can't run otherwise."""
-        self._state.cache.free(request)
-        request.num_computed_tokens = 0
-        self._state.waiting.lost_blocks(request)
+    def take_blocks_of_waiting(self, besides: Request) -> bool:
+        """The least urgent of the others in line that hold KV loses it: somebody can't run otherwise. False when
+        nobody holds any."""
+        state = self._state
+        holder = state.waiting.least_urgent_holder(besides)
+        if holder is None:
+            return False
+        state.cache.free(holder)
+        holder.num_computed_tokens = 0
+        state.waiting.lost_blocks(holder)
+        return True
 
     def finish_all(self, request_ids: Iterable[str], status: RequestStatus) -> list[str]:
         """Ends unfinished requests from outside, in whatever state they are; returns which there were."""

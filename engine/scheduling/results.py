@@ -43,6 +43,7 @@ class ModelResults:
             else:
                 self._settle_drafts(request, len(drafts.get(request_id, ())), len(tokens) - 1)
                 tokens, status = _append_until_end(request, tokens)
+                request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens)
             num_tokens += len(tokens)
             update = RequestUpdate(request_id, start, tokens)
             if logprobs and (found := logprobs.get(request_id)) is not None:

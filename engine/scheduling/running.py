@@ -33,7 +33,7 @@ class RunningPhase:
                 blocks, index, regained = self._allocate(request, num_new, index, step)
                 token_budget += regained
                 if blocks is None:
-                    continue
+                    break
                 if any(blocks):
                     step.new_blocks[request.request_id] = blocks
             if request.spec_token_ids:
@@ -56,15 +56,19 @@ class RunningPhase:
         self, request: Request, num_new: int, index: int, step: StepPlan
     ) -> tuple[Tables | None, int, int]:
         """Blocks for the request, preempting others for as long as there are too few; None when it was preempted
-        itself. Then its index, or the next request's, among those that are left; and the tokens that victims
-        had been given in this step."""
+        itself, which ends the step's first half. Then its index among those that are left, and the tokens that
+        victims had been given in this step."""
         state, regained = self._state, 0
         while True:
             blocks = state.cache.extend_slots(request, num_new)
             if blocks is not None:
                 return blocks, index, regained
             victim_index = state.policy.victim(state.running)
-            victim = state.running.pop(victim_index)
+            victim = state.running[victim_index]
+            if victim is request and self._lifecycle.take_blocks_of_waiting(besides=request):
+                # It would only come back, and fail again for the blocks that others hold who wait for it.
+                continue
+            del state.running[victim_index]
             if victim_index < index:
                 index -= 1
                 regained += step.take_back(victim)

@@ -153,7 +153,7 @@ class Scheduler:
             num_scheduled_tokens=step.num_scheduled,
             total_num_scheduled_tokens=sum(step.num_scheduled.values()),
             spec_token_ids=step.drafts,
-            num_common_prefix_blocks=self._common_prefix_blocks(step),
+            num_common_prefix_blocks=self._common_prefix_blocks(),
             finished_req_ids=state.finished_req_ids,
             preempted_req_ids=state.preempted_req_ids,
         )
@@ -175,9 +175,9 @@ class Scheduler:
             lora=request.lora,
         )
 
-    def _common_prefix_blocks(self, step: StepPlan) -> list[int]:
+    def _common_prefix_blocks(self) -> list[int]:
         running, cache = self._state.running, self._state.cache
-        if not step.num_scheduled or not running:
+        if not running:
             return [0] * len(cache.coordinator.managers)
         return cache.num_common_prefix_blocks(running[0].request_id)
 

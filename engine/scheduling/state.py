@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from engine.cache.manager import KVCacheManager
 from engine.config import SchedulerConfig
-from engine.request import Request
+from engine.request import Request, RequestStatus
 from engine.scheduling.policies import Policy
 from engine.scheduling.stats import Totals
 from engine.scheduling.waiting import WaitingRequests
@@ -44,3 +44,12 @@ class SchedulerState:
     preempted_req_ids: set[str] = dataclasses.field(default_factory=set)
     # The last step could do nothing, and nothing has happened since that would let the next one do more.
     settled: bool = False
+
+    def owners(self) -> Iterator[Request]:
+        """Unfinished requests that have blocks: those that run, those that load, those in line that kept their
+        KV."""
+        yield from self.running
+        yield from self.waiting.holders.values()
+        for _, request in self.waiting.blocked.values():
+            if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+                yield request

@@ -1,0 +1,137 @@
+"""Blocks: taken, shared, given back, found again, forgotten."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.cache.pool import BlockPool
+from wire.errors import InternalError
+
+
+def free(pool: BlockPool) -> list[int]:
+    return list(pool.free_queue)
+
+
+def test_the_null_block_is_nobodys_and_never_free():
+    pool = BlockPool(4)
+    assert free(pool) == [1, 2, 3]
+    assert pool.num_usable == 3
+    pool.touch([0])
+    pool.release([0, 0])
+    assert free(pool) == [1, 2, 3]
+    with pytest.raises(InternalError):
+        pool.cache(0, 0, b"hash")
+    pool.check_integrity([])
+
+
+def test_a_pool_needs_a_block_to_give():
+    with pytest.raises(InternalError):
+        BlockPool(1)
+
+
+def test_blocks_that_are_given_back_go_in_the_order_they_come():
+    pool = BlockPool(6)
+    blocks = pool.take(3)
+    assert blocks == [1, 2, 3]
+    pool.release(reversed(blocks))
+    assert free(pool) == [4, 5, 3, 2, 1]
+
+
+def test_a_shared_block_is_free_when_the_last_has_left():
+    pool = BlockPool(3)
+    (block,) = pool.take(1)
+    pool.touch([block])
+    pool.release([block])
+    assert block not in pool.free_queue
+    pool.check_integrity([[block]])
+    pool.release([block])
+    assert block in pool.free_queue
+    with pytest.raises(InternalError, match="more often"):
+        pool.release([block])
+
+
+def test_a_block_that_nobody_uses_is_found_until_it_is_taken():
+    pool = BlockPool(4)
+    (block,) = pool.take(1)
+    pool.cache(0, block, b"h")
+    pool.release([block])
+    assert pool.lookup(0, b"h") == block
+    pool.take(2)
+    assert pool.lookup(0, b"h") == block
+    assert pool.take(1) == [block]  # the last that was free
+    assert pool.lookup(0, b"h") is None
+    assert pool.num_cached() == 0
+
+
+def test_a_found_block_leaves_the_line_of_eviction():
+    pool = BlockPool(4)
+    blocks = pool.take(3)
+    pool.cache(0, blocks[1], b"h")
+    pool.release(blocks)
+    assert pool.num_free_among([*blocks, 0]) == 3
+    pool.touch([blocks[1]])
+    assert free(pool) == [blocks[0], blocks[2]]
+    assert pool.num_free_among(blocks) == 2
+    pool.check_integrity([[blocks[1]]])
+
+
+def test_copies_are_kept_and_the_first_is_the_one_that_is_found():
+    pool = BlockPool(5)
+    first, second, third = pool.take(3)
+    for block in (first, second, third):
+        pool.cache(0, block, b"h")
+    assert pool.lookup(0, b"h") == first
+    pool.uncache(first)
+    assert pool.lookup(0, b"h") == second
+    pool.uncache(third)
+    assert pool.lookup(0, b"h") == second
+    pool.uncache(second)
+    assert pool.lookup(0, b"h") is None
+    pool.uncache(second)  # once more does no harm
+    pool.check_integrity([[first, second, third]])
+
+
+def test_groups_find_only_their_own():
+    pool = BlockPool(4, num_groups=2)
+    one, other = pool.take(2)
+    pool.cache(0, one, b"h")
+    assert pool.lookup(1, b"h") is None
+    pool.cache(1, other, b"h")
+    assert (pool.lookup(0, b"h"), pool.lookup(1, b"h")) == (one, other)
+    pool.uncache(one)
+    assert pool.lookup(1, b"h") == other
+
+
+def test_a_run_ends_at_the_first_miss():
+    pool = BlockPool(6)
+    blocks = pool.take(3)
+    for block, name in zip(blocks, (b"a", b"b", b"d"), strict=True):
+        pool.cache(0, block, name)
+    assert pool.lookup_run(0, [b"a", b"b", b"c", b"d"]) == blocks[:2]
+    assert pool.lookup_run(0, []) == []
+
+
+def test_a_block_is_filed_once():
+    pool = BlockPool(3)
+    (block,) = pool.take(1)
+    pool.cache(0, block, b"h")
+    with pytest.raises(InternalError, match="twice"):
+        pool.cache(0, block, b"other")
+
+
+def test_everything_is_forgotten_but_not_while_it_is_used():
+    pool = BlockPool(4)
+    (block,) = pool.take(1)
+    pool.cache(0, block, b"h")
+    assert not pool.reset()
+    assert pool.lookup(0, b"h") == block
+    pool.release([block])
+    assert pool.reset()
+    assert pool.lookup(0, b"h") is None
+    pool.check_integrity([])
+
+
+def test_a_pool_of_a_million_blocks_is_made_at_once_and_its_columns_are_not_objects():
+    pool = BlockPool(1_000_000)
+    assert pool.num_free == 999_999
+    assert pool.take(3) == [1, 2, 3]

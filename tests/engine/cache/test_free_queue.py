@@ -1,0 +1,108 @@
+"""The free queue against the simplest thing that could be one: a list."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from engine.cache.free_queue import FreeBlockQueue
+from wire.errors import InternalError
+
+
+def test_blocks_leave_in_the_order_of_their_numbers_at_first():
+    queue = FreeBlockQueue(5)
+    assert queue.pop_front(2) == [0, 1]
+    assert list(queue) == [2, 3, 4]
+    assert queue.num_free == 3
+
+
+def test_freed_blocks_leave_last():
+    queue = FreeBlockQueue(4)
+    queue.pop_front(3)
+    queue.append([2, 0])
+    assert queue.pop_front(3) == [3, 2, 0]
+
+
+def test_a_block_leaves_from_the_middle_the_front_and_the_end():
+    queue = FreeBlockQueue(5)
+    for block in (2, 0, 4):
+        queue.remove(block)
+        queue.check_integrity()
+    assert list(queue) == [1, 3]
+
+
+def test_a_queue_can_run_empty_and_fill_again():
+    queue = FreeBlockQueue(3)
+    assert queue.pop_front(3) == [0, 1, 2]
+    assert list(queue) == []
+    queue.check_integrity()
+    queue.append([1])
+    queue.check_integrity()
+    assert queue.pop_front(1) == [1]
+
+
+def test_nothing_is_popped_when_there_is_too_little():
+    queue = FreeBlockQueue(3)
+    with pytest.raises(InternalError):
+        queue.pop_front(4)
+    assert queue.num_free == 3
+    queue.check_integrity()
+
+
+def test_only_what_is_in_the_queue_can_be_removed():
+    queue = FreeBlockQueue(3)
+    (block,) = queue.pop_front(1)
+    assert block not in queue
+    with pytest.raises(InternalError):
+        queue.remove(block)
+
+
+@given(st.integers(0, 50))
+def test_a_queue_of_any_size_is_whole(size):
+    queue = FreeBlockQueue(size)
+    queue.check_integrity()
+    assert list(queue) == list(range(size))
+
+
+class QueueMachine(RuleBasedStateMachine):
+    @initialize(size=st.integers(1, 12))
+    def begin(self, size: int) -> None:
+        self.queue = FreeBlockQueue(size)
+        self.model = list(range(size))
+        self.out: list[int] = []
+
+    @rule(data=st.data())
+    def pop(self, data: st.DataObject) -> None:
+        count = data.draw(st.integers(0, len(self.model)))
+        popped = self.queue.pop_front(count)
+        assert popped == self.model[:count]
+        del self.model[:count]
+        self.out += popped
+
+    @precondition(lambda self: self.out)
+    @rule(data=st.data())
+    def append(self, data: st.DataObject) -> None:
+        back = data.draw(st.lists(st.sampled_from(self.out), unique=True))
+        self.queue.append(back)
+        self.model += back
+        self.out = [block for block in self.out if block not in back]
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data())
+    def remove(self, data: st.DataObject) -> None:
+        block = data.draw(st.sampled_from(self.model))
+        self.queue.remove(block)
+        self.model.remove(block)
+        self.out.append(block)
+
+    @invariant()
+    def agrees(self) -> None:
+        if hasattr(self, "queue"):
+            self.queue.check_integrity()
+            assert list(self.queue) == self.model
+            assert self.queue.num_free == len(self.model)
+
+
+TestQueueMachine = QueueMachine.TestCase

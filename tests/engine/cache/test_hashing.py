@@ -1,0 +1,132 @@
+"""Hashes: equal when and only when the KV would be."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+
+import cbor2
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.cache.hashing import BlockHasher, extra_keys, make_block_hasher
+from engine.config import HashAlgorithm
+from engine.request import MediaFeature, Request
+from wire.errors import InvalidRequest
+from wire.sampling import SamplingParams
+
+ALGORITHMS = list(HashAlgorithm)
+
+
+def chain(tokens: object, hasher: BlockHasher | None = None, **fields: object) -> list[bytes]:
+    hasher = hasher or make_block_hasher(HashAlgorithm.SHA256, 4, "seed")
+    return Request("a", tokens, SamplingParams(), block_hasher=hasher, **fields).block_hashes  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_only_full_blocks_have_a_hash(algorithm):
+    hasher = make_block_hasher(algorithm, 4, "seed")
+    assert [len(chain(range(n), hasher)) for n in (0, 3, 4, 7, 8)] == [0, 0, 1, 1, 2]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_hash_stands_for_everything_before_it(algorithm):
+    hasher = make_block_hasher(algorithm, 4, "seed")
+    one, other = chain([0, *range(1, 12)], hasher), chain([9, *range(1, 12)], hasher)
+    assert all(a != b for a, b in zip(one, other, strict=True))
+    assert chain(range(12), hasher)[:2] == chain([*range(8), 99, 99, 99, 99], hasher)[:2]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_seed_makes_hashes_agree_and_its_absence_makes_them_differ(algorithm):
+    assert chain(range(8), make_block_hasher(algorithm, 4, "x")) == chain(
+        range(8), make_block_hasher(algorithm, 4, "x")
+    )
+    assert make_block_hasher(algorithm, 4, "x").root != make_block_hasher(algorithm, 4, "y").root
+    assert make_block_hasher(algorithm, 4, None).root != make_block_hasher(algorithm, 4, None).root
+
+
+def test_the_four_algorithms_are_four():
+    found = {
+        algorithm: tuple(chain(range(8), make_block_hasher(algorithm, 4, "s"))) for algorithm in ALGORITHMS
+    }
+    assert len(set(found.values())) == 4
+    assert {algorithm: len(hashes[0]) for algorithm, hashes in found.items()} == {
+        HashAlgorithm.SHA256: 32,
+        HashAlgorithm.SHA256_CBOR: 32,
+        HashAlgorithm.XXHASH: 16,
+        HashAlgorithm.XXHASH_CBOR: 16,
+    }
+
+
+def test_the_binary_layout_is_the_documented_one():
+    root = hashlib.sha256(b"seed").digest()
+    first = hashlib.sha256(root + struct.pack("<4I", 1, 2, 3, 70000)).digest()
+    salt = struct.pack("<I", 4) + b"salt" + struct.pack("<QQ", 1, 0) + b"s"
+    assert chain([1, 2, 3, 70000]) == [first]
+    assert chain([1, 2, 3, 70000], cache_salt="s") == [
+        hashlib.sha256(root + struct.pack("<4I", 1, 2, 3, 70000) + salt).digest()
+    ]
+
+
+def test_the_cbor_layout_can_be_made_by_anybody():
+    hasher = make_block_hasher(HashAlgorithm.SHA256_CBOR, 4, "seed")
+    root = hashlib.sha256(cbor2.dumps("seed", canonical=True)).digest()
+    first = hashlib.sha256(cbor2.dumps([root, [1, 2, 3, 4], None], canonical=True)).digest()
+    second = hashlib.sha256(cbor2.dumps([first, [5, 6, 7, 8], None], canonical=True)).digest()
+    assert chain(range(1, 9), hasher) == [first, second]
+    fast = make_block_hasher(HashAlgorithm.XXHASH_CBOR, 4, "seed")
+    assert chain(range(1, 5), fast) == [
+        xxhash.xxh3_128_digest(cbor2.dumps([fast.root, [1, 2, 3, 4], None], canonical=True))
+    ]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_each_kind_of_key_tells_blocks_apart(algorithm):
+    hasher = make_block_hasher(algorithm, 4, "seed")
+    variants = [
+        {},
+        {"lora": "x"},
+        {"cache_salt": "x"},
+        {"lora": "y"},
+        {"lora": "x", "cache_salt": "x"},
+        {"media": [MediaFeature("x", 0, 2)]},
+        {"media": [MediaFeature("x", 1, 2)]},
+        {"media": [MediaFeature("y", 0, 2)]},
+        {"media": [MediaFeature("x", 0, 1), MediaFeature("x", 1, 2)]},
+    ]
+    assert len({chain(range(4), hasher, **fields)[0] for fields in variants}) == len(variants)
+
+
+def test_the_salt_is_in_the_first_block_only_and_carried_on_by_the_chain():
+    request = Request("a", range(12), SamplingParams(), cache_salt="s", lora="l")
+    assert extra_keys(request, 0, 4) == (("lora", b"l"), ("salt", b"s"))
+    assert extra_keys(request, 4, 8) == (("lora", b"l"),)
+    salted, plain = chain(range(12), cache_salt="s"), chain(range(12))
+    assert not set(salted) & set(plain)
+
+
+def test_media_are_in_the_blocks_that_they_touch():
+    request = Request("a", range(16), SamplingParams(), media=[MediaFeature("m", 3, 6)])
+    touched = [bool(extra_keys(request, start, start + 4)) for start in range(0, 16, 4)]
+    assert touched == [True, True, True, False]
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), max_size=40), st.integers(0, 40), st.sampled_from(ALGORITHMS))
+def test_a_chain_grown_in_parts_is_the_chain(tokens, cut, algorithm):
+    hasher = make_block_hasher(algorithm, 4, "seed")
+    whole: list[bytes] = []
+    hasher.extend(whole, Request("a", tokens, SamplingParams(), cache_salt="s"))
+    parts: list[bytes] = []
+    hasher.extend(parts, Request("a", tokens[:cut], SamplingParams(), cache_salt="s"))
+    hasher.extend(parts, Request("a", tokens, SamplingParams(), cache_salt="s"))
+    assert parts == whole
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("token", [-1, 2**32, 0.5, "1"])
+def test_what_is_no_token_is_refused(algorithm, token):
+    with pytest.raises(InvalidRequest):
+        chain([1, 2, 3, token], make_block_hasher(algorithm, 4, "seed"))

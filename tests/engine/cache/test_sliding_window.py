@@ -1,0 +1,139 @@
+"""Windows: what nobody reads any more is given up, and a hit needs only what will be read."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.cache.groups import AttentionKind, KVCacheGroup
+from tests.engine.cache.tables import BLOCK, admit, check, decode, manager, request, sliding
+from wire.errors import ConfigurationError
+
+
+def table(cache, name):
+    return cache.block_ids(name)[0]
+
+
+def test_a_group_needs_a_window():
+    with pytest.raises(ConfigurationError, match="window"):
+        manager(KVCacheGroup(AttentionKind.SLIDING, BLOCK, (0,)))
+
+
+def test_blocks_behind_the_window_become_null_and_free():
+    cache = manager(sliding(6))
+    a = request("a", range(10))
+    admit(cache, a)
+    assert table(cache, "a") == [1, 2, 3]
+    decode(cache, a, 10)  # token 10 reads tokens 5 to 10: the first block is behind it
+    assert table(cache, "a") == [0, 2, 3]
+    assert 1 in cache.pool.free_queue
+    check(cache, a)
+    decode(cache, a, 11, 12)
+    assert table(cache, "a") == [0, 2, 3, 4]
+    decode(cache, a, 13)  # reads 8 to 13
+    assert table(cache, "a") == [0, 0, 3, 4]
+    check(cache, a)
+    cache.free(a)
+    check(cache)
+
+
+def test_the_horizon_stops_at_the_next_block_to_give_up():
+    cache = manager(sliding(6))
+    a = request("a", range(5))
+    admit(cache, a)
+    for token in range(40):
+        a.append_output_token(token)
+        end = a.num_computed_tokens + 1
+        before = cache.block_ids("a"), cache.pool.num_cached()
+        quiet = end <= a.allocation_horizon
+        cache.extend_slots(a, 1)
+        a.num_computed_tokens = end
+        assert not (quiet and before != (cache.block_ids("a"), cache.pool.num_cached()))
+    assert sum(block != 0 for block in table(cache, "a")) <= 3
+
+
+def test_a_hit_needs_a_run_that_covers_the_window_and_nothing_before_it():
+    cache = manager(sliding(6))  # five tokens before the one that reads: two blocks
+    a = request("a", range(17))
+    admit(cache, a)
+    cache.pool.uncache(table(cache, "a")[0])
+    hits, num_hit = cache.find_prefix(request("b", [*range(16), 99]))
+    assert (hits, num_hit) == ([[0, 0, 3, 4]], 16)
+    b = request("b", [*range(16), 99])
+    assert admit(cache, b) == 16
+    assert table(cache, "b") == [0, 0, 3, 4, 6]
+    check(cache, a, b)
+
+
+def test_the_longest_run_counts_and_a_gap_in_the_window_does_not():
+    cache = manager(sliding(6))
+    a = request("a", range(25))
+    admit(cache, a)
+    cache.pool.uncache(table(cache, "a")[4])
+    hits, num_hit = cache.find_prefix(request("b", range(25)))
+    assert (hits, num_hit) == ([[0, 0, 3, 4]], 16)
+
+
+def test_a_run_from_the_very_beginning_may_be_shorter_than_the_window():
+    cache = manager(sliding(20))
+    a = request("a", range(25))
+    admit(cache, a)
+    cache.pool.uncache(table(cache, "a")[2])
+    hits, num_hit = cache.find_prefix(request("b", range(25)))
+    assert (hits, num_hit) == ([[1, 2]], 8)
+
+
+def test_no_run_is_no_hit():
+    cache = manager(sliding(9))
+    a = request("a", range(13))
+    admit(cache, a)
+    for i in (0, 2):
+        cache.pool.uncache(table(cache, "a")[i])
+    assert cache.find_prefix(request("b", range(13))) == ([[]], 0)
+
+
+def test_what_a_window_skips_of_a_load_needs_no_blocks():
+    cache = manager(sliding(6), num_blocks=8)
+    a = request("a", range(20))
+    assert cache.allocate_slots(a, 0, hits=[[]], num_external_tokens=20, delay_caching=True) is not None
+    assert table(cache, "a") == [0, 0, 0, 1, 2]
+    a.num_computed_tokens = 20
+    cache.cache_loaded(a)
+    assert cache.pool.num_cached() == 2
+    check(cache, a)
+
+
+def test_a_request_can_only_go_back_to_where_its_window_still_is():
+    cache = manager(sliding(6))
+    a = request("a", range(18))
+    admit(cache, a)
+    decode(cache, a, 18)
+    assert table(cache, "a")[:4] == [0, 0, 0, 4]
+    cache.rewind(a, 17)
+    assert a.num_computed_tokens == 17
+    check(cache, a)
+    cache.rewind(a, 8)
+    assert a.num_computed_tokens == 0
+    check(cache)
+
+
+@given(
+    window=st.integers(1, 20),
+    prompt=st.integers(1, 60),
+    steps=st.lists(st.integers(1, 9), max_size=12),
+    step=st.integers(1, 16),
+)
+def test_a_request_never_holds_more_than_it_was_said_to(window, prompt, steps, step):
+    cache = manager(sliding(window), max_new_tokens=step, num_blocks=200)
+    a = request("a", range(prompt))
+    admit(cache, a, num_new=step)
+    group = cache.coordinator.managers[0]
+    for count in [step] * 8 + steps:
+        while a.num_tokens < a.num_computed_tokens + min(count, step):
+            a.append_output_token(a.num_tokens)
+        cache.extend_slots(a, min(count, step))
+        held = sum(block != 0 for block in table(cache, "a"))
+        assert held <= group.max_blocks(a.num_computed_tokens + min(count, step), step)
+        a.num_computed_tokens += min(count, step)
+        check(cache, a)

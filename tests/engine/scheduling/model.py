@@ -1,0 +1,165 @@
+"""A model runner without a model, which knows at every slot of the KV cache what must stand there.
+
+The KV of a token is a number made of everything that it depends on. Each step writes what it computes and
+reads what attention would read, so a block that was given away too early, cached too early, written by a peer
+too late, or found for the wrong tokens is caught in the step that would have answered wrongly from it. The
+next token is a function of the tokens before it: every request must end as if it had been alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Callable, Sequence
+
+from engine.cache.groups import AttentionKind, KVCacheGroup
+from engine.scheduling.output import ModelOutput, SchedulerOutput
+
+VOCABULARY = 50
+
+
+def kv_chain(token_ids: Sequence[int], salt: object = None) -> list[int]:
+    """For each position, the one right content of its KV."""
+    value = zlib.crc32(repr(salt).encode())
+    chain = []
+    for token in token_ids:
+        value = hash((value, token))
+        chain.append(value)
+    return chain
+
+
+def next_token(token_ids: Sequence[int]) -> int:
+    return kv_chain(token_ids)[-1] % VOCABULARY
+
+
+def alone(prompt: Sequence[int], max_tokens: int, stops: Sequence[int] = ()) -> list[int]:
+    """What a request answers when it has the model to itself."""
+    tokens = list(prompt)
+    while len(tokens) < len(prompt) + max_tokens:
+        tokens.append(next_token(tokens))
+        if tokens[-1] in stops:
+            break
+    return tokens[len(prompt) :]
+
+
+@dataclasses.dataclass
+class Known:
+    """What the runner was told of a request."""
+
+    tokens: list[int]
+    tables: list[list[int]]
+    salt: object
+
+
+class FakeModel:
+    def __init__(self, groups: Sequence[KVCacheGroup]) -> None:
+        self.groups = groups
+        self.kv: dict[tuple[int, int], int] = {}  # (block, offset) -> content
+        self.known: dict[str, Known] = {}
+        self.salts: dict[str, object] = {}  # a request's salt and adapter, which the runner is not told
+        self.propose: Callable[[str, list[int]], list[int]] = lambda request_id, tokens: []
+        self.before_forward: Callable[[], None] = lambda: None
+        # With `tolerant` a wrong read is not an error but noted: whoever did it must not get a token for it.
+        self.tolerant = False
+        self.misread: set[str] = set()
+
+    def write(self, tables: Sequence[Sequence[int]], chain: Sequence[int], start: int, end: int) -> None:
+        for group, table in zip(self.groups, tables, strict=True):
+            for position in range(start, end):
+                block = table[position // group.block_size]
+                if block:
+                    self.kv[block, position % group.block_size] = chain[position]
+
+    def read(
+        self, who: str, tables: Sequence[Sequence[int]], chain: Sequence[int], first: int, end: int
+    ) -> None:
+        """Everything that the tokens from `first` to `end` attend to is right."""
+        for group, table in zip(self.groups, tables, strict=True):
+            start = 0
+            if group.kind is AttentionKind.SLIDING:
+                assert group.window is not None
+                start = max(first - group.window + 1, 0)
+            for position in range(start, end):
+                block = table[position // group.block_size]
+                assert block, f"{who}: token {position} is read from the null block"
+                found = self.kv.get((block, position % group.block_size))
+                assert found == chain[position], f"{who}: token {position} in block {block} is not its own"
+
+    def execute(self, step: SchedulerOutput) -> ModelOutput:
+        self._update(step)
+        self.before_forward()
+        computed = {request.req_id: request.num_computed_tokens for request in step.new_reqs}
+        computed.update(zip(step.cached_reqs.req_ids, step.cached_reqs.num_computed_tokens, strict=True))
+        assert computed.keys() == step.num_scheduled_tokens.keys()
+        chains = {}
+        # All of a step is written before any of it is read, as a layer of a real forward pass does it.
+        for request_id, count in step.num_scheduled_tokens.items():
+            known = self.known[request_id]
+            tokens = known.tokens + step.spec_token_ids.get(request_id, [])
+            assert 0 < count <= len(tokens) - computed[request_id]
+            chains[request_id] = kv_chain(tokens, known.salt)
+            start = computed[request_id]
+            for group, table in zip(self.groups, known.tables, strict=True):
+                for position in range(start, start + count):
+                    block = table[position // group.block_size]
+                    assert block, f"{request_id}: token {position} is written to the null block"
+                    self.kv[block, position % group.block_size] = chains[request_id][position]
+        self._read_all(step, computed, chains)
+        output = ModelOutput({})
+        for request_id, count in step.num_scheduled_tokens.items():
+            known = self.known[request_id]
+            start = computed[request_id]
+            if start + count >= len(known.tokens):
+                self._sample(request_id, known, step.spec_token_ids.get(request_id, []), output)
+        return output
+
+    def _read_all(
+        self, step: SchedulerOutput, computed: dict[str, int], chains: dict[str, list[int]]
+    ) -> None:
+        """Whoever reads something wrong computes something wrong, which others may read in the same step."""
+        self.misread = set()
+        while True:
+            before = len(self.misread)
+            for request_id, count in step.num_scheduled_tokens.items():
+                if request_id in self.misread:
+                    continue
+                tables, start = self.known[request_id].tables, computed[request_id]
+                try:
+                    self.read(request_id, tables, chains[request_id], start, start + count)
+                except AssertionError:
+                    if not self.tolerant:
+                        raise
+                    self.misread.add(request_id)
+                    self.write(tables, [-1] * (start + count), start, start + count)
+            if len(self.misread) == before:
+                return
+
+    def _sample(self, request_id: str, known: Known, drafts: list[int], output: ModelOutput) -> None:
+        sampled = [next_token(known.tokens)]
+        for draft in drafts:
+            if draft != sampled[-1]:
+                break
+            sampled.append(next_token(known.tokens + sampled))
+        known.tokens += sampled
+        output.sampled_token_ids[request_id] = sampled
+        if proposal := self.propose(request_id, known.tokens):
+            output.draft_token_ids[request_id] = proposal
+
+    def _update(self, step: SchedulerOutput) -> None:
+        for request_id in step.finished_req_ids | step.preempted_req_ids:
+            self.known.pop(request_id, None)
+        for new in step.new_reqs:
+            assert new.req_id not in self.known
+            tables = [list(table) for table in new.block_ids]
+            self.known[new.req_id] = Known(list(new.token_ids), tables, self.salts.get(new.req_id))
+        cached = step.cached_reqs
+        for request_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if request_id in cached.resumed_req_ids:
+                assert blocks is not None
+                assert request_id not in self.known
+                tokens, tables = cached.resumed_token_ids[request_id], [list(table) for table in blocks]
+                self.known[request_id] = Known(list(tokens), tables, self.salts.get(request_id))
+            elif blocks is not None:
+                for table, new_blocks in zip(self.known[request_id].tables, blocks, strict=True):
+                    table += new_blocks
+        # A window that moves on gives blocks back without a word: the runner's tables still name them.

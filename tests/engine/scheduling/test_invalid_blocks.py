@@ -1,0 +1,169 @@
+"""Blocks that turn out wrong after they were used: everything that was read from them is undone."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.request import RequestStatus
+from kvtransfer.base import ConnectorOutput, LoadFailurePolicy
+from tests.engine.scheduling.driving import BLOCK, FULL, Driver, FakeConnector, received, sliding
+from tests.engine.scheduling.model import alone
+from wire.sampling import FinishReason
+
+
+def loaded_driver(**options: object):
+    """Request a is about to run on twelve tokens from outside, of which the third block is wrong."""
+    connector = FakeConnector()
+    connector.offers["a"] = (12, False)
+    driver = Driver(connector=connector, **options)  # type: ignore[arg-type]
+    a = driver.add("a", prompt=15, max_tokens=4)
+    return driver, connector, a
+
+
+def invalid(*blocks: int) -> ConnectorOutput:
+    return ConnectorOutput(invalid_block_ids=set(blocks))
+
+
+def book_garbage(driver: Driver, step, transfers):
+    """The step runs on wrong KV; whoever read it gets nothing for it."""
+    driver.model.tolerant = True
+    updates = driver.finish(step, transfers)
+    driver.model.tolerant = False
+    assert driver.model.misread
+    assert not driver.model.misread & {update.request_id for update in updates if update.token_ids}
+    return updates
+
+
+def test_a_request_goes_back_to_its_first_wrong_block_and_answers_right():
+    driver, connector, a = loaded_driver()
+    step = driver.schedule()
+    driver.arrive(a, 0, 8)
+    updates = book_garbage(driver, step, invalid(connector.blocks["a"][0][2]))
+    assert updates == []  # what it sampled is not used
+    assert (a.status, a.num_computed_tokens, a.num_output_tokens) == (RequestStatus.PREEMPTED, 8, 0)
+    step, _ = driver.step()
+    assert step.preempted_req_ids == {"a"}
+    assert step.cached_reqs.resumed_req_ids == {"a"}
+    assert step.num_scheduled_tokens == {"a": 7}
+    driver.run()
+    assert driver.outputs["a"] == alone(a.prompt_token_ids, 4)
+    assert driver.scheduler.stats().loads_failed == 1
+
+
+def test_a_first_block_that_is_wrong_takes_everything_with_it():
+    driver, connector, a = loaded_driver()
+    step = driver.schedule()
+    book_garbage(driver, step, invalid(connector.blocks["a"][0][0]))
+    assert a.num_computed_tokens == 0
+    assert driver.free_blocks == 99
+    driver.run()
+    assert driver.outputs["a"] == alone(a.prompt_token_ids, 4)
+    assert len(connector.asked("match", "a")) == 1
+
+
+def test_where_that_is_the_policy_the_request_ends_with_an_error():
+    driver, connector, a = loaded_driver(on_failure=LoadFailurePolicy.FAIL)
+    step = driver.schedule()
+    driver.arrive(a, 0, 8)
+    (update,) = book_garbage(driver, step, invalid(connector.blocks["a"][0][2]))
+    assert update.finish is FinishReason.ERROR
+    assert update.error is not None
+    assert update.error.code == "kv_transfer_failed"
+    assert a.status is RequestStatus.FINISHED_ERROR
+    assert driver.free_blocks == 99
+    driver.add("b", a.prompt_token_ids, max_tokens=1)
+    assert driver.step()[0].new_reqs[0].num_computed_tokens == 2 * BLOCK  # nothing behind is found by anybody
+
+
+def test_those_who_found_a_wrong_block_in_the_cache_go_back_too():
+    driver, connector, a = loaded_driver()
+    b = driver.add("b", [*a.prompt_token_ids, 1, 2, 3], max_tokens=4)
+    other = driver.add("other", prompt=5, max_tokens=4)
+    step = driver.schedule()
+    assert step.num_scheduled_tokens == {"a": 3, "b": 6, "other": 5}
+    driver.arrive(a, 0, 8)
+    updates = book_garbage(driver, step, invalid(connector.blocks["a"][0][2]))
+    assert [update.request_id for update in updates] == ["other"]
+    assert (a.num_computed_tokens, b.num_computed_tokens) == (8, 8)
+    step, _ = driver.step()
+    assert list(step.num_scheduled_tokens) == ["other", "a", "b"]  # as they stood before
+    driver.run()
+    for request in (a, b, other):
+        assert driver.outputs[request.request_id] == alone(request.prompt_token_ids, 4)
+
+
+def test_blocks_computed_from_a_wrong_one_are_not_found_again():
+    driver, connector, a = loaded_driver()
+    longer = driver.add("longer", [*a.prompt_token_ids, *range(9)], max_tokens=4)
+    step = driver.schedule()
+    driver.arrive(a, 0, 8)
+    book_garbage(driver, step, invalid(connector.blocks["a"][0][2]))
+    driver.abort("a", "longer")
+    again = driver.add("again", longer.prompt_token_ids, max_tokens=4)
+    assert driver.step()[0].new_reqs[0].num_computed_tokens == 8
+    driver.run()
+    assert driver.outputs["again"] == alone(again.prompt_token_ids, 4)
+
+
+@pytest.mark.parametrize("policy", list(LoadFailurePolicy))
+def test_what_was_computed_from_a_wrong_block_is_not_found_when_that_block_is_right_again(policy):
+    connector = FakeConnector()
+    connector.offers["a"] = (12, False)
+    driver = Driver(connector=connector, on_failure=policy)
+    a = driver.add("a", prompt=17, max_tokens=4)  # computes its fourth block from the third, which is wrong
+    step = driver.schedule()
+    driver.arrive(a, 0, 8)
+    book_garbage(driver, step, invalid(connector.blocks["a"][0][2]))
+    driver.abort("a")
+    driver.add("b", a.prompt_token_ids[:13], max_tokens=1)  # computes the third block again
+    driver.run()
+    driver.add("c", a.prompt_token_ids, max_tokens=4)
+    assert driver.step()[0].new_reqs[0].num_computed_tokens == 12
+    driver.run()
+    assert driver.outputs["c"] == alone(a.prompt_token_ids, 4)
+
+
+def test_a_wrong_block_of_a_load_under_way_is_remembered_until_it_ends():
+    connector = FakeConnector()
+    connector.offers["a"] = (12, True)
+    driver = Driver(connector=connector)
+    a = driver.add("a", prompt=12, max_tokens=4)
+    driver.step()
+    driver.step(invalid(connector.blocks["a"][0][1]))
+    assert a.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    driver.arrive(a, 0, BLOCK)
+    driver.step(received("a", 7, 12))
+    assert a.num_computed_tokens == BLOCK
+    driver.run()
+    assert driver.outputs["a"] == alone(a.prompt_token_ids, 4)
+
+
+def test_a_wrong_block_of_one_that_loaded_and_waits_for_its_turn():
+    connector = FakeConnector()
+    driver = Driver(connector=connector, max_num_seqs=1)
+    connector.offers["a"] = (12, True)
+    a = driver.add("a", prompt=12, max_tokens=4)
+    driver.add("b", prompt=12, max_tokens=6)
+    driver.step()
+    driver.arrive(a, 0, 8)
+    chosen = alone(a.prompt_token_ids, 1)[0]
+    driver.step(received("a", chosen, 12))
+    assert (a.status, a.num_computed_tokens) == (RequestStatus.WAITING, 12)
+    driver.step(invalid(connector.blocks["a"][0][2]))
+    assert a.num_computed_tokens == 8
+    driver.run()
+    assert driver.outputs["a"] == alone(a.prompt_token_ids, 4)
+
+
+@pytest.mark.parametrize("window", [5, 40])
+def test_a_window_that_has_moved_on_is_computed_from_the_start(window):
+    connector = FakeConnector()
+    driver = Driver(connector=connector, groups=(FULL, sliding(window)))
+    connector.offers["a"] = (16, False)
+    a = driver.add("a", prompt=19, max_tokens=4)
+    step = driver.schedule()
+    driver.arrive(a, 0, 4)
+    book_garbage(driver, step, invalid(connector.blocks["a"][0][1]))
+    assert a.num_computed_tokens == (0 if window == 5 else 4)
+    driver.run()
+    assert driver.outputs["a"] == alone(a.prompt_token_ids, 4)

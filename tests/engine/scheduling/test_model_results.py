@@ -1,0 +1,163 @@
+"""What the model sampled, booked: tokens, ends, and what is reported of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.request import RequestStatus
+from engine.scheduling.output import ModelOutput
+from tests.engine.scheduling.driving import Driver
+from wire.errors import InternalError
+from wire.sampling import FinishReason, SamplingParams, TokenLogprobs
+
+
+def answer(driver: Driver, *tokens: int, **output: object):
+    """Runs one step in which the model samples `tokens` for request a, and returns the last update."""
+    updates = driver.book(driver.schedule(), ModelOutput({"a": list(tokens)}, **output))  # type: ignore[arg-type]
+    return updates[-1]
+
+
+def test_an_end_of_sequence_token_stops():
+    driver = Driver(eos=[2])
+    request = driver.add("a", max_tokens=9)
+    assert answer(driver, 5).finish is None
+    update = answer(driver, 2)
+    assert (update.start, update.token_ids, update.finish, update.stop_token) == (
+        1,
+        [2],
+        FinishReason.STOP,
+        2,
+    )
+    assert request.status is RequestStatus.FINISHED_STOPPED
+    assert not driver.scheduler.has_unfinished_requests()
+
+
+def test_the_requests_own_end_of_sequence_tokens_stop_too():
+    driver = Driver(eos=[2])
+    driver.add("a", max_tokens=9, eos_token_ids=frozenset({3}))
+    assert answer(driver, 3).stop_token == 3
+
+
+def test_end_of_sequence_can_be_ignored_but_stop_tokens_are_not():
+    driver = Driver(eos=[2])
+    driver.add("a", sampling=SamplingParams(max_tokens=9, ignore_eos=True, stop_token_ids=[8]))
+    assert answer(driver, 2).finish is None
+    assert answer(driver, 8).stop_token == 8
+
+
+def test_nothing_stops_a_request_before_its_minimum():
+    driver = Driver(eos=[2])
+    driver.add("a", sampling=SamplingParams(max_tokens=9, min_tokens=3))
+    assert answer(driver, 2).finish is None
+    assert answer(driver, 2).finish is None
+    assert answer(driver, 2).finish is FinishReason.STOP
+
+
+def test_the_length_ends_a_request_even_below_its_minimum():
+    driver = Driver()
+    driver.add("a", sampling=SamplingParams(max_tokens=2, min_tokens=5))
+    assert answer(driver, 4).finish is None
+    update = answer(driver, 4)
+    assert (update.finish, update.stop_token) == (FinishReason.LENGTH, None)
+
+
+def test_a_stop_on_the_last_possible_token_is_a_stop():
+    driver = Driver(eos=[2])
+    driver.add("a", max_tokens=1)
+    assert answer(driver, 2).finish is FinishReason.STOP
+
+
+def test_the_end_of_the_context_is_a_length():
+    driver = Driver(max_model_len=8)
+    request = driver.add("a", prompt=6, max_tokens=99)
+    answer(driver, 4)
+    assert answer(driver, 4).finish is FinishReason.LENGTH
+    assert request.status is RequestStatus.FINISHED_LENGTH_CAPPED
+
+
+def test_tokens_from_before_the_move_count_against_the_limit():
+    driver = Driver()
+    driver.add("a", max_tokens=4, output_token_ids=[7, 7])
+    assert answer(driver, 5).start == 2
+    assert answer(driver, 5).finish is FinishReason.LENGTH
+
+
+def test_nothing_behind_the_end_is_kept():
+    driver = Driver(eos=[2])
+    request = driver.add("a", max_tokens=9)
+    answer(driver, 5, draft_token_ids={"a": [6, 2, 7]})
+    update = answer(driver, 6, 2, 7, 9)
+    assert update.token_ids == [6, 2]
+    assert (update.stop_token, request.output_token_ids) == (2, [5, 6, 2])
+
+
+def test_log_probabilities_follow_their_tokens():
+    logprobs = [TokenLogprobs(token, -1.0, 1) for token in (6, 2, 7)]
+    driver = Driver(eos=[2])
+    driver.add("a", max_tokens=9)
+    assert (
+        answer(driver, 5, draft_token_ids={"a": [6, 2]}, logprobs={"a": logprobs[:1]}).logprobs
+        == logprobs[:1]
+    )
+    assert answer(driver, 6, 2, 7, logprobs={"a": logprobs}).logprobs == logprobs[:2]
+
+
+def test_prompt_log_probabilities_are_reported_with_the_first_token():
+    found = [None, TokenLogprobs(1, -1.0, 1)]
+    driver = Driver()
+    driver.add("a")
+    assert answer(driver, 5, prompt_logprobs={"a": found}).prompt_logprobs == found
+    assert answer(driver, 5).prompt_logprobs is None
+
+
+def test_prompt_log_probabilities_that_come_before_any_token_are_not_lost():
+    driver = Driver(max_num_batched_tokens=6)
+    driver.add("a", prompt=6, max_tokens=9, output_token_ids=[1, 2, 3])
+    updates = driver.book(driver.schedule(), ModelOutput({}, prompt_logprobs={"a": [None]}))
+    assert [(update.start, update.token_ids, update.prompt_logprobs) for update in updates] == [
+        (3, [], [None])
+    ]
+
+
+def test_a_request_that_ended_meanwhile_gets_nothing_of_the_step():
+    driver = Driver()
+    driver.add("a")
+    step = driver.schedule()
+    driver.abort("a")
+    assert driver.book(step, ModelOutput({"a": [5]})) == []
+
+
+def test_a_new_request_under_an_old_id_gets_nothing_of_the_old_ones_step():
+    driver = Driver()
+    driver.add("a")
+    step = driver.schedule()
+    driver.abort("a")
+    again = driver.add("a", prompt=9)
+    assert driver.finish(step) == []
+    assert again.num_tokens == 9
+    driver.run()
+    assert len(driver.outputs["a"]) == 4
+
+
+def test_an_unfinished_prompt_has_no_update():
+    driver = Driver(max_num_batched_tokens=4)
+    driver.add("a", prompt=10)
+    assert driver.step()[1] == []
+    assert driver.step()[1] == []
+    assert len(driver.step()[1]) == 1
+
+
+def test_more_tokens_than_drafts_were_given_is_a_bug_and_said_to_be_one():
+    driver = Driver()
+    driver.add("a")
+    with pytest.raises(InternalError, match="drafts"):
+        driver.scheduler.update_from_output(driver.schedule(), ModelOutput({"a": [5, 6]}))
+
+
+def test_blocks_are_free_the_moment_a_request_ends():
+    driver = Driver()
+    driver.add("a", prompt=30, max_tokens=1)
+    step = driver.schedule()
+    assert driver.free_blocks < 99
+    driver.finish(step)
+    assert driver.free_blocks == 99

@@ -1,0 +1,179 @@
+"""When memory runs out: who gives way, and that nothing is lost or wrong for it."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.request import RequestStatus
+from tests.engine.scheduling.driving import BLOCK, Driver
+from tests.engine.scheduling.model import alone
+
+
+def test_the_last_admitted_gives_way_and_answers_the_same_in_the_end():
+    driver = Driver(num_blocks=6)  # five blocks for two requests that will want three each
+    a = driver.add("a", prompt=7, max_tokens=5)
+    b = driver.add("b", prompt=7, max_tokens=5)
+    driver.steps(2)
+    step, _ = driver.step()
+    assert step.preempted_req_ids == {"b"}
+    assert list(step.num_scheduled_tokens) == ["a"]
+    assert (b.status, b.num_computed_tokens, b.num_preemptions) == (RequestStatus.PREEMPTED, 0, 1)
+    driver.run()
+    for request in (a, b):
+        assert request.output_token_ids == alone(request.prompt_token_ids, 5)
+
+
+def test_nobody_is_admitted_in_a_step_that_preempts():
+    driver = Driver(num_blocks=6)
+    driver.add("a", prompt=7, max_tokens=5)
+    driver.add("b", prompt=7, max_tokens=5)
+    driver.steps(2)
+    driver.add("c", prompt=2, max_tokens=1)
+    step, _ = driver.step()
+    assert step.preempted_req_ids == {"b"}
+    assert not step.new_reqs
+
+
+def test_a_preempted_request_goes_to_the_front_of_the_line():
+    driver = Driver(num_blocks=6)
+    driver.add("a", prompt=7, max_tokens=5)
+    driver.add("b", prompt=7, max_tokens=5)
+    driver.add("c", prompt=7, max_tokens=1)
+    while not driver.step()[0].preempted_req_ids:
+        pass
+    driver.abort("a")
+    step, _ = driver.step()
+    assert next(iter(step.num_scheduled_tokens)) == "b"
+
+
+def test_a_resumed_request_replaces_what_the_runner_knew():
+    driver = Driver(num_blocks=6)
+    driver.add("a", prompt=7, max_tokens=5)
+    b = driver.add("b", prompt=7, max_tokens=5)
+    driver.steps(3)
+    driver.abort("a")
+    step, _ = driver.step()
+    cached = step.cached_reqs
+    assert cached.req_ids == ["b"]
+    assert cached.resumed_req_ids == {"b"}
+    assert cached.resumed_token_ids["b"] == b.all_token_ids[:-1]
+    assert not step.new_reqs
+    assert cached.new_block_ids[0] is not None
+    assert len(cached.new_block_ids[0][0]) * BLOCK >= b.num_tokens - 1
+
+
+def test_a_preempted_request_finds_its_own_blocks_if_nobody_took_them():
+    driver = Driver(num_blocks=6)
+    driver.add("a", prompt=7, max_tokens=5)
+    driver.add("b", prompt=7, max_tokens=5)
+    driver.steps(3)
+    driver.abort("a")
+    step, _ = driver.step()
+    assert step.cached_reqs.num_computed_tokens == [8]  # both its full blocks
+    assert step.num_scheduled_tokens == {"b": 1}
+
+
+def test_a_request_gives_up_only_on_itself():
+    driver = Driver(num_blocks=8)
+    for name in "abc":
+        driver.add(name, prompt=7, max_tokens=9)
+    preempted: list[str] = []
+    while driver.scheduler.has_unfinished_requests():
+        step, _ = driver.step()
+        preempted += step.preempted_req_ids
+        assert step.num_scheduled_tokens  # somebody always goes on
+    assert "a" not in preempted
+    assert preempted[0] == "c"
+
+
+def low_b_and_a(driver: Driver) -> None:
+    """Seven usable blocks, all in use: three by `low`, first in order of admission, and two each by the others.
+    In the next step `b` wants a third."""
+    for name, priority in [("low", 5), ("b", 1), ("a", 0)]:
+        driver.add(name, prompt=7, max_tokens=9, priority=priority)
+        step, _ = driver.step()
+    assert list(step.num_scheduled_tokens) == ["low", "b", "a"]
+    assert driver.free_blocks == 0
+
+
+def test_by_priority_the_least_urgent_gives_way_wherever_it_stands():
+    driver = Driver(num_blocks=8, policy="priority")
+    low_b_and_a(driver)
+    step, _ = driver.step()
+    assert step.preempted_req_ids == {"low"}
+    assert list(step.num_scheduled_tokens) == ["b", "a"]  # nobody is skipped for its going
+    driver.run()
+    assert all(len(driver.outputs[name]) == 9 for name in ("low", "a", "b"))
+
+
+def test_first_come_first_served_the_same_requests_lose_the_last():
+    driver = Driver(num_blocks=8)
+    low_b_and_a(driver)
+    step, _ = driver.step()
+    assert step.preempted_req_ids == {"a"}
+    assert list(step.num_scheduled_tokens) == ["low", "b"]
+
+
+def test_what_a_victim_was_given_in_the_step_is_rolled_back_in_full():
+    driver = Driver(num_blocks=8, policy="priority")
+    low_b_and_a(driver)
+    driver.scheduler.requests["low"].spec_token_ids = [1]
+    step, _ = driver.step()
+    assert step.preempted_req_ids == {"low"}
+    assert step.total_num_scheduled_tokens == 2
+    assert "low" not in step.spec_token_ids
+    assert "low" not in step.cached_reqs.req_ids
+    assert not step.new_block_ids("low")
+
+
+def test_the_budget_of_a_victim_goes_to_those_behind_it():
+    driver = Driver(num_blocks=9, policy="priority", max_num_batched_tokens=8)
+    driver.add("low", prompt=8, max_tokens=9, priority=5)
+    driver.step()
+    driver.add("b", prompt=15, max_tokens=9, priority=1)
+    driver.step()  # b gets 7
+    driver.add("c", prompt=1, max_tokens=30, priority=-1)
+    for _ in range(40):
+        step, _ = driver.step()
+        assert step.total_num_scheduled_tokens <= 8
+        if not driver.scheduler.has_unfinished_requests():
+            break
+    assert {len(driver.outputs["low"]), len(driver.outputs["b"])} == {9}
+
+
+def test_blocks_filed_for_a_step_that_was_rolled_back_are_not_found_later():
+    """A victim's block may have been filed as full moments before it was taken back: nobody computed it."""
+    driver = Driver(num_blocks=5, policy="priority")
+    prompt = list(range(6))
+    driver.add("low", prompt, max_tokens=9, priority=5)
+    driver.step()  # six tokens in two blocks
+    driver.add("b", prompt=8, max_tokens=9, priority=1)
+    driver.step()  # eight in the other two
+    step, _ = driver.step()  # low fills its second block, which is filed; b wants a third
+    assert step.preempted_req_ids == {"low"}
+    driver.abort("b")
+    step, _ = driver.step()
+    assert step.cached_reqs.num_computed_tokens == [BLOCK]  # not 2 * BLOCK
+    driver.run()
+    assert driver.outputs["low"] == alone(prompt, 9)
+
+
+def test_drafts_of_a_preempted_request_are_forgotten():
+    driver = Driver(num_blocks=6)
+    driver.add("a", prompt=7, max_tokens=5)
+    b = driver.add("b", prompt=7, max_tokens=5)
+    driver.steps(2)
+    b.spec_token_ids = [1, 2]
+    step, _ = driver.step()
+    assert step.preempted_req_ids == {"b"}
+    assert b.spec_token_ids == []
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_a_pool_far_too_small_for_all_serves_all(policy):
+    driver = Driver(num_blocks=6, policy=policy)
+    for i in range(12):
+        driver.add(f"r{i}", prompt=3 + i % 7, max_tokens=2 + i % 9, priority=i % 3)
+    driver.run()
+    assert [len(driver.outputs[f"r{i}"]) for i in range(12)] == [2 + i % 9 for i in range(12)]
+    assert driver.free_blocks == 5

@@ -1,0 +1,94 @@
+"""Thousands of random lives of a scheduler, each audited after every step.
+
+A run is made from its number alone: `World` says what can happen, and a failure names the run that shows it.
+TANDEM_RANDOM_RUNS sets how many; a few hundred by default, to be quick.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+
+from engine.scheduling.scheduler import PauseState
+from kvtransfer.base import LoadFailurePolicy
+from tests.engine.scheduling.model import next_token
+from tests.engine.scheduling.world import GROUPS, Source, World
+
+RUNS = int(os.environ.get("TANDEM_RANDOM_RUNS", "120"))
+BATCHES = 12
+
+
+def random_world(draw: random.Random) -> World:
+    groups = draw.choice(list(GROUPS))
+    return World(
+        groups,
+        policy=draw.choice(["fcfs", "priority"]),
+        caching=draw.random() < 0.85,
+        num_blocks=draw.choice([9, 12, 16, 40]),
+        max_num_seqs=draw.choice([1, 2, 4, 8]),
+        max_num_batched_tokens=draw.choice([4, 9, 30, 200]),
+        long_prefill_token_threshold=draw.choice([0, 0, 5]),
+        reserve_full_sequence=draw.random() < 0.2,
+        num_speculative_tokens=draw.choice([0, 0, 2]),
+        max_loras=draw.choice([None, 1, 2]),
+        on_failure=draw.choice(list(LoadFailurePolicy)),
+        with_connector=draw.random() < 0.8,
+    )
+
+
+def run(number: int) -> None:
+    draw = random.Random(number)
+    world = random_world(draw)
+    if draw.random() < 0.5:
+        world.model.propose = lambda request_id, tokens: [
+            *([next_token(tokens)] if draw.random() < 0.6 else []),
+            *draw.choices(range(5), k=draw.randrange(2)),
+        ]
+    prefixes = [[draw.randrange(50) for _ in range(24)] for _ in range(2)]
+    sources = draw.choices(list(Source), k=3)
+    for _ in range(draw.choice([10, 40])):
+        for _ in range(draw.choice([0, 0, 0, 1, 3])):
+            prefix = draw.choice(prefixes)[: draw.randrange(24)]
+            world.add(
+                prefix + [draw.randrange(50) for _ in range(draw.randrange(1, 8))],
+                max_tokens=draw.randrange(1, 12),
+                source=draw.choice(sources),
+                deferrals=draw.choice([0, 0, 2]),
+                num_moved=draw.choice([0, 0, 3]),
+                priority=draw.randrange(-1, 2),
+                lora=draw.choice([None, None, "x", "y", "z"]),
+                cache_salt=draw.choice([None, None, "s"]),
+            )
+        match draw.randrange(14):
+            case 0:
+                world.abort(draw.randrange(100))
+            case 1 | 2:
+                world.peer_writes(draw.randrange(100), good=draw.random() < 0.5)
+            case 3 | 4:
+                world.conclude(draw.randrange(100))
+            case 5:
+                world.conclude(draw.randrange(100), num_valid=draw.randrange(30))
+            case 6:
+                world.conclude(draw.randrange(100), spoil=True)
+            case 7:
+                world.spoil_next = True
+            case 8 | 9:
+                world.send(draw.randrange(100))
+            case 10:
+                world.pause(draw.choice([PauseState.UNPAUSED, *PauseState]))
+            case 11:
+                world.reset_prefix_cache()
+        world.step()
+    world.settle()
+
+
+@pytest.mark.parametrize("batch", range(BATCHES))
+def test_every_random_run_ends_as_it_must(batch):
+    for number in range(batch, RUNS, BATCHES):
+        try:
+            run(number)
+        except BaseException as error:
+            error.add_note(f"random run {number}")
+            raise

@@ -1,0 +1,71 @@
+"""Numbers that a router plans by: they must be right, and cheap."""
+
+from __future__ import annotations
+
+from tests.engine.scheduling.driving import Driver, FakeConnector
+
+
+def test_gauges_follow_the_requests():
+    driver = Driver(max_num_seqs=2, max_num_batched_tokens=8)
+    driver.add("a", prompt=6)
+    driver.add("b", prompt=10)
+    driver.add("c", prompt=7)
+    stats = driver.scheduler.stats()
+    assert (stats.running, stats.waiting, stats.waiting_tokens) == (0, 3, 23)
+    driver.step()  # all of a, two tokens of b
+    stats = driver.scheduler.stats()
+    assert (stats.running, stats.waiting, stats.waiting_tokens) == (2, 1, 8 + 7)
+    assert (stats.free_blocks, stats.total_blocks) == (99 - 3, 99)
+    driver.abort("b", "c")
+    stats = driver.scheduler.stats()
+    assert (stats.running, stats.waiting, stats.waiting_tokens) == (1, 0, 0)
+
+
+def test_tokens_that_are_on_their_way_are_not_waiting_to_be_computed():
+    connector = FakeConnector()
+    connector.offers["a"] = (10, True)
+    driver = Driver(connector=connector)
+    driver.add("a", prompt=10)
+    assert driver.scheduler.stats().waiting_tokens == 10
+    driver.step()
+    stats = driver.scheduler.stats()
+    assert (stats.waiting, stats.blocked, stats.waiting_tokens) == (1, 1, 0)
+
+
+def test_totals_add_up():
+    driver = Driver(eos=[10_000])
+    driver.add("a", list(range(9)), max_tokens=3)
+    driver.add("b", list(range(9)), max_tokens=2)
+    driver.add("c", max_tokens=9)
+    driver.step()
+    driver.abort("c")
+    driver.run()
+    stats = driver.scheduler.stats()
+    assert (stats.prompt_tokens_computed, stats.prompt_tokens_cached) == (9 + 1 + 6, 8)
+    assert stats.output_tokens == 3 + 2 + 1
+    assert (stats.requests_started, stats.requests_finished) == (3, {"length": 2, "abort": 1})
+    assert stats.steps == 4
+
+
+def test_what_a_preempted_request_computes_again_is_counted_again():
+    driver = Driver(num_blocks=6, caching=False)
+    driver.add("a", prompt=7, max_tokens=5)
+    driver.add("b", prompt=7, max_tokens=5)
+    driver.run()
+    stats = driver.scheduler.stats()
+    assert stats.preemptions == 1
+    assert stats.prompt_tokens_computed == 3 * 7
+    assert stats.requests_admitted == 2
+
+
+def test_time_in_line_is_measured_to_the_first_admission():
+    now = [0.0]
+    driver = Driver(max_num_seqs=1, clock=lambda: now[0])
+    driver.add("a", max_tokens=1, arrival_time=0.0)
+    driver.add("b", max_tokens=1, arrival_time=0.0)
+    now[0] = 2.0
+    driver.step()
+    now[0] = 5.0
+    driver.step()
+    stats = driver.scheduler.stats()
+    assert (stats.queue_seconds, stats.requests_admitted) == (7.0, 2)

@@ -1,0 +1,105 @@
+"""When there is something to do, and when only an event can change that: whoever steps must neither spin nor
+sleep through it."""
+
+from __future__ import annotations
+
+from engine.scheduling.scheduler import PauseState
+from tests.engine.scheduling.driving import Driver, FakeConnector, produce, sent
+
+
+def test_there_is_work_until_the_runner_has_heard_of_every_end():
+    driver = Driver()
+    assert not driver.scheduler.has_work()
+    driver.add("a", max_tokens=1)
+    assert driver.scheduler.has_work()
+    driver.step()
+    assert not driver.scheduler.has_unfinished_requests()
+    assert driver.scheduler.has_work()
+    driver.step()
+    assert not driver.scheduler.has_work()
+
+
+def test_an_abort_is_work():
+    driver = Driver()
+    driver.add("a")
+    driver.abort("a")
+    assert driver.scheduler.has_work()
+    driver.step()
+    assert not driver.scheduler.has_work()
+
+
+def test_plans_that_nobody_carried_yet_are_work():
+    connector = FakeConnector()
+    driver = Driver(connector=connector)
+    connector.pending = True
+    assert driver.scheduler.has_work()
+
+
+def test_a_line_that_waits_for_held_blocks_is_no_work_until_they_are_free():
+    connector = FakeConnector()
+    connector.keeps.add("a")
+    driver = Driver(connector=connector, num_blocks=4)
+    driver.add("a", prompt=10, max_tokens=1, transfer=produce())
+    driver.steps(2)
+    driver.add("b", prompt=10, max_tokens=1)
+    assert driver.scheduler.has_work()
+    driver.step()
+    assert not driver.scheduler.has_work()
+    driver.step(sent("a"))
+    assert driver.scheduler.has_work()
+    assert driver.step()[0].num_scheduled_tokens == {"b": 10}
+
+
+def test_a_request_that_a_connector_defers_is_work():
+    connector = FakeConnector()
+    connector.offers["a"] = (None, False)
+    driver = Driver(connector=connector)
+    driver.add("a")
+    driver.steps(3)
+    assert driver.scheduler.has_work()
+
+
+def test_a_pause_for_new_requests_lets_the_running_finish():
+    driver = Driver()
+    driver.add("a", max_tokens=3)
+    driver.step()
+    driver.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    driver.add("b", max_tokens=1)
+    driver.run()
+    assert len(driver.outputs["a"]) == 3
+    assert driver.outputs["b"] == []
+    driver.scheduler.set_pause_state(PauseState.UNPAUSED)
+    assert driver.scheduler.has_work()
+    driver.run()
+    assert len(driver.outputs["b"]) == 1
+
+
+def test_a_full_pause_computes_nothing_and_still_hears_of_ends():
+    driver = Driver()
+    driver.add("a", max_tokens=3)
+    driver.add("b", max_tokens=3)
+    driver.step()
+    driver.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    assert driver.scheduler.pause_state is PauseState.PAUSED_ALL
+    driver.abort("b")
+    step, _ = driver.step()
+    assert (step.total_num_scheduled_tokens, step.finished_req_ids) == (0, {"b"})
+    driver.step()
+    assert not driver.scheduler.has_work()
+    assert driver.scheduler.has_unfinished_requests()
+    driver.scheduler.set_pause_state(PauseState.UNPAUSED)
+    driver.run()
+    assert len(driver.outputs["a"]) == 3
+
+
+def test_the_prefix_cache_is_reset_only_while_nobody_uses_it():
+    driver = Driver()
+    driver.add("a", list(range(10)), max_tokens=3)
+    driver.step()
+    assert not driver.scheduler.reset_prefix_cache()
+    driver.run()
+    assert driver.scheduler.reset_prefix_cache()
+    driver.add("b", list(range(10)), max_tokens=3)
+    assert driver.step()[0].num_scheduled_tokens == {"b": 10}
+    driver.run()
+    assert driver.outputs["a"] == driver.outputs["b"]

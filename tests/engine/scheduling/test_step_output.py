@@ -1,0 +1,131 @@
+"""What the runner is told: everything once, then only what changed."""
+
+from __future__ import annotations
+
+from engine.scheduling.output import CachedRequestData, SchedulerOutput
+from tests.engine.scheduling.driving import FULL, Driver, sliding
+from wire.sampling import SamplingParams
+
+
+def test_a_new_request_is_described_in_full_once():
+    driver = Driver()
+    sampling = SamplingParams(max_tokens=3, temperature=0.5, seed=7)
+    request = driver.add("a", prompt=6, sampling=sampling, lora="x")
+    (new,) = driver.step()[0].new_reqs
+    assert (new.req_id, new.token_ids, new.num_prompt_tokens) == ("a", request.prompt_token_ids, 6)
+    assert (new.sampling, new.block_ids, new.num_computed_tokens, new.lora) == (sampling, [[1, 2]], 0, "x")
+    step, _ = driver.step()
+    assert step.new_reqs == []
+    assert step.cached_reqs.req_ids == ["a"]
+
+
+def test_afterwards_only_new_blocks_and_progress_are_told():
+    driver = Driver()
+    driver.add("a", prompt=6, max_tokens=5)
+    driver.step()
+    told = [driver.step()[0].cached_reqs for _ in range(3)]
+    assert [cached.num_computed_tokens for cached in told] == [[6], [7], [8]]
+    assert [cached.new_block_ids for cached in told] == [[None], [None], [[[3]]]]
+    assert all(not cached.resumed_req_ids and not cached.resumed_token_ids for cached in told)
+
+
+def test_what_the_runner_is_given_stays_as_it_was():
+    driver = Driver()
+    request = driver.add("a", prompt=6, max_tokens=9)
+    (new,) = driver.step()[0].new_reqs
+    driver.steps(4)
+    assert new.block_ids == [[1, 2]]
+    assert new.token_ids == request.prompt_token_ids
+
+
+def test_the_runner_hears_of_an_end_in_the_next_step_and_once():
+    driver = Driver()
+    driver.add("a", max_tokens=1)
+    driver.add("b", max_tokens=3)
+    assert driver.step()[0].finished_req_ids == set()
+    assert driver.step()[0].finished_req_ids == {"a"}
+    assert driver.step()[0].finished_req_ids == set()
+
+
+def test_requests_aborted_in_any_state_are_told_as_finished():
+    driver = Driver(max_num_seqs=1)
+    driver.add("a")
+    driver.add("b")
+    driver.step()
+    assert driver.abort("a", "b") == ["a", "b"]
+    assert driver.step()[0].finished_req_ids == {"a", "b"}
+
+
+def test_computed_tokens_are_those_before_the_step():
+    driver = Driver(max_num_batched_tokens=4)
+    request = driver.add("a", prompt=10)
+    step = driver.schedule()
+    assert step.new_reqs[0].num_computed_tokens == 0
+    assert request.num_computed_tokens == 4  # the step counts as done from here on
+    driver.finish(step)
+    assert driver.schedule().cached_reqs.num_computed_tokens == [4]
+
+
+def test_blocks_of_one_request_are_found_by_its_id():
+    driver = Driver(groups=(FULL, sliding(8)))
+    driver.add("a", prompt=6, max_tokens=9)
+    driver.add("b", prompt=4, max_tokens=9)
+    driver.step()  # two blocks in each group for a, one for b
+    step, _ = driver.step()
+    assert step.new_block_ids("b") == [[7], [8]]
+    assert step.new_block_ids("a") == ()
+    assert step.new_block_ids("nobody") == ()
+
+
+def test_blocks_of_a_new_or_resumed_request_are_not_news_of_a_running_one():
+    step = SchedulerOutput(
+        new_reqs=[],
+        cached_reqs=CachedRequestData(
+            req_ids=["a", "b", "c"],
+            num_computed_tokens=[1, 1, 0],
+            new_block_ids=[[[5]], None, [[7, 8]]],
+            resumed_req_ids={"c"},
+        ),
+        num_scheduled_tokens={"a": 1, "b": 1, "c": 8},
+        total_num_scheduled_tokens=10,
+        spec_token_ids={},
+        num_common_prefix_blocks=[0],
+        finished_req_ids=set(),
+        preempted_req_ids=set(),
+    )
+    assert [step.new_block_ids(name) for name in "abc"] == [[[5]], (), ()]
+
+
+def test_blocks_that_all_running_requests_share_are_counted():
+    driver = Driver(groups=(FULL, sliding(100)))
+    for name in "ab":
+        driver.add(name, [*range(8), ord(name)], max_tokens=3)
+    assert driver.step()[0].num_common_prefix_blocks == [2, 0]
+    driver.add("c", prompt=5, max_tokens=9)
+    assert driver.step()[0].num_common_prefix_blocks == [0, 0]
+    driver.steps(2)
+    assert driver.step()[0].num_common_prefix_blocks == [2, 0]  # c shares all it has with itself
+
+
+def test_new_blocks_are_named_for_zeroing_when_the_kernel_asks_for_it():
+    driver = Driver(zero_new_blocks=True)
+    driver.add("a", prompt=6, max_tokens=9)
+    assert driver.step()[0].new_block_ids_to_zero == [1, 2]
+    assert driver.step()[0].new_block_ids_to_zero == []
+    driver.steps(1)
+    assert driver.step()[0].new_block_ids_to_zero == [3]
+    quiet = Driver()
+    quiet.add("a", prompt=6)
+    assert quiet.step()[0].new_block_ids_to_zero == []
+
+
+def test_a_step_with_nothing_to_do_is_empty():
+    driver = Driver()
+    step, updates = driver.step()
+    assert (step.total_num_scheduled_tokens, step.new_reqs, step.cached_reqs.req_ids, updates) == (
+        0,
+        [],
+        [],
+        [],
+    )
+    assert step.num_common_prefix_blocks == [0]

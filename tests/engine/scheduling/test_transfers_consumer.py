@@ -1,0 +1,350 @@
+"""A decode node's side of a handoff: waiting for KV, going on from the first token, and every way it can fail."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.request import RequestStatus
+from kvtransfer.base import ConnectorOutput, Handoff, LoadFailurePolicy
+from tests.engine.scheduling.driving import BLOCK, Driver, FakeConnector, consume, failed, received
+from tests.engine.scheduling.model import alone, next_token
+from wire.sampling import FinishReason
+
+
+def waiting_driver(prompt: object = 10, *, found_here: int = 0, **options: object):
+    """A driver whose request a waits for its KV, which nobody has sent yet."""
+    connector = FakeConnector()
+    driver = Driver(connector=connector, **options)  # type: ignore[arg-type]
+    count = prompt if isinstance(prompt, int) else len(prompt)  # type: ignore[arg-type]
+    connector.offers["a"] = (count - found_here, True)
+    request = driver.add("a", prompt, max_tokens=5, transfer=consume())  # type: ignore[arg-type]
+    driver.step()
+    assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    return driver, connector, request
+
+
+def test_blocks_are_reserved_and_nothing_is_computed_while_it_waits():
+    driver, connector, request = waiting_driver()
+    assert connector.asked("match", "a") == [(0,)]
+    assert connector.asked("alloc", "a") == [(10,)]
+    assert connector.blocks["a"] == [[1, 2, 3]]
+    assert driver.free_blocks == 99 - 3
+    for _ in range(3):
+        step, updates = driver.step()
+        assert (step.num_scheduled_tokens, updates) == ({}, [])
+    assert request.num_computed_tokens == 0
+    assert not driver.scheduler.has_work()
+    assert driver.scheduler.has_unfinished_requests()
+
+
+def test_what_is_on_its_way_is_not_found_by_others():
+    driver, _, request = waiting_driver()
+    driver.add("b", request.prompt_token_ids, max_tokens=1)
+    step, _ = driver.step()
+    assert step.num_scheduled_tokens == {"b": 10}
+
+
+def test_after_a_handoff_no_prompt_token_is_computed_and_the_first_token_is_reported():
+    driver, connector, request = waiting_driver()
+    first = next_token(request.prompt_token_ids)
+    driver.arrive(request, 0, 10)
+    _, updates = driver.step(received("a", first, 10))
+    assert [(update.start, update.token_ids, update.cached_tokens) for update in updates] == [(0, [first], 0)]
+    assert (request.num_computed_tokens, request.num_tokens) == (10, 11)
+    step, _ = driver.step()
+    assert step.num_scheduled_tokens == {"a": 1}
+    (new,) = step.new_reqs
+    assert new.num_computed_tokens == 10
+    assert new.num_prompt_tokens == 10
+    assert new.token_ids == [*request.prompt_token_ids, first]
+    assert connector.asked("alloc", "a") == [(10,), (0,)]
+    driver.run()
+    assert driver.outputs["a"] == alone(request.prompt_token_ids, 5)
+    stats = driver.scheduler.stats()
+    assert (stats.prompt_tokens_received, stats.prompt_tokens_computed) == (10, 0)
+    assert driver.free_blocks == 99
+
+
+def test_blocks_that_arrived_are_found_by_others():
+    driver, _, request = waiting_driver()
+    driver.arrive(request, 0, 10)
+    driver.step(received("a", 7, 10))
+    driver.add("b", request.prompt_token_ids, max_tokens=1)
+    step, _ = driver.step()
+    assert step.num_scheduled_tokens["b"] == 2
+
+
+def test_only_what_is_not_here_is_asked_for():
+    prompt = list(range(10))
+    connector = FakeConnector()
+    driver = Driver(connector=connector)
+    driver.add("before", prompt, max_tokens=1)
+    driver.run()
+    connector.offers["a"] = (2, True)
+    request = driver.add("a", prompt, max_tokens=5, transfer=consume())
+    driver.step()
+    assert connector.asked("match", "a") == [(8,)]
+    assert connector.asked("alloc", "a") == [(2,)]
+    assert request.num_computed_tokens == 8
+    driver.arrive(request, 8, 10)
+    _, updates = driver.step(received("a", next_token(prompt), 10))
+    assert updates[0].cached_tokens == 8
+    driver.run()
+    assert driver.outputs["a"] == alone(prompt, 5)
+    stats = driver.scheduler.stats()
+    assert (stats.prompt_tokens_cached, stats.prompt_tokens_received) == (8, 2)
+
+
+def test_a_first_token_that_ends_the_request_ends_it_there():
+    driver, connector, request = waiting_driver(eos=[3])
+    driver.arrive(request, 0, 10)
+    _, updates = driver.step(received("a", 3, 10))
+    (update,) = updates
+    assert (update.token_ids, update.finish, update.stop_token) == ([3], FinishReason.STOP, 3)
+    assert len(connector.asked("finished", "a")) == 1
+    assert driver.free_blocks == 99
+    assert driver.step()[0].finished_req_ids == {"a"}
+
+
+def test_a_first_token_that_is_the_only_one_ends_the_request():
+    connector = FakeConnector()
+    connector.offers["a"] = (6, True)
+    driver = Driver(connector=connector)
+    request = driver.add("a", max_tokens=1, transfer=consume())
+    driver.step()
+    driver.arrive(request, 0, 6)
+    _, updates = driver.step(received("a", 9, 6))
+    assert updates[0].finish is FinishReason.LENGTH
+
+
+def test_a_moved_request_is_handed_over_with_its_tokens():
+    connector = FakeConnector()
+    driver = Driver(connector=connector)
+    prompt = list(range(6))
+    answer = alone(prompt, 8)
+    connector.offers["a"] = (9, True)
+    request = driver.add("a", prompt, max_tokens=8, output_token_ids=answer[:3], transfer=consume())
+    driver.step()
+    driver.arrive(request, 0, 9)
+    _, updates = driver.step(received("a", answer[3], 9))
+    assert (updates[0].start, updates[0].token_ids) == (3, [answer[3]])
+    driver.run()
+    assert driver.outputs["a"] == answer
+    assert driver.scheduler.stats().prompt_tokens_received == 6
+
+
+def test_a_failed_load_is_computed_here_and_never_asked_for_again():
+    driver, connector, request = waiting_driver()
+    _, updates = driver.step(failed("a"))
+    assert updates == []
+    step, _ = driver.step()
+    assert step.num_scheduled_tokens == {"a": 10}
+    assert len(connector.asked("match", "a")) == 1
+    driver.run()
+    assert driver.outputs["a"] == alone(request.prompt_token_ids, 5)
+    stats = driver.scheduler.stats()
+    assert (stats.prompt_tokens_received, stats.prompt_tokens_computed, stats.loads_failed) == (0, 10, 1)
+
+
+def test_what_is_right_of_a_failed_load_is_kept():
+    driver, _, request = waiting_driver()
+    driver.arrive(request, 0, 6)
+    driver.step(failed("a", valid_tokens=6))
+    step, _ = driver.step()
+    assert step.num_scheduled_tokens == {"a": 4}
+    assert step.new_reqs[0].num_computed_tokens == 6
+    driver.run()
+    assert driver.outputs["a"] == alone(request.prompt_token_ids, 5)
+    assert driver.scheduler.stats().prompt_tokens_received == 6
+
+
+def test_a_failed_load_that_is_all_right_still_computes_the_last_token():
+    driver, _, request = waiting_driver()
+    driver.arrive(request, 0, 10)
+    driver.step(failed("a", valid_tokens=10))
+    assert driver.step()[0].num_scheduled_tokens == {"a": 1}
+    driver.run()
+    assert driver.outputs["a"] == alone(request.prompt_token_ids, 5)
+
+
+def test_a_failed_load_ends_the_request_where_that_is_the_policy():
+    driver, connector, request = waiting_driver(on_failure=LoadFailurePolicy.FAIL)
+    _, updates = driver.step(failed("a", reason="the peer is gone"))
+    (update,) = updates
+    assert (update.finish, update.token_ids) == (FinishReason.ERROR, [])
+    assert update.error is not None
+    assert update.error.code == "kv_transfer_failed"
+    assert "the peer is gone" in update.error.message
+    assert request.status is RequestStatus.FINISHED_ERROR
+    assert len(connector.asked("finished", "a")) == 1
+    assert driver.free_blocks == 99
+
+
+@pytest.mark.parametrize("num_tokens", [9, 11, 0])
+def test_a_handoff_of_another_length_is_not_believed(num_tokens):
+    driver, _, request = waiting_driver()
+    driver.arrive(request, 0, 10)
+    _, updates = driver.step(received("a", 7, num_tokens))
+    assert updates == []
+    driver.run()
+    assert driver.outputs["a"] == alone(request.prompt_token_ids, 5)
+    assert driver.scheduler.stats().loads_failed == 1
+
+
+def test_a_load_of_a_part_goes_on_from_there():
+    connector = FakeConnector()
+    connector.offers["a"] = (8, True)
+    driver = Driver(connector=connector)
+    request = driver.add("a", prompt=10, max_tokens=5)
+    driver.step()
+    driver.arrive(request, 0, 8)
+    _, updates = driver.step(received("a", request.all_token_ids[8], 8))
+    assert updates == []
+    assert driver.step()[0].num_scheduled_tokens == {"a": 2}
+    driver.run()
+    assert driver.outputs["a"] == alone(request.prompt_token_ids, 5)
+
+
+def test_a_load_of_a_part_of_something_else_is_not_believed():
+    connector = FakeConnector()
+    connector.offers["a"] = (8, True)
+    driver = Driver(connector=connector)
+    request = driver.add("a", prompt=10)
+    driver.step()
+    driver.step(received("a", request.all_token_ids[8] + 1, 8))
+    assert driver.step()[0].num_scheduled_tokens == {"a": 10}
+
+
+def test_blocks_of_an_aborted_load_are_held_until_nothing_can_write_to_them():
+    driver, connector, request = waiting_driver(num_blocks=5)
+    connector.keeps.add("a")
+    assert driver.abort("a") == ["a"]
+    assert driver.free_blocks == 1
+    assert driver.scheduler.stats().held_blocks == 3
+    driver.add("b", prompt=10, max_tokens=1)
+    assert driver.step()[0].num_scheduled_tokens == {}
+    driver.arrive(request, 0, 10)  # the peer did not know yet
+    driver.step(failed("a"))
+    assert driver.scheduler.stats().held_blocks == 0
+    assert driver.step()[0].num_scheduled_tokens == {"b": 10}
+
+
+def test_a_load_that_completes_after_the_abort_gives_the_blocks_back_too():
+    driver, connector, _ = waiting_driver()
+    connector.keeps.add("a")
+    driver.abort("a")
+    _, updates = driver.step(received("a", 7, 10))
+    assert updates == []
+    assert driver.free_blocks == 99
+
+
+def test_blocks_of_an_aborted_load_that_never_began_are_free_at_once():
+    driver, _, _ = waiting_driver()
+    driver.abort("a")
+    assert driver.free_blocks == 99
+
+
+def test_news_of_unknown_requests_is_ignored():
+    driver, _, request = waiting_driver()
+    driver.step(
+        ConnectorOutput(
+            finished_sending={"x"},
+            finished_recving={"y": Handoff(1, 2)},
+            failed_recving=failed("z").failed_recving,
+            invalid_block_ids={77},
+        )
+    )
+    assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+
+
+def test_a_handed_over_request_that_is_preempted_computes_its_prompt_here():
+    connector = FakeConnector()
+    driver = Driver(connector=connector, num_blocks=6)
+    driver.add("b", prompt=6, max_tokens=9)
+    driver.step()
+    connector.offers["a"] = (6, True)
+    request = driver.add("a", prompt=6, max_tokens=9, transfer=consume())
+    driver.step()
+    driver.arrive(request, 0, 6)
+    driver.step(received("a", next_token(request.prompt_token_ids), 6))
+    while request.status is not RequestStatus.PREEMPTED:
+        driver.step()
+    driver.run()
+    assert driver.outputs["a"] == alone(request.prompt_token_ids, 9)
+    assert len(connector.asked("match", "a")) == 1  # once in its life
+
+
+def test_requests_that_arrived_stand_in_their_old_place_in_line():
+    connector = FakeConnector()
+    driver = Driver(connector=connector, max_num_seqs=1)
+    loads = {}
+    for name in ("a", "b"):
+        connector.offers[name] = (6, True)
+        loads[name] = driver.add(name, prompt=6, max_tokens=2, transfer=consume())
+    driver.add("c", prompt=6, max_tokens=3)
+    driver.step()
+    for name in ("b", "a"):  # b's comes first
+        driver.arrive(loads[name], 0, 6)
+        driver.step(received(name, 7, 6))
+    assert list(driver.step()[0].num_scheduled_tokens) == ["a"]
+
+
+def test_a_load_needs_a_free_place_among_the_running():
+    connector = FakeConnector()
+    connector.offers["a"] = (6, True)
+    driver = Driver(connector=connector, max_num_seqs=1)
+    driver.add("b")
+    driver.step()
+    request = driver.add("a", transfer=consume())
+    driver.step()
+    assert request.status is RequestStatus.WAITING
+
+
+def test_requests_that_hold_what_the_first_in_line_needs_give_way_when_nobody_runs():
+    """Two loads fill the pool; each needs one more block to go on. Neither may wait for the other for ever."""
+    connector = FakeConnector()
+    driver = Driver(connector=connector, num_blocks=5)
+    loads = {}
+    for name in ("a", "b"):
+        connector.offers[name] = (8, True)
+        loads[name] = driver.add(name, prompt=8, max_tokens=4, transfer=consume())
+    driver.step()
+    assert driver.free_blocks == 0
+    both = ConnectorOutput()
+    for name, request in loads.items():
+        driver.arrive(request, 0, 8)
+        both.finished_recving[name] = Handoff(next_token(request.prompt_token_ids), 8)
+    driver.step(both)
+    step, _ = driver.step()
+    assert list(step.num_scheduled_tokens) == ["a"]
+    driver.run()
+    for name, request in loads.items():
+        assert driver.outputs[name] == alone(request.prompt_token_ids, 4)
+
+
+def test_blocks_that_a_peer_may_write_to_are_never_taken_for_another():
+    driver, _, _ = waiting_driver(num_blocks=4)
+    driver.add("b", prompt=6, max_tokens=1)
+    for _ in range(3):
+        assert driver.step()[0].num_scheduled_tokens == {}
+    assert not driver.scheduler.has_work()  # only the transfer's end can change that
+
+
+def test_blocks_for_a_load_are_not_named_for_zeroing():
+    connector = FakeConnector()
+    driver = Driver(connector=connector, zero_new_blocks=True)
+    connector.offers.update(a=(10, True), b=(6, False))
+    driver.add("a", prompt=10)
+    b = driver.add("b", prompt=10)
+    step = driver.schedule()
+    assert connector.blocks == {"a": [[1, 2, 3]], "b": [[4, 5, 6]]}
+    assert step.new_block_ids_to_zero == [6]  # block 5 is half b's load
+    driver.arrive(b, 0, 6)
+    driver.finish(step)
+
+
+def test_the_blocks_it_was_told_of_cover_the_load():
+    driver, connector, request = waiting_driver(prompt=17)
+    assert len(connector.blocks["a"][0]) == -(-17 // BLOCK)
+    assert request.num_external_tokens == 17
+    assert driver.scheduler.stats().waiting == driver.scheduler.stats().blocked == 1

@@ -1,0 +1,306 @@
+"""Everything that can happen to a scheduler, with peers that write when they please and a model that notices.
+
+Drawn at random by `test_random_runs.py` and `test_stateful_scheduler.py`. In this world a request ends in one
+of three ways: with the answer that it would have had alone, because it was aborted, or with the error that the
+policy for failed loads asks for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+
+from engine.cache.groups import KVCacheGroup
+from engine.request import Request, RequestStatus
+from engine.scheduling.scheduler import PauseState
+from kvtransfer.base import (
+    BlockIds,
+    ConnectorOutput,
+    Handoff,
+    LoadFailure,
+    LoadFailurePolicy,
+    TransferRequest,
+)
+from tests.engine.scheduling.driving import FULL, Driver, FakeConnector, consume, produce, sliding
+from tests.engine.scheduling.model import alone, kv_chain, next_token
+from wire.errors import RequestError
+from wire.sampling import FinishReason, SamplingParams
+
+EOS = 7
+GARBAGE = -1
+
+GROUPS: dict[str, tuple[KVCacheGroup, ...]] = {
+    "full": (FULL,),
+    "sliding": (sliding(6),),
+    "hybrid": (FULL, sliding(6)),
+    "two windows": (FULL, sliding(5), sliding(9)),
+    "two block sizes": (sliding(11, block_size=8), FULL),
+}
+
+
+class Source(enum.Enum):
+    """Where a request's KV comes from."""
+
+    HERE = enum.auto()
+    HERE_AND_SENT = enum.auto()  # computed here and sent away: its blocks stay
+    LATER = enum.auto()  # all from a peer, while other steps run
+    LATER_IN_PART = enum.auto()
+    AT_ONCE = enum.auto()  # some of it, there when the step runs
+
+
+@dataclasses.dataclass
+class Load:
+    request: Request
+    tables: list[list[int]]
+    start: int
+    end: int
+
+
+class WorldConnector(FakeConnector):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sources: dict[str, Source] = {}
+        self.deferrals: dict[str, int] = {}
+        self.loads: dict[str, Load] = {}  # under way
+        self.loads_at_once: list[Load] = []  # of this step
+        self.found: dict[str, int] = {}
+        self.kept: dict[str, tuple[Request, list[list[int]]]] = {}  # producers' blocks
+
+    def get_num_new_matched_tokens(
+        self, request: TransferRequest, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        request_id = request.request_id
+        if self.deferrals.get(request_id, 0) > 0:
+            self.deferrals[request_id] -= 1
+            return None, False
+        self.found[request_id] = num_computed_tokens
+        left = request.num_tokens - num_computed_tokens
+        match self.sources[request_id]:
+            case Source.LATER:
+                return left, True
+            case Source.LATER_IN_PART:
+                return left // 2, True
+            case Source.AT_ONCE:
+                return left * 2 // 3, False
+            case _:
+                return 0, False
+
+    def update_state_after_alloc(
+        self, request: TransferRequest, block_ids: BlockIds, num_external_tokens: int
+    ) -> None:
+        super().update_state_after_alloc(request, block_ids, num_external_tokens)
+        assert isinstance(request, Request)
+        if num_external_tokens:
+            start = self.found[request.request_id]
+            tables = [list(ids) for ids in block_ids]
+            load = Load(request, tables, start, start + num_external_tokens)
+            if self.sources[request.request_id] is Source.AT_ONCE:
+                self.loads_at_once.append(load)
+            else:
+                assert request.request_id not in self.loads
+                self.loads[request.request_id] = load
+
+    def request_finished(self, request: TransferRequest, block_ids: BlockIds) -> bool:
+        super().request_finished(request, block_ids)
+        assert isinstance(request, Request)
+        if request.request_id in self.loads:
+            return True
+        if self.sources[request.request_id] is Source.HERE_AND_SENT and any(block_ids):
+            self.kept[request.request_id] = (request, [list(ids) for ids in block_ids])
+            return True
+        return False
+
+
+class World:
+    def __init__(
+        self,
+        groups: str = "full",
+        *,
+        on_failure: LoadFailurePolicy = LoadFailurePolicy.RECOMPUTE,
+        with_connector: bool = True,
+        **options: object,
+    ) -> None:
+        self.connector = WorldConnector()
+        self.driver = Driver(
+            groups=GROUPS[groups],
+            connector=self.connector if with_connector else None,
+            on_failure=on_failure,
+            eos=[EOS],
+            **options,  # type: ignore[arg-type]
+        )
+        self.scheduler = self.driver.scheduler
+        self.model = self.driver.model
+        self.model.tolerant = True
+        self.model.before_forward = self._load_at_once
+        self.on_failure = on_failure
+        self.requests: dict[str, Request] = {}
+        self.aborted: set[str] = set()
+        self.news = ConnectorOutput()
+        self.spoil_next = False  # whether the next load at once goes wrong
+        self._spoiled: set[int] = set()
+
+    # --- what can happen
+
+    def add(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        source: Source = Source.HERE,
+        *,
+        deferrals: int = 0,
+        num_moved: int = 0,
+        **fields: object,
+    ) -> None:
+        request_id = f"r{len(self.requests)}"
+        self.connector.sources[request_id] = source
+        self.connector.deferrals[request_id] = deferrals
+        answer = alone(prompt, max_tokens, [EOS])
+        moved = answer[: min(num_moved, len(answer) - 1)]
+        transfer = {Source.HERE_AND_SENT: produce(), Source.LATER: consume()}.get(source)
+        try:
+            self.requests[request_id] = self.driver.add(
+                request_id,
+                prompt,
+                sampling=SamplingParams(max_tokens=max_tokens),
+                output_token_ids=moved,
+                transfer=transfer,
+                **fields,
+            )
+        except RequestError:
+            assert len(prompt) + len(moved) >= self.scheduler.max_model_len
+
+    def abort(self, which: int) -> None:
+        live = sorted(self.scheduler.requests)
+        if live:
+            request_id = live[which % len(live)]
+            self.driver.abort(request_id)
+            self.aborted.add(request_id)
+
+    def peer_writes(self, which: int, good: bool) -> None:
+        """Any time before the scheduler hears of a load's end, wherever the request is by then."""
+        loads = sorted(self.connector.loads)
+        if loads:
+            load = self.connector.loads[loads[which % len(loads)]]
+            self._write(load, load.start, load.end, good)
+
+    def conclude(self, which: int, num_valid: int | None = None, *, spoil: bool = False) -> None:
+        """A load ends: well, or with its first `num_valid` tokens only. `spoil`: a block of it is wrong."""
+        loads = sorted(self.connector.loads)
+        if not loads:
+            return
+        load = self.connector.loads.pop(loads[which % len(loads)])
+        request_id = load.request.request_id
+        self._write(load, load.start, load.end, good=True)
+        if num_valid is not None:
+            valid = load.start + num_valid % (load.end - load.start + 1)
+            self._write(load, valid, load.end, good=False)
+            self.news.failed_recving[request_id] = LoadFailure("drawn", valid)
+            return
+        if spoil:
+            self.news.invalid_block_ids.add(self._spoil(load))
+        tokens = load.request.all_token_ids
+        first = tokens[load.end] if load.end < len(tokens) else next_token(tokens)
+        self.news.finished_recving[request_id] = Handoff(first, load.end)
+
+    def send(self, which: int) -> None:
+        """A producer's connector lets go of blocks that must be untouched until now."""
+        kept = sorted(self.connector.kept)
+        if not kept:
+            return
+        request_id = kept[which % len(kept)]
+        request, tables = self.connector.kept.pop(request_id)
+        chain = kv_chain(request.all_token_ids, self.model.salts[request_id])
+        for group, table in zip(self.model.groups, tables, strict=True):
+            for position in range(request.num_computed_tokens):
+                if block := table[position // group.block_size]:
+                    slot = block, position % group.block_size
+                    assert self.model.kv[slot] == chain[position], (
+                        f"{request_id} would send token {position} wrong"
+                    )
+        self.news.finished_sending.add(request_id)
+
+    def pause(self, pause: PauseState) -> None:
+        self.scheduler.set_pause_state(pause)
+
+    def reset_prefix_cache(self) -> None:
+        stats = self.scheduler.stats()
+        assert self.scheduler.reset_prefix_cache() == (stats.free_blocks == stats.total_blocks)
+
+    def step(self) -> None:
+        idle = not self.scheduler.has_work()
+        step = self.driver.schedule()
+        assert not (idle and step.num_scheduled_tokens), "a step did work where there was none"
+        output = self.model.execute(step)
+        misread = set(self.model.misread)
+        self.connector.loads_at_once.clear()
+        news, self.news = self.news, ConnectorOutput()
+        news.invalid_block_ids |= self._spoiled
+        self._spoiled = set()
+        for update in self.driver.book(step, output, news):
+            assert not (update.token_ids and update.request_id in misread), f"{update} was read from wrong KV"
+            if update.finish is FinishReason.ERROR:
+                assert self.on_failure is LoadFailurePolicy.FAIL
+        for request_id in misread:
+            request = self.scheduler.requests.get(request_id)
+            assert request is None or request.status is not RequestStatus.RUNNING, (
+                f"{request!r} goes on wrong"
+            )
+
+    def settle(self) -> None:
+        """Everything that is under way ends well; then every request must end too, and nothing be left."""
+        self.pause(PauseState.UNPAUSED)
+        self.connector.deferrals.clear()
+        self.spoil_next = False
+        tokens_to_go = sum(
+            request.num_tokens + request.sampling.max_tokens for request in self.requests.values()
+        )
+        patience = 50 + 10 * tokens_to_go
+        under_way = self.connector.loads, self.connector.kept
+        while self.scheduler.has_unfinished_requests() or self.scheduler.has_work() or any(under_way):
+            patience -= 1
+            assert patience, f"no end: {list(self.scheduler.requests.values())}"
+            self.conclude(0)
+            self.send(0)
+            assert self.scheduler.has_work() or not self.news.is_empty, "everybody waits for everybody"
+            self.step()
+        while not self.news.is_empty:
+            self.step()
+        stats = self.scheduler.stats()
+        assert stats.free_blocks == stats.total_blocks
+        assert (stats.running, stats.waiting, stats.held_requests, stats.waiting_tokens) == (0, 0, 0, 0)
+        for request_id, request in self.requests.items():
+            self._check_answer(request_id, request)
+
+    def _check_answer(self, request_id: str, request: Request) -> None:
+        room = self.scheduler.max_model_len - request.num_prompt_tokens
+        expected = alone(request.prompt_token_ids, min(request.sampling.max_tokens, room), [EOS])
+        found = self.driver.outputs[request_id]
+        assert found == request.output_token_ids
+        if request_id in self.aborted or request.status is RequestStatus.FINISHED_ERROR:
+            assert found == expected[: len(found)]
+        else:
+            assert found == expected
+
+    # --- the peers
+
+    def _write(self, load: Load, start: int, end: int, good: bool) -> None:
+        chain = kv_chain(load.request.all_token_ids[: load.end], self.model.salts[load.request.request_id])
+        self.model.write(load.tables, chain if good else [GARBAGE] * load.end, start, end)
+
+    def _spoil(self, load: Load) -> int:
+        """Makes the last block of the load wrong, and returns it."""
+        group, table = self.model.groups[-1], load.tables[-1]
+        last = load.end - 1
+        block = table[last // group.block_size]
+        start = max(load.start, last // group.block_size * group.block_size)
+        for position in range(start, load.end):
+            self.model.kv[block, position % group.block_size] = GARBAGE
+        return block
+
+    def _load_at_once(self) -> None:
+        for load in self.connector.loads_at_once:
+            self._write(load, load.start, load.end, good=True)
+            if self.spoil_next:
+                self.spoil_next = False
+                self._spoiled.add(self._spoil(load))

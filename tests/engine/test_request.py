@@ -1,0 +1,153 @@
+"""A request: its identity, its tokens, its order among others, its end."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.cache.hashing import make_block_hasher
+from engine.config import HashAlgorithm
+from engine.request import MediaFeature, Request, RequestStatus
+from kvtransfer.base import TransferRequest
+from wire.nodes import PeerAddress
+from wire.requests import KVTransferParams, TransferRole
+from wire.sampling import FinishReason, SamplingParams
+
+HASHER = make_block_hasher(HashAlgorithm.SHA256, 4, "seed")
+
+
+def request(name: str = "a", prompt: object = (1, 2, 3), **fields: object) -> Request:
+    sampling = fields.pop("sampling", SamplingParams(max_tokens=5))
+    return Request(name, prompt, sampling, **fields)  # type: ignore[arg-type]
+
+
+def test_tokens_are_the_prompt_and_then_the_output():
+    each = request(output_token_ids=[8, 9])
+    each.append_output_token(10)
+    assert each.all_token_ids == [1, 2, 3, 8, 9, 10]
+    assert (each.prompt_token_ids, each.output_token_ids) == ([1, 2, 3], [8, 9, 10])
+    assert (each.num_prompt_tokens, each.num_tokens, each.num_output_tokens) == (3, 6, 3)
+
+
+def test_the_callers_list_is_left_alone():
+    prompt = [1, 2, 3]
+    each = request(prompt=prompt)
+    each.append_output_token(4)
+    assert prompt == [1, 2, 3]
+
+
+def test_drafts_count_only_where_they_should():
+    each = request()
+    each.spec_token_ids = [7, 8]
+    assert (each.num_tokens, each.num_tokens_with_spec) == (3, 5)
+
+
+def test_a_fresh_request_waits_and_has_nothing_computed():
+    each = request()
+    assert each.status is RequestStatus.WAITING
+    assert (each.num_computed_tokens, each.num_cached_tokens, each.num_preemptions) == (0, -1, 0)
+    assert (each.num_external_tokens, each.num_output_placeholders) == (0, 0)
+
+
+def test_statuses_stand_in_their_order():
+    assert [status.name for status in sorted(RequestStatus)] == [
+        "WAITING",
+        "WAITING_FOR_GRAMMAR",
+        "WAITING_FOR_REMOTE_KVS",
+        "WAITING_FOR_INPUT",
+        "RUNNING",
+        "PREEMPTED",
+        "FINISHED_STOPPED",
+        "FINISHED_LENGTH_CAPPED",
+        "FINISHED_ABORTED",
+        "FINISHED_IGNORED",
+        "FINISHED_ERROR",
+        "FINISHED_REPETITION",
+    ]
+
+
+def test_everything_after_preempted_is_an_end_and_has_a_reason():
+    for status in RequestStatus:
+        each = request()
+        each.status = status
+        ended = status.name.startswith("FINISHED")
+        assert status.is_finished == each.is_finished == ended
+        assert (each.finish_reason is not None) == ended
+        assert status.is_blocked == status.name.startswith("WAITING_FOR")
+
+
+@pytest.mark.parametrize(
+    ("status", "reason"),
+    [
+        (RequestStatus.FINISHED_STOPPED, FinishReason.STOP),
+        (RequestStatus.FINISHED_LENGTH_CAPPED, FinishReason.LENGTH),
+        (RequestStatus.FINISHED_ABORTED, FinishReason.ABORT),
+        (RequestStatus.FINISHED_ERROR, FinishReason.ERROR),
+    ],
+)
+def test_how_an_end_reads_to_others(status, reason):
+    each = request()
+    each.status = status
+    assert each.finish_reason is reason
+
+
+def test_priority_then_arrival_then_id_then_identity():
+    ordered = [
+        request("z", priority=-1, arrival_time=9.0),
+        request("y", priority=0, arrival_time=1.0),
+        request("a", priority=0, arrival_time=2.0),
+        request("b", priority=0, arrival_time=2.0),
+        request("a", priority=3, arrival_time=0.0),
+    ]
+    assert sorted(ordered[::-1]) == ordered
+    one, other = request("a", arrival_time=1.0), request("a", arrival_time=1.0)
+    assert (one < other) != (other < one)
+
+
+def test_hashes_grow_with_the_tokens():
+    each = request(prompt=range(7), block_hasher=HASHER)
+    assert len(each.block_hashes) == 1
+    each.append_output_token(7)
+    each.append_output_token(8)
+    assert each.block_hashes == request(prompt=range(9), block_hasher=HASHER).block_hashes
+    assert len(each.block_hashes) == 2
+
+
+def test_drafts_are_not_hashed():
+    each = request(prompt=range(7), block_hasher=HASHER)
+    each.spec_token_ids = [7, 8, 9]
+    assert len(each.block_hashes) == 1
+
+
+def test_without_a_hasher_there_are_no_hashes():
+    assert request(prompt=range(9)).block_hashes == []
+
+
+def test_log_probabilities_of_the_prompt_rule_out_the_prefix_cache():
+    assert request(sampling=SamplingParams(prompt_logprobs=0)).skip_reading_prefix_cache
+    assert not request().skip_reading_prefix_cache
+
+
+def test_limits_are_fixed_when_a_scheduler_accepts_it():
+    each = request(sampling=SamplingParams(max_tokens=5, stop_token_ids=[9]), eos_token_ids=frozenset({1}))
+    each.limit(7, frozenset({2}))
+    assert (each.length_limit, each.stop_token_ids) == (7, {1, 2, 9})
+    each.limit(100, frozenset())
+    assert each.length_limit == 8
+    deaf = request(sampling=SamplingParams(ignore_eos=True, stop_token_ids=[9]), eos_token_ids=frozenset({1}))
+    deaf.limit(100, frozenset({2}))
+    assert deaf.stop_token_ids == {9}
+
+
+def test_a_connector_sees_what_the_contract_promises():
+    transfer = KVTransferParams("t", TransferRole.CONSUME, PeerAddress("node", 1, "tcp://x"))
+    seen: TransferRequest = request(transfer=transfer, cache_salt="s", lora="l", output_token_ids=[5])
+    assert seen.request_id == "a"
+    assert (list(seen.all_token_ids), list(seen.output_token_ids)) == ([1, 2, 3, 5], [5])
+    assert (seen.num_prompt_tokens, seen.num_tokens, seen.num_computed_tokens) == (3, 4, 0)
+    assert (seen.transfer, seen.cache_salt, seen.lora) == (transfer, "s", "l")
+
+
+def test_it_shows_where_it_stands():
+    each = request(media=[MediaFeature("hash", 0, 2)])
+    each.num_computed_tokens = 2
+    assert repr(each) == "<Request a WAITING 2/3 tokens computed>"
