@@ -90,6 +90,7 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_failovers: int = 3
     api_keys: tuple[ApiKey, ...] = ()
     api_keys_file: str | None = None  # one key per line, or a JSON list of {name, key, quotas}
+    cors_origins: tuple[str, ...] = ()  # whose web pages may ask from a browser; "*" is everybody's
     limits: Limits = Limits()
     timeouts: Timeouts = Timeouts()
     heartbeat: Heartbeat = Heartbeat()

@@ -12,14 +12,38 @@ from collections.abc import Iterable, Sequence
 DEFAULT_BLOCKS = 4096
 
 
-def block_hashes(token_ids: Sequence[int], block_size: int, salt: str | None) -> list[int]:
-    """One hash per full block, each of it and everything before it. Not cryptographic: see above."""
-    parent = hash(salt)
-    hashes: list[int] = []
-    for start in range(0, len(token_ids) - block_size + 1, block_size):
+def block_hashes(
+    token_ids: Sequence[int], block_size: int, salt: str | None, known: Sequence[int] = ()
+) -> list[int]:
+    """One hash per full block, each of it and everything before it. Not cryptographic: see above.
+
+    `known` are those of the first blocks, from an earlier call for the same tokens.
+    """
+    parent = known[-1] if known else hash(salt)
+    hashes = list(known)
+    for start in range(len(known) * block_size, len(token_ids) - block_size + 1, block_size):
         parent = hash((parent, *token_ids[start : start + block_size]))
         hashes.append(parent)
     return hashes
+
+
+class PromptHashes:
+    """One prompt's block hashes, by block size, each computed once."""
+
+    def __init__(self, token_ids: Sequence[int], salt: str | None) -> None:
+        self._token_ids = token_ids
+        self._salt = salt
+        self._by_size: dict[int, list[int]] = {}
+
+    def of(self, block_size: int) -> list[int]:
+        hashes = self._by_size.get(block_size)
+        if hashes is None:
+            hashes = self._by_size[block_size] = block_hashes(self._token_ids, block_size, self._salt)
+        return hashes
+
+    def with_output(self, block_size: int, output: Sequence[int]) -> list[int]:
+        """Those of the prompt and what was answered to it."""
+        return block_hashes([*self._token_ids, *output], block_size, self._salt, self.of(block_size))
 
 
 class PrefixRecord:

@@ -18,8 +18,8 @@ from router.links import NodeLinks
 from router.metrics import RouterMetrics
 from router.policy import Decision, Policy, RoutingRequest
 from router.pool import Pool
-from router.prefixes import PrefixRecord, block_hashes
-from wire.errors import NodeLost, TandemError, Unavailable
+from router.prefixes import PrefixRecord, PromptHashes
+from wire.errors import InternalError, NodeLost, TandemError, Unavailable
 from wire.nodes import NodeInfo
 from wire.requests import NodeStatus, TokenBatch
 from wire.sampling import FinishReason
@@ -111,20 +111,18 @@ class Dispatcher:
 
     # --- what lives ask for -----------------------------------------------------------------------------------
 
-    def choose(self, request: RoutingRequest, spec: SequenceSpec) -> Decision:
+    def choose(self, request: RoutingRequest, hashes: PromptHashes) -> Decision:
         snapshot = self._pool.snapshot()
         self._turn += 1
-        cached: dict[str, int] = {}
-        hashes_by_size: dict[int, list[int]] = {}
-        for view in (*snapshot.prefill, *snapshot.decode):
-            size = view.info.block_size
-            if size not in hashes_by_size:
-                hashes_by_size[size] = block_hashes(spec.prompt_token_ids, size, spec.cache_salt)
-            cached[view.node_id] = size * self._prefixes.overlap(view.node_id, hashes_by_size[size])
+        cached = {
+            view.node_id: view.info.block_size
+            * self._prefixes.overlap(view.node_id, hashes.of(view.info.block_size))
+            for view in (*snapshot.prefill, *snapshot.decode)
+        }
         decision = self._policy(snapshot, msgspec.structs.replace(request, cached=cached, turn=self._turn))
         for node in (decision.prefill, decision.decode):
             if node is not None:
-                self._prefixes.sent(node.node_id, hashes_by_size[node.block_size])
+                self._prefixes.sent(node.node_id, hashes.of(node.block_size))
         self.metrics.decisions.labels(
             kind="away" if decision.prefill and decision.decode else "one_node"
         ).inc()
@@ -215,10 +213,8 @@ class Dispatcher:
             and life.ledger.tokens
         ):
             # What a chat's next turn begins with is now cached where it was decoded.
-            history = [*life.spec.prompt_token_ids, *life.ledger.tokens]
-            self._prefixes.sent(
-                attempt.decode.node_id, block_hashes(history, attempt.decode.block_size, life.spec.cache_salt)
-            )
+            node = attempt.decode
+            self._prefixes.sent(node.node_id, life.hashes.with_output(node.block_size, life.ledger.tokens))
 
     # --- what nodes tell --------------------------------------------------------------------------------------
 
@@ -229,9 +225,17 @@ class Dispatcher:
         for chunk in batch.chunks:
             life = lives.get(chunk.request_id)
             if life is not None:
-                life.on_chunk(node_id, epoch, chunk)
+                try:
+                    life.on_chunk(node_id, epoch, chunk)
+                except Exception as error:
+                    self._on_bug(life, error)
             else:
                 self._on_stray(node_id, chunk.request_id, ended=chunk.finish is not None)
+
+    def _on_bug(self, life: RequestLife, error: Exception) -> None:
+        """One request's misfortune: it is told, and the others in the same message go on."""
+        logger.exception("%s: handling it failed", life.spec.label)
+        life.fail(InternalError(f"the router failed to handle it: {type(error).__name__}"))
 
     def _on_stray(self, node_id: str, request_id: str, *, ended: bool) -> None:
         """A node works on what nobody here wants: it missed the Cancel, perhaps because it was stopped for a while."""
@@ -250,11 +254,17 @@ class Dispatcher:
     def on_node_lost(self, node: NodeInfo, why: str) -> None:
         self._prefixes.forget(node.node_id)
         for life in list(self._by_node.get(node, ())):
-            life.on_node_lost(node, why)
+            try:
+                life.on_node_lost(node, why)
+            except Exception as error:
+                self._on_bug(life, error)
         # What is still queued for it was sent before it was lost; its successor must not find it.
         self._links.forget(node)
 
     def on_pool_change(self) -> None:
         for life in list(self._waiting):
-            life.try_again()
+            try:
+                life.try_again()
+            except Exception as error:
+                self._on_bug(life, error)
         self.admission.pump()

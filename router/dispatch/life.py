@@ -11,6 +11,7 @@ from router.dispatch.attempt import Attempt, Source
 from router.dispatch.ledger import TokenLedger, TokenMismatch
 from router.dispatch.spec import SequenceSpec
 from router.policy import Decision, RoutingRequest
+from router.prefixes import PromptHashes
 from wire.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -49,6 +50,7 @@ class RequestLife:
         self._on_news = on_news
         self._on_end = on_end
         self.spec = spec
+        self.hashes = PromptHashes(spec.prompt_token_ids, spec.cache_salt)
         self.ledger = TokenLedger(wants_logprobs=spec.sampling.logprobs is not None)
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         self.cached_tokens: int | None = None
@@ -220,13 +222,13 @@ class RequestLife:
 
     def _choose(self) -> Decision:
         try:
-            return self._dispatcher.choose(self._routing(frozenset(self._avoid)), self.spec)
+            return self._dispatcher.choose(self._routing(frozenset(self._avoid)), self.hashes)
         except Unavailable:
             if not self._avoid or isinstance(self._last_failure, Overloaded):
                 raise
             # Better the decode node that failed it before than nobody; never again the same prefill node.
             return self._dispatcher.choose(
-                self._routing(self._dispatcher.prefill_ids & self._avoid), self.spec
+                self._routing(self._dispatcher.prefill_ids & self._avoid), self.hashes
             )
 
     def _routing(self, avoid: frozenset[str]) -> RoutingRequest:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
@@ -34,6 +35,21 @@ def _route(path: str, app: ASGIApp, *methods: str) -> BaseRoute:
     return Route(path, _Named(path, app), methods=list(methods))
 
 
+def _cors(origins: tuple[str, ...]) -> list[Middleware]:
+    """Before the gate: a browser asks for permission without showing its key."""
+    if not origins:
+        return []
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "x-tandem-nodes", "x-tandem-decision", "retry-after"],
+        )
+    ]
+
+
 async def _to_the_gate(request: Request, error: Exception) -> Response:
     raise error
 
@@ -53,6 +69,10 @@ def make_app(services: Services) -> ASGIApp:
         _route("/docs", TryRoute(), "GET"),
     ]
     gate = Middleware(Gate, limits=services.config.limits, keys=services.keys, metrics=services.metrics)
-    app = Starlette(routes=routes, middleware=[gate], exception_handlers={HTTPException: _to_the_gate})
+    app = Starlette(
+        routes=routes,
+        middleware=[*_cors(services.config.cors_origins), gate],
+        exception_handlers={HTTPException: _to_the_gate},
+    )
     app.router.redirect_slashes = False
     return app

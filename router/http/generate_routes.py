@@ -90,9 +90,9 @@ class GenerateRoute:
                 used = plan.prompt_tokens + sum(len(life.ledger.tokens) for life in generation.lives)
                 failovers = sum(life.failovers for life in generation.lives)
                 exchange.notes += f" nodes={_nodes(generation)} tokens={used} failovers={failovers}"
+                services.metrics.e2e_latency.observe(asyncio.get_running_loop().time() - arrived)
             if tenant is not None:
                 tenant.leave(used)
-            services.metrics.e2e_latency.observe(asyncio.get_running_loop().time() - arrived)
 
     def _caller(self, scope: Scope, exchange: Exchange, request: SamplingFields, arrived: float) -> Caller:
         tenant = exchange.tenant

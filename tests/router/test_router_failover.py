@@ -328,3 +328,24 @@ def test_usage_of_a_moved_request_counts_each_token_once(
         usage = next(body["usage"] for body in events.rest() if body != "[DONE]" and body["usage"])
     assert usage["completion_tokens"] == COUNT
     assert usage["prompt_tokens"] == len(tokenizer.encode("the fox", special=True))
+
+
+def test_a_bug_in_one_requests_handling_is_its_own_misfortune(
+    start_router: StartRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    router = start_router(prefill=0)
+    router.nodes["d0"].set(pause_at=2)
+    with router.stream(max_tokens=6, seed=1) as doomed, router.stream(max_tokens=6, seed=9) as healthy:
+        doomed.text(count=2)
+        text = healthy.text(count=2)
+        lives = router.server.services.dispatcher._by_request_id.values()
+
+        def broken(*_: object) -> None:
+            raise ValueError("a bug")
+
+        monkeypatch.setattr(
+            next(life.ledger for life in lives if life.spec.sampling.seed == 1), "accept", broken
+        )
+        router.nodes["d0"].resume()
+        assert doomed.rest()[-1]["error"]["code"] == "internal_error"
+        assert text + healthy.text() == router.expected("the fox", 6, seed=9)

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.prefixes import PrefixRecord, block_hashes
+from router.prefixes import PrefixRecord, PromptHashes, block_hashes
 
 TOKENS = st.lists(st.integers(0, 3), max_size=40)
 
@@ -52,3 +52,10 @@ def test_it_holds_as_much_as_the_node_and_forgets_the_longest_unused() -> None:
     assert record.overlap("n", first) == 0  # its first block is gone, so the rest is no use
     record.forget("n")
     assert record.overlap("n", second) == 0
+
+
+@given(prompt=TOKENS, output=TOKENS, size=st.sampled_from([1, 2, 4]))
+def test_hashes_that_are_known_are_gone_on_from(prompt: list[int], output: list[int], size: int) -> None:
+    hashes = PromptHashes(prompt, "salt")
+    assert hashes.of(size) == block_hashes(prompt, size, "salt")
+    assert hashes.with_output(size, output) == block_hashes(prompt + output, size, "salt")

@@ -211,3 +211,23 @@ def running_port(start_router: StartRouter) -> int:
     port = httpx.URL(router.url).port
     assert port is not None
     return port
+
+
+def test_web_pages_may_ask_only_where_it_is_allowed(start_router: StartRouter) -> None:
+    from router.config import ApiKey
+
+    asked = {"origin": "https://ours", "access-control-request-method": "POST"}
+    closed = start_router()
+    assert (
+        "access-control-allow-origin"
+        not in closed.client.get("/health", headers={"origin": "https://ours"}).headers
+    )
+    assert closed.client.options("/v1/completions", headers=asked).status_code == 405
+    opened = start_router(cors_origins=("https://ours",), api_keys=(ApiKey("a", "k"),))
+    preflight = opened.client.options("/v1/completions", headers=asked)
+    assert preflight.status_code == 200
+    assert preflight.headers["access-control-allow-origin"] == "https://ours"
+    assert (
+        opened.client.options("/v1/completions", headers=asked | {"origin": "https://else"}).status_code
+        == 400
+    )

@@ -1,0 +1,85 @@
+"""Whatever a client sends is answered: with what it asked for, or with a 4xx that says why. Never a 5xx."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from router.config import Heartbeat, LocalPrefill, RouterConfig
+from router.openai.answer_types import ChatCompletion, Completion, ErrorBody
+from router.openai.chat_request import ChatRequest
+from router.openai.completion_request import CompletionRequest
+from tests.router.bad_inputs import CHAT, COMPLETIONS, VALID
+from tests.router.conftest import LETTERS, Running
+from wire.nodes import Role
+
+ANSWERS: dict[str, Any] = {COMPLETIONS: Completion, CHAT: ChatCompletion}
+FIELDS = {COMPLETIONS: CompletionRequest.__struct_fields__, CHAT: ChatRequest.__struct_fields__}
+
+ANYTHING = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 200)
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+    | st.sampled_from(["auto", "none", "required", "text", "json_object", "user", "function", "fake"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["role", "content", "type", "text", "function", "name", "5", "x"]),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=6,
+)
+
+
+@pytest.fixture(scope="module")
+def router(model_folder: str, end_token: int) -> Iterator[Running]:
+    config = RouterConfig(
+        tokenizer_path=model_folder,
+        model_name="fake",
+        port=0,
+        heartbeat=Heartbeat(ping_interval=0.1, silence=2),
+        local_prefill=LocalPrefill.NEVER,
+    )
+    running = Running(config, LETTERS, end_token)
+    running.add("p0", Role.PREFILL, max_model_len=64)
+    running.add("d0", Role.DECODE, max_model_len=64)
+    running.wait_ready()
+    yield running
+    running.wait_for(running.idle, "nothing is left behind")
+    assert running.complete(max_tokens=3).status_code == 200
+    running.close()
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_any_field_with_any_value(router: Running, path: str, data: st.DataObject) -> None:
+    names = st.sampled_from([name for name in FIELDS[path] if name != "stream"])
+    fields = data.draw(st.dictionaries(names, ANYTHING, min_size=1, max_size=3))
+    answer = router.client.post(
+        path, content=json.dumps(VALID[path] | fields), headers={"content-type": "application/json"}
+    )
+    if answer.status_code == 200:
+        msgspec.convert(answer.json(), ANSWERS[path])
+    else:
+        assert 400 <= answer.status_code < 500, answer.text
+        msgspec.convert(answer.json(), ErrorBody)
+
+
+@settings(max_examples=100, deadline=None)
+@given(body=st.binary(max_size=100) | ANYTHING.map(lambda value: json.dumps(value).encode()))
+def test_any_body(router: Running, body: bytes) -> None:
+    answer = router.client.post(COMPLETIONS, content=body, headers={"content-type": "application/json"})
+    assert 400 <= answer.status_code < 500
+    msgspec.convert(answer.json(), ErrorBody)
