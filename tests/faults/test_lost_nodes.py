@@ -1,0 +1,121 @@
+"""A node is killed or frozen in the middle of a request: the client gets the same text as without it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.faults.processes import busiest, send
+from tests.integration.conftest import Deploy, Running, float32_config
+from tests.integration.reference import Expected
+
+LONG_ANSWER = 120
+PROMPT = 9  # which of the prompts: 32 tokens
+LONG_PROMPT = 19  # 1,500 tokens
+
+
+@pytest.fixture(scope="module")
+def server(deploy: Deploy, smollm2_path: Path, expected: list[Expected]) -> Iterator[Running]:
+    with deploy(float32_config(smollm2_path, prefill=2, decode=2)) as running:
+        yield running
+
+
+def until_whole(server: Running) -> list[dict[str, Any]]:
+    """Two ready nodes of each role, every block free."""
+    server.until(
+        lambda nodes: (
+            sorted(node["role"] for node in nodes if node["state"] == "ready" and not node["unusable"])
+            == ["decode", "decode", "prefill", "prefill"]
+        ),
+        "two nodes of each role",
+    )
+    return server.until_quiet()
+
+
+@pytest.fixture(autouse=True)
+def whole(server: Running) -> Iterator[None]:
+    until_whole(server)
+    yield
+    until_whole(server)
+
+
+def stream(server: Running, prompt: list[int], at_token: int, then: Callable[[], None], **fields: Any) -> str:
+    """The streamed text; `then` is called once, when `at_token` pieces have come."""
+    body = {
+        "model": server.model,
+        "prompt": prompt,
+        "max_tokens": LONG_ANSWER,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        **fields,
+    }
+    text, pieces, finished = "", 0, False
+    with httpx.stream(
+        "POST", f"{server.url}/v1/completions", json=body, timeout=120, trust_env=False
+    ) as response:
+        assert response.status_code == 200, response.read()
+        for line in response.iter_lines():
+            if not line.startswith("data: "):
+                continue
+            if line == "data: [DONE]":
+                finished = True
+                continue
+            event = json.loads(line[6:])
+            assert "error" not in event, event
+            text += event["choices"][0]["text"]
+            pieces += 1
+            if pieces == at_token:
+                then()
+    assert finished
+    return text
+
+
+SAMPLINGS = [
+    pytest.param({"temperature": 0}, id="greedy"),
+    pytest.param({"temperature": 0.9, "top_p": 0.95, "seed": 77}, id="seeded"),
+]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+def test_a_decode_node_lost_in_mid_stream_changes_nothing_in_the_text(
+    server: Running, expected: list[Expected], sampling: dict[str, Any], number: signal.Signals
+) -> None:
+    prompt = expected[PROMPT].prompt
+    undisturbed = stream(server, prompt, 0, lambda: None, **sampling)
+    disturbed = stream(server, prompt, 10, lambda: send(busiest("decode"), number), **sampling)
+    assert disturbed == undisturbed
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+def test_a_prefill_node_lost_while_it_reads_the_prompt_changes_nothing_in_the_text(
+    server: Running, expected: list[Expected], number: signal.Signals
+) -> None:
+    # Prompts that no node has cached, so that a prefill node is busy with each for a while.
+    prompt = list(reversed(expected[LONG_PROMPT].prompt))
+    prompt[0] = expected[3].prompt[0]
+    fault = threading.Timer(0.4, lambda: send(busiest("prefill"), number))
+    fault.start()
+    answer = server.complete(prompt, 8)["choices"][0]["text"]
+    fault.join()
+    until_whole(server)
+    assert answer == server.complete(prompt, 8)["choices"][0]["text"]
+
+
+def test_a_lost_node_comes_back_with_a_new_epoch(server: Running) -> None:
+    before = {(node["node_id"], node["epoch"]) for node in server.nodes()}
+    send(busiest("prefill"), signal.SIGKILL)
+    server.until(
+        lambda nodes: len({(node["node_id"], node["epoch"]) for node in nodes} - before) == 1, "a new epoch"
+    )
+    after = {(node["node_id"], node["epoch"]) for node in until_whole(server)}
+    assert {node_id for node_id, _ in after} == {node_id for node_id, _ in before}
+    assert len(after - before) == 1
