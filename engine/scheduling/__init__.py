@@ -1,0 +1,18 @@
+"""Who computes how many tokens in the next step, and what came of it.
+
+scheduler       the whole of it; everything else is its parts
+state           what the parts share
+queue, waiting  the line, those that were passed over, those that wait for an event
+policies        who goes first, who gives way
+running         first half of a step: those that run
+admission       second half: those in line
+step            what has been decided of a step so far
+output          what the runner is told and what it answers
+results         the model's answer, booked
+transfers       the connector's news, booked; invalid_blocks is its hardest case
+lifecycle       how a request begins, loses its turn and ends
+stopping        when a token is the last
+update          what is reported of a step
+stats           numbers
+audit           what must always hold
+"""

@@ -1,7 +1,7 @@
 """Thousands of random lives of a scheduler, each audited after every step.
 
 A run is made from its number alone: `World` says what can happen, and a failure names the run that shows it.
-TANDEM_RANDOM_RUNS sets how many; a few hundred by default, to be quick.
+TANDEM_RANDOM_RUNS sets how many; a few hundred by default. Slow, because it is many lives.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvtransfer.base import LoadFailurePolicy
 from tests.engine.scheduling.model import next_token
 from tests.engine.scheduling.world import GROUPS, Source, World
 
-RUNS = int(os.environ.get("TANDEM_RANDOM_RUNS", "120"))
+RUNS = int(os.environ.get("TANDEM_RANDOM_RUNS", "360"))
 BATCHES = 12
 
 
@@ -84,6 +84,7 @@ def run(number: int) -> None:
     world.settle()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", range(BATCHES))
 def test_every_random_run_ends_as_it_must(batch):
     for number in range(batch, RUNS, BATCHES):

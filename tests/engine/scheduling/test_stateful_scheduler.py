@@ -1,12 +1,13 @@
 """The same world as in `test_random_runs.py`, drawn by hypothesis: slower, and it shrinks what it finds.
 
-TANDEM_STATEFUL_EXAMPLES sets how many lives are drawn.
+TANDEM_STATEFUL_EXAMPLES sets how many lives are drawn. Slow, because they are many.
 """
 
 from __future__ import annotations
 
 import os
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -116,7 +117,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.world.settle()
 
 
-TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine = pytest.mark.slow(SchedulerMachine.TestCase)
 TestSchedulerMachine.settings = settings(
     max_examples=EXAMPLES,
     stateful_step_count=30,

@@ -1,0 +1,38 @@
+"""The document's example is a program, and it runs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from engine.cache.groups import AttentionKind, KVCacheGroup
+from engine.config import CacheConfig, SchedulerConfig
+from engine.request import Request
+from engine.scheduling.output import ModelOutput
+from engine.scheduling.scheduler import Scheduler
+from kvtransfer.base import ConnectorMetadata, ConnectorOutput, Handoff, SchedulerConnector
+from wire.sampling import SamplingParams
+
+NAMES = (
+    AttentionKind,
+    CacheConfig,
+    ConnectorMetadata,
+    ConnectorOutput,
+    Handoff,
+    KVCacheGroup,
+    ModelOutput,
+    Request,
+    SamplingParams,
+    Scheduler,
+    SchedulerConfig,
+    SchedulerConnector,
+)
+
+
+def test_the_documents_example_runs():
+    document = Path(__file__).parents[3] / "docs" / "scheduler.md"
+    (program,) = re.findall(r"```python\n(.*?)```", document.read_text(), re.DOTALL)
+    found = {name.__name__: name for name in NAMES}
+    exec(program, found)
+    assert not found["scheduler"].has_unfinished_requests()
+    found["scheduler"].check_integrity()
