@@ -83,10 +83,6 @@ class Consumer:
         self._declined = Declined(me, settings, send, clock)
 
     @property
-    def open_transfers(self) -> int:
-        return len(self._receivings)
-
-    @property
     def is_idle(self) -> bool:
         """Nothing has a deadline."""
         return not self._receivings and self._declined.is_empty and not self._reader.has_leaving
@@ -103,6 +99,7 @@ class Consumer:
         receiving = Receiving(command, began_at=now, deadline=now + self._settings.timeout_s)
         self._receivings[command.transfer_id] = receiving
         self._by_request[command.request_id] = receiving
+        self._recorder.began()
         death = self._links.death_of(receiving.peer)
         if death is not None:
             self._end(receiving, Outcome.PEER_LOST, death)

@@ -86,10 +86,6 @@ class Producer:
         self._unfenced: list[commands.Computed] = []
 
     @property
-    def open_transfers(self) -> int:
-        return sum(not sending.is_over for sending in self._sendings.values())
-
-    @property
     def is_idle(self) -> bool:
         """Nothing has a deadline."""
         return not self._handshakes.has_leaving and all(
@@ -400,6 +396,7 @@ class Producer:
     def _open(self, transfer_id: str) -> Sending:
         sending = Sending(transfer_id, self._geometry.block_size, self._clock())
         self._sendings[transfer_id] = sending
+        self._recorder.began()
         return sending
 
     def _too_many_early(self) -> bool:

@@ -35,8 +35,14 @@ class Recorder:
         self._refused: Counter[str] = Counter()
         self._timings: dict[str, Timing] = {}
 
-    def ended(self, outcome: Outcome) -> None:
+    def began(self) -> None:
         with self._lock:
+            self._stats.in_progress += 1
+
+    def ended(self, outcome: Outcome) -> None:
+        """Before anybody is told: who knows of the end sees it counted."""
+        with self._lock:
+            self._stats.in_progress -= 1
             self._outcomes[outcome.value] += 1
 
     def refused(self, why: str) -> None:
@@ -62,10 +68,6 @@ class Recorder:
     def lease_expired(self) -> None:
         with self._lock:
             self._stats.leases_expired += 1
-
-    def in_progress(self, transfers: int) -> None:
-        with self._lock:
-            self._stats.in_progress = transfers
 
     def snapshot(self, malformed_frames: int) -> TransferStats:
         with self._lock:

@@ -198,6 +198,7 @@ class History:
             assert not node.transport.moves
             assert node.endpoint.is_idle, node.name
             assert len(node.free) == len(node.memory) - 1, f"{node.name} leaked blocks"
+            assert node.recorder.snapshot(0).in_progress == 0
         outcomes = self.consumer.recorder.snapshot(0).outcomes
         assert sum(outcomes.values()) == len(self.consumer.receives)
 

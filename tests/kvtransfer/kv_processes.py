@@ -1,0 +1,106 @@
+"""Fake engines in processes of their own, driven call by call."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any
+
+from kvtransfer.base import TransferConfig
+from wire.nodes import PeerAddress
+
+CALL_TIMEOUT_S = 40.0
+
+
+def _serve(calls: Connection, connector: str, node_id: str, epoch: int, config: dict[str, Any]) -> None:
+    import torch
+    from kv_fake_engine import FakeEngine
+
+    torch.set_num_threads(1)
+    dtype = getattr(torch, config.pop("dtype", "float32"))
+    num_blocks = config.pop("num_blocks", 64)
+    engine = FakeEngine(
+        connector, node_id, epoch, TransferConfig(connector=connector, **config), num_blocks, dtype
+    )
+    calls.send(engine.endpoint())
+    while True:
+        try:
+            name, args, kwargs = calls.recv()
+        except EOFError:
+            name, args, kwargs = "close", (), {}
+        try:
+            result, error = getattr(engine, name)(*args, **kwargs), None
+        except BaseException:
+            result, error = None, traceback.format_exc()
+        calls.send((result, error))
+        if name == "close":
+            return
+
+
+class EngineProcess:
+    """`engine.step()` steps the engine over there. A call that takes too long fails the test."""
+
+    def __init__(self, connector: str, node_id: str, epoch: int, **config: Any) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._calls, theirs = context.Pipe()
+        self._process = context.Process(
+            target=_serve, args=(theirs, connector, node_id, epoch, config), daemon=True
+        )
+        self._process.start()
+        theirs.close()
+        self._node_id, self._epoch = node_id, epoch
+        self._endpoint: str | None = None
+
+    @property
+    def address(self) -> PeerAddress:
+        if self._endpoint is None:
+            self._endpoint = self._receive()
+        return PeerAddress(self._node_id, self._epoch, self._endpoint)
+
+    def _receive(self) -> Any:
+        if not self._calls.poll(CALL_TIMEOUT_S):
+            raise TimeoutError(f"{self._node_id} did not answer")
+        return self._calls.recv()
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        self.begin(name, *args, **kwargs)
+        return self.result()
+
+    def begin(self, name: str, *args: Any, **kwargs: Any) -> None:
+        assert self.address
+        self._calls.send((name, args, kwargs))
+
+    def result(self) -> Any:
+        result, error = self._receive()
+        if error is not None:
+            raise AssertionError(f"{self._node_id}: {error}")
+        return result
+
+    def kill(self) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, signal.SIGKILL)
+        self._process.join(10)
+
+    def pause(self) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, signal.SIGCONT)
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def close(self) -> None:
+        if self._process.is_alive():
+            self.call("close")
+            self._process.join(10)
+        if self._process.is_alive():
+            self._process.kill()
+            raise AssertionError(f"{self._node_id} did not end")

@@ -1,0 +1,314 @@
+"""What every connector must do, in every direction, between real processes.
+
+Slow: each process imports torch and the connector's library. Most tests share one pair of processes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from kv_fake_engine import BLOCK_SIZE, first_token_of
+from kv_processes import EngineProcess
+
+from kvtransfer.base import Handoff, TransferStats
+from wire.nodes import PeerAddress
+from wire.requests import KVTransferParams, TransferRole
+
+pytestmark = pytest.mark.slow
+
+LEASE_S = 2.0
+CONNECTORS = [("nixl", "push"), ("nixl", "pull")]
+names = (f"r{number}" for number in itertools.count())
+epochs = itertools.count(1000)
+
+
+class Pair:
+    def __init__(
+        self, connector: str, direction: str, producer: dict[str, Any], consumer: dict[str, Any]
+    ) -> None:
+        self.connector = connector
+        common = {"direction": direction, "lease_s": LEASE_S, "timeout_s": 15.0}
+        self.options = {"p": common | producer, "c": common | consumer}
+        # Both start while the other does.
+        self.producer = self.start("p")
+        self.consumer = self.start("c")
+
+    def start(self, node_id: str) -> EngineProcess:
+        return EngineProcess(self.connector, node_id, next(epochs), **self.options[node_id])
+
+    def close(self) -> None:
+        self.producer.close()
+        self.consumer.close()
+
+    def add(
+        self,
+        tokens: list[int],
+        *,
+        on: str = "both",
+        name: str | None = None,
+        producer: dict[str, Any] | None = None,
+        consumer: dict[str, Any] | None = None,
+    ) -> str:
+        name = name or next(names)
+        if on in ("both", "c"):
+            self.consumer.call(
+                "add", name, tokens, self._part(TransferRole.CONSUME, name), **(consumer or {})
+            )
+        if on in ("both", "p"):
+            self.producer.call(
+                "add", name, tokens, self._part(TransferRole.PRODUCE, name), **(producer or {})
+            )
+        return name
+
+    def _part(self, role: TransferRole, name: str) -> KVTransferParams:
+        peer: PeerAddress = (self.producer if role is TransferRole.CONSUME else self.consumer).address
+        return KVTransferParams(f"transfer-{name}", role, peer)
+
+    def expect_loaded(self, name: str, tokens: list[int]) -> None:
+        self.consumer.begin("run_until", name, ["loaded", "failed"])
+        self.producer.call("run_until", name, ["freed"])
+        assert self.consumer.result() == "loaded", self.consumer.call("failure", name)
+        assert self.consumer.call("handoff", name) == Handoff(first_token_of(tokens), len(tokens))
+        assert self.consumer.call("kv_is_right", name)
+        self.consumer.call("finish", name)
+
+    def expect_nothing_left(self, blocks: int = 63) -> None:
+        for engine in (self.producer, self.consumer):
+            assert engine.call("num_free") == blocks
+            assert engine.call("stats").in_progress == 0
+
+    def stats(self) -> tuple[TransferStats, TransferStats]:
+        return self.producer.call("stats"), self.consumer.call("stats")
+
+
+@contextmanager
+def started(connector: tuple[str, str], producer: Any = None, consumer: Any = None) -> Iterator[Pair]:
+    pair = Pair(*connector, producer or {}, consumer or {})
+    try:
+        yield pair
+    finally:
+        pair.close()
+
+
+@pytest.fixture(scope="module", params=CONNECTORS, ids="-".join)
+def shared(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    with started(request.param) as pair:
+        yield pair
+
+
+@pytest.fixture(params=CONNECTORS, ids="-".join)
+def own(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    """For tests that leave a process dead or wounded."""
+    with started(request.param) as pair:
+        yield pair
+
+
+def a_prompt(length: int) -> list[int]:
+    return [3 * number % 97 for number in range(length)]
+
+
+# ── bytes ──
+
+
+@pytest.mark.parametrize("length", [1, BLOCK_SIZE, BLOCK_SIZE + 1, 37])
+@pytest.mark.parametrize("chunk", [3, 8, 1000])
+def test_the_consumer_has_the_producers_bytes(shared: Pair, length: int, chunk: int) -> None:
+    tokens = a_prompt(length)
+    before = shared.stats()
+    name = shared.add(tokens, producer={"chunk": chunk})
+    shared.expect_loaded(name, tokens)
+    after = shared.stats()
+    blocks = -(-length // BLOCK_SIZE)
+    assert after[0].blocks_sent - before[0].blocks_sent == blocks
+    assert after[1].blocks_received - before[1].blocks_received == blocks
+    assert after[0].bytes_sent - before[0].bytes_sent == after[1].bytes_received - before[1].bytes_received
+    shared.expect_nothing_left()
+
+
+@pytest.mark.parametrize(("on_producer", "on_consumer"), [(16, 0), (0, 16), (16, 8), (8, 16)])
+def test_what_either_node_has_in_its_prefix_cache_is_used(
+    shared: Pair, on_producer: int, on_consumer: int
+) -> None:
+    tokens = a_prompt(30)
+    before = shared.stats()[0].blocks_sent
+    name = shared.add(
+        tokens, producer={"cached_tokens": on_producer, "chunk": 8}, consumer={"cached_tokens": on_consumer}
+    )
+    shared.expect_loaded(name, tokens)
+    assert shared.stats()[0].blocks_sent - before == 8 - on_consumer // BLOCK_SIZE
+    shared.expect_nothing_left()
+
+
+@pytest.mark.parametrize("first", ["p", "c"])
+def test_either_node_may_hear_of_the_request_long_before_the_other(shared: Pair, first: str) -> None:
+    tokens = a_prompt(21)
+    name = shared.add(tokens, on=first)
+    if first == "p":
+        shared.producer.call("run_until", name, ["ended"])
+    else:
+        shared.consumer.call("step")
+    shared.add(tokens, on="c" if first == "p" else "p", name=name)
+    shared.expect_loaded(name, tokens)
+    shared.expect_nothing_left()
+
+
+def test_many_transfers_at_once(shared: Pair) -> None:
+    prompts = {shared.add(tokens, producer={"chunk": 6}): tokens for tokens in map(a_prompt, range(5, 45, 5))}
+    for name, tokens in prompts.items():
+        shared.expect_loaded(name, tokens)
+    shared.expect_nothing_left()
+
+
+def test_a_preempted_prompt_arrives_all_the_same(shared: Pair) -> None:
+    tokens = a_prompt(33)
+    name = shared.add(tokens, producer={"chunk": 8})
+    shared.consumer.call("step")
+    shared.producer.call("step")
+    shared.producer.call("step")
+    shared.producer.call("preempt", name)
+    shared.expect_loaded(name, tokens)
+    shared.expect_nothing_left()
+
+
+# ── ends that are not good ones ──
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_an_abort_on_the_consumer_frees_both(shared: Pair, steps: int) -> None:
+    name = shared.add(a_prompt(40), producer={"chunk": 8})
+    shared.consumer.call("step")
+    for _ in range(steps):
+        shared.producer.call("step")
+    shared.consumer.call("finish", name)
+    shared.consumer.call("run_until", name, ["freed"])
+    shared.producer.call("run_until", name, ["freed"])
+    shared.expect_nothing_left()
+
+
+def test_an_abort_on_the_consumer_before_it_asked_for_anything_frees_the_producer(shared: Pair) -> None:
+    name = shared.add(a_prompt(40))
+    shared.producer.call("run_until", name, ["ended"])
+    shared.consumer.call("finish", name)
+    shared.consumer.call("step")
+    shared.producer.call("run_until", name, ["freed"], timeout_s=LEASE_S / 2)
+    shared.expect_nothing_left()
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_an_abort_on_the_producer_fails_the_consumer_at_once(shared: Pair, steps: int) -> None:
+    name = shared.add(a_prompt(40), producer={"chunk": 8})
+    shared.consumer.call("step")
+    for _ in range(steps):
+        shared.producer.call("step")
+    shared.producer.call("finish", name)
+    shared.producer.call("run_until", name, ["freed"])
+    shared.consumer.call("run_until", name, ["failed"], timeout_s=LEASE_S / 2)
+    assert "ended before its prompt was computed" in shared.consumer.call("failure", name)
+    shared.consumer.call("finish", name)
+    shared.expect_nothing_left()
+
+
+def test_different_tokens_are_refused(shared: Pair) -> None:
+    name = shared.add(a_prompt(20), on="c")
+    shared.add(a_prompt(21)[1:], on="p", name=name)
+    shared.consumer.begin("run_until", name, ["loaded", "failed"])
+    shared.producer.call("run_until", name, ["freed"])
+    assert shared.consumer.result() == "failed"
+    assert "different tokens" in shared.consumer.call("failure", name)
+    shared.consumer.call("finish", name)
+    shared.expect_nothing_left()
+
+
+def test_a_different_cache_salt_is_refused(shared: Pair) -> None:
+    tokens = a_prompt(20)
+    name = shared.add(tokens, producer={"cache_salt": "somebody"}, consumer={"cache_salt": "somebody else"})
+    shared.consumer.begin("run_until", name, ["loaded", "failed"])
+    shared.producer.call("run_until", name, ["freed"])
+    assert shared.consumer.result() == "failed"
+    shared.consumer.call("finish", name)
+    shared.expect_nothing_left()
+
+
+def test_a_producer_that_nobody_asks_frees_its_blocks_when_the_lease_ends(shared: Pair) -> None:
+    expired = shared.stats()[0].leases_expired
+    name = shared.add(a_prompt(20), on="p")
+    shared.producer.call("run_until", name, ["freed"], timeout_s=LEASE_S + 2)
+    assert shared.stats()[0].leases_expired == expired + 1
+    shared.expect_nothing_left()
+
+
+@pytest.mark.parametrize("connector", CONNECTORS, ids="-".join)
+def test_caches_that_differ_are_refused_by_name(connector: tuple[str, str]) -> None:
+    with started(connector, consumer={"dtype": "bfloat16"}) as pair:
+        name = pair.add(a_prompt(20))
+        pair.consumer.call("run_until", name, ["failed"], timeout_s=3)
+        assert "dtype is 'float32' here and 'bfloat16' there" in pair.consumer.call("failure", name)
+        pair.consumer.call("finish", name)
+        pair.producer.call("run_until", name, ["freed"], timeout_s=LEASE_S + 2)
+        pair.expect_nothing_left()
+
+
+@pytest.mark.parametrize("connector", CONNECTORS, ids="-".join)
+def test_pools_may_differ_in_size(connector: tuple[str, str]) -> None:
+    with started(connector, producer={"num_blocks": 20}, consumer={"num_blocks": 200}) as pair:
+        tokens = a_prompt(40)
+        for _ in range(3):
+            pair.expect_loaded(pair.add(tokens), tokens)
+
+
+# ── processes that die ──
+
+
+@pytest.mark.parametrize("steps", [0, 2, 6])
+def test_a_killed_producer_fails_the_transfer_within_seconds(own: Pair, steps: int) -> None:
+    name = own.add(a_prompt(40), producer={"chunk": 8})
+    own.consumer.call("step")
+    for _ in range(steps):
+        own.producer.call("step")
+    own.producer.kill()
+    state = own.consumer.call("run_until", name, ["failed", "loaded"], timeout_s=LEASE_S + 2)
+    assert state == "failed" or steps == 6
+    own.consumer.call("finish", name)
+    assert own.consumer.call("num_free") == 63
+
+
+def test_a_killed_consumer_frees_the_producer_within_seconds(own: Pair) -> None:
+    tokens = a_prompt(40)
+    own.expect_loaded(own.add(tokens), tokens)  # so that there is a connection to lose
+    name = own.add(tokens, producer={"chunk": 8})
+    own.consumer.call("step")
+    own.producer.call("step")
+    own.consumer.kill()
+    own.producer.call("run_until", name, ["freed"], timeout_s=LEASE_S + 2)
+    assert own.producer.call("num_free") == 63
+    # Whoever comes next is served.
+    own.consumer = own.start("c")
+    own.expect_loaded(own.add(tokens), tokens)
+
+
+def test_a_restarted_producer_is_worked_with_again(own: Pair) -> None:
+    tokens = a_prompt(40)
+    own.expect_loaded(own.add(tokens), tokens)
+    own.producer.kill()
+    own.producer = own.start("p")
+    own.expect_loaded(own.add(tokens), tokens)
+    own.expect_nothing_left()
+
+
+def test_a_stopped_producer_that_comes_back_writes_nowhere(own: Pair) -> None:
+    tokens = a_prompt(40)
+    own.expect_loaded(own.add(tokens), tokens)
+    name = own.add(tokens, producer={"chunk": 8})
+    own.consumer.call("step")
+    own.producer.call("step")
+    own.producer.pause()
+    own.consumer.call("run_until", name, ["failed"], timeout_s=LEASE_S + 3)
+    own.consumer.call("finish", name)
+    own.producer.resume()
+    own.producer.call("run_until", name, ["freed"], timeout_s=LEASE_S + 3)
+    own.expect_nothing_left()
+    own.expect_loaded(own.add(tokens), tokens)
