@@ -1,0 +1,331 @@
+"""The scheduler alone, with a model that answers at once: microseconds per step, per token, per added request.
+
+    python -m benchmarks.scheduler [--quick] [--json FILE]
+    python -m benchmarks.scheduler --vllm-python PATH --model FOLDER --peer-script PATH
+
+With the last three, vLLM's own scheduler does the same work in the same run: PATH is the Python of an environment with
+vLLM, FOLDER a local model whose configuration it reads, and the script drives it and prints one line per workload,
+`nreq=.. plen=.. olen=.. seqs=.. shared=..: add .. us/req, .. steps, median step .. us, total ..s, .. us/token`.
+
+A workload is a number of random prompts that arrive at once and are answered to the end. `shared` tokens are the
+beginning of every prompt. A step is `schedule` and `update_from_output`, and making the model's answer between them,
+as the peer counts it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from engine.cache.groups import AttentionKind, KVCacheGroup
+from engine.cache.hashing import make_block_hasher
+from engine.config import CacheConfig, HashAlgorithm, SchedulerConfig
+from engine.request import Request
+from engine.scheduling.output import ModelOutput
+from engine.scheduling.scheduler import Scheduler
+from wire.sampling import SamplingParams
+
+BLOCK_SIZE = 16
+VOCABULARY = 49_000
+CONTEXT = 8192
+TOKEN_BUDGET = 8192
+NUM_BLOCKS = 20_000
+STEP_FLOOR = 3.0  # times faster than vLLM, at 256 running requests
+ADD_FLOOR = 2.0
+PEER_LINE = re.compile(
+    r"nreq=(\d+) plen=(\d+) olen=(\d+) seqs=(\d+) shared=(\d+): "
+    r"add ([\d.]+) us/req, \d+ steps, median step ([\d.]+) us, .*?, ([\d.]+) us/token"
+)
+
+
+class Workload(msgspec.Struct, frozen=True):
+    requests: int
+    prompt: int
+    answer: int
+    running: int
+    shared: int = 0
+
+    def __str__(self) -> str:
+        shared = f", {self.shared} shared" if self.shared else ""
+        return f"{self.requests} × {self.prompt}+{self.answer}{shared}, {self.running} running"
+
+
+# The first three are the peer's.
+WORKLOADS = (
+    Workload(256, 512, 128, 256),
+    Workload(64, 512, 128, 64),
+    Workload(1024, 1024, 64, 256, shared=512),
+    Workload(64, 512, 128, 64, shared=448),
+    Workload(256, 512, 128, 256, shared=448),
+    Workload(1024, 128, 128, 1024),
+    Workload(1024, 512, 64, 1024, shared=448),
+)
+
+
+class Speed(msgspec.Struct, frozen=True):
+    """Microseconds."""
+
+    add_request: float
+    step: float  # median
+    token: float
+    schedule: float | None = None  # medians, without the model's answer
+    update: float | None = None
+
+
+def make_scheduler(running: int, num_blocks: int = NUM_BLOCKS) -> Scheduler:
+    return Scheduler(
+        SchedulerConfig(max_num_seqs=running, max_num_batched_tokens=TOKEN_BUDGET),
+        CacheConfig(block_size=BLOCK_SIZE),
+        [KVCacheGroup(AttentionKind.FULL, BLOCK_SIZE, (0,))],
+        num_blocks,
+        CONTEXT,
+        frozenset({2}),
+    )
+
+
+def random_prompts(count: int, length: int, shared: int = 0) -> list[list[int]]:
+    draw = random.Random(0)
+    common = [draw.randrange(VOCABULARY) for _ in range(shared)]
+    return [common + [draw.randrange(VOCABULARY) for _ in range(length - shared)] for _ in range(count)]
+
+
+def add_all(scheduler: Scheduler, prompts: list[list[int]], answer: int) -> float:
+    """Seconds to make, hash and add the requests."""
+    started = time.perf_counter()
+    for i, prompt in enumerate(prompts):
+        sampling = SamplingParams(max_tokens=answer, ignore_eos=True, temperature=0.0)
+        scheduler.add_request(Request(str(i), prompt, sampling, block_hasher=scheduler.block_hasher))
+    return time.perf_counter() - started
+
+
+def steps(scheduler: Scheduler) -> Iterator[tuple[float, float, float, int]]:
+    """Seconds for the whole step, for planning it and for booking it, and the tokens that it made."""
+    while scheduler.has_unfinished_requests():
+        started = time.perf_counter()
+        step = scheduler.schedule()
+        planned = time.perf_counter()
+        requests = scheduler.requests
+        sampled = {}
+        for request_id in step.num_scheduled_tokens:
+            request = requests[request_id]
+            if request.num_computed_tokens >= request.num_tokens:
+                sampled[request_id] = [7]
+        answered = time.perf_counter()
+        scheduler.update_from_output(step, ModelOutput(sampled))
+        ended = time.perf_counter()
+        yield ended - started, planned - started, ended - answered, len(sampled)
+
+
+def measure(work: Workload) -> Speed:
+    scheduler = make_scheduler(work.running, max(NUM_BLOCKS, work.running * (work.prompt + work.answer) // 8))
+    prompts = random_prompts(work.requests, work.prompt, work.shared)
+    adding = add_all(scheduler, prompts, work.answer)
+    whole, planning, booking, tokens = zip(*steps(scheduler), strict=True)
+    return Speed(
+        add_request=adding * 1e6 / work.requests,
+        step=median(whole) * 1e6,
+        token=sum(whole) * 1e6 / sum(tokens),
+        schedule=median(planning) * 1e6,
+        update=median(booking) * 1e6,
+    )
+
+
+def best(measurements: list[Speed]) -> Speed:
+    """Each figure's smallest: what others do on the machine only ever adds."""
+    fields: dict[str, float] = {}
+    for name in Speed.__struct_fields__:
+        fields[name] = min(getattr(each, name) for each in measurements)
+    return Speed(**fields)
+
+
+def measure_decoding(scheduler: Scheduler, count: int) -> float:
+    """The median of `count` steps in which everybody who runs gets one token, in microseconds."""
+    running = scheduler.stats().running
+    timed = [whole for whole, _, _, tokens in itertools.islice(steps(scheduler), count) if tokens == running]
+    return median(timed) * 1e6
+
+
+def prefilled(running: int, waiting: int = 0, num_blocks: int = NUM_BLOCKS) -> Scheduler:
+    """`running` requests that decode, at lengths that don't move in step, and a line behind them."""
+    scheduler = make_scheduler(running, num_blocks)
+    draw = random.Random(1)
+    prompts = [prompt[: draw.randrange(64, 192)] for prompt in random_prompts(running, 192)]
+    add_all(scheduler, prompts, CONTEXT - 200)
+    while scheduler.stats().waiting_tokens:
+        next(steps(scheduler))
+    for i in range(waiting):
+        scheduler.add_request(Request(f"waits {i}", [i % VOCABULARY] * 8, SamplingParams(max_tokens=1)))
+    return scheduler
+
+
+def measure_pools(sizes: tuple[int, ...], rounds: int, count: int) -> dict[int, dict[str, float]]:
+    found = {size: {"build_ms": float("inf"), "step_us": float("inf")} for size in sizes}
+    for _ in range(rounds):
+        for size, figures in found.items():
+            started = time.perf_counter()
+            make_scheduler(256, size)
+            built = time.perf_counter() - started
+            figures["build_ms"] = min(figures["build_ms"], built * 1e3)
+            step = measure_decoding(prefilled(256, num_blocks=size), count)
+            figures["step_us"] = min(figures["step_us"], step)
+    return found
+
+
+def measure_lines(lengths: tuple[int, ...], rounds: int, count: int) -> dict[int, float]:
+    found = dict.fromkeys(lengths, float("inf"))
+    for _ in range(rounds):
+        for length in lengths:
+            found[length] = min(found[length], measure_decoding(prefilled(256, waiting=length), count))
+    return found
+
+
+def measure_hashing(repeats: int) -> dict[str, float]:
+    """Microseconds for a prompt of 512 tokens."""
+    prompts = random_prompts(repeats, 512)
+    found = {}
+    for algorithm in HashAlgorithm:
+        hasher = make_block_hasher(algorithm, BLOCK_SIZE, "seed")
+        requests = [Request("a", prompt, SamplingParams()) for prompt in prompts]
+        timed = []
+        for request in requests:
+            started = time.perf_counter()
+            hasher.extend([], request)
+            timed.append(time.perf_counter() - started)
+        found[algorithm.value] = median(timed) * 1e6
+    return found
+
+
+def measure_peer(python: str, model: str, script: str, say: Callable[[str], None]) -> dict[Workload, Speed]:
+    try:
+        done = subprocess.run(
+            [python, script, model], capture_output=True, text=True, timeout=900, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        say(f"vLLM is not in this run: {error}")
+        return {}
+    found = {}
+    for match in PEER_LINE.finditer(done.stdout):
+        requests, prompt, answer, running, shared = map(int, match.groups()[:5])
+        add, step, token = map(float, match.groups()[5:])
+        found[Workload(requests, prompt, answer, running, shared)] = Speed(add, step, token)
+    if not found:
+        say(f"vLLM is not in this run: {script} printed no result\n{done.stderr[-2000:]}")
+    return found
+
+
+def show_workloads(ours: dict[Workload, Speed], peer: dict[Workload, Speed]) -> Table:
+    table = Table(title="microseconds; × is how many times faster than vLLM")
+    table.add_column("workload")
+    for name in ("step", "schedule", "update", "per token", "add a request"):
+        table.add_column(name, justify="right")
+    for name in ("vLLM step", "×", "vLLM add", "×"):
+        table.add_column(name, justify="right", style="dim")
+    for work, speed in ours.items():
+        row = [speed.step, speed.schedule or 0.0, speed.update or 0.0, speed.token, speed.add_request]
+        cells = [f"{value:,.1f}" if value < 100 else f"{value:,.0f}" for value in row]
+        if (other := peer.get(work)) is not None:
+            cells += [
+                f"{other.step:,.0f}",
+                f"{other.step / speed.step:.1f}",
+                f"{other.add_request:,.0f}",
+                f"{other.add_request / speed.add_request:.1f}",
+            ]
+        table.add_row(str(work), *cells)
+    return table
+
+
+def show_growth(
+    pools: dict[int, dict[str, float]], lines: dict[int, float], hashing: dict[str, float]
+) -> Table:
+    table = Table(
+        title="what a step at 256 running requests must not depend on, and what a prompt's hashes cost"
+    )
+    table.add_column("")
+    table.add_column("µs per step", justify="right")
+    table.add_column("", justify="right")
+    for size, figures in pools.items():
+        table.add_row(
+            f"a pool of {size:,} blocks",
+            f"{figures['step_us']:,.0f}",
+            f"{figures['build_ms']:.0f} ms to make",
+        )
+    for length, step in lines.items():
+        table.add_row(f"{length:,} requests in line", f"{step:,.0f}", "")
+    for algorithm, cost in hashing.items():
+        table.add_row(f"hashing 512 tokens, {algorithm}", "", f"{cost:.0f} µs")
+    return table
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--quick", action="store_true", help="one round, fewer steps")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--vllm-python", help="the Python of an environment with vLLM")
+    parser.add_argument("--model", help="a local model folder, for vLLM's configuration")
+    parser.add_argument("--peer-script", help="drives vLLM's scheduler")
+    options = parser.parse_args()
+    console = Console(stderr=True)
+    rounds, count = (1, 60) if options.quick else (3, 200)
+
+    def say(what: str) -> None:
+        console.print(what, markup=False, highlight=False)
+
+    measured: dict[Workload, list[Speed]] = {work: [] for work in WORKLOADS}
+    for i in range(rounds):
+        for work in WORKLOADS:
+            say(f"round {i + 1} of {rounds}: {work}")
+            measured[work].append(measure(work))
+    ours = {work: best(speeds) for work, speeds in measured.items()}
+    peer: dict[Workload, Speed] = {}
+    if options.vllm_python and options.model and options.peer_script:
+        say("vLLM's scheduler")
+        peer = measure_peer(options.vllm_python, options.model, options.peer_script, say)
+    else:
+        say("vLLM is not in this run: give --vllm-python, --model and --peer-script")
+    say("pools, lines, hashes")
+    pools = measure_pools((10_000, 100_000, 1_000_000), rounds, count)
+    lines = measure_lines((100, 1_000, 10_000, 100_000), rounds, count)
+    hashing = measure_hashing(count)
+
+    out = Console(width=150)
+    out.print(show_workloads(ours, peer))
+    out.print(show_growth(pools, lines, hashing))
+    figures = {
+        "workloads": [
+            {
+                **msgspec.structs.asdict(work),
+                "tandem_us": msgspec.structs.asdict(speed),
+                "vllm_us": msgspec.structs.asdict(peer[work]) if work in peer else None,
+            }
+            for work, speed in ours.items()
+        ],
+        "pools": {str(size): figures for size, figures in pools.items()},
+        "lines_us": {str(length): step for length, step in lines.items()},
+        "hashing_us": hashing,
+    }
+    if WORKLOADS[0] in peer:
+        other, speed = peer[WORKLOADS[0]], ours[WORKLOADS[0]]
+        step, add = other.step / speed.step, other.add_request / speed.add_request
+        out.print(f"step at 256 running: {step:.1f} times faster than vLLM (floor {STEP_FLOOR:.0f})")
+        out.print(f"adding a request: {add:.1f} times faster than vLLM (floor {ADD_FLOOR:.0f})")
+        figures["times_faster"] = {"step_at_256": step, "add_request": add}
+    if options.json is not None:
+        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
