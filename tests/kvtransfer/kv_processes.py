@@ -14,6 +14,10 @@ from wire.nodes import PeerAddress
 
 CALL_TIMEOUT_S = 40.0
 
+# Each process is forked from a server that has imported what takes seconds to import and has used none of it.
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "nixl._bindings", "kvtransfer.nixl"])
+
 
 def _serve(calls: Connection, connector: str, node_id: str, epoch: int, config: dict[str, Any]) -> None:
     import torch
@@ -44,9 +48,8 @@ class EngineProcess:
     """`engine.step()` steps the engine over there. A call that takes too long fails the test."""
 
     def __init__(self, connector: str, node_id: str, epoch: int, **config: Any) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._calls, theirs = context.Pipe()
-        self._process = context.Process(
+        self._calls, theirs = _context.Pipe()
+        self._process = _context.Process(
             target=_serve, args=(theirs, connector, node_id, epoch, config), daemon=True
         )
         self._process.start()
