@@ -9,7 +9,6 @@ import resource
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -75,12 +74,13 @@ _MARKS = {Level.OK: "[green]OK  [/]", Level.WARN: "[yellow]WARN[/]", Level.FAIL:
 
 
 def show(findings: Sequence[Finding], console: Console) -> None:
+    def say(line: str) -> None:
+        console.print(line, highlight=False, soft_wrap=True)
+
     for finding in findings:
-        console.print(
-            f"{_MARKS[finding.level]} {finding.subject:<10} {escape(finding.what)}", highlight=False
-        )
+        say(f"{_MARKS[finding.level]} {finding.subject:<10} {escape(finding.what)}")
         if finding.level is not Level.OK:
-            console.print(f"                → {escape(finding.advice)}", highlight=False)
+            say(f"                → {escape(finding.advice)}")
     wrong = [finding for finding in findings if finding.level is not Level.OK]
     if not wrong:
         console.print("\nTandem can run here.")
@@ -183,28 +183,18 @@ def check_torch() -> Finding:
 
 
 def check_compiler() -> Finding:
-    compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++") or shutil.which("clang++")
-    if compiler is None:
+    """Compiles the native kernels, unless this machine has done so before."""
+    from engine.model.native.build import BuildFailed, library_path
+
+    try:
+        return Finding("compiler", Level.OK, f"native kernels: {library_path()}")
+    except BuildFailed as error:
         return Finding(
             "compiler",
             Level.WARN,
-            "no C++ compiler",
-            "install g++: the fast CPU kernels are compiled once on the machine they run on; without them "
-            "CPU nodes are several times slower",
+            str(error),
+            "install g++ with its standard library; without native kernels CPU nodes are several times slower",
         )
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "probe.cpp"
-        source.write_text("#include <immintrin.h>\n#include <vector>\nint main() { return 0; }\n")
-        command = [compiler, "-std=c++17", "-O1", "-shared", "-fPIC", "-o", f"{folder}/probe.so", str(source)]
-        child = subprocess.run(command, capture_output=True, text=True, timeout=_CHECK_TIMEOUT_S, check=False)
-    if child.returncode != 0:
-        return Finding(
-            "compiler",
-            Level.WARN,
-            f"{compiler} fails: {_last_line(child)}",
-            "install g++ with its standard library",
-        )
-    return Finding("compiler", Level.OK, compiler)
 
 
 def check_cores(config: TandemConfig) -> Finding:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from cluster.clock import Clock
 from cluster.config import ClusterTimeouts
+from cluster.describe import ranges
 from cluster.events import Events
 from cluster.launcher import Launcher, NodeHandle
 from cluster.membership import Membership
@@ -38,8 +39,10 @@ class NodeSupervisor(Supervisor[NodeHandle, NodeInfo]):
         return info
 
     def _describe(self, info: NodeInfo) -> str:
-        cores = ",".join(map(str, self.config.cores)) or "any"
-        return f"{info.role.value}, {self.config.engine.model.device}, cores {cores}"
+        device = self.config.engine.model.device
+        where = "" if device == "auto" else f" on {device}"
+        cores = f", cores {ranges(self.config.cores)}" if self.config.cores else ""
+        return f"{info.role.value}{where}{cores}"
 
     async def _lost(self, info: NodeInfo) -> None:
         await self._membership.withdraw(info)

@@ -15,6 +15,7 @@ from cluster import doctor
 from cluster.config import PoolConfig, PoolsConfig, TandemConfig
 from cluster.doctor import Finding, Level
 from engine.config import CacheConfig
+from kvtransfer.nixl_check import transports_in
 
 GIB = 1 << 30
 replace = msgspec.structs.replace
@@ -126,3 +127,20 @@ def test_no_compiler_is_worth_a_warning(monkeypatch: pytest.MonkeyPatch) -> None
     found = doctor.check_compiler()
     assert found.level is Level.WARN
     assert "g++" in found.advice
+
+
+@pytest.mark.slow
+def test_nixl_is_tried_and_not_only_looked_for() -> None:
+    """Slow: a process of its own loads NIXL and moves a megabyte."""
+    found = doctor.check_nixl()
+    assert found.level in (Level.OK, Level.WARN), found
+    assert "UCX moves host memory at" in found.what
+
+
+def test_transports_are_read_from_what_ucx_logs() -> None:
+    log = (
+        "ucp_worker.c:1997 UCX  INFO    A self cfg#0 rma_am(sysv/memory)  am(sysv/memory)\n"
+        "ucp_worker.c:1997 UCX  INFO    A intra-node cfg#1 rma_am(tcp/lo)  am(tcp/lo cma/memory)  ka(tcp/lo)\n"
+        "ucp_context.c:2753 UCX  INFO  Version 1.23.0 (loaded from somewhere)\n"
+    )
+    assert transports_in(log) == ["cma/memory", "tcp/lo"]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.config import TandemConfig
-from cluster.describe import format_size, parse_size
+from cluster.describe import format_size, parse_size, ranges
 from cluster.settings import (
     Layer,
     Settings,
@@ -283,3 +283,9 @@ def test_sizes_are_read_as_people_write_them(text: str, size: int) -> None:
 
 def test_sizes_are_shown_as_people_read_them() -> None:
     assert [format_size(size) for size in (5, 2048, 3 << 30)] == ["5 B", "2.0 KiB", "3.0 GiB"]
+
+
+def test_numbers_in_a_row_are_shown_as_a_range() -> None:
+    assert ranges([0, 1, 2, 3, 8]) == "0-3,8"
+    assert ranges([0, 4, 1, 5]) == "0,4,1,5"
+    assert ranges([]) == ""
