@@ -23,7 +23,7 @@ from router.pool import Pool
 from router.supervision import Supervisor
 from router.text.chat_template import ChatTemplate
 from router.text.tokenizer import Tokenizer
-from wire.errors import Cancelled, InternalError, Unavailable
+from wire.errors import InternalError, Unavailable
 from wire.nodes import NodeInfo
 from wire.requests import NodeStatus, TokenBatch
 
@@ -138,6 +138,7 @@ class RouterServer:
         came, went = services.pool.set_members(infos)
         for info in went:
             logger.info("node %s (epoch %d) left", info.node_id, info.epoch)
+            services.dispatcher.on_node_left(info)
         for info in came:
             logger.info("node %s (%s, epoch %d) joined", info.node_id, info.role, info.epoch)
             services.links.ping(info)
@@ -160,7 +161,7 @@ class RouterServer:
         services = self._services
         if services is not None:
             services.draining = True
-            services.dispatcher.fail_all(Cancelled("the router stopped"))
+            services.dispatcher.fail_all(Unavailable("the router is stopping"))
             await services.supervisor.stop()
         if self._http is not None:
             await self._http.end(STOP_TIMEOUT_S)

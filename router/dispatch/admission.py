@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from router.metrics import RouterMetrics
 from router.rates import Average
-from wire.errors import DeadlineExceeded, Overloaded
+from wire.errors import DeadlineExceeded, Overloaded, TandemError
 
 MIN_RETRY_AFTER_S = 1
 MAX_RETRY_AFTER_S = 60
@@ -107,7 +107,7 @@ class Admission:
         return Slots(self, count)
 
     def _leave(self, tenant: str, waiter: _Waiter) -> None:
-        if waiter.ready.done() and not waiter.ready.cancelled():
+        if waiter.ready.done() and not waiter.ready.cancelled() and waiter.ready.exception() is None:
             self.give_back(waiter.count)  # its place came in the moment it stopped waiting
             return
         queue = self._queues.get(tenant)
@@ -126,6 +126,13 @@ class Admission:
         self._last_end = now
         self.pump()
         self._on_release()
+
+    def refuse_all(self, error: TandemError) -> None:
+        """Whoever still waits need not."""
+        for queue in self._queues.values():
+            for waiter in queue:
+                if not waiter.ready.done():
+                    waiter.ready.set_exception(error)
 
     def pump(self) -> None:
         """Let in whoever fits, tenant by tenant. Called when a place or a node appears."""

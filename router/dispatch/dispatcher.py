@@ -77,12 +77,17 @@ class Dispatcher:
     def prefill_ids(self) -> frozenset[str]:
         return frozenset(view.node_id for view in self._pool.snapshot().prefill)
 
-    async def generate(self, specs: list[SequenceSpec], tenant: str) -> Generation:
-        """Wait for a place for all of them, then start them. Raises Overloaded, Unavailable, DeadlineExceeded."""
+    async def generate(self, specs: list[SequenceSpec], tenant: str, *, eager: bool) -> Generation:
+        """Wait for a place for all of them, then start them. Raises Overloaded, Unavailable, DeadlineExceeded.
+
+        `eager`: its reader wants tokens as they come, not only the end.
+        """
         if not self._pool.snapshot().decode:
             raise Unavailable(self.why_unavailable())
         slots = await self.admission.acquire(tenant, len(specs), min(spec.deadline for spec in specs))
-        generation = Generation(lambda spec, news, end: RequestLife(self, spec, news, end), specs, slots)
+        generation = Generation(
+            lambda spec, news, end: RequestLife(self, spec, news, end), specs, slots, eager=eager
+        )
         generation.start()
         return generation
 
@@ -106,6 +111,7 @@ class Dispatcher:
             self._idle.set()
 
     def fail_all(self, error: TandemError) -> None:
+        self.admission.refuse_all(error)
         for life in [*self._by_request_id.values(), *self._waiting]:
             life.fail(error)
 
@@ -259,6 +265,11 @@ class Dispatcher:
             except Exception as error:
                 self._on_bug(life, error)
         # What is still queued for it was sent before it was lost; its successor must not find it.
+        self._links.forget(node)
+
+    def on_node_left(self, node: NodeInfo) -> None:
+        """It is no member any more, lost before or not: nothing of it is kept."""
+        self._prefixes.forget(node.node_id)
         self._links.forget(node)
 
     def on_pool_change(self) -> None:

@@ -17,8 +17,11 @@ _LifeFactory = Callable[
 class Generation:
     """One reader. Tokens that arrive while it is busy wait in the lives' ledgers and are read together."""
 
-    def __init__(self, make_life: _LifeFactory, specs: list[SequenceSpec], slots: Slots) -> None:
+    def __init__(
+        self, make_life: _LifeFactory, specs: list[SequenceSpec], slots: Slots, *, eager: bool
+    ) -> None:
         self._slots = slots
+        self._eager = eager
         self._wake: asyncio.Future[None] | None = None
         self._news: dict[RequestLife, None] = {}
         self.lives = [make_life(spec, self._on_news, self._on_end) for spec in specs]
@@ -36,6 +39,8 @@ class Generation:
                 self.cancel()
 
     def _on_news(self, life: RequestLife) -> None:
+        if not self._eager and not life.ended:
+            return
         self._news[life] = None
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(None)

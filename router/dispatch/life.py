@@ -17,7 +17,6 @@ from wire.errors import (
     DeadlineExceeded,
     InternalError,
     NodeLost,
-    Overloaded,
     TandemError,
     TransferError,
     Unavailable,
@@ -56,6 +55,7 @@ class RequestLife:
         self.cached_tokens: int | None = None
         self.attempt: Attempt | None = None
         self.decisions: list[Decision] = []
+        self.request_ids: list[str] = []  # its names on the nodes, one per attempt
         self.failovers = 0
         self.finish: FinishReason | None = None
         self.error: TandemError | None = None
@@ -73,10 +73,7 @@ class RequestLife:
 
     def start(self) -> None:
         """Raises Unavailable when nobody can take it now: then it never began."""
-        decision = self._choose()
-        self._attempt(decision)
-        if not self.ended:
-            self._arm()
+        self._attempt(self._choose())
 
     def cancel(self) -> None:
         """Its owner no longer wants it. Idempotent."""
@@ -150,15 +147,18 @@ class RequestLife:
         attempt = self.attempt
         if attempt is None or self.ended:
             return
-        if node == attempt.prefill and attempt.decode is not None:
-            has_all = attempt.decode_started and not self.ledger.waiting
-            if has_all:
-                return  # the decode node has what it needs
-        elif node not in attempt.nodes:
+        if node not in attempt.nodes or (node == attempt.prefill and self._handed_over(attempt)):
             return
         self._fail_over(NodeLost(f"node {node.node_id} is lost: {why}"), {node.node_id})
 
+    def _handed_over(self, attempt: Attempt) -> bool:
+        """The decode node has all that it needs, and so have we: what becomes of the prefill node is no matter."""
+        return attempt.prefill is not None and attempt.decode_started and not self.ledger.waiting
+
     def _on_node_error(self, attempt: Attempt, source: Source, chunk: TokenChunk) -> None:
+        if source is Source.PREFILL and self._handed_over(attempt):
+            logger.info("%s: after the handover, the prefill node reports %s", self.spec.label, chunk.error)
+            return
         reporter = attempt.node(source)
         peer = attempt.prefill if source is Source.DECODE else attempt.decode
         if chunk.error is not None:
@@ -198,7 +198,23 @@ class RequestLife:
             self.spec.label, error, len(self.ledger.tokens), self.failovers, self._dispatcher.config.max_failovers,
         )  # fmt: skip
         self.ledger.drop_held()
-        self.try_again()
+        if isinstance(error, NodeLost | TransferError):
+            self.try_again()
+        else:
+            self._on_refusal(error)
+
+    def _on_refusal(self, error: TandemError) -> None:
+        """The node lives, and cannot take it now. Somebody else at once; the same one only later, and only for a
+        request that has begun: one that has not is better told so."""
+        try:
+            decision = self._dispatcher.choose(self._routing(frozenset(self._avoid)), self.hashes)
+        except Unavailable:
+            if self.ledger.tokens:
+                self._wait_for_nodes()
+            else:
+                self.fail(error)
+            return
+        self._attempt(decision)
 
     def try_again(self) -> None:
         """After a failure, and again whenever the pools change, until there is somebody to go to."""
@@ -207,29 +223,25 @@ class RequestLife:
         try:
             decision = self._choose()
         except Unavailable:
-            if isinstance(self._last_failure, Overloaded):
-                self.fail(self._last_failure)
-            elif self._waiting_since is None:
-                self._waiting_since = self._loop.time()
-                self._dispatcher.wait_for_nodes(self)
-                self._arm()
+            self._wait_for_nodes()
             return
-        self._waiting_since = None
-        self._dispatcher.stop_waiting(self)
         self._attempt(decision)
-        if not self.ended:
+
+    def _wait_for_nodes(self) -> None:
+        if self._waiting_since is None:
+            self._waiting_since = self._loop.time()
+            self._dispatcher.wait_for_nodes(self)
             self._arm()
 
     def _choose(self) -> Decision:
         try:
             return self._dispatcher.choose(self._routing(frozenset(self._avoid)), self.hashes)
         except Unavailable:
-            if not self._avoid or isinstance(self._last_failure, Overloaded):
+            if not self._avoid:
                 raise
             # Better the decode node that failed it before than nobody; never again the same prefill node.
-            return self._dispatcher.choose(
-                self._routing(self._dispatcher.prefill_ids & self._avoid), self.hashes
-            )
+            avoid = self._dispatcher.prefill_ids & self._avoid
+            return self._dispatcher.choose(self._routing(avoid), self.hashes)
 
     def _routing(self, avoid: frozenset[str]) -> RoutingRequest:
         done = len(self.ledger.tokens)
@@ -244,6 +256,10 @@ class RequestLife:
         attempt = Attempt(decision, len(self.ledger.tokens), self._loop.time())
         self.attempt = attempt
         self.decisions.append(decision)
+        self.request_ids.append(attempt.request_id)
+        self._waiting_since = None
+        self._dispatcher.stop_waiting(self)
+        self._arm()
         self._dispatcher.submit(self, attempt)
 
     def _abandon_attempt(self, ended_at: NodeInfo | None = None) -> None:
@@ -285,12 +301,12 @@ class RequestLife:
             return
         self._dispatcher.metrics.deadlines.labels(phase=name).inc()
         if name == "token_idle" and self.attempt is not None:
-            nodes = self.attempt.decision.node_names
+            # Before the handover either of the two may be to blame; after it, the decode node is.
+            suspects = [self.attempt.decode] if self._handed_over(self.attempt) else self.attempt.nodes
+            names = self.attempt.decision.node_names
             idle = self._dispatcher.config.timeouts.token_idle
-            decode = self.attempt.decode
             self._fail_over(
-                NodeLost(f"no token for {idle:g} s from {nodes}"),
-                {decode.node_id} if decode is not None else set(),
+                NodeLost(f"no token for {idle:g} s from {names}"), {node.node_id for node in suspects if node}
             )
         elif name == "failover_wait":
             self.fail(self._last_failure or Unavailable("no node is ready"))

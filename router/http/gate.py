@@ -94,14 +94,14 @@ class Gate:
                 exchange.status = exchange.status or Cancelled.http_status
                 raise
             except Exception:
-                logger.exception("%s: %s %s failed", exchange.request_id, scope["method"], scope["path"])
+                logger.exception("%s: %s %s failed", exchange.request_id, scope["method"], _path(scope))
                 await _answer_bug(exchange, send_noted)
         finally:
             took = time.monotonic() - began
             self._metrics.http_requests.labels(route=exchange.route, status=str(exchange.status)).inc()
             access_logger.info(
                 "%s %s %s %s %.3fs%s%s%s",
-                exchange.request_id, scope["method"], scope["path"], exchange.status, took,
+                exchange.request_id, scope["method"], _path(scope), exchange.status, took,
                 f" key={exchange.tenant.name}" if exchange.tenant else "",
                 f" trace={exchange.trace_id}" if exchange.trace_id else "",
                 f" {exchange.notes}" if exchange.notes else "",
@@ -126,6 +126,12 @@ def _open(headers: list[tuple[bytes, bytes]]) -> Exchange:
         elif name == b"traceparent" and (match := _TRACE_PARENT.match(value)):
             trace_id = match[1].decode("ascii")
     return Exchange(request_id or secrets.token_hex(16), trace_id)
+
+
+def _path(scope: Scope) -> str:
+    """As it was sent, for logs: decoded it could hold a line break, and forge a line."""
+    raw: bytes = scope.get("raw_path") or scope["path"].encode()
+    return raw.decode("latin-1")[:500]
 
 
 def _bearer(headers: list[tuple[bytes, bytes]]) -> str:

@@ -79,7 +79,9 @@ class GenerateRoute:
 
         async def work() -> None:
             nonlocal generation
-            generation = await services.dispatcher.generate(plan.specs, tenant.name if tenant else "")
+            generation = await services.dispatcher.generate(
+                plan.specs, tenant.name if tenant else "", eager=bool(request.stream or plan.stops)
+            )
             await self._answer(scope, send, exchange, request, plan, generation)
 
         try:
@@ -89,7 +91,10 @@ class GenerateRoute:
                 generation.cancel()
                 used = plan.prompt_tokens + sum(len(life.ledger.tokens) for life in generation.lives)
                 failovers = sum(life.failovers for life in generation.lives)
-                exchange.notes += f" nodes={_nodes(generation)} tokens={used} failovers={failovers}"
+                requests = ",".join(name for life in generation.lives for name in life.request_ids)
+                exchange.notes += (
+                    f" nodes={_nodes(generation)} tokens={used} failovers={failovers} requests={requests}"
+                )
                 services.metrics.e2e_latency.observe(asyncio.get_running_loop().time() - arrived)
             if tenant is not None:
                 tenant.leave(used)

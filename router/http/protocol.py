@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import http
+import logging
 import sys
 from typing import Any, cast
 
@@ -16,6 +17,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from router.http.errors import error_body
+
+logger = logging.getLogger(__name__)
 
 _CODES = {408: "request_timeout", 431: "header_too_large", 501: "not_implemented", 503: "overloaded"}
 
@@ -86,6 +89,7 @@ class GuardedProtocol(H11Protocol):
     def _refuse(self, status: int, message: str, *, retry_after: bool = False) -> None:
         """Written by hand: h11 has nothing to answer to, as it has seen no request."""
         self._stop_header_timer()
+        logger.info("%s: answered %d: %s", self.client, status, message)
         body = error_body(message, status, _CODES.get(status, "invalid_http"))
         lines = [
             f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}",

@@ -127,6 +127,12 @@ class FakeNode:
                 setattr(self, name, value)
             self._lock.notify_all()
 
+    def report(self, submit: Submit, error: WireError) -> None:
+        """Out of the blue: an error for a request that is not even here any more."""
+        chunk = TokenChunk(submit.request_id, 0, [], finish=FinishReason.ERROR, error=error)
+        with self._lock:
+            self._send(submit.reply_to, [chunk])
+
     @property
     def running(self) -> list[str]:
         with self._lock:

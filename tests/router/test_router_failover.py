@@ -349,3 +349,46 @@ def test_a_bug_in_one_requests_handling_is_its_own_misfortune(
         router.nodes["d0"].resume()
         assert doomed.rest()[-1]["error"]["code"] == "internal_error"
         assert text + healthy.text() == router.expected("the fox", 6, seed=9)
+
+
+def test_a_prefill_node_that_fails_after_the_handover_is_no_matter(start_router: StartRouter) -> None:
+    router = start_router()
+    prefill, decode = router.nodes["p0"], router.nodes["d0"]
+    decode.set(pause_at=4)
+    with router.stream(max_tokens=COUNT, seed=9) as events:
+        text = events.text(count=4)
+        prefill.report(decode.submits[0], WireError("kv_transfer_failed", "a lease that nobody needed"))
+        decode.resume()
+        text += events.text()
+    assert text == router.expected("the fox", COUNT, seed=9)
+    assert len(decode.submits) == 1
+
+
+def test_a_handover_that_never_comes_is_gone_around(start_router: StartRouter) -> None:
+    """Neither node says anything: the decode node reads the prompt itself."""
+    router = start_router(timeouts=Timeouts(token_idle=0.2))
+    decode = router.nodes["d0"]
+    decode.set(pause_at=0)
+    with router.stream(max_tokens=COUNT, seed=9) as events:
+        text = events.text(count=1)
+        decode.wait_until(lambda: len(decode.submits) == 2, "tried again")
+        decode.resume()
+        text += events.text()
+    assert text == router.expected("the fox", COUNT, seed=9)
+    assert decode.submits[1].transfer is None
+
+
+def test_a_stream_outlives_a_successor_that_is_full_for_a_moment(start_router: StartRouter) -> None:
+    router = start_router(prefill=0, decode=2)
+    for name in ("d0", "d1"):
+        router.nodes[name].set(pause_at=5)
+    with router.stream(max_tokens=COUNT, seed=9) as events:
+        text = events.text(count=5)
+        lost = serving(router)
+        successor = other(router, lost)
+        successor.set(refuse=WireError("overloaded", "no blocks"), pause_at=None)
+        router.remove(lost.info.node_id).kill()
+        submitted(successor)
+        successor.set(refuse=None)
+        text += events.text()
+    assert text == router.expected("the fox", COUNT, seed=9)

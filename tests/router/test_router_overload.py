@@ -116,6 +116,18 @@ def test_drain_fails_what_does_not_end_in_time(start_router: StartRouter) -> Non
     router.wait_for(router.idle, "nothing is left")
 
 
+def test_drain_also_tells_those_who_still_wait(start_router: StartRouter) -> None:
+    router = start_router(prefill=0, limits=Limits(inflight_per_node=1))
+    with occupy(router), ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(router.complete, max_tokens=2)
+        router.wait_for(lambda: router.server.services.dispatcher.admission.queued == 1, "it waits")
+        assert router.call(router.server.drain(0.1)) is False
+        answer = waiting.result(10)
+        assert answer.status_code == 503
+        assert "shutting down" in answer.json()["error"]["message"]
+    router.wait_for(router.idle, "nothing is left")
+
+
 def test_stop_is_idempotent_and_leaves_no_task(start_router: StartRouter) -> None:
     router = start_router()
     with occupy(router):

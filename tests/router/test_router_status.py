@@ -157,6 +157,16 @@ def test_the_log_has_one_line_per_request_with_its_id(
     assert "nodes=prefill=p0,decode=d0" in line
 
 
+def test_a_path_cannot_forge_a_line_of_the_log(
+    start_router: StartRouter, caplog: pytest.LogCaptureFixture
+) -> None:
+    router = start_router()
+    with caplog.at_level("INFO", logger="router.access"):
+        router.client.get("/x%0Aforged")
+        router.wait_for(lambda: bool(caplog.records), "logged")
+    assert "\n" not in caplog.records[0].getMessage()
+
+
 def test_models(start_router: StartRouter) -> None:
     router = start_router(model_aliases=("other-name",))
     cards = router.client.get("/v1/models").json()["data"]
