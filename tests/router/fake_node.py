@@ -86,6 +86,7 @@ class FakeNode:
         self.hide_first_token = False  # the prefill node's report is lost
         self.report_first_token_as: int | None = None
         self.error_at: tuple[int, WireError] | None = None  # at this output index, this error
+        self.errors_left = 1_000_000
         self.state = NodeState.READY
         self.status_fields: dict[str, float | int | str] = {}
         self.counters = NodeCounters()
@@ -228,7 +229,8 @@ class FakeNode:
         submit, index = running.submit, running.next
         if self.pause_at is not None and index >= self.pause_at:
             return None
-        if self.error_at is not None and index >= self.error_at[0]:
+        if self.error_at is not None and index >= self.error_at[0] and self.errors_left > 0:
+            self.errors_left -= 1
             return TokenChunk(submit.request_id, index, [], finish=FinishReason.ERROR, error=self.error_at[1])
         transfer = submit.transfer
         if transfer is not None and transfer.role is TransferRole.CONSUME and not running.started:
