@@ -23,6 +23,8 @@ TANDEM_INLINE void put_span(void* activation, int k, int row, int column, const 
   memcpy(activation_row(activation, k, row) + column, x, static_cast<size_t>(n) * 4);
 }
 
+TANDEM_INLINE vf silu(vf x) { return x / (1.0f + vexp(-x)); }
+
 void read_activation(const void* activation, int k, int row, float* out) {
   memcpy(out, static_cast<const float*>(activation) + row * activation_stride(k), static_cast<size_t>(k) * 4);
 }

@@ -30,6 +30,11 @@ TANDEM_INLINE void put_span(void* activation, int k, int row, int column, const 
   for (; i < n; i++) *activation_at(activation, k, row, column + i) = float_to_bf16(x[i]);
 }
 
+// x / (1 + e^-x), exact enough for the bfloat16 that it becomes.
+TANDEM_INLINE vf silu(vf x) {
+  return _mm512_mul_ps(x, _mm512_rcp14_ps(1.0f + power_of_two(x * -kLog2E)));
+}
+
 void read_activation(const void* activation, int k, int row, float* out) {
   for (int i = 0; i < k; i++)
     out[i] = bf16_to_float(*activation_at(const_cast<void*>(activation), k, row, i));

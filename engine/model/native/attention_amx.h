@@ -30,18 +30,6 @@ struct AttentionScratch {
 
 size_t attention_scratch(int) { return sizeof(AttentionScratch); }
 
-constexpr float kLog2E = 1.44269504088896341f;
-
-// Off by up to 8e-5 of the result, which is rounded to bfloat16 anyway: to 2e-3.
-TANDEM_INLINE __m512 power_of_two(__m512 x) {
-  const __m512 r = _mm512_reduce_ps(x, 1);  // x - floor(x)
-  __m512 p = _mm512_set1_ps(0.07802446186542511f);
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.22606724500656128f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.6958335041999817f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.9999251961708069f));
-  return _mm512_scalef_ps(p, x);  // times 2^floor(x)
-}
-
 // Two vectors rounded to bfloat16 (halves up), as 32 elements in the given order: element 2 i + 1 of a vector is
 // its number i, 32 + 2 i + 1 that of the second. Cheaper than the conversion instruction with a permutation.
 TANDEM_INLINE __m512i narrow(__m512 x, __m512 y, const uint16_t* order) {
@@ -140,9 +128,9 @@ inline void pack_keys(const Rows& rows, int d, char* out) {
 }
 
 // V's columns [begin, end) as tiles, 32 keys by 16 columns: pairs of keys interleaved (the right-hand operand), or
-// transposed (the left-hand one).
-template <bool WHOLE, bool TRANSPOSED>
-inline void pack_values(const Rows& rows, int begin, int end, char* out) {
+// transposed (the left-hand one). Runs `between()` twice for every 16 columns.
+template <bool WHOLE, bool TRANSPOSED, typename F>
+inline void pack_values(const Rows& rows, int begin, int end, char* out, F&& between) {
   alignas(64) static const uint16_t kInterleave[2][32] = {
       {0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39,
        8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47},
@@ -152,11 +140,13 @@ inline void pack_values(const Rows& rows, int begin, int end, char* out) {
     for (int half = 0; half < 2; half++, out += 1024) {
       const __m512i order = _mm512_load_si512(kInterleave[half]);
       __m512i r[16];
+      between();
 #pragma GCC unroll 16
       for (int pair = 0; pair < 16; pair++)
         r[pair] = _mm512_permutex2var_epi16(load_row<WHOLE>(rows.at[pair * 2], from, end - from), order,
                                             load_row<WHOLE>(rows.at[pair * 2 + 1], from, end - from));
       if (TRANSPOSED) transpose(r);
+      between();
 #pragma GCC unroll 16
       for (int pair = 0; pair < 16; pair++) _mm512_store_si512(out + pair * 64, r[pair]);
     }

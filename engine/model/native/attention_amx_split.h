@@ -8,25 +8,38 @@ namespace {
 
 constexpr int kColumnsAtOnce = 64;  // of V: as many sums as there are tiles for
 
-// Fetches K (or, `distance` away, V) of a step of a task that will soon run.
-inline void prefetch_step(const Attention& a, const AttentionTask* next, int step, int64_t distance) {
-  if (!next) return;
-  const int first = next->block * kKeyBlock + step * 32, d = a.cache.head_dim;
-  const int end = a.context_lens[next->request], run = min_int(16, 1 << a.cache.block_shift);
-  for (int key = first; key < min_int(first + 32, end); key += run) {
-    const char* p = reinterpret_cast<const char*>(cache_row(a, *next, key) + distance);
-    for (int i = 0; i < run * d * 2; i += 64) __builtin_prefetch(p + i, 0, 2);
+// Fetches K or V of a task that will soon run, a few lines at a time between other instructions: in one go they
+// would fill the queue to memory, and everything else would wait behind them.
+class NextTask {
+ public:
+  NextTask(const Attention& a, const AttentionTask* next, int64_t distance) : bytes_(16 * a.cache.head_dim * 2) {
+    if (!next || a.cache.block_shift < 4) return;
+    const int first = next->block * kKeyBlock, end = min_int(a.context_lens[next->request], first + kKeyBlock);
+    for (int key = first; key < end; key += 16) runs_[count_++] = cache_row(a, *next, key) + distance;
   }
-}
+
+  TANDEM_INLINE void fetch(int lines) {
+    if (run_ == count_) return;
+    const char* p = reinterpret_cast<const char*>(runs_[run_]) + done_;
+    for (int i = 0; i < lines; i++) __builtin_prefetch(p + i * 64, 0, 2);
+    done_ += lines * 64;
+    if (done_ < bytes_) return;
+    done_ = 0;
+    run_++;
+  }
+
+ private:
+  const uint16_t* runs_[kKeyBlock / 16];  // of 16 keys
+  int count_ = 0, run_ = 0, done_ = 0, bytes_;
+};
 
 // Scores of the block's keys, [key][lanes]; those of keys that do not exist are left as they were.
 inline void score_dense(const Attention& a, const AttentionTask& task, const AttentionTask* next, const Tile& tile,
                         const Steps& steps, AttentionScratch& s) {
   const int d = a.cache.head_dim, tiles = padded_dim(d) / 32;
   const bool as_they_lie = a.cache.block_shift >= 4 && d % 32 == 0;
-  for (int step = 0; step < kSteps; step++) {
-    prefetch_step(a, next, step, 0);
-    if (step < steps.from || step >= steps.to) continue;
+  NextTask ahead(a, next, 0);
+  for (int step = steps.from; step < steps.to; step++) {
     const int first = steps.first + step * 32;
     if (!as_they_lie) pack_keys<false>(find_rows(a, task, first, steps.begin, steps.end), d, s.keys);
     for (int group = 0; group < 2; group++) {
@@ -38,7 +51,9 @@ inline void score_dense(const Attention& a, const AttentionTask& task, const Att
       TILE_ZERO(0);
       for (int t = 0; t < tiles; t++) {
         TILE_LOAD(4, s.queries[0] + t * 1024, 64);
+        ahead.fetch(8);
         TILE_LOAD(5, keys + t * along, stride);
+        ahead.fetch(8);
         TILE_MULTIPLY(0, 5, 4);
       }
       // Rows are stored in order, so each one overwrites what the one before spilled.
@@ -106,6 +121,7 @@ inline void soften_dense(const Attention& a, const Tile& tile, const Steps& step
 inline void weigh_dense(const Attention& a, const AttentionTask& task, const AttentionTask* next,
                         const Steps& steps, AttentionScratch& s) {
   const int d = a.cache.head_dim, dim = padded_dim(d);
+  NextTask ahead(a, next, a.cache.kv_stride);
   for (int column = 0; column < dim; column += kColumnsAtOnce) {
     const int end = min_int(d, column + kColumnsAtOnce);
     const bool two = column + 32 < dim, whole = end % 32 == 0;
@@ -113,16 +129,14 @@ inline void weigh_dense(const Attention& a, const AttentionTask& task, const Att
     TILE_ZERO(1);
     TILE_ZERO(2);
     TILE_ZERO(3);
-    for (int step = 0; step < kSteps; step++) {
-      if (column == 0) prefetch_step(a, next, step, a.cache.kv_stride);
-      if (step < steps.from || step >= steps.to) continue;
+    for (int step = steps.from; step < steps.to; step++) {
       char* v = s.values + step % 4 * 4096;
       Rows rows = find_rows(a, task, steps.first + step * 32, steps.begin, steps.end);
       shift_rows(rows, a.cache.kv_stride);
       if (whole && rows.whole)
-        pack_values<true, false>(rows, column, end, v);
+        pack_values<true, false>(rows, column, end, v, [&] { ahead.fetch(8); });
       else
-        pack_values<false, false>(rows, column, end, v);
+        pack_values<false, false>(rows, column, end, v, [&] { ahead.fetch(8); });
       TILE_LOAD(4, s.weights + step * 1024, 64);
       TILE_LOAD(5, v, 64);
       TILE_MULTIPLY(0, 4, 5);

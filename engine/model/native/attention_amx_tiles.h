@@ -15,11 +15,11 @@ inline void pack_block(const Attention& a, const AttentionTask& task, const Step
     if (rows.whole && d % 32 == 0) {
       pack_keys<true>(rows, d, keys);
       shift_rows(rows, a.cache.kv_stride);
-      pack_values<true, true>(rows, 0, d, values);
+      pack_values<true, true>(rows, 0, d, values, [] {});
     } else {
       pack_keys<false>(rows, d, keys);
       shift_rows(rows, a.cache.kv_stride);
-      pack_values<false, true>(rows, 0, d, values);
+      pack_values<false, true>(rows, 0, d, values, [] {});
     }
   }
 }

@@ -2,7 +2,7 @@
 //
 // Weights lie in columns of tiles: 16 outputs wide, 32 inputs high (16 pairs), 1 KiB each, along K; two tile
 // columns make a panel. Few rows stream the weights once, four tile columns side by side; many rows reuse a
-// panel from the first-level cache.
+// panel from the first-level cache while the activations pass by.
 #pragma once
 
 #include "packing.h"
@@ -13,7 +13,8 @@ namespace tandem {
 namespace {
 
 constexpr int kPanelsPerTask = 2;
-constexpr int kRowBytesPerTask = 5 << 18;  // activations of a task's rows; they stay in the second-level cache
+constexpr int kRowsPerTask = 512;
+constexpr int kRowBytesPerTask = 5 << 18;  // of a task's activations
 constexpr int kPrefetchTiles = 2;
 
 size_t weight_bytes(int n, int k) { return static_cast<size_t>(panels(n)) * 2 * tiles_along(k) * 1024; }
@@ -75,8 +76,10 @@ TANDEM_INLINE void multiply_16(const char* x, const char* w, int tiles, float* b
   }
 }
 
-// 32 rows by 2 tile columns.
-TANDEM_INLINE void multiply_32(const char* x, const char* w, int tiles, float* block) {
+// 32 rows by 2 tile columns. STREAM: the weights come from memory and are used once; otherwise `ahead` fetches what
+// other rows will need.
+template <bool STREAM>
+TANDEM_INLINE void multiply_32(const char* x, const char* w, int tiles, Ahead ahead, float* block) {
   const int64_t column = static_cast<int64_t>(tiles) * 1024;
   TILE_ZERO(0);
   TILE_ZERO(1);
@@ -84,12 +87,19 @@ TANDEM_INLINE void multiply_32(const char* x, const char* w, int tiles, float* b
   TILE_ZERO(3);
   for (int t = 0; t < tiles; t++) {
     const char *a = x + static_cast<int64_t>(t) * 1024, *b = w + static_cast<int64_t>(t) * 1024;
-    TILE_LOAD(4, a, 64);
+    if (STREAM) {
+      const char* next = b + kPrefetchTiles * 1024 + (t + kPrefetchTiles >= tiles ? column : 0);
+      prefetch_tile(next);
+      prefetch_tile(next + column);
+    } else {
+      ahead.fetch();
+    }
+    TILE_LOAD_ONCE(4, a, 64);
     TILE_LOAD(6, b, 64);
     TILE_MULTIPLY(0, 4, 6);
     TILE_LOAD(7, b + column, 64);
     TILE_MULTIPLY(1, 4, 7);
-    TILE_LOAD(5, a + column, 64);  // the next 16 rows: as far away as the next tile column
+    TILE_LOAD_ONCE(5, a + column, 64);  // the next 16 rows: as far away as the next tile column
     TILE_MULTIPLY(2, 5, 6);
     TILE_MULTIPLY(3, 5, 7);
   }
@@ -99,9 +109,32 @@ TANDEM_INLINE void multiply_32(const char* x, const char* w, int tiles, float* b
   TILE_STORE(3, block + 528, 128);
 }
 
+// All rows of a task by one panel.
+void multiply_panel(const Gemm& g, int row_begin, int row_end, int panel) {
+  const int tiles = static_cast<int>(tiles_along(g.w.k)), blocks = (row_end - row_begin + 31) / 32;
+  const int64_t column = static_cast<int64_t>(tiles) * 1024;
+  const char* x = static_cast<const char*>(g.x) + row_begin / 16 * column;
+  const char* w = static_cast<const char*>(g.w.panels) + panel * 2 * column;
+  Ahead ahead{w + 2 * column, (32 + blocks - 1) / blocks};  // the next panel
+  alignas(64) float block[32 * 32];
+  for (int row = row_begin; row < row_end; row += 32, x += 2 * column) {
+    const int rows = min_int(32, row_end - row);
+    if (rows <= 16)
+      multiply_16<2>(x, w, tiles, block);
+    else if (blocks == 1)
+      multiply_32<true>(x, w, tiles, ahead, block);
+    else
+      multiply_32<false>(x, w, tiles, ahead, block);
+    ahead.at += static_cast<int64_t>(ahead.lines) * tiles * 64;
+    finish_product(g, row, rows, panel * kPanel, block, 32);
+  }
+}
+
+// Tasks cover as many rows as stay in the second-level cache, in chunks of equal size.
 int row_chunks(const Gemm& g) {
-  const int64_t rows = kRowBytesPerTask / (tiles_along(g.w.k) * 64);
-  return static_cast<int>((g.m + rows - 1) / rows);
+  const int64_t fit = kRowBytesPerTask / (tiles_along(g.w.k) * 64) / 32 * 32;
+  const int rows = min_int(kRowsPerTask, max_int(32, static_cast<int>(fit)));
+  return (g.m + rows - 1) / rows;
 }
 
 int gemm_tasks(const Gemm& g) {
@@ -112,30 +145,20 @@ void gemm(const Gemm& g, int task) {
   const int count = panels(g.w.n), groups = (count + kPanelsPerTask - 1) / kPanelsPerTask;
   const int chunks = row_chunks(g), chunk_rows = round_up((g.m + chunks - 1) / chunks, 32);
   const int row_begin = task / groups * chunk_rows, row_end = min_int(g.m, row_begin + chunk_rows);
-  if (row_begin >= row_end) return;
+  const int rows = row_end - row_begin;
+  if (rows <= 0) return;
   const int first = task % groups * kPanelsPerTask, last = min_int(count, first + kPanelsPerTask);
-  const int tiles = static_cast<int>(tiles_along(g.w.k));
-  const int64_t column = static_cast<int64_t>(tiles) * 1024;
-  const char *x = static_cast<const char*>(g.x), *w = static_cast<const char*>(g.w.panels);
-  alignas(64) float block[32 * 32];
-  if (row_end - row_begin <= 16 && last - first == 2) {
-    const int rows = row_end - row_begin;
-    multiply_16<4>(x + row_begin / 16 * column, w + first * 2 * column, tiles, block);
-    finish_product(g, row_begin, rows, first * kPanel, block, 64);
-    finish_product(g, row_begin, rows, (first + 1) * kPanel, block + kPanel, 64);
+  if (rows > 16 || last - first < 2) {
+    for (int panel = first; panel < last; panel++) multiply_panel(g, row_begin, row_end, panel);
     return;
   }
-  for (int p = first; p < last; p++) {
-    for (int row = row_begin; row < row_end; row += 32) {
-      const int rows = min_int(32, row_end - row);
-      const char *a = x + row / 16 * column, *b = w + p * 2 * column;
-      if (rows <= 16)
-        multiply_16<2>(a, b, tiles, block);
-      else
-        multiply_32(a, b, tiles, block);
-      finish_product(g, row, rows, p * kPanel, block, 32);
-    }
-  }
+  const int tiles = static_cast<int>(tiles_along(g.w.k));
+  const int64_t column = static_cast<int64_t>(tiles) * 1024;
+  alignas(64) float block[16 * 64];
+  multiply_16<4>(static_cast<const char*>(g.x) + row_begin / 16 * column,
+                 static_cast<const char*>(g.w.panels) + first * 2 * column, tiles, block);
+  finish_product(g, row_begin, rows, first * kPanel, block, 64);
+  finish_product(g, row_begin, rows, (first + 1) * kPanel, block + kPanel, 64);
 }
 
 }  // namespace

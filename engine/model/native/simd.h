@@ -128,6 +128,8 @@ TANDEM_INLINE void store_bf16(uint16_t* p, vf x) {
   memcpy(p, &h, sizeof h);
 }
 
+constexpr float kLog2E = 1.44269504088896341f;
+
 // e^x to about one unit in the last place; 0 below the smallest normal number, -inf included.
 TANDEM_INLINE vf vexp(vf x) {
   const vf low = splat(-87.0f), high = splat(88.0f);
@@ -135,7 +137,7 @@ TANDEM_INLINE vf vexp(vf x) {
   vf y = select(vanishes, low, x);
   y = select(y > high, high, y);
   const vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, kept in the low bits
-  const vf shifted = y * 1.44269504088896341f + magic;
+  const vf shifted = y * kLog2E + magic;
   const vf n = shifted - magic;
   vf r = y - n * 0.693145751953125f;
   r = r - n * 1.42860682030941723212e-6f;
@@ -151,6 +153,18 @@ TANDEM_INLINE vf vexp(vf x) {
   return select(vanishes, vf{}, cast<vf>(scaled));
 }
 
+#if defined(__AVX512F__)
+// Off by up to 8e-5 of the result, which is rounded to bfloat16 anyway: to 2e-3.
+TANDEM_INLINE __m512 power_of_two(__m512 x) {
+  const __m512 r = _mm512_reduce_ps(x, 1);  // x - floor(x)
+  __m512 p = _mm512_set1_ps(0.07802446186542511f);
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.22606724500656128f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.6958335041999817f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.9999251961708069f));
+  return _mm512_scalef_ps(p, x);  // times 2^floor(x)
+}
+#endif
+
 // a x + b y, rounded the same way wherever it stands.
 TANDEM_INLINE vf combine(vf a, vf x, vf b, vf y) {
 #if defined(__AVX512F__)
@@ -159,8 +173,6 @@ TANDEM_INLINE vf combine(vf a, vf x, vf b, vf y) {
   return a * x + b * y;
 #endif
 }
-
-TANDEM_INLINE vf silu(vf x) { return x / (1.0f + vexp(-x)); }
 
 }  // namespace
 }  // namespace tandem

@@ -7,6 +7,9 @@
 
 #define TILE_LOAD(t, p, stride) \
   asm volatile("tileloadd (%0,%1,1), %%tmm" #t ::"r"(p), "r"(static_cast<int64_t>(stride)) : "memory")
+// Of what passes through: it shall not push out of the first-level cache what is used again.
+#define TILE_LOAD_ONCE(t, p, stride) \
+  asm volatile("tileloaddt1 (%0,%1,1), %%tmm" #t ::"r"(p), "r"(static_cast<int64_t>(stride)) : "memory")
 #define TILE_STORE(t, p, stride) \
   asm volatile("tilestored %%tmm" #t ", (%0,%1,1)" ::"r"(p), "r"(static_cast<int64_t>(stride)) : "memory")
 #define TILE_ZERO(t) asm volatile("tilezero %%tmm" #t ::)
@@ -37,6 +40,16 @@ void tile_leave() { asm volatile("tilerelease" ::); }
 TANDEM_INLINE void prefetch_tile(const char* p) {
   for (int i = 0; i < 1024; i += 64) __builtin_prefetch(p + i, 0, 3);
 }
+
+// A place from which `lines` cache lines are fetched, into the second-level cache, each time.
+struct Ahead {
+  const char* at;
+  int lines;
+
+  TANDEM_INLINE void fetch() {
+    for (int i = 0; i < lines; i++, at += 64) __builtin_prefetch(at, 0, 2);
+  }
+};
 
 }  // namespace
 }  // namespace tandem
