@@ -19,7 +19,8 @@ from wire.errors import ConfigurationError, DeadlineExceeded, Unavailable
 READY_WITHIN_S = 600.0
 STOPPED_WITHIN_S = 30.0
 _ASK_EVERY_S = 0.1
-_PD_PORT = 8110  # of the peers' proxy
+# Of the peers' proxy, which says that it is healthy whether or not its two servers are; and of those.
+_PD_PORT, _PD_SERVERS = 8110, (8101, 8102)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,7 @@ class System:
     command: tuple[str, ...]
     port: int
     environment: dict[str, str] = field(default_factory=dict)
+    behind: tuple[int, ...] = ()  # other ports that have to be healthy
 
     @property
     def url(self) -> str:
@@ -100,6 +102,7 @@ def vllm_systems(model: Path, vllm: Path, peers: Path) -> list[System]:
             ("bash", str(peers / "serve_vllm_pd.sh"), str(vllm), str(model)),
             _PD_PORT,
             life,
+            behind=_PD_SERVERS,
         ),
     ]
 
@@ -119,20 +122,23 @@ def running(system: System, folder: Path) -> Iterator[Started]:
 
 def _wait_until_healthy(system: System, family: Family, deadline: float) -> None:
     with httpx.Client(timeout=5.0, trust_env=False) as http:
-        while True:
-            try:
-                if http.get(f"{system.url}/health").status_code == 200:
-                    return
-            except httpx.TransportError:
-                pass  # nobody listens yet
-            status = family.failed()
-            if status is not None:
-                raise Unavailable(f"{system.title} ended with status {status}:\n{family.tail()}")
-            if time.monotonic() > deadline:
-                raise DeadlineExceeded(
-                    f"{system.title} is not healthy after {READY_WITHIN_S:.0f} s:\n{family.tail()}"
-                )
-            time.sleep(_ASK_EVERY_S)
+        for port in (*system.behind, system.port):
+            while not _is_healthy(http, port):
+                status = family.failed()
+                if status is not None:
+                    raise Unavailable(f"{system.title} ended with status {status}:\n{family.tail()}")
+                if time.monotonic() > deadline:
+                    raise DeadlineExceeded(
+                        f"{system.title} is not healthy after {READY_WITHIN_S:.0f} s:\n{family.tail()}"
+                    )
+                time.sleep(_ASK_EVERY_S)
+
+
+def _is_healthy(http: httpx.Client, port: int) -> bool:
+    try:
+        return http.get(f"http://127.0.0.1:{port}/health").status_code == 200
+    except httpx.TransportError:  # nobody listens yet
+        return False
 
 
 def _served_name(system: System) -> str:
@@ -140,7 +146,9 @@ def _served_name(system: System) -> str:
         listed = httpx.get(f"{system.url}/v1/models", timeout=30.0, trust_env=False).raise_for_status().json()
         return str(listed["data"][0]["id"])
     except (httpx.HTTPError, ValueError, LookupError) as error:
-        raise Unavailable(f"{system.title} does not say what it serves: {error}") from error
+        raise Unavailable(
+            f"{system.title} does not say what it serves: {str(error).splitlines()[0]}"
+        ) from error
 
 
 def _free_port() -> int:

@@ -13,7 +13,7 @@ from benchmarks.side_by_side.systems import System, running, tandem_systems, vll
 from wire.errors import ConfigurationError, Unavailable
 
 _SERVER = """
-import json, sys
+import json, sys, threading, time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 class Handler(BaseHTTPRequestHandler):
@@ -29,7 +29,9 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
 print("listening", flush=True)
-HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+for port in sys.argv[1:]:
+    threading.Thread(target=HTTPServer(("127.0.0.1", int(port)), Handler).serve_forever).start()
+    time.sleep(0.1)
 """
 
 
@@ -51,6 +53,16 @@ def test_a_system_answers_inside_and_is_gone_after(tmp_path: Path) -> None:
         assert httpx.get(f"{system.url}/health", trust_env=False).status_code == 200
     assert descendants(os.getpid()) == before
     assert "listening" in (tmp_path / "output.log").read_text()
+
+
+@pytest.mark.slow
+def test_a_system_is_not_ready_before_what_is_behind_it_is(tmp_path: Path) -> None:
+    """A Python interpreter starts, which listens at one port after the other."""
+    front, behind = free_port(), free_port()
+    command = (sys.executable, "-c", _SERVER, str(front), str(behind))
+    with running(System("fake", "Fake", command, front, behind=(behind,)), tmp_path):
+        for port in (front, behind):
+            assert httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False).status_code == 200
 
 
 def test_a_system_that_ends_before_it_is_ready_says_why(tmp_path: Path) -> None:
