@@ -1,5 +1,7 @@
 # make serve    a model on this machine: one prefill node, one decode node, an OpenAI-compatible API on port 8000
 # make test     every test: units, then real Ray, NIXL, HTTP and SmolLM2
+# make test-faults   nodes killed and frozen in the middle of requests (about 5 minutes)
+# make test-hosts    `ray up` on several hosts made of network namespaces; needs root (about 7 minutes)
 # make check    style, types, and which package imports which
 # make clean    the environment and everything that tools left here; the model cache stays
 #
@@ -9,7 +11,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help serve test check clean install
+.PHONY: help serve test test-faults test-hosts check clean install
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -30,8 +32,15 @@ serve: install
 
 test: install
 	@$(BIN)/tandem models fetch > /dev/null
-	$(BIN)/python -m pytest -q --ignore=tests/integration
+	$(BIN)/python -m pytest -q --ignore=tests/integration --ignore=tests/faults --ignore=tests/hosts
 	$(BIN)/python -m pytest -q tests/integration
+
+test-faults: install
+	@$(BIN)/tandem models fetch > /dev/null
+	$(BIN)/python -m pytest -v tests/faults
+
+test-hosts: install
+	TANDEM_TEST_HOSTS=1 $(BIN)/python -m pytest tests/hosts -v -rs
 
 check: install
 	$(BIN)/ruff check .
