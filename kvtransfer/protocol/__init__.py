@@ -13,12 +13,17 @@ them; a test drives them with a clock and a network that it made up.
     sending     one transfer, producer's side: which blocks are due, in flight, sent
     writing     push: posting writes, looking after them
     handshakes  the consumers that a producer knows
-    producer    all of them: registrations, leases, notices
+    ledger      which transfers a producer knows, and how others ended
+    registrations   what consumers ask of a producer before anything moves
+    producer    pairs registrations with requests, from plan to notice to the end
     receiving   one transfer, consumer's side
     reading     pull: posting reads, looking after them
     links       what a consumer knows of a producer: handshake, stamps, silence
+    registering a consumer's registrations and leases
+    stamps      what a producer's leases are counted from
+    answers     what is said to a message that cannot be acted on
     declined    transfers that a consumer will not take
-    consumer    all of them: registration, verification, cancellation
+    consumer    from a destination to a verified handoff, or to a failure that is safe
     endpoint    producer and consumer of one node behind one address
     loop        the thread that runs an endpoint
     channel     the sockets between endpoints

@@ -40,6 +40,11 @@ class SideChannel:
     def malformed(self) -> int:
         return self._inbox.malformed
 
+    @property
+    def died(self) -> str | None:
+        """Why nothing is received any more; None while it is."""
+        return self._inbox.died
+
     def send(self, endpoint: str, message: msgspec.Struct) -> None:
         """Never blocks and never raises: whoever needs an answer asks again, and has a deadline."""
         if not endpoint.startswith("tcp://"):

@@ -22,12 +22,14 @@ import msgspec
 
 from kvtransfer.base import Handoff, LoadFailure
 from kvtransfer.protocol import commands
+from kvtransfer.protocol.answers import Answers
 from kvtransfer.protocol.declined import Declined
 from kvtransfer.protocol.geometry import PoolGeometry
 from kvtransfer.protocol.identity import Clock, Identity, PeerKey, Remembered, key_of
 from kvtransfer.protocol.links import ProducerLink, ProducerLinks
 from kvtransfer.protocol.reading import Reader
 from kvtransfer.protocol.receiving import Receiving, Stage
+from kvtransfer.protocol.registering import Registrar
 from kvtransfer.protocol.settings import Settings
 from kvtransfer.protocol.statistics import Outcome, Recorder
 from kvtransfer.protocol.transport import Activity, Direction, Transport
@@ -40,7 +42,6 @@ from wire.handoff import (
     LeaseRenewed,
     RefusalCode,
     Refused,
-    RegisterDestination,
     TransferClosed,
     Welcome,
 )
@@ -66,6 +67,7 @@ class Consumer:
         failed: Callable[[str, LoadFailure], None],
     ) -> None:
         self._me = me
+        self._answers = Answers(me, send, recorder)
         self._geometry = geometry
         self._reads = direction is Direction.PULL
         self._reader = Reader(transport, settings, geometry.memory.block_bytes)
@@ -76,6 +78,15 @@ class Consumer:
         self._finished = finished
         self._failed = failed
         self._links = ProducerLinks(me, geometry, settings, send, clock)
+        self._registrar = Registrar(
+            me,
+            self._links,
+            settings,
+            send=send,
+            clock=clock,
+            receivings=self._with,
+            unreachable=self._on_unreachable,
+        )
         self._receivings: dict[str, Receiving] = {}  # by transfer id
         self._by_request: dict[str, Receiving] = {}
         # True: accepted, so that a notice that comes again is answered again.
@@ -104,7 +115,7 @@ class Consumer:
         if death is not None:
             self._end(receiving, Outcome.PEER_LOST, death)
         elif self._links.get(receiving.peer) is not None:
-            self._advance(receiving)
+            self._registrar.advance(receiving)
         else:
             for link in self._links:
                 if link.key.node_id == receiving.peer.node_id:
@@ -144,7 +155,7 @@ class Consumer:
             link.greeting_since = None
         link.memory = message.memory
         link.lease_s = message.lease_s
-        self._advance_all(link)
+        self._registrar.advance_all(link)
 
     def on_registered(self, message: DestinationRegistered) -> None:
         link = self._hear(message)
@@ -166,7 +177,7 @@ class Consumer:
             # While confirming, the answer to our acceptance is on its way and knows better.
             if receiving is not None and receiving.stage in (Stage.WAITING, Stage.READING):
                 self._give_up(receiving, Outcome.LEASE_EXPIRED, "the producer no longer holds the transfer")
-        self._advance_all(link)
+        self._registrar.advance_all(link)
 
     def on_notice(self, message: HandoffNotice) -> None:
         key = key_of(message.envelope)
@@ -175,8 +186,12 @@ class Consumer:
         if receiving is None:
             self._answer_late_notice(message)
         elif receiving.peer != key:
-            self._recorder.refused("foreign_notice")
-            self._refuse(message, RefusalCode.FOREIGN, "this transfer is with another node")
+            self._answers.refuse(
+                message.envelope,
+                message.transfer_id,
+                RefusalCode.FOREIGN,
+                "this transfer is with another node",
+            )
         elif not receiving.is_registered:
             self._recorder.refused("unasked_notice")
         elif receiving.stage is Stage.CLOSING:
@@ -232,7 +247,7 @@ class Consumer:
                 if peer.epoch == message.addressed_epoch and peer != key:
                     self.peer_gone(peer, "the producer was started anew")
             return
-        link = self._hear(message)
+        link = self._links.hear(key)
         if link is None:
             return
         if message.code in (RefusalCode.INCOMPATIBLE, RefusalCode.HANDSHAKE_FAILED):
@@ -264,6 +279,9 @@ class Consumer:
         for receiving in self._with(key):
             self._end(receiving, Outcome.PEER_LOST, reason)
 
+    def _on_unreachable(self, link: ProducerLink, reason: str) -> None:
+        self._leave(link, Outcome.TIMED_OUT, reason)
+
     def _leave(self, link: ProducerLink, outcome: Outcome, reason: str) -> None:
         """There is no working with this producer, alive as it is."""
         self._links.drop(link.key)
@@ -278,54 +296,11 @@ class Consumer:
         receiving = self._receivings.get(transfer_id)
         return receiving if receiving is not None and receiving.peer == key else None
 
-    def _hear(self, message: Welcome | DestinationRegistered | LeaseRenewed | Refused) -> ProducerLink | None:
+    def _hear(self, message: Welcome | DestinationRegistered | LeaseRenewed) -> ProducerLink | None:
         link = self._links.hear(key_of(message.envelope))
         if link is None:
             self._recorder.refused("unknown_peer")
         return link
-
-    # ── registering ──
-
-    def _advance_all(self, link: ProducerLink) -> None:
-        for receiving in self._with(link.key):
-            self._advance(receiving)
-
-    def _advance(self, receiving: Receiving) -> None:
-        link = self._links.get(receiving.peer)
-        if receiving.stage is not Stage.CONNECTING or link is None or not link.is_ready:
-            return
-        if link.has_fresh_stamp(self._clock()):
-            receiving.stage = Stage.REGISTERING
-            self._register(receiving, link)
-        elif link.owed_since is None:
-            self._renew(link)
-
-    def _register(self, receiving: Receiving, link: ProducerLink) -> None:
-        command = receiving.command
-        receiving.asked_at = self._clock()
-        link.owes(receiving.asked_at)
-        self._extend_lease(receiving, link)
-        self._send(
-            link.peer.endpoint,
-            RegisterDestination(
-                self._me.envelope(link.peer.epoch),
-                link.stamp,
-                command.transfer_id,
-                command.num_tokens,
-                command.token_hash,
-                command.first_block,
-                command.block_ids,
-            ),
-        )
-
-    def _renew(self, link: ProducerLink) -> None:
-        held = [receiving for receiving in self._with(link.key) if receiving.stage.is_leased]
-        for receiving in held:
-            self._extend_lease(receiving, link)
-        self._links.renew(link, [receiving.transfer_id for receiving in held])
-
-    def _extend_lease(self, receiving: Receiving, link: ProducerLink) -> None:
-        receiving.leased_until = max(receiving.leased_until or 0.0, link.leases_until)
 
     # ── pull ──
 
@@ -438,29 +413,9 @@ class Consumer:
         now = self._clock()
         self._declined.tick()
         for link in self._links:
-            self._tick_link(link, now)
+            self._registrar.tick(link)
         for receiving in list(self._receivings.values()):
             self._tick_receiving(receiving, now)
-
-    def _tick_link(self, link: ProducerLink, now: float) -> None:
-        stages = {receiving.stage for receiving in self._with(link.key)}
-        if not stages:
-            link.owed_since = None  # nobody waits for what it may still owe
-            if not link.is_ready:
-                self._links.drop(link.key)
-            return
-        waiting_since = link.greeting_since if link.greeting_since is not None else link.owed_since
-        too_late = waiting_since is not None and now >= waiting_since + self._settings.handshake_timeout_s
-        if too_late and Stage.CONNECTING in stages:
-            self._leave(link, Outcome.TIMED_OUT, "the producer did not answer the handshake")
-            return
-        if not link.is_ready and now >= link.asked_at + self._settings.retry_s:
-            self._links.greet(link)
-        if link.stamp and any(stage.is_leased for stage in stages):
-            if now >= link.asked_at + self._settings.renew_s:
-                self._renew(link)
-        elif link.is_ready and Stage.CONNECTING in stages and now >= link.asked_at + self._settings.retry_s:
-            self._renew(link)
 
     def _tick_receiving(self, receiving: Receiving, now: float) -> None:
         if receiving.is_safe:
@@ -475,35 +430,13 @@ class Consumer:
         elif now >= receiving.deadline:
             self._give_up(receiving, Outcome.TIMED_OUT, f"no KV within {self._settings.timeout_s:g} s")
         elif receiving.stage is Stage.REGISTERING and ask_again:
-            self._register_again(receiving, now)
+            self._registrar.register_again(receiving)
         elif receiving.stage is Stage.CONFIRMING and ask_again:
             receiving.asked_at = now
             self._send_acceptance(receiving)
-
-    def _register_again(self, receiving: Receiving, now: float) -> None:
-        link = self._links.get(receiving.peer)
-        if link is None:
-            return
-        if link.has_fresh_stamp(now):
-            self._register(receiving, link)
-        elif link.is_ready and now >= link.asked_at + self._settings.retry_s:
-            self._renew(link)
 
     def shutdown(self) -> bool:
         """Give everything up. False while somebody may still write."""
         for receiving in list(self._receivings.values()):
             self._give_up(receiving, Outcome.SHUTDOWN, "the node shuts down")
         return not self._receivings
-
-    def _refuse(self, message: HandoffNotice, code: RefusalCode, reason: str) -> None:
-        sender = message.envelope
-        self._send(
-            sender.reply_to,
-            Refused(
-                self._me.envelope(sender.sender_epoch),
-                message.transfer_id,
-                code,
-                reason,
-                addressed_epoch=self._me.epoch,
-            ),
-        )

@@ -8,6 +8,7 @@ import msgspec
 
 from kvtransfer.base import Handoff, LoadFailure
 from kvtransfer.protocol import commands
+from kvtransfer.protocol.answers import Answers
 from kvtransfer.protocol.consumer import Consumer
 from kvtransfer.protocol.geometry import PoolGeometry
 from kvtransfer.protocol.identity import Clock, Identity
@@ -59,7 +60,7 @@ class Endpoint:
         outcomes: Outcomes,
     ) -> None:
         self._me = me
-        self._send = send
+        self._answers = Answers(me, send, recorder)
         self._nobody_listens = nobody_listens
         self._recorder = recorder
         self.producer = Producer(
@@ -92,11 +93,11 @@ class Endpoint:
             return
         match message:
             case Hello():
-                self.producer.on_hello(message)
+                self.producer.registrations.on_hello(message)
             case RegisterDestination():
-                self.producer.on_register(message)
+                self.producer.registrations.on_register(message)
             case RenewLease():
-                self.producer.on_renew(message)
+                self.producer.registrations.on_renew(message)
             case HandoffAccepted():
                 self.producer.on_accepted(message)
             case CancelTransfer():
@@ -112,22 +113,16 @@ class Endpoint:
             case TransferClosed():
                 self.consumer.on_closed(message)
             case Refused():
+                self.producer.on_refused(message)
                 self.consumer.on_refused(message)
 
     def _refuse_epoch(self, message: HandoffMessage) -> None:
-        self._recorder.refused(RefusalCode.WRONG_EPOCH.value)
         if isinstance(message, Refused):
-            return  # two nodes must not refuse each other's refusals for ever
-        envelope = message.envelope
-        self._send(
-            envelope.reply_to,
-            Refused(
-                self._me.envelope(envelope.sender_epoch),
-                "",
-                RefusalCode.WRONG_EPOCH,
-                "another incarnation of this node was addressed",
-                addressed_epoch=envelope.receiver_epoch,
-            ),
+            # Two nodes must not refuse each other's refusals for ever.
+            self._recorder.refused(RefusalCode.WRONG_EPOCH.value)
+            return
+        self._answers.refuse(
+            message.envelope, "", RefusalCode.WRONG_EPOCH, "another incarnation of this node was addressed"
         )
 
     def execute(self, command: commands.Command) -> None:

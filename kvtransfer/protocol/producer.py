@@ -18,10 +18,13 @@ from collections.abc import Callable
 import msgspec
 
 from kvtransfer.protocol import commands
+from kvtransfer.protocol.answers import Answers, Ending
 from kvtransfer.protocol.geometry import PoolGeometry
 from kvtransfer.protocol.handshakes import ConsumerLink, Handshakes
-from kvtransfer.protocol.identity import Clock, Identity, PeerKey, Remembered, key_of
-from kvtransfer.protocol.sending import Destination, Phase, Sending
+from kvtransfer.protocol.identity import Clock, Identity, PeerKey, key_of
+from kvtransfer.protocol.ledger import Ledger
+from kvtransfer.protocol.registrations import Registrations
+from kvtransfer.protocol.sending import Phase, Sending
 from kvtransfer.protocol.settings import Settings
 from kvtransfer.protocol.statistics import Outcome, Recorder
 from kvtransfer.protocol.transport import Activity, Direction, Transport
@@ -29,28 +32,17 @@ from kvtransfer.protocol.writing import MissingBlocks, Writer
 from wire.errors import TransferError
 from wire.handoff import (
     CancelTransfer,
-    DestinationRegistered,
     Envelope,
     HandoffAccepted,
     HandoffNotice,
-    Hello,
-    LeaseRenewed,
     RefusalCode,
     Refused,
-    RegisterDestination,
-    RenewLease,
     TransferClosed,
-    Welcome,
 )
 
 logger = logging.getLogger(__name__)
 
 Send = Callable[[str, msgspec.Struct], None]
-
-
-class _Over(msgspec.Struct, frozen=True):
-    reason: str
-    handed_over: bool = False
 
 
 class Producer:
@@ -68,6 +60,7 @@ class Producer:
         finished_sending: Callable[[str], None],
     ) -> None:
         self._me = me
+        self._answers = Answers(me, send, recorder)
         self._geometry = geometry
         self._writes = direction is Direction.PUSH
         self._writer = Writer(transport, settings, geometry.memory.block_bytes, clock, recorder)
@@ -79,40 +72,47 @@ class Producer:
         self._handshakes = Handshakes(
             geometry, transport if self._writes else None, settings, clock, lost=self._on_link_replaced
         )
-        self._sendings: dict[str, Sending] = {}  # by transfer id
-        self._by_request: dict[str, Sending] = {}
-        # How transfers ended of which a late message may still speak.
-        self._over: Remembered[_Over] = Remembered(settings.max_remembered, settings.remember_s, clock)
+        self._ledger = Ledger(geometry.block_size, settings, clock, recorder)
+        self.registrations = Registrations(
+            geometry,
+            self._ledger,
+            self._handshakes,
+            settings,
+            self._answers,
+            clock,
+            to_write=self._writes,
+            registered=self._pair,
+        )
         self._unfenced: list[commands.Computed] = []
 
     @property
     def is_idle(self) -> bool:
         """Nothing has a deadline."""
         return not self._handshakes.has_leaving and all(
-            sending.phase is Phase.CLOSED for sending in self._sendings.values()
+            sending.phase is Phase.CLOSED for sending in self._ledger
         )
 
     # ── commands of our own engine ──
 
     def plan(self, command: commands.PlanSend) -> None:
-        known = self._by_request.get(command.request_id)
+        known = self._ledger.of_request(command.request_id)
         if known is not None:
             known.set_source(command)
             return
-        over = self._over.get(command.transfer_id)
-        sending = self._sendings.get(command.transfer_id) or self._open(command.transfer_id)
+        over = self._ledger.ending_of(command.transfer_id)
+        sending = self._ledger.get(command.transfer_id) or self._ledger.open(command.transfer_id)
         if sending.source is not None:
             logger.error("requests %s and %s share a transfer id", sending.request_id, command.request_id)
             return
         sending.set_source(command)
-        self._by_request[command.request_id] = sending
+        self._ledger.bind(command.request_id, sending)
         if over is not None:
             self._begin_closing(sending, Outcome.CANCELLED, over.reason)
         else:
             self._pair(sending)
 
     def extend(self, command: commands.ExtendSend) -> None:
-        sending = self._by_request.get(command.request_id)
+        sending = self._ledger.of_request(command.request_id)
         if sending is not None:
             sending.extend_source(command.block_ids)
 
@@ -121,7 +121,7 @@ class Producer:
             self._unfenced.append(command)
             return
         for request_id, num_tokens in command.num_tokens.items():
-            sending = self._by_request.get(request_id)
+            sending = self._ledger.of_request(request_id)
             if sending is not None and sending.source is not None:
                 source = sending.source
                 source.computed = max(source.computed, num_tokens)
@@ -133,12 +133,12 @@ class Producer:
             for request_id in command.request_ids:
                 unfenced.num_tokens.pop(request_id, None)
         for request_id in command.request_ids:
-            sending = self._by_request.get(request_id)
+            sending = self._ledger.of_request(request_id)
             if sending is not None:
                 sending.taint(command.at)
 
     def finish(self, command: commands.FinishSend) -> None:
-        sending = self._by_request.get(command.request_id)
+        sending = self._ledger.of_request(command.request_id)
         if sending is None or sending.source is None:
             self._finished_sending(command.request_id)
             return
@@ -157,9 +157,12 @@ class Producer:
 
     def abandon(self, command: commands.AbandonSend) -> None:
         reason = "the request ended before its prompt was computed"
-        sending = self._by_request.get(command.request_id) or self._sendings.get(command.transfer_id)
+        sending = self._ledger.of_request(command.request_id)
         if sending is None:
-            self._over.add(command.transfer_id, _Over(reason))
+            early = self._ledger.get(command.transfer_id)
+            sending = early if early is not None and early.source is None else None
+        if sending is None:
+            self._ledger.ended(command.transfer_id, Ending(reason))
             if command.kept:
                 self._finished_sending(command.request_id)
             return
@@ -170,100 +173,10 @@ class Producer:
 
     # ── messages of consumers ──
 
-    def on_hello(self, message: Hello) -> None:
-        rejection = self._handshakes.welcome(message)
-        if rejection is not None:
-            self._refuse(message.envelope, "", rejection.code, rejection.reason)
-            return
-        self._answer(
-            message.envelope,
-            Welcome(
-                self._me.envelope(message.envelope.sender_epoch),
-                self._geometry.fingerprint,
-                self._geometry.memory,
-                self._settings.lease_s,
-                self._stamp(),
-            ),
-        )
-
-    def on_register(self, message: RegisterDestination) -> None:
-        envelope, transfer_id = message.envelope, message.transfer_id
-        key = key_of(envelope)
-        link = self._handshakes.hear(key)
-        sending = self._sendings.get(transfer_id)
-        over = self._over.get(transfer_id)
-        if link is None:
-            self._refuse(envelope, transfer_id, RefusalCode.HANDSHAKE_REQUIRED, "no handshake with this node")
-        elif sending is not None and not sending.belongs_to(key):
-            self._refuse(envelope, transfer_id, RefusalCode.FOREIGN, "this transfer is for another node")
-        elif over is not None:
-            self._answer_closed(envelope, transfer_id, over)
-        elif sending is not None and sending.is_over:
-            return  # it answers when nothing is in flight any more
-        elif (problem := self._geometry.check_destination(message, link.hello.memory)) is not None:
-            self._refuse(envelope, transfer_id, RefusalCode.INVALID, problem)
-        elif (lease_until := self._lease_from(message.stamp)) is None:
-            # Too old to grant a lease: it lay in a queue. The consumer asks again with the fresh stamp.
-            self._answer(envelope, LeaseRenewed(self._me.envelope(key.epoch), self._stamp(), [transfer_id]))
-        elif sending is None and self._too_many_early():
-            self._refuse(
-                envelope, transfer_id, RefusalCode.OVERLOADED, "too many transfers without a request"
-            )
-        else:
-            self._register(sending or self._open(transfer_id), message, lease_until)
-
-    def _register(self, sending: Sending, message: RegisterDestination, lease_until: float) -> None:
-        known = sending.destination
-        if known is None:
-            destination = Destination(
-                consumer=key_of(message.envelope),
-                endpoint=message.envelope.reply_to,
-                num_tokens=message.num_tokens,
-                token_hash=message.token_hash,
-                first_block=message.first_block,
-                block_ids=message.block_ids,
-                lease_until=lease_until,
-                registered_at=self._clock(),
-            )
-            sending.set_destination(destination, to_write=self._writes)
-        elif known.is_same(message):
-            known.lease_until = max(known.lease_until, lease_until)
-        else:
-            self._refuse(
-                message.envelope,
-                sending.transfer_id,
-                RefusalCode.CONFLICT,
-                "registered with other blocks before",
-            )
-            return
-        self._answer(
-            message.envelope,
-            DestinationRegistered(
-                self._me.envelope(message.envelope.sender_epoch), self._stamp(), sending.transfer_id
-            ),
-        )
-        self._pair(sending)
-
-    def on_renew(self, message: RenewLease) -> None:
-        key = key_of(message.envelope)
-        if self._handshakes.hear(key) is None:
-            self._refuse(message.envelope, "", RefusalCode.HANDSHAKE_REQUIRED, "no handshake with this node")
-            return
-        lease_until = self._lease_from(message.stamp)
-        unknown: list[str] = []
-        for transfer_id in message.transfer_ids:
-            sending = self._sendings.get(transfer_id)
-            destination = sending.destination if sending is not None else None
-            if sending is None or sending.is_over or destination is None or destination.consumer != key:
-                unknown.append(transfer_id)
-            elif lease_until is not None:
-                destination.lease_until = max(destination.lease_until, lease_until)
-        self._answer(message.envelope, LeaseRenewed(self._me.envelope(key.epoch), self._stamp(), unknown))
-
     def on_accepted(self, message: HandoffAccepted) -> None:
         key = key_of(message.envelope)
         self._handshakes.hear(key)
-        sending = self._sendings.get(message.transfer_id)
+        sending = self._ledger.get(message.transfer_id)
         if sending is not None and not sending.belongs_to(key):
             self._recorder.refused("foreign_acceptance")
             return
@@ -273,26 +186,35 @@ class Producer:
         else:
             self._recorder.refused("late_acceptance")
         if not self._writes:
-            over = self._over.get(message.transfer_id) or _Over("this transfer is not known here")
-            self._answer_closed(message.envelope, message.transfer_id, over)
+            over = self._ledger.ending_of(message.transfer_id) or Ending("this transfer is not known here")
+            self._answers.closed(message.envelope, message.transfer_id, over)
 
     def on_cancel(self, message: CancelTransfer) -> None:
         key = key_of(message.envelope)
         self._handshakes.hear(key)
-        over = _Over("cancelled by the consumer")
-        sending = self._sendings.get(message.transfer_id)
+        over = Ending("cancelled by the consumer")
+        sending = self._ledger.get(message.transfer_id)
         if sending is not None and not sending.belongs_to(key):
-            self._refuse(
+            self._answers.refuse(
                 message.envelope, message.transfer_id, RefusalCode.FOREIGN, "somebody else's transfer"
             )
             return
         if sending is not None and sending.phase is not Phase.CLOSED:
+            answered_by_close = sending.destination is not None
             self._begin_closing(sending, Outcome.CANCELLED, over.reason)
-            if sending.phase is Phase.CLOSING:
-                return  # _close() answers
+            if answered_by_close:
+                return
         else:
-            self._over.add(message.transfer_id, over)
-        self._answer_closed(message.envelope, message.transfer_id, over)
+            self._ledger.ended(message.transfer_id, over)
+        self._answers.closed(message.envelope, message.transfer_id, over)
+
+    def on_refused(self, message: Refused) -> None:
+        """A message of ours reached somebody else than it was for."""
+        if message.code is RefusalCode.WRONG_EPOCH:
+            now_there = key_of(message.envelope)
+            for link in self._handshakes:
+                if link.key.epoch == message.addressed_epoch and link.key != now_there:
+                    self.peer_gone(link.key, "the consumer was started anew")
 
     # ── peers ──
 
@@ -301,7 +223,7 @@ class Producer:
         limit = self._clock() - self._settings.silent_s
         waiting = {
             sending.destination.consumer
-            for sending in self._sendings.values()
+            for sending in self._ledger
             if sending.destination is not None and not sending.is_over
         }
         return [
@@ -319,9 +241,8 @@ class Producer:
         self._close_all_of(key, Outcome.PEER_LOST, reason)
 
     def _close_all_of(self, key: PeerKey, outcome: Outcome, reason: str) -> None:
-        for sending in list(self._sendings.values()):
-            if sending.destination is not None and sending.destination.consumer == key:
-                self._begin_closing(sending, outcome, reason)
+        for sending in self._ledger.to(key):
+            self._begin_closing(sending, outcome, reason)
 
     # ── moving blocks ──
 
@@ -332,7 +253,7 @@ class Producer:
             for command in unfenced:
                 self.computed(command)
         activity = Activity.IN_FLIGHT if self._unfenced else Activity.NONE
-        for sending in list(self._sendings.values()):
+        for sending in self._ledger:
             if sending.phase is Phase.CLOSED:
                 continue
             self._poll(sending)
@@ -345,16 +266,12 @@ class Producer:
                 activity = max(activity, Activity.IN_FLIGHT)
         if self._handshakes.has_leaving:
             self._handshakes.close_idle(self._in_use)
-            for sending in list(self._sendings.values()):
+            for sending in self._ledger:
                 self._conclude(sending)
         return activity
 
     def _in_use(self, key: PeerKey) -> bool:
-        return any(
-            sending.in_flight
-            for sending in self._sendings.values()
-            if sending.destination is not None and sending.destination.consumer == key
-        )
+        return any(sending.in_flight for sending in self._ledger.to(key))
 
     def _post(self, sending: Sending) -> None:
         destination = sending.destination
@@ -393,15 +310,6 @@ class Producer:
 
     # ── the life of a transfer ──
 
-    def _open(self, transfer_id: str) -> Sending:
-        sending = Sending(transfer_id, self._geometry.block_size, self._clock())
-        self._sendings[transfer_id] = sending
-        self._recorder.began()
-        return sending
-
-    def _too_many_early(self) -> bool:
-        return len(self._sendings) - len(self._by_request) >= self._settings.max_early_registrations
-
     def _pair(self, sending: Sending) -> None:
         """Both halves may be there now: do they belong together?"""
         source, destination = sending.source, sending.destination
@@ -410,7 +318,7 @@ class Producer:
         if not sending.belongs_to(destination.consumer):
             sending.drop_destination()
             envelope = Envelope(*destination.consumer, self._me.epoch, destination.endpoint)
-            self._refuse(
+            self._answers.refuse(
                 envelope, sending.transfer_id, RefusalCode.FOREIGN, "this transfer is for another node"
             )
         elif (source.plan.num_tokens, source.plan.token_hash) != (
@@ -482,7 +390,7 @@ class Producer:
         if sending.outcome is Outcome.LEASE_EXPIRED:
             self._recorder.lease_expired()
         handed_over = sending.outcome is Outcome.SENT
-        self._over.add(sending.transfer_id, _Over(sending.reason, handed_over))
+        self._ledger.ended(sending.transfer_id, Ending(sending.reason, handed_over))
         destination = sending.destination
         if destination is not None and not handed_over:
             self._send(
@@ -494,16 +402,14 @@ class Producer:
 
     def _forget(self, sending: Sending) -> None:
         """CLOSED, and no command will name the request any more."""
-        self._sendings.pop(sending.transfer_id, None)
-        if sending.request_id is not None:
-            self._by_request.pop(sending.request_id, None)
-            if sending.kept:
-                sending.kept = False
-                self._finished_sending(sending.request_id)
+        self._ledger.forget(sending)
+        if sending.kept and sending.request_id is not None:
+            sending.kept = False
+            self._finished_sending(sending.request_id)
 
     def tick(self) -> None:
         now = self._clock()
-        for sending in list(self._sendings.values()):
+        for sending in self._ledger:
             destination, since = sending.destination, sending.waiting_since
             if sending.is_over:
                 continue
@@ -518,52 +424,13 @@ class Producer:
 
     def shutdown(self) -> bool:
         """End everything that can end. False while something is in flight."""
-        for sending in list(self._sendings.values()):
+        for sending in self._ledger:
             sending.request_ended = True
             self._poll(sending)
             self._begin_closing(sending, Outcome.SHUTDOWN, "the node shuts down")
         for link in self._handshakes:
             self._handshakes.leave(link.key)
         self._handshakes.close_idle(self._in_use)
-        for sending in list(self._sendings.values()):
+        for sending in self._ledger:
             self._conclude(sending)
-        return not self._sendings and not self._handshakes.has_leaving
-
-    # ── messages of ours ──
-
-    def _stamp(self) -> int:
-        return int(self._clock() * 1e6)
-
-    def _lease_from(self, stamp: int) -> float | None:
-        """Until when a lease that this stamp grants would hold; None if that is over, or was never issued."""
-        issued = stamp / 1e6
-        until = issued + self._settings.lease_s
-        now = self._clock()
-        return until if issued <= now < until else None
-
-    def _answer_closed(self, question: Envelope, transfer_id: str, over: _Over) -> None:
-        self._answer(
-            question,
-            TransferClosed(
-                self._me.envelope(question.sender_epoch),
-                transfer_id,
-                over.reason,
-                handed_over=over.handed_over,
-            ),
-        )
-
-    def _answer(self, question: Envelope, message: msgspec.Struct) -> None:
-        self._send(question.reply_to, message)
-
-    def _refuse(self, question: Envelope, transfer_id: str, code: RefusalCode, reason: str) -> None:
-        self._recorder.refused(code.value)
-        self._send(
-            question.reply_to,
-            Refused(
-                self._me.envelope(question.sender_epoch),
-                transfer_id,
-                code,
-                reason,
-                addressed_epoch=self._me.epoch,
-            ),
-        )
+        return self._ledger.is_empty and not self._handshakes.has_leaving

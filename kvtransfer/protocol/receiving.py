@@ -59,6 +59,9 @@ class Receiving:
         """Whether the producer was ever told of our blocks."""
         return self.leased_until is not None
 
+    def extend_lease(self, until: float) -> None:
+        self.leased_until = max(self.leased_until or 0.0, until)
+
     def mismatch(self, notice: HandoffNotice, block_bytes: int) -> str | None:
         """Why the notice is not about what was asked for; None when it is."""
         mine = self.command

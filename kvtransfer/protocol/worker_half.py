@@ -107,6 +107,8 @@ class WorkerHalf(WorkerConnector):
     def get_finished(self, finished_req_ids: set[str]) -> ConnectorOutput:
         if self._loop.failure is not None:
             raise InternalError("the KV transfer thread died") from self._loop.failure
+        if self._channel.died is not None:
+            raise InternalError(f"nobody hears this node's peers any more: {self._channel.died}")
         with self._lock:
             output, self._output = self._output, ConnectorOutput()
         return output

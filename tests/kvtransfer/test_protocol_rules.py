@@ -533,6 +533,17 @@ def test_a_consumer_restarted_at_the_same_address_frees_the_producer_at_once(pai
     assert pair.outcomes()[0] == {"peer_lost": 1}
 
 
+def test_a_consumer_restarted_with_nothing_to_receive_frees_the_producer_when_it_is_told(pair: Pair) -> None:
+    _computed(pair)
+    pair.move_everything()
+    pair.world.network.clear()
+    pair.consumer = pair.world.add("c", 23)
+    pair.world.advance(SETTINGS.retry_s + 0.1)  # the notice again
+    pair.world.deliver_all()
+    assert pair.producer.sends["r1"].reported == 1
+    assert pair.outcomes()[0] == {"peer_lost": 1}
+
+
 def test_a_transfer_with_an_incarnation_known_to_be_dead_fails_at_once(pair: Pair) -> None:
     pair.receive()
     pair.world.settle(0.2)
@@ -650,7 +661,7 @@ def test_a_foreign_notice_is_refused_and_changes_nothing(pair: Pair) -> None:
         pair.world.network.append(("tcp://c", foreign))
     pair.world.deliver_all()
     assert not receive.over
-    assert pair.refused(pair.consumer)["foreign_notice"] == 100
+    assert pair.refused(pair.consumer)["foreign"] == 100
     pair.producer.compute(send, 30)
     pair.producer.finish_send(send)
     pair.world.settle(0.5)

@@ -1,0 +1,48 @@
+"""What either side says to the sender of a message that it cannot act on, or has acted on already."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from kvtransfer.protocol.identity import Identity
+from kvtransfer.protocol.statistics import Recorder
+from wire.handoff import Envelope, RefusalCode, Refused, TransferClosed
+
+
+class Ending(msgspec.Struct, frozen=True):
+    """How a transfer ended, for those who ask late."""
+
+    reason: str
+    handed_over: bool = False
+
+
+class Answers:
+    def __init__(self, me: Identity, send: Callable[[str, msgspec.Struct], None], recorder: Recorder) -> None:
+        self._me = me
+        self._send = send
+        self._recorder = recorder
+
+    def say(self, question: Envelope, answer: msgspec.Struct) -> None:
+        self._send(question.reply_to, answer)
+
+    def back_to(self, question: Envelope) -> Envelope:
+        return self._me.envelope(question.sender_epoch)
+
+    def closed(self, question: Envelope, transfer_id: str, ending: Ending) -> None:
+        self.say(
+            question,
+            TransferClosed(
+                self.back_to(question), transfer_id, ending.reason, handed_over=ending.handed_over
+            ),
+        )
+
+    def refuse(self, question: Envelope, transfer_id: str, code: RefusalCode, reason: str) -> None:
+        self._recorder.refused(code.value)
+        self.say(
+            question,
+            Refused(
+                self.back_to(question), transfer_id, code, reason, addressed_epoch=question.receiver_epoch
+            ),
+        )

@@ -1,0 +1,109 @@
+"""How a consumer tells its producers of its blocks, and keeps them told: registrations and leases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from kvtransfer.protocol.identity import Clock, Identity, PeerKey
+from kvtransfer.protocol.links import ProducerLink, ProducerLinks
+from kvtransfer.protocol.receiving import Receiving, Stage
+from kvtransfer.protocol.settings import Settings
+from wire.handoff import RegisterDestination
+
+
+class Registrar:
+    """`receivings` lists the transfers with one producer. `unreachable` is called when it does not even answer a
+    handshake, or gives no fresh stamp."""
+
+    def __init__(
+        self,
+        me: Identity,
+        links: ProducerLinks,
+        settings: Settings,
+        *,
+        send: Callable[[str, msgspec.Struct], None],
+        clock: Clock,
+        receivings: Callable[[PeerKey], list[Receiving]],
+        unreachable: Callable[[ProducerLink, str], None],
+    ) -> None:
+        self._me = me
+        self._links = links
+        self._settings = settings
+        self._send = send
+        self._clock = clock
+        self._receivings = receivings
+        self._unreachable = unreachable
+
+    def advance_all(self, link: ProducerLink) -> None:
+        for receiving in self._receivings(link.key):
+            self.advance(receiving)
+
+    def advance(self, receiving: Receiving) -> None:
+        """Register it, if the handshake is done and a fresh stamp is there; else ask for what is missing."""
+        link = self._links.get(receiving.peer)
+        if receiving.stage is not Stage.CONNECTING or link is None or not link.is_ready:
+            return
+        if link.has_fresh_stamp(self._clock()):
+            receiving.stage = Stage.REGISTERING
+            self._register(receiving, link)
+        elif link.owed_since is None:
+            self._renew(link)
+
+    def register_again(self, receiving: Receiving) -> None:
+        """The answer is overdue."""
+        link = self._links.get(receiving.peer)
+        now = self._clock()
+        if link is None:
+            return
+        if link.has_fresh_stamp(now):
+            self._register(receiving, link)
+        elif link.is_ready and now >= link.asked_at + self._settings.retry_s:
+            self._renew(link)
+
+    def tick(self, link: ProducerLink) -> None:
+        now = self._clock()
+        stages = {receiving.stage for receiving in self._receivings(link.key)}
+        if not stages:
+            link.owed_since = None  # nobody waits for what it may still owe
+            if not link.is_ready:
+                self._links.drop(link.key)
+            return
+        waiting_since = link.greeting_since if link.greeting_since is not None else link.owed_since
+        too_late = waiting_since is not None and now >= waiting_since + self._settings.handshake_timeout_s
+        if too_late and Stage.CONNECTING in stages:
+            self._unreachable(link, "the producer did not answer the handshake")
+            return
+        ask_again = now >= link.asked_at + self._settings.retry_s
+        if not link.is_ready and ask_again:
+            self._links.greet(link)
+        if link.stamp and any(stage.is_leased for stage in stages):
+            if now >= link.asked_at + self._settings.renew_s:
+                self._renew(link)
+        elif link.is_ready and Stage.CONNECTING in stages and ask_again:
+            self._renew(link)
+
+    def _register(self, receiving: Receiving, link: ProducerLink) -> None:
+        command = receiving.command
+        receiving.asked_at = self._clock()
+        receiving.extend_lease(link.leases_until)
+        link.owes(receiving.asked_at)
+        self._send(
+            link.peer.endpoint,
+            RegisterDestination(
+                self._me.envelope(link.peer.epoch),
+                link.stamp,
+                command.transfer_id,
+                command.num_tokens,
+                command.token_hash,
+                command.first_block,
+                command.block_ids,
+            ),
+        )
+
+    def _renew(self, link: ProducerLink) -> None:
+        held = [receiving for receiving in self._receivings(link.key) if receiving.stage.is_leased]
+        for receiving in held:
+            receiving.extend_lease(link.leases_until)
+        self._links.renew(link, [receiving.transfer_id for receiving in held])

@@ -1,0 +1,150 @@
+"""What consumers ask of a producer before anything moves: handshakes, registrations, leases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvtransfer.protocol.answers import Answers
+from kvtransfer.protocol.geometry import PoolGeometry
+from kvtransfer.protocol.handshakes import Handshakes
+from kvtransfer.protocol.identity import Clock, key_of
+from kvtransfer.protocol.ledger import Ledger
+from kvtransfer.protocol.sending import Destination, Sending
+from kvtransfer.protocol.settings import Settings
+from kvtransfer.protocol.stamps import LeaseStamps
+from wire.handoff import (
+    DestinationRegistered,
+    Hello,
+    LeaseRenewed,
+    RefusalCode,
+    RegisterDestination,
+    RenewLease,
+    Welcome,
+)
+
+
+class Registrations:
+    """`registered` is called with a transfer that has got its destination."""
+
+    def __init__(
+        self,
+        geometry: PoolGeometry,
+        ledger: Ledger,
+        handshakes: Handshakes,
+        settings: Settings,
+        answers: Answers,
+        clock: Clock,
+        *,
+        to_write: bool,
+        registered: Callable[[Sending], None],
+    ) -> None:
+        self._geometry = geometry
+        self._ledger = ledger
+        self._handshakes = handshakes
+        self._settings = settings
+        self._answers = answers
+        self._clock = clock
+        self._stamps = LeaseStamps(settings.lease_s, clock)
+        self._to_write = to_write
+        self._registered = registered
+
+    def on_hello(self, message: Hello) -> None:
+        rejection = self._handshakes.welcome(message)
+        if rejection is not None:
+            self._answers.refuse(message.envelope, "", rejection.code, rejection.reason)
+            return
+        self._answers.say(
+            message.envelope,
+            Welcome(
+                self._answers.back_to(message.envelope),
+                self._geometry.fingerprint,
+                self._geometry.memory,
+                self._settings.lease_s,
+                self._stamps.issue(),
+            ),
+        )
+
+    def on_register(self, message: RegisterDestination) -> None:
+        envelope, transfer_id = message.envelope, message.transfer_id
+        key = key_of(envelope)
+        link = self._handshakes.hear(key)
+        sending = self._ledger.get(transfer_id)
+        ending = self._ledger.ending_of(transfer_id)
+        if link is None:
+            self._answers.refuse(
+                envelope, transfer_id, RefusalCode.HANDSHAKE_REQUIRED, "no handshake with this node"
+            )
+        elif sending is not None and not sending.belongs_to(key):
+            self._answers.refuse(
+                envelope, transfer_id, RefusalCode.FOREIGN, "this transfer is for another node"
+            )
+        elif ending is not None:
+            self._answers.closed(envelope, transfer_id, ending)
+        elif sending is not None and sending.is_over:
+            return  # it answers when nothing is in flight any more
+        elif (problem := self._geometry.check_destination(message, link.hello.memory)) is not None:
+            self._answers.refuse(envelope, transfer_id, RefusalCode.INVALID, problem)
+        elif (lease_until := self._stamps.until(message.stamp)) is None:
+            # Too old to grant a lease: it lay in a queue. The consumer asks again with the fresh stamp.
+            self._answers.say(
+                envelope, LeaseRenewed(self._answers.back_to(envelope), self._stamps.issue(), [transfer_id])
+            )
+        elif sending is None and not self._ledger.has_room:
+            self._answers.refuse(
+                envelope, transfer_id, RefusalCode.OVERLOADED, "too many transfers without a request"
+            )
+        else:
+            self._register(sending or self._ledger.open(transfer_id), message, lease_until)
+
+    def _register(self, sending: Sending, message: RegisterDestination, lease_until: float) -> None:
+        known = sending.destination
+        if known is None:
+            destination = Destination(
+                consumer=key_of(message.envelope),
+                endpoint=message.envelope.reply_to,
+                num_tokens=message.num_tokens,
+                token_hash=message.token_hash,
+                first_block=message.first_block,
+                block_ids=message.block_ids,
+                lease_until=lease_until,
+                registered_at=self._clock(),
+            )
+            sending.set_destination(destination, to_write=self._to_write)
+        elif known.is_same(message):
+            known.lease_until = max(known.lease_until, lease_until)
+        else:
+            self._answers.refuse(
+                message.envelope,
+                sending.transfer_id,
+                RefusalCode.CONFLICT,
+                "registered with other blocks before",
+            )
+            return
+        self._answers.say(
+            message.envelope,
+            DestinationRegistered(
+                self._answers.back_to(message.envelope), self._stamps.issue(), sending.transfer_id
+            ),
+        )
+        self._registered(sending)
+
+    def on_renew(self, message: RenewLease) -> None:
+        key = key_of(message.envelope)
+        if self._handshakes.hear(key) is None:
+            self._answers.refuse(
+                message.envelope, "", RefusalCode.HANDSHAKE_REQUIRED, "no handshake with this node"
+            )
+            return
+        lease_until = self._stamps.until(message.stamp)
+        unknown: list[str] = []
+        for transfer_id in message.transfer_ids:
+            sending = self._ledger.get(transfer_id)
+            destination = sending.destination if sending is not None else None
+            if sending is None or sending.is_over or destination is None or destination.consumer != key:
+                unknown.append(transfer_id)
+            elif lease_until is not None:
+                destination.lease_until = max(destination.lease_until, lease_until)
+        self._answers.say(
+            message.envelope,
+            LeaseRenewed(self._answers.back_to(message.envelope), self._stamps.issue(), unknown),
+        )
