@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cluster.bench.options import add_arguments as add_bench_arguments
+
 if TYPE_CHECKING:
     from cluster.settings import Settings
 
@@ -80,6 +82,10 @@ def make_parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="check this machine and say what to do about what is wrong")
     _add_settings(doctor)
     doctor.set_defaults(run=_doctor)
+
+    bench = commands.add_parser("bench", help="measure any OpenAI-compatible server as its users feel it")
+    add_bench_arguments(bench)
+    bench.set_defaults(run=_bench)
 
     config = commands.add_parser("config", help="print the configuration that these settings make")
     _add_settings(config)
@@ -153,6 +159,12 @@ def _doctor(options: argparse.Namespace) -> int:
     from cluster.doctor import doctor
 
     return doctor(read_settings(options).config, Console())
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from cluster.bench.command import run
+
+    return run(options)
 
 
 def _chat(options: argparse.Namespace) -> int:
