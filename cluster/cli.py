@@ -6,11 +6,9 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-from cluster.bench.options import add_arguments as add_bench_arguments
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cluster.settings import Settings
@@ -54,12 +52,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
+class _CommandParser(argparse.ArgumentParser):
+    """May learn its arguments only when its command is the one: describing them can take imports."""
+
+    def __init__(
+        self, *args: Any, describe: Callable[[argparse.ArgumentParser], None] | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._describe = describe
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        if self._describe is not None:
+            describe, self._describe = self._describe, None
+            describe(self)
+        return super().parse_known_args(args, namespace)
+
+
+def _describe_bench(parser: argparse.ArgumentParser) -> None:
+    from cluster.bench.options import add_arguments
+
+    add_arguments(parser)
+
+
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tandem", description="Serve language models with prefill and decode on separate machines."
     )
     parser.add_argument("--verbose", action="store_true", help="log everything to the terminal")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(
+        title="commands", metavar="COMMAND", required=True, parser_class=_CommandParser
+    )
 
     serve = commands.add_parser("serve", help="serve a model on this machine")
     _add_settings(serve)
@@ -83,8 +105,9 @@ def make_parser() -> argparse.ArgumentParser:
     _add_settings(doctor)
     doctor.set_defaults(run=_doctor)
 
-    bench = commands.add_parser("bench", help="measure any OpenAI-compatible server as its users feel it")
-    add_bench_arguments(bench)
+    bench = commands.add_parser(
+        "bench", help="measure any OpenAI-compatible server as its users feel it", describe=_describe_bench
+    )
     bench.set_defaults(run=_bench)
 
     config = commands.add_parser("config", help="print the configuration that these settings make")
