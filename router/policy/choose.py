@@ -8,7 +8,7 @@ from typing import Protocol
 
 from router.config import LocalPrefill, PolicyName
 from router.policy.conditional import reason_to_prefill_locally
-from router.policy.costs import decode_wait_s, prefill_wait_s
+from router.policy.costs import decode_wait_s, prefill_cost_s, prefill_wait_s
 from router.policy.types import Decision, NodeView, PoolSnapshot, RoutingRequest
 from wire.errors import Unavailable
 from wire.nodes import Role
@@ -26,17 +26,20 @@ class Policy(Protocol):
 Ranker = Callable[[Sequence[NodeView], RoutingRequest, bool], tuple[NodeView, str]]
 
 
-def _wait_s(node: NodeView, nodes: Sequence[NodeView], request: RoutingRequest, decode: bool) -> float:
-    return decode_wait_s(node, request, nodes) if decode else prefill_wait_s(node, request, nodes)
+def _cost_s(node: NodeView, nodes: Sequence[NodeView], request: RoutingRequest, decode: bool) -> float:
+    return decode_wait_s(node, request, nodes) if decode else prefill_cost_s(node, request, nodes)
+
+
+def _shown_wait(node: NodeView, nodes: Sequence[NodeView], request: RoutingRequest, decode: bool) -> str:
+    wait = decode_wait_s(node, request, nodes) if decode else prefill_wait_s(node, request, nodes)
+    return f"{wait * 1000:.0f} ms"
 
 
 def _least_wait(nodes: Sequence[NodeView], request: RoutingRequest, decode: bool) -> tuple[NodeView, str]:
-    def wait(node: NodeView) -> float:
-        return _wait_s(node, nodes, request, decode)
-
+    costs = [_cost_s(node, nodes, request, decode) for node in nodes]
     # Equals take turns: otherwise idle nodes would all wait for the first of them.
-    best = min(range(len(nodes)), key=lambda i: (wait(nodes[i]), (i - request.turn) % len(nodes)))
-    return nodes[best], f"{wait(nodes[best]) * 1000:.0f} ms"
+    best = min(range(len(nodes)), key=lambda i: (costs[i], (i - request.turn) % len(nodes)))
+    return nodes[best], _shown_wait(nodes[best], nodes, request, decode)
 
 
 def _round_robin(nodes: Sequence[NodeView], request: RoutingRequest, decode: bool) -> tuple[NodeView, str]:
@@ -52,7 +55,7 @@ def _prefix_affinity(
     if cached == 0:
         return least, why
 
-    longer = _wait_s(best, nodes, request, decode) - _wait_s(least, nodes, request, decode)
+    longer = _cost_s(best, nodes, request, decode) - _cost_s(least, nodes, request, decode)
     if longer > AFFINITY_WAIT_S:
         return least, f"{why}, {best.node_id} has {cached} tokens cached but is too busy"
     return best, f"{cached} tokens cached"

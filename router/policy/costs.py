@@ -29,6 +29,12 @@ def prefill_wait_s(node: NodeView, request: RoutingRequest, peers: Iterable[Node
     return (node.queued_tokens + request.uncached(node)) / rate
 
 
+def prefill_cost_s(node: NodeView, request: RoutingRequest, peers: Iterable[NodeView]) -> float:
+    """Its wait, and its own computing once more: whoever comes behind it waits for that too."""
+    rate = known_prefill_rate(node, peers) or ASSUMED_PREFILL_TOKENS_PER_S
+    return prefill_wait_s(node, request, peers) + request.uncached(node) / rate
+
+
 def decode_wait_s(node: NodeView, request: RoutingRequest, peers: Iterable[NodeView]) -> float:
     """What it costs to be decoded there: a longer step for each that shares it, prompts that are read in between
     (its own too, on a node that does both), and a wait if blocks are short.

@@ -1,0 +1,289 @@
+"""Routing policies on synthetic traces, in a simulator of the pools: cache hits, balance, and who waits how long.
+
+    python -m benchmarks.policies [--seconds S] [--load L] [--json FILE]
+
+The router's own parts decide (pool, prefix record, policies) on what simulated nodes report, a quarter of a second
+old as in life. Nodes are simple: a prefill node reads prompts one after another at a rate, less what its prefix cache
+has; a decode node's step grows with those that share it. Nothing sleeps: time is simulated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import itertools
+import json
+import random
+import statistics
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from router.config import Heartbeat, LocalPrefill, PolicyName
+from router.policy import Decision, Policy, RoutingRequest, make_policy
+from router.pool import Pool
+from router.prefixes import PrefixRecord, PromptHashes
+from wire.nodes import NodeInfo, NodeState, Role
+from wire.requests import NodeCounters, NodeStatus
+
+BLOCK = 16
+CACHE_BLOCKS = 3000
+TOKENS_PER_S = 8000.0
+STEP_S = 0.012
+STEP_PER_REQUEST_S = 0.0006
+STATUS_EVERY_S = 0.25
+PREFILL_NODES, DECODE_NODES = 4, 4
+
+
+class Ask(msgspec.Struct, frozen=True):
+    at: float
+    session: str
+    prompt: tuple[int, ...]
+    output: int
+
+
+Trace = Callable[[random.Random, float, float], Iterator[Ask]]
+
+
+def words(rng: random.Random, count: int) -> tuple[int, ...]:
+    return tuple(rng.randrange(50_000) for _ in range(count))
+
+
+def chats(rng: random.Random, seconds: float, load: float) -> Iterator[Ask]:
+    """Conversations: each turn begins with all that was said before."""
+    asks: list[Ask] = []
+    for number in itertools.count():
+        at = number / (1.6 * load)
+        if at > seconds:
+            break
+        history = words(rng, 200)
+        for _ in range(rng.randint(2, 8)):
+            history = (*history, *words(rng, rng.randint(50, 600)))
+            answer = rng.randint(40, 300)
+            asks.append(Ask(at, f"chat-{number}", history, answer))
+            history = (*history, *words(rng, answer))
+            at += rng.uniform(4, 20)
+    return iter(sorted(asks, key=lambda ask: ask.at))
+
+
+def system_prompts(rng: random.Random, seconds: float, load: float) -> Iterator[Ask]:
+    """A few applications, each with a long prompt of its own in front of short questions; some far more popular."""
+    applications = [words(rng, rng.randint(800, 3000)) for _ in range(12)]
+    weights = [1 / (rank + 1) for rank in range(len(applications))]
+    at = 0.0
+    for number in itertools.count():
+        at += rng.expovariate(16 * load)
+        if at > seconds:
+            return
+        (system,) = rng.choices(applications, weights)
+        yield Ask(at, f"user-{number}", (*system, *words(rng, rng.randint(20, 200))), rng.randint(20, 150))
+
+
+def bursts(rng: random.Random, seconds: float, load: float) -> Iterator[Ask]:
+    """Unrelated prompts of very different lengths, many at once and then few."""
+    at = 0.0
+    for number in itertools.count():
+        busy = int(at / 5) % 3 == 0
+        at += rng.expovariate((24 if busy else 4) * load)
+        if at > seconds:
+            return
+        length = int(min(8000, rng.lognormvariate(6, 1.1)))
+        yield Ask(at, f"job-{number}", words(rng, max(16, length)), rng.randint(20, 200))
+
+
+TRACES: dict[str, Trace] = {"chats": chats, "system prompts": system_prompts, "bursts": bursts}
+
+
+class SimulatedNode:
+    def __init__(self, node_id: str, role: Role) -> None:
+        self.info = NodeInfo(node_id, role, 1, f"tcp://{node_id}", "", "m", 1 << 20, BLOCK)
+        self.free_at = 0.0
+        self.busy_s = 0.0
+        self.running = 0
+        self.waiting = 0
+        self.computed = 0
+        self.waiting_tokens = 0
+        self._cache: OrderedDict[int, None] = OrderedDict()
+
+    def cached_blocks(self, hashes: list[int]) -> int:
+        for count, value in enumerate(hashes):
+            if value not in self._cache:
+                return count
+        return len(hashes)
+
+    def remember(self, hashes: list[int]) -> None:
+        for value in hashes:
+            self._cache[value] = None
+            self._cache.move_to_end(value)
+        while len(self._cache) > CACHE_BLOCKS:
+            self._cache.popitem(last=False)
+
+    def status(self) -> NodeStatus:
+        counters = NodeCounters(
+            prompt_tokens_computed=self.computed, steps=int(self.busy_s / STEP_S), step_seconds=self.busy_s
+        )
+        return NodeStatus(
+            self.info.node_id, self.info.role, 1, NodeState.READY, 10**6, 10**6, self.running, self.waiting,
+            self.waiting_tokens, 0, 0, 0.0, counters,
+        )  # fmt: skip
+
+
+class Outcome(msgspec.Struct):
+    first_token_s: list[float] = []
+    per_token_s: list[float] = []
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class Simulation:
+    def __init__(self, policy: Policy) -> None:
+        self.now = 0.0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self._policy = policy
+        self._pool = Pool("m", Heartbeat(), lambda: self.now, lambda node, why: None, lambda: None)
+        self._record = PrefixRecord()
+        self._turn = 0
+        self.outcome = Outcome()
+        self.nodes = {
+            node_id: SimulatedNode(node_id, role)
+            for role, count in ((Role.PREFILL, PREFILL_NODES), (Role.DECODE, DECODE_NODES))
+            for node_id in (f"{role.value[0]}{index}" for index in range(count))
+        }
+        self._pool.set_members([node.info for node in self.nodes.values()])
+        for node in self.nodes.values():
+            self._record.set_capacity(node.info.node_id, CACHE_BLOCKS)
+
+    def _later(self, at: float, what: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (at, next(self._order), what))
+
+    def run(self, asks: Iterator[Ask]) -> Outcome:
+        for ask in asks:
+            self._later(ask.at, lambda ask=ask: self._arrive(ask))  # type: ignore[misc]
+        self._report()
+        while self._events:
+            self.now, _, what = heapq.heappop(self._events)
+            what()
+        return self.outcome
+
+    def _report(self) -> None:
+        for node in self.nodes.values():
+            self._pool.on_status(node.status())
+        if self._events:
+            self._later(self.now + STATUS_EVERY_S, self._report)
+
+    def _arrive(self, ask: Ask) -> None:
+        self._turn += 1
+        hashes = PromptHashes(ask.prompt, None)
+        blocks = hashes.of(BLOCK)
+        request = RoutingRequest(
+            prompt_tokens=len(ask.prompt),
+            max_new_tokens=ask.output,
+            cached={name: BLOCK * self._record.overlap(name, blocks) for name in self.nodes},
+            session=ask.session,
+            turn=self._turn,
+        )
+        decision = self._policy(self._pool.snapshot(), request)
+        self._send(ask, hashes, decision)
+
+    def _send(self, ask: Ask, hashes: PromptHashes, decision: Decision) -> None:
+        if decision.prefill is None or decision.decode is None:
+            raise AssertionError("the simulator knows prefill on prefill nodes only")
+        prefill, decode = self.nodes[decision.prefill.node_id], self.nodes[decision.decode.node_id]
+        blocks, name = hashes.of(BLOCK), f"{self._turn}"
+        for node in (prefill, decode):
+            self._record.sent(node.info.node_id, blocks)
+        self._pool.sent(prefill.info.node_id, name, len(ask.prompt))
+        self._pool.sent(decode.info.node_id, name, 0)
+        decode.waiting += 1
+        cached = BLOCK * prefill.cached_blocks(blocks)
+        tokens = max(1, len(ask.prompt) - cached)
+        took = tokens / TOKENS_PER_S
+        prefill.remember(blocks)
+        prefill.free_at = max(prefill.free_at, self.now) + took
+        prefill.waiting_tokens += tokens
+        self.outcome.prompt_tokens += len(ask.prompt)
+        self.outcome.cached_tokens += cached
+
+        def first_token() -> None:
+            prefill.waiting_tokens -= tokens
+            prefill.computed += tokens
+            prefill.busy_s += took
+            self._pool.answered(prefill.info.node_id, name)
+            self._pool.answered(decode.info.node_id, name)
+            decode.waiting -= 1
+            self.outcome.first_token_s.append(self.now - ask.at)
+            decode.running += 1
+            step = STEP_S + STEP_PER_REQUEST_S * decode.running
+            self.outcome.per_token_s.append(step)
+            self._later(self.now + ask.output * step, lambda: ended(ask.output * step))
+
+        def ended(seconds: float) -> None:
+            decode.running -= 1
+            decode.busy_s += seconds
+            self._record.sent(decode.info.node_id, hashes.with_output(BLOCK, []))
+
+        self._later(prefill.free_at, first_token)
+
+
+def quantile(values: list[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def measure(trace: Trace, policy: PolicyName, seconds: float, load: float) -> dict[str, Any]:
+    simulation = Simulation(make_policy(policy, LocalPrefill.NEVER))
+    outcome = simulation.run(trace(random.Random(7), seconds, load))
+    busy = [node.busy_s for node in simulation.nodes.values() if node.info.role is Role.PREFILL]
+    return {
+        "requests": len(outcome.first_token_s),
+        "hit_rate": outcome.cached_tokens / outcome.prompt_tokens,
+        "imbalance": max(busy) / statistics.mean(busy),
+        "ttft_ms_p50": quantile(outcome.first_token_s, 0.5) * 1000,
+        "ttft_ms_p99": quantile(outcome.first_token_s, 0.99) * 1000,
+        "tpot_ms_p99": quantile(outcome.per_token_s, 0.99) * 1000,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="benchmarks.policies", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=120, help="of simulated time")
+    parser.add_argument("--load", type=float, default=1.0, help="more or fewer requests by this factor")
+    parser.add_argument("--json", metavar="FILE", help="a file for the figures")
+    options = parser.parse_args()
+    rows = [
+        {"trace": name, "policy": policy.value, **measure(trace, policy, options.seconds, options.load)}
+        for name, trace in TRACES.items()
+        for policy in PolicyName
+    ]
+    if options.json:
+        Path(options.json).write_text(json.dumps(rows, indent=1) + "\n")
+    show(rows)
+    return 0
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    title = f"{PREFILL_NODES} prefill and {DECODE_NODES} decode nodes, simulated"
+    table = Table(title=title, title_justify="left")
+    headings = ("requests", "cache hits", "busiest / mean", "TTFT ms p50", "TTFT ms p99", "TPOT ms p99")
+    for name in ("trace", "policy"):
+        table.add_column(name)
+    for name in headings:
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(
+            row["trace"], row["policy"], str(row["requests"]), f"{row['hit_rate']:.0%}", f"{row['imbalance']:.2f}",
+            f"{row['ttft_ms_p50']:.0f}", f"{row['ttft_ms_p99']:.0f}", f"{row['tpot_ms_p99']:.1f}",
+            end_section=row["policy"] == list(PolicyName)[-1],
+        )  # fmt: skip
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
