@@ -133,8 +133,12 @@ class NixlAgent:
         with _translated("releasing a transfer"):
             self._agent.releaseXferReq(handle)
 
-    def deregister(self) -> None:
+    def close(self) -> None:
+        """Give the registrations back and end the agent: its thread and its sockets go with it."""
         registered, self._registered = self._registered, []
-        for described in registered:
-            with _translated("giving back the KV cache's registration"):
-                self._agent.deregisterMem(described, [self._backend])
+        try:
+            for described in registered:
+                with _translated("giving back the KV cache's registration"):
+                    self._agent.deregisterMem(described, [self._backend])
+        finally:
+            self._agent = None

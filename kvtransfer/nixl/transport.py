@@ -114,9 +114,11 @@ class NixlTransport(Transport):
             self._end(handle)
         for remote in list(self._remotes):
             self.disconnect(remote)
-        if self._prepared is not None:
-            self._agent.release_prepared(self._prepared)
-        self._agent.deregister()
+        try:
+            if self._prepared is not None:
+                self._agent.release_prepared(self._prepared)
+        finally:
+            self._agent.close()
 
 
 def _blocks(memory: CacheMemory) -> BlockArray:

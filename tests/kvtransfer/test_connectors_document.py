@@ -1,0 +1,59 @@
+"""docs/connectors.md gives a whole connector: it has to work, untouched, through the whole contract."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from kv_fake_engine import FakeEngine, consume, produce
+
+from kvtransfer.base import TransferConfig, TransferStats
+from kvtransfer.protocol.statistics import Outcome
+from wire.nodes import PeerAddress
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "connectors.md"
+
+
+def example() -> str:
+    blocks = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), flags=re.DOTALL)
+    assert len(blocks) == 1
+    return str(blocks[0])
+
+
+@pytest.fixture
+def _installed(tmp_path: Path) -> Iterator[None]:
+    (tmp_path / "local_connector.py").write_text(example())
+    sys.path.insert(0, str(tmp_path))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(tmp_path))
+        sys.modules.pop("local_connector", None)
+
+
+@pytest.mark.usefixtures("_installed")
+@pytest.mark.parametrize("direction", ["push", "pull"])
+def test_the_documents_connector_moves_kv(direction: str) -> None:
+    config = TransferConfig(connector="local_connector:create", direction=direction)
+    producer = FakeEngine(config.connector, "p", 1, config)
+    consumer = FakeEngine(config.connector, "c", 2, config)
+    try:
+        tokens = list(range(100, 137))
+        consumer.add("r", tokens, consume("t", PeerAddress("p", 1, producer.endpoint())))
+        producer.add("r", tokens, produce("t", PeerAddress("c", 2, consumer.endpoint())), chunk=8)
+        consumer.step()
+        producer.run_until("r", ["freed"])
+        assert consumer.run_until("r", ["loaded", "failed"]) == "loaded", consumer.failure("r")
+        assert consumer.kv_is_right("r")
+    finally:
+        producer.close()
+        consumer.close()
+
+
+def test_the_document_names_every_outcome() -> None:
+    text = DOCUMENT.read_text()
+    assert not [outcome for outcome in Outcome if f"`{outcome.value}`" not in text]
+    assert TransferStats().outcomes == {}

@@ -1,0 +1,128 @@
+"""What is NIXL's own: errors, threads, idle cost."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from kv_fake_engine import FakeEngine, consume, produce
+
+from kvtransfer.base import KVCacheMemory, TransferConfig
+from kvtransfer.nixl.agent import NixlAgent
+from kvtransfer.nixl.options import NixlOptions
+from kvtransfer.nixl.transport import NixlTransport
+from kvtransfer.protocol.transport import Operation
+from wire.errors import TransferError
+from wire.handoff import CacheMemory
+from wire.nodes import PeerAddress
+
+pytestmark = pytest.mark.slow  # each agent takes half a second to make
+
+
+@pytest.fixture
+def transport() -> Iterator[NixlTransport]:
+    transport = NixlTransport(NixlAgent("here", NixlOptions()))
+    yield transport
+    transport.close()
+    transport.close()  # idempotent
+
+
+def memory(blocks: int = 8) -> KVCacheMemory:
+    return KVCacheMemory(torch.zeros(blocks, 2, 2, 1, 4, 8), "fake", 2, 1)
+
+
+def test_blocks_move_between_two_agents(transport: NixlTransport) -> None:
+    mine, theirs = memory(), memory()
+    other = NixlTransport(NixlAgent("there", NixlOptions()))
+    try:
+        transport.register(mine)
+        remote = transport.connect(other.register(theirs))
+        mine.tensor[3] = 7.0
+        handle = transport.post(Operation.WRITE, remote, [3, 1], [5, 2])
+        until = time.monotonic() + 10
+        while not transport.is_done(handle):
+            assert time.monotonic() < until
+        assert bool((theirs.tensor[5] == 7.0).all())
+        assert float(theirs.tensor.sum()) == 7.0 * theirs.tensor[0].numel()
+        transport.disconnect(remote)
+    finally:
+        other.close()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"agent_metadata": b""},
+        {"agent_metadata": b"nonsense" * 40},
+        {"memory_type": "TAPE"},
+        {"base_address": 4096},
+        {"num_blocks": 1 << 20},
+    ],
+)
+def test_memory_that_is_not_as_described_cannot_be_connected_to(
+    transport: NixlTransport, wrong: dict[str, object]
+) -> None:
+    transport.register(memory())
+    other = NixlTransport(NixlAgent("there", NixlOptions()))
+    theirs = memory()
+    try:
+        described = other.register(theirs)
+        fields = {name: getattr(described, name) for name in CacheMemory.__struct_fields__}
+        with pytest.raises(TransferError):
+            transport.connect(CacheMemory(**{**fields, **wrong}))  # type: ignore[arg-type]
+        # And the right description still works after that.
+        transport.connect(described)
+    finally:
+        other.close()
+
+
+def test_a_node_leaves_no_thread_and_no_socket_behind() -> None:
+    def resources() -> tuple[int, int, int]:
+        return (
+            threading.active_count(),
+            len(os.listdir("/proc/self/task")),
+            len(os.listdir("/proc/self/fd")),
+        )
+
+    config = TransferConfig()
+
+    def round_trip() -> None:
+        producer, consumer = (FakeEngine("nixl", name, epoch, config) for name, epoch in (("p", 1), ("c", 2)))
+        tokens = list(range(20))
+        consumer.add("r", tokens, consume("t", PeerAddress("p", 1, producer.endpoint())))
+        producer.add("r", tokens, produce("t", PeerAddress("c", 2, consumer.endpoint())))
+        consumer.step()
+        producer.run_until("r", ["freed"])
+        assert consumer.run_until("r", ["loaded"])
+        producer.close()
+        consumer.close()
+        producer.close()  # idempotent
+
+    round_trip()  # what is made once for the process is made now
+    before = resources()
+    for _ in range(3):
+        round_trip()
+    assert resources() == before
+
+
+def test_an_idle_connector_costs_next_to_nothing() -> None:
+    producer, consumer = (
+        FakeEngine("nixl", name, epoch, TransferConfig()) for name, epoch in (("p", 1), ("c", 2))
+    )
+    try:
+        tokens = list(range(20))
+        consumer.add("r", tokens, consume("t", PeerAddress("p", 1, producer.endpoint())))
+        producer.add("r", tokens, produce("t", PeerAddress("c", 2, consumer.endpoint())))
+        consumer.step()
+        producer.run_until("r", ["freed"])
+        consumer.run_until("r", ["loaded"])
+        began = time.process_time()
+        time.sleep(1.0)
+        assert time.process_time() - began < 2 * 0.02  # two nodes, 2% of a core each
+    finally:
+        producer.close()
+        consumer.close()

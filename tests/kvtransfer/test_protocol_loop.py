@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from kvtransfer.protocol.commands import CancelReceive
+from kvtransfer.protocol.loop import ProtocolLoop
+from kvtransfer.protocol.settings import Settings
+from kvtransfer.protocol.transport import Activity
+from wire.handoff import CancelTransfer, Envelope
+
+
+class FakeEndpoint:
+    """Counts what the loop does to it."""
+
+    def __init__(self) -> None:
+        self.is_idle = True
+        self.pumped = 0
+        self.ticked = 0
+        self.activity = Activity.NONE
+        self.handled: list[object] = []
+        self.closes_after = 0
+        self.error: Exception | None = None
+        self._changed = threading.Condition()
+
+    def _note(self, item: object) -> None:
+        with self._changed:
+            self.handled.append(item)
+            self._changed.notify_all()
+
+    def wait_for(self, count: int) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.handled) >= count, 5)
+
+    def receive(self, message: object) -> None:
+        self._note(message)
+        if self.error:
+            raise self.error
+
+    def execute(self, command: object) -> None:
+        self._note(command)
+        if self.error:
+            raise self.error
+
+    def pump(self) -> Activity:
+        self.pumped += 1
+        return self.activity
+
+    def tick(self) -> None:
+        self.ticked += 1
+
+    def shutdown(self) -> bool:
+        self.closes_after -= 1
+        return self.closes_after < 0
+
+
+class Running:
+    def __init__(self) -> None:
+        self.died = threading.Event()
+        self.endpoint = FakeEndpoint()
+        self.loop = ProtocolLoop("test", Settings(), time.monotonic, self.died.set)
+
+    def start(self) -> None:
+        endpoint: Any = self.endpoint
+        self.loop.start(endpoint)
+
+    def nudge(self) -> None:
+        """A round trip through the thread."""
+        count = len(self.endpoint.handled)
+        self.loop.command([CancelReceive("r")])
+        self.endpoint.wait_for(count + 1)
+
+
+@pytest.fixture
+def running():  # type: ignore[no-untyped-def]
+    running = Running()
+    running.start()
+    yield running
+    running.loop.stop(0.1)
+
+
+MESSAGE = CancelTransfer(Envelope("n", 1, 2, "tcp://x"), "t")
+
+
+def test_what_came_before_the_start_is_handled_in_order() -> None:
+    running = Running()
+    running.loop.message(MESSAGE)
+    running.loop.command([CancelReceive("a"), CancelReceive("b")])
+    running.start()
+    running.endpoint.wait_for(3)
+    assert running.endpoint.handled == [MESSAGE, CancelReceive("a"), CancelReceive("b")]
+    running.loop.stop(0.1)
+
+
+def test_an_idle_loop_does_nothing(running: Running) -> None:
+    running.nudge()
+    time.sleep(0.02)
+    pumped = running.endpoint.pumped
+    time.sleep(0.2)
+    assert running.endpoint.pumped == pumped
+
+
+def test_deadlines_are_looked_at_while_there_are_any(running: Running) -> None:
+    running.endpoint.is_idle = False
+    running.nudge()
+    ticked = running.endpoint.ticked
+    time.sleep(0.3)
+    assert 2 <= running.endpoint.ticked - ticked <= 8
+
+
+def test_what_is_in_flight_is_polled_at_intervals(running: Running) -> None:
+    running.endpoint.is_idle = False
+    running.endpoint.activity = Activity.IN_FLIGHT
+    running.nudge()
+    pumped = running.endpoint.pumped
+    time.sleep(0.2)
+    assert 20 < running.endpoint.pumped - pumped < 1000
+    running.endpoint.is_idle = True
+    running.endpoint.activity = Activity.NONE
+
+
+def test_a_peers_message_that_fails_is_counted_and_the_next_one_handled(running: Running) -> None:
+    running.endpoint.error = RuntimeError("a bug")
+    for _ in range(3):
+        running.loop.message(MESSAGE)
+    running.endpoint.wait_for(3)
+    running.endpoint.error = None
+    running.nudge()
+    assert running.loop.handler_errors == 3
+    assert running.loop.failure is None
+
+
+def test_a_bug_of_our_own_ends_the_thread_and_is_told(running: Running) -> None:
+    running.endpoint.error = RuntimeError("a bug")
+    running.loop.command([CancelReceive("r")])
+    assert running.died.wait(5)
+    assert str(running.loop.failure) == "a bug"
+
+
+def test_stopping_waits_for_what_is_in_flight_and_no_longer_than_allowed() -> None:
+    running = Running()
+    running.endpoint.closes_after = 3
+    running.start()
+    running.loop.stop(5.0)
+    assert running.endpoint.closes_after == -1
+
+    running = Running()
+    running.endpoint.closes_after = 1 << 30
+    running.start()
+    began = time.monotonic()
+    running.loop.stop(0.1)
+    assert time.monotonic() - began < 2
+    running.loop.stop(0.1)  # idempotent

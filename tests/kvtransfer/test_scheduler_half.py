@@ -1,0 +1,149 @@
+"""What happens to requests, as commands."""
+
+from __future__ import annotations
+
+from kv_fake_engine import FakeRequest, FakeStep, consume, produce
+
+from kvtransfer.base import ConnectorOutput, Handoff, LoadFailure
+from kvtransfer.protocol.commands import (
+    AbandonSend,
+    BeginReceive,
+    CancelReceive,
+    DeclineTransfer,
+    ExtendSend,
+    FinishSend,
+    PlanSend,
+    StepPlan,
+)
+from kvtransfer.protocol.identity import token_hash
+from kvtransfer.protocol.scheduler_half import SchedulerHalf
+from wire.nodes import PeerAddress
+
+PEER = PeerAddress("peer", 9, "tcp://peer")
+TOKENS = list(range(10))
+HASH = token_hash(TOKENS, None, None)
+
+
+def planned(half: SchedulerHalf, step: FakeStep | None = None) -> StepPlan:
+    plan = half.build_connector_meta(step or FakeStep())
+    assert isinstance(plan, StepPlan)
+    return plan
+
+
+def added(half: SchedulerHalf, role: str = "produce", tokens: list[int] = TOKENS) -> FakeRequest:
+    transfer = produce("t", PEER) if role == "produce" else consume("t", PEER)
+    request = FakeRequest("r", list(tokens), transfer)
+    half.on_new_request(request)
+    return request
+
+
+def test_a_request_without_a_transfer_is_none_of_its_business() -> None:
+    half = SchedulerHalf(4)
+    request = FakeRequest("r", TOKENS, None)
+    half.on_new_request(request)
+    assert half.get_num_new_matched_tokens(request, 0) == (0, False)
+    half.update_state_after_alloc(request, [[1, 2, 3]], 0)
+    plan = planned(half, FakeStep({"r": 10}))
+    assert (plan.before_forward, plan.computed) == ([], {})
+    assert not half.request_finished(request, [[1, 2, 3]])
+    assert not half.has_pending_work()
+
+
+def test_a_producers_prompt_in_chunks() -> None:
+    half = SchedulerHalf(4)
+    request = added(half)
+    assert half.get_num_new_matched_tokens(request, 4) == (0, False)
+    half.update_state_after_alloc(request, [[5, 6]], 0)
+    plan = planned(half, FakeStep({"r": 3}))
+    assert plan.before_forward == [PlanSend("r", "t", PEER, 10, HASH, [[5, 6]])]
+    assert plan.computed == {"r": 7}
+    plan = planned(half, FakeStep({"r": 3}, new_blocks={"r": [9]}))
+    assert plan.before_forward == [ExtendSend("r", [[9]])]
+    assert plan.computed == {"r": 10}
+    request.all_token_ids.append(77)
+    assert half.request_finished(request, [[5, 6, 9]])
+    assert half.has_pending_work()
+    assert planned(half).before_forward == [FinishSend("r", 77, [[5, 6, 9]])]
+    assert not half.has_pending_work()
+
+
+def test_a_preempted_prompt_begins_again_with_other_blocks() -> None:
+    half = SchedulerHalf(4)
+    request = added(half)
+    half.get_num_new_matched_tokens(request, 0)
+    half.update_state_after_alloc(request, [[5, 6]], 0)
+    planned(half, FakeStep({"r": 8}))
+    assert planned(half, FakeStep(preempted_req_ids={"r", "somebody else"})).preempted == ["r"]
+    half.get_num_new_matched_tokens(request, 4)
+    half.update_state_after_alloc(request, [[5, 11, 12]], 0)
+    plan = planned(half, FakeStep({"r": 6}, new_blocks={"r": [5, 11, 12]}))
+    assert plan.before_forward == [PlanSend("r", "t", PEER, 10, HASH, [[5, 11, 12]])]
+    assert plan.computed == {"r": 10}
+
+
+def test_a_request_that_moves_here_with_output_hashes_all_that_it_has() -> None:
+    half = SchedulerHalf(4)
+    request = FakeRequest("r", list(TOKENS), produce("t", PEER))
+    request.num_prompt_tokens = 6
+    half.on_new_request(request)
+    half.get_num_new_matched_tokens(request, 0)
+    half.update_state_after_alloc(request, [[1, 2, 3]], 0)
+    [plan] = planned(half).before_forward
+    assert isinstance(plan, PlanSend)
+    assert (plan.num_tokens, plan.token_hash) == (10, HASH)
+
+
+def test_the_hash_knows_the_salt_and_the_adapter() -> None:
+    hashes = {token_hash(TOKENS, salt, lora) for salt in (None, "", "a") for lora in (None, "", "a")}
+    assert len(hashes) == 9
+
+
+def test_a_producers_request_that_ends_early_is_kept_only_if_its_blocks_are_known() -> None:
+    half = SchedulerHalf(4)
+    assert not half.request_finished(added(half), [[]])
+    assert planned(half).before_forward == [AbandonSend("r", "t", kept=False)]
+    request = added(half)
+    half.update_state_after_alloc(request, [[1]], 0)
+    assert half.request_finished(request, [[1]])
+    assert planned(half).before_forward[-1] == AbandonSend("r", "t", kept=True)
+
+
+def test_a_consumer_asks_once_and_for_what_it_lacks() -> None:
+    half = SchedulerHalf(4)
+    request = added(half, "consume")
+    assert half.get_num_new_matched_tokens(request, 4) == (6, True)
+    assert half.get_num_new_matched_tokens(request, 4) == (
+        6,
+        True,
+    )  # there were no blocks: the scheduler asks again
+    half.update_state_after_alloc(request, [[7, 8, 9, 10]], 6)  # one more than it needs
+    assert planned(half).before_forward == [BeginReceive("r", "t", PEER, 10, 4, HASH, [1], [[8, 9]])]
+    assert half.get_num_new_matched_tokens(request, 0) == (0, False)
+    half.update_state_after_alloc(request, [[7, 8, 9, 10, 11]], 0)
+    assert not half.has_pending_work()
+
+
+def test_a_consumers_abort_depends_on_how_far_it_got() -> None:
+    half = SchedulerHalf(4)
+    assert not half.request_finished(added(half, "consume"), [[]])
+    assert planned(half).before_forward == [DeclineTransfer("t", PEER)]
+
+    request = added(half, "consume")
+    half.get_num_new_matched_tokens(request, 0)
+    half.update_state_after_alloc(request, [[1, 2, 3]], 10)
+    planned(half)
+    assert half.request_finished(request, [[1, 2, 3]])
+    assert planned(half).before_forward == [CancelReceive("r")]
+
+    for output in (
+        ConnectorOutput(finished_recving={"r": Handoff(1, 10)}),
+        ConnectorOutput(failed_recving={"r": LoadFailure("why")}),
+    ):
+        request = added(half, "consume")
+        half.get_num_new_matched_tokens(request, 0)
+        half.update_state_after_alloc(request, [[1, 2, 3]], 10)
+        planned(half)
+        half.update_connector_output(output)
+        assert half.get_num_new_matched_tokens(request, 0) == (0, False)
+        assert not half.request_finished(request, [[1, 2, 3]])
+        assert not half.has_pending_work()

@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import logging
+import random
+import socket
+import threading
+import time
+
+import msgspec
+import pytest
+import zmq
+
+from kvtransfer.protocol import channel
+from kvtransfer.protocol.channel import ListenerProbe, SideChannel
+from wire.handoff import CancelTransfer, Envelope, HandoffMessage, RenewLease
+
+
+def cancel(name: str = "t") -> CancelTransfer:
+    return CancelTransfer(Envelope("n", 1, 2, "tcp://127.0.0.1:9"), name)
+
+
+class Receiver:
+    def __init__(self) -> None:
+        self.messages: list[HandoffMessage] = []
+        self._arrived = threading.Condition()
+        self.channel = SideChannel("127.0.0.1", "test", self._take)
+
+    def _take(self, message: HandoffMessage) -> None:
+        with self._arrived:
+            self.messages.append(message)
+            self._arrived.notify_all()
+
+    def wait_for(self, count: int) -> None:
+        with self._arrived:
+            assert self._arrived.wait_for(lambda: len(self.messages) >= count, 10), len(self.messages)
+
+
+@pytest.fixture
+def receiver():  # type: ignore[no-untyped-def]
+    receiver = Receiver()
+    yield receiver
+    receiver.channel.close()
+
+
+def test_a_message_arrives(receiver: Receiver) -> None:
+    receiver.channel.send(receiver.channel.endpoint, cancel())
+    receiver.wait_for(1)
+    assert receiver.messages == [cancel()]
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_random_frames_are_counted_and_nothing_else_happens(
+    receiver: Receiver, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Slow: 100,000 frames."""
+    caplog.set_level(logging.CRITICAL)
+    chance = random.Random(7)
+    whole = msgspec.msgpack.encode(RenewLease(Envelope("n", 1, 2, "tcp://x"), 3, ["t"] * 20))
+    context = zmq.Context()
+    try:
+        sender = context.socket(zmq.PUSH)
+        sender.setsockopt(zmq.SNDHWM, 0)
+        sender.connect(receiver.channel.endpoint)
+        for number in range(100_000):
+            if number % 2:
+                frame = chance.randbytes(chance.randrange(1, 40))
+            else:
+                damaged = bytearray(whole[: chance.randrange(len(whole))])
+                if damaged:
+                    damaged[chance.randrange(len(damaged))] ^= 1 << chance.randrange(8)
+                frame = bytes(damaged)
+            sender.send(frame)
+        sender.send(msgspec.msgpack.encode(cancel("after all that")))
+        receiver.wait_for(1)
+        sender.close(linger=0)
+    finally:
+        context.term()
+    assert receiver.messages == [cancel("after all that")]
+    assert receiver.channel.malformed == 100_000
+    assert receiver.channel.died is None
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    ["", "ipc:///tmp/x", "inproc://x", "tcp://", "tcp://:", "tcp://nowhere", "x"],
+)
+def test_an_endpoint_that_cannot_be_is_counted_and_harms_nobody(receiver: Receiver, endpoint: str) -> None:
+    receiver.channel.send(endpoint, cancel())
+    assert receiver.channel.undeliverable == 1
+
+
+def test_the_number_of_connections_is_bounded(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel, "MAX_ENDPOINTS", 3)
+    for port in range(9000, 9010):
+        receiver.channel.send(f"tcp://127.0.0.1:{port}", cancel())
+    assert len(receiver.channel._used) == 3
+    receiver.channel.send(receiver.channel.endpoint, cancel())
+    receiver.wait_for(1)
+
+
+# ── whether anybody listens ──
+
+
+def ask(probe: ListenerProbe, endpoint: str) -> bool:
+    """A connection on this machine is decided at once, but not within the call that begins it."""
+    until = time.monotonic() + 5
+    while time.monotonic() < until:
+        if probe.refused(endpoint):
+            return True
+        if endpoint not in probe._attempts:
+            return False
+    raise AssertionError("no answer from the loopback device")
+
+
+def test_an_address_that_refuses_is_known_to_be_dead_and_one_that_accepts_is_not() -> None:
+    listening = socket.create_server(("127.0.0.1", 0))
+    endpoint = f"tcp://127.0.0.1:{listening.getsockname()[1]}"
+    now = [0.0]
+    probe = ListenerProbe(lambda: now[0])
+    assert not ask(probe, endpoint)
+    listening.close()
+    assert not probe.refused(endpoint)  # not asked again so soon
+    now[0] += channel.PROBE_AGAIN_S + 1
+    assert ask(probe, endpoint)
+    probe.close()
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["tcp://some-host-name:80", "tcp://", "nonsense", "tcp://[::1", "tcp://1.2.3.4:x"]
+)
+def test_an_address_that_cannot_be_asked_without_waiting_is_not_called_dead(endpoint: str) -> None:
+    probe = ListenerProbe()
+    assert not probe.refused(endpoint)
+    probe.close()
