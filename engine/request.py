@@ -154,10 +154,15 @@ class Request:
         # While its tokens end here or before, the cache manager has nothing to allocate or to cache for it.
         self.allocation_horizon = 0
 
-        self.block_hasher = block_hasher
+        self.block_hasher: BlockHasher | None = None
         self._block_hashes: list[bytes] = []
         if block_hasher is not None:
-            block_hasher.extend(self._block_hashes, self)
+            self.hash_with(block_hasher)
+
+    def hash_with(self, hasher: BlockHasher) -> None:
+        """Hashes what there is now, so that no step has to; raises InvalidRequest for what is no token."""
+        hasher.extend(self._block_hashes, self)
+        self.block_hasher = hasher
 
     def limit(self, context: int, eos_token_ids: frozenset[int]) -> None:
         """Fixes how the request ends: which tokens stop it, and at how many it is full."""

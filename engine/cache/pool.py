@@ -129,6 +129,7 @@ class BlockPool:
             found.append(next(iter(there)) if isinstance(there, dict) else there)
         return found
 
+    @property
     def num_cached(self) -> int:
         """Blocks that can be found, in use or not."""
         return len(self.hashes)

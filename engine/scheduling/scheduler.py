@@ -107,8 +107,8 @@ class Scheduler:
 
     def add_request(self, request: Request) -> None:
         """Puts a request in line. Raises a RequestError for one that can never run here, and changes nothing."""
-        if request.block_hasher is None:
-            request.block_hasher = self.block_hasher
+        if request.block_hasher is None and self.block_hasher is not None:
+            request.hash_with(self.block_hasher)
         self._lifecycle.add(request)
 
     def finish_requests(self, request_ids: Iterable[str], status: RequestStatus) -> list[str]:
@@ -246,6 +246,7 @@ class Scheduler:
             blocked=len(state.waiting.blocked),
             waiting_tokens=uncomputed + state.waiting.num_uncomputed_tokens,
             free_blocks=pool.num_free,
+            cached_blocks=pool.num_cached,
             total_blocks=pool.num_usable,
             held_blocks=sum(map(state.cache.num_blocks_of, state.held)),
             held_requests=len(state.held),

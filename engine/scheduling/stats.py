@@ -9,13 +9,14 @@ import msgspec
 
 
 class SchedulerStats(msgspec.Struct, frozen=True):
-    """A snapshot. The first eight are gauges, the others totals that only ever grow."""
+    """A snapshot. Down to `held_requests` gauges, from there on totals that only ever grow."""
 
     running: int
     waiting: int  # in line, passed over, or waiting for their KV
     blocked: int  # of these: waiting for their KV or another event
     waiting_tokens: int  # prompt tokens not yet computed, of everything that is queued or running
     free_blocks: int  # cached ones that nobody uses included
+    cached_blocks: int  # that a prefix can be found in, used or not
     total_blocks: int  # without the null block
     held_blocks: int  # of finished requests, until the connector lets go of them
     held_requests: int

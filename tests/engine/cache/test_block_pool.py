@@ -63,7 +63,7 @@ def test_a_block_that_nobody_uses_is_found_until_it_is_taken():
     assert pool.lookup(0, b"h") == block
     assert pool.take(1) == [block]  # the last that was free
     assert pool.lookup(0, b"h") is None
-    assert pool.num_cached() == 0
+    assert pool.num_cached == 0
 
 
 def test_a_found_block_leaves_the_line_of_eviction():

@@ -36,12 +36,12 @@ def test_beyond_the_horizon_and_only_there_is_something_to_do():
     admit(cache, a)
     for token in range(20):
         a.append_output_token(token)
-        before = cache.pool.num_free, cache.pool.num_cached()
+        before = cache.pool.num_free, cache.pool.num_cached
         end = a.num_computed_tokens + 1
         quiet = end <= a.allocation_horizon
         blocks = cache.extend_slots(a, 1)
         a.num_computed_tokens = end
-        changed = before != (cache.pool.num_free, cache.pool.num_cached())
+        changed = before != (cache.pool.num_free, cache.pool.num_cached)
         assert changed != quiet
         assert blocks is not None
         assert any(blocks) == (before[0] != cache.pool.num_free)
@@ -72,7 +72,7 @@ def test_a_hit_is_not_taken_for_itself():
     cache.free(a)
     b = request("b", [*range(9), 99, 99, 99, 99])  # two found, two needed, and three free with the two
     assert admit(cache, b) is None
-    assert cache.pool.num_cached() == 3
+    assert cache.pool.num_cached == 3
     check(cache, other)
 
 
@@ -98,7 +98,7 @@ def test_a_copy_of_a_cached_block_stays_where_it_is():
     decode(cache, b, 6, 7, 8)
     assert table(cache, "a") == [1, 2, 3]
     assert table(cache, "b") == [1, 4, 5]
-    assert cache.pool.num_cached() == 3
+    assert cache.pool.num_cached == 3
     assert cache.pool.hashes[2] == cache.pool.hashes[4]
     check(cache, a, b)
     cache.free(b)
@@ -124,7 +124,7 @@ def test_what_was_filed_and_never_computed_is_not_found():
     admit(cache, a)
     a.num_computed_tokens = 5  # the step that would have computed the rest was taken back
     cache.free(a)
-    assert cache.pool.num_cached() == 1
+    assert cache.pool.num_cached == 1
     check(cache)
 
 
@@ -133,7 +133,7 @@ def test_without_caching_there_is_nothing_to_find():
     a, b = request("a", range(10)), request("b", range(10))
     admit(cache, a)
     assert admit(cache, b) == 0
-    assert cache.pool.num_cached() == 0
+    assert cache.pool.num_cached == 0
     assert a.allocation_horizon == 12
     decode(cache, a, 1, 2, 3, 4, 5)
     check(cache, a, b)
@@ -145,7 +145,7 @@ def test_lookahead_reserves_and_does_not_cache():
     a = request("a", range(8))
     admit(cache, a)
     assert len(table(cache, "a")) == 3
-    assert cache.pool.num_cached() == 2
+    assert cache.pool.num_cached == 2
     decode(cache, a, 8)
     assert len(table(cache, "a")) == 3
     decode(cache, a, 9)
@@ -164,11 +164,11 @@ def test_what_comes_later_has_slots_and_is_not_cached_before_it_is_there():
     cache = manager()
     a, b = request("a", range(12)), request("b", range(12))
     assert cache.allocate_slots(a, 0, hits=[[]], num_external_tokens=12, delay_caching=True) is not None
-    assert (len(table(cache, "a")), cache.pool.num_cached()) == (3, 0)
+    assert (len(table(cache, "a")), cache.pool.num_cached) == (3, 0)
     assert admit(cache, b) == 0
     a.num_computed_tokens = 12
     cache.cache_loaded(a)
-    assert cache.pool.num_cached() == 6  # three of each: copies stay
+    assert cache.pool.num_cached == 6  # three of each: copies stay
     check(cache, a, b)
 
 
@@ -177,11 +177,11 @@ def test_a_rewind_keeps_blocks_and_forgets_what_was_wrong():
     a = request("a", range(12))
     admit(cache, a)
     cache.rewind(a, 6)
-    assert (a.num_computed_tokens, len(table(cache, "a")), cache.pool.num_cached()) == (6, 3, 1)
+    assert (a.num_computed_tokens, len(table(cache, "a")), cache.pool.num_cached) == (6, 3, 1)
     check(cache, a)
     assert cache.extend_slots(a, 6) == [[]]
     a.num_computed_tokens = 12
-    assert cache.pool.num_cached() == 3
+    assert cache.pool.num_cached == 3
     check(cache, a)
 
 

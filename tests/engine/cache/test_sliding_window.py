@@ -45,11 +45,11 @@ def test_the_horizon_stops_at_the_next_block_to_give_up():
     for token in range(40):
         a.append_output_token(token)
         end = a.num_computed_tokens + 1
-        before = cache.block_ids("a"), cache.pool.num_cached()
+        before = cache.block_ids("a"), cache.pool.num_cached
         quiet = end <= a.allocation_horizon
         cache.extend_slots(a, 1)
         a.num_computed_tokens = end
-        assert not (quiet and before != (cache.block_ids("a"), cache.pool.num_cached()))
+        assert not (quiet and before != (cache.block_ids("a"), cache.pool.num_cached))
     assert sum(block != 0 for block in table(cache, "a")) <= 3
 
 
@@ -100,7 +100,7 @@ def test_what_a_window_skips_of_a_load_needs_no_blocks():
     assert table(cache, "a") == [0, 0, 0, 1, 2]
     a.num_computed_tokens = 20
     cache.cache_loaded(a)
-    assert cache.pool.num_cached() == 2
+    assert cache.pool.num_cached == 2
     check(cache, a)
 
 

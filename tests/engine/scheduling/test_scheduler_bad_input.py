@@ -72,6 +72,13 @@ def test_a_token_that_is_none(token):
     refused(Driver(), InvalidRequest, "token id", [1, 2, 3, token])
 
 
+def test_a_token_that_is_none_of_a_request_that_nobody_hashed():
+    driver = Driver()
+    with pytest.raises(InvalidRequest, match="token id"):
+        driver.scheduler.add_request(Request("a", [1, 2, 3, -4], SamplingParams()))
+    assert not driver.scheduler.has_unfinished_requests()
+
+
 def test_an_unknown_or_ended_id_is_aborted_without_ado():
     driver = Driver()
     driver.add("a", max_tokens=1)

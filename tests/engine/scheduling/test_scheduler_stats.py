@@ -44,7 +44,7 @@ def test_totals_add_up():
     assert (stats.prompt_tokens_computed, stats.prompt_tokens_cached) == (9 + 1 + 6, 8)
     assert stats.output_tokens == 3 + 2 + 1
     assert (stats.requests_started, stats.requests_finished) == (3, {"length": 2, "abort": 1})
-    assert stats.steps == 4
+    assert (stats.steps, stats.cached_blocks) == (4, 3)
 
 
 def test_what_a_preempted_request_computes_again_is_counted_again():
