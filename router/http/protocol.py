@@ -71,6 +71,13 @@ class GuardedProtocol(H11Protocol):
         self._stop_header_timer()
         super().connection_lost(exc)
 
+    def timeout_keep_alive_handler(self) -> None:
+        """The answer has been there for long. If the client has not read it, closing would wait for it forever."""
+        if self.transport.get_write_buffer_size() > 0:
+            self.transport.abort()
+        else:
+            super().timeout_keep_alive_handler()
+
     def _on_slow_header(self) -> None:
         self._header_timer = None
         if self.transport.is_closing():

@@ -92,6 +92,20 @@ def test_a_reader_that_stops_is_cut_off_and_nobody_else_notices(start_router: St
         slow.close()
 
 
+def test_an_answer_that_nobody_fetches_does_not_hold_its_connection(start_router: StartRouter) -> None:
+    router = start_router(prefill=0, decode=0, timeouts=Timeouts(keep_alive=1))
+    router.add("d0", "decode", max_model_len=400_000)  # type: ignore[arg-type]
+    router.wait_ready()
+    body = {"model": "fake", "prompt": "x", "max_tokens": 4_000, "n": 4, "logprobs": 20}
+    with EventReader(router.url, "/v1/completions", body, receive_buffer=4096):
+        http = router.server._http
+        assert http is not None
+        router.wait_for(
+            lambda: router.metric("tandem_generation_tokens_total") == 16_000, "all of it is generated"
+        )
+        router.wait_for(lambda: not http.server_state.connections, "given up")
+
+
 def test_drain_finishes_what_runs_and_takes_nothing_new(start_router: StartRouter) -> None:
     router = start_router(prefill=0)
     with occupy(router) as events:
