@@ -27,7 +27,8 @@ class InvalidBlocks:
         # The last admitted first: each goes to the front of the line, and they stand there in order again.
         for request in reversed(state.running):
             if request.request_id in affected:
-                updates += self._interrupt(request, affected[request.request_id])
+                valid = min(affected[request.request_id], request.num_computed_tokens)
+                updates += self._interrupt(request, valid)
         state.running = [request for request in state.running if request.status is RequestStatus.RUNNING]
         for request in list(state.waiting.holders.values()):
             # Those that were just interrupted are among them, and are right already.
@@ -59,22 +60,24 @@ class InvalidBlocks:
         state = self._state
         state.totals.loads_failed += 1
         if state.load_failure_policy is LoadFailurePolicy.FAIL:
-            self._lifecycle.end(request, RequestStatus.FINISHED_ERROR)
-            return [self._failure(request)]
-        self._lifecycle.interrupt(request, min(valid, request.num_computed_tokens))
+            return [self._fail(request, valid)]
+        self._lifecycle.interrupt(request, valid)
         return []
 
     def _rewind_waiting(self, request: Request, valid: int) -> list[RequestUpdate]:
         state = self._state
         state.totals.loads_failed += 1
         if state.load_failure_policy is LoadFailurePolicy.FAIL:
-            self._lifecycle.end(request, RequestStatus.FINISHED_ERROR)
+            update = self._fail(request, valid)
             state.waiting.remove(request)
-            return [self._failure(request)]
+            return [update]
         state.cache.rewind(request, valid)
         if not request.num_computed_tokens:
             state.waiting.lost_blocks(request)
         return []
 
-    def _failure(self, request: Request) -> RequestUpdate:
+    def _fail(self, request: Request, valid: int) -> RequestUpdate:
+        # The connector is asked about its blocks, and must not take for computed what is wrong.
+        request.num_computed_tokens = valid
+        self._lifecycle.end(request, RequestStatus.FINISHED_ERROR)
         return failure_of(request, TransferError("blocks of the request's KV did not arrive whole"))

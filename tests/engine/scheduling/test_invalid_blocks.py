@@ -63,6 +63,8 @@ def test_a_first_block_that_is_wrong_takes_everything_with_it():
 
 def test_where_that_is_the_policy_the_request_ends_with_an_error():
     driver, connector, a = loaded_driver(on_failure=LoadFailurePolicy.FAIL)
+    told: list[int] = []
+    connector.on_finished = lambda request: told.append(request.num_computed_tokens) or False
     step = driver.schedule()
     driver.arrive(a, 0, 8)
     (update,) = book_garbage(driver, step, invalid(connector.blocks["a"][0][2]))
@@ -70,6 +72,7 @@ def test_where_that_is_the_policy_the_request_ends_with_an_error():
     assert update.error is not None
     assert update.error.code == "kv_transfer_failed"
     assert a.status is RequestStatus.FINISHED_ERROR
+    assert told == [8]  # nobody is told that what is wrong was computed
     assert driver.free_blocks == 99
     driver.add("b", a.prompt_token_ids, max_tokens=1)
     assert driver.step()[0].new_reqs[0].num_computed_tokens == 2 * BLOCK  # nothing behind is found by anybody

@@ -18,6 +18,7 @@ from tests.engine.scheduling.world import GROUPS, Source, World
 
 RUNS = int(os.environ.get("TANDEM_RANDOM_RUNS", "360"))
 BATCHES = 12
+REMEMBERED = (171, 3687)  # each was the only one of thousands to show something
 
 
 def random_world(draw: random.Random) -> World:
@@ -82,6 +83,11 @@ def run(number: int) -> None:
                 world.reset_prefix_cache()
         world.step()
     world.settle()
+
+
+@pytest.mark.parametrize("number", REMEMBERED)
+def test_runs_that_once_went_wrong(number):
+    run(number)
 
 
 @pytest.mark.slow
