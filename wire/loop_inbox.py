@@ -43,20 +43,22 @@ class LoopInbox(Generic[M]):
         self._loop.add_reader(self._descriptor, self._receive)
 
     def _receive(self) -> None:
-        """The descriptor tells of changes, not of state: read until there is nothing, or come back."""
-        for _ in range(MESSAGES_PER_TURN):
-            if self._closed:
-                return
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            except zmq.ZMQError as error:
-                self.died = f"{type(error).__name__}: {error}"
-                logger.exception("%s: receiving failed", self._name)
-                self._loop.remove_reader(self._descriptor)
-                return
-            self._handle(frames)
+        """The descriptor tells of changes, not of state: read until there is nothing, or come back.
+
+        Asking whether there is more costs a fraction of being told by an exception that there is not.
+        """
+        socket = self._socket
+        try:
+            for _ in range(MESSAGES_PER_TURN):
+                if self._closed or not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                    return
+                frame = socket.recv(zmq.NOBLOCK)
+                self._handle([frame, *socket.recv_multipart()] if socket.getsockopt(zmq.RCVMORE) else [frame])
+        except zmq.ZMQError as error:
+            self.died = f"{type(error).__name__}: {error}"
+            logger.exception("%s: receiving failed", self._name)
+            self._loop.remove_reader(self._descriptor)
+            return
         self._loop.call_soon(self._receive)
 
     def _handle(self, frames: list[bytes]) -> None:

@@ -5,12 +5,23 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from typing import Protocol
 
 from starlette.types import Scope, Send
 
 from router.http.gate import exchange_of
 
 logger = logging.getLogger(__name__)
+
+
+class Connection(Protocol):
+    """What the server's own protocol offers beyond ASGI."""
+
+    def try_write_chunk(self, data: bytes) -> bool: ...
+
+    async def until_writable(self) -> None: ...
+
+    def abort(self) -> None: ...
 
 
 class EventStream:
@@ -20,7 +31,8 @@ class EventStream:
         self, scope: Scope, send: Send, headers: list[tuple[bytes, bytes]], watch: SlowReaderWatch
     ) -> None:
         self._exchange = exchange_of(scope)
-        self._transport: asyncio.Transport | None = scope.get("state", {}).get("transport")
+        self._connection: Connection = scope["state"]["connection"]
+        self._chunked = scope["http_version"] == "1.1"  # as the answer then is, having no length
         self._send = send
         self._headers = headers
         self._watch = watch
@@ -33,10 +45,13 @@ class EventStream:
 
     async def write(self, events: bytes, *, last: bool = False) -> None:
         """The first write sends the status: until then a failure is still a status code."""
+        if self._chunked and not last and self.begun and self._connection.try_write_chunk(events):
+            return
         if not self.begun:
             await self._begin()
         self.began_write = self._watch.now()
         try:
+            await self._connection.until_writable()
             await self._send({"type": "http.response.body", "body": events, "more_body": not last})
         finally:
             self.began_write = None
@@ -63,8 +78,7 @@ class EventStream:
     def abort(self) -> None:
         """The connection's buffer will never empty, so closing it would wait forever."""
         self.cut = True
-        if self._transport is not None:
-            self._transport.abort()  # which the request's handler sees as a client that went away
+        self._connection.abort()  # which the request's handler sees as a client that went away
 
 
 class SlowReaderWatch:

@@ -119,10 +119,10 @@ def test_an_exception_in_the_handler_is_counted_and_the_stream_goes_on() -> None
 
 def test_a_socket_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     async def work(listener: Listener) -> None:
-        def broken(flags: int) -> list[bytes]:
+        def broken(flags: int) -> bytes:
             raise zmq.ZMQError(zmq.ENOTSOCK)
 
-        monkeypatch.setattr(listener.inbox._socket, "recv_multipart", broken)
+        monkeypatch.setattr(listener.inbox._socket, "recv", broken)
         listener.outbox.send(listener.inbox.endpoint, Ping("x"))
         while listener.inbox.died is None:  # noqa: ASYNC110 (nothing is told of it)
             await asyncio.sleep(0)

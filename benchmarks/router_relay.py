@@ -1,0 +1,82 @@
+"""What no router can do without, and nothing else: tokens in from the nodes, bytes out to the clients.
+
+A connection is a request. Its cost per token is this machine's price for waking up, receiving and sending.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from multiprocessing.connection import Connection
+
+from wire.loop_inbox import LoopInbox
+from wire.nodes import NodeInfo
+from wire.requests import NodeStatus, Submit, TokenBatch, ToRouter
+from wire.sampling import SamplingParams
+from wire.sockets import Outbox
+
+EVENT = b"data: " + b"x" * 150 + b"\n\n"
+
+
+class Relay:
+    def __init__(self, decode: NodeInfo, tokens: int) -> None:
+        self._decode = decode
+        self._tokens = tokens
+        self._outbox = Outbox()
+        self._clients: dict[str, asyncio.Transport] = {}
+        self._inbox: LoopInbox[TokenBatch | NodeStatus] = LoopInbox(
+            "127.0.0.1", ToRouter, self._on_message, name="relay"
+        )
+
+    def add(self, transport: asyncio.Transport) -> None:
+        request_id = f"relay-{id(transport)}"
+        self._clients[request_id] = transport
+        sampling = SamplingParams(max_tokens=self._tokens)
+        self._outbox.send(
+            self._decode.request_endpoint, Submit(request_id, self._inbox.endpoint, [1] * 128, sampling, 60.0)
+        )
+
+    def _on_message(self, message: TokenBatch | NodeStatus) -> None:
+        if isinstance(message, NodeStatus):
+            return
+        for chunk in message.chunks:
+            transport = self._clients[chunk.request_id]
+            transport.write(EVENT)
+            if chunk.finish is not None:
+                transport.close()
+
+
+class _Client(asyncio.Protocol):
+    def __init__(self, relay: Relay) -> None:
+        self._relay = relay
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        if isinstance(transport, asyncio.Transport):
+            self._relay.add(transport)
+
+
+def serve_relay(pipe: Connection, decode: NodeInfo, tokens: int) -> None:
+    asyncio.run(_serve(pipe, decode, tokens))
+
+
+async def _serve(pipe: Connection, decode: NodeInfo, tokens: int) -> None:
+    relay = Relay(decode, tokens)
+    server = await asyncio.get_running_loop().create_server(lambda: _Client(relay), "127.0.0.1", 0)
+    pipe.send(server.sockets[0].getsockname()[1])
+    while True:
+        try:
+            await asyncio.to_thread(pipe.recv)
+        except EOFError:
+            return
+        pipe.send(time.process_time())
+
+
+async def read_relay(port: int, count: int) -> None:
+    async def one(index: int) -> None:
+        await asyncio.sleep(index * 0.002)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        while await reader.read(65536):
+            pass
+        writer.close()
+
+    await asyncio.gather(*(one(index) for index in range(count)))
