@@ -35,7 +35,9 @@ class AdmissionPhase:
 
     def plan(self, step: StepPlan) -> None:
         state = self._state
-        loras = {request.lora for request in step.running if request.lora is not None}
+        loras: set[str] = set()
+        if state.config.max_loras is not None:
+            loras = {request.lora for request in step.running if request.lora is not None}
         while step.token_budget > 0 and len(state.running) < state.config.max_num_seqs:
             request = state.waiting.head()
             if request is None:
