@@ -67,6 +67,7 @@ class RequestLife:
         self._avoid: set[str] = set()
         self._waiting_since: float | None = None  # for a node to appear
         self._last_failure: TandemError | None = None
+        self._broke_a_node = False
         self._timer: asyncio.TimerHandle | None = None
 
     # --- its course -------------------------------------------------------------------------------------------
@@ -176,10 +177,18 @@ class RequestLife:
             # It is its peer that the reporter lost. Of the pair, the one to avoid is the prefill node: without it
             # the decode node can do everything by itself.
             avoid = {attempt.prefill.node_id} if attempt.prefill is not None else avoid
-        if isinstance(error, Unavailable | TransferError):
+        if self._worth_another_try(error):
             self._fail_over(error, avoid)
         else:
             self.fail(error)
+
+    def _worth_another_try(self, error: TandemError) -> bool:
+        """A node that breaks under a request may have been broken, or may have been broken by it: one more node
+        finds out, and not a third."""
+        if isinstance(error, InternalError) and not self._broke_a_node:
+            self._broke_a_node = True
+            return True
+        return isinstance(error, Unavailable | TransferError)
 
     def _fail_over(self, error: TandemError, avoid: Iterable[str]) -> None:
         self._abandon_attempt()

@@ -210,10 +210,26 @@ def test_mid_stream_the_end_of_all_attempts_is_an_error_event(start_router: Star
 def test_an_error_that_nobody_can_help_is_not_tried_again(start_router: StartRouter) -> None:
     router = start_router(prefill=0, decode=2)
     for node in router.nodes.values():
-        node.set(refuse=WireError("internal_error", "a bug"))
+        node.set(refuse=WireError("context_length_exceeded", "too long"))
     answer = router.complete()
-    assert answer.status_code == 500
+    assert answer.status_code == 400
     assert sum(len(node.submits) for node in router.nodes.values()) == 1
+
+
+def test_a_node_that_breaks_is_left_and_a_request_that_breaks_nodes_gets_two(
+    start_router: StartRouter,
+) -> None:
+    router = start_router(prefill=0, decode=3)
+    bug = WireError("internal_error", "the kernel is not for this")
+    for node in router.nodes.values():
+        node.set(error_at=(3, bug), errors_left=1)
+    answer = router.complete(max_tokens=COUNT)
+    assert answer.status_code == 500
+    assert sum(len(node.submits) for node in router.nodes.values()) == 2
+    one_left = router.complete(max_tokens=COUNT, seed=9)
+    if one_left.status_code != 200:
+        raise AssertionError(one_left.text)
+    assert one_left.json()["choices"][0]["text"] == router.expected("the fox", COUNT, seed=9)
 
 
 def test_a_full_node_is_passed_over_and_when_all_are_full_it_is_said(start_router: StartRouter) -> None:
