@@ -25,6 +25,12 @@ TANDEM_INLINE void put_span(void* activation, int k, int row, int column, const 
 
 TANDEM_INLINE vf silu(vf x) { return x / (1.0f + vexp(-x)); }
 
+void gather(const void* from, void* to, int k, const int64_t* rows, int begin, int end) {
+  for (int row = begin; row < end; row++)
+    memcpy(activation_row(to, k, row), static_cast<const float*>(from) + rows[row] * activation_stride(k),
+           static_cast<size_t>(k) * 4);
+}
+
 void read_activation(const void* activation, int k, int row, float* out) {
   memcpy(out, static_cast<const float*>(activation) + row * activation_stride(k), static_cast<size_t>(k) * 4);
 }

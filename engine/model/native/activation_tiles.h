@@ -35,6 +35,13 @@ TANDEM_INLINE vf silu(vf x) {
   return _mm512_mul_ps(x, _mm512_rcp14_ps(1.0f + power_of_two(x * -kLog2E)));
 }
 
+void gather(const void* from, void* to, int k, const int64_t* rows, int begin, int end) {
+  for (int row = begin; row < end; row++)
+    for (int column = 0; column < k; column += 32)
+      memcpy(activation_at(to, k, row, column),
+             activation_at(const_cast<void*>(from), k, static_cast<int>(rows[row]), column), 64);
+}
+
 void read_activation(const void* activation, int k, int row, float* out) {
   for (int i = 0; i < k; i++)
     out[i] = bf16_to_float(*activation_at(const_cast<void*>(activation), k, row, i));

@@ -15,7 +15,7 @@ namespace {
 constexpr int kPanelsPerTask = 2;
 constexpr int kRowsPerTask = 512;
 constexpr int kRowBytesPerTask = 5 << 18;  // of a task's activations
-constexpr int kPrefetchTiles = 2;
+constexpr int kPrefetchTiles = 1;
 
 size_t weight_bytes(int n, int k) { return static_cast<size_t>(panels(n)) * 2 * tiles_along(k) * 1024; }
 
@@ -89,8 +89,10 @@ TANDEM_INLINE void multiply_32(const char* x, const char* w, int tiles, Ahead ah
     const char *a = x + static_cast<int64_t>(t) * 1024, *b = w + static_cast<int64_t>(t) * 1024;
     if (STREAM) {
       const char* next = b + kPrefetchTiles * 1024 + (t + kPrefetchTiles >= tiles ? column : 0);
-      prefetch_tile(next);
-      prefetch_tile(next + column);
+      for (int i = 0; i < 1024; i += 64) {
+        __builtin_prefetch(next + i, 0, 2);
+        __builtin_prefetch(next + column + i, 0, 2);
+      }
     } else {
       ahead.fetch();
     }

@@ -59,7 +59,6 @@ struct Norm {
   int n;
   const float* weight;
   float eps;
-  const int64_t* rows;  // row i of the activation is row rows[i] of x; null: row i
   void* activation;
 };
 
@@ -135,6 +134,8 @@ struct Kernels {
   size_t (*activation_bytes)(int rows, int k);
   void (*read_activation)(const void* activation, int k, int row, float* out);
   void (*write_activation)(void* activation, int k, int row, const float* x);
+  // Row i of `to`, for i in [begin, end), becomes row rows[i] of `from`.
+  void (*gather)(const void* from, void* to, int k, const int64_t* rows, int begin, int end);
   int (*gemm_tasks)(const Gemm&);
   void (*gemm)(const Gemm&, int task);
   void (*norm)(const Norm&, int begin, int end);

@@ -1,7 +1,7 @@
+// Making a model: weights, rotary embedding, cache.
 #include "model.h"
 
 #include <string.h>
-#include <time.h>
 
 #include <algorithm>
 #include <cmath>
@@ -9,17 +9,6 @@
 #include <string>
 
 namespace tandem {
-namespace {
-
-constexpr int kRowsPerTask = 8;
-constexpr int64_t kMaxPositions = 1 << 24;  // float32 counts no further
-constexpr int64_t kRotaryChunk = 1024;  // positions whose angles are computed at once
-
-int64_t now() {
-  timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return t.tv_sec * 1'000'000'000LL + t.tv_nsec;
-}
 
 void require(bool condition, const std::string& message) {
   if (!condition) throw std::invalid_argument(message);
@@ -46,8 +35,6 @@ float read_element(const void* data, int64_t i, Dtype dtype) {
   return h & 0x8000 ? -x : x;
 }
 
-}  // namespace
-
 const Kernels* choose_kernels(Dtype dtype, const char* limit) {
   const Kernels* (*const units[])(Dtype) = {amx_kernels, avx512_kernels, avx2_kernels, portable_kernels};
   const char* const names[] = {"amx", "avx512", "avx2", "portable"};
@@ -58,24 +45,6 @@ const Kernels* choose_kernels(Dtype dtype, const char* limit) {
   }
   return nullptr;
 }
-
-// Measures the calling thread's phases, each up to the barrier that ends it.
-class Model::Stopwatch {
- public:
-  Stopwatch(Model& model, int thread) : times_(model.profiling_ && thread == 0 ? model.times_ : nullptr) {
-    if (times_) last_ = now();
-  }
-  void lap(tandem_phase phase) {
-    if (!times_) return;
-    const int64_t t = now();
-    times_[phase] += t - last_;
-    last_ = t;
-  }
-
- private:
-  int64_t* times_;
-  int64_t last_ = 0;
-};
 
 Model::Model(const tandem_spec& spec, const Kernels* kernels, std::vector<int> cores)
     : spec_(spec),
@@ -181,22 +150,6 @@ void Model::set_rotary(const float* inverse_frequencies, int count, float scalin
   rotary_.clear();
 }
 
-void Model::extend_rotary(int64_t positions) {
-  const size_t half = inverse_frequencies_.size();
-  const int64_t known = static_cast<int64_t>(rotary_.size() / (2 * half));
-  if (positions <= known) return;
-  const int64_t end = std::max(2 * known, (positions + kRotaryChunk - 1) / kRotaryChunk * kRotaryChunk);
-  rotary_.resize(static_cast<size_t>(end) * 2 * half);
-  float* table = rotary_.data() + static_cast<size_t>(known) * 2 * half;
-  for (int64_t p = known; p < end; p++, table += 2 * half) {
-    for (size_t i = 0; i < half; i++) {
-      const float angle = inverse_frequencies_[i] * static_cast<float>(p);
-      table[i] = std::cos(angle) * rotary_scaling_;
-      table[half + i] = std::sin(angle) * rotary_scaling_;
-    }
-  }
-}
-
 void Model::use_cache(const tandem_cache& cache) {
   require(cache.block_size > 0 && (cache.block_size & (cache.block_size - 1)) == 0,
           "the block size must be a power of two");
@@ -214,22 +167,9 @@ void Model::use_cache(const tandem_cache& cache) {
     const auto same = [&](const AttentionPlan& p) { return p.group == layer.group && p.window == window; };
     const auto found = std::find_if(plans_.begin(), plans_.end(), same);
     layer.plan = static_cast<int>(found - plans_.begin());
-    if (found == plans_.end()) plans_.push_back({layer.group, window, {}, {}, 0});
+    if (found == plans_.end()) plans_.push_back({layer.group, window, false, {}, {}, 0});
+    last_plan_ = {layer.group, window, true, {}, {}, 0};
   }
-}
-
-Cache Model::layer_cache(const Layer& layer) const {
-  const int64_t head = static_cast<int64_t>(cache_.block_size) * spec_.head_dim, kv = head * spec_.kv_heads;
-  const int element = kernels_->dtype == Dtype::f32 ? 4 : 2;
-  Cache c;
-  c.base = static_cast<char*>(cache_.data) + layer.slot * 2 * kv * element;
-  c.block_stride = cache_.slots * 2 * kv;
-  c.kv_stride = kv;
-  c.head_stride = head;
-  c.block_shift = block_shift_;
-  c.head_dim = spec_.head_dim;
-  c.dtype = kernels_->dtype;
-  return c;
 }
 
 void Model::require_loaded() const {
@@ -242,215 +182,6 @@ void Model::require_loaded() const {
     require(!layer.input_norm.empty() && !layer.post_norm.empty(), "a norm is missing");
     require(!spec_.qk_norm || (!layer.q_norm.empty() && !layer.k_norm.empty()), "a head norm is missing");
   }
-}
-
-void Model::reserve(int tokens, int logit_rows) {
-  const size_t t = static_cast<size_t>(tokens);
-  x_.reserve(t * static_cast<size_t>(spec_.hidden) * sizeof(float));
-  qkv_.reserve(t * static_cast<size_t>(qkv_size_) * sizeof(float));
-  normed_.reserve(kernels_->activation_bytes(tokens, spec_.hidden));
-  attended_.reserve(kernels_->activation_bytes(tokens, q_size_));
-  gated_.reserve(kernels_->activation_bytes(tokens, spec_.intermediate));
-  sampled_.reserve(kernels_->activation_bytes(logit_rows, spec_.hidden));
-}
-
-void Model::begin(const tandem_batch& batch) {
-  require_loaded();
-  next_layer_ = -1;
-  int64_t last_position = -1;
-  for (int i = 0; i < batch.tokens; i++) {
-    require(batch.token_ids[i] >= 0 && batch.token_ids[i] < spec_.vocab, "a token is not in the vocabulary");
-    require(batch.positions[i] >= 0 && batch.positions[i] < kMaxPositions, "a position is out of range");
-    last_position = std::max(last_position, batch.positions[i]);
-  }
-  for (int g = 0; g < cache_.groups; g++)
-    for (int i = 0; i < batch.tokens; i++) {
-      const int64_t slot = batch.slot_mapping[g][i];
-      require(slot >= 0 && slot >> block_shift_ < cache_.blocks, "a slot is not in the cache");
-    }
-  for (int i = 0; i < batch.num_logit_rows; i++)
-    require(batch.logit_rows[i] >= 0 && batch.logit_rows[i] < batch.tokens, "a logit row is not in the batch");
-  for (int r = 0; r < batch.requests; r++) {
-    const int queries = batch.query_start[r + 1] - batch.query_start[r];
-    require(queries > 0 && batch.context_lens[r] >= queries, "a request's lengths do not agree");
-  }
-
-  extend_rotary(last_position + 1);
-  reserve(batch.tokens, batch.num_logit_rows);
-  size_t partials = 0;
-  for (AttentionPlan& plan : plans_) {
-    plan.make(batch, spec_, *kernels_, team_.size());
-    partials = std::max(partials, static_cast<size_t>(plan.partial_floats));
-  }
-  partials_.reserve(partials * sizeof(float));
-  batch_ = batch;
-  next_layer_ = 0;
-}
-
-void Model::embed(int thread) {
-  const int n = spec_.hidden;
-  const Dtype dtype = static_cast<Dtype>(embedding_.dtype);
-  float* x = reinterpret_cast<float*>(x_.data());
-  team_.divide(thread, batch_.tokens, [&](int row) {
-    const int64_t from = batch_.token_ids[row] * n;
-    float* out = x + static_cast<int64_t>(row) * n;
-    if (dtype == Dtype::bf16)
-      for (int i = 0; i < n; i++) out[i] = read_element(embedding_.data, from + i, Dtype::bf16);
-    else
-      for (int i = 0; i < n; i++) out[i] = read_element(embedding_.data, from + i, dtype);
-  });
-  team_.barrier();
-}
-
-void Model::normalise(int thread, const Norm& norm, int rows) {
-  team_.divide(thread, (rows + kRowsPerTask - 1) / kRowsPerTask, [&](int task) {
-    kernels_->norm(norm, task * kRowsPerTask, std::min(rows, (task + 1) * kRowsPerTask));
-  });
-  team_.barrier();
-}
-
-Gemm Model::product(const void* x, const Linear& w, GemmOut kind) const {
-  Gemm g{};
-  g.x = x;
-  g.m = batch_.tokens;
-  g.w = w;
-  g.kind = kind;
-  g.threads = team_.size();
-  return g;
-}
-
-void Model::multiply(int thread, const Gemm& gemm) {
-  team_.divide(thread, kernels_->gemm_tasks(gemm), [&](int task) { kernels_->gemm(gemm, task); });
-  team_.barrier();
-}
-
-void Model::attend(int thread, const Layer& layer) {
-  AttentionPlan& plan = plans_[static_cast<size_t>(layer.plan)];
-  Attention a{};
-  a.q = reinterpret_cast<const float*>(qkv_.data());
-  a.q_stride = qkv_size_;
-  a.cache = layer_cache(layer);
-  a.group = spec_.heads / spec_.kv_heads;
-  a.scale = 1.0f / std::sqrt(static_cast<float>(spec_.head_dim));
-  a.window = plan.window;
-  a.table = batch_.block_tables[layer.group];
-  a.table_stride = batch_.block_table_strides[layer.group];
-  a.query_start = batch_.query_start;
-  a.context_lens = batch_.context_lens;
-  a.activation = attended_.data();
-  a.out_columns = q_size_;
-  a.partials = reinterpret_cast<float*>(partials_.data());
-  a.pending = plan.pending.data();
-  a.scratch = scratch_.data() + thread * scratch_stride_;
-  const int count = static_cast<int>(plan.tasks.size());
-  team_.share(count, [&](int index) {
-    const AttentionTask* task = &plan.tasks[static_cast<size_t>(index)];
-    const AttentionTask* next = index + team_.size() < count ? task + team_.size() : nullptr;
-    kernels_->attention(a, *task, next && next->blocks > 0 ? next : nullptr);
-  });
-  team_.barrier();
-}
-
-void Model::run_layer(int index, int thread, Stopwatch& time) {
-  const Layer& layer = layers_[static_cast<size_t>(index)];
-  const int tokens = batch_.tokens;
-  float *x = reinterpret_cast<float*>(x_.data()), *qkv = reinterpret_cast<float*>(qkv_.data());
-
-  Norm norm{x, spec_.hidden, spec_.hidden, layer.input_norm.data(), spec_.eps, nullptr, normed_.data()};
-  normalise(thread, norm, tokens);
-  time.lap(TANDEM_TIME_NORM);
-
-  Gemm g = product(normed_.data(), layer.qkv, GemmOut::store);
-  g.out = qkv;
-  g.out_stride = qkv_size_;
-  multiply(thread, g);
-  time.lap(TANDEM_TIME_QKV);
-
-  Rotary rotary{};
-  rotary.qkv = qkv;
-  rotary.stride = qkv_size_;
-  rotary.heads = spec_.heads;
-  rotary.kv_heads = spec_.kv_heads;
-  rotary.head_dim = spec_.head_dim;
-  rotary.q_norm = spec_.qk_norm ? layer.q_norm.data() : nullptr;
-  rotary.k_norm = spec_.qk_norm ? layer.k_norm.data() : nullptr;
-  rotary.eps = spec_.eps;
-  rotary.table = rotary_.data();
-  rotary.positions = batch_.positions;
-  rotary.slots = batch_.slot_mapping[layer.group];
-  rotary.cache = layer_cache(layer);
-  team_.divide(thread, (tokens + kRowsPerTask - 1) / kRowsPerTask, [&](int task) {
-    kernels_->rotary(rotary, task * kRowsPerTask, std::min(tokens, (task + 1) * kRowsPerTask));
-  });
-  team_.barrier();
-  time.lap(TANDEM_TIME_ROTARY);
-  // Nobody reads what the last layer makes of a chunk that wants no logits, except its K and V.
-  if (index + 1 == spec_.layers && batch_.num_logit_rows == 0) return;
-
-  attend(thread, layer);
-  time.lap(TANDEM_TIME_ATTENTION);
-
-  g = product(attended_.data(), layer.o, GemmOut::add);
-  g.out = x;
-  g.out_stride = spec_.hidden;
-  multiply(thread, g);
-  time.lap(TANDEM_TIME_O);
-
-  norm.weight = layer.post_norm.data();
-  normalise(thread, norm, tokens);
-  time.lap(TANDEM_TIME_NORM);
-
-  g = product(normed_.data(), layer.gate_up, GemmOut::silu_mul);
-  g.activation = gated_.data();
-  multiply(thread, g);
-  time.lap(TANDEM_TIME_GATE_UP);
-
-  g = product(gated_.data(), layer.down, GemmOut::add);
-  g.out = x;
-  g.out_stride = spec_.hidden;
-  multiply(thread, g);
-  time.lap(TANDEM_TIME_DOWN);
-}
-
-void Model::run_layers(int first, int last) {
-  require(next_layer_ >= 0 && first == next_layer_ && last > first && last <= spec_.layers,
-          "layers must run once each, in order, after a step has begun");
-  team_.run([&](int thread) {
-    Stopwatch time(*this, thread);
-    kernels_->enter();
-    if (first == 0) {
-      embed(thread);
-      time.lap(TANDEM_TIME_EMBED);
-    }
-    for (int layer = first; layer < last; layer++) run_layer(layer, thread, time);
-    kernels_->leave();
-  });
-  next_layer_ = last;
-}
-
-void Model::logits(float* out, int64_t stride) {
-  require(next_layer_ == spec_.layers, "logits come after the last layer");
-  if (batch_.num_logit_rows == 0) return;
-  const Norm norm{reinterpret_cast<const float*>(x_.data()), spec_.hidden,       spec_.hidden,   final_norm_.data(),
-                  spec_.eps,                                 batch_.logit_rows, sampled_.data()};
-  Gemm g = product(sampled_.data(), head_, GemmOut::store);
-  g.m = batch_.num_logit_rows;
-  g.out = out;
-  g.out_stride = stride;
-  team_.run([&](int thread) {
-    Stopwatch time(*this, thread);
-    kernels_->enter();
-    normalise(thread, norm, g.m);
-    multiply(thread, g);
-    kernels_->leave();
-    time.lap(TANDEM_TIME_HEAD);
-  });
-}
-
-void Model::profile(bool on, int64_t* out) {
-  memcpy(out, times_, sizeof times_);
-  if (on && !profiling_) memset(times_, 0, sizeof times_);
-  profiling_ = on;
 }
 
 }  // namespace tandem

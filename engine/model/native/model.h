@@ -4,6 +4,7 @@
 #include <stdint.h>
 
 #include <set>
+#include <string>
 #include <vector>
 
 #include "api.h"
@@ -13,6 +14,12 @@
 #include "team.h"
 
 namespace tandem {
+
+// Throws std::invalid_argument.
+void require(bool condition, const std::string& message);
+
+// An element of a checkpoint's array, which need not be aligned.
+float read_element(const void* data, int64_t i, Dtype dtype);
 
 // The best kernels that this processor has for the dtype, not above `limit`; null without any.
 const Kernels* choose_kernels(Dtype dtype, const char* limit);
@@ -52,9 +59,11 @@ class Model {
   void embed(int thread);
   void run_layer(int index, int thread, Stopwatch& time);
   void normalise(int thread, const Norm& norm, int rows);
+  void rotate(int thread, const Layer& layer);
+  void select_rows(int thread);
   void multiply(int thread, const Gemm& gemm);
-  Gemm product(const void* x, const Linear& w, GemmOut kind) const;
-  void attend(int thread, const Layer& layer);
+  Gemm product(const void* x, int rows, const Linear& w, GemmOut kind) const;
+  void attend(int thread, const Layer& layer, AttentionPlan& plan);
 
   const tandem_spec spec_;
   const Kernels* const kernels_;
@@ -75,10 +84,11 @@ class Model {
   tandem_cache cache_{};
   int block_shift_ = 0;
   std::vector<AttentionPlan> plans_;  // per different (group, window)
+  AttentionPlan last_plan_{};         // of the last layer, for the rows whose logits are wanted
 
   tandem_batch batch_{};
   int next_layer_ = -1;  // that run_layers expects; -1: no step has begun
-  Region x_, qkv_, normed_, attended_, gated_, sampled_, partials_, scratch_;
+  Region x_, qkv_, normed_, attended_, gated_, sampled_x_, sampled_attended_, partials_, scratch_;
   int64_t scratch_stride_ = 0;
 
   bool profiling_ = false;

@@ -13,6 +13,7 @@ namespace tandem {
 struct AttentionPlan {
   int group;
   int window;
+  bool sampled_only;  // just the tiles with rows whose logits are wanted, and what lies between them
 
   std::vector<AttentionTask> tasks;  // largest first
   std::vector<int32_t> pending;

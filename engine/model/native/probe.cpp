@@ -70,7 +70,7 @@ void attention(const Kernels& k, const tandem_probe_shape& shape, const tandem_c
   spec.heads = shape.heads;
   spec.kv_heads = shape.kv_heads;
   spec.head_dim = shape.head_dim;
-  AttentionPlan plan{0, shape.window, {}, {}, 0};
+  AttentionPlan plan{0, shape.window, false, {}, {}, 0};
   plan.make(batch, spec, k, threads);
   const int columns = shape.heads * shape.head_dim, count = static_cast<int>(plan.tasks.size());
   const size_t scratch_bytes = (k.attention_scratch(shape.head_dim) + 4095) / 4096 * 4096;
@@ -122,12 +122,12 @@ int tandem_probe_gemm(int32_t dtype, const char* limit, int32_t kind, int32_t m,
   });
 }
 
-int tandem_probe_norm(int32_t dtype, const char* limit, int32_t m, int32_t n, const float* x, const int64_t* rows,
+int tandem_probe_norm(int32_t dtype, const char* limit, int32_t m, int32_t n, const float* x,
                       const float* weight, float eps, float* y) {
   return guarded([&] {
     const tandem::Kernels& k = tandem::unit(dtype, limit);
     tandem::Region out = tandem::activation(k, m, n);
-    const tandem::Norm norm{x, n, n, weight, eps, rows, out.data()};
+    const tandem::Norm norm{x, n, n, weight, eps, out.data()};
     k.norm(norm, 0, m);
     for (int row = 0; row < m; row++) k.read_activation(out.data(), n, row, y + static_cast<int64_t>(row) * n);
   });

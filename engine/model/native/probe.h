@@ -9,9 +9,9 @@ TANDEM_API int tandem_probe_gemm(int32_t dtype, const char* limit, int32_t kind,
                                  const float* x, const tandem_part* weights, const tandem_part* biases,
                                  int32_t count, int32_t threads, float* y);
 
-// y = RMSNorm(x) for the rows in `rows` (all m if null), [m, n].
+// y = RMSNorm(x), [m, n].
 TANDEM_API int tandem_probe_norm(int32_t dtype, const char* limit, int32_t m, int32_t n, const float* x,
-                                 const int64_t* rows, const float* weight, float eps, float* y);
+                                 const float* weight, float eps, float* y);
 
 struct tandem_probe_shape {
   int32_t heads;

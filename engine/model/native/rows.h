@@ -26,7 +26,7 @@ TANDEM_INLINE float mean_square(const float* x, int n) {
 
 void norm(const Norm& a, int begin, int end) {
   for (int row = begin; row < end; row++) {
-    const float* x = a.x + (a.rows ? a.rows[row] : row) * a.stride;
+    const float* x = a.x + row * a.stride;
     const vf factor = splat(1.0f / sqrtf(mean_square(x, a.n) + a.eps));
     int i = 0;
     for (; i + W <= a.n; i += W) put(a.activation, a.n, row, i, load(a.weight + i) * (load(x + i) * factor));

@@ -16,6 +16,7 @@ constexpr Kernels table(const char* name, Dtype dtype) {
   k.activation_bytes = activation_bytes;
   k.read_activation = read_activation;
   k.write_activation = write_activation;
+  k.gather = gather;
   k.gemm_tasks = gemm_tasks;
   k.norm = norm;
   k.rotary = rotary;

@@ -31,17 +31,7 @@ _SIGNATURES: dict[str, list[Any]] = {
         *(c_int32, c_char_p, c_int32, c_int32, c_int32, c_int32, c_void_p),
         *(_PART, _PART, c_int32, c_int32, c_void_p),
     ],
-    "tandem_probe_norm": [
-        c_int32,
-        c_char_p,
-        c_int32,
-        c_int32,
-        c_void_p,
-        c_void_p,
-        c_void_p,
-        c_float,
-        c_void_p,
-    ],
+    "tandem_probe_norm": [c_int32, c_char_p, c_int32, c_int32, c_void_p, c_void_p, c_float, c_void_p],
     "tandem_probe_rotary": [
         *(c_int32, c_char_p, POINTER(Shape), POINTER(library.CacheLayout), c_int32),
         *(c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p),
@@ -94,20 +84,19 @@ def gemm(
     return out
 
 
-def norm(
-    dtype: torch.dtype,
-    unit: str,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    rows: torch.Tensor | None = None,
-) -> torch.Tensor:
-    m = x.shape[0] if rows is None else rows.shape[0]
-    out = torch.empty(m, x.shape[1])
+def norm(dtype: torch.dtype, unit: str, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    out = torch.empty_like(x)
     _call(
         "tandem_probe_norm",
-        *(library.DTYPES[dtype], unit.encode(), m, x.shape[1], x.data_ptr()),
-        *(None if rows is None else rows.data_ptr(), weight.data_ptr(), eps, out.data_ptr()),
+        *(
+            library.DTYPES[dtype],
+            unit.encode(),
+            *x.shape,
+            x.data_ptr(),
+            weight.data_ptr(),
+            eps,
+            out.data_ptr(),
+        ),
     )
     return out
 

@@ -192,6 +192,19 @@ def test_a_chunk_without_logits_still_writes_its_keys_and_values() -> None:
     torch.testing.assert_close(logits, reference(model, ids)[-1:], rtol=2e-4, atol=2e-4)
 
 
+@pytest.mark.parametrize("rows", [[0], [33], [0, 1, 2], [7, 8, 9, 50, 70], [16, 17, 41, 42, 71]])
+def test_some_rows_get_the_logits_that_they_get_among_all(unit: Unit, rows: list[int]) -> None:
+    """Of three requests: a prompt, a single token, and a prompt that has begun."""
+    model = build("qwen2-some-layers-sliding").to(unit[0])
+
+    def step(wanted: list[int] | None) -> torch.Tensor:
+        forward, sequences = native(model, unit[1])
+        forward(sequences.batch({1: tokens(20), 2: tokens(30)}, []))
+        return forward(sequences.batch({1: tokens(1), 0: tokens(40, seed=1), 2: tokens(31, seed=2)}, wanted))
+
+    assert torch.equal(step(rows), step(None)[rows])
+
+
 def test_a_checkpoint_in_shards_gives_what_its_model_gives(tmp_path: Path) -> None:
     model = build("qwen3")
     model.save_pretrained(tmp_path, max_shard_size="40KB")

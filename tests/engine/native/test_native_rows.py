@@ -22,11 +22,6 @@ def test_norm(unit: Unit, size: int) -> None:
     torch.testing.assert_close(probes.norm(*unit, x, weight, 1e-5), expected, rtol=tolerance, atol=tolerance)
 
 
-def test_norm_of_chosen_rows(unit: Unit) -> None:
-    x, weight, rows = torch.randn(40, 64), torch.randn(64), torch.tensor([3, 17, 39])
-    assert torch.equal(probes.norm(*unit, x, weight, 1e-5, rows), probes.norm(*unit, x, weight, 1e-5)[rows])
-
-
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """x [tokens, heads, dim], as transformers does it."""
     first, second = x.chunk(2, dim=-1)
