@@ -30,7 +30,7 @@ from kvtransfer.protocol.links import ProducerLink, ProducerLinks
 from kvtransfer.protocol.reading import Reader
 from kvtransfer.protocol.receiving import Receiving, Stage
 from kvtransfer.protocol.registering import Registrar
-from kvtransfer.protocol.settings import Settings
+from kvtransfer.protocol.settings import MAX_LEASE_S, Settings
 from kvtransfer.protocol.statistics import Outcome, Recorder
 from kvtransfer.protocol.transport import Activity, Direction, Transport
 from wire.errors import TransferError
@@ -138,6 +138,8 @@ class Consumer:
             return
         now = self._clock()
         difference = self._geometry.difference(message.fingerprint, message.memory)
+        if difference is None and not 0 < message.lease_s <= MAX_LEASE_S:
+            difference = f"the producer's lease is {message.lease_s} s"
         if difference is not None:
             logger.error("%s cannot send KV here: %s", link.key.node_id, difference)
             self._leave(link, Outcome.INCOMPATIBLE, difference)
@@ -244,7 +246,7 @@ class Consumer:
         if message.code is RefusalCode.WRONG_EPOCH:
             known = {link.key for link in self._links} | {other.peer for other in self._receivings.values()}
             for peer in known:
-                if peer.epoch == message.addressed_epoch and peer != key:
+                if peer.epoch == message.addressed_epoch and peer.is_earlier_than(key):
                     self.peer_gone(peer, "the producer was started anew")
             return
         link = self._links.hear(key)

@@ -8,6 +8,20 @@ from kvtransfer.base import NULL_BLOCK_ID, KVCacheMemory
 from kvtransfer.protocol.commands import BlockTable
 from wire.handoff import CacheFingerprint, CacheMemory, RegisterDestination
 
+MAX_BLOCKS = 1 << 24  # descriptors are made for each of a peer's blocks
+MAX_DEVICES = 1024
+ADDRESS_SPACE = 1 << 63
+
+
+def _implausible(memory: CacheMemory) -> str | None:
+    """Why there can be no such memory; None when there can."""
+    if not 1 < memory.num_blocks <= MAX_BLOCKS:
+        return f"the other cache has {memory.num_blocks} blocks"
+    end = memory.base_address + memory.num_blocks * memory.block_bytes
+    if memory.base_address <= 0 or end > ADDRESS_SPACE or not 0 <= memory.device_id < MAX_DEVICES:
+        return f"the other cache cannot lie at {memory.base_address:#x} of device {memory.device_id}"
+    return None
+
 
 class PoolGeometry(msgspec.Struct, frozen=True):
     fingerprint: CacheFingerprint
@@ -47,8 +61,10 @@ class PoolGeometry(msgspec.Struct, frozen=True):
             differing.append(
                 f"a block has {self.memory.block_bytes} bytes here and {memory.block_bytes} there"
             )
-        if memory.num_blocks < 1:
-            differing.append(f"the other cache has {memory.num_blocks} blocks")
+        else:
+            problem = _implausible(memory)
+            if problem is not None:
+                differing.append(problem)
         return "the KV caches differ: " + "; ".join(differing) if differing else None
 
     def check_destination(self, message: RegisterDestination, theirs: CacheMemory) -> str | None:

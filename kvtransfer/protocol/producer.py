@@ -211,10 +211,10 @@ class Producer:
     def on_refused(self, message: Refused) -> None:
         """A message of ours reached somebody else than it was for."""
         if message.code is RefusalCode.WRONG_EPOCH:
-            now_there = key_of(message.envelope)
             for link in self._handshakes:
-                if link.key.epoch == message.addressed_epoch and link.key != now_there:
-                    self.peer_gone(link.key, "the consumer was started anew")
+                key = link.key
+                if key.epoch == message.addressed_epoch and key.is_earlier_than(key_of(message.envelope)):
+                    self.peer_gone(key, "the consumer was started anew")
 
     # ── peers ──
 

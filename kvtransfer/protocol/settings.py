@@ -7,6 +7,9 @@ import msgspec
 from kvtransfer.base import TransferConfig
 from wire.errors import ConfigurationError
 
+# A consumer waits for the end of a lease that it cannot revoke: longer ones are a mistake, or worse.
+MAX_LEASE_S = 3600.0
+
 
 class Settings(msgspec.Struct, frozen=True):
     lease_s: float = 10.0
@@ -34,6 +37,10 @@ class Settings(msgspec.Struct, frozen=True):
         for name in ("lease_s", "timeout_s", "handshake_timeout_s"):
             if not getattr(config, name) > 0:
                 raise ConfigurationError(f"transfer.{name} must be above 0, not {getattr(config, name)}")
+        if config.lease_s > MAX_LEASE_S:
+            raise ConfigurationError(
+                f"transfer.lease_s must be at most {MAX_LEASE_S:g}, not {config.lease_s:g}"
+            )
         return cls(
             lease_s=config.lease_s,
             timeout_s=config.timeout_s,

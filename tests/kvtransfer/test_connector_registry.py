@@ -48,6 +48,7 @@ def test_a_module_that_fails_to_import_is_a_configuration_error(tmp_path, monkey
         ({"options": {"progress_ms": "often"}}, r"transfer\.options of the nixl connector"),
         ({"options": {"backend": "CARRIER_PIGEON"}}, r"no 'CARRIER_PIGEON' here, only .*UCX"),
         ({"lease_s": 0}, r"transfer\.lease_s must be above 0"),
+        ({"lease_s": 1e9}, r"transfer\.lease_s must be at most 3600"),
         ({"timeout_s": -1}, r"transfer\.timeout_s must be above 0"),
         ({"handshake_timeout_s": float("nan")}, r"transfer\.handshake_timeout_s must be above 0"),
     ],

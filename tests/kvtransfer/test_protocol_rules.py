@@ -21,6 +21,7 @@ from wire.handoff import (
     RegisterDestination,
     RenewLease,
     TransferClosed,
+    Welcome,
 )
 
 TOKENS = list(range(50, 72))  # five full blocks and half of one
@@ -565,6 +566,43 @@ def test_caches_that_differ_are_refused_on_both_sides_at_once(direction: Directi
     assert "num_layers is 1 here and 30 there" in receive.failed.reason
     assert pair.outcomes()[1] == {"incompatible": 1}
     assert pair.refused(pair.producer) == {"incompatible": 1}
+
+
+@pytest.mark.parametrize(
+    "memory",
+    [
+        {"num_blocks": 1 << 40},
+        {"num_blocks": 1},
+        {"num_blocks": -5},
+        {"base_address": -1},
+        {"base_address": 1 << 63},
+        {"device_id": -1},
+        {"block_bytes": 0},
+    ],
+)
+def test_memory_that_cannot_be_is_refused_before_anything_is_made_of_it(
+    pair: Pair, memory: dict[str, int]
+) -> None:
+    own = pair.consumer.geometry
+    hello = Hello(
+        pair.consumer.identity.envelope(11), own.fingerprint, msgspec.structs.replace(own.memory, **memory)
+    )
+    pair.producer.transport.refuses = True
+    pair.world.network.append(("tcp://p", hello))
+    pair.world.deliver()
+    assert pair.refused(pair.producer) == {"incompatible": 1}
+
+
+@pytest.mark.parametrize("lease_s", [0.0, -1.0, float("inf"), float("nan"), 1e6])
+def test_a_lease_that_cannot_be_waited_for_is_refused(pair: Pair, lease_s: float) -> None:
+    receive = pair.receive()
+    pair.world.deliver()
+    [welcome] = pair.on_the_way(Welcome)
+    assert isinstance(welcome, Welcome)
+    pair.world.network = [("tcp://c", msgspec.structs.replace(welcome, lease_s=lease_s))]
+    pair.world.deliver()
+    assert receive.failed is not None
+    assert "lease" in receive.failed.reason
 
 
 def test_memory_that_cannot_be_reached_fails_the_transfer(pair: Pair) -> None:

@@ -1,0 +1,134 @@
+"""Messages that decode and mean harm, or nothing: any of them, at any moment, from anybody who knows every id and
+epoch but not a request's tokens. They may cost a transfer. They must not raise, and never make a wrong answer.
+
+Two lies are left out, that a producer has closed a transfer and that it has ended: a consumer has to believe whoever
+knows both epochs, which are random and known to the two nodes and the routers alone.
+"""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import HealthCheck, given, settings
+from kv_fake_network import SETTINGS, Receive, Send, World
+
+from kvtransfer.protocol.transport import Direction
+from wire.handoff import (
+    CacheFingerprint,
+    CacheMemory,
+    CancelTransfer,
+    DestinationRegistered,
+    Envelope,
+    HandoffAccepted,
+    HandoffMessage,
+    HandoffNotice,
+    Hello,
+    LeaseRenewed,
+    RefusalCode,
+    Refused,
+    RegisterDestination,
+    RenewLease,
+    TransferClosed,
+    Welcome,
+)
+
+TOKENS = list(range(40, 61))
+numbers = st.one_of(st.integers(-3, 60), st.integers(-(2**63), 2**63 - 1))
+transfers = st.sampled_from(["t1", "t2", "", "t-unknown"])
+tables = st.lists(st.lists(numbers, max_size=7), max_size=3)
+firsts = st.lists(numbers, max_size=3)
+hashes = st.sampled_from([b"", b"x" * 32])
+envelopes = st.builds(
+    Envelope,
+    sender_id=st.sampled_from(["p", "c", "x", ""]),
+    sender_epoch=st.sampled_from([11, 22, 33, -1]),
+    receiver_epoch=st.sampled_from([11, 22, 33]),
+    reply_to=st.sampled_from(["tcp://p", "tcp://c", "tcp://x", "", "nonsense"]),
+)
+memories = st.builds(
+    CacheMemory,
+    agent_metadata=st.sampled_from([b"p", b"c", b"zzz", b""]),
+    memory_type=st.sampled_from(["DRAM", "TAPE"]),
+    device_id=numbers,
+    base_address=numbers,
+    num_blocks=numbers,
+    block_bytes=st.one_of(st.just(64), numbers),
+)
+texts = st.sampled_from(["m", "float32", "l", "fake/push", "fake/pull", ""])
+right = CacheFingerprint("m", "float32", 1, 1, 1, 4, "l", "fake/push")
+fingerprints = st.one_of(
+    st.just(right),
+    st.builds(CacheFingerprint, texts, texts, numbers, numbers, numbers, numbers, texts, texts),
+)
+leases = st.one_of(st.floats(allow_nan=True, allow_infinity=True), st.just(3.0))
+messages = st.one_of(
+    st.builds(Hello, envelopes, fingerprints, memories),
+    st.builds(Welcome, envelopes, fingerprints, memories, leases, numbers),
+    st.builds(RegisterDestination, envelopes, numbers, transfers, numbers, hashes, firsts, tables),
+    st.builds(DestinationRegistered, envelopes, numbers, transfers),
+    st.builds(RenewLease, envelopes, numbers, st.lists(transfers, max_size=3)),
+    st.builds(LeaseRenewed, envelopes, numbers, st.lists(transfers, max_size=3)),
+    st.builds(HandoffNotice, envelopes, transfers, numbers, hashes, numbers, numbers, numbers, tables),
+    st.builds(HandoffAccepted, envelopes, transfers),
+    st.builds(CancelTransfer, envelopes, transfers),
+    st.builds(
+        Refused,
+        envelopes,
+        transfers,
+        st.sampled_from([code for code in RefusalCode if code is not RefusalCode.WRONG_EPOCH]),
+        st.just("why"),
+        numbers,
+    ),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("direction", list(Direction))
+def test_no_message_raises_and_none_makes_a_wrong_answer(direction: Direction) -> None:
+    """Slow: some hundred histories."""
+
+    @settings(max_examples=300, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["p", "c"]), messages), max_size=30))
+    def histories(hostile: list[tuple[int, str, HandoffMessage]]) -> None:
+        world = World(direction)
+        producer, consumer = world.add("p", 11), world.add("c", 22)
+        receive = Receive("r1", "t1", TOKENS, 0, [])
+        send = Send("r1", "t1", TOKENS, consumer.address, [])
+        steps = [
+            lambda: consumer.start_receive(receive, producer.address),
+            lambda: producer.start_send(send),
+            lambda: producer.compute(send, 9),
+            lambda: producer.compute(send, 30),
+            lambda: producer.finish_send(send),
+        ]
+        for progress, target, message in hostile:
+            world.network.append((f"tcp://{target}", message))
+            if progress == 1 and steps:
+                steps.pop(0)()
+            if progress >= 2:
+                world.settle(0.1)
+        for step in steps:
+            step()
+        world.settle(SETTINGS.timeout_s + 2 * SETTINGS.lease_s + 2)
+        assert receive.over
+        assert send.reported == 1
+        assert not producer.transport.moves
+        assert not consumer.transport.moves
+
+    histories()
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+def test_a_closing_from_the_real_producer_before_its_time_fails_the_transfer_and_nothing_more(
+    direction: Direction,
+) -> None:
+    world = World(direction)
+    producer, consumer = world.add("p", 11), world.add("c", 22)
+    receive = Receive("r1", "t1", TOKENS, 0, [])
+    consumer.start_receive(receive, producer.address)
+    world.deliver_all()
+    closing = TransferClosed(producer.identity.envelope(22), "t1", "why not", handed_over=True)
+    world.network.append(("tcp://c", closing))
+    world.deliver_all()
+    assert receive.finished is None
+    assert receive.failed
