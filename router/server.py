@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import socket
 import time
@@ -141,6 +142,12 @@ class RouterServer:
             services.dispatcher.on_node_left(info)
         for info in came:
             logger.info("node %s (%s, epoch %d) joined", info.node_id, info.role, info.epoch)
+            if _is_loopback(services.links.endpoint) and not _is_loopback(info.request_endpoint):
+                logger.error(
+                    "node %s is at %s and is told to answer at %s, which it cannot reach: "
+                    "set router.inbox_host to an address of this machine",
+                    info.node_id, info.request_endpoint, services.links.endpoint,
+                )  # fmt: skip
             services.links.ping(info)
 
     async def drain(self, timeout_s: float) -> bool:
@@ -167,3 +174,11 @@ class RouterServer:
             await self._http.end(STOP_TIMEOUT_S)
         if services is not None:
             await services.links.close()
+
+
+def _is_loopback(endpoint: str) -> bool:
+    host = endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -3,6 +3,7 @@ from __future__ import annotations
 import re
 
 import httpx
+import msgspec
 import pytest
 
 from router.config import RouterConfig
@@ -128,6 +129,17 @@ def test_a_node_with_another_model_gets_nothing(start_router: StartRouter) -> No
     answer = router.complete()
     assert answer.status_code == 503
     assert "serves the model 'another'" in answer.json()["error"]["message"]
+
+
+def test_a_node_elsewhere_that_cannot_answer_is_said(
+    start_router: StartRouter, caplog: pytest.LogCaptureFixture
+) -> None:
+    router = start_router(prefill=0, decode=1)
+    here = router.nodes["d0"].info
+    assert "inbox_host" not in caplog.text
+    there = msgspec.structs.replace(here, node_id="d1", request_endpoint="tcp://10.0.0.7:5000")
+    router.look(lambda: router.server.set_members([here, there]))
+    assert "set router.inbox_host" in caplog.text
 
 
 def test_a_request_id_is_kept_or_made(start_router: StartRouter) -> None:
