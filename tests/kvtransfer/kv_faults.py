@@ -1,0 +1,138 @@
+"""Faults around the real NIXL transport and the real sockets, at random moments, from a seed."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from kvtransfer.base import ConnectorContext, KVCacheMemory, SchedulerConnector, WorkerConnector
+from kvtransfer.nixl.agent import NixlAgent
+from kvtransfer.nixl.options import NixlOptions
+from kvtransfer.nixl.transport import NixlTransport
+from kvtransfer.protocol.scheduler_half import SchedulerHalf
+from kvtransfer.protocol.transport import Direction, HandleId, Operation, RemoteId, Transport
+from kvtransfer.protocol.worker_half import WorkerHalf
+from wire.errors import TransferError
+from wire.handoff import CacheMemory
+
+
+@dataclasses.dataclass
+class Faults:
+    """How likely each is, per call or message."""
+
+    seed: int = 0
+    connect_fails: float = 0.0
+    post_fails: float = 0.0
+    move_fails: float = 0.0
+    move_sticks: float = 0.0  # for a while: longer than a tick, shorter than a lease
+    lost: float = 0.0
+    doubled: float = 0.0
+    late: float = 0.0  # and so overtaken by others
+
+    def __post_init__(self) -> None:
+        self.chance = random.Random(self.seed)
+
+    def strikes(self, probability: float) -> bool:
+        return self.chance.random() < probability
+
+
+class FaultyTransport(Transport):
+    name = "nixl"
+
+    def __init__(self, inner: NixlTransport) -> None:
+        self._inner = inner
+        self.faults = Faults()
+        self._stuck: dict[HandleId, float] = {}
+        self._doomed: set[HandleId] = set()
+        self.live: set[HandleId] = set()
+
+    def register(self, memory: KVCacheMemory) -> CacheMemory:
+        return self._inner.register(memory)
+
+    def connect(self, memory: CacheMemory) -> RemoteId:
+        if self.faults.strikes(self.faults.connect_fails):
+            raise TransferError("injected: no connection")
+        return self._inner.connect(memory)
+
+    def disconnect(self, remote: RemoteId) -> None:
+        self._inner.disconnect(remote)
+
+    def post(
+        self,
+        operation: Operation,
+        remote: RemoteId,
+        local_blocks: Sequence[int],
+        remote_blocks: Sequence[int],
+    ) -> HandleId:
+        if self.faults.strikes(self.faults.post_fails):
+            raise TransferError("injected: not posted")
+        handle = self._inner.post(operation, remote, local_blocks, remote_blocks)
+        self.live.add(handle)
+        if self.faults.strikes(self.faults.move_sticks):
+            self._stuck[handle] = time.monotonic() + self.faults.chance.uniform(0.01, 0.2)
+        if self.faults.strikes(self.faults.move_fails):
+            self._doomed.add(handle)
+        return handle
+
+    def is_done(self, handle: HandleId) -> bool:
+        if time.monotonic() < self._stuck.get(handle, 0.0):
+            return False
+        done = self._inner.is_done(handle)
+        if done:
+            self.live.discard(handle)
+            self._stuck.pop(handle, None)
+            if handle in self._doomed:
+                self._doomed.discard(handle)
+                raise TransferError("injected: the move failed")
+        return done
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class FaultySend:
+    def __init__(self, send: Callable[[str, msgspec.Struct], None]) -> None:
+        self._send = send
+        self.faults = Faults()
+        self._timers: list[threading.Timer] = []
+
+    def __call__(self, endpoint: str, message: msgspec.Struct) -> None:
+        faults = self.faults
+        if faults.strikes(faults.lost):
+            return
+        if faults.strikes(faults.doubled):
+            self._send(endpoint, message)
+        if faults.strikes(faults.late):
+            timer = threading.Timer(faults.chance.uniform(0.0, 0.1), self._send, (endpoint, message))
+            timer.daemon = True
+            timer.start()
+            self._timers = [other for other in self._timers if other.is_alive()] + [timer]
+            return
+        self._send(endpoint, message)
+
+    def join(self) -> None:
+        for timer in self._timers:
+            timer.join()
+
+
+def create(context: ConnectorContext) -> tuple[SchedulerConnector, WorkerConnector]:
+    agent = NixlAgent(f"{context.node_id}-{context.epoch:x}", NixlOptions())
+    transport = FaultyTransport(NixlTransport(agent))
+    worker = WorkerHalf(context, transport, Direction(context.config.direction))
+    send = FaultySend(worker._channel.send)
+    # The endpoint takes its `send` from the channel when the caches are registered, which is later.
+    worker._channel.send = send  # type: ignore[method-assign]
+    faulty: Any = worker
+    faulty.faulty_transport, faulty.faulty_send = transport, send
+    return SchedulerHalf(context.block_size), worker
+
+
+def inject(worker: WorkerConnector, faults: Faults) -> None:
+    faulty: Any = worker
+    faulty.faulty_transport.faults = faulty.faulty_send.faults = faults

@@ -1,0 +1,151 @@
+"""Each fault, many times, at random moments, with the real NIXL: one outcome for every request, right bytes or a
+reason, every block back, nothing left in flight, and the next transfer unharmed.
+
+Slow: TANDEM_FAULT_ROUNDS of every fault (default 12) in each direction.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from kv_fake_engine import FakeEngine, consume, first_token_of, produce
+from kv_faults import Faults, inject
+
+from kvtransfer.base import Handoff, TransferConfig
+from wire.nodes import PeerAddress
+
+pytestmark = pytest.mark.slow
+
+ROUNDS = int(os.environ.get("TANDEM_FAULT_ROUNDS", "12"))
+AT_ONCE = 3
+LEASE_S = 1.0
+
+FAULTS: dict[str, dict[str, float]] = {
+    "none": {},
+    "set-up fails": {"connect_fails": 0.5},
+    "a move cannot be started": {"post_fails": 0.15},
+    "a move fails": {"move_fails": 0.15},
+    "moves are stuck for a while": {"move_sticks": 0.5},
+    "messages are lost": {"lost": 0.2},
+    "messages are doubled": {"doubled": 0.5},
+    "messages overtake each other": {"late": 0.5},
+    "everything at once": {
+        "connect_fails": 0.05,
+        "post_fails": 0.03,
+        "move_fails": 0.03,
+        "move_sticks": 0.2,
+        "lost": 0.1,
+        "doubled": 0.1,
+        "late": 0.2,
+    },
+}
+
+
+class Pair:
+    def __init__(self, direction: str) -> None:
+        config = TransferConfig(
+            connector="kv_faults:create",
+            direction=direction,
+            lease_s=LEASE_S,
+            timeout_s=3.0,
+            handshake_timeout_s=1.0,
+        )
+        self.producer = FakeEngine("kv_faults:create", "p", 1, config, num_blocks=64)
+        self.consumer = FakeEngine("kv_faults:create", "c", 2, config, num_blocks=64)
+        self._count = 0
+
+    def close(self) -> None:
+        self.producer.close()
+        self.consumer.close()
+
+    def inject(self, faults: dict[str, float], seed: int) -> None:
+        for number, engine in enumerate((self.producer, self.consumer)):
+            inject(engine.mover, Faults(seed=seed * 2 + number, **faults))
+
+    def run(self, seed: int, *, aborts: float) -> list[str]:
+        """A few requests at once; some are aborted on either side at some moment. Returns how they ended."""
+        chance = random.Random(seed)
+        peers = (PeerAddress("c", 2, self.consumer.endpoint()), PeerAddress("p", 1, self.producer.endpoint()))
+        running: dict[str, list[int]] = {}
+        for _ in range(AT_ONCE):
+            self._count += 1
+            name, tokens = f"r{self._count}", [chance.randrange(90) for _ in range(chance.randrange(1, 40))]
+            running[name] = tokens
+            add: list[Any] = [
+                lambda n=name, t=tokens: self.consumer.add(n, t, consume(f"t-{n}", peers[1])),
+                lambda n=name, t=tokens: self.producer.add(n, t, produce(f"t-{n}", peers[0]), chunk=8),
+            ]
+            chance.shuffle(add)
+            for one in add:
+                one()
+                self._step(chance)
+        doomed = [
+            (engine, name)
+            for name in running
+            for engine in (self.producer, self.consumer)
+            if chance.random() < aborts
+        ]
+        until = time.monotonic() + 10
+        while time.monotonic() < until:
+            if doomed and chance.random() < 0.3:
+                engine, name = doomed.pop()
+                engine.finish(name)
+            self._step(chance)
+            ends = [self.consumer.requests[name].state.value for name in running]
+            if all(end in ("loaded", "failed", "freed") for end in ends):
+                break
+        for name, tokens in running.items():
+            if self.consumer.state(name) == "loaded":
+                assert self.consumer.handoff(name) == Handoff(first_token_of(tokens), len(tokens))
+                assert self.consumer.kv_is_right(name)
+            else:
+                assert self.consumer.state(name) in ("failed", "freed"), f"{name} hangs"
+                assert self.consumer.failure(name) or self.consumer.state(name) == "freed"
+            self.consumer.finish(name)
+            self.producer.finish(name)
+        return ends
+
+    def _step(self, chance: random.Random) -> None:
+        chance.choice((self.producer, self.consumer)).step()
+        time.sleep(chance.uniform(0.0, 0.002))
+
+    def settle(self) -> None:
+        """Without faults: everything that is still held comes back within the lease and a little."""
+        self.inject({}, 0)
+        for engine in (self.producer, self.consumer):
+            faulty: Any = engine.mover
+            faulty.faulty_send.join()
+        for engine in (self.producer, self.consumer):
+            engine.run_until_free(63, timeout_s=LEASE_S + 2)
+            faulty = engine.mover
+            assert not faulty.faulty_transport.live
+            assert engine.stats().in_progress == 0
+
+
+@pytest.fixture(scope="module", params=["push", "pull"])
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    pair = Pair(request.param)
+    yield pair
+    pair.close()
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("aborts", [0.0, 0.3], ids=["", "with aborts"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_request_ends_once_and_right_or_with_a_reason(pair: Pair, fault: str, aborts: float) -> None:
+    ends: list[str] = []
+    for seed in range(ROUNDS):
+        pair.inject(FAULTS[fault], seed)
+        ends += pair.run(seed, aborts=aborts)
+    pair.settle()
+    if fault in ("none", "moves are stuck for a while", "messages are doubled") and not aborts:
+        assert set(ends) == {"loaded"}
+    else:
+        assert "loaded" in ends
+    assert set(pair.run(0, aborts=0.0)) == {"loaded"}
+    pair.settle()
