@@ -86,6 +86,9 @@ class NativeLlamaForward:
             raise ConfigurationError(f"the native model cannot be made: {library.last_error()}")
         self._model: int = made
         self._close = weakref.finalize(self, native.tandem_destroy, made)
+        self._close.atexit = (
+            False  # a step may be under way in another thread; the system takes everything back
+        )
         self._native = native
         self._embedding = load_weights(made, a, take, progress)
         self._set_rotary(rotary or _rotary_embedding(config))
@@ -167,8 +170,12 @@ class NativeLlamaForward:
         self._groups = len(groups)
 
     def __call__(self, batch: Batch, hooks: LayerHooks | None = None) -> torch.Tensor:
+        if not self._close.alive:
+            raise InternalError("the native model is closed")
         native, model, layers = self._native, self._model, self._architecture.layers
-        library.check(native.tandem_begin(model, self._step_batch(batch)))
+        # The library keeps the pointers until the step's last call, so what they lead to must outlive this line.
+        step = self._step_batch(batch)
+        library.check(native.tandem_begin(model, step))
         if hooks is None:
             library.check(native.tandem_run_layers(model, 0, layers))
         else:
@@ -178,6 +185,7 @@ class NativeLlamaForward:
             self._logits = torch.empty(rows, self._architecture.vocab)
         logits = self._logits[:rows]
         library.check(native.tandem_logits(model, logits.data_ptr(), self._architecture.vocab))
+        del step
         return logits
 
     def close(self) -> None:
@@ -239,8 +247,13 @@ def _rotary_embedding(config: Any) -> Any:
 
 
 def _cores(threads: int) -> list[int]:
-    """One core for each thread, of those that this process may use; -1 where they cannot be told."""
+    """A core for each thread, or -1 to let it run anywhere.
+
+    Threads are bound if this process was given just so many cores. Among more, the system places them better: another
+    node on this machine would choose the same ones.
+    """
     if not hasattr(os, "sched_getaffinity"):
         return [-1] * max(1, threads)
     usable = sorted(os.sched_getaffinity(0))
-    return usable[: threads or len(usable)]
+    count = min(threads or len(usable), len(usable))
+    return usable if count == len(usable) else [-1] * count

@@ -52,6 +52,7 @@ class Model {
   Linear& linear(int which, int layer);
   std::vector<float>& vector(int which, int layer);
   void require_loaded() const;
+  void check(const tandem_batch& batch) const;
   void reserve(int tokens, int logit_rows);
   void extend_rotary(int64_t positions);
   Cache layer_cache(const Layer& layer) const;

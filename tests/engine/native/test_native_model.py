@@ -244,22 +244,32 @@ def test_an_incomplete_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
         NativeLlamaForward.from_checkpoint(tmp_path, config, dtype=torch.float32, threads=1)
 
 
-def test_a_batch_that_cannot_be_is_refused() -> None:
-    model = build("llama")
-    forward, sequences = native(model)
+@pytest.mark.parametrize(
+    ("spoiled", "reason"),
+    [
+        ("token_ids", "vocabulary"),
+        ("positions", "position"),
+        ("slot_mapping", "slot"),
+        ("block_tables", "block is not in the cache"),
+        ("context_lens", "lengths do not agree"),
+        ("logit_rows", "logit row"),
+    ],
+)
+def test_a_batch_that_cannot_be_is_refused(spoiled: str, reason: str) -> None:
+    forward, sequences = native(build("llama"))
     good = forward(sequences.batch({0: tokens(8)})).clone()
     sequences.computed[0] = 0
-    for spoil in ("token_ids", "positions"):
-        batch = sequences.batch({0: tokens(8)})
-        sequences.computed[0] = 0
-        getattr(batch, spoil)[3] = 1 << 40
-        with pytest.raises(InternalError):
-            forward(batch)
     batch = sequences.batch({0: tokens(8)})
-    sequences.computed[0] = 0
-    batch.slot_mapping[0][2] = 1 << 40
-    with pytest.raises(InternalError, match="slot"):
+    value = getattr(batch, spoiled)
+    tensor = value[0] if isinstance(value, tuple) else value
+    tensor.view(-1)[0] = -5
+    with pytest.raises(InternalError, match=reason):
         forward(batch)
+    sequences.computed[0] = 0
+    batch = sequences.batch({0: tokens(8)}, [3, 2])
+    with pytest.raises(InternalError, match="logit rows must ascend"):
+        forward(batch)
+    sequences.computed[0] = 0
     assert torch.equal(forward(sequences.batch({0: tokens(8)})), good)
 
 

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.model.native.forward import _cores
 from tests.engine.native.batches import Sequences
 from tests.engine.native.test_native_model import build, native, tokens, windows
+from wire.errors import InternalError
 
 linux = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
 
@@ -61,14 +63,26 @@ def test_models_come_and_go_without_leaving_anything() -> None:
 
 
 def test_close_ends_the_threads_at_once() -> None:
-    forward, _ = native(build("llama"), threads=2)
+    forward, sequences = native(build("llama"), threads=2)
     before = num_threads()
     forward.close()
     forward.close()
     assert num_threads() == before - min(1, len(os.sched_getaffinity(0)) - 1)
+    with pytest.raises(InternalError, match="closed"):
+        forward(sequences.batch({0: tokens(3)}))
 
 
 @linux
+def test_threads_are_bound_only_to_cores_that_are_all_this_process_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {5, 2, 9})
+    assert _cores(0) == [2, 5, 9]
+    assert _cores(3) == [2, 5, 9]
+    assert _cores(8) == [2, 5, 9], "never more threads than cores"
+    assert _cores(2) == [-1, -1], "which two is not for us to say"
+
+
 def test_a_step_leaves_the_callers_affinity_alone() -> None:
     forward, sequences = native(build("llama"), threads=2)
     before = os.sched_getaffinity(0)

@@ -1,0 +1,170 @@
+"""Where a step's time goes in the native library: each kind of work beside what the machine could do at best.
+
+    python -m benchmarks.native_kernels MODEL [--threads N] [--dtype bfloat16] [--limit avx512] [--json FILE]
+
+MODEL is a local folder of the Llama family. Matrix products are given as their rate; in decodes, where they wait for
+the weights, as the rate at which weights are read. Attention of decodes is given as the rate at which KV is read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoConfig
+
+from benchmarks.machine import measure_limits
+from engine.cache.groups import AttentionKind, KVCacheGroup
+from engine.model.attention.layers import AttentionLayer, plan_cache
+from engine.model.batch import Batch
+from engine.model.memory import allocate_cache
+from engine.model.native.architecture import Architecture, describe
+from engine.model.native.forward import NativeLlamaForward
+from engine.model.native.weights import Checkpoint
+
+BLOCK_SIZE = 16
+PREFILLS = (128, 512, 2048)
+DECODES = ((1, 128), (1, 1024), (1, 4096), (8, 128), (8, 1024), (32, 128), (32, 1024))
+PRODUCTS = ("qkv", "o", "gate_up", "down")
+
+
+class Step(msgspec.Struct, frozen=True):
+    name: str
+    requests: int
+    queries: int  # per request
+    context: int  # per request, these queries included
+    seconds: float  # the best of some
+    phases: dict[str, float]  # seconds, on average
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.native_kernels", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("model", help="a local model folder")
+    parser.add_argument("--threads", type=int, default=0, help="all cores of this process by default")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--limit", default="", help="no instruction set better than this one")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", help="also write the figures to this file")
+    arguments = parser.parse_args()
+    dtype = getattr(torch, arguments.dtype)
+    config = AutoConfig.from_pretrained(arguments.model)
+    forward = NativeLlamaForward(
+        config,
+        Checkpoint(Path(arguments.model)).take,
+        dtype=dtype,
+        threads=arguments.threads,
+        instruction_set=arguments.limit,
+    )
+    architecture = describe(config)
+    shapes = [(f"prefill {n}", 1, n, n) for n in PREFILLS]
+    shapes += [(f"decode {batch} x {context}", batch, 1, context) for batch, context in DECODES]
+    steps = [measure(forward, architecture, dtype, arguments.repeats, *shape) for shape in shapes]
+    forward.close()
+    limits = measure_limits(dtype, torch.device("cpu"), arguments.threads or torch.get_num_threads())
+    if arguments.json:
+        figures = {"limits": msgspec.to_builtins(limits), "steps": msgspec.to_builtins(steps)}
+        Path(arguments.json).write_text(json.dumps(figures, indent=1) + "\n")
+    said = f"torch's best: {limits.gemm_flops / 1e9:.0f} GFLOP/s, {limits.read_bytes / 1e9:.1f} GB/s"
+    Console().print(table_of(steps, architecture, dtype.itemsize, said))
+
+
+def measure(
+    forward: NativeLlamaForward,
+    a: Architecture,
+    dtype: torch.dtype,
+    repeats: int,
+    name: str,
+    requests: int,
+    queries: int,
+    context: int,
+) -> Step:
+    blocks = -(-context // BLOCK_SIZE)
+    layers = tuple(
+        AttentionLayer(index, a.heads, a.kv_heads, a.head_dim, a.head_dim, None) for index in range(a.layers)
+    )
+    cache = allocate_cache(plan_cache(layers, BLOCK_SIZE), requests * blocks + 1, dtype, torch.device("cpu"))
+    cache.fill_(0.1)
+    forward.use_cache(cache, (KVCacheGroup(AttentionKind.FULL, BLOCK_SIZE, tuple(range(a.layers))),))
+    batch = make_batch(a, requests, queries, context, blocks)
+    forward(batch)
+    times = []
+    forward.profile(True)
+    for _ in range(repeats):
+        started = time.perf_counter()
+        forward(batch)
+        times.append(time.perf_counter() - started)
+    phases = {phase: total / repeats / 1e9 for phase, total in forward.profile(False).items()}
+    return Step(name, requests, queries, context, min(times), phases)
+
+
+def make_batch(a: Architecture, requests: int, queries: int, context: int, blocks: int) -> Batch:
+    """Every request computes its last `queries` tokens; its blocks are anywhere in the cache."""
+    rng = np.random.default_rng(0)
+    tables = (1 + rng.permutation(requests * blocks)).astype(np.int32).reshape(requests, blocks)
+    positions = np.tile(np.arange(context - queries, context), requests)
+    owner = np.repeat(np.arange(requests), queries)
+    slots = tables[owner, positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
+    starts = np.arange(requests + 1, dtype=np.int32) * queries
+    contexts = np.full(requests, context, np.int32)
+    return Batch(
+        token_ids=torch.from_numpy(rng.integers(0, a.vocab, requests * queries)),
+        positions=torch.from_numpy(positions),
+        query_start=torch.from_numpy(starts),
+        context_lens=torch.from_numpy(contexts),
+        slot_mapping=(torch.from_numpy(slots),),
+        block_tables=(torch.from_numpy(tables),),
+        logit_rows=torch.from_numpy(starts[1:].astype(np.int64) - 1),
+        num_decodes=requests if queries == 1 else 0,
+        max_query_len=queries,
+        max_context_len=context,
+        host_query_start=starts,
+        host_context_lens=contexts,
+    )
+
+
+def table_of(steps: list[Step], a: Architecture, element_bytes: int, limits: str) -> Table:
+    table = Table(title=f"milliseconds a step; {limits}")
+    for column in ("", "in all", *steps[0].phases, "products", "attention"):
+        table.add_column(column, justify="left" if column == "" else "right")
+    weights = _matrix_elements(a)
+    for step in steps:
+        products = sum(step.phases[name] for name in PRODUCTS)
+        attention = step.phases["attention"]
+        tokens = step.requests * step.queries
+        row: list[Any] = [step.name, f"{step.seconds * 1e3:.1f}"]
+        row += [f"{seconds * 1e3:.2f}" for seconds in step.phases.values()]
+        if step.queries > 1:
+            pairs = step.queries * (2 * step.context - step.queries + 1) / 2 * step.requests
+            flops = 4 * pairs * a.heads * a.head_dim * a.layers
+            row += [
+                f"{2 * tokens * weights / products / 1e9:.0f} GFLOP/s",
+                f"{flops / attention / 1e9:.0f} GFLOP/s",
+            ]
+        else:
+            kv = 2 * step.requests * step.context * a.kv_heads * a.head_dim * a.layers * element_bytes
+            row += [
+                f"{weights * element_bytes / products / 1e9:.1f} GB/s",
+                f"{kv / attention / 1e9:.1f} GB/s",
+            ]
+        table.add_row(*row)
+    return table
+
+
+def _matrix_elements(a: Architecture) -> int:
+    """Of the matrices that every token passes: all but the embedding and the head."""
+    attention = a.hidden * a.head_dim * (a.heads + 2 * a.kv_heads) + a.heads * a.head_dim * a.hidden
+    return a.layers * (attention + 3 * a.hidden * a.intermediate)
+
+
+if __name__ == "__main__":
+    main()
