@@ -1,0 +1,40 @@
+"""What a step was given stays where it is until the step is over."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from typing import Any
+
+import torch
+
+from tests.engine.native.test_native_model import build, native, reference, tokens
+
+
+class Churning:
+    """The library, with other threads' worth of small allocations between any two of its calls."""
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+        self._kept: list[object] = []
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(self._library, name)
+
+        def churn_and_call(*arguments: Any) -> Any:
+            gc.collect()
+            # Arrays of one pointer, as a step's are, that lead nowhere.
+            self._kept = [(ctypes.c_void_p * 1)(0x10) for _ in range(50_000)]
+            return function(*arguments)
+
+        return churn_and_call
+
+
+def test_a_step_does_not_read_memory_that_python_has_given_to_others() -> None:
+    model = build("llama")
+    ids = tokens(40)
+    expected = reference(model, ids)
+    forward, sequences = native(model)
+    forward._native = Churning(forward._native)
+    logits = forward(sequences.batch({0: ids}))
+    torch.testing.assert_close(logits, expected, rtol=2e-4, atol=2e-4)
