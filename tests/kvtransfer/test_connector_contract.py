@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from kv_document import installed_example
 from kv_fake_engine import BLOCK_SIZE, first_token_of
 from kv_processes import EngineProcess
 
@@ -21,7 +22,7 @@ from wire.requests import KVTransferParams, TransferRole
 pytestmark = pytest.mark.slow
 
 LEASE_S = 2.0
-CONNECTORS = [("nixl", "push"), ("nixl", "pull")]
+CONNECTORS = [("nixl", "push"), ("nixl", "pull"), ("local_connector:create", "push")]
 names = (f"r{number}" for number in itertools.count())
 epochs = itertools.count(1000)
 
@@ -92,6 +93,12 @@ def started(connector: tuple[str, str], producer: Any = None, consumer: Any = No
         yield pair
     finally:
         pair.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _documents_connector(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with installed_example(tmp_path_factory.mktemp("document")):
+        yield
 
 
 @pytest.fixture(scope="module", params=CONNECTORS, ids="-".join)

@@ -2,36 +2,22 @@
 
 from __future__ import annotations
 
-import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from kv_document import DOCUMENT, installed_example
 from kv_fake_engine import FakeEngine, consume, produce
 
 from kvtransfer.base import TransferConfig, TransferStats
 from kvtransfer.protocol.statistics import Outcome
 from wire.nodes import PeerAddress
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "connectors.md"
-
-
-def example() -> str:
-    blocks = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), flags=re.DOTALL)
-    assert len(blocks) == 1
-    return str(blocks[0])
-
 
 @pytest.fixture
 def _installed(tmp_path: Path) -> Iterator[None]:
-    (tmp_path / "local_connector.py").write_text(example())
-    sys.path.insert(0, str(tmp_path))
-    try:
+    with installed_example(tmp_path):
         yield
-    finally:
-        sys.path.remove(str(tmp_path))
-        sys.modules.pop("local_connector", None)
 
 
 @pytest.mark.usefixtures("_installed")

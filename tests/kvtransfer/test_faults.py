@@ -1,7 +1,7 @@
 """Each fault, many times, at random moments, with the real NIXL: one outcome for every request, right bytes or a
 reason, every block back, nothing left in flight, and the next transfer unharmed.
 
-Slow: TANDEM_FAULT_ROUNDS of every fault (default 12) in each direction.
+Slow: TANDEM_FAULT_ROUNDS of every fault (default 4) in each direction.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from wire.nodes import PeerAddress
 
 pytestmark = pytest.mark.slow
 
-ROUNDS = int(os.environ.get("TANDEM_FAULT_ROUNDS", "12"))
+ROUNDS = int(os.environ.get("TANDEM_FAULT_ROUNDS", "4"))
 AT_ONCE = 3
 LEASE_S = 1.0
 
