@@ -14,7 +14,6 @@ namespace tandem {
 namespace {
 
 constexpr int kMaxDim = 256;
-constexpr int kMaxTiles = 16;  // of one task
 constexpr int kSteps = kKeyBlock / 32;
 
 struct AttentionScratch {
@@ -23,9 +22,9 @@ struct AttentionScratch {
   alignas(64) char keys[kSteps * (kMaxDim / 16) * 1024];  // per 16 keys, tiles along head_dim
   alignas(64) char values[kSteps * (kMaxDim / 16) * 1024];
   alignas(64) float sums[kMaxDim * kLanes];
-  alignas(64) char queries[kMaxTiles][kMaxDim / 32 * 1024];
-  alignas(64) float highest[kMaxTiles][kLanes], total[kMaxTiles][kLanes];
-  alignas(64) float merged[kMaxTiles][kMaxDim * kLanes];  // [dim][lane]
+  alignas(64) char queries[kTaskTiles][kMaxDim / 32 * 1024];
+  alignas(64) float highest[kTaskTiles][kLanes], total[kTaskTiles][kLanes];
+  alignas(64) float merged[kTaskTiles][kMaxDim * kLanes];  // [dim][lane]
 };
 
 size_t attention_scratch(int) { return sizeof(AttentionScratch); }

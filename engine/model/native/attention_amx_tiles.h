@@ -166,7 +166,7 @@ inline void attend_block(const Attention& a, const Tile& tile, int t, int block,
 
 inline void attend_tiles(const Attention& a, const AttentionTask& task, AttentionScratch& s) {
   const int count = task.tile_end - task.tile_begin;
-  Tile tiles[kMaxTiles];
+  Tile tiles[kTaskTiles];
   for (int t = 0; t < count; t++) {
     tiles[t] = make_tile(a, task, task.tile_begin + t);
     pack_queries(a, tiles[t], s.queries[t]);

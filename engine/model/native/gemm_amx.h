@@ -14,7 +14,9 @@ namespace {
 
 constexpr int kPanelsPerTask = 2;
 constexpr int kRowsPerTask = 512;
-constexpr int kRowBytesPerTask = 5 << 18;  // of a task's activations
+constexpr int kRowBytesPerTask = 5 << 18;  // of a task's activations: they stay in the second-level cache
+constexpr int kTasksPerThread = 4;         // at least, so that threads finish together,
+constexpr int kFewestRows = 64;            // unless this many rows would be fewer
 constexpr int kPrefetchTiles = 1;
 
 size_t weight_bytes(int n, int k) { return static_cast<size_t>(panels(n)) * 2 * tiles_along(k) * 1024; }
@@ -132,24 +134,34 @@ void multiply_panel(const Gemm& g, int row_begin, int row_end, int panel) {
   }
 }
 
-// Tasks cover as many rows as stay in the second-level cache, in chunks of equal size.
-int row_chunks(const Gemm& g) {
+// How a product is divided: panels of one task, and chunks of rows of equal size.
+struct Division {
+  int panels, groups, chunks;
+};
+
+Division divide(const Gemm& g) {
   const int64_t fit = kRowBytesPerTask / (tiles_along(g.w.k) * 64) / 32 * 32;
   const int rows = min_int(kRowsPerTask, max_int(32, static_cast<int>(fit)));
-  return (g.m + rows - 1) / rows;
+  Division d{kPanelsPerTask, (panels(g.w.n) + kPanelsPerTask - 1) / kPanelsPerTask, (g.m + rows - 1) / rows};
+  if (g.threads == 1) return d;
+  const int enough = kTasksPerThread * g.threads, most = max_int(1, g.m / kFewestRows);
+  if (d.groups * d.chunks < enough) d.chunks = max_int(d.chunks, min_int(most, (enough + d.groups - 1) / d.groups));
+  if (d.groups * d.chunks < enough) d = {1, panels(g.w.n), d.chunks};
+  return d;
 }
 
 int gemm_tasks(const Gemm& g) {
-  return (panels(g.w.n) + kPanelsPerTask - 1) / kPanelsPerTask * row_chunks(g);
+  const Division d = divide(g);
+  return d.groups * d.chunks;
 }
 
 void gemm(const Gemm& g, int task) {
-  const int count = panels(g.w.n), groups = (count + kPanelsPerTask - 1) / kPanelsPerTask;
-  const int chunks = row_chunks(g), chunk_rows = round_up((g.m + chunks - 1) / chunks, 32);
-  const int row_begin = task / groups * chunk_rows, row_end = min_int(g.m, row_begin + chunk_rows);
+  const Division d = divide(g);
+  const int chunk_rows = round_up((g.m + d.chunks - 1) / d.chunks, 32);
+  const int row_begin = task / d.groups * chunk_rows, row_end = min_int(g.m, row_begin + chunk_rows);
   const int rows = row_end - row_begin;
   if (rows <= 0) return;
-  const int first = task % groups * kPanelsPerTask, last = min_int(count, first + kPanelsPerTask);
+  const int first = task % d.groups * d.panels, last = min_int(panels(g.w.n), first + d.panels);
   if (rows > 16 || last - first < 2) {
     for (int panel = first; panel < last; panel++) multiply_panel(g, row_begin, row_end, panel);
     return;

@@ -20,6 +20,9 @@ constexpr int kKeyBlockShift = 8;
 // Query rows (token, head of the group) that attention takes at once.
 constexpr int kLanes = 16;
 
+// Tiles of so many rows that one task takes at most. They share the packing of K and V.
+constexpr int kTaskTiles = 32;
+
 // A linear layer, packed by the unit that runs it. Weights of K inputs are zero-padded to the unit's step.
 struct Linear {
   const void* panels;

@@ -5,8 +5,7 @@
 namespace tandem {
 namespace {
 
-constexpr int kMaxTiles = 16;      // of a task: they share the packing of K and V
-constexpr int kTasksPerThread = 4;  // so that threads finish together
+constexpr int kTasksPerThread = 6;  // so that threads finish together
 
 // Of one request and KV head.
 struct Tiles {
@@ -45,8 +44,8 @@ void AttentionPlan::make(const tandem_batch& batch, const tandem_spec& spec, con
     }
     if (!tiles.split) all_tiles += static_cast<int64_t>(tiles.end - tiles.begin) * spec.kv_heads;
   }
-  const int64_t share = threads == 1 ? kMaxTiles : all_tiles / (kTasksPerThread * threads);
-  const int tiles_per_task = static_cast<int>(std::clamp<int64_t>(share, 1, kMaxTiles));
+  const int64_t share = threads == 1 ? kTaskTiles : all_tiles / (kTasksPerThread * threads);
+  const int tiles_per_task = static_cast<int>(std::clamp<int64_t>(share, 1, kTaskTiles));
 
   for (int r = 0; r < batch.requests; r++) {
     const Tiles tiles = wanted[static_cast<size_t>(r)];
