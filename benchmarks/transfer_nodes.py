@@ -1,0 +1,236 @@
+"""The processes of `benchmarks.transfer`: nodes without a model, and the transport alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import threading
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from kvtransfer.base import ConnectorContext, ConnectorOutput, KVCacheMemory, TransferConfig
+from kvtransfer.nixl.agent import NixlAgent
+from kvtransfer.nixl.options import NixlOptions
+from kvtransfer.nixl.transport import NixlTransport
+from kvtransfer.protocol.transport import Operation
+from kvtransfer.registry import find_connector
+from wire.nodes import PeerAddress
+from wire.requests import KVTransferParams, TransferRole
+
+LAYERS, KV_HEADS, BLOCK_SIZE, HEAD_DIM = 30, 3, 16, 64
+BLOCK_BYTES = LAYERS * 2 * KV_HEADS * BLOCK_SIZE * HEAD_DIM * 2
+
+
+@dataclasses.dataclass
+class Request:
+    request_id: str
+    all_token_ids: list[int]
+    num_prompt_tokens: int
+    transfer: KVTransferParams | None
+    num_computed_tokens: int = 0
+    cache_salt: str | None = None
+    lora: str | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.all_token_ids)
+
+    @property
+    def output_token_ids(self) -> Sequence[int]:
+        return self.all_token_ids[self.num_prompt_tokens :]
+
+
+@dataclasses.dataclass
+class Step:
+    num_scheduled_tokens: dict[str, int]
+    preempted_req_ids: set[str] = dataclasses.field(default_factory=set)
+
+    def new_block_ids(self, request_id: str) -> Sequence[Sequence[int]]:
+        return ()
+
+
+class Node:
+    """A step loop without a model, and the two halves of a connector."""
+
+    def __init__(
+        self, node_id: str, epoch: int, num_blocks: int, config: TransferConfig, device: str
+    ) -> None:
+        self.cache = torch.zeros(
+            num_blocks, LAYERS, 2, KV_HEADS, BLOCK_SIZE, HEAD_DIM, dtype=torch.bfloat16, device=device
+        )
+        self.cache.fill_(1.0)  # touched: a page that was never written is mapped during the first transfer
+        self.wake = threading.Event()
+        self.planner, self.mover = find_connector(config.connector)(
+            ConnectorContext(node_id, epoch, "127.0.0.1", BLOCK_SIZE, config, self.wake.set)
+        )
+        self.mover.register_kv_caches(KVCacheMemory(self.cache, "benchmark", LAYERS, 1))
+        self.step_seconds: list[float] = []
+
+    def endpoint(self) -> str:
+        return self.mover.peer_endpoint
+
+    def step(
+        self, scheduled: dict[str, int] | None = None, compute_s: float = 0.0
+    ) -> tuple[ConnectorOutput, float]:
+        began = time.perf_counter()
+        metadata = self.planner.build_connector_meta(Step(scheduled or {}))
+        self.mover.bind_connector_metadata(metadata)
+        self.mover.start_load_kv()
+        spent = time.perf_counter() - began
+        if compute_s:
+            _compute(compute_s)
+        computed_at = time.monotonic()
+        began = time.perf_counter()
+        self.mover.wait_for_save()
+        output = self.mover.get_finished(set())
+        self.planner.update_connector_output(output)
+        self.step_seconds.append(spent + time.perf_counter() - began)
+        return output, computed_at
+
+    def _admit(self, names: list[str], tokens: int, role: TransferRole, peer: PeerAddress) -> list[Request]:
+        requests = []
+        blocks = -(-tokens // BLOCK_SIZE)
+        for index, name in enumerate(names):
+            prompt = list(range(tokens))
+            request = Request(name, prompt, tokens, KVTransferParams(f"t-{name}", role, peer))
+            self.planner.on_new_request(request)
+            external, _ = self.planner.get_num_new_matched_tokens(request, 0)
+            first = 1 + index * blocks
+            self.planner.update_state_after_alloc(
+                request, [list(range(first, first + blocks))], external or 0
+            )
+            requests.append(request)
+        return requests
+
+    def receive(self, names: list[str], tokens: int, peer: PeerAddress) -> float:
+        """Returns when the scheduler knew of the last of them."""
+        self._admit(names, tokens, TransferRole.CONSUME, peer)
+        missing = set(names)
+        while missing:
+            self.wake.clear()
+            output, _ = self.step()
+            if output.failed_recving:
+                raise RuntimeError(f"a transfer failed: {output.failed_recving}")
+            missing -= output.finished_recving.keys()
+            if missing and not self.wake.wait(60):
+                raise TimeoutError(f"{len(missing)} transfers did not arrive")
+        return time.monotonic()
+
+    def send(
+        self, names: list[str], tokens: int, peer: PeerAddress, chunks: int = 1, compute_s: float = 0.0
+    ) -> float:
+        """Returns when the last forward pass had ended."""
+        requests = self._admit(names, tokens, TransferRole.PRODUCE, peer)
+        for _ in range(chunks):
+            _, computed_at = self.step(dict.fromkeys(names, tokens // chunks), compute_s)
+        for index, request in enumerate(requests):
+            request.all_token_ids.append(7)
+            blocks = -(-tokens // BLOCK_SIZE)
+            first = 1 + index * blocks
+            if not self.planner.request_finished(request, [list(range(first, first + blocks))]):
+                raise RuntimeError("the connector did not keep a prompt's blocks")
+        missing = set(names)
+        while missing:
+            self.wake.clear()
+            output, _ = self.step()
+            missing -= output.finished_sending
+            if missing and not self.wake.wait(60):
+                raise TimeoutError(f"{len(missing)} transfers were not confirmed")
+        return computed_at
+
+    def idle_cpu_percent(self, seconds: float) -> float:
+        began = time.process_time()
+        time.sleep(seconds)
+        return 100 * (time.process_time() - began) / seconds
+
+    def cpu_seconds(self) -> float:
+        return time.process_time()
+
+    def take_step_seconds(self) -> list[float]:
+        taken, self.step_seconds = self.step_seconds, []
+        return taken
+
+    def overlapped(self) -> tuple[int, int]:
+        stats = self.mover.stats()
+        return stats.bytes_overlapped, stats.bytes_sent
+
+    def close(self) -> None:
+        self.mover.shutdown()
+
+
+class RawNode:
+    """The transport alone: the NIXL agent that the connector uses, without protocol, threads or side channel."""
+
+    def __init__(self, node_id: str, num_blocks: int, device: str) -> None:
+        self.cache = torch.zeros(
+            num_blocks, LAYERS, 2, KV_HEADS, BLOCK_SIZE, HEAD_DIM, dtype=torch.bfloat16, device=device
+        )
+        self.cache.fill_(1.0)
+        self.transport = NixlTransport(NixlAgent(node_id, NixlOptions()))
+        self.memory = self.transport.register(KVCacheMemory(self.cache, "benchmark", LAYERS, 1))
+
+    def describe(self) -> Any:
+        return self.memory
+
+    def connect(self, memory: Any) -> None:
+        self.remote = self.transport.connect(memory)
+
+    def move(self, direction: str, blocks: int) -> float:
+        ids = list(range(1, blocks + 1))
+        began = time.perf_counter()
+        operation = Operation.WRITE if direction == "push" else Operation.READ
+        handle = self.transport.post(operation, self.remote, ids, ids)
+        while not self.transport.is_done(handle):
+            pass
+        return time.perf_counter() - began
+
+    def cpu_seconds(self) -> float:
+        return time.process_time()
+
+    def close(self) -> None:
+        self.transport.close()
+
+
+def _compute(seconds: float) -> None:
+    until = time.perf_counter() + seconds
+    matrix = torch.ones(256, 256)
+    while time.perf_counter() < until:
+        torch.mm(matrix, matrix)
+
+
+def _serve(calls: Connection, kind: str, args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    node: Any = {"node": Node, "raw": RawNode}[kind](*args)
+    while True:
+        name, arguments = calls.recv()
+        calls.send(getattr(node, name)(*arguments))
+        if name == "close":
+            return
+
+
+class Remote:
+    def __init__(self, kind: str, *args: Any) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._calls, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, kind, args), daemon=True)
+        self._process.start()
+
+    def begin(self, name: str, *args: Any) -> None:
+        self._calls.send((name, args))
+
+    def result(self) -> Any:
+        if not self._calls.poll(180):
+            raise TimeoutError("a benchmark process did not answer")
+        return self._calls.recv()
+
+    def call(self, name: str, *args: Any) -> Any:
+        self.begin(name, *args)
+        return self.result()
+
+    def close(self) -> None:
+        self.call("close")
+        self._process.join(10)
