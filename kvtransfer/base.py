@@ -290,8 +290,9 @@ class WorkerConnector(abc.ABC):
     def bind_connector_metadata(self, metadata: ConnectorMetadata) -> None: ...
 
     def handle_preemptions(self) -> None:
-        """Blocks of preempted requests may be reused in this step: nothing that touches them may be in flight
-        when this returns. The one place where a connector may wait, and briefly."""
+        """Blocks of preempted requests may be overwritten in this step: what is read from them after this does not
+        count as their KV. A connector that cannot tell afterwards waits here until nothing reads them any more;
+        it is the one place where a connector may wait, and briefly."""
 
     def start_load_kv(self) -> None:
         """The step begins: set loads in motion."""

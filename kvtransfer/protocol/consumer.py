@@ -325,6 +325,8 @@ class Consumer:
     def pump(self) -> Activity:
         """Look after our own reads."""
         activity = Activity.NONE
+        if not self._reads:
+            return activity
         for receiving in list(self._receivings.values()):
             if receiving.stage is Stage.READING or receiving.in_flight:
                 self._read_on(receiving)

@@ -116,6 +116,7 @@ class ProtocolLoop:
     def _wind_down(self, endpoint: Endpoint) -> None:
         until = self._clock() + self._stop_grace_s
         while not endpoint.shutdown() and self._clock() < until:
+            endpoint.pump()
             try:
                 item = self._queue.get(timeout=POLL_MAX_S)
             except queue.Empty:

@@ -83,6 +83,8 @@ class Producer:
             to_write=self._writes,
             registered=self._pair,
         )
+        # Those that may have something to post, or have something in flight: most transfers only wait.
+        self._moving: dict[str, Sending] = {}
         self._unfenced: list[commands.Computed] = []
 
     @property
@@ -125,6 +127,7 @@ class Producer:
             if sending is not None and sending.source is not None:
                 source = sending.source
                 source.computed = max(source.computed, num_tokens)
+                self._moving[sending.transfer_id] = sending
                 if source.computed >= source.plan.num_tokens and source.fully_computed_at is None:
                     source.fully_computed_at = command.at
 
@@ -253,9 +256,7 @@ class Producer:
             for command in unfenced:
                 self.computed(command)
         activity = Activity.IN_FLIGHT if self._unfenced else Activity.NONE
-        for sending in self._ledger:
-            if sending.phase is Phase.CLOSED:
-                continue
+        for sending in list(self._moving.values()):
             self._poll(sending)
             if sending.phase is Phase.OPEN and sending.has_due:
                 self._post(sending)
@@ -264,6 +265,8 @@ class Producer:
                 activity = Activity.DUE
             elif sending.in_flight:
                 activity = max(activity, Activity.IN_FLIGHT)
+            else:
+                del self._moving[sending.transfer_id]
         if self._handshakes.has_leaving:
             self._handshakes.close_idle(self._in_use)
             for sending in self._ledger:
@@ -328,6 +331,7 @@ class Producer:
             self._recorder.refused("token_hash")
             self._begin_closing(sending, Outcome.MISMATCHED, "the two nodes were given different tokens")
         else:
+            self._moving[sending.transfer_id] = sending
             self._conclude(sending)
 
     def _conclude(self, sending: Sending) -> None:
