@@ -15,9 +15,8 @@ from ray import exceptions as ray_errors
 from cluster.clock import cancel
 from cluster.hosts import Host
 from cluster.launcher import NodeHandle, Report, RouterHandle
-from decode_node.actor import DecodeActor
+from cluster.node_actor import DecodeActor, PrefillActor
 from engine.node_config import NodeConfig
-from prefill_node.actor import PrefillActor
 from router.actor import RouterActor
 from router.config import RouterConfig
 from wire.errors import InternalError, NodeLost, TandemError, Unavailable
