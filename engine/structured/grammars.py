@@ -51,6 +51,8 @@ class GrammarPosition:
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         if self._matcher.is_error():
             raise InvalidRequest(f"the answer's grammar failed: {self._why()}")
+        if not mask.any():
+            raise InvalidRequest("the answer's grammar leaves nothing that could come next")
 
     def _why(self) -> str:
         lines = str(self._matcher.get_error()).strip().splitlines()
