@@ -16,6 +16,7 @@ from router.openai.sampling import sampling_params, seed_of_choice, stop_strings
 from router.openai.tool_calls import Format, format_of
 from router.text.chat_template import ChatTemplate
 from router.text.tokenizer import Tokenizer
+from router.tracing.trace import RequestTrace
 from wire.errors import ContextLengthExceeded, InvalidRequest, UnknownModel
 from wire.sampling import SamplingParams
 
@@ -66,6 +67,7 @@ class Caller(msgspec.Struct, frozen=True):
     deadline: float
     cache_salt: Callable[[str | None], str | None]
     session: str | None
+    trace: RequestTrace | None = None
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -237,6 +239,7 @@ def _plan(
                     priority=request.priority or 0,
                     cache_salt=caller.cache_salt(request.cache_salt),
                     session=caller.session,
+                    trace=caller.trace,
                 )
             )
     return Plan(
