@@ -31,12 +31,12 @@ class Drawing:
 
     def draw(
         self,
-        scores: torch.Tensor,  # [N, V] float32; -inf is never drawn, unless there is nothing else
+        scores: torch.Tensor,  # [N, V] float32; -inf is never drawn
         requests: npt.NDArray[np.int64],  # their rows in the table
         positions: npt.NDArray[np.int64],
         table: SamplingTable,
     ) -> torch.Tensor:
-        """int64 [N]"""
+        """int64 [N]; -1 for a row that holds NaN or infinity, or nothing but -inf"""
         device, count = scores.device, len(requests)
         temperature = torch.from_numpy(table.temperature[requests]).to(device)[:, None]
         scaled = scores / temperature
@@ -51,12 +51,13 @@ class Drawing:
             torch.from_numpy(noise_keys(seeds, positions, stream)).to(device) for stream in (0, 1)
         )
         sums = self._block_sums(rows, bound)
-        block = sums.log_().sub_(log_exponential(first, self._blocks)).argmax(dim=1)
+        # Whatever is not a number wins, and says so.
+        won, block = sums.log_().sub_(log_exponential(first, self._blocks)).max(dim=1)
         inside = scaled.view(count, self._num_blocks, _BLOCK)[torch.arange(count, device=device), block]
         if bound is not None:
             inside.masked_fill_(inside < bound, _NEVER)
-        token = inside.sub_(log_exponential(second, self._tokens[block])).argmax(dim=1)
-        return block * _BLOCK + token
+        best, token = inside.sub_(log_exponential(second, self._tokens[block])).max(dim=1)
+        return (block * _BLOCK + token).where(won.isfinite() & best.isfinite(), -1)
 
     def _block_sums(self, rows: Rows, bound: torch.Tensor | None) -> torch.Tensor:
         """[N, blocks]: the weights of all tokens that are in, by block."""
