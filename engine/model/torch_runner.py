@@ -15,6 +15,7 @@ from engine.model.runner import LayerHooks, ModelInfo
 from engine.model.sampling.logprobs import token_logprobs
 from engine.model.sampling.sampler import Sampler
 from engine.model.sampling.table import SamplingTable
+from engine.model.staging import to_device
 from engine.model.states import RequestRows
 from engine.scheduling.output import ModelOutput, SchedulerOutput
 from wire.errors import InvalidLogits
@@ -149,7 +150,7 @@ class TorchRunner:
         positions = np.repeat(first_position, lengths).astype(np.int64) + behind
         rows = np.repeat(scheduled.rows[which], lengths)
         if len(logit_index) != logits.shape[0]:
-            logits = logits[torch.from_numpy(logit_index).to(logits.device)]
+            logits = logits[to_device(logit_index, logits.device)]
         chosen = self._sampler.sample(logits, rows, positions, self._requests, self._table)
         tokens = chosen.tolist()
         for index, start, length in zip(which.tolist(), starts.tolist(), lengths.tolist(), strict=False):

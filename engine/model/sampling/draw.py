@@ -15,6 +15,7 @@ import torch
 from engine.model.sampling.noise import hashed_indices, log_exponential, noise_keys
 from engine.model.sampling.restrict import Rows, lower_bounds
 from engine.model.sampling.table import SamplingTable
+from engine.model.staging import to_device
 
 _BLOCK = 256
 _NEVER = float("-inf")
@@ -38,7 +39,7 @@ class Drawing:
     ) -> torch.Tensor:
         """int64 [N]; -1 for a row that holds NaN or infinity, or nothing but -inf"""
         device, count = scores.device, len(requests)
-        temperature = torch.from_numpy(table.temperature[requests]).to(device)[:, None]
+        temperature = to_device(table.temperature[requests], device)[:, None]
         scaled = scores / temperature
         if padding := self._num_blocks * _BLOCK - self._vocab:
             scaled = torch.nn.functional.pad(scaled, (0, padding), value=_NEVER)
@@ -47,9 +48,7 @@ class Drawing:
             rows, self._vocab, table.top_k[requests], table.top_p[requests], table.min_p[requests]
         )
         seeds = table.seed[requests]
-        first, second = (
-            torch.from_numpy(noise_keys(seeds, positions, stream)).to(device) for stream in (0, 1)
-        )
+        first, second = (to_device(noise_keys(seeds, positions, stream), device) for stream in (0, 1))
         sums = self._block_sums(rows, bound)
         # Whatever is not a number wins, and says so.
         won, block = sums.log_().sub_(log_exponential(first, self._blocks)).max(dim=1)

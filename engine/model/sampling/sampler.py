@@ -9,6 +9,7 @@ import torch
 from engine.model.sampling.adjust import edit_logits, penalize
 from engine.model.sampling.draw import Drawing
 from engine.model.sampling.table import SamplingTable
+from engine.model.staging import to_device
 from engine.model.states import RequestRows
 
 
@@ -44,6 +45,6 @@ class Sampler:
         best = scores.max(dim=1)
         chosen = best.indices.where(best.values.isfinite(), -1)
         if random.size:
-            index = torch.from_numpy(random).to(logits.device)
+            index = to_device(random, logits.device)
             chosen[index] = self._drawing.draw(scores[index], rows[random], positions[random], table)
         return chosen
