@@ -202,6 +202,7 @@ class NodeService:
                 leases_expired=transfer.leases_expired if transfer else 0,
                 speculative_drafted=scheduler.speculative_drafted,
                 speculative_accepted=scheduler.speculative_accepted,
+                model_errors=scheduler.model_errors,
             ),
             detail=self._detail,
         )
@@ -366,6 +367,7 @@ class NodeService:
             raise InvalidRequest(
                 f"node {self._config.node_id} has no connector and cannot take part in a transfer"
             )
+        self._check_vocabulary(submit)
         now = self._clock()
         request = Request(
             submit.request_id,
@@ -403,6 +405,16 @@ class NodeService:
             self._refuse(live.submit, ready.error)
             if self._engine.tracer is not None:
                 self._end_trace(ready.request_id)
+
+    def _check_vocabulary(self, submit: Submit) -> None:
+        """A token that the model does not know would read somebody else's memory, or stop the whole step."""
+        vocabulary = self._engine.runner.info.vocab_size
+        for tokens, name in ((submit.prompt_token_ids, "prompt"), (submit.output_token_ids, "output")):
+            if tokens and not 0 <= min(tokens) <= max(tokens) < vocabulary:
+                wrong = next(token for token in tokens if not 0 <= token < vocabulary)
+                raise InvalidRequest(
+                    f"token {wrong} of the {name} is not among the model's {vocabulary}", f"{name}_token_ids"
+                )
 
     def _refuse(self, submit: Submit, error: TandemError) -> None:
         self._send_chunks(submit.reply_to, [_error_chunk(submit, error.to_wire())])
