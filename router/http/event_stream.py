@@ -43,9 +43,13 @@ class EventStream:
     def begun(self) -> bool:
         return self._exchange.status is not None
 
+    def try_write(self, events: bytes) -> bool:
+        """At once, or not at all: when the answer has not begun, or the client is behind."""
+        return self._chunked and self.begun and self._connection.try_write_chunk(events)
+
     async def write(self, events: bytes, *, last: bool = False) -> None:
         """The first write sends the status: until then a failure is still a status code."""
-        if self._chunked and not last and self.begun and self._connection.try_write_chunk(events):
+        if not last and self.try_write(events):
             return
         if not self.begun:
             await self._begin()

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from router.dispatch import Generation
+from router.dispatch import Generation, RequestLife
 from router.http.body import read_json_object
 from router.http.disconnect import until_disconnect
 from router.http.errors import Draining
@@ -147,17 +147,38 @@ class GenerateRoute:
     ) -> None:
         by_life = {choice.life: choice for choice in choices}
         unfinished = len(choices)
+        unwritten: list[bytes] = []
         stream = EventStream(scope, send, _routing_headers(generation), self._services.slow_readers)
+
+        def read(life: RequestLife) -> bytes:
+            nonlocal unfinished
+            choice = by_life[life]
+            delta = choice.advance()
+            if delta is None:
+                return b""
+            unfinished -= delta.finish_reason is not None
+            return answer.events(choice, delta)
+
+        def show(life: RequestLife) -> bool:
+            """Tokens in the middle of an answer, for a client that keeps up, are all that is shown from here."""
+            if life.ended or not stream.begun:
+                return False
+            events = read(life)
+            if not life.ended and stream.try_write(events):
+                return True
+            unwritten.append(events)
+            return False
+
+        generation.show_with(show)
         try:
             while unfinished:
-                events, failure = b"", None
-                for life in await generation.news():
-                    choice = by_life[life]
-                    delta = choice.advance()
-                    failure = choice.failed or failure
-                    if delta is not None:
-                        events += answer.events(choice, delta)
-                        unfinished -= delta.finish_reason is not None
+                failure = None
+                news = await generation.news()
+                events = b"".join(unwritten)
+                unwritten.clear()
+                for life in news:
+                    events += read(life)
+                    failure = by_life[life].failed or failure
                 if failure is not None:
                     if stream.begun:  # then every token that came is shown; else the failure is a status code
                         await stream.write(events)
