@@ -101,6 +101,18 @@ def make_parser() -> argparse.ArgumentParser:
     _add_server(status)
     status.set_defaults(run=_status)
 
+    trace = commands.add_parser("trace", help="where one request's time went")
+    trace.add_argument(
+        "request",
+        nargs="?",
+        metavar="REQUEST_ID",
+        help="its id, or its answer's (default: list the last ones)",
+    )
+    _add_server(trace)
+    trace.add_argument("--picture", type=Path, metavar="FILE", help="a picture too, .png or .svg")
+    trace.add_argument("--json", type=Path, metavar="FILE", help="all of it; - for standard output")
+    trace.set_defaults(run=_trace)
+
     doctor = commands.add_parser("doctor", help="check this machine and say what to do about what is wrong")
     _add_settings(doctor)
     doctor.set_defaults(run=_doctor)
@@ -211,6 +223,20 @@ def _status(options: argparse.Namespace) -> int:
     from cluster.status import fetch_status, show_status
 
     return show_status(fetch_status(options.url.rstrip("/"), key_from_environment()), Console())
+
+
+def _trace(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from cluster.chat import key_from_environment
+    from cluster.trace.command import run
+    from cluster.trace.fetch import TraceClient
+
+    client = TraceClient(options.url.rstrip("/"), key_from_environment())
+    try:
+        return run(client, Console(), options.request, options.picture, options.json)
+    finally:
+        client.close()
 
 
 def _fetch(options: argparse.Namespace) -> int:

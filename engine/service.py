@@ -31,6 +31,7 @@ from engine.scheduling.stats import SchedulerStats
 from engine.scheduling.update import RequestUpdate
 from engine.structured.desk import GrammarDesk, GrammarReady
 from engine.structured.grammars import Grammars
+from engine.tracing import Tracer
 from wire.errors import (
     DeadlineExceeded,
     InternalError,
@@ -52,6 +53,7 @@ from wire.requests import (
     ToNode,
 )
 from wire.sampling import FinishReason, SamplingParams
+from wire.tracing import ClockReading, NodeTrace, Span
 
 logger = logging.getLogger(__name__)
 
@@ -134,6 +136,10 @@ class NodeService:
         self._quiet = threading.Event()  # set while nothing is live and no block is held
         self._quiet.set()
         self._closing = threading.Event()
+        worker = engine.worker
+        self._tracer = Tracer(
+            clock, worker.spans_of if worker is not None else lambda request_id: (), self._send_trace
+        )
         self.loop: EngineLoop[Item] = EngineLoop(engine, mailbox, self, clock)
         self._status_thread = threading.Thread(target=self._report, name="node-status", daemon=True)
 
@@ -151,9 +157,13 @@ class NodeService:
         if isinstance(message, Ping):
             if is_new:
                 self._send_status(message.reply_to)
+            if message.asked_at is not None:
+                self._send_clock(message.reply_to, message.asked_at)
         elif self._state is NodeState.FAILED and isinstance(message, Submit):
             self._refuse(message, InternalError(f"node {self._config.node_id} has failed: {self._detail}"))
         else:
+            if isinstance(message, Submit) and message.trace:
+                self._tracer.arrived(message.request_id)
             self._mailbox.put(message)
 
     def status(self) -> NodeStatus:
@@ -239,6 +249,13 @@ class NodeService:
             logger.warning("router lost: %s", error)
             self._forget_router(reply_to)
 
+    def _send_clock(self, reply_to: str, asked_at: float) -> None:
+        try:
+            self._send(reply_to, ClockReading(self._config.node_id, self._epoch, asked_at, self._clock()))
+        except NodeLost as error:
+            logger.warning("router lost: %s", error)
+            self._forget_router(reply_to)
+
     def _forget_router(self, reply_to: str) -> None:
         with self._routers_lock:
             self._routers.pop(reply_to, None)
@@ -252,6 +269,7 @@ class NodeService:
                 try:
                     self._admit(item)
                 except TandemError as error:
+                    self._tracer.refused(item.request_id)
                     self._refuse(item, error)
             case Cancel():
                 self._abort([id for id in item.request_ids if self._is_owner(id, item.reply_to)])
@@ -310,9 +328,15 @@ class NodeService:
             )
         for reply_to, chunks in batches.items():
             self._send_chunks(reply_to, chunks)
+        if self._engine.tracer is not None:
+            for update in updates:
+                if update.finish is not None:
+                    self._end_trace(update.request_id)
 
     def after_step(self, progressed: bool) -> None:
         # A snapshot walks over what runs: not for every token, but always before the loop sleeps.
+        if self._engine.tracer is not None and not self._tracer.active:
+            self._engine.tracer = None
         now = self._clock()
         if progressed and now - self._stats_taken < _STATS_PERIOD_S:
             return
@@ -366,6 +390,9 @@ class NodeService:
         self._live[submit.request_id] = _Live(submit, deadline)
         heapq.heappush(self._deadlines, (deadline, submit.request_id))
         self._quiet.clear()
+        if submit.trace:
+            self._tracer.admitted(submit)
+            self._engine.tracer = self._tracer
 
     def _go_on(self, ready: GrammarReady) -> None:
         """A request that waited for its grammar runs, or ends if it cannot."""
@@ -374,6 +401,8 @@ class NodeService:
         elif (live := self._live.pop(ready.request_id, None)) is not None:
             self._engine.scheduler.finish_requests([ready.request_id], RequestStatus.FINISHED_ERROR)
             self._refuse(live.submit, ready.error)
+            if self._engine.tracer is not None:
+                self._end_trace(ready.request_id)
 
     def _refuse(self, submit: Submit, error: TandemError) -> None:
         self._send_chunks(submit.reply_to, [_error_chunk(submit, error.to_wire())])
@@ -387,6 +416,21 @@ class NodeService:
             self._live.pop(request_id, None)
             self._desk.forget(request_id)
         self._engine.abort_requests(request_ids)
+        if self._engine.tracer is not None:
+            for request_id in request_ids:
+                self._end_trace(request_id)
+
+    def _end_trace(self, request_id: str) -> None:
+        """After its tokens were sent: whoever waits for those waits no longer for this."""
+        self._tracer.ended(request_id, is_held=self._engine.scheduler.holds_blocks_of(request_id))
+
+    def _send_trace(self, submit: Submit, spans: list[Span], dropped: int) -> None:
+        trace = NodeTrace(self._config.node_id, self._epoch, submit.request_id, spans, dropped)
+        try:
+            self._send(submit.reply_to, trace)
+        except NodeLost as error:
+            logger.warning("router lost: %s", error)
+            self._forget_router(submit.reply_to)
 
     def _send_chunks(self, reply_to: str, chunks: list[TokenChunk]) -> None:
         try:

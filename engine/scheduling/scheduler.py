@@ -216,6 +216,10 @@ class Scheduler:
         updates += self._results.apply(step, model_output)
         return updates
 
+    def holds_blocks_of(self, request_id: str) -> bool:
+        """It has ended, and a connector has not given its blocks back yet."""
+        return request_id in self._state.held
+
     def has_unfinished_requests(self) -> bool:
         return bool(self._state.requests)
 

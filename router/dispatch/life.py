@@ -107,6 +107,8 @@ class RequestLife:
         self._note_report(attempt, source, chunk)
         if len(self.ledger.tokens) > had:
             self._note_tokens(attempt)
+            if self.spec.trace is not None:
+                self.spec.trace.arrived(self._loop.time(), node_id, len(self.ledger.tokens) - had)
         if self.ledger.finish is not None:
             self._end(self.ledger.finish, None, ended_at=attempt.node(source))
         elif news:

@@ -25,13 +25,15 @@ from router.openai.answer_types import (
 from router.openai.chat_request import ChatRequest
 from router.openai.completion_request import CompletionRequest
 from router.openai.fields import ACCEPTED
+from router.tracing.record import TraceList, TraceRecord
 
 VERSION = "1"
 
 _GENERATION_ERRORS = ("400", "401", "404", "408", "413", "415", "429", "431", "500", "502", "503", "504")
 _TYPES: tuple[type[msgspec.Struct], ...] = (
     CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, Completion, ChatCompletion,
-    ChatCompletionChunk, ModelCard, ModelList, Tokenized, Detokenized, Health, ErrorBody, ClusterState,
+    ChatCompletionChunk, ModelCard, ModelList, Tokenized, Detokenized, Health, ErrorBody, ClusterState, TraceList,
+    TraceRecord,
 )  # fmt: skip
 
 
@@ -91,6 +93,15 @@ def _paths() -> dict[str, Any]:
             }
         },
         "/cluster": {"get": _operation("Every node, as it reports itself", None, ClusterState, ("401",))},
+        "/traces": {"get": _operation("The last requests that were traced", None, TraceList, ("401",))},
+        "/traces/{request_id}": {
+            "get": {
+                **_operation("Where one request's time went", None, TraceRecord, ("401", "404")),
+                "parameters": [
+                    {"name": "request_id", "in": "path", "required": True, "schema": {"type": "string"}}
+                ],
+            }
+        },
     }
 
 

@@ -28,6 +28,8 @@ from router.openai.fields import SamplingFields
 from router.openai.plan import Caller, Plan, ServedModel, plan_chat, plan_completion
 from router.openai.reading import ReadChoice, read_all
 from router.text.tokenizer import Tokenizer
+from router.tracing.trace import RequestTrace
+from wire.tracing import Phase
 
 R = TypeVar("R", CompletionRequest, ChatRequest)
 
@@ -68,9 +70,16 @@ class GenerateRoute:
         body = await read_json_object(scope, receive, limits, timeouts)
         request = read_request(body, self._endpoint.request_type)
         services.model.check_name(request.model)
+        trace = exchange.trace = services.traces.begin(exchange.request_id, scope["headers"])
+        read_at = asyncio.get_running_loop().time()
         plan = await self._endpoint.plan(
             request, services.model, self._caller(scope, exchange, request, arrived)
         )
+        if trace is not None:
+            trace.began = arrived
+            trace.span(Phase.READ, arrived, read_at)
+            trace.prompt_tokens = plan.prompt_tokens
+            trace.span(Phase.TOKENIZE, read_at, asyncio.get_running_loop().time(), plan.prompt_tokens)
         tenant = exchange.tenant
         if tenant is not None:
             tenant.enter()
@@ -109,6 +118,7 @@ class GenerateRoute:
             deadline=arrived + self._services.config.timeouts.total,
             cache_salt=tenant.salted if tenant is not None else _unsalted,
             session=session[:256] if session else None,
+            trace=exchange.trace,
         )
 
     async def _answer(
@@ -123,9 +133,12 @@ class GenerateRoute:
         tokenizer = self._services.model.tokenizer
         choices = plan.choices(generation, tokenizer)
         head = AnswerHead.new(self._endpoint.id_prefix, int(time.time()), request.model)
+        trace = exchange.trace
+        if trace is not None:
+            trace.answer_id = head.id
         if request.stream:
             answer = self._endpoint.stream(head, plan, request, choices, tokenizer)
-            await self._stream(scope, send, generation, choices, answer)
+            await self._stream(scope, send, generation, choices, answer, trace)
             return
         read = await read_all(generation, choices)
         body = self._endpoint.whole(head, plan, request, read, tokenizer)
@@ -136,6 +149,8 @@ class GenerateRoute:
         ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body, "more_body": False})
+        if trace is not None:
+            trace.flushed(asyncio.get_running_loop().time())
 
     async def _stream(
         self,
@@ -144,6 +159,7 @@ class GenerateRoute:
         generation: Generation,
         choices: Sequence[Choice],
         answer: AnswerStream,
+        trace: RequestTrace | None,
     ) -> None:
         by_life = {choice.life: choice for choice in choices}
         unfinished = len(choices)
@@ -185,7 +201,11 @@ class GenerateRoute:
                     raise failure
                 if events and unfinished:
                     await stream.write(events)
+                    if trace is not None:
+                        trace.flushed(asyncio.get_running_loop().time())
             await stream.write(events + answer.closing(), last=True)
+            if trace is not None:
+                trace.flushed(asyncio.get_running_loop().time())
         finally:
             stream.close()
 

@@ -18,6 +18,7 @@ from router.openai.tool_calls import Format, format_of
 from router.openai.tool_grammar import grammar_of_calls
 from router.text.chat_template import ChatTemplate
 from router.text.tokenizer import Tokenizer
+from router.tracing.trace import RequestTrace
 from wire.errors import ContextLengthExceeded, InvalidRequest, UnknownModel
 from wire.sampling import SamplingParams
 
@@ -68,6 +69,7 @@ class Caller(msgspec.Struct, frozen=True):
     deadline: float
     cache_salt: Callable[[str | None], str | None]
     session: str | None
+    trace: RequestTrace | None = None
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -239,6 +241,7 @@ def _plan(
                     priority=request.priority or 0,
                     cache_salt=caller.cache_salt(request.cache_salt),
                     session=caller.session,
+                    trace=caller.trace,
                 )
             )
     return Plan(

@@ -14,6 +14,8 @@ import jsonschema
 import openai
 import pytest
 
+from cluster.trace.account import a_step, first_token_s, handover, way_to_first_token
+from cluster.trace.fetch import TraceClient
 from tests.integration.conftest import (
     BLOCK_BYTES,
     BLOCK_SIZE,
@@ -23,6 +25,7 @@ from tests.integration.conftest import (
     float32_config,
 )
 from tests.integration.reference import LENGTHS, NEW_TOKENS, Expected
+from wire.tracing import Phase
 
 AT_ONCE = 8
 PERSON = {
@@ -216,6 +219,39 @@ class TestOnePrefillOneDecode:
             assert node["state"] == "ready"
             assert node["total_blocks"] > 0
             assert {"role", "epoch", "free_blocks", "running", "waiting", "transfers"} <= node.keys()
+
+    def test_a_traced_request_shows_where_its_time_went(self, server: Running) -> None:
+        """Real clocks of four processes: every phase is there, in an order that can have happened."""
+        prompt = list(range(1000, 1400))
+        body = {
+            "model": server.model,
+            "prompt": prompt,
+            "max_tokens": 6,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
+        response = server.http.post("/v1/completions", json=body, headers={"x-tandem-trace": "1"})
+        assert response.status_code == 200, response.text
+        client = TraceClient(server.url, None)
+        record = client.find(response.json()["id"])
+        client.close()
+        assert record.missing == []
+        parts = {part.role: part for part in record.nodes}
+        assert set(parts) == {"prefill", "decode"}
+        assert all(part.clock_offset_s == 0 for part in record.nodes), "one machine, one clock"
+        for part in record.nodes:
+            assert all(record.began <= span.start <= span.end for span in part.spans)
+        prefill = {span.phase for span in parts["prefill"].spans}
+        assert {Phase.INBOX, Phase.QUEUE, Phase.PREFILL, Phase.PLAN, Phase.WRITE, Phase.NOTICE} <= prefill
+        written = [span for span in parts["prefill"].spans if span.phase is Phase.WRITE]
+        assert sum(span.num_bytes for span in written) == blocks_of(len(prompt)) * BLOCK_BYTES
+        decode = [span.phase for span in parts["decode"].spans]
+        assert decode.count(Phase.DECODE) == 5
+        assert {Phase.INBOX, Phase.QUEUE, Phase.RECEIVE, Phase.REGISTER, Phase.RESUME} <= set(decode)
+        parts_s = sum(item.seconds for item in way_to_first_token(record))
+        assert parts_s == pytest.approx(first_token_s(record), rel=0.01)
+        assert len(handover(record)) == 3
+        assert len(a_step(record)) == 4
 
 
 @pytest.mark.parametrize(
