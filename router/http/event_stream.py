@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -91,11 +92,10 @@ class SlowReaderWatch:
     def __init__(self, limit_s: float, on_cut: Callable[[], None]) -> None:
         self._limit_s = limit_s
         self._on_cut = on_cut
-        self._loop = asyncio.get_running_loop()
         self.streams: set[EventStream] = set()
 
     def now(self) -> float:
-        return self._loop.time()
+        return time.monotonic()
 
     async def run(self) -> None:
         while True:
