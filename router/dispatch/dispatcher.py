@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import OrderedDict
 
 import msgspec
@@ -49,7 +50,7 @@ class Dispatcher:
         self._pool = pool
         self._policy = policy
         self._prefixes = PrefixRecord()
-        self._clock = asyncio.get_running_loop().time
+        self._clock = time.monotonic  # as everywhere here: the event loop's own clock counts milliseconds
         self._by_request_id: dict[str, RequestLife] = {}
         self._by_node: dict[NodeInfo, set[RequestLife]] = {}
         self._waiting: set[RequestLife] = set()

@@ -58,7 +58,7 @@ class Traces:
             wanted = self._draw() < self._config.sample
         if not wanted:
             return None
-        now = self._loop.time()
+        now = time.monotonic()
         trace = RequestTrace(
             request_id,
             context or TraceContext.new(),
@@ -92,7 +92,7 @@ class Traces:
             self._hand_on(trace)
 
     def on_clock(self, reading: ClockReading) -> None:
-        self.clocks.heard(reading, self._loop.time())
+        self.clocks.heard(reading, time.monotonic())
 
     def _hand_on(self, trace: RequestTrace) -> None:
         self._forget(trace)
