@@ -40,7 +40,7 @@ from wire.errors import ConfigurationError, TandemError
 
 _NODES = ("--prefill", "2", "--decode", "2")
 # float32, and so little memory for KV that blocks are evicted and requests preempted all the time.
-_SETTINGS = ("--dtype", "float32", "--kv-memory", "256MiB")
+_SETTINGS = ("--dtype", "float32", "--kv-memory", "256MiB", "--max-model-len", "2560")
 _QUIET_WITHIN_S = 60.0
 _LOOK_EVERY_S = 2.0
 _SAY_EVERY_S = 10.0
