@@ -19,7 +19,7 @@ from benchmarks.soaking.cluster import NodeLook, is_whole
 from benchmarks.soaking.load import SoakLoad
 from benchmarks.soaking.questions import Ending, Question, Questions
 from benchmarks.soaking.verdict import Soaked, judge
-from benchmarks.soaking.watching import Bounds, Growth, Sample, gained, growth_of, look_at, title_of
+from benchmarks.soaking.watching import Bounds, Growth, Sample, Watch, gained, growth_of, look_at, title_of
 from cluster.bench.report import Machine
 from wire.errors import Unavailable
 
@@ -43,6 +43,17 @@ class TestGrowth:
         assert growth is not None
         assert growth.memory_grew == pytest.approx(39 * 3 * MIB)
         assert Bounds().broken(growth) == ["p: 117 MiB of memory"]
+
+    def test_a_node_that_took_anothers_place_may_touch_its_cache_for_the_first_time(self) -> None:
+        for was_there, leaks in ((True, True), (False, False)):
+            growth = growth_of("p", samples(lambda at: 500 * MIB + at * 3 * MIB), was_there=was_there)
+            assert growth is not None
+            assert bool(Bounds().broken(growth)) is leaks
+        watch = Watch()
+        watch.look([os.getpid()], 0.0)
+        for at in range(1, 20):
+            watch.look([os.getpid(), os.getppid()], float(at))
+        assert sorted(growth.was_there for growth in watch.growths()) == [False, True]
 
     def test_descriptors_and_threads_are_held_to_less(self) -> None:
         leaks = [Sample(float(at), MIB, 20 + at, 5 + at // 4) for at in range(60)]
@@ -80,7 +91,7 @@ def soaked(**fields: Any) -> Soaked:
 
 class TestVerdict:
     def test_all_is_well(self) -> None:
-        still = Growth("ray::DecodeActor 7", 60, 900 * MIB, 20 * MIB, 40, 1, 30, 0)
+        still = Growth("ray::DecodeActor 7", True, 60, 900 * MIB, 20 * MIB, 40, 1, 30, 0)
         assert judge(soaked(growths=[still])) == []
 
     @pytest.mark.parametrize(
@@ -94,7 +105,10 @@ class TestVerdict:
             ),
             ({"wrong": ["question 1: 'a' instead of 'b'"]}, "1 wrong answers, the first: question 1"),
             ({"left_over": "not quiet"}, "not quiet"),
-            ({"growths": [Growth("ray::RouterActor 7", 60, MIB, 99 * MIB, 1, 0, 1, 0)]}, "99 MiB of memory"),
+            (
+                {"growths": [Growth("ray::RouterActor 7", True, 60, MIB, 99 * MIB, 1, 0, 1, 0)]},
+                "99 MiB of memory",
+            ),
         ],
     )
     def test_everything_that_must_not_be_is_said(self, fields: dict[str, Any], said: str) -> None:
@@ -102,7 +116,7 @@ class TestVerdict:
         assert said in fault
 
     def test_what_is_not_ours_is_shown_and_not_judged(self) -> None:
-        assert not judge(soaked(growths=[Growth("gcs_server 7", 60, MIB, 99 * MIB, 1, 99, 1, 0)]))
+        assert not judge(soaked(growths=[Growth("gcs_server 7", True, 60, MIB, 99 * MIB, 1, 99, 1, 0)]))
 
 
 class TestQuestions:
