@@ -12,8 +12,10 @@ from cluster.config import TandemConfig
 from cluster.controller import Controller
 from cluster.events import Events
 from cluster.launcher import Launcher
+from cluster.local_hosts import ThisMachine
 from cluster.model_store import Model
-from cluster.placement import Machine, node_config, place_nodes
+from cluster.placement import Machine, place_nodes
+from cluster.state import MemoryStore
 from wire.errors import DeadlineExceeded
 
 logger = logging.getLogger(__name__)
@@ -40,13 +42,9 @@ class Deployment:
     def __init__(self, config: TandemConfig, machine: Machine, launcher: Launcher, events: Events) -> None:
         self.config = config
         self._events = events
-        self.controller = Controller(
-            [node_config(config, placement, LOCAL_HOST) for placement in place_nodes(config, machine)],
-            config.router,
-            launcher,
-            config.timeouts,
-            events,
-        )
+        place_nodes(config, machine)  # raises ConfigurationError when they do not fit
+        hosts = ThisMachine(machine, LOCAL_HOST)
+        self.controller = Controller(config, hosts, launcher, MemoryStore(), events)
 
     @property
     def url(self) -> str:

@@ -32,7 +32,9 @@ def check_before_start(config: TandemConfig, machine: Machine) -> None:
 
 def _check_connector(config: TandemConfig) -> None:
     name = config.transfer.connector
-    if config.pools.prefill.nodes and name not in CONNECTORS:  # importing one that is ours would take a while
+    if (
+        config.pools.prefill.first_size and name not in CONNECTORS
+    ):  # importing one that is ours would take a while
         find_connector(name)
 
 

@@ -13,6 +13,7 @@ import ray
 from ray import exceptions as ray_errors
 
 from cluster.clock import cancel
+from cluster.hosts import Host
 from cluster.launcher import NodeHandle, Report, RouterHandle
 from decode_node.actor import DecodeActor
 from engine.node_config import NodeConfig
@@ -110,6 +111,10 @@ class RayNode(RayHandle):
     async def status(self) -> NodeStatus:
         return msgspec.msgpack.decode(await _answer(self._actor.status.remote()), type=NodeStatus)
 
+    async def change_role(self, config: NodeConfig) -> NodeInfo:
+        encoded = await _answer(self._actor.change_role.remote(msgspec.msgpack.encode(config)))
+        return msgspec.msgpack.decode(encoded, type=NodeInfo)
+
 
 class RayRouter(RayHandle):
     async def start(self, report: Report) -> str:
@@ -126,10 +131,10 @@ class RayLauncher:
     def __init__(self, stop_s: float) -> None:
         self._stop_s = stop_s
 
-    def launch_node(self, config: NodeConfig) -> NodeHandle:
+    def launch_node(self, config: NodeConfig, host: Host, slot: Role) -> NodeHandle:
         actor = _NODE_ACTORS[config.role].options(num_cpus=0)
         return RayNode(actor.remote(msgspec.msgpack.encode(config)), self._stop_s)
 
-    def launch_router(self, config: RouterConfig) -> RouterHandle:
+    def launch_router(self, name: str, config: RouterConfig, host: Host | None) -> RouterHandle:
         actor: Any = RouterActor
         return RayRouter(actor.options(num_cpus=0).remote(msgspec.msgpack.encode(config)), self._stop_s)

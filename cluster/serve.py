@@ -173,7 +173,7 @@ async def _until_stopped(deployment: Deployment, console: Console, interrupts: _
 def _say_ready(deployment: Deployment, display: Display, logs: Path, seconds: float) -> None:
     display.stop()
     config, url, name = deployment.config, deployment.url, deployment.model_name
-    counts = {role: config.pools.of(role).nodes for role in Role}
+    counts = {role: config.pools.of(role).first_size for role in Role}
     pools = ", ".join(counted(count, f"{role.value} node") for role, count in counts.items() if count)
     lines = (
         "",

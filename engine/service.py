@@ -26,9 +26,11 @@ import msgspec
 from engine.core import Engine
 from engine.loop import EngineLoop, Mailbox
 from engine.node_config import NodeConfig
-from engine.request import Request
+from engine.request import Request, RequestStatus
 from engine.scheduling.stats import SchedulerStats
 from engine.scheduling.update import RequestUpdate
+from engine.structured.desk import GrammarDesk, GrammarReady
+from engine.structured.grammars import Grammars
 from engine.tracing import Tracer
 from wire.errors import (
     DeadlineExceeded,
@@ -94,7 +96,7 @@ class Drain:
     """Refuse what is new from now on."""
 
 
-Item = ToNode | RouterLost | Drain
+Item = ToNode | RouterLost | Drain | GrammarReady
 
 
 class NodeService:
@@ -110,6 +112,7 @@ class NodeService:
         send: Send,
         malformed_frames: Callable[[], int] = lambda: 0,
         clock: Callable[[], float] = time.monotonic,
+        grammars: Grammars | None = None,
     ) -> None:
         self._config = config
         self._epoch = epoch
@@ -121,6 +124,7 @@ class NodeService:
         self._clock = clock
         self._block_hasher = engine.scheduler.block_hasher
         self._eos = engine.runner.info.eos_token_ids
+        self._desk = GrammarDesk(grammars, config.timeouts.grammar_s, mailbox.put)
         self._live: dict[str, _Live] = {}
         self._deadlines: list[tuple[float, str]] = []
         self._routers: dict[str, float] = {}  # reply_to -> when it was last heard
@@ -219,6 +223,7 @@ class NodeService:
             logger.error("%s: the step thread did not end in time", self._config.node_id)
         if self._status_thread.is_alive():
             self._status_thread.join(5)
+        self._desk.close()
 
     # --- the status thread
 
@@ -270,10 +275,15 @@ class NodeService:
                 self._abort([id for id in item.request_ids if self._is_owner(id, item.reply_to)])
             case RouterLost():
                 self._abort([id for id, live in self._live.items() if live.submit.reply_to == item.reply_to])
+            case GrammarReady():
+                if self._desk.forget(item.request_id):
+                    self._go_on(item)
             case Drain() | Ping():
                 pass  # a turn of the loop follows, and that is all they ask for
 
     def before_step(self, now: float) -> None:
+        for request_id, error in self._desk.overdue(now):
+            self._go_on(GrammarReady(request_id, error))
         while self._deadlines and self._deadlines[0][0] <= now:
             _, request_id = heapq.heappop(self._deadlines)
             live = self._live.get(request_id)
@@ -290,7 +300,9 @@ class NodeService:
     def seconds_until_due(self, now: float) -> float | None:
         while self._deadlines and self._deadlines[0][1] not in self._live:
             heapq.heappop(self._deadlines)
-        return self._deadlines[0][0] - now if self._deadlines else None
+        due = self._deadlines[0][0] - now if self._deadlines else None
+        grammar_due = self._desk.seconds_until_due(now)
+        return grammar_due if due is None or (grammar_due is not None and grammar_due < due) else due
 
     def publish(self, updates: list[RequestUpdate]) -> None:
         batches: defaultdict[str, list[TokenChunk]] = defaultdict(list)
@@ -368,7 +380,12 @@ class NodeService:
             eos_token_ids=self._eos,
             block_hasher=self._block_hasher,
         )
+        grammar = request.sampling.grammar
+        if self._desk.must_wait(grammar):
+            request.status = RequestStatus.WAITING_FOR_GRAMMAR
         self._engine.add_request(request)
+        if grammar is not None and request.status is RequestStatus.WAITING_FOR_GRAMMAR:
+            self._desk.begin(request.request_id, grammar, now)
         deadline = now + submit.timeout_s
         self._live[submit.request_id] = _Live(submit, deadline)
         heapq.heappush(self._deadlines, (deadline, submit.request_id))
@@ -376,6 +393,16 @@ class NodeService:
         if submit.trace:
             self._tracer.admitted(submit)
             self._engine.tracer = self._tracer
+
+    def _go_on(self, ready: GrammarReady) -> None:
+        """A request that waited for its grammar runs, or ends if it cannot."""
+        if ready.error is None:
+            self._engine.scheduler.wake(ready.request_id)
+        elif (live := self._live.pop(ready.request_id, None)) is not None:
+            self._engine.scheduler.finish_requests([ready.request_id], RequestStatus.FINISHED_ERROR)
+            self._refuse(live.submit, ready.error)
+            if self._engine.tracer is not None:
+                self._end_trace(ready.request_id)
 
     def _refuse(self, submit: Submit, error: TandemError) -> None:
         self._send_chunks(submit.reply_to, [_error_chunk(submit, error.to_wire())])
@@ -387,6 +414,7 @@ class NodeService:
     def _abort(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
             self._live.pop(request_id, None)
+            self._desk.forget(request_id)
         self._engine.abort_requests(request_ids)
         if self._engine.tracer is not None:
             for request_id in request_ids:

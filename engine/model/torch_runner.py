@@ -16,6 +16,8 @@ from engine.model.sampling.sampler import Sampler
 from engine.model.sampling.table import SamplingTable
 from engine.model.states import RequestRows
 from engine.scheduling.output import ModelOutput, SchedulerOutput
+from engine.structured.grammars import Grammars
+from engine.structured.masks import GrammarMasks
 from wire.sampling import SamplingParams, TokenLogprobs
 
 
@@ -32,6 +34,7 @@ class TorchRunner:
         block_size: int,
         max_num_seqs: int,
         num_speculative_tokens: int,
+        grammars: Grammars | None = None,
     ) -> None:
         self._info = info
         self._kv_cache = kv_cache
@@ -43,7 +46,9 @@ class TorchRunner:
         max_tokens = info.max_model_len + num_speculative_tokens + 1
         self._requests = RequestRows(max_num_seqs, max_tokens, block_size, len(info.groups))
         self._table = SamplingTable(max_num_seqs)
-        self._sampler = Sampler(info.vocab_size, info.eos_token_ids, self._device)
+        self.grammars = grammars
+        masks = GrammarMasks(grammars) if grammars is not None else None
+        self._sampler = Sampler(info.vocab_size, info.eos_token_ids, self._device, masks)
         self._preempted: dict[str, tuple[SamplingParams, int]] = {}
         self._prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
 
@@ -149,6 +154,9 @@ class TorchRunner:
         tokens = chosen.tolist()
         for index, start, length in zip(which.tolist(), starts.tolist(), lengths.tolist(), strict=False):
             req_id, row = scheduled.req_ids[index], int(scheduled.rows[index])
+            if failed := self._sampler.failed.get(row):
+                output.failed[req_id] = failed
+                continue
             sampled = tokens[start : start + length]
             if length > 1:
                 sampled = sampled[: self._accepted(row, sampled) + 1]

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from kvtransfer.base import ConnectorMetadata
+from wire.errors import TandemError
 from wire.sampling import SamplingParams, TokenLogprobs
 
 BlockIds = list[list[int]]
@@ -86,3 +87,6 @@ class ModelOutput:
     draft_token_ids: dict[str, list[int]] = dataclasses.field(
         default_factory=dict
     )  # proposals for the next step
+    failed: dict[str, TandemError] = dataclasses.field(
+        default_factory=dict
+    )  # those that can have no next token

@@ -7,7 +7,7 @@ from engine.scheduling.lifecycle import Lifecycle
 from engine.scheduling.output import ModelOutput, SchedulerOutput
 from engine.scheduling.state import SchedulerState
 from engine.scheduling.stopping import status_after
-from engine.scheduling.update import RequestUpdate
+from engine.scheduling.update import RequestUpdate, failure_of
 from wire.errors import InternalError
 
 _RUNNING = RequestStatus.RUNNING
@@ -57,6 +57,12 @@ class ModelResults:
                 self._end(request, status, update)
             updates.append(update)
         state.totals.output_tokens += num_tokens
+        for request_id, error in output.failed.items():
+            request = requests.get(request_id)
+            if request is not None and request.status is _RUNNING:
+                ended = True
+                self._lifecycle.end(request, RequestStatus.FINISHED_ERROR)
+                updates.append(failure_of(request, error))
         if ended:
             state.running = [request for request in state.running if request.status is _RUNNING]
         for request_id, of_prompt in prompt_logprobs.items():

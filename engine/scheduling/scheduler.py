@@ -116,6 +116,14 @@ class Scheduler:
         returns the others."""
         return self._lifecycle.finish_all(request_ids, status)
 
+    def wake(self, request_id: str) -> None:
+        """What a request stood aside for from the start, such as its grammar, is there."""
+        request = self._state.requests.get(request_id)
+        if request is not None and request.status is RequestStatus.WAITING_FOR_GRAMMAR:
+            request.status = RequestStatus.WAITING
+            self._state.waiting.wake(request)
+            self._state.settled = False
+
     def schedule(self) -> SchedulerOutput:
         state = self._state
         paused = state.pause is PauseState.PAUSED_ALL

@@ -142,8 +142,24 @@ def _generation(
 ) -> dict[str, Any]:
     operation = _operation(summary, request, whole, _GENERATION_ERRORS)
     operation["responses"]["200"]["content"]["text/event-stream"] = {
-        "schema": _ref(event),
-        "description": "with stream: one of these per event, [DONE] at the end; or an error event instead of it",
+        "schema": {
+            "type": "object",
+            "required": ["data"],
+            "properties": {
+                "data": {
+                    "anyOf": [
+                        {
+                            "type": "string",
+                            "contentMediaType": "application/json",
+                            "contentSchema": {"anyOf": [_ref(event), _ref(ErrorBody)]},
+                        },
+                        {"const": "[DONE]"},
+                    ],
+                    "description": "with stream: one of these per event, [DONE] at the end; an error ends it without",
+                },
+                "event": {"type": "string", "enum": ["message", "error"]},
+            },
+        },
     }
     return operation
 

@@ -7,8 +7,10 @@ import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
+import jsonschema
 import openai
 import pytest
 
@@ -26,6 +28,16 @@ from tests.integration.reference import LENGTHS, NEW_TOKENS, Expected
 from wire.tracing import Phase
 
 AT_ONCE = 8
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 20},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "likes": {"type": "array", "items": {"enum": ["tea", "coffee", "milk"]}, "maxItems": 2},
+    },
+    "required": ["name", "age", "likes"],
+    "additionalProperties": False,
+}
 
 
 def blocks_of(num_tokens: int) -> int:
@@ -128,6 +140,23 @@ class TestOnePrefillOneDecode:
         )
         other = server.complete(prompt, 12, temperature=0.9, seed=4321)["choices"][0]["text"]
         assert first == second != other
+
+    @pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.8, "seed": 5}])
+    def test_a_chat_answers_by_its_schema(self, server: Running, sampling: dict[str, Any]) -> None:
+        """The first token is one node's, all others another's: both follow the grammar from the same place."""
+        body = {
+            "model": server.model,
+            "messages": [{"role": "user", "content": "Describe a person named Ada, aged 36, as JSON."}],
+            "max_tokens": 80,
+            "response_format": {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}},
+            **sampling,
+        }
+        first, second = (server.http.post("/v1/chat/completions", json=body).json() for _ in range(2))
+        choice = first["choices"][0]
+        assert choice["finish_reason"] == "stop", first
+        jsonschema.validate(json.loads(choice["message"]["content"]), PERSON)
+        assert second["choices"][0]["message"]["content"] == choice["message"]["content"]
+        server.until_quiet()
 
     def test_a_prompt_longer_than_the_context_is_the_clients_mistake(self, server: Running) -> None:
         response = server.http.post(
