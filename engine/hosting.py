@@ -5,6 +5,7 @@ Whatever runs the process (a Ray actor, a test) calls these methods and adds not
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import threading
@@ -36,7 +37,12 @@ class NodeHost:
     def start(self) -> bytes:
         """The node's NodeInfo. Blocks while the model loads."""
         try:
-            return _encode(self._node.start(self._report))
+            info = self._node.start(self._report)
+            # What loading left is here to stay. A collection that walked over it would stop a step for a tenth of a
+            # second.
+            gc.collect()
+            gc.freeze()
+            return _encode(info)
         except TandemError:
             raise
         except Exception as error:

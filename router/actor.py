@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 
 import msgspec
 import ray
@@ -22,7 +23,11 @@ class RouterActor:
 
     async def start(self) -> str:
         """Returns the base URL, once it answers."""
-        return await self._server.start()
+        url = await self._server.start()
+        # A collection that walked over what was imported would keep every stream waiting.
+        gc.collect()
+        gc.freeze()
+        return url
 
     async def set_members(self, members: bytes) -> None:
         """`members` is a list of NodeInfo: the whole membership, every time."""
