@@ -18,6 +18,8 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     nodes: int = 0
     threads: int | None = None  # cores per node; None: an equal share of the machine's
+    # What Ray sets aside for each node, besides one of the role's own resource: {GPU: 1}. Only on a cluster.
+    resources: dict[str, float] = {}
 
 
 class PoolsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

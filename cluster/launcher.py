@@ -1,6 +1,8 @@
 """Where nodes and routers run, as the controller sees it. `ray_launcher` is one answer, the tests' fake another.
 
-A handle is one incarnation of one process: when it has ended it stays ended, and a replacement is a new handle.
+A handle is one incarnation of one process: when it has ended it stays ended, and a replacement is a new handle. A
+process that runs already under its name, with the same configuration, is adopted as it is: so a controller that was
+lost comes back to nodes that never noticed.
 Every method raises errors of `wire.errors` only; `stop` raises nothing.
 """
 
@@ -9,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
+from cluster.hosts import Host
 from engine.node_config import NodeConfig
 from router.config import RouterConfig
 from wire.nodes import NodeInfo
@@ -55,6 +58,6 @@ class RouterHandle(Handle[str], Protocol):
 class Launcher(Protocol):
     """Launching only begins: what can fail fails in the handle's `start`."""
 
-    def launch_node(self, config: NodeConfig) -> NodeHandle: ...
+    def launch_node(self, config: NodeConfig, host: Host) -> NodeHandle: ...
 
     def launch_router(self, config: RouterConfig) -> RouterHandle: ...

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ray
 
-from engine.hosting import NodeHost
+from engine.hosting import FindModel, NodeHost
 
 
 # Threads, not asyncio: `start`, `drain` and `hold` block, and `status` must answer meanwhile.
 @ray.remote(max_concurrency=16, max_restarts=0)
 class DecodeActor(NodeHost):
-    def __init__(self, config: bytes) -> None:
+    def __init__(self, config: bytes, find_model: FindModel | None = None) -> None:
         from decode_node.node import DecodeNode
 
-        super().__init__(DecodeNode, config)
+        super().__init__(DecodeNode, config, find_model)

@@ -15,16 +15,26 @@ import msgspec
 from engine.node import Node
 from engine.node_config import NodeConfig
 from wire.errors import InternalError, TandemError
+from wire.nodes import NodeInfo
 
 logger = logging.getLogger(__name__)
 
 _encode = msgspec.msgpack.Encoder().encode
 
 
+FindModel = Callable[[str, Callable[[str, float], None]], str]
+"""From a model's name to a folder on this machine; says meanwhile what it does. Fetches what is missing."""
+
+
 class NodeHost:
-    def __init__(self, make_node: Callable[[NodeConfig], Node], config: bytes) -> None:
+    def __init__(
+        self, make_node: Callable[[NodeConfig], Node], config: bytes, find_model: FindModel | None = None
+    ) -> None:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         settings = msgspec.msgpack.decode(config, type=NodeConfig)
+        self._config = config
+        self._model = settings.engine.model.path
+        self._find_model = find_model
         if settings.engine.model.threads:
             # Before anything loads OpenMP, which reads it once.
             os.environ["OMP_NUM_THREADS"] = str(settings.engine.model.threads)
@@ -32,11 +42,25 @@ class NodeHost:
         self._progress = threading.Condition()
         self._steps: tuple[int, str, float] = (0, "", 0.0)
         self._stopped = threading.Event()
+        self._starting = threading.Lock()
+        self._info: bytes | None = None
+
+    def configuration(self) -> bytes:
+        """What it was made with, for a controller that comes back and asks whether this is the node that it wants."""
+        return self._config
 
     def start(self) -> bytes:
-        """The node's NodeInfo. Blocks while the model loads."""
+        """The node's NodeInfo. Blocks while the model loads. Asked again, it says again what it said."""
+        with self._starting:
+            if self._info is None:
+                self._info = _encode(self._start())
+            return self._info
+
+    def _start(self) -> NodeInfo:
         try:
-            return _encode(self._node.start(self._report))
+            if self._find_model is None:
+                return self._node.start(self._report)
+            return self._node.start(self._report, self._find_model(self._model, self._report))
         except TandemError:
             raise
         except Exception as error:
@@ -67,7 +91,7 @@ class NodeHost:
         with self._progress:
             self._progress.notify_all()
 
-    def hold(self) -> int:
-        """Returns when the node has been stopped. Whoever waits for it learns at once when the process dies."""
-        self._stopped.wait()
-        return os.getpid()
+    def hold(self, timeout_s: float) -> bool:
+        """Whether the node has been stopped; waits so long for it. Whoever asks learns at once when the process dies.
+        (Not for ever: one who asked and died himself would keep a thread.)"""
+        return self._stopped.wait(timeout_s)

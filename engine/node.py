@@ -72,14 +72,18 @@ class Node:
         self._channel: NodeChannel | None = None
         self._service: NodeService | None = None
 
-    def start(self, progress: Progress | None = None) -> NodeInfo:
+    def start(self, progress: Progress | None = None, model_folder: str | None = None) -> NodeInfo:
+        """`model_folder`: where the model is on this machine, if that is not what the configuration says."""
         # Imported here: the cluster imports this module for its configuration, and must stay free of torch.
         from engine.model.loading import load_runner
 
         config = self.config
         if config.cores:
             _bind_process(config.cores)
-        runner = load_runner(config.engine.model, config.engine.cache, config.engine.scheduler, progress)
+        model = config.engine.model
+        if model_folder is not None:
+            model = msgspec.structs.replace(model, path=model_folder)
+        runner = load_runner(model, config.engine.cache, config.engine.scheduler, progress)
         info = runner.info
         mailbox: Mailbox[Item] = Mailbox()
         planner: SchedulerConnector | None = None

@@ -1,41 +1,12 @@
-"""The router as a Ray actor: a thin shell around RouterServer, with no logic of its own."""
+"""The router as a Ray actor: the host's methods, nothing added."""
 
 from __future__ import annotations
 
-import asyncio
-
-import msgspec
 import ray
 
-from router.config import RouterConfig
-from router.server import RouterServer
-from wire.nodes import NodeInfo
+from router.hosting import RouterHost
 
 
-@ray.remote
-class RouterActor:
-    """Arguments and answers are msgpack bytes or plain values, so that neither side depends on how Ray pickles."""
-
-    def __init__(self, config: bytes) -> None:
-        self._server = RouterServer(msgspec.msgpack.decode(config, type=RouterConfig))
-        self._stopped = asyncio.Event()
-
-    async def start(self) -> str:
-        """Returns the base URL, once it answers."""
-        return await self._server.start()
-
-    async def set_members(self, members: bytes) -> None:
-        """`members` is a list of NodeInfo: the whole membership, every time."""
-        self._server.set_members(msgspec.msgpack.decode(members, type=list[NodeInfo]))
-
-    async def drain(self, timeout_s: float) -> bool:
-        """False when some requests had to be failed because the time was over."""
-        return await self._server.drain(timeout_s)
-
-    async def stop(self) -> None:
-        await self._server.stop()
-        self._stopped.set()
-
-    async def hold(self) -> None:
-        """Returns when the router has been stopped. Whoever waits for it learns at once when the process dies."""
-        await self._stopped.wait()
+@ray.remote(max_restarts=0)
+class RouterActor(RouterHost):
+    pass

@@ -113,7 +113,7 @@ def test_every_error_of_ray_becomes_one_of_ours() -> None:
     import_ray()
     from ray import exceptions
 
-    from cluster.ray_launcher import translated
+    from cluster.ray_errors import translated
 
     def failed(cause: Exception) -> exceptions.RayTaskError:
         return exceptions.RayTaskError("start", "traceback", cause)
