@@ -31,8 +31,7 @@ def show_overview(view: ClusterView, key: str | None, console: Console, fetch: F
         answers += serves
         console.print(line, highlight=False, soft_wrap=True)
     for pool in view.pools:
-        if pool.wanted or pool.ready or pool.max_nodes:
-            console.print(_pool_line(pool), highlight=False)
+        console.print(_pool_line(pool), highlight=False)
     console.print(_node_table(view.nodes))
     for name, why in _reasons(view):
         console.print(f"[yellow]![/] {escape(name)}: {escape(why)}", highlight=False, soft_wrap=True)
@@ -62,7 +61,7 @@ def _router_line(router: RouterView, key: str | None, fetch: Fetch) -> tuple[str
 
 def _pool_line(pool: PoolView) -> str:
     state = f"{pool.ready} of {counted(pool.wanted, 'node')} ready"
-    if pool.min_nodes != pool.max_nodes:
+    if pool.max_nodes:
         state += f", between {pool.min_nodes} and {pool.max_nodes}"
     if pool.waiting_for_machines:
         state += f", [yellow]{counted(pool.waiting_for_machines, 'node')} without a machine[/]"

@@ -42,7 +42,9 @@ def _raise_all(*checks: Callable[[], object]) -> None:
 
 def _check_connector(config: TandemConfig) -> None:
     name = config.transfer.connector
-    if config.pools.prefill.nodes and name not in CONNECTORS:  # importing one that is ours would take a while
+    if (
+        config.pools.prefill.first_size and name not in CONNECTORS
+    ):  # importing one that is ours would take a while
         find_connector(name)
 
 

@@ -13,8 +13,9 @@ from cluster.config import TandemConfig
 from cluster.deployment import Deployment
 from cluster.events import Events
 from cluster.hosts import Hosts
+from cluster.local_hosts import ThisMachine
 from cluster.placement import this_machine
-from cluster.ray_hosts import RayHosts, ThisMachine
+from cluster.ray_hosts import RayHosts
 from cluster.ray_launcher import RayLauncher
 from cluster.ray_state import RayStateStore
 from wire.nodes import Role

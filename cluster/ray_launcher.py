@@ -146,6 +146,10 @@ class RayNode(RayHandle):
     async def status(self) -> NodeStatus:
         return msgspec.msgpack.decode(await answer((await self.actor()).status.remote()), type=NodeStatus)
 
+    async def change_role(self, config: NodeConfig) -> NodeInfo:
+        changed = (await self.actor()).change_role.remote(msgspec.msgpack.encode(config))
+        return msgspec.msgpack.decode(await answer(changed), type=NodeInfo)
+
 
 class RayRouter(RayHandle):
     async def start(self, report: Report) -> str:
@@ -179,11 +183,11 @@ class RayLauncher:
         self._prefix = prefix
 
     def launch_node(self, config: NodeConfig, host: Host, slot: Role) -> NodeHandle:
-        options: dict[str, Any] = {}
+        options = _on_ray_node(host)
         if host.slots is not None:
             needs = dict(self._needs.get(slot, {}))
             gpus = needs.pop("GPU", 0)
-            options = _on_ray_node(host) | {"resources": {slot.value: 1, **needs}, "num_gpus": gpus}
+            options |= {"resources": {slot.value: 1, **needs}, "num_gpus": gpus}
             if gpus and config.engine.model.device.startswith("cuda:"):
                 config = _on_own_gpus(config)
         name = self._prefix + config.node_id
@@ -220,6 +224,8 @@ def _without_role(config: NodeConfig) -> NodeConfig:
 
 
 def _on_ray_node(host: Host) -> dict[str, Any]:
+    if host.slots is None:
+        return {}  # the only one that there is
     return {"scheduling_strategy": NodeAffinitySchedulingStrategy(node_id=host.name, soft=False)}
 
 

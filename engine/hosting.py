@@ -60,7 +60,7 @@ class NodeHost:
         try:
             if self._find_model is None:
                 return self._node.start(self._report)
-            return self._node.start(self._report, self._find_model(self._model, self._report))
+            return self._node.start(self._report, model_folder=self._find_model(self._model, self._report))
         except TandemError:
             raise
         except Exception as error:

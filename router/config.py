@@ -24,6 +24,13 @@ class LocalPrefill(enum.StrEnum):
     ALWAYS = "always"
 
 
+class RouterPlacement(enum.StrEnum):
+    """Which machines have a router. Whoever puts them there reads it."""
+
+    HEAD = "head"
+    EVERY_HOST = "every_host"
+
+
 class ToolFormat(enum.StrEnum):
     """How the model writes tool calls."""
 
@@ -83,6 +90,7 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model_aliases: tuple[str, ...] = ()
     host: str = "127.0.0.1"
     port: int = 8000  # 0 takes a free one
+    placement: RouterPlacement = RouterPlacement.HEAD
     inbox_host: str = "127.0.0.1"  # where nodes answer; an address that they can reach
     policy: PolicyName = PolicyName.LEAST_WAIT
     local_prefill: LocalPrefill = LocalPrefill.AUTO

@@ -61,7 +61,9 @@ def test_a_command_forgets_itself_and_nobody_else(record: Path) -> None:
     forget_address()
 
 
-@pytest.mark.parametrize("address", ["10.0.0.1", ":6379", "head:port", "head:0", "head:70000", "ray://head:10001x"])
+@pytest.mark.parametrize(
+    "address", ["10.0.0.1", ":6379", "head:port", "head:0", "head:70000", "ray://head:10001x"]
+)
 def test_an_address_that_is_none_is_refused(address: str) -> None:
     with pytest.raises(ConfigurationError, match="must be HOST:PORT"):
         check_reachable(address)

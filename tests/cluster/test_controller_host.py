@@ -13,7 +13,7 @@ from cluster.control import ClusterView, PoolView
 from cluster.controller_host import Account, Change, ControllerHost, Stage
 from cluster.events import Events
 from cluster.following import Follower
-from tests.cluster.helpers import RecordedEvents, in_loop
+from tests.cluster.helpers import RecordedEvents, in_loop, settle
 from wire.errors import InternalError, InvalidRequest, NodeLost, TandemError, Unavailable
 from wire.nodes import Role
 
@@ -102,8 +102,8 @@ class Rig:
 async def test_who_follows_sees_what_happens_until_it_serves() -> None:
     async with Rig() as rig:
         following = asyncio.create_task(rig.follower.until_serving())
-        while not rig.events.happened:
-            await asyncio.sleep(0)
+        await settle()
+        assert rig.events.of("progress", "decode-0") == ["loading"]
         assert not following.done()
         rig.deployment.may_start.set()
         account = await following
@@ -115,7 +115,9 @@ async def test_who_follows_sees_what_happens_until_it_serves() -> None:
     ("error", "seen_as"), [(Unavailable("no memory"), Unavailable), (KeyError("a bug"), InternalError)]
 )
 @in_loop
-async def test_a_start_that_fails_is_told_to_who_follows(error: Exception, seen_as: type[TandemError]) -> None:
+async def test_a_start_that_fails_is_told_to_who_follows(
+    error: Exception, seen_as: type[TandemError]
+) -> None:
     async with Rig() as rig:
         rig.deployment.error = error
         rig.deployment.may_start.set()

@@ -38,7 +38,8 @@ class FakeNode:
         self.error: Exception | None = None
         self.stopped = False
 
-    def start(self, progress: Callable[[str, float], None]) -> NodeInfo:
+    def start(self, progress: Callable[[str, float], None], model_folder: str | None = None) -> NodeInfo:
+        self.model_folder = model_folder
         progress("loading", 0.5)
         assert self.may_go_on.wait(PATIENCE_S)
         if self.error is not None:
@@ -98,13 +99,46 @@ def test_our_errors_pass_and_foreign_ones_become_ours(host: tuple[NodeHost, Fake
 
 def test_hold_ends_when_the_node_is_stopped(host: tuple[NodeHost, FakeNode]) -> None:
     hosted, node = host
-    held: list[int] = []
-    thread = threading.Thread(target=lambda: held.append(hosted.hold()))
+    assert not hosted.hold(0.001), "nobody is kept for longer than he asked for"
+    held: list[bool] = []
+    thread = threading.Thread(target=lambda: held.append(hosted.hold(PATIENCE_S)))
     thread.start()
     hosted.stop()
     thread.join(PATIENCE_S)
-    assert held == [os.getpid()]
+    assert held == [True]
     assert node.stopped
+
+
+def test_a_controller_that_comes_back_finds_the_node_that_has_started(
+    host: tuple[NodeHost, FakeNode],
+) -> None:
+    hosted, node = host
+    node.may_go_on.set()
+    first = hosted.start()
+    node.error = ConfigurationError("it was started a second time")
+    assert hosted.start() == first
+    assert msgspec.msgpack.decode(hosted.configuration(), type=NodeConfig) == node.config
+
+
+def test_a_node_looks_for_its_model_where_it_runs(host: tuple[NodeHost, FakeNode]) -> None:
+    made: list[FakeNode] = []
+
+    def make(config: NodeConfig) -> FakeNode:
+        made.append(FakeNode(config))
+        made[-1].may_go_on.set()
+        return made[-1]
+
+    def find(name: str, report: Callable[[str, float], None]) -> str:
+        report(f"fetching {name}", 0.5)
+        return f"/here/{name}"
+
+    config = NodeConfig(
+        node_id="decode-0", role=Role.DECODE, engine=EngineConfig(model=ModelConfig(path="smollm2"))
+    )
+    hosted = NodeHost(make, msgspec.msgpack.encode(config), find)  # type: ignore[arg-type]
+    hosted.start()
+    assert made[0].model_folder == "/here/smollm2"
+    assert hosted.progress_after(0, PATIENCE_S)[0] == 2, "fetching, then loading"
 
 
 @pytest.mark.slow

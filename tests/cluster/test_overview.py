@@ -33,7 +33,7 @@ STATUS = NodeStatus(
 )
 VIEW = ClusterView(
     model="smollm2",
-    pools=[PoolView(Role.PREFILL, 1, 0, 1, 4), PoolView(Role.DECODE, 2, 1, 2, 2, waiting_for_machines=1)],
+    pools=[PoolView(Role.PREFILL, 1, 0, 1, 4), PoolView(Role.DECODE, 2, 1, 0, 0, waiting_for_machines=1)],
     nodes=[
         NodeView("prefill-0", Role.PREFILL, "10.0.0.2", "left out", "no memory", 0),
         NodeView("decode-0", Role.DECODE, "10.0.0.3", "ready", "", 1, STATUS),
@@ -156,7 +156,9 @@ async def test_nodes_are_drained_by_name_or_by_the_address_of_their_machine() ->
 @in_loop
 async def test_a_node_that_is_not_there_is_said_and_nothing_is_drained() -> None:
     controller = FakeController()
-    with pytest.raises(ConfigurationError, match="no node or machine decode-9: the nodes are prefill-0, decode-0"):
+    with pytest.raises(
+        ConfigurationError, match="no node or machine decode-9: the nodes are prefill-0, decode-0"
+    ):
         await drain_nodes(controller, ["decode-0", "decode-9"], 5, print)  # type: ignore[arg-type]
     assert controller.drained == []
 
@@ -169,5 +171,5 @@ async def test_down_finishes_what_runs_and_ends_also_a_controller_that_says_noth
     assert await end_cluster(polite, now=False, say=said.append)  # type: ignore[arg-type]
     assert not await end_cluster(silent, now=False, say=said.append)  # type: ignore[arg-type]
     assert not await end_cluster(hurried, now=True, say=said.append)  # type: ignore[arg-type]
-    assert polite.ended and silent.ended and hurried.ended
+    assert all(controller.ended for controller in (polite, silent, hurried))
     assert "cannot be drained" in said[-1]

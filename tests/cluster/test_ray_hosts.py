@@ -46,7 +46,12 @@ class World:
     def hosts(self, **needs: dict[str, float]) -> RayHosts:
         wanted = {Role(role): amounts for role, amounts in needs.items()}
         return RayHosts(
-            self.store, wanted, lambda: list(self.nodes), self.find_out, self.requested.append, look_again_s=0.001
+            self.store,
+            wanted,
+            lambda: list(self.nodes),
+            self.find_out,
+            self.requested.append,
+            look_again_s=0.001,
         )
 
 

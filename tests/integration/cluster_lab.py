@@ -78,7 +78,9 @@ class Tandem:
             env={**os.environ, "PYTHONPATH": root, "TANDEM_API_KEY": ""}, stdin=subprocess.DEVNULL,
         )  # fmt: skip
         said = done.stdout + done.stderr
-        assert status is None or done.returncode == status, f"tandem {' '.join(words)}: {done.returncode}\n{said}"
+        assert status is None or done.returncode == status, (
+            f"tandem {' '.join(words)}: {done.returncode}\n{said}"
+        )
         return said
 
     def nodes(self) -> dict[str, dict[str, Any]]:
@@ -97,7 +99,9 @@ class Tandem:
             except httpx.HTTPError as error:
                 seen = error
             time.sleep(0.1)
-        pytest.fail(f"after {PATIENCE_S:.0f} s still not: {what}; the router says {seen}\n{self('status', status=None)}")
+        pytest.fail(
+            f"after {PATIENCE_S:.0f} s still not: {what}; the router says {seen}\n{self('status', status=None)}"
+        )
 
     def until_roles(self, **counts: int) -> dict[str, Any]:
         def as_wanted(nodes: dict[str, dict[str, Any]]) -> bool:
@@ -133,7 +137,8 @@ class Load:
         self.finished = 0
         self.failures: list[str] = []
         self._threads = [
-            threading.Thread(target=self._run, args=(url, model, number), daemon=True) for number in range(clients)
+            threading.Thread(target=self._run, args=(url, model, number), daemon=True)
+            for number in range(clients)
         ]
 
     def _run(self, url: str, model: str, number: int) -> None:

@@ -103,7 +103,9 @@ def test_a_router_that_is_killed_comes_back_at_its_address_and_nodes_go_on(
     assert stream(tandem.url, model, "Once upon a time", 8, lambda count: None)
 
 
-def test_a_role_is_changed_and_changed_back_under_load(tandem: Tandem, model: str, ray_nodes: RayNodes) -> None:
+def test_a_role_is_changed_and_changed_back_under_load(
+    tandem: Tandem, model: str, ray_nodes: RayNodes
+) -> None:
     tandem("scale", "prefill=2")
     nodes = tandem.until_roles(prefill=2, decode=1)
     changing = max(name for name, node in nodes.items() if node["role"] == "prefill")
