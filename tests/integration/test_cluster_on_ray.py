@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster_lab import MODEL, Load, RayNodes, Tandem, stream
+
+from tests.integration.cluster_lab import MODEL, Load, RayNodes, Tandem, stream
 
 SETTINGS = ("--model", MODEL, "--port", "0", "--kv-memory", "128MiB", "--set", "router.local_prefill=never")
 
