@@ -16,13 +16,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from cluster.clock import cancel
 from cluster.hosts import Host
 from cluster.launcher import NodeHandle, Report, RouterHandle
-from cluster.model_here import find_model_here
+from cluster.node_actor import DecodeActor, PrefillActor
 from cluster.ray_errors import answer, translated
 from cluster.ray_runtime import HEAD_ONLY, NAMESPACE
-from decode_node.actor import DecodeActor
+from cluster.router_actor import RouterActor
 from engine.node_config import NodeConfig
-from prefill_node.actor import PrefillActor
-from router.actor import RouterActor
 from router.config import RouterConfig
 from wire.errors import TandemError, Unavailable
 from wire.nodes import NodeInfo, Role
@@ -210,7 +208,7 @@ class RayLauncher:
             lifetime="detached" if self._detached else None,
             **options,
         )
-        return lambda: placed.remote(config, find_model_here)
+        return lambda: placed.remote(config)
 
 
 def is_same_node(running: bytes, wanted: NodeConfig) -> bool:

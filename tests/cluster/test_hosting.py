@@ -14,7 +14,7 @@ from engine.config import EngineConfig, ModelConfig
 from engine.hosting import NodeHost
 from engine.node_config import NodeConfig
 from tests.cluster.helpers import PATIENCE_S
-from wire.errors import ConfigurationError, InternalError, NodeLost
+from wire.errors import ConfigurationError, InternalError, NodeLost, Unavailable
 from wire.nodes import NodeInfo, Role
 
 INFO = NodeInfo(
@@ -37,14 +37,33 @@ class FakeNode:
         self.may_go_on = threading.Event()
         self.error: Exception | None = None
         self.stopped = False
+        self.is_at_rest = True
+        self.starts = 0
 
-    def start(self, progress: Callable[[str, float], None], model_folder: str | None = None) -> NodeInfo:
+    def start(
+        self,
+        progress: Callable[[str, float], None],
+        runner: object = None,
+        *,
+        model_folder: str | None = None,
+    ) -> NodeInfo:
+        self.starts += 1
         self.model_folder = model_folder
         progress("loading", 0.5)
-        assert self.may_go_on.wait(PATIENCE_S)
+        if runner is None:
+            assert self.may_go_on.wait(PATIENCE_S)
+        else:
+            assert runner == "the weights"
         if self.error is not None:
             raise self.error
-        return INFO
+        return msgspec.structs.replace(INFO, role=self.config.role, epoch=INFO.epoch + (runner is not None))
+
+    def drain(self, timeout_s: float) -> bool:
+        return self.is_at_rest
+
+    def release(self) -> object:
+        self.stopped = True
+        return "the weights"
 
     def stop(self) -> None:
         self.stopped = True
@@ -109,17 +128,6 @@ def test_hold_ends_when_the_node_is_stopped(host: tuple[NodeHost, FakeNode]) -> 
     assert node.stopped
 
 
-def test_a_controller_that_comes_back_finds_the_node_that_has_started(
-    host: tuple[NodeHost, FakeNode],
-) -> None:
-    hosted, node = host
-    node.may_go_on.set()
-    first = hosted.start()
-    node.error = ConfigurationError("it was started a second time")
-    assert hosted.start() == first
-    assert msgspec.msgpack.decode(hosted.configuration(), type=NodeConfig) == node.config
-
-
 def test_a_node_looks_for_its_model_where_it_runs(host: tuple[NodeHost, FakeNode]) -> None:
     made: list[FakeNode] = []
 
@@ -139,6 +147,38 @@ def test_a_node_looks_for_its_model_where_it_runs(host: tuple[NodeHost, FakeNode
     hosted.start()
     assert made[0].model_folder == "/here/smollm2"
     assert hosted.progress_after(0, PATIENCE_S)[0] == 2, "fetching, then loading"
+
+
+def test_who_asks_again_whether_it_has_started_gets_the_same_answer(host: tuple[NodeHost, FakeNode]) -> None:
+    hosted, node = host
+    node.may_go_on.set()
+    assert hosted.start() == hosted.start()
+    assert node.starts == 1
+    assert msgspec.msgpack.decode(hosted.configuration(), type=NodeConfig) == node.config
+
+
+def as_prefill() -> bytes:
+    return msgspec.msgpack.encode(NodeConfig(node_id="decode-0", role=Role.PREFILL))
+
+
+def test_a_node_becomes_another_with_the_weights_that_it_has(host: tuple[NodeHost, FakeNode]) -> None:
+    hosted, node = host
+    node.may_go_on.set()
+    hosted.start()
+    info = msgspec.msgpack.decode(hosted.change_role(as_prefill()), type=NodeInfo)
+    assert (info.node_id, info.role, info.epoch) == ("decode-0", Role.PREFILL, INFO.epoch + 1)
+    assert node.stopped, "there are never two"
+    assert msgspec.msgpack.decode(hosted.start(), type=NodeInfo) == info, "that is what it is from now on"
+
+
+def test_a_node_with_work_keeps_its_role(host: tuple[NodeHost, FakeNode]) -> None:
+    hosted, node = host
+    node.may_go_on.set()
+    hosted.start()
+    node.is_at_rest = False
+    with pytest.raises(Unavailable, match="still has work"):
+        hosted.change_role(as_prefill())
+    assert not node.stopped
 
 
 @pytest.mark.slow

@@ -36,6 +36,9 @@ class FakeRunner:
         self.tokens: dict[str, int] = {}  # request id -> how many tokens it has
         self.error: Exception | None = None
 
+    def forget_requests(self) -> None:
+        self.tokens.clear()
+
     def execute(self, step: SchedulerOutput, hooks: LayerHooks | None = None) -> ModelOutput:
         if self.error is not None:
             raise self.error
