@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,16 @@ import pytest
 
 from tests.integration.cluster_lab import MODEL, Load, RayNodes, Tandem, stream
 
-SETTINGS = ("--model", MODEL, "--port", "0", "--kv-memory", "128MiB", "--set", "router.local_prefill=never")
+
+def free_port() -> int:
+    """A router that is replaced comes back at its port, so it needs one of its own."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+SETTINGS = ("--model", MODEL, "--port", str(free_port()), "--kv-memory", "256MiB",
+            "--set", "router.local_prefill=never")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
