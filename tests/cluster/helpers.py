@@ -57,8 +57,13 @@ def in_loop(scenario: Callable[..., Coroutine[Any, Any, None]]) -> Callable[...,
 
 async def settle() -> None:
     """Lets everything run that can run without time passing."""
-    for _ in range(100):
+    ready = asyncio.get_running_loop()._ready  # type: ignore[attr-defined]  # what the loop would run next
+    await asyncio.sleep(0)
+    for _ in range(1000):
+        if not ready:
+            return
         await asyncio.sleep(0)
+    raise AssertionError("it does not come to rest")
 
 
 class FakeClock(Clock):
@@ -297,6 +302,10 @@ class FakeHosts:
 
     async def want(self, slots: dict[Role, int]) -> None:
         self.wanted = slots
+
+    def forget_waiters(self) -> None:
+        """Who waited is gone; what happened meanwhile, the next one sees for itself."""
+        self._changed = asyncio.Event()
 
     def join(self, host: Host) -> None:
         self.hosts.append(host)
