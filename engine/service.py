@@ -215,8 +215,12 @@ class NodeService:
         """Takes nothing new; True when everything under way has ended and every block is free in time."""
         if self._state is NodeState.READY:
             self._state = NodeState.DRAINING
+        # The step thread says it anew, when it has seen what came before: a request may just be on its way in.
+        self._quiet.clear()
         self._mailbox.put(Drain())
-        return self._quiet.wait(timeout_s)
+        if self._state is NodeState.FAILED:
+            self._quiet.set()
+        return self._quiet.wait(timeout_s) and self._state is not NodeState.FAILED
 
     def stop(self) -> None:
         self._closing.set()
@@ -349,6 +353,7 @@ class NodeService:
     def failed(self, error: BaseException) -> None:
         self._detail = f"{type(error).__name__}: {error}"
         self._state = NodeState.FAILED
+        self._quiet.set()  # whoever waits for it to come to rest waits for nothing
         failure = InternalError(f"node {self._config.node_id} has failed: {self._detail}").to_wire()
         for live in self._live.values():
             self._send_chunks(live.submit.reply_to, [_error_chunk(live.submit, failure)])

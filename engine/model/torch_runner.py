@@ -67,6 +67,12 @@ class TorchRunner:
     def forward(self) -> Forward:
         return self._forward
 
+    def forget_requests(self) -> None:
+        for req_id in self._requests.req_ids:
+            self._forget(req_id)
+        self._preempted.clear()
+        self._prompt_logprobs.clear()
+
     def execute(self, step: SchedulerOutput, hooks: LayerHooks | None = None) -> ModelOutput:
         with torch.inference_mode():
             self._update(step)
