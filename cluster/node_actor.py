@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ray
 
+from cluster.model_here import find_model_here
 from engine.hosting import NodeHost
 from engine.node import Node
 from engine.node_config import NodeConfig
@@ -24,7 +25,7 @@ def make_node(config: NodeConfig) -> Node:
 
 class _NodeActor(NodeHost):
     def __init__(self, config: bytes) -> None:
-        super().__init__(make_node, config)
+        super().__init__(make_node, config, find_model_here)
 
 
 # Threads, not asyncio: `start`, `drain` and `hold` block, and `status` must answer meanwhile.

@@ -73,11 +73,18 @@ class Node:
         self._channel: NodeChannel | None = None
         self._service: NodeService | None = None
 
-    def start(self, progress: Progress | None = None, runner: ModelRunner | None = None) -> NodeInfo:
-        """With the `runner` that another node of this process has released, nothing is loaded."""
+    def start(
+        self,
+        progress: Progress | None = None,
+        runner: ModelRunner | None = None,
+        *,
+        model_folder: str | None = None,
+    ) -> NodeInfo:
+        """With the `runner` that another node of this process has released, nothing is loaded. `model_folder`: where
+        the model is on this machine, if that is not what the configuration says."""
         config = self.config
         if runner is None:
-            runner = self._load(progress)
+            runner = self._load(progress, model_folder)
         info = runner.info
         mailbox: Mailbox[Item] = Mailbox()
         planner: SchedulerConnector | None = None
@@ -107,7 +114,14 @@ class Node:
         )
         self._engine = Engine(scheduler, runner, mover, debug=config.engine.debug)
         service = NodeService(
-            config, self.epoch, self._rules, self._engine, mailbox, self._send, self._malformed_frames
+            config,
+            self.epoch,
+            self._rules,
+            self._engine,
+            mailbox,
+            self._send,
+            self._malformed_frames,
+            grammars=runner.grammars,
         )
         # The service first: a channel that is open must have somebody behind it.
         service.start()
@@ -124,14 +138,17 @@ class Node:
             block_size=config.engine.cache.block_size,
         )
 
-    def _load(self, progress: Progress | None) -> ModelRunner:
+    def _load(self, progress: Progress | None, folder: str | None) -> ModelRunner:
         # Imported here: the cluster imports this module for its configuration, and must stay free of torch.
         from engine.model.loading import load_runner
 
         config = self.config
         if config.cores:
             _bind_process(config.cores)
-        return load_runner(config.engine.model, config.engine.cache, config.engine.scheduler, progress)
+        model = config.engine.model
+        if folder is not None:
+            model = msgspec.structs.replace(model, path=folder)
+        return load_runner(model, config.engine.cache, config.engine.scheduler, progress)
 
     def _send(self, endpoint: str, message: msgspec.Struct) -> None:
         if self._channel is None:
