@@ -32,6 +32,7 @@ class Cluster(RuleBasedStateMachine):
         super().__init__()
         self.loop = asyncio.new_event_loop()
         self.hosts_made = 0
+        self.ends_abruptly = False
         self.under_way: list[asyncio.Task[Any]] = []
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
@@ -39,12 +40,15 @@ class Cluster(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "rig"):
-            self.run(self.check_when_quiet())
+            if not self.ends_abruptly:
+                self.run(self.check_when_quiet())
             self.run(self.end())
         self.loop.close()
 
     async def end(self) -> None:
-        await self.rig.controller.stop()
+        stop = asyncio.create_task(self.rig.controller.stop())
+        await self.rig.clock.advance(LONG_S)
+        await stop
         for task in self.under_way:
             task.cancel()
         await asyncio.gather(*self.under_way, return_exceptions=True)
@@ -173,6 +177,11 @@ class Cluster(RuleBasedStateMachine):
             for host in self.rig.hosts.hosts:
                 for role in Role:
                     assert taken[host.name, role] <= (host.slots or {}).get(role, 0)
+
+    @rule(abruptly=st.booleans())
+    def will_end(self, abruptly: bool) -> None:
+        """Stopped in the middle of anything, it leaves no process either."""
+        self.ends_abruptly = abruptly
 
     @rule()
     def when_quiet(self) -> None:
