@@ -51,7 +51,7 @@ class ModelRunner(Protocol):
 
     @property
     def grammars(self) -> Grammars | None:
-        """What answers with a grammar follow it by; None: it follows none."""
+        """Those that it can hold answers to; None where there are none to be had."""
         ...
 
     def execute(self, step: SchedulerOutput, hooks: LayerHooks | None = None) -> ModelOutput: ...
