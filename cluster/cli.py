@@ -107,6 +107,18 @@ def make_parser() -> argparse.ArgumentParser:
 
     add_commands(commands)
 
+    trace = commands.add_parser("trace", help="where one request's time went")
+    trace.add_argument(
+        "request",
+        nargs="?",
+        metavar="REQUEST_ID",
+        help="its id, or its answer's (default: list the last ones)",
+    )
+    _add_server(trace)
+    trace.add_argument("--picture", type=Path, metavar="FILE", help="a picture too, .png or .svg")
+    trace.add_argument("--json", type=Path, metavar="FILE", help="all of it; - for standard output")
+    trace.set_defaults(run=_trace)
+
     doctor = commands.add_parser("doctor", help="check this machine and say what to do about what is wrong")
     _add_settings(doctor)
     doctor.set_defaults(run=_doctor)
@@ -206,6 +218,20 @@ def _chat(options: argparse.Namespace) -> int:
         sampling = {"temperature": options.temperature, "max_tokens": options.max_tokens}
         given = {name: value for name, value in sampling.items() if value is not None}
         return chat(client, Console(), options.system, given)
+    finally:
+        client.close()
+
+
+def _trace(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from cluster.chat import key_from_environment
+    from cluster.trace.command import run
+    from cluster.trace.fetch import TraceClient
+
+    client = TraceClient(options.url.rstrip("/"), key_from_environment())
+    try:
+        return run(client, Console(), options.request, options.picture, options.json)
     finally:
         client.close()
 

@@ -5,6 +5,7 @@ Whatever runs the process (a Ray actor, a test) calls these methods and adds not
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import threading
@@ -84,7 +85,12 @@ class NodeHost:
 
     def _begin(self, start: Callable[[], NodeInfo]) -> NodeInfo:
         try:
-            return start()
+            info = start()
+            # What loading left is here to stay. A collection that walked over it would stop a step for a tenth of a
+            # second.
+            gc.collect()
+            gc.freeze()
+            return info
         except TandemError:
             raise
         except Exception as error:

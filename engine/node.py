@@ -114,7 +114,14 @@ class Node:
         )
         self._engine = Engine(scheduler, runner, mover, debug=config.engine.debug)
         service = NodeService(
-            config, self.epoch, self._rules, self._engine, mailbox, self._send, self._malformed_frames
+            config,
+            self.epoch,
+            self._rules,
+            self._engine,
+            mailbox,
+            self._send,
+            self._malformed_frames,
+            grammars=runner.grammars,
         )
         # The service first: a channel that is open must have somebody behind it.
         service.start()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 from collections.abc import Callable
 
 import msgspec
@@ -48,7 +49,11 @@ class RouterHost:
             path = await asyncio.to_thread(self._find_model, config.tokenizer_path, _say_nothing)
             config = msgspec.structs.replace(config, tokenizer_path=path)
         self._server = RouterServer(config)
-        return await self._server.start()
+        url = await self._server.start()
+        # A collection that walked over what was imported would keep every stream waiting.
+        gc.collect()
+        gc.freeze()
+        return url
 
     def _serving(self) -> RouterServer:
         if self._server is None:
