@@ -12,7 +12,7 @@ import msgspec
 from cluster.cores import Found, share_cores
 from cluster.hosts import Host, StateStore
 from cluster.placement import this_machine
-from cluster.ray_runtime import HEAD_ONLY, import_ray
+from cluster.ray_runtime import HEAD_ONLY, joined_ray
 from wire.errors import TandemError, Unavailable
 from wire.nodes import Role
 
@@ -136,12 +136,12 @@ class RayHosts:
 
 
 def _ray_nodes() -> list[dict[str, Any]]:
-    nodes: list[dict[str, Any]] = import_ray().nodes()
+    nodes: list[dict[str, Any]] = joined_ray().nodes()
     return nodes
 
 
 def _ask_ray_node(name: str) -> Found:
-    ray = import_ray()
+    ray = joined_ray()
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     task = ray.remote(num_cpus=0, max_retries=0)(look_around)
@@ -161,7 +161,6 @@ def look_around() -> bytes:
 
 
 def _request_resources(bundles: Sequence[Mapping[str, float]]) -> None:
-    import_ray()
     from ray.autoscaler.sdk import request_resources
 
     try:
