@@ -119,5 +119,10 @@ def joined_ray() -> ModuleType:
     return importlib.import_module("ray")
 
 
+def ray_resources() -> list[dict[str, float]]:
+    """Of each machine of the cluster that this process has joined."""
+    return [node["Resources"] for node in joined_ray().nodes() if node["Alive"]]
+
+
 def ray_version() -> str:
     return importlib.metadata.version("ray")
