@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from cluster.autoscaling import AutoscalingConfig, SloConfig
 from cluster.config import ClusterTimeouts, PoolConfig, TandemConfig
 from engine.node_config import NodeTimeouts
 from wire.nodes import Role
@@ -68,6 +69,8 @@ _RANGES: dict[Path, tuple[Callable[[Any], bool], str]] = {
     ("transfer", "lease_s"): _ABOVE_ZERO,
     ("transfer", "timeout_s"): _ABOVE_ZERO,
     ("transfer", "handshake_timeout_s"): _ABOVE_ZERO,
+    **_timeouts(SloConfig, ("slo",)),
+    **_timeouts(AutoscalingConfig, ("autoscaling",)),
     **_timeouts(ClusterTimeouts, ("timeouts",)),
     **_timeouts(NodeTimeouts, ("timeouts", "nodes")),
 }
@@ -123,7 +126,10 @@ def _limits(role: Role, pool: PoolConfig) -> Iterator[Broken]:
 
 
 def _together(config: TandemConfig) -> Iterator[Broken]:
-    timeouts, scheduler = config.timeouts, config.scheduler
+    timeouts, scheduler, scaling = config.timeouts, config.scheduler, config.autoscaling
+    for name in ("grow_after_s", "shrink_after_s"):
+        if getattr(scaling, name) < scaling.period_s:
+            yield ("autoscaling", name), f"must be at least autoscaling.period_s ({scaling.period_s})"
     if timeouts.unresponsive_s < timeouts.silence_s:
         yield (
             ("timeouts", "unresponsive_s"),
