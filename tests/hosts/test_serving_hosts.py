@@ -64,7 +64,7 @@ def test_a_decode_host_added_to_the_file_serves_and_taken_out_again_is_drained(
         said = serving.up(**pools)
         assert "everything was finished" in said
         client.wait_for_nodes(prefill=2, decode=2, within_s=NOTICE_S)
-    assert spare.run("sh", "-c", "pgrep -f ray:: || true") == ""
+    assert spare.run("sh", "-c", "pgrep -f '[r]ay::' || true") == ""
 
 
 def test_a_host_that_is_cut_off_is_left_alone_and_healed_serves_again(
