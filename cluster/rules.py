@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from cluster.config import ClusterTimeouts, TandemConfig
+from cluster.config import ClusterTimeouts, PoolConfig, TandemConfig
 from engine.node_config import NodeTimeouts
 from wire.nodes import Role
 
@@ -55,6 +55,8 @@ _RANGES: dict[Path, tuple[Callable[[Any], bool], str]] = {
     ("model", "threads"): _at_least(0),
     **{("pools", role.value, "nodes"): _at_least(0) for role in Role},
     **{("pools", role.value, "threads"): _at_least(1) for role in Role},
+    **{("pools", role.value, "min"): _at_least(0) for role in Role},
+    **{("pools", role.value, "max"): _at_least(1) for role in Role},
     ("cache", "memory_bytes"): _at_least(1 << 20),
     ("scheduler", "max_model_len"): _at_least(1),
     ("scheduler", "long_prefill_token_threshold"): _at_least(0),
@@ -79,7 +81,7 @@ def _ranges(config: TandemConfig) -> Iterator[Broken]:
 
 
 def _pools(config: TandemConfig) -> Iterator[Broken]:
-    counts = {role: config.pools.of(role).nodes for role in Role}
+    counts = {role: config.pools.of(role).first_size for role in Role}
     if min(counts.values()) < 0:
         return
     prefill, decode, aggregated = counts[Role.PREFILL], counts[Role.DECODE], counts[Role.AGGREGATED]
@@ -101,6 +103,23 @@ def _pools(config: TandemConfig) -> Iterator[Broken]:
             ("pools", "prefill", "nodes"),
             f"is 0, but pools.decode is {decode}: set it to at least 1, or use pools.aggregated",
         )
+    for role in Role:
+        yield from _limits(role, config.pools.of(role))
+
+
+def _limits(role: Role, pool: PoolConfig) -> Iterator[Broken]:
+    section = ("pools", role.value)
+    if pool.max is not None and pool.min > pool.max:
+        yield (*section, "min"), f"is {pool.min}, which is more than pools.{role.value}.max ({pool.max})"
+    elif pool.nodes is None and pool.max is not None:
+        yield (
+            (*section, "max"),
+            f"is {pool.max}, but pools.{role.value}.nodes is null: a pool follows the machines or its load, not both",
+        )
+    elif pool.nodes and not pool.min <= pool.nodes <= (pool.max or pool.nodes):
+        limits = f"from pools.{role.value}.min ({pool.min})"
+        limits += f" to max ({pool.max})" if pool.max is not None else " on"
+        yield (*section, "nodes"), f"must be {limits}, not {pool.nodes}"
 
 
 def _together(config: TandemConfig) -> Iterator[Broken]:

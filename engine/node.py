@@ -15,11 +15,12 @@ import msgspec
 
 from engine.core import Engine
 from engine.loop import Mailbox
+from engine.model.runner import ModelRunner
 from engine.node_config import NodeConfig
 from engine.scheduling.scheduler import Scheduler
 from engine.service import Item, NodeService, RoleRules
 from kvtransfer.base import ConnectorContext, LoadFailurePolicy, SchedulerConnector, WorkerConnector
-from wire.errors import ConfigurationError, InternalError
+from wire.errors import ConfigurationError, InternalError, Unavailable
 from wire.nodes import NodeInfo, NodeState, new_epoch
 from wire.requests import NodeCounters, NodeStatus, ToNode
 
@@ -72,14 +73,18 @@ class Node:
         self._channel: NodeChannel | None = None
         self._service: NodeService | None = None
 
-    def start(self, progress: Progress | None = None) -> NodeInfo:
-        # Imported here: the cluster imports this module for its configuration, and must stay free of torch.
-        from engine.model.loading import load_runner
-
+    def start(
+        self,
+        progress: Progress | None = None,
+        runner: ModelRunner | None = None,
+        *,
+        model_folder: str | None = None,
+    ) -> NodeInfo:
+        """With the `runner` that another node of this process has released, nothing is loaded. `model_folder`: where
+        the model is on this machine, if that is not what the configuration says."""
         config = self.config
-        if config.cores:
-            _bind_process(config.cores)
-        runner = load_runner(config.engine.model, config.engine.cache, config.engine.scheduler, progress)
+        if runner is None:
+            runner = self._load(progress, model_folder)
         info = runner.info
         mailbox: Mailbox[Item] = Mailbox()
         planner: SchedulerConnector | None = None
@@ -109,7 +114,14 @@ class Node:
         )
         self._engine = Engine(scheduler, runner, mover, debug=config.engine.debug)
         service = NodeService(
-            config, self.epoch, self._rules, self._engine, mailbox, self._send, self._malformed_frames
+            config,
+            self.epoch,
+            self._rules,
+            self._engine,
+            mailbox,
+            self._send,
+            self._malformed_frames,
+            grammars=runner.grammars,
         )
         # The service first: a channel that is open must have somebody behind it.
         service.start()
@@ -125,6 +137,18 @@ class Node:
             max_model_len=info.max_model_len,
             block_size=config.engine.cache.block_size,
         )
+
+    def _load(self, progress: Progress | None, folder: str | None) -> ModelRunner:
+        # Imported here: the cluster imports this module for its configuration, and must stay free of torch.
+        from engine.model.loading import load_runner
+
+        config = self.config
+        if config.cores:
+            _bind_process(config.cores)
+        model = config.engine.model
+        if folder is not None:
+            model = msgspec.structs.replace(model, path=folder)
+        return load_runner(model, config.engine.cache, config.engine.scheduler, progress)
 
     def _send(self, endpoint: str, message: msgspec.Struct) -> None:
         if self._channel is None:
@@ -169,3 +193,16 @@ class Node:
             self._engine.shutdown()
         if self._channel is not None:
             self._channel.close()
+
+    def release(self) -> ModelRunner:
+        """Stops, and gives the loaded model to whoever goes on with it. Only after a drain that was finished: a peer
+        may still write to the blocks of a request that has not ended."""
+        if self._service is None or self._engine is None:
+            raise Unavailable(f"{self.config.node_id} has not started")
+        if self._service.failure is not None:
+            raise InternalError(f"{self.config.node_id} has failed: {self._service.failure}")
+        self.stop()
+        if self._service.loop.is_alive:
+            raise InternalError(f"{self.config.node_id}: its step thread does not end")
+        self._engine.runner.forget_requests()
+        return self._engine.runner

@@ -18,6 +18,8 @@ from engine.model.sampling.table import SamplingTable
 from engine.model.staging import to_device
 from engine.model.states import RequestRows
 from engine.scheduling.output import ModelOutput, SchedulerOutput
+from engine.structured.grammars import Grammars
+from engine.structured.masks import GrammarMasks
 from wire.errors import InvalidLogits
 from wire.sampling import SamplingParams, TokenLogprobs
 
@@ -35,6 +37,7 @@ class TorchRunner:
         block_size: int,
         max_num_seqs: int,
         num_speculative_tokens: int,
+        grammars: Grammars | None = None,
     ) -> None:
         self._info = info
         self._kv_cache = kv_cache
@@ -46,7 +49,9 @@ class TorchRunner:
         max_tokens = info.max_model_len + num_speculative_tokens + 1
         self._requests = RequestRows(max_num_seqs, max_tokens, block_size, len(info.groups))
         self._table = SamplingTable(max_num_seqs)
-        self._sampler = Sampler(info.vocab_size, info.eos_token_ids, self._device)
+        self.grammars = grammars
+        masks = GrammarMasks(grammars) if grammars is not None else None
+        self._sampler = Sampler(info.vocab_size, info.eos_token_ids, self._device, masks)
         self._preempted: dict[str, tuple[SamplingParams, int]] = {}
         self._prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
 
@@ -61,6 +66,12 @@ class TorchRunner:
     @property
     def forward(self) -> Forward:
         return self._forward
+
+    def forget_requests(self) -> None:
+        for req_id in self._requests.req_ids:
+            self._forget(req_id)
+        self._preempted.clear()
+        self._prompt_logprobs.clear()
 
     def execute(self, step: SchedulerOutput, hooks: LayerHooks | None = None) -> ModelOutput:
         with torch.inference_mode():
@@ -155,6 +166,9 @@ class TorchRunner:
         tokens = chosen.tolist()
         for index, start, length in zip(which.tolist(), starts.tolist(), lengths.tolist(), strict=False):
             req_id, row = scheduled.req_ids[index], int(scheduled.rows[index])
+            if failed := self._sampler.failed.get(row):
+                output.errors[req_id] = failed
+                continue
             sampled = tokens[start : start + length]
             if length > 1:
                 sampled = sampled[: self._accepted(row, sampled) + 1]

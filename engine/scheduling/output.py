@@ -88,4 +88,5 @@ class ModelOutput:
     draft_token_ids: dict[str, list[int]] = dataclasses.field(
         default_factory=dict
     )  # proposals for the next step
+    # Those that can have no next token, and why.
     errors: dict[str, TandemError] = dataclasses.field(default_factory=dict)

@@ -9,7 +9,7 @@ from engine.scheduling.state import SchedulerState
 from engine.scheduling.stopping import status_after
 from engine.scheduling.update import RequestUpdate, failure_of
 from kvtransfer.base import NULL_BLOCK_ID
-from wire.errors import InternalError, TandemError
+from wire.errors import InternalError, InvalidLogits, TandemError
 
 _RUNNING = RequestStatus.RUNNING
 
@@ -95,10 +95,11 @@ class ModelResults:
 
     def _fail(self, request: Request, error: TandemError) -> RequestUpdate:
         state = self._state
-        state.totals.model_errors += 1
-        # Whatever spoilt it may lie in its KV. Nobody else shall begin from that.
-        tables = state.cache.block_ids(request.request_id)
-        state.cache.uncache({block for table in tables for block in table if block != NULL_BLOCK_ID})
+        if isinstance(error, InvalidLogits):
+            state.totals.model_errors += 1
+            # Whatever spoilt it may lie in its KV. Nobody else shall begin from that.
+            tables = state.cache.block_ids(request.request_id)
+            state.cache.uncache({block for table in tables for block in table if block != NULL_BLOCK_ID})
         self._lifecycle.end(request, RequestStatus.FINISHED_ERROR)
         return failure_of(request, error)
 

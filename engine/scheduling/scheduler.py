@@ -116,6 +116,14 @@ class Scheduler:
         returns the others."""
         return self._lifecycle.finish_all(request_ids, status)
 
+    def wake(self, request_id: str) -> None:
+        """What a request stood aside for from the start, such as its grammar, is there."""
+        request = self._state.requests.get(request_id)
+        if request is not None and request.status is RequestStatus.WAITING_FOR_GRAMMAR:
+            request.status = RequestStatus.WAITING
+            self._state.waiting.wake(request)
+            self._state.settled = False
+
     def schedule(self) -> SchedulerOutput:
         state = self._state
         paused = state.pause is PauseState.PAUSED_ALL
@@ -207,6 +215,10 @@ class Scheduler:
                 updates = self._transfers.apply(connector_output)
         updates += self._results.apply(step, model_output)
         return updates
+
+    def holds_blocks_of(self, request_id: str) -> bool:
+        """It has ended, and a connector has not given its blocks back yet."""
+        return request_id in self._state.held
 
     def has_unfinished_requests(self) -> bool:
         return bool(self._state.requests)

@@ -15,6 +15,8 @@ from kvtransfer.protocol.identity import PeerKey, key_of
 from kvtransfer.protocol.statistics import Outcome
 from kvtransfer.protocol.transport import HandleId
 from wire.handoff import RegisterDestination
+from wire.tracing import Phase as Traced
+from wire.tracing import Span
 
 Position = tuple[int, int]
 """(KV cache group, index in the request's block table)."""
@@ -92,6 +94,7 @@ class Write:
 
     handle: HandleId
     positions: list[Position]
+    posted_at: float
     # The source blocks may have been overwritten while it ran: what arrived is not what was meant.
     tainted: bool = False
     done_at: float | None = None
@@ -109,6 +112,7 @@ class Sending:
         self.source: Source | None = None
         self.request_ended = False  # no further command will name the request
         self.kept = False  # the engine waits for `finished_sending`
+        self.paired_at: float | None = None  # source and destination are both there, and belong together
         self.waiting_since: float | None = None  # complete, but no destination
         self.notice_sent_at: float | None = None
         self.first_posted_at: float | None = None
@@ -199,6 +203,25 @@ class Sending:
         else:
             write.done_at = now
             self.arrived.append(write)
+
+    def spans(self, now: float, block_bytes: int) -> list[Span]:
+        """Where its time went, at its end."""
+        spans = [Span(Traced.PLAN, self.created_at, self.paired_at if self.paired_at is not None else now)]
+        for write in self.arrived:
+            blocks = len(write.positions)
+            ended = write.done_at if write.done_at is not None else now
+            spans.append(
+                Span(
+                    Traced.WRITE,
+                    write.posted_at,
+                    ended,
+                    blocks * self._block_size,
+                    num_bytes=blocks * block_bytes,
+                )
+            )
+        if self.notice_sent_at is not None:
+            spans.append(Span(Traced.NOTICE, self.notice_sent_at, now))
+        return spans
 
     def blocks_changed(self, final: BlockTable) -> bool:
         """Whether a block that was sent is no longer where the request's final table says: it may have been

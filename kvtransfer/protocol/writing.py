@@ -44,7 +44,7 @@ class Writer:
         if sending.first_posted_at is None:
             sending.first_posted_at = now
             self._recorder.took("first_byte", now - max(destination.registered_at, sending.created_at))
-        sending.in_flight.append(Write(handle, positions))
+        sending.in_flight.append(Write(handle, positions, now))
         self.poll(sending)
 
     def poll(self, sending: Sending) -> None:

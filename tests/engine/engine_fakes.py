@@ -39,6 +39,9 @@ class FakeRunner:
         self.failing: dict[str, TandemError] = {}  # requests that the model can make nothing of
         self.preempted: list[str] = []  # as it was told
 
+    def forget_requests(self) -> None:
+        self.tokens.clear()
+
     def execute(self, step: SchedulerOutput, hooks: LayerHooks | None = None) -> ModelOutput:
         if self.error is not None:
             raise self.error

@@ -14,6 +14,7 @@ from engine.core import Engine
 from engine.loop import Mailbox
 from engine.node_config import NodeConfig, NodeTimeouts
 from engine.service import NodeService
+from engine.structured.grammars import Grammars
 from prefill_node.rules import PrefillRules
 from tests.engine.engine_fakes import FakeRunner, make_scheduler, token_at
 from wire.errors import InvalidLogits, NodeLost
@@ -65,12 +66,14 @@ class Outgoing:
 
 
 class Node:
-    def __init__(self, rules, silence_s: float = 60.0) -> None:
+    def __init__(
+        self, rules, silence_s: float = 60.0, grammars: Grammars | None = None, grammar_s: float = 10.0
+    ) -> None:
         # A context so long that a request without an end of its own outlives any test.
         self.runner = FakeRunner(num_blocks=30_000, max_model_len=100_000)
         self.outgoing = Outgoing()
         mailbox: Mailbox = Mailbox()
-        timeouts = NodeTimeouts(status_period_s=0.02, router_silence_s=silence_s)
+        timeouts = NodeTimeouts(status_period_s=0.02, router_silence_s=silence_s, grammar_s=grammar_s)
         self.service = NodeService(
             NodeConfig(node_id="n0", role=rules.role, timeouts=timeouts),
             epoch=7,
@@ -78,6 +81,7 @@ class Node:
             engine=Engine(make_scheduler(self.runner), self.runner, None, debug=True),
             mailbox=mailbox,
             send=self.outgoing.send,
+            grammars=grammars,
         )
         self.service.start()
 

@@ -1,0 +1,78 @@
+"""What can be asked of a running cluster, and what it tells about itself. Plain types: the controller answers with
+them, its actor carries them as msgspec bytes, the commands show them.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+from wire.nodes import Role
+from wire.requests import NodeStatus
+
+
+class NodeView(msgspec.Struct, frozen=True):
+    """A node as its supervisor knows it; also one that is starting, being drained or left out."""
+
+    node_id: str
+    role: Role
+    host: str  # the address of the machine that it runs on; "" while it waits for one
+    phase: str
+    detail: str  # why, in every phase but "ready"
+    restarts: int
+    status: NodeStatus | None = None  # its last answer
+
+
+class PoolView(msgspec.Struct, frozen=True):
+    role: Role
+    wanted: int
+    ready: int
+    min_nodes: int
+    max_nodes: int  # 0: no limit
+    waiting_for_machines: int = 0  # nodes that no machine of the cluster has room for
+
+
+class RouterView(msgspec.Struct, frozen=True):
+    name: str
+    url: str
+    phase: str
+    detail: str
+    restarts: int
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """Something that the controller did by itself or was told to do, with its reason, in one line."""
+
+    unix_time: float
+    text: str
+
+
+class ClusterView(msgspec.Struct, frozen=True):
+    model: str
+    pools: list[PoolView]
+    nodes: list[NodeView]
+    routers: list[RouterView]
+    decisions: list[Decision]  # the latest ones, oldest first
+    failure: str = ""  # why nobody mends this cluster any more
+
+
+class Control(Protocol):
+    """Every method raises errors of `wire.errors` only. What is asked for twice is done once."""
+
+    async def view(self) -> ClusterView: ...
+
+    async def scale(self, wanted: dict[Role, int]) -> list[str]:
+        """The new sizes of these pools, until they are changed again. Returns what will be done, a line each, once
+        it is decided and kept; the doing shows in `view`. A pool that shrinks drains the nodes that it loses."""
+        ...
+
+    async def drain_node(self, node_id: str, timeout_s: float) -> bool:
+        """The node takes nothing new, finishes what it has, and goes; its pool shrinks by one. True when all of its
+        work ended in time."""
+        ...
+
+    async def change_role(self, node_id: str, role: Role) -> None:
+        """Drains the node and brings it back in another pool with the weights that it has loaded. The two pools'
+        sizes change by one. Returns when it is ready in its new role."""
+        ...
