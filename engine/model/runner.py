@@ -12,6 +12,8 @@ from engine.scheduling.output import ModelOutput, SchedulerOutput
 if TYPE_CHECKING:
     import torch
 
+    from engine.structured.grammars import Grammars
+
 
 class ModelInfo(msgspec.Struct, frozen=True):
     """What the rest of the engine must know of a loaded model."""
@@ -45,6 +47,11 @@ class ModelRunner(Protocol):
     @property
     def kv_cache(self) -> torch.Tensor:
         """[num_blocks, slots, 2, num_kv_heads, block_size, head_dim]: see kvtransfer.base.KVCacheMemory."""
+        ...
+
+    @property
+    def grammars(self) -> Grammars | None:
+        """What compiles grammars for this model's tokenizer; None where none are served."""
         ...
 
     def execute(self, step: SchedulerOutput, hooks: LayerHooks | None = None) -> ModelOutput: ...
