@@ -9,19 +9,23 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from engine.affinity import bind, threads_here
 from engine.core import Engine
 from engine.loop import Mailbox
 from engine.node_config import NodeConfig
 from engine.scheduling.scheduler import Scheduler
 from engine.service import Item, NodeService, RoleRules
 from kvtransfer.base import ConnectorContext, LoadFailurePolicy, SchedulerConnector, WorkerConnector
-from wire.errors import ConfigurationError, InternalError
+from wire.errors import InternalError
 from wire.nodes import NodeInfo, NodeState, new_epoch
 from wire.requests import NodeCounters, NodeStatus, ToNode
+
+if TYPE_CHECKING:
+    from engine.model.prefault import PageMaker
 
 logger = logging.getLogger(__name__)
 
@@ -46,17 +50,6 @@ OpenChannel = Callable[[str, Callable[[ToNode], None], str], NodeChannel]
 MakeConnector = Callable[[ConnectorContext], tuple[SchedulerConnector, WorkerConnector]]
 
 
-def _bind_process(cores: list[int]) -> None:
-    """Every thread that exists, and with them every thread that they start: an affinity belongs to a thread."""
-    for thread_id in os.listdir("/proc/self/task"):
-        try:
-            os.sched_setaffinity(int(thread_id), cores)
-        except ProcessLookupError:
-            continue  # it ended meanwhile
-        except OSError as error:
-            raise ConfigurationError(f"cannot bind to cores {cores}: {error}") from error
-
-
 class Node:
     """`start` blocks while the model loads; everything else may be called meanwhile, from other threads."""
 
@@ -71,16 +64,24 @@ class Node:
         self._engine: Engine | None = None
         self._channel: NodeChannel | None = None
         self._service: NodeService | None = None
+        self._pages: PageMaker | None = None
 
     def start(self, progress: Progress | None = None) -> NodeInfo:
         # Imported here: the cluster imports this module for its configuration, and must stay free of torch.
         from engine.model.loading import load_runner
+        from engine.model.prefault import PageMaker
 
         config = self.config
-        if config.cores:
-            _bind_process(config.cores)
+        # The model's threads, which loading makes, stay on this node's cores, and so will the thread that steps. All
+        # the others only get in their way there: a token that leaves need not stop the next one's forward pass.
+        helpers = threads_here() if config.cores else []
+        anywhere = os.sched_getaffinity(0) if config.cores else set()
+        bind(helpers, config.cores)
         runner = load_runner(config.engine.model, config.engine.cache, config.engine.scheduler, progress)
+        bind(helpers, anywhere)
         info = runner.info
+        if runner.kv_cache.device.type == "cpu":
+            self._pages = runner.pages = PageMaker(runner.kv_cache)
         mailbox: Mailbox[Item] = Mailbox()
         planner: SchedulerConnector | None = None
         mover: WorkerConnector | None = None
@@ -174,5 +175,7 @@ class Node:
             self._service.stop()
         if self._engine is not None:
             self._engine.shutdown()
+        if self._pages is not None:
+            self._pages.stop()
         if self._channel is not None:
             self._channel.close()

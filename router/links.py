@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 
 from wire.errors import NodeLost
@@ -73,7 +74,7 @@ class NodeLinks:
             self._try(node, Cancel(self.endpoint, request_ids))
 
     def ping(self, node: NodeInfo) -> None:
-        self._try(node, Ping(self.endpoint, asked_at=self._loop.time()))
+        self._try(node, Ping(self.endpoint, asked_at=time.monotonic()))
 
     def _try(self, node: NodeInfo, message: Cancel | Ping) -> None:
         """For messages whose loss is told by other means: a node that reads neither is soon silent, and lost."""

@@ -19,6 +19,7 @@ from router.metrics import RouterMetrics
 from router.policy import Decision, Policy, RoutingRequest
 from router.pool import Pool
 from router.prefixes import PrefixRecord, PromptHashes
+from router.tracing.trace import now
 from wire.errors import InternalError, NodeLost, TandemError, Unavailable
 from wire.nodes import NodeInfo
 from wire.requests import NodeStatus, TokenBatch
@@ -86,16 +87,16 @@ class Dispatcher:
         if not self._pool.snapshot().decode:
             raise Unavailable(self.why_unavailable())
         trace = specs[0].trace
-        came = self._clock()
+        came = now()
         slots = await self.admission.acquire(tenant, len(specs), min(spec.deadline for spec in specs))
         if trace is not None:
-            trace.span(Phase.WAIT, came, came := self._clock())
+            trace.span(Phase.WAIT, came, came := now())
         generation = Generation(
             lambda spec, news, end: RequestLife(self, spec, news, end), specs, slots, eager=eager
         )
         generation.start()
         if trace is not None:
-            trace.span(Phase.ROUTE, came, self._clock())
+            trace.span(Phase.ROUTE, came, now())
         return generation
 
     def why_unavailable(self) -> str:

@@ -108,7 +108,7 @@ class RequestLife:
         if len(self.ledger.tokens) > had:
             self._note_tokens(attempt)
             if self.spec.trace is not None:
-                self.spec.trace.arrived(self._loop.time(), node_id, len(self.ledger.tokens) - had)
+                self.spec.trace.arrived(node_id, len(self.ledger.tokens) - had)
         if self.ledger.finish is not None:
             self._end(self.ledger.finish, None, ended_at=attempt.node(source))
         elif news:

@@ -28,7 +28,7 @@ from router.openai.fields import SamplingFields
 from router.openai.plan import Caller, Plan, ServedModel, plan_chat, plan_completion
 from router.openai.reading import ReadChoice, read_all
 from router.text.tokenizer import Tokenizer
-from router.tracing.trace import RequestTrace
+from router.tracing.trace import RequestTrace, now
 from wire.tracing import Phase
 
 R = TypeVar("R", CompletionRequest, ChatRequest)
@@ -63,7 +63,7 @@ class GenerateRoute:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         services, exchange = self._services, exchange_of(scope)
-        arrived = asyncio.get_running_loop().time()
+        arrived, began = asyncio.get_running_loop().time(), now()
         if services.draining:
             raise Draining("this router is shutting down; another takes new requests")
         limits, timeouts = services.config.limits, services.config.timeouts
@@ -71,15 +71,15 @@ class GenerateRoute:
         request = read_request(body, self._endpoint.request_type)
         services.model.check_name(request.model)
         trace = exchange.trace = services.traces.begin(exchange.request_id, scope["headers"])
-        read_at = asyncio.get_running_loop().time()
+        read_at = now()
         plan = await self._endpoint.plan(
             request, services.model, self._caller(scope, exchange, request, arrived)
         )
         if trace is not None:
-            trace.began = arrived
-            trace.span(Phase.READ, arrived, read_at)
+            trace.began_at(began)
+            trace.span(Phase.READ, began, read_at)
             trace.prompt_tokens = plan.prompt_tokens
-            trace.span(Phase.TOKENIZE, read_at, asyncio.get_running_loop().time(), plan.prompt_tokens)
+            trace.span(Phase.TOKENIZE, read_at, now(), plan.prompt_tokens)
         tenant = exchange.tenant
         if tenant is not None:
             tenant.enter()
@@ -150,7 +150,7 @@ class GenerateRoute:
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body, "more_body": False})
         if trace is not None:
-            trace.flushed(asyncio.get_running_loop().time())
+            trace.flushed()
 
     async def _stream(
         self,
@@ -181,10 +181,10 @@ class GenerateRoute:
                 if events and unfinished:
                     await stream.write(events)
                     if trace is not None:
-                        trace.flushed(asyncio.get_running_loop().time())
+                        trace.flushed()
             await stream.write(events + answer.closing(), last=True)
             if trace is not None:
-                trace.flushed(asyncio.get_running_loop().time())
+                trace.flushed()
         finally:
             stream.close()
 

@@ -12,7 +12,7 @@ from router.config import TracingConfig
 from router.tracing.clocks import Clocks
 from router.tracing.context import TraceContext, parse_context
 from router.tracing.record import TraceList, TraceRecord
-from router.tracing.trace import RequestTrace
+from router.tracing.trace import RequestTrace, now
 from wire.tracing import ClockReading, NodeTrace
 
 # A client that asks for one trace, without a tracing system of its own.
@@ -58,12 +58,11 @@ class Traces:
             wanted = self._draw() < self._config.sample
         if not wanted:
             return None
-        now = self._loop.time()
         trace = RequestTrace(
             request_id,
             context or TraceContext.new(),
             self._model,
-            now,
+            now(),
             time.time(),
             on_attempt=self._on_attempt,
             on_end=self._on_end,
@@ -92,7 +91,7 @@ class Traces:
             self._hand_on(trace)
 
     def on_clock(self, reading: ClockReading) -> None:
-        self.clocks.heard(reading, self._loop.time())
+        self.clocks.heard(reading, now())
 
     def _hand_on(self, trace: RequestTrace) -> None:
         self._forget(trace)
