@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
+import uvloop
 from rich.console import Console
 from rich.table import Table
 from tokenizers import decoders, models, pre_tokenizers
@@ -185,12 +186,12 @@ def make_tokenizer(folder: str) -> None:
 
 def serve_router(pipe: Connection, folder: str, nodes: list[NodeInfo], profile: str | None) -> None:
     if profile is None:
-        asyncio.run(_serve_router(pipe, folder, nodes))
+        uvloop.run(_serve_router(pipe, folder, nodes))
         return
     import cProfile
 
     profiler = cProfile.Profile()
-    profiler.runcall(asyncio.run, _serve_router(pipe, folder, nodes))
+    profiler.runcall(uvloop.run, _serve_router(pipe, folder, nodes))
     profiler.dump_stats(profile)
 
 

@@ -18,6 +18,8 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     nodes: int | None = 0  # to begin with; null: one for every place that machines offer, as they come and go
     threads: int | None = None  # cores per node; None: an equal share of the machine's
+    # What Ray sets aside for each node, besides one of the role's own resource: {GPU: 1}. Only on a cluster.
+    resources: dict[str, float] = {}
     min: int = 0  # never fewer
     max: int | None = None  # never more; with it the pool is scaled by its load, between the two
 

@@ -78,7 +78,7 @@ class RouterServer:
 
     def _assemble(self, keys: KeyRing, tokenizer: Tokenizer, template: ChatTemplate | None) -> Services:
         config, metrics, supervisor = self._config, RouterMetrics(), Supervisor()
-        clock = asyncio.get_running_loop().time
+        clock = time.monotonic
         # The dispatcher and its pool call each other; these are looked up when there is something to say.
         pool = Pool(
             config.model_name,
@@ -171,7 +171,7 @@ class RouterServer:
         """Take nothing new, finish what is there. False when the time was over first: the rest was failed."""
         services = self.services
         services.draining = True
-        deadline = asyncio.get_running_loop().time() + timeout_s
+        deadline = time.monotonic() + timeout_s
         idle = await services.dispatcher.wait_idle(deadline)
         if not idle:
             services.dispatcher.fail_all(Unavailable("the router is shutting down"))

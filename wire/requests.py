@@ -109,6 +109,7 @@ class NodeCounters(msgspec.Struct, frozen=True):
     leases_expired: int = 0
     speculative_drafted: int = 0
     speculative_accepted: int = 0
+    model_errors: int = 0  # requests ended because the model computed something that is no number
 
 
 class NodeStatus(msgspec.Struct, frozen=True, tag="status"):

@@ -10,6 +10,7 @@ import ctypes
 import logging
 import os
 import threading
+import weakref
 
 import torch
 
@@ -22,7 +23,7 @@ _LEAST_IMPORTANT = 19
 
 
 class PageMaker:
-    """A thread that the others don't notice. `reached` may be called from any thread."""
+    """A thread that the others don't notice; it ends with the cache. `reached` may be called from any thread."""
 
     def __init__(self, cache: torch.Tensor) -> None:
         self._address = cache.data_ptr()
@@ -36,6 +37,7 @@ class PageMaker:
         self._madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         self._thread = threading.Thread(target=self._run, name="page-maker", daemon=True)
         self._thread.start()
+        weakref.finalize(cache, self._end)
 
     @property
     def made_bytes(self) -> int:
@@ -71,9 +73,12 @@ class PageMaker:
             raise OSError(ctypes.get_errno(), "madvise")
         self._made = end
 
-    def stop(self) -> None:
-        """Idempotent. The cache's memory may be given back afterwards."""
+    def _end(self) -> None:
         with self._changed:
             self._stopping = True
             self._changed.notify()
+
+    def stop(self) -> None:
+        """Idempotent. The cache's memory may be given back afterwards."""
+        self._end()
         self._thread.join(5)

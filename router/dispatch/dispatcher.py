@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import OrderedDict
 
 import msgspec
@@ -19,7 +20,6 @@ from router.metrics import RouterMetrics
 from router.policy import Decision, Policy, RoutingRequest
 from router.pool import Pool
 from router.prefixes import PrefixRecord, PromptHashes
-from router.tracing.trace import now
 from wire.errors import InternalError, NodeLost, TandemError, Unavailable
 from wire.nodes import NodeInfo
 from wire.requests import NodeStatus, TokenBatch
@@ -50,7 +50,7 @@ class Dispatcher:
         self._pool = pool
         self._policy = policy
         self._prefixes = PrefixRecord()
-        self._clock = asyncio.get_running_loop().time
+        self._clock = time.monotonic  # as everywhere here: the event loop's own clock counts milliseconds
         self._by_request_id: dict[str, RequestLife] = {}
         self._by_node: dict[NodeInfo, set[RequestLife]] = {}
         self._waiting: set[RequestLife] = set()
@@ -87,16 +87,16 @@ class Dispatcher:
         if not self._pool.snapshot().decode:
             raise Unavailable(self.why_unavailable())
         trace = specs[0].trace
-        came = now()
+        came = self._clock()
         slots = await self.admission.acquire(tenant, len(specs), min(spec.deadline for spec in specs))
         if trace is not None:
-            trace.span(Phase.WAIT, came, came := now())
+            trace.span(Phase.WAIT, came, came := self._clock())
         generation = Generation(
             lambda spec, news, end: RequestLife(self, spec, news, end), specs, slots, eager=eager
         )
         generation.start()
         if trace is not None:
-            trace.span(Phase.ROUTE, came, now())
+            trace.span(Phase.ROUTE, came, self._clock())
         return generation
 
     def why_unavailable(self) -> str:

@@ -99,9 +99,10 @@ class Gate:
                 logger.exception("%s: %s %s failed", exchange.request_id, scope["method"], _path(scope))
                 await _answer_bug(exchange, send_noted)
         finally:
-            took = time.monotonic() - began
+            ended = time.monotonic()
+            took = ended - began
             if exchange.trace is not None:
-                exchange.trace.end(exchange.route, exchange.status)
+                exchange.trace.end(ended, exchange.route, exchange.status)
             self._metrics.http_requests.labels(route=exchange.route, status=str(exchange.status)).inc()
             access_logger.info(
                 "%s %s %s %s %.3fs%s%s%s",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Callable, Iterable
 
 import msgspec
@@ -13,9 +12,6 @@ from router.tracing.context import TraceContext
 from router.tracing.record import Arrival, NodePart, TraceRecord, TraceSummary
 from wire.nodes import NodeInfo
 from wire.tracing import NodeTrace, Phase, Span
-
-# What nodes' spans are laid beside. Not the event loop's: some keep it in whole milliseconds.
-now = time.monotonic
 
 MAX_SPANS = 4096
 MAX_ATTEMPTS = 64  # of all choices together: one that has more is not told of to the end
@@ -65,11 +61,6 @@ class RequestTrace:
         else:
             self._dropped += 1
 
-    def began_at(self, at: float) -> None:
-        """Its first bytes came before anybody could know that it is traced."""
-        self.began_unix_s -= self.began - at
-        self.began = at
-
     def attempt(self, request_id: str, nodes: Iterable[NodeInfo], decision: str) -> None:
         if len(self.attempts) < MAX_ATTEMPTS:
             self.attempts.append(request_id)
@@ -77,8 +68,7 @@ class RequestTrace:
             self._expected |= {(request_id, node.node_id): node for node in nodes}
             self._on_attempt(self, request_id)
 
-    def arrived(self, node_id: str, tokens: int) -> None:
-        at = now()
+    def arrived(self, at: float, node_id: str, tokens: int) -> None:
         self._output_tokens += tokens
         self._unflushed += tokens
         if self._unflushed_since is None:
@@ -88,14 +78,14 @@ class RequestTrace:
         else:
             self._dropped += 1
 
-    def flushed(self) -> None:
+    def flushed(self, now: float) -> None:
         """The text of what had arrived has left for the client, or as much of it as makes whole characters."""
         if self._unflushed_since is not None:
-            self.span(Phase.FLUSH, self._unflushed_since, now(), self._unflushed)
+            self.span(Phase.FLUSH, self._unflushed_since, now, self._unflushed)
             self._unflushed_since, self._unflushed = None, 0
 
-    def end(self, route: str, status: int | None) -> None:
-        self.ended, self.route, self.status = now(), route, status
+    def end(self, now: float, route: str, status: int | None) -> None:
+        self.ended, self.route, self.status = now, route, status
         self._on_end(self)
 
     # --- the nodes' parts

@@ -12,7 +12,7 @@ from router.config import TracingConfig
 from router.tracing.clocks import Clocks
 from router.tracing.context import TraceContext, parse_context
 from router.tracing.record import TraceList, TraceRecord
-from router.tracing.trace import RequestTrace, now
+from router.tracing.trace import RequestTrace
 from wire.tracing import ClockReading, NodeTrace
 
 # A client that asks for one trace, without a tracing system of its own.
@@ -58,11 +58,12 @@ class Traces:
             wanted = self._draw() < self._config.sample
         if not wanted:
             return None
+        now = time.monotonic()
         trace = RequestTrace(
             request_id,
             context or TraceContext.new(),
             self._model,
-            now(),
+            now,
             time.time(),
             on_attempt=self._on_attempt,
             on_end=self._on_end,
@@ -91,7 +92,7 @@ class Traces:
             self._hand_on(trace)
 
     def on_clock(self, reading: ClockReading) -> None:
-        self.clocks.heard(reading, now())
+        self.clocks.heard(reading, time.monotonic())
 
     def _hand_on(self, trace: RequestTrace) -> None:
         self._forget(trace)

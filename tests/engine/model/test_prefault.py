@@ -87,3 +87,12 @@ def test_a_kernel_that_cannot_is_left_in_peace(monkeypatch: pytest.MonkeyPatch) 
     maker.stop()
     assert maker.made_bytes == 0
     assert threading.active_count() <= before
+
+
+def test_it_ends_with_its_cache() -> None:
+    cache, _ = cache_of(8)
+    maker = PageMaker(cache)
+    until(maker, 4 * BLOCK)
+    del cache
+    maker._thread.join(PATIENCE_S)
+    assert not maker._thread.is_alive()
