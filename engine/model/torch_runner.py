@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -23,6 +25,9 @@ from engine.structured.masks import GrammarMasks
 from wire.errors import InvalidLogits
 from wire.sampling import SamplingParams, TokenLogprobs
 
+if TYPE_CHECKING:
+    from engine.model.prefault import PageMaker
+
 
 class TorchRunner:
     """See engine.model.runner.ModelRunner. A request is known from its first step until it has finished; while
@@ -41,6 +46,7 @@ class TorchRunner:
     ) -> None:
         self._info = info
         self._kv_cache = kv_cache
+        self.pages: PageMaker | None = None
         self._forward = forward
         self._block_size = block_size
         self._num_drafts = num_speculative_tokens
@@ -120,6 +126,8 @@ class TorchRunner:
         for new in step.new_reqs:
             row = self._requests.add(new.req_id, new.token_ids, new.num_prompt_tokens, new.block_ids)
             self._requests.num_computed[row] = new.num_computed_tokens
+            if self.pages is not None:
+                self.pages.reached(max((max(ids) for ids in new.block_ids if ids), default=0))
             self._table.set(row, new.sampling)
         cached = step.cached_reqs
         for req_id, num_computed, blocks in zip(
