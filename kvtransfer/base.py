@@ -147,6 +147,7 @@ class TransferStats(msgspec.Struct):
     bytes_sent: int = 0
     bytes_received: int = 0
     blocks_sent: int = 0
+    descriptors_sent: int = 0  # runs of bytes that the transport was asked to move
     blocks_received: int = 0
     outcomes: dict[str, int] = msgspec.field(default_factory=dict)
     leases_expired: int = 0

@@ -24,7 +24,7 @@ from kvtransfer.protocol.handshakes import ConsumerLink, Handshakes
 from kvtransfer.protocol.identity import Clock, Identity, PeerKey, key_of
 from kvtransfer.protocol.ledger import Ledger
 from kvtransfer.protocol.registrations import Registrations
-from kvtransfer.protocol.sending import Phase, Sending
+from kvtransfer.protocol.sending import Destination, Phase, Sending
 from kvtransfer.protocol.settings import Settings
 from kvtransfer.protocol.statistics import Outcome, Recorder
 from kvtransfer.protocol.transport import Activity, Direction, Transport
@@ -63,7 +63,7 @@ class Producer:
         self._answers = Answers(me, send, recorder)
         self._geometry = geometry
         self._writes = direction is Direction.PUSH
-        self._writer = Writer(transport, settings, geometry.memory.block_bytes, clock, recorder)
+        self._writer = Writer(transport, settings, geometry.fingerprint.num_slots, clock, recorder)
         self._settings = settings
         self._send = send
         self._clock = clock
@@ -72,7 +72,7 @@ class Producer:
         self._handshakes = Handshakes(
             geometry, transport if self._writes else None, settings, clock, lost=self._on_link_replaced
         )
-        self._ledger = Ledger(geometry.block_size, settings, clock, recorder)
+        self._ledger = Ledger(settings, clock, recorder)
         self.registrations = Registrations(
             geometry,
             self._ledger,
@@ -85,7 +85,7 @@ class Producer:
         )
         # Those that may have something to post, or have something in flight: most transfers only wait.
         self._moving: dict[str, Sending] = {}
-        self._unfenced: list[commands.Computed] = []
+        self._unfenced: list[commands.Computed | commands.LayersComputed] = []
 
     @property
     def is_idle(self) -> bool:
@@ -127,9 +127,20 @@ class Producer:
             if sending is not None and sending.source is not None:
                 source = sending.source
                 source.computed = max(source.computed, num_tokens)
+                self._writer.computed(sending)
                 self._moving[sending.transfer_id] = sending
                 if source.computed >= source.plan.num_tokens and source.fully_computed_at is None:
                     source.fully_computed_at = command.at
+
+    def computing(self, command: commands.LayersComputed) -> None:
+        if command.fence is not None and not command.fence():
+            self._unfenced.append(command)
+            return
+        for request_id, num_tokens in command.num_tokens.items():
+            sending = self._ledger.of_request(request_id)
+            if sending is not None and sending.phase is Phase.OPEN and self._writes:
+                self._writer.computing(sending, num_tokens, command.slots)
+                self._moving[sending.transfer_id] = sending
 
     def preempted(self, command: commands.Preempted) -> None:
         for unfenced in self._unfenced:
@@ -254,7 +265,10 @@ class Producer:
         if self._unfenced:
             unfenced, self._unfenced = self._unfenced, []
             for command in unfenced:
-                self.computed(command)
+                if isinstance(command, commands.Computed):
+                    self.computed(command)
+                else:
+                    self.computing(command)
         activity = Activity.IN_FLIGHT if self._unfenced else Activity.NONE
         for sending in list(self._moving.values()):
             self._poll(sending)
@@ -358,7 +372,7 @@ class Producer:
         if source is None or destination is None or source.first_token is None:
             return
         sending.notice_sent_at = self._clock()
-        blocks = len(destination.positions())
+        blocks = destination.num_blocks
         self._send(
             destination.endpoint,
             HandoffNotice(
@@ -367,7 +381,7 @@ class Producer:
                 source.plan.num_tokens,
                 source.plan.token_hash,
                 source.first_token,
-                blocks * self._geometry.memory.block_bytes,
+                blocks * self._block_bytes_of(destination),
                 blocks,
                 [] if self._writes else source.blocks_for(destination),
             ),
@@ -378,8 +392,12 @@ class Producer:
         if source is not None and source.fully_computed_at is not None:
             self._recorder.took("handover", self._clock() - source.fully_computed_at)
         if destination is not None and not self._writes:
-            blocks = len(destination.positions())
-            self._recorder.sent(blocks, blocks * self._geometry.memory.block_bytes, overlapped=False)
+            positions = destination.positions()
+            num_bytes = len(positions) * destination.mapping.grain_bytes
+            self._recorder.sent(destination.num_blocks, num_bytes, descriptors=0, overlapped=False)
+
+    def _block_bytes_of(self, destination: Destination) -> int:
+        return destination.mapping.grain_bytes * destination.mapping.their_parts
 
     def _begin_closing(self, sending: Sending, outcome: Outcome, reason: str) -> None:
         if not sending.is_over:

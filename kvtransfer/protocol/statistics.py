@@ -53,8 +53,9 @@ class Recorder:
         with self._lock:
             self._timings[what] = self._timings.get(what, Timing()).plus(seconds)
 
-    def sent(self, blocks: int, num_bytes: int, *, overlapped: bool) -> None:
+    def sent(self, blocks: int, num_bytes: int, *, descriptors: int, overlapped: bool) -> None:
         with self._lock:
+            self._stats.descriptors_sent += descriptors
             self._stats.blocks_sent += blocks
             self._stats.bytes_sent += num_bytes
             if overlapped:
@@ -73,6 +74,7 @@ class Recorder:
         with self._lock:
             stats = self._stats
             return TransferStats(
+                descriptors_sent=stats.descriptors_sent,
                 bytes_sent=stats.bytes_sent,
                 bytes_received=stats.bytes_received,
                 blocks_sent=stats.blocks_sent,

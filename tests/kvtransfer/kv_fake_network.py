@@ -20,6 +20,7 @@ from kvtransfer.protocol.identity import Identity, token_hash
 from kvtransfer.protocol.settings import Settings
 from kvtransfer.protocol.statistics import Recorder
 from kvtransfer.protocol.transport import Activity, Direction, HandleId, Operation, RemoteId, Transport
+from kvtransfer.protocol.transport import Move as TransportMove
 from wire.errors import TransferError
 from wire.handoff import CacheFingerprint, CacheMemory, HandoffMessage
 from wire.nodes import PeerAddress
@@ -80,22 +81,18 @@ class FakeTransport(Transport):
             "disconnected with a handle in flight"
         )
 
-    def post(
-        self,
-        operation: Operation,
-        remote: RemoteId,
-        local_blocks: Sequence[int],
-        remote_blocks: Sequence[int],
-    ) -> HandleId:
+    def post(self, remote: RemoteId, move: TransportMove) -> HandleId:
+        assert move.unit_bytes == BLOCK_BYTES
+        local_blocks, remote_blocks = move.local.tolist(), move.remote.tolist()
         assert len(local_blocks) == len(remote_blocks) > 0
         assert all(0 < block < NUM_BLOCKS for block in (*local_blocks, *remote_blocks))
         handle = HandleId(next(self.ids))
         self.moves[handle] = Move(
             self.node,
-            operation,
+            move.operation,
             self.remotes[remote],
-            list(local_blocks),
-            list(remote_blocks),
+            local_blocks,
+            remote_blocks,
             self.world.now,
         )
         return handle
@@ -177,7 +174,9 @@ class Node:
         self.receives: dict[str, Receive] = {}
         self.frozen = False
         memory = CacheMemory(name.encode(), "DRAM", 0, 4096, NUM_BLOCKS, BLOCK_BYTES)
-        fingerprint = CacheFingerprint("m", "float32", 1, 1, 1, BLOCK_SIZE, "l", f"fake/{direction.value}")
+        fingerprint = CacheFingerprint(
+            "m", "float32", 1, 1, 1, BLOCK_SIZE, "slot,kv,head,token,dim", f"fake/{direction.value}"
+        )
         self.geometry = PoolGeometry(
             msgspec.structs.replace(fingerprint, **(cache or {})), memory, BLOCK_SIZE, num_groups=1
         )

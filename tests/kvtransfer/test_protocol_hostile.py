@@ -54,8 +54,8 @@ memories = st.builds(
     num_blocks=numbers,
     block_bytes=st.one_of(st.just(64), numbers),
 )
-texts = st.sampled_from(["m", "float32", "l", "fake/push", "fake/pull", ""])
-right = CacheFingerprint("m", "float32", 1, 1, 1, 4, "l", "fake/push")
+texts = st.sampled_from(["m", "float32", "slot,kv,head,token,dim", "fake/push", "fake/pull", ""])
+right = CacheFingerprint("m", "float32", 1, 1, 1, 4, "slot,kv,head,token,dim", "fake/push")
 fingerprints = st.one_of(
     st.just(right),
     st.builds(CacheFingerprint, texts, texts, numbers, numbers, numbers, numbers, texts, texts),
