@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from kvtransfer.base import NULL_BLOCK_ID, TransferRecord
 from kvtransfer.protocol import commands
 from kvtransfer.protocol.answers import Answers, Ending
 from kvtransfer.protocol.geometry import PoolGeometry
@@ -158,6 +159,7 @@ class Producer:
             return
         sending.request_ended = True
         sending.kept = True
+        sending.num_kept = sum(block != NULL_BLOCK_ID for ids in command.block_ids for block in ids)
         sending.waiting_since = self._clock()
         if sending.phase is Phase.OPEN:
             if sending.blocks_changed(command.block_ids):
@@ -183,6 +185,10 @@ class Producer:
         sending.request_id = command.request_id
         sending.request_ended = True
         sending.kept = command.kept
+        if command.kept and sending.source is not None:
+            sending.num_kept = sum(
+                block != NULL_BLOCK_ID for ids in sending.source.block_ids for block in ids
+            )
         self._begin_closing(sending, Outcome.ABORTED, reason)
 
     # ── messages of consumers ──
@@ -358,7 +364,8 @@ class Producer:
         ):
             sending.phase = Phase.NOTIFYING
             if sending.first_posted_at is not None:
-                self._recorder.took("last_byte", self._clock() - sending.first_posted_at)
+                sending.tally.last_byte_s = self._clock() - sending.first_posted_at
+                self._recorder.took("last_byte", sending.tally.last_byte_s)
             self._notify(sending)
         elif sending.phase is Phase.CLOSING and not sending.in_flight:
             destination = sending.destination
@@ -390,11 +397,13 @@ class Producer:
     def _record_handover(self, sending: Sending) -> None:
         source, destination = sending.source, sending.destination
         if source is not None and source.fully_computed_at is not None:
-            self._recorder.took("handover", self._clock() - source.fully_computed_at)
+            sending.tally.handover_s = self._clock() - source.fully_computed_at
+            self._recorder.took("handover", sending.tally.handover_s)
         if destination is not None and not self._writes:
             positions = destination.positions()
             num_bytes = len(positions) * destination.mapping.grain_bytes
-            self._recorder.sent(destination.num_blocks, num_bytes, descriptors=0, overlapped=False)
+            sending.tally.num_bytes, sending.tally.blocks = num_bytes, destination.num_blocks
+            self._recorder.sent(destination.num_blocks, num_bytes)
 
     def _block_bytes_of(self, destination: Destination) -> int:
         return destination.mapping.grain_bytes * destination.mapping.their_parts
@@ -409,6 +418,20 @@ class Producer:
     def _close(self, sending: Sending) -> None:
         sending.phase = Phase.CLOSED
         self._recorder.ended(sending.outcome)
+        tally = sending.tally
+        self._recorder.record(
+            TransferRecord(
+                request_id=sending.request_id or "",
+                outcome=sending.outcome.value,
+                num_bytes=tally.num_bytes,
+                blocks=tally.blocks,
+                descriptors=tally.descriptors,
+                bytes_overlapped=tally.bytes_overlapped,
+                first_byte_s=tally.first_byte_s,
+                last_byte_s=tally.last_byte_s,
+                handover_s=tally.handover_s,
+            )
+        )
         if sending.outcome is Outcome.LEASE_EXPIRED:
             self._recorder.lease_expired()
         handed_over = sending.outcome is Outcome.SENT
@@ -427,6 +450,7 @@ class Producer:
         self._ledger.forget(sending)
         if sending.kept and sending.request_id is not None:
             sending.kept = False
+            self._recorder.freed(sending.num_kept, sending.outcome)
             self._finished_sending(sending.request_id)
 
     def tick(self) -> None:

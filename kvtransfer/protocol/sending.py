@@ -102,6 +102,19 @@ class Write:
 
 
 @dataclasses.dataclass(slots=True)
+class Tally:
+    """What has become of one transfer so far."""
+
+    num_bytes: int = 0
+    blocks: int = 0
+    descriptors: int = 0
+    bytes_overlapped: int = 0
+    first_byte_s: float | None = None
+    last_byte_s: float | None = None
+    handover_s: float | None = None
+
+
+@dataclasses.dataclass(slots=True)
 class Layers:
     """A chunk that goes layer by layer. Its positions are no longer among the unsent."""
 
@@ -122,12 +135,14 @@ class Sending:
         self.source: Source | None = None
         self.request_ended = False  # no further command will name the request
         self.kept = False  # the engine waits for `finished_sending`
+        self.num_kept = 0  # blocks that become free then
         self.waiting_since: float | None = None  # complete, but no destination
         self.notice_sent_at: float | None = None
         self.first_posted_at: float | None = None
         self.in_flight: list[Write] = []
         self.arrived: list[Write] = []
         self.layers: Layers | None = None
+        self.tally = Tally()
         self._returning: list[Position] = []  # see `_put_back`
         self._unsent: list[Position] = []  # in descending order: the next one is at the end
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections import Counter
+from collections import Counter, deque
 
-from kvtransfer.base import Timing, TransferStats
+from kvtransfer.base import Timing, TransferRecord, TransferStats
 
 
 class Outcome(enum.StrEnum):
@@ -27,6 +27,27 @@ class Outcome(enum.StrEnum):
     SHUTDOWN = "shutdown"
 
 
+class Freed(enum.StrEnum):
+    """What made a producer's blocks free that were kept after their request had ended."""
+
+    SENT = "sent"  # every byte arrived, and was accepted
+    LEASE_ENDED = "lease_ended"
+    CANCELLED = "cancelled"  # by either node
+    PEER_LOST = "peer_lost"
+    FAILED = "failed"  # the two nodes could not agree, or the bytes could not be moved
+
+
+_FREED_BY = {
+    Outcome.SENT: Freed.SENT,
+    Outcome.LEASE_EXPIRED: Freed.LEASE_ENDED,
+    Outcome.CANCELLED: Freed.CANCELLED,
+    Outcome.ABORTED: Freed.CANCELLED,
+    Outcome.SHUTDOWN: Freed.CANCELLED,
+    Outcome.PEER_LOST: Freed.PEER_LOST,
+}
+RECENT = 32
+
+
 class Recorder:
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -34,6 +55,8 @@ class Recorder:
         self._outcomes: Counter[str] = Counter()
         self._refused: Counter[str] = Counter()
         self._timings: dict[str, Timing] = {}
+        self._freed: Counter[str] = Counter()
+        self._recent: deque[TransferRecord] = deque(maxlen=RECENT)
 
     def began(self) -> None:
         with self._lock:
@@ -53,18 +76,25 @@ class Recorder:
         with self._lock:
             self._timings[what] = self._timings.get(what, Timing()).plus(seconds)
 
-    def sent(self, blocks: int, num_bytes: int, *, descriptors: int, overlapped: bool) -> None:
+    def sent(self, blocks: int, num_bytes: int, *, descriptors: int = 0, overlapped: int = 0) -> None:
         with self._lock:
             self._stats.descriptors_sent += descriptors
             self._stats.blocks_sent += blocks
             self._stats.bytes_sent += num_bytes
-            if overlapped:
-                self._stats.bytes_overlapped += num_bytes
+            self._stats.bytes_overlapped += overlapped
 
     def received(self, blocks: int, num_bytes: int) -> None:
         with self._lock:
             self._stats.blocks_received += blocks
             self._stats.bytes_received += num_bytes
+
+    def freed(self, blocks: int, outcome: Outcome) -> None:
+        with self._lock:
+            self._freed[_FREED_BY.get(outcome, Freed.FAILED).value] += blocks
+
+    def record(self, transfer: TransferRecord) -> None:
+        with self._lock:
+            self._recent.append(transfer)
 
     def lease_expired(self) -> None:
         with self._lock:
@@ -85,5 +115,7 @@ class Recorder:
                 in_progress=stats.in_progress,
                 bytes_overlapped=stats.bytes_overlapped,
                 refused=dict(self._refused),
+                blocks_freed=dict(self._freed),
+                recent=list(self._recent),
                 timings=dict(self._timings),
             )

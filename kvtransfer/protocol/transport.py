@@ -88,6 +88,11 @@ class Transport(abc.ABC):
     def close(self) -> None:
         """Give everything back. Idempotent."""
 
+    @property
+    def malformed_frames(self) -> int:
+        """Frames that did not decode, on sockets of its own."""
+        return 0
+
     # A transport whose peer's writes are carried out by this process can refuse those that come too late, which
     # what writes to memory from outside cannot.
 

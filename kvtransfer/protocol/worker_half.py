@@ -163,7 +163,7 @@ class WorkerHalf(WorkerConnector):
     # ── any thread ──
 
     def stats(self) -> TransferStats:
-        return self._recorder.snapshot(self._channel.malformed)
+        return self._recorder.snapshot(self._channel.malformed + self._transport.malformed_frames)
 
     def shutdown(self) -> None:
         if self._closed:

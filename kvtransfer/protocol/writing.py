@@ -62,7 +62,8 @@ class Writer:
         handle = self._transport.post(remote, move)
         if sending.first_posted_at is None:
             sending.first_posted_at = now
-            self._recorder.took("first_byte", now - max(destination.registered_at, sending.created_at))
+            sending.tally.first_byte_s = now - max(destination.registered_at, sending.created_at)
+            self._recorder.took("first_byte", sending.tally.first_byte_s)
         sending.in_flight.append(Write(handle, positions, move.num_bytes, len(move.local), slots, is_last))
         self.poll(sending)
 
@@ -96,9 +97,10 @@ class Writer:
             parts = destination.mapping.their_parts
             # A block counts with its first grain.
             blocks = sum(index % parts == 0 for _, index in write.positions)
-        self._recorder.sent(
-            blocks,
-            write.num_bytes,
-            descriptors=write.descriptors,
-            overlapped=computed_at is None or now <= computed_at,
-        )
+        overlapped = write.num_bytes if computed_at is None or now <= computed_at else 0
+        tally = sending.tally
+        tally.num_bytes += write.num_bytes
+        tally.blocks += blocks
+        tally.descriptors += write.descriptors
+        tally.bytes_overlapped += overlapped
+        self._recorder.sent(blocks, write.num_bytes, descriptors=write.descriptors, overlapped=overlapped)
