@@ -33,8 +33,9 @@ class Writer:
     def computing(self, sending: Sending, num_tokens: int, slots: int) -> None:
         """The first `slots` layers of a chunk that ends at `num_tokens` have been computed."""
         if sending.destination is not None:
-            limit = self._settings.layerwise_posts * self._batch(sending.destination.mapping)
-            sending.begin_layers(num_tokens, slots, limit)
+            # So many that one layer of them is not more than one post.
+            limit = min(self._settings.layerwise_posts, self._slots)
+            sending.begin_layers(num_tokens, slots, limit * self._batch(sending.destination.mapping))
 
     def computed(self, sending: Sending) -> None:
         """All layers have been."""
