@@ -248,9 +248,7 @@ class Controller:
         return record
 
     def _wanted(self, role: Role) -> int:
-        return plan.wanted_size(
-            self._pools.state, plan.open_hosts(self._pools.state, self._pools.machines), role
-        )
+        return plan.wanted_size(self._pools.state, self._pools.machines, role)
 
     def _check_limits(self, role: Role, size: int) -> None:
         pool = self._config.pools.of(role)

@@ -194,7 +194,7 @@ class Cluster(RuleBasedStateMachine):
         assert not await self.failure()
         kept = state.decode(await self.rig.store.load() or b"")
         view = await self.rig.controller.view()
-        hosts = plan.open_hosts(kept, self.rig.hosts.hosts)
+        hosts = self.rig.hosts.hosts
         assert not [record for record in kept.nodes if record.leaving], "what had to go is gone"
         running = {node.info.node_id: node for node in self.live()}
         placed = {record.node_id: record for record in kept.nodes if record.placement is not None}
@@ -206,6 +206,7 @@ class Cluster(RuleBasedStateMachine):
             assert record.placement is not None
             assert running[node_id].host.name == record.placement.host
         offered = Counter({(h.name, role): n for h in hosts for role, n in (h.slots or {}).items()})
+        offered -= Counter((slot.host, slot.role) for slot in kept.closed)
         taken = Counter((r.placement.host, r.placement.slot) for r in placed.values() if r.placement)
         for pool in view.pools:
             mine = kept.staying(pool.role)
