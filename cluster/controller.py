@@ -56,7 +56,12 @@ class Controller:
         self._pools = Reconciler(config, hosts, launcher, store, events, self._clock, self._tasks)
         self._fleet = self._pools.fleet
         self._autoscaler = Autoscaler(
-            config, self._clock, self._fleet.statuses, self._scaled_pools, self._scale_by_itself
+            config,
+            self._clock,
+            self._fleet.statuses,
+            self._scaled_pools,
+            self._scale_by_itself,
+            self._pools.note,
         )
 
     @property

@@ -115,6 +115,10 @@ async def test_no_load_takes_a_pool_above_its_maximum() -> None:
     simulation = Simulation(lambda _: 10 * ONE_NODE_READS, prefill=(1, 1, 3), decode=(1, 1, 2))
     await pass_time(simulation, 600)
     assert simulation.sizes() == {Role.PREFILL: 3, Role.DECODE: 2}
+    assert sorted(line.partition(": ")[2].partition(":")[0] for line in simulation.said) == [
+        "2 are too few, and pools.decode.max allows no more",
+        "3 are too few, and pools.prefill.max allows no more",
+    ], "said once, not every second"
 
 
 # --- each rule
