@@ -9,6 +9,8 @@ import asyncio
 import time
 from multiprocessing.connection import Connection
 
+import uvloop
+
 from wire.loop_inbox import LoopInbox
 from wire.nodes import NodeInfo
 from wire.requests import NodeStatus, Submit, TokenBatch, ToRouter
@@ -56,7 +58,7 @@ class _Client(asyncio.Protocol):
 
 
 def serve_relay(pipe: Connection, decode: NodeInfo, tokens: int) -> None:
-    asyncio.run(_serve(pipe, decode, tokens))
+    uvloop.run(_serve(pipe, decode, tokens))
 
 
 async def _serve(pipe: Connection, decode: NodeInfo, tokens: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from cluster.autoscaling import AutoscalingConfig, SloConfig
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.node_config import NodeTimeouts
 from kvtransfer.base import TransferConfig
@@ -16,8 +17,17 @@ DEFAULT_MODEL = "smollm2"
 class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`pools.prefill: 2` is short for `pools.prefill.nodes: 2`."""
 
-    nodes: int = 0
+    nodes: int | None = 0  # to begin with; null: one for every place that machines offer, as they come and go
     threads: int | None = None  # cores per node; None: an equal share of the machine's
+    # What Ray sets aside for each node, besides one of the role's own resource: {GPU: 1}. Only on a cluster.
+    resources: dict[str, float] = {}
+    min: int = 0  # never fewer
+    max: int | None = None  # never more; with it the pool is scaled by its load, between the two
+
+    @property
+    def first_size(self) -> int:
+        """On one machine, which offers as many places as anyone asks for."""
+        return 1 if self.nodes is None else self.nodes
 
 
 class PoolsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -30,7 +40,7 @@ class PoolsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def total(self) -> int:
-        return sum(self.of(role).nodes for role in Role)
+        return sum(self.of(role).first_size for role in Role)
 
 
 class ClusterTimeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -38,14 +48,15 @@ class ClusterTimeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     start_s: float = 300.0  # for one node to load its model and answer
     heartbeat_s: float = 0.5  # between two questions to a node
-    silence_s: float = (
-        2.5  # an answer later than this takes the node out of the routers' view until it answers
-    )
+    # An answer later than this takes the node out of the routers' view until it answers: with the heartbeat's period
+    # and the way to the routers that is less than 3 s after it froze.
+    silence_s: float = 2.0
     unresponsive_s: float = 15.0  # silent for this long: ended and replaced
     step_s: float = 120.0  # one engine step longer than this is a wedged engine: ended and replaced
     restart_backoff_s: float = 0.5  # before the first restart; doubles up to `restart_backoff_max_s`
     restart_backoff_max_s: float = 15.0
     stop_s: float = 10.0  # for one process to end after it was told to
+    machines_s: float = 900.0  # at start, for the machines that the first nodes need
     nodes: NodeTimeouts = NodeTimeouts()
 
 
@@ -58,6 +69,8 @@ class TandemConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     scheduler: SchedulerConfig = SchedulerConfig()
     router: RouterConfig = RouterConfig(tokenizer_path=DEFAULT_MODEL, model_name=DEFAULT_MODEL)
     transfer: TransferConfig = TransferConfig()
+    slo: SloConfig = SloConfig()
+    autoscaling: AutoscalingConfig = AutoscalingConfig()
     timeouts: ClusterTimeouts = ClusterTimeouts()
     debug: bool = False  # every engine audits its invariants whenever it is idle
 

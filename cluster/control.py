@@ -29,7 +29,7 @@ class PoolView(msgspec.Struct, frozen=True):
     wanted: int
     ready: int
     min_nodes: int
-    max_nodes: int
+    max_nodes: int  # 0: no limit
     waiting_for_machines: int = 0  # nodes that no machine of the cluster has room for
 
 

@@ -18,6 +18,7 @@ class Host(msgspec.Struct, frozen=True):
     gpus: int = 0
     # How many nodes of each role it offers room for; a role that is missing: none. None: as many as anyone asks for.
     slots: dict[Role, int] | None = None
+    head: bool = False  # where the controller's router runs
 
 
 class Hosts(Protocol):

@@ -1,6 +1,8 @@
 """Where nodes and routers run, as the controller sees it. `ray_launcher` is one answer, the tests' fake another.
 
-A handle is one incarnation of one process: when it has ended it stays ended, and a replacement is a new handle.
+A handle is one incarnation of one process: when it has ended it stays ended, and a replacement is a new handle. A
+process that runs already under its name, with the same configuration, is adopted as it is: so a controller that was
+lost comes back to nodes that never noticed.
 Every method raises errors of `wire.errors` only; `stop` raises nothing.
 """
 
@@ -9,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
+from cluster.hosts import Host
 from engine.node_config import NodeConfig
 from router.config import RouterConfig
-from wire.nodes import NodeInfo
+from wire.nodes import NodeInfo, Role
 from wire.requests import NodeStatus
 
 Report = Callable[[str, float], None]
@@ -41,6 +44,11 @@ class NodeHandle(Handle[NodeInfo], Protocol):
         """Takes nothing new; True when everything under way has ended in time."""
         ...
 
+    async def change_role(self, config: NodeConfig) -> NodeInfo:
+        """The same process, with the weights that it has loaded, as another node: a new epoch, new addresses. Only
+        after a `drain` that was finished; raises Unavailable otherwise."""
+        ...
+
 
 class RouterHandle(Handle[str], Protocol):
     """`start` returns the URL that clients use."""
@@ -53,8 +61,16 @@ class RouterHandle(Handle[str], Protocol):
 
 
 class Launcher(Protocol):
-    """Launching only begins: what can fail fails in the handle's `start`."""
+    """Launching only begins: what can fail fails in the handle's `start`.
 
-    def launch_node(self, config: NodeConfig) -> NodeHandle: ...
+    A process of this name that runs already was launched by an earlier controller. It is adopted: its handle's `start`
+    answers what it answered then, or is about to answer, and disturbs nothing.
+    """
 
-    def launch_router(self, config: RouterConfig) -> RouterHandle: ...
+    def launch_node(self, config: NodeConfig, host: Host, slot: Role) -> NodeHandle:
+        """`slot` is which of the host's places it takes: its role, unless that was changed since it was placed."""
+        ...
+
+    def launch_router(self, name: str, config: RouterConfig, host: Host | None) -> RouterHandle:
+        """None: on the head."""
+        ...

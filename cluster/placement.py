@@ -1,7 +1,9 @@
-"""Which node gets which cores, which device and how much of the memory. Pure: a machine and the pools in, a plan out.
+"""Which node gets which machine, cores, device and how much of the memory. Pure: machines and what runs there in, a
+place out.
 
 Two nodes that compute on the same core halve each other, so nodes of one machine get disjoint cores as long as
-there are enough, and neighbouring hardware threads stay together.
+there are enough, and neighbouring hardware threads stay together. A node that runs is never moved to other cores, so
+a machine's cores are divided among all that it is expected to hold: its places, or the pools as configured.
 """
 
 from __future__ import annotations
@@ -10,15 +12,18 @@ import importlib.metadata
 import os
 import re
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice, pairwise
 from pathlib import Path
 
 import msgspec
 
 from cluster.config import PoolsConfig, TandemConfig
 from cluster.describe import counted
+from cluster.hosts import Host
+from cluster.state import NodeRecord, Placement
 from engine.node_config import NodeConfig
+from router.config import RouterConfig
 from wire.errors import ConfigurationError
 from wire.nodes import Role
 
@@ -32,53 +37,119 @@ class Machine:
     gpus: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class NodePlacement:
-    node_id: str
-    role: Role
-    cores: tuple[int, ...]
-    device: str
-    memory_share: float  # of what is free on its device
+def this_host(machine: Machine, address: str) -> Host:
+    return Host(name="this machine", address=address, cores=machine.cores, gpus=machine.gpus, head=True)
 
 
-def place_nodes(config: TandemConfig, machine: Machine) -> list[NodePlacement]:
-    nodes = [
-        (f"{role.value}-{index}", role)
-        for role in _ROLE_ORDER
-        for index in range(config.pools.of(role).nodes)
-    ]
-    cores = _divide_cores([role for _, role in nodes], config.pools, machine.cores)
-    devices = [_device_for(index, config.model.device, machine.gpus) for index in range(len(nodes))]
-    neighbours = Counter(devices)
-    return [
-        NodePlacement(node_id, role, cores[i], devices[i], config.cache.memory_share / neighbours[devices[i]])
-        for i, (node_id, role) in enumerate(nodes)
-    ]
+def place_nodes(config: TandemConfig, machine: Machine) -> list[NodeRecord]:
+    """What a deployment begins with on one machine. Raises ConfigurationError when that cannot be."""
+    host = this_host(machine, "")
+    _seats(host, config.pools)
+    nodes: list[NodeRecord] = []
+    for role in _ROLE_ORDER:
+        for index in range(config.pools.of(role).first_size):
+            placement = place(config, [host], nodes, role)
+            nodes.append(NodeRecord(f"{role.value}-{index}", role, placement))
+    return nodes
 
 
-def _divide_cores(roles: list[Role], pools: PoolsConfig, cores: tuple[int, ...]) -> list[tuple[int, ...]]:
+def place(
+    config: TandemConfig, hosts: Sequence[Host], nodes: Iterable[NodeRecord], role: Role
+) -> Placement | None:
+    """The emptiest machine with room for one more node of this role; None when there is none."""
+    here: dict[str, list[Placement]] = {host.name: [] for host in hosts}
+    for node in nodes:
+        if node.placement is not None and node.placement.host in here:
+            here[node.placement.host].append(node.placement)
+    with_room = [host for host in hosts if _has_slot(host, here[host.name], role)]
+    for host in sorted(with_room, key=lambda host: len(here[host.name])):
+        placement = _place_on(config, host, here[host.name], role)
+        if placement is not None:
+            return placement
+    return None
+
+
+def _has_slot(host: Host, taken: Sequence[Placement], role: Role) -> bool:
+    if host.slots is None:
+        return True
+    return sum(placement.slot is role for placement in taken) < host.slots.get(role, 0)
+
+
+def _place_on(config: TandemConfig, host: Host, taken: Sequence[Placement], role: Role) -> Placement | None:
+    try:
+        seats = _seats(host, config.pools)
+    except ConfigurationError:
+        return None
+    cores = _choose_cores(host.cores, seats, taken, role, config.pools.of(role).threads)
+    if cores is None:
+        return None
+    devices = [_device_for(index, config.model.device, host.gpus) for index in range(max(1, len(seats)))]
+    used = Counter(placement.device for placement in taken)
+    device = min(dict.fromkeys(devices), key=lambda device: used[device])
+    neighbours = max(Counter(devices)[device], used[device] + 1)
+    return Placement(host.name, host.address, role, cores, device, config.cache.memory_share / neighbours)
+
+
+# --- cores
+
+Seat = tuple[Role, int]
+"""A node that a machine is expected to hold, and how many of the machine's cores are for it."""
+
+
+def _seats(host: Host, pools: PoolsConfig) -> list[Seat]:
+    if host.slots is None:
+        counts = {role: max(pools.of(role).first_size, pools.of(role).max or 0) for role in _ROLE_ORDER}
+    else:
+        counts = {role: host.slots.get(role, 0) for role in _ROLE_ORDER}
+    roles = [role for role in _ROLE_ORDER for _ in range(counts[role])]
+    return list(zip(roles, _divide(len(host.cores), roles, pools), strict=True))
+
+
+def _divide(cores: int, roles: list[Role], pools: PoolsConfig) -> list[int]:
+    if cores == 0:
+        return [0] * len(roles)  # unknown: bound to none
     wanted = [pools.of(role).threads for role in roles]
     fixed = sum(threads or 0 for threads in wanted)
     sharing = wanted.count(None)
-    free = len(cores) - fixed
+    free = cores - fixed
     if free < 0 or (sharing and free == 0):
         rest = f" and {counted(sharing, 'node')} more needs at least one" if sharing else ""
         raise ConfigurationError(
-            f"pools.*.threads ask for {counted(fixed, 'core')}{rest}, but this machine offers {len(cores)}: "
+            f"pools.*.threads ask for {counted(fixed, 'core')}{rest}, but this machine offers {cores}: "
             "ask for fewer threads or fewer nodes"
         )
-    own = iter(cores[:fixed])
-    shares = iter(_equal_shares(cores[fixed:], sharing))
-    return [next(shares) if threads is None else tuple(islice(own, threads)) for threads in wanted]
+    size, odd = divmod(free, sharing) if sharing else (0, 0)
+    # The first nodes get what is left over; fewer cores than nodes are taken in turns.
+    shares = iter([max(1, size + (index < odd)) for index in range(sharing)])
+    return [next(shares) if threads is None else threads for threads in wanted]
 
 
-def _equal_shares(cores: tuple[int, ...], nodes: int) -> list[tuple[int, ...]]:
-    """Where they do not divide evenly, the first nodes get one more; fewer cores than nodes are taken in turns."""
-    if len(cores) < nodes:
-        return [(cores[index % len(cores)],) for index in range(nodes)]
-    size, odd = divmod(len(cores), nodes) if nodes else (0, 0)
-    starts = [index * size + min(index, odd) for index in range(nodes + 1)]
-    return [cores[start:end] for start, end in pairwise(starts)]
+def _choose_cores(
+    cores: tuple[int, ...], seats: Sequence[Seat], taken: Sequence[Placement], role: Role, threads: int | None
+) -> tuple[int, ...] | None:
+    """Cores that nobody has, then those with the fewest nodes. A pool that asks for a number gets that many of its
+    own, or none at all."""
+    if not cores:
+        return ()
+    used = Counter(core for placement in taken for core in placement.cores)
+    free = [core for core in cores if not used[core]]
+    if threads is not None:
+        return tuple(free[:threads]) if len(free) >= threads else None
+    size = _free_seat(seats, taken, role)
+    if free:
+        return tuple(free[:size])
+    order = {core: index for index, core in enumerate(cores)}
+    emptiest = sorted(cores, key=lambda core: (used[core], order[core]))[:size]
+    return tuple(sorted(emptiest, key=order.__getitem__))
+
+
+def _free_seat(seats: Sequence[Seat], taken: Sequence[Placement], role: Role) -> int:
+    """The size of the largest seat of this role that nobody has; of the smallest seat, when all are taken."""
+    sizes = sorted((size for seat, size in seats if seat is role), reverse=True)
+    for placement in taken:
+        if placement.slot is role and len(placement.cores) in sizes:
+            sizes.remove(len(placement.cores))
+    return sizes[0] if sizes else min((size for _, size in seats), default=1)
 
 
 def _device_for(index: int, device: str, gpus: int) -> str:
@@ -87,13 +158,16 @@ def _device_for(index: int, device: str, gpus: int) -> str:
     return device
 
 
-def node_config(config: TandemConfig, placement: NodePlacement, host: str) -> NodeConfig:
+# --- what a process is told
+
+
+def node_config(config: TandemConfig, node_id: str, role: Role, placement: Placement) -> NodeConfig:
     replace = msgspec.structs.replace
     engine = config.engine
     return NodeConfig(
-        node_id=placement.node_id,
-        role=placement.role,
-        host=host,
+        node_id=node_id,
+        role=role,
+        host=placement.address,
         engine=replace(
             engine,
             model=replace(
@@ -101,9 +175,17 @@ def node_config(config: TandemConfig, placement: NodePlacement, host: str) -> No
             ),
             cache=replace(engine.cache, memory_share=placement.memory_share),
         ),
-        transfer=None if placement.role is Role.AGGREGATED else config.transfer,
+        transfer=None if role is Role.AGGREGATED else config.transfer,
         timeouts=config.timeouts.nodes,
         cores=list(placement.cores),
+    )
+
+
+def router_config(config: RouterConfig, host: Host) -> RouterConfig:
+    """On another machine than the configuration was written for: addresses of its own."""
+    everywhere = config.host in ("0.0.0.0", "::")
+    return msgspec.structs.replace(
+        config, host=config.host if everywhere else host.address, inbox_host=host.address
     )
 
 

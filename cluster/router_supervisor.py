@@ -1,35 +1,45 @@
-"""The router's supervisor: keeps it running, and keeps telling it who the nodes are."""
+"""A router's supervisor: keeps it running, and keeps telling it who the nodes are."""
 
 from __future__ import annotations
+
+import logging
+from collections.abc import Callable
 
 from cluster.clock import Clock
 from cluster.config import ClusterTimeouts
 from cluster.events import Events
+from cluster.hosts import Host
 from cluster.launcher import Launcher, RouterHandle
 from cluster.membership import Membership
-from cluster.supervisor import Supervisor
+from cluster.supervisor import Phase, Supervisor
 from router.config import RouterConfig
 from wire.errors import TandemError
+
+logger = logging.getLogger(__name__)
 
 
 class RouterSupervisor(Supervisor[RouterHandle, str]):
     def __init__(
         self,
+        name: str,
         config: RouterConfig,
+        host: Host | None,  # None: the head
         launcher: Launcher,
         membership: Membership,
         timeouts: ClusterTimeouts,
         events: Events,
         clock: Clock,
+        on_change: Callable[[], None],
     ) -> None:
-        super().__init__("router", timeouts, events, clock)
+        super().__init__(name, timeouts, events, clock, on_change)
         self.config = config
+        self.host = host
         self.url = ""
         self._launcher = launcher
         self._membership = membership
 
     def _launch(self) -> RouterHandle:
-        return self._launcher.launch_router(self.config)
+        return self._launcher.launch_router(self.name, self.config, self.host)
 
     async def _start(self, handle: RouterHandle) -> str:
         self.url = await handle.start(self.report)
@@ -53,7 +63,7 @@ class RouterSupervisor(Supervisor[RouterHandle, str]):
                 await self._clock.within(
                     timeouts.silence_s,
                     handle.set_members(self._membership.members),
-                    "telling the router its nodes",
+                    f"telling {self.name} its nodes",
                 )
             except TandemError as error:
                 silence = self._clock.now() - last_answer
@@ -71,3 +81,15 @@ class RouterSupervisor(Supervisor[RouterHandle, str]):
             )
         except TandemError:
             return  # nothing changed; it is time for a heartbeat all the same
+
+    async def drain(self, limit_s: float) -> bool:
+        """It takes nothing new. True when everything that it had was finished."""
+        if self.phase is not Phase.READY or self.handle is None:
+            return False
+        try:
+            return await self._clock.within(
+                limit_s + self._timeouts.stop_s, self.handle.drain(limit_s), f"draining {self.name}"
+            )
+        except TandemError as error:
+            logger.warning("%s", error)
+            return False

@@ -7,7 +7,8 @@ from typing import Any
 
 import msgspec
 
-from cluster.config import ClusterTimeouts, TandemConfig
+from cluster.autoscaling import AutoscalingConfig, SloConfig
+from cluster.config import ClusterTimeouts, PoolConfig, TandemConfig
 from engine.node_config import NodeTimeouts
 from wire.nodes import Role
 
@@ -43,6 +44,11 @@ def _one_of(choices: tuple[str, ...]) -> tuple[Callable[[Any], bool], str]:
 _ABOVE_ZERO: tuple[Callable[[Any], bool], str] = ((lambda value: value > 0), "must be above 0")
 _NOT_EMPTY: tuple[Callable[[Any], bool], str] = ((lambda value: bool(value.strip())), "must not be empty")
 
+_AMOUNTS: tuple[Callable[[Any], bool], str] = (
+    (lambda value: all(amount > 0 for amount in value.values())),
+    "must be amounts above 0, such as {GPU: 1}",
+)
+
 
 def _timeouts(section: type[msgspec.Struct], prefix: Path) -> dict[Path, tuple[Callable[[Any], bool], str]]:
     return {(*prefix, name): _ABOVE_ZERO for name in section.__struct_fields__ if name.endswith("_s")}
@@ -55,6 +61,9 @@ _RANGES: dict[Path, tuple[Callable[[Any], bool], str]] = {
     ("model", "threads"): _at_least(0),
     **{("pools", role.value, "nodes"): _at_least(0) for role in Role},
     **{("pools", role.value, "threads"): _at_least(1) for role in Role},
+    **{("pools", role.value, "min"): _at_least(0) for role in Role},
+    **{("pools", role.value, "max"): _at_least(1) for role in Role},
+    **{("pools", role.value, "resources"): _AMOUNTS for role in Role},
     ("cache", "memory_bytes"): _at_least(1 << 20),
     ("scheduler", "max_model_len"): _at_least(1),
     ("scheduler", "long_prefill_token_threshold"): _at_least(0),
@@ -66,6 +75,8 @@ _RANGES: dict[Path, tuple[Callable[[Any], bool], str]] = {
     ("transfer", "lease_s"): _ABOVE_ZERO,
     ("transfer", "timeout_s"): _ABOVE_ZERO,
     ("transfer", "handshake_timeout_s"): _ABOVE_ZERO,
+    **_timeouts(SloConfig, ("slo",)),
+    **_timeouts(AutoscalingConfig, ("autoscaling",)),
     **_timeouts(ClusterTimeouts, ("timeouts",)),
     **_timeouts(NodeTimeouts, ("timeouts", "nodes")),
 }
@@ -79,7 +90,7 @@ def _ranges(config: TandemConfig) -> Iterator[Broken]:
 
 
 def _pools(config: TandemConfig) -> Iterator[Broken]:
-    counts = {role: config.pools.of(role).nodes for role in Role}
+    counts = {role: config.pools.of(role).first_size for role in Role}
     if min(counts.values()) < 0:
         return
     prefill, decode, aggregated = counts[Role.PREFILL], counts[Role.DECODE], counts[Role.AGGREGATED]
@@ -101,10 +112,30 @@ def _pools(config: TandemConfig) -> Iterator[Broken]:
             ("pools", "prefill", "nodes"),
             f"is 0, but pools.decode is {decode}: set it to at least 1, or use pools.aggregated",
         )
+    for role in Role:
+        yield from _limits(role, config.pools.of(role))
+
+
+def _limits(role: Role, pool: PoolConfig) -> Iterator[Broken]:
+    section = ("pools", role.value)
+    if pool.max is not None and pool.min > pool.max:
+        yield (*section, "min"), f"is {pool.min}, which is more than pools.{role.value}.max ({pool.max})"
+    elif pool.nodes is None and pool.max is not None:
+        yield (
+            (*section, "max"),
+            f"is {pool.max}, but pools.{role.value}.nodes is null: a pool follows the machines or its load, not both",
+        )
+    elif pool.nodes and not pool.min <= pool.nodes <= (pool.max or pool.nodes):
+        limits = f"from pools.{role.value}.min ({pool.min})"
+        limits += f" to max ({pool.max})" if pool.max is not None else " on"
+        yield (*section, "nodes"), f"must be {limits}, not {pool.nodes}"
 
 
 def _together(config: TandemConfig) -> Iterator[Broken]:
-    timeouts, scheduler = config.timeouts, config.scheduler
+    timeouts, scheduler, scaling = config.timeouts, config.scheduler, config.autoscaling
+    for name in ("grow_after_s", "shrink_after_s"):
+        if getattr(scaling, name) < scaling.period_s:
+            yield ("autoscaling", name), f"must be at least autoscaling.period_s ({scaling.period_s})"
     if timeouts.unresponsive_s < timeouts.silence_s:
         yield (
             ("timeouts", "unresponsive_s"),

@@ -1,6 +1,7 @@
 """One supervised process: start it, watch it, replace it; give up on one that cannot start.
 
 STARTING ──▶ READY ──▶ (lost) ──▶ RESTARTING ──▶ STARTING ...
+    │          └── told to leave ──▶ DRAINING ──▶ (lost, or stopped) ──▶ STOPPED
     └── three failures in a row, or a mistake that no retry mends ──▶ LEFT_OUT
 """
 
@@ -10,6 +11,7 @@ import abc
 import asyncio
 import enum
 import logging
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from cluster.clock import Clock, cancel
@@ -29,15 +31,24 @@ H = TypeVar("H", bound=Handle[object])
 class Phase(enum.StrEnum):
     STARTING = "starting"
     READY = "ready"
+    DRAINING = "draining"
     RESTARTING = "restarting"
     LEFT_OUT = "left out"
     STOPPED = "stopped"
 
 
 class Supervisor(abc.ABC, Generic[H, Ready]):
-    """`run` goes on until the process is left out or the supervisor is cancelled; `stop` ends the process."""
+    """`run` goes on until the process is left out or lost while it leaves, or the supervisor is cancelled; `stop`
+    ends the process. `on_change` hears of every new phase."""
 
-    def __init__(self, name: str, timeouts: ClusterTimeouts, events: Events, clock: Clock) -> None:
+    def __init__(
+        self,
+        name: str,
+        timeouts: ClusterTimeouts,
+        events: Events,
+        clock: Clock,
+        on_change: Callable[[], None],
+    ) -> None:
         self.name = name
         self.phase = Phase.STARTING
         self.detail = ""  # why, in every phase but READY
@@ -45,7 +56,9 @@ class Supervisor(abc.ABC, Generic[H, Ready]):
         self._timeouts = timeouts
         self._events = events
         self._clock = clock
+        self._on_change = on_change
         self._settled = asyncio.Event()  # it has been READY or LEFT_OUT
+        self._leaving = False  # when it is lost, it is not replaced
         self.handle: H | None = None
 
     # --- what differs between nodes and routers
@@ -66,23 +79,30 @@ class Supervisor(abc.ABC, Generic[H, Ready]):
     def _may_leave_out(self) -> bool:
         return True
 
-    async def _lost(self, ready: Ready) -> None:
-        """It no longer serves, before anything else is done about it."""
+    async def _lost(self) -> None:
+        """It no longer serves, or did not start; before anything else is done about it."""
 
     # --- what does not
 
+    @property
+    def has_settled(self) -> bool:
+        """It has been ready once, or is left out, or has ended."""
+        return self._settled.is_set()
+
     async def settled(self) -> None:
-        """Waits until it has been ready once, or is left out."""
         await self._settled.wait()
 
     async def run(self) -> None:
+        """Once more after it was left out: everything is tried anew."""
         failures = 0
+        self._enter(Phase.STARTING, self.detail)
         while True:
             self.handle = handle = self._launch()
             try:
                 ready = await self._start_or_end(handle)
             except TandemError as error:
                 failures += 1
+                await self._lost()
                 await handle.stop()
                 hopeless = isinstance(error, ConfigurationError) or failures >= MAX_START_FAILURES
                 if hopeless and self._may_leave_out():
@@ -91,15 +111,18 @@ class Supervisor(abc.ABC, Generic[H, Ready]):
                 await self._pause(f"did not start ({failures} of {MAX_START_FAILURES}): {error}", failures)
                 continue
             failures = 0
-            self._enter(Phase.READY, "")
+            self._enter(Phase.DRAINING if self._leaving else Phase.READY, "")
             self._events.ready(self.name, self._describe(ready))
             self._settled.set()
             since = self._clock.now()
             try:
                 reason = await self._watch_until_lost(handle, ready)
             finally:
-                await self._lost(ready)
+                await self._lost()
             await handle.stop()
+            if self._leaving:
+                self._ended(reason)
+                return
             if self._clock.now() - since > self._timeouts.restart_backoff_max_s:
                 self.restarts = 0
             self.restarts += 1
@@ -147,12 +170,17 @@ class Supervisor(abc.ABC, Generic[H, Ready]):
 
     def _enter(self, phase: Phase, detail: str) -> None:
         self.phase, self.detail = phase, detail
+        self._on_change()
 
     async def stop(self) -> None:
         """Only after `run` has been cancelled or has returned."""
         if self.handle is not None:
             await self.handle.stop()
-        self._enter(Phase.STOPPED, "")
+        self._ended("")
+
+    def _ended(self, reason: str) -> None:
+        self._enter(Phase.STOPPED, reason)
+        self._settled.set()
 
     def report(self, what: str, fraction: float) -> None:
         self._events.progress(self.name, what, fraction)

@@ -14,6 +14,7 @@ from engine.request import Request, RequestStatus
 from engine.scheduling.output import ModelOutput, SchedulerOutput
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.update import RequestUpdate
+from engine.tracing import StepTimes, Tracer
 from kvtransfer.base import ConnectorOutput, KVCacheMemory, WorkerConnector
 from wire.errors import InternalError
 
@@ -25,6 +26,8 @@ class StepResult:
     updates: list[RequestUpdate]
     # False when the step changed nothing: another one would not either, until something arrives from outside.
     progressed: bool
+    # Nothing changed, yet a connector wants to be asked again, or has something to tell its other half.
+    ask_again: bool = False
 
 
 class Engine:
@@ -39,6 +42,7 @@ class Engine:
         self.scheduler = scheduler
         self.runner = runner
         self.worker = worker
+        self.tracer: Tracer | None = None  # there while a request is traced; set between steps
         self._debug = debug
         if worker is not None:
             info = runner.info
@@ -59,6 +63,8 @@ class Engine:
         self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
 
     def step(self) -> StepResult:
+        tracer = self.tracer
+        began = tracer.clock() if tracer is not None else 0.0
         plan = self.scheduler.schedule()
         worker = self.worker
         if worker is not None:
@@ -68,7 +74,9 @@ class Engine:
             if plan.preempted_req_ids:
                 worker.handle_preemptions()
             worker.start_load_kv()
+        forward_began = tracer.clock() if tracer is not None else 0.0
         output = self._compute(plan)
+        forward_ended = tracer.clock() if tracer is not None else 0.0
         transfers = _NO_TRANSFERS
         if worker is not None:
             worker.wait_for_save()
@@ -77,13 +85,16 @@ class Engine:
         progressed = bool(
             plan.total_num_scheduled_tokens or updates or plan.preempted_req_ids or not transfers.is_empty
         )
+        if tracer is not None:
+            times = StepTimes(began, forward_began, forward_ended, tracer.clock())
+            tracer.on_step(plan, output, transfers, times)
         if self._debug and not progressed:
             self.scheduler.check_integrity()
-        return StepResult(updates, progressed)
+        return StepResult(updates, progressed, ask_again=not progressed and self.scheduler.has_work())
 
     def _compute(self, plan: SchedulerOutput) -> ModelOutput:
-        # The runner also has to hear of requests that ended, even when there is nothing to compute.
-        if not plan.total_num_scheduled_tokens and not plan.finished_req_ids:
+        # The runner also has to hear of requests that ended or were preempted when there is nothing to compute.
+        if not (plan.total_num_scheduled_tokens or plan.finished_req_ids or plan.preempted_req_ids):
             return ModelOutput(sampled_token_ids={})
         hooks = self.worker if self.worker is not None and self.worker.layerwise else None
         return self.runner.execute(plan, hooks)

@@ -15,6 +15,7 @@ class NodeTimeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     status_period_s: float = 0.25  # a node's report of itself to every router that pinged it lately
     router_silence_s: float = 10.0  # then a router's requests are aborted
     drain_s: float = 60.0
+    grammar_s: float = 10.0  # to compile one answer's grammar
 
 
 class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -26,9 +26,12 @@ import msgspec
 from engine.core import Engine
 from engine.loop import EngineLoop, Mailbox
 from engine.node_config import NodeConfig
-from engine.request import Request
+from engine.request import Request, RequestStatus
 from engine.scheduling.stats import SchedulerStats
 from engine.scheduling.update import RequestUpdate
+from engine.structured.desk import GrammarDesk, GrammarReady
+from engine.structured.grammars import Grammars
+from engine.tracing import Tracer
 from wire.errors import (
     DeadlineExceeded,
     InternalError,
@@ -50,6 +53,7 @@ from wire.requests import (
     ToNode,
 )
 from wire.sampling import FinishReason, SamplingParams
+from wire.tracing import ClockReading, NodeTrace, Span
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +96,7 @@ class Drain:
     """Refuse what is new from now on."""
 
 
-Item = ToNode | RouterLost | Drain
+Item = ToNode | RouterLost | Drain | GrammarReady
 
 
 class NodeService:
@@ -108,6 +112,7 @@ class NodeService:
         send: Send,
         malformed_frames: Callable[[], int] = lambda: 0,
         clock: Callable[[], float] = time.monotonic,
+        grammars: Grammars | None = None,
     ) -> None:
         self._config = config
         self._epoch = epoch
@@ -119,6 +124,7 @@ class NodeService:
         self._clock = clock
         self._block_hasher = engine.scheduler.block_hasher
         self._eos = engine.runner.info.eos_token_ids
+        self._desk = GrammarDesk(grammars, config.timeouts.grammar_s, mailbox.put)
         self._live: dict[str, _Live] = {}
         self._deadlines: list[tuple[float, str]] = []
         self._routers: dict[str, float] = {}  # reply_to -> when it was last heard
@@ -130,7 +136,11 @@ class NodeService:
         self._quiet = threading.Event()  # set while nothing is live and no block is held
         self._quiet.set()
         self._closing = threading.Event()
-        self.loop: EngineLoop[Item] = EngineLoop(engine, mailbox, self, clock)
+        worker = engine.worker
+        self._tracer = Tracer(
+            clock, worker.spans_of if worker is not None else lambda request_id: (), self._send_trace
+        )
+        self.loop: EngineLoop[Item] = EngineLoop(engine, mailbox, self, clock, config.cores)
         self._status_thread = threading.Thread(target=self._report, name="node-status", daemon=True)
 
     # --- any thread
@@ -147,9 +157,13 @@ class NodeService:
         if isinstance(message, Ping):
             if is_new:
                 self._send_status(message.reply_to)
+            if message.asked_at is not None:
+                self._send_clock(message.reply_to, message.asked_at)
         elif self._state is NodeState.FAILED and isinstance(message, Submit):
             self._refuse(message, InternalError(f"node {self._config.node_id} has failed: {self._detail}"))
         else:
+            if isinstance(message, Submit) and message.trace:
+                self._tracer.arrived(message.request_id)
             self._mailbox.put(message)
 
     def status(self) -> NodeStatus:
@@ -195,6 +209,7 @@ class NodeService:
                 transfer_wait_seconds={what: timing.total_s for what, timing in timings.items()},
                 speculative_drafted=scheduler.speculative_drafted,
                 speculative_accepted=scheduler.speculative_accepted,
+                model_errors=scheduler.model_errors,
             ),
             detail=self._detail,
         )
@@ -207,8 +222,12 @@ class NodeService:
         """Takes nothing new; True when everything under way has ended and every block is free in time."""
         if self._state is NodeState.READY:
             self._state = NodeState.DRAINING
+        # The step thread says it anew, when it has seen what came before: a request may just be on its way in.
+        self._quiet.clear()
         self._mailbox.put(Drain())
-        return self._quiet.wait(timeout_s)
+        if self._state is NodeState.FAILED:
+            self._quiet.set()
+        return self._quiet.wait(timeout_s) and self._state is not NodeState.FAILED
 
     def stop(self) -> None:
         self._closing.set()
@@ -216,6 +235,7 @@ class NodeService:
             logger.error("%s: the step thread did not end in time", self._config.node_id)
         if self._status_thread.is_alive():
             self._status_thread.join(5)
+        self._desk.close()
 
     # --- the status thread
 
@@ -241,6 +261,13 @@ class NodeService:
             logger.warning("router lost: %s", error)
             self._forget_router(reply_to)
 
+    def _send_clock(self, reply_to: str, asked_at: float) -> None:
+        try:
+            self._send(reply_to, ClockReading(self._config.node_id, self._epoch, asked_at, self._clock()))
+        except NodeLost as error:
+            logger.warning("router lost: %s", error)
+            self._forget_router(reply_to)
+
     def _forget_router(self, reply_to: str) -> None:
         with self._routers_lock:
             self._routers.pop(reply_to, None)
@@ -254,15 +281,21 @@ class NodeService:
                 try:
                     self._admit(item)
                 except TandemError as error:
+                    self._tracer.refused(item.request_id)
                     self._refuse(item, error)
             case Cancel():
                 self._abort([id for id in item.request_ids if self._is_owner(id, item.reply_to)])
             case RouterLost():
                 self._abort([id for id, live in self._live.items() if live.submit.reply_to == item.reply_to])
+            case GrammarReady():
+                if self._desk.forget(item.request_id):
+                    self._go_on(item)
             case Drain() | Ping():
                 pass  # a turn of the loop follows, and that is all they ask for
 
     def before_step(self, now: float) -> None:
+        for request_id, error in self._desk.overdue(now):
+            self._go_on(GrammarReady(request_id, error))
         while self._deadlines and self._deadlines[0][0] <= now:
             _, request_id = heapq.heappop(self._deadlines)
             live = self._live.get(request_id)
@@ -279,7 +312,9 @@ class NodeService:
     def seconds_until_due(self, now: float) -> float | None:
         while self._deadlines and self._deadlines[0][1] not in self._live:
             heapq.heappop(self._deadlines)
-        return self._deadlines[0][0] - now if self._deadlines else None
+        due = self._deadlines[0][0] - now if self._deadlines else None
+        grammar_due = self._desk.seconds_until_due(now)
+        return grammar_due if due is None or (grammar_due is not None and grammar_due < due) else due
 
     def publish(self, updates: list[RequestUpdate]) -> None:
         batches: defaultdict[str, list[TokenChunk]] = defaultdict(list)
@@ -305,9 +340,15 @@ class NodeService:
             )
         for reply_to, chunks in batches.items():
             self._send_chunks(reply_to, chunks)
+        if self._engine.tracer is not None:
+            for update in updates:
+                if update.finish is not None:
+                    self._end_trace(update.request_id)
 
     def after_step(self, progressed: bool) -> None:
         # A snapshot walks over what runs: not for every token, but always before the loop sleeps.
+        if self._engine.tracer is not None and not self._tracer.active:
+            self._engine.tracer = None
         now = self._clock()
         if progressed and now - self._stats_taken < _STATS_PERIOD_S:
             return
@@ -319,6 +360,7 @@ class NodeService:
     def failed(self, error: BaseException) -> None:
         self._detail = f"{type(error).__name__}: {error}"
         self._state = NodeState.FAILED
+        self._quiet.set()  # whoever waits for it to come to rest waits for nothing
         failure = InternalError(f"node {self._config.node_id} has failed: {self._detail}").to_wire()
         for live in self._live.values():
             self._send_chunks(live.submit.reply_to, [_error_chunk(live.submit, failure)])
@@ -337,6 +379,7 @@ class NodeService:
             raise InvalidRequest(
                 f"node {self._config.node_id} has no connector and cannot take part in a transfer"
             )
+        self._check_vocabulary(submit)
         now = self._clock()
         request = Request(
             submit.request_id,
@@ -351,11 +394,39 @@ class NodeService:
             eos_token_ids=self._eos,
             block_hasher=self._block_hasher,
         )
+        grammar = request.sampling.grammar
+        if self._desk.must_wait(grammar):
+            request.status = RequestStatus.WAITING_FOR_GRAMMAR
         self._engine.add_request(request)
+        if grammar is not None and request.status is RequestStatus.WAITING_FOR_GRAMMAR:
+            self._desk.begin(request.request_id, grammar, now)
         deadline = now + submit.timeout_s
         self._live[submit.request_id] = _Live(submit, deadline)
         heapq.heappush(self._deadlines, (deadline, submit.request_id))
         self._quiet.clear()
+        if submit.trace:
+            self._tracer.admitted(submit)
+            self._engine.tracer = self._tracer
+
+    def _go_on(self, ready: GrammarReady) -> None:
+        """A request that waited for its grammar runs, or ends if it cannot."""
+        if ready.error is None:
+            self._engine.scheduler.wake(ready.request_id)
+        elif (live := self._live.pop(ready.request_id, None)) is not None:
+            self._engine.scheduler.finish_requests([ready.request_id], RequestStatus.FINISHED_ERROR)
+            self._refuse(live.submit, ready.error)
+            if self._engine.tracer is not None:
+                self._end_trace(ready.request_id)
+
+    def _check_vocabulary(self, submit: Submit) -> None:
+        """A token that the model does not know would read somebody else's memory, or stop the whole step."""
+        vocabulary = self._engine.runner.info.vocab_size
+        for tokens, name in ((submit.prompt_token_ids, "prompt"), (submit.output_token_ids, "output")):
+            if tokens and not 0 <= min(tokens) <= max(tokens) < vocabulary:
+                wrong = next(token for token in tokens if not 0 <= token < vocabulary)
+                raise InvalidRequest(
+                    f"token {wrong} of the {name} is not among the model's {vocabulary}", f"{name}_token_ids"
+                )
 
     def _refuse(self, submit: Submit, error: TandemError) -> None:
         self._send_chunks(submit.reply_to, [_error_chunk(submit, error.to_wire())])
@@ -367,7 +438,23 @@ class NodeService:
     def _abort(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
             self._live.pop(request_id, None)
+            self._desk.forget(request_id)
         self._engine.abort_requests(request_ids)
+        if self._engine.tracer is not None:
+            for request_id in request_ids:
+                self._end_trace(request_id)
+
+    def _end_trace(self, request_id: str) -> None:
+        """After its tokens were sent: whoever waits for those waits no longer for this."""
+        self._tracer.ended(request_id, is_held=self._engine.scheduler.holds_blocks_of(request_id))
+
+    def _send_trace(self, submit: Submit, spans: list[Span], dropped: int) -> None:
+        trace = NodeTrace(self._config.node_id, self._epoch, submit.request_id, spans, dropped)
+        try:
+            self._send(submit.reply_to, trace)
+        except NodeLost as error:
+            logger.warning("router lost: %s", error)
+            self._forget_router(submit.reply_to)
 
     def _send_chunks(self, reply_to: str, chunks: list[TokenChunk]) -> None:
         try:

@@ -42,6 +42,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from wire.requests import KVTransferParams
+from wire.tracing import Span
 
 if TYPE_CHECKING:
     import torch
@@ -331,6 +332,11 @@ class WorkerConnector(abc.ABC):
     def stats(self) -> TransferStats:
         """A snapshot; may be called from any thread."""
         return TransferStats()
+
+    def spans_of(self, request_id: str) -> Sequence[Span]:
+        """Where the time of its transfer went: asked once at most, when the transfer is over, from the step thread.
+        Nobody need ask, so what is kept for it has a bound."""
+        return ()
 
     def shutdown(self) -> None:
         """Stop every thread, close every socket, give back every registration. Idempotent."""

@@ -24,6 +24,13 @@ class LocalPrefill(enum.StrEnum):
     ALWAYS = "always"
 
 
+class RouterPlacement(enum.StrEnum):
+    """Which machines have a router. Whoever puts them there reads it."""
+
+    HEAD = "head"
+    EVERY_HOST = "every_host"
+
+
 class ToolFormat(enum.StrEnum):
     """How the model writes tool calls."""
 
@@ -67,6 +74,26 @@ class Heartbeat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     wedged: float = 60.0  # a node whose engine has not completed a step for so long gets nothing new
 
 
+class TracingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A request is traced when its caller asks: a `traceparent` that says sampled, or an `x-tandem-trace` header."""
+
+    sample: float = 0.0  # besides, this share of the requests whose caller says nothing
+    keep: int = 64  # how many traces `tandem trace` can show: the last ones
+    otlp_endpoint: str = ""  # OpenTelemetry's collector, such as http://localhost:4318; "" exports nothing
+    otlp_headers: dict[str, str] = {}  # a collector's key
+    service_name: str = "tandem"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.sample <= 1:
+            raise ConfigurationError(f"router.tracing.sample must be from 0 to 1, not {self.sample}")
+        if self.keep < 1:
+            raise ConfigurationError(f"router.tracing.keep must be at least 1, not {self.keep}")
+        if self.otlp_endpoint and not self.otlp_endpoint.startswith(("http://", "https://")):
+            raise ConfigurationError(
+                f"router.tracing.otlp_endpoint must be an http or https URL, not {self.otlp_endpoint!r}"
+            )
+
+
 class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One tenant. Its quotas are per router; None is no limit."""
 
@@ -83,6 +110,7 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model_aliases: tuple[str, ...] = ()
     host: str = "127.0.0.1"
     port: int = 8000  # 0 takes a free one
+    placement: RouterPlacement = RouterPlacement.HEAD
     inbox_host: str = "127.0.0.1"  # where nodes answer; an address that they can reach
     policy: PolicyName = PolicyName.LEAST_WAIT
     local_prefill: LocalPrefill = LocalPrefill.AUTO
@@ -94,6 +122,7 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     limits: Limits = Limits()
     timeouts: Timeouts = Timeouts()
     heartbeat: Heartbeat = Heartbeat()
+    tracing: TracingConfig = TracingConfig()
 
     def __post_init__(self) -> None:
         if not self.tokenizer_path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 
 from wire.errors import NodeLost
@@ -11,6 +12,7 @@ from wire.loop_inbox import LoopInbox
 from wire.nodes import NodeInfo
 from wire.requests import Cancel, NodeStatus, Ping, Submit, TokenBatch, ToRouter
 from wire.sockets import Outbox
+from wire.tracing import ClockReading, NodeTrace
 
 logger = logging.getLogger(__name__)
 
@@ -21,21 +23,23 @@ class NodeLinks:
         host: str,
         on_tokens: Callable[[TokenBatch], None],
         on_status: Callable[[NodeStatus], None],
+        on_trace: Callable[[NodeTrace | ClockReading], None],
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._on_tokens = on_tokens
         self._on_status = on_status
+        self._on_trace = on_trace
         self._cancels: dict[NodeInfo, list[str]] = {}
         self._outbox = Outbox()
-        self._inbox: LoopInbox[TokenBatch | NodeStatus] = LoopInbox(
-            host, ToRouter, self._receive, name="router-inbox"
-        )
+        self._inbox: LoopInbox[ToRouter] = LoopInbox(host, ToRouter, self._receive, name="router-inbox")
 
-    def _receive(self, message: TokenBatch | NodeStatus) -> None:
+    def _receive(self, message: ToRouter) -> None:
         if isinstance(message, TokenBatch):
             self._on_tokens(message)
-        else:
+        elif isinstance(message, NodeStatus):
             self._on_status(message)
+        else:
+            self._on_trace(message)
 
     @property
     def endpoint(self) -> str:
@@ -70,7 +74,7 @@ class NodeLinks:
             self._try(node, Cancel(self.endpoint, request_ids))
 
     def ping(self, node: NodeInfo) -> None:
-        self._try(node, Ping(self.endpoint))
+        self._try(node, Ping(self.endpoint, asked_at=time.monotonic()))
 
     def _try(self, node: NodeInfo, message: Cancel | Ping) -> None:
         """For messages whose loss is told by other means: a node that reads neither is soon silent, and lost."""

@@ -80,6 +80,8 @@ class RouterMetrics:
             "tandem_foreign_chunks", "Tokens from a node that the request is not on"
         )
         self.stray_chunks = counter("tandem_stray_chunks", "Tokens of a request that nobody here wants")
+        self.traces_exported = counter("tandem_traces_exported", "Traces that a collector has taken")
+        self.traces_dropped = counter("tandem_traces_dropped", "Traces that no collector took", "reason")
         self.running = Gauge(
             "tandem_num_requests_running", "Sequences that are on nodes now", registry=self.registry
         )

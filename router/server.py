@@ -24,9 +24,12 @@ from router.pool import Pool
 from router.supervision import Supervisor
 from router.text.chat_template import ChatTemplate
 from router.text.tokenizer import Tokenizer
+from router.tracing.export import OtlpExporter
+from router.tracing.traces import Traces
 from wire.errors import InternalError, Unavailable
 from wire.nodes import NodeInfo
 from wire.requests import NodeStatus, TokenBatch
+from wire.tracing import ClockReading, NodeTrace
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +78,7 @@ class RouterServer:
 
     def _assemble(self, keys: KeyRing, tokenizer: Tokenizer, template: ChatTemplate | None) -> Services:
         config, metrics, supervisor = self._config, RouterMetrics(), Supervisor()
-        clock = asyncio.get_running_loop().time
+        clock = time.monotonic
         # The dispatcher and its pool call each other; these are looked up when there is something to say.
         pool = Pool(
             config.model_name,
@@ -91,7 +94,16 @@ class RouterServer:
         def on_status(status: NodeStatus) -> None:
             dispatcher.on_status(status)
 
-        links = NodeLinks(config.inbox_host, on_tokens, on_status)
+        exporter = OtlpExporter(config.tracing, metrics) if config.tracing.otlp_endpoint else None
+        traces = Traces(config.tracing, config.model_name, exporter.offer if exporter is not None else None)
+
+        def on_trace(message: NodeTrace | ClockReading) -> None:
+            if isinstance(message, NodeTrace):
+                traces.on_node_trace(message)
+            else:
+                traces.on_clock(message)
+
+        links = NodeLinks(config.inbox_host, on_tokens, on_status, on_trace)
         dispatcher = Dispatcher(
             config, links, pool, make_policy(config.policy, config.local_prefill), metrics
         )
@@ -108,6 +120,8 @@ class RouterServer:
             metrics=metrics,
             supervisor=supervisor,
             slow_readers=SlowReaderWatch(config.timeouts.slow_reader, metrics.slow_readers_cut.inc),
+            traces=traces,
+            exporter=exporter,
         )
 
     async def _serve(self, listener: socket.socket) -> None:
@@ -117,6 +131,8 @@ class RouterServer:
         serving.add_done_callback(self._on_http_end)
         services.supervisor.run("heartbeat", self._heartbeat)
         services.supervisor.run("slow-readers", services.slow_readers.run)
+        if services.exporter is not None:
+            services.supervisor.run("otlp-export", services.exporter.run)
 
     def _on_http_end(self, task: asyncio.Task[None]) -> None:
         if not self._stopped and not task.cancelled():
@@ -140,6 +156,7 @@ class RouterServer:
         for info in went:
             logger.info("node %s (epoch %d) left", info.node_id, info.epoch)
             services.dispatcher.on_node_left(info)
+            services.traces.clocks.forget(info.node_id, info.epoch)
         for info in came:
             logger.info("node %s (%s, epoch %d) joined", info.node_id, info.role, info.epoch)
             if _is_loopback(services.links.endpoint) and not _is_loopback(info.request_endpoint):
@@ -154,7 +171,7 @@ class RouterServer:
         """Take nothing new, finish what is there. False when the time was over first: the rest was failed."""
         services = self.services
         services.draining = True
-        deadline = asyncio.get_running_loop().time() + timeout_s
+        deadline = time.monotonic() + timeout_s
         idle = await services.dispatcher.wait_idle(deadline)
         if not idle:
             services.dispatcher.fail_all(Unavailable("the router is shutting down"))
@@ -169,6 +186,9 @@ class RouterServer:
         if services is not None:
             services.draining = True
             services.dispatcher.fail_all(Unavailable("the router is stopping"))
+            services.traces.close()
+            if services.exporter is not None:
+                await services.exporter.close()
             await services.supervisor.stop()
         if self._http is not None:
             await self._http.end(STOP_TIMEOUT_S)

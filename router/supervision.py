@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 
 logger = logging.getLogger(__name__)
@@ -29,7 +30,7 @@ class Supervisor:
         self._tasks[name] = asyncio.get_running_loop().create_task(self._watch(name, work), name=name)
 
     async def _watch(self, name: str, work: Callable[[], Awaitable[None]]) -> None:
-        clock = asyncio.get_running_loop().time
+        clock = time.monotonic
         ends: list[float] = []
         while True:
             try:

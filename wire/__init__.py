@@ -6,6 +6,7 @@ Floor 1: imports nothing of ours. Everything is msgspec; nothing here or above e
     sampling    how a request wants its tokens chosen
     nodes       who is in the cluster: identity, role, epoch, addresses
     requests    router -> node (Submit, Cancel, Ping) and node -> router (TokenBatch, NodeStatus)
+    tracing     node -> router: where a traced request's time went, and by which clock
     handoff     node -> node: how a prefill node and a decode node agree on a KV transfer
     sockets     Inbox (receives, in its own thread) and Outbox (sends, from any thread)
     loop_inbox  an Inbox on an asyncio event loop

@@ -14,6 +14,7 @@ import msgspec
 from wire.errors import WireError
 from wire.nodes import NodeState, PeerAddress, Role
 from wire.sampling import FinishReason, SamplingParams, TokenLogprobs
+from wire.tracing import ClockReading, NodeTrace
 
 
 class TransferRole(enum.StrEnum):
@@ -42,6 +43,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", omit_defaults=True, forb
     priority: int = 0  # lower runs first, under the priority policy
     cache_salt: str | None = None
     lora: str | None = None
+    trace: bool = False  # send a NodeTrace when it is over
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel", forbid_unknown_fields=True):
@@ -52,9 +54,10 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel", forbid_unknown_fields=Tr
 
 
 class Ping(msgspec.Struct, frozen=True, tag="ping", forbid_unknown_fields=True):
-    """The router is alive; answer with a NodeStatus."""
+    """The router is alive; answer with a NodeStatus, and to `asked_at` with a ClockReading too."""
 
     reply_to: str
+    asked_at: float | None = None  # on the router's monotonic clock
 
 
 ToNode = Submit | Cancel | Ping
@@ -113,6 +116,7 @@ class NodeCounters(msgspec.Struct, frozen=True):
     transfer_wait_seconds: dict[str, float] = {}
     speculative_drafted: int = 0
     speculative_accepted: int = 0
+    model_errors: int = 0  # requests ended because the model computed something that is no number
 
 
 class NodeStatus(msgspec.Struct, frozen=True, tag="status"):
@@ -134,4 +138,4 @@ class NodeStatus(msgspec.Struct, frozen=True, tag="status"):
     detail: str = ""  # why, when failed
 
 
-ToRouter = TokenBatch | NodeStatus
+ToRouter = TokenBatch | NodeStatus | NodeTrace | ClockReading

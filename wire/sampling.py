@@ -30,6 +30,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
     seed: int = 0
     logprobs: int | None = None  # how many alternatives beside the chosen token; None is off
     prompt_logprobs: int | None = None
+    # What the answer must follow, in llguidance's Lark dialect: a JSON schema is `start: %json {...}`.
+    grammar: str | None = None
 
 
 class FinishReason(enum.StrEnum):

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import httpx
@@ -17,6 +17,7 @@ from benchmarks.side_by_side.processes import Family
 from wire.errors import ConfigurationError, DeadlineExceeded, Unavailable
 
 READY_WITHIN_S = 600.0
+_TREE = Path(__file__).parents[2]
 STOPPED_WITHIN_S = 30.0
 _ASK_EVERY_S = 0.1
 # Of the peers' proxy, which says that it is healthy whether or not its two servers are; and of those.
@@ -33,6 +34,7 @@ class System:
     port: int
     environment: dict[str, str] = field(default_factory=dict)
     behind: tuple[int, ...] = ()  # other ports that have to be healthy
+    hands_over: bool = False  # and can say how long that takes
 
     @property
     def url(self) -> str:
@@ -44,6 +46,7 @@ class Started:
     system: System
     model: str  # the name it serves it under
     ready_s: float  # from the command to the first healthy answer
+    family: Family
 
 
 TANDEM_PD = "tandem-1p1d"
@@ -55,26 +58,30 @@ VLLM_AGGREGATED = "vllm-aggregated"
 def tandem_systems(model: Path) -> list[System]:
     """The machine's cores are shared out among the nodes: both modes have all of them."""
 
-    def serve(*layout: str) -> tuple[tuple[str, ...], int]:
-        port = _free_port()
-        return (
-            sys.executable,
-            "-m",
-            "cluster.cli",
-            "serve",
-            "--model",
-            str(model),
-            "--port",
-            str(port),
-            *layout,
-        ), port
-
-    separate, separate_port = serve("--prefill", "1", "--decode", "1")
-    together, together_port = serve("--aggregated", "1")
     return [
-        System(TANDEM_PD, "Tandem 1P+1D", separate, separate_port),
-        System(TANDEM_AGGREGATED, "Tandem aggregated", together, together_port),
+        replace(
+            tandem_system(TANDEM_PD, "Tandem 1P+1D", model, "--prefill", "1", "--decode", "1"),
+            hands_over=True,
+        ),
+        tandem_system(TANDEM_AGGREGATED, "Tandem aggregated", model, "--aggregated", "1"),
     ]
+
+
+def tandem_system(key: str, title: str, model: Path, *flags: str) -> System:
+    """`tandem serve` from this very tree, wherever the command is run from."""
+    port = _free_port()
+    command = (
+        sys.executable,
+        "-m",
+        "cluster.cli",
+        "serve",
+        "--model",
+        str(model),
+        "--port",
+        str(port),
+        *flags,
+    )
+    return System(key, title, command, port, {"PYTHONPATH": str(_TREE)})
 
 
 def vllm_systems(model: Path, vllm: Path, peers: Path) -> list[System]:
@@ -115,7 +122,7 @@ def running(system: System, folder: Path) -> Iterator[Started]:
     try:
         _wait_until_healthy(system, family, began + READY_WITHIN_S)
         ready_s = time.monotonic() - began
-        yield Started(system, _served_name(system), ready_s)
+        yield Started(system, _served_name(system), ready_s, family)
     finally:
         family.stop(STOPPED_WITHIN_S)
 
@@ -132,6 +139,15 @@ def _wait_until_healthy(system: System, family: Family, deadline: float) -> None
                         f"{system.title} is not healthy after {READY_WITHIN_S:.0f} s:\n{family.tail()}"
                     )
                 time.sleep(_ASK_EVERY_S)
+
+
+def check_alive(started: Started) -> None:
+    """Raises Unavailable when it no longer answers: what was measured of it is not its speed."""
+    system = started.system
+    with httpx.Client(timeout=30.0, trust_env=False) as http:
+        for port in (*system.behind, system.port):
+            if not _is_healthy(http, port):
+                raise Unavailable(f"{system.title} died while it was examined:\n{started.family.tail()}")
 
 
 def _is_healthy(http: httpx.Client, port: int) -> bool:

@@ -57,6 +57,11 @@ class TextVocabulary:
         self._words, _ = _stable_words(backend)
         self.overhead = len(backend.encode(ANCHOR).ids)  # what the server will add by itself is counted too
 
+    @property
+    def words(self) -> list[str]:
+        """Each one token behind another; without the space before it."""
+        return [word.strip() for word in self._words]
+
     def draw(self, rng: np.random.Generator, words: int) -> list[int]:
         return [int(word) for word in rng.integers(0, len(self._words), size=words)]
 

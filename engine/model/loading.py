@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+
 from engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from engine.model.attention.layers import plan_cache
 from engine.model.checkpoint import choose_device, choose_dtype, context_length, eos_tokens, read_config
 from engine.model.memory import allocate_cache, size_block_pool
-from engine.model.paths import load_general, load_native
+from engine.model.paths import Shape, load_general, load_native
 from engine.model.runner import ModelInfo
 from engine.model.source import Progress, find_source
 from engine.model.threads import bind_threads
 from engine.model.torch_runner import TorchRunner
+from engine.structured.grammars import Grammars, tokenizer_json
 
 
 def load_runner(
@@ -65,10 +68,11 @@ def load_runner(
     runner = TorchRunner(
         info,
         kv_cache,
-        loaded.use_cache(kv_cache, plan),
+        loaded.use_cache(kv_cache, plan, Shape(scheduler.max_num_seqs, max_model_len)),
         block_size=cache.block_size,
         max_num_seqs=scheduler.max_num_seqs,
         num_speculative_tokens=scheduler.num_speculative_tokens,
+        grammars=Grammars(functools.partial(tokenizer_json, source), info.vocab_size, info.eos_token_ids),
     )
     tell("ready", 1.0)
     return runner

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from kvtransfer.base import ConnectorMetadata
+from wire.errors import TandemError
 from wire.sampling import SamplingParams, TokenLogprobs
 
 BlockIds = list[list[int]]
@@ -77,7 +78,8 @@ class ModelOutput:
     """What the model made of a step.
 
     `sampled_token_ids[id]` holds one token for a request whose last scheduled token was its newest, more when
-    drafts were accepted, and nothing (or no entry) for one whose prompt is not finished.
+    drafts were accepted, and nothing (or no entry) for one whose prompt is not finished. A request in `errors` has no
+    entry: nothing right can come of it any more.
     """
 
     sampled_token_ids: dict[str, list[int]]
@@ -86,3 +88,5 @@ class ModelOutput:
     draft_token_ids: dict[str, list[int]] = dataclasses.field(
         default_factory=dict
     )  # proposals for the next step
+    # Those that can have no next token, and why.
+    errors: dict[str, TandemError] = dataclasses.field(default_factory=dict)

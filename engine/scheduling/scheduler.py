@@ -116,6 +116,14 @@ class Scheduler:
         returns the others."""
         return self._lifecycle.finish_all(request_ids, status)
 
+    def wake(self, request_id: str) -> None:
+        """What a request stood aside for from the start, such as its grammar, is there."""
+        request = self._state.requests.get(request_id)
+        if request is not None and request.status is RequestStatus.WAITING_FOR_GRAMMAR:
+            request.status = RequestStatus.WAITING
+            self._state.waiting.wake(request)
+            self._state.settled = False
+
     def schedule(self) -> SchedulerOutput:
         state = self._state
         paused = state.pause is PauseState.PAUSED_ALL
@@ -208,6 +216,10 @@ class Scheduler:
         updates += self._results.apply(step, model_output)
         return updates
 
+    def holds_blocks_of(self, request_id: str) -> bool:
+        """It has ended, and a connector has not given its blocks back yet."""
+        return request_id in self._state.held
+
     def has_unfinished_requests(self) -> bool:
         return bool(self._state.requests)
 
@@ -263,6 +275,7 @@ class Scheduler:
             speculative_drafted=totals.speculative_drafted,
             speculative_accepted=totals.speculative_accepted,
             loads_failed=totals.loads_failed,
+            model_errors=totals.model_errors,
         )
 
     def check_integrity(self) -> None:

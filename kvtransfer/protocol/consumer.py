@@ -176,6 +176,7 @@ class Consumer:
         receiving = self._mine(message.transfer_id, link.key)
         if receiving is not None and receiving.stage is Stage.REGISTERING:
             receiving.stage = Stage.WAITING
+            receiving.confirmed_at = self._clock()
             self._recorder.took("register", self._clock() - receiving.began_at)
 
     def on_renewed(self, message: LeaseRenewed) -> None:
@@ -425,6 +426,7 @@ class Consumer:
     def _forget(self, receiving: Receiving, *, accepted: bool) -> None:
         del self._receivings[receiving.transfer_id]
         del self._by_request[receiving.command.request_id]
+        self._recorder.keep_spans(receiving.command.request_id, receiving.spans(self._clock()))
         self._over.add(receiving.transfer_id, accepted)
         if not self._reads:
             self._transport.expect_no_more(receiving.transfer_id)

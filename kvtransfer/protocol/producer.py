@@ -351,6 +351,7 @@ class Producer:
             self._recorder.refused("token_hash")
             self._begin_closing(sending, Outcome.MISMATCHED, "the two nodes were given different tokens")
         else:
+            sending.paired_at = self._clock()
             self._moving[sending.transfer_id] = sending
             self._conclude(sending)
 
@@ -418,6 +419,9 @@ class Producer:
     def _close(self, sending: Sending) -> None:
         sending.phase = Phase.CLOSED
         self._recorder.ended(sending.outcome)
+        if sending.request_id is not None:
+            spans = sending.spans(self._clock())
+            self._recorder.keep_spans(sending.request_id, spans)
         tally = sending.tally
         self._recorder.record(
             TransferRecord(

@@ -12,6 +12,7 @@ from kvtransfer.protocol.mapping import Mapping, Place
 from kvtransfer.protocol.statistics import Outcome
 from kvtransfer.protocol.transport import HandleId
 from wire.handoff import HandoffNotice
+from wire.tracing import Phase, Span
 
 
 class Stage(enum.Enum):
@@ -35,6 +36,7 @@ class Receiving:
     stage: Stage = Stage.CONNECTING
     # Until when, by our clock, the producer may take our word that it holds a lease: see wire.handoff on stamps.
     leased_until: float | None = None
+    confirmed_at: float | None = None  # the producer has said that it knows our blocks
     asked_at: float = 0.0  # when the last question about this transfer alone was sent
     outcome: Outcome = Outcome.RECEIVED
     reason: str = ""
@@ -63,6 +65,13 @@ class Receiving:
 
     def extend_lease(self, until: float) -> None:
         self.leased_until = max(self.leased_until or 0.0, until)
+
+    def spans(self, now: float) -> list[Span]:
+        """Where its time went, at its end."""
+        spans = [Span(Phase.RECEIVE, self.began_at, now, self.command.num_tokens - self.command.local_tokens)]
+        if self.confirmed_at is not None:
+            spans.append(Span(Phase.REGISTER, self.began_at, self.confirmed_at))
+        return spans
 
     def mismatch(self, notice: HandoffNotice, block_bytes: int) -> str | None:
         """Why the notice is not about what was asked for; None when it is."""

@@ -17,6 +17,8 @@ from kvtransfer.protocol.mapping import Mapping, Place
 from kvtransfer.protocol.statistics import Outcome
 from kvtransfer.protocol.transport import HandleId
 from wire.handoff import RegisterDestination
+from wire.tracing import Phase as Traced
+from wire.tracing import Span
 
 Position = tuple[int, int]
 """(KV cache group, index of the grain in the request)."""
@@ -92,6 +94,7 @@ class Write:
 
     handle: HandleId
     positions: list[Position]
+    posted_at: float
     num_bytes: int
     descriptors: int
     slots: tuple[int, int] | None = None  # None: whole grains
@@ -135,6 +138,7 @@ class Sending:
         self.source: Source | None = None
         self.request_ended = False  # no further command will name the request
         self.kept = False  # the engine waits for `finished_sending`
+        self.paired_at: float | None = None  # source and destination are both there, and belong together
         self.num_kept = 0  # blocks that become free then
         self.waiting_since: float | None = None  # complete, but no destination
         self.notice_sent_at: float | None = None
@@ -284,6 +288,19 @@ class Sending:
         else:
             write.done_at = now
             self.arrived.append(write)
+
+    def spans(self, now: float) -> list[Span]:
+        """Where its time went, at its end."""
+        spans = [Span(Traced.PLAN, self.created_at, self.paired_at if self.paired_at is not None else now)]
+        grain = self.destination.mapping.grain if self.destination is not None else 0
+        for write in self.arrived:
+            ended = write.done_at if write.done_at is not None else now
+            # Of tokens that go layer by layer the last write tells.
+            tokens = len(write.positions) * grain if write.is_last else 0
+            spans.append(Span(Traced.WRITE, write.posted_at, ended, tokens, num_bytes=write.num_bytes))
+        if self.notice_sent_at is not None:
+            spans.append(Span(Traced.NOTICE, self.notice_sent_at, now))
+        return spans
 
     def blocks_changed(self, final: BlockTable) -> bool:
         """Whether a block that was sent is no longer where the request's final table says: it may have been

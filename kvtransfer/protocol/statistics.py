@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
+from collections.abc import Sequence
 
 from kvtransfer.base import Timing, TransferRecord, TransferStats
+from wire.tracing import Span
+
+# Of as many transfers the spans are kept until somebody asks for them.
+REMEMBERED_SPANS = 256
 
 
 class Outcome(enum.StrEnum):
@@ -55,6 +60,7 @@ class Recorder:
         self._outcomes: Counter[str] = Counter()
         self._refused: Counter[str] = Counter()
         self._timings: dict[str, Timing] = {}
+        self._spans: OrderedDict[str, Sequence[Span]] = OrderedDict()  # by request
         self._freed: Counter[str] = Counter()
         self._recent: deque[TransferRecord] = deque(maxlen=RECENT)
 
@@ -75,6 +81,17 @@ class Recorder:
     def took(self, what: str, seconds: float) -> None:
         with self._lock:
             self._timings[what] = self._timings.get(what, Timing()).plus(seconds)
+
+    def keep_spans(self, request_id: str, spans: Sequence[Span]) -> None:
+        """Before anybody is told of the transfer's end."""
+        with self._lock:
+            self._spans[request_id] = spans
+            if len(self._spans) > REMEMBERED_SPANS:
+                self._spans.popitem(last=False)
+
+    def take_spans(self, request_id: str) -> Sequence[Span]:
+        with self._lock:
+            return self._spans.pop(request_id, ())
 
     def sent(self, blocks: int, num_bytes: int, *, descriptors: int = 0, overlapped: int = 0) -> None:
         with self._lock:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 
 from kvtransfer.base import (
     ConnectorContext,
@@ -26,6 +27,7 @@ from kvtransfer.protocol.settings import Settings
 from kvtransfer.protocol.statistics import Recorder
 from kvtransfer.protocol.transport import Direction, Transport
 from wire.errors import InternalError
+from wire.tracing import Span
 
 STOP_GRACE_S = 1.0
 
@@ -164,6 +166,9 @@ class WorkerHalf(WorkerConnector):
 
     def stats(self) -> TransferStats:
         return self._recorder.snapshot(self._channel.malformed + self._transport.malformed_frames)
+
+    def spans_of(self, request_id: str) -> Sequence[Span]:
+        return self._recorder.take_spans(request_id)
 
     def shutdown(self) -> None:
         if self._closed:

@@ -70,6 +70,7 @@ class Attempt:
                 transfer=transfer,
                 priority=spec.priority,
                 cache_salt=spec.cache_salt,
+                trace=spec.trace is not None,
             )
 
         if prefill is None or decode is None:

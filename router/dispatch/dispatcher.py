@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import OrderedDict
 
 import msgspec
@@ -23,6 +24,7 @@ from wire.errors import InternalError, NodeLost, TandemError, Unavailable
 from wire.nodes import NodeInfo
 from wire.requests import NodeStatus, TokenBatch
 from wire.sampling import FinishReason
+from wire.tracing import Phase
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +50,7 @@ class Dispatcher:
         self._pool = pool
         self._policy = policy
         self._prefixes = PrefixRecord()
-        self._clock = asyncio.get_running_loop().time
+        self._clock = time.monotonic  # as everywhere here: the event loop's own clock counts milliseconds
         self._by_request_id: dict[str, RequestLife] = {}
         self._by_node: dict[NodeInfo, set[RequestLife]] = {}
         self._waiting: set[RequestLife] = set()
@@ -84,11 +86,17 @@ class Dispatcher:
         """
         if not self._pool.snapshot().decode:
             raise Unavailable(self.why_unavailable())
+        trace = specs[0].trace
+        came = self._clock()
         slots = await self.admission.acquire(tenant, len(specs), min(spec.deadline for spec in specs))
+        if trace is not None:
+            trace.span(Phase.WAIT, came, came := self._clock())
         generation = Generation(
             lambda spec, news, end: RequestLife(self, spec, news, end), specs, slots, eager=eager
         )
         generation.start()
+        if trace is not None:
+            trace.span(Phase.ROUTE, came, self._clock())
         return generation
 
     def why_unavailable(self) -> str:
@@ -138,6 +146,8 @@ class Dispatcher:
         self._by_request_id[attempt.request_id] = life
         for node in attempt.nodes:
             self._by_node.setdefault(node, set()).add(life)
+        if life.spec.trace is not None:
+            life.spec.trace.attempt(attempt.request_id, attempt.nodes, attempt.decision.reason)
         remaining = max(0.0, life.spec.deadline - self._clock())
         prompt_tokens = len(life.spec.prompt_token_ids) + attempt.base
         for node, message in attempt.submits(life.spec, life.ledger.tokens, self._links.endpoint, remaining):

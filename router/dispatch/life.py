@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
@@ -60,7 +61,7 @@ class RequestLife:
         self.finish: FinishReason | None = None
         self.error: TandemError | None = None
         self.ended = False
-        self.started_at = self._loop.time()
+        self.started_at = time.monotonic()
         self.first_token_at: float | None = None
         self.last_token_at: float | None = None
         self.ended_at: float | None = None
@@ -107,6 +108,8 @@ class RequestLife:
         self._note_report(attempt, source, chunk)
         if len(self.ledger.tokens) > had:
             self._note_tokens(attempt)
+            if self.spec.trace is not None:
+                self.spec.trace.arrived(time.monotonic(), node_id, len(self.ledger.tokens) - had)
         if self.ledger.finish is not None:
             self._end(self.ledger.finish, None, ended_at=attempt.node(source))
         elif news:
@@ -130,7 +133,7 @@ class RequestLife:
                 self.prompt_logprobs = chunk.prompt_logprobs
 
     def _note_tokens(self, attempt: Attempt) -> None:
-        now = self._loop.time()
+        now = time.monotonic()
         if self.last_token_at is not None:
             self._dispatcher.metrics.inter_token_latency.observe(now - self.last_token_at)
         else:
@@ -238,7 +241,7 @@ class RequestLife:
 
     def _wait_for_nodes(self) -> None:
         if self._waiting_since is None:
-            self._waiting_since = self._loop.time()
+            self._waiting_since = time.monotonic()
             self._dispatcher.wait_for_nodes(self)
             self._arm()
 
@@ -262,7 +265,7 @@ class RequestLife:
         )
 
     def _attempt(self, decision: Decision) -> None:
-        attempt = Attempt(decision, len(self.ledger.tokens), self._loop.time())
+        attempt = Attempt(decision, len(self.ledger.tokens), time.monotonic())
         self.attempt = attempt
         self.decisions.append(decision)
         self.request_ids.append(attempt.request_id)
@@ -305,7 +308,7 @@ class RequestLife:
         if self.ended:
             return
         deadline, name = self._next_deadline()
-        if self._loop.time() < deadline:
+        if time.monotonic() < deadline:
             self._arm()
             return
         self._dispatcher.metrics.deadlines.labels(phase=name).inc()
@@ -331,7 +334,7 @@ class RequestLife:
             return
         self.ended = True
         self.finish, self.error = finish, error
-        self.ended_at = self._loop.time()
+        self.ended_at = time.monotonic()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

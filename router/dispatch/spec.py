@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from router.tracing.trace import RequestTrace
 from wire.sampling import SamplingParams
 
 
@@ -15,3 +16,4 @@ class SequenceSpec(msgspec.Struct, frozen=True):
     priority: int = 0
     cache_salt: str | None = None
     session: str | None = None
+    trace: RequestTrace | None = None

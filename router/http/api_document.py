@@ -25,13 +25,15 @@ from router.openai.answer_types import (
 from router.openai.chat_request import ChatRequest
 from router.openai.completion_request import CompletionRequest
 from router.openai.fields import ACCEPTED
+from router.tracing.record import TraceList, TraceRecord
 
 VERSION = "1"
 
 _GENERATION_ERRORS = ("400", "401", "404", "408", "413", "415", "429", "431", "500", "502", "503", "504")
 _TYPES: tuple[type[msgspec.Struct], ...] = (
     CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, Completion, ChatCompletion,
-    ChatCompletionChunk, ModelCard, ModelList, Tokenized, Detokenized, Health, ErrorBody, ClusterState,
+    ChatCompletionChunk, ModelCard, ModelList, Tokenized, Detokenized, Health, ErrorBody, ClusterState, TraceList,
+    TraceRecord,
 )  # fmt: skip
 
 
@@ -91,6 +93,15 @@ def _paths() -> dict[str, Any]:
             }
         },
         "/cluster": {"get": _operation("Every node, as it reports itself", None, ClusterState, ("401",))},
+        "/traces": {"get": _operation("The last requests that were traced", None, TraceList, ("401",))},
+        "/traces/{request_id}": {
+            "get": {
+                **_operation("Where one request's time went", None, TraceRecord, ("401", "404")),
+                "parameters": [
+                    {"name": "request_id", "in": "path", "required": True, "schema": {"type": "string"}}
+                ],
+            }
+        },
     }
 
 
@@ -131,8 +142,24 @@ def _generation(
 ) -> dict[str, Any]:
     operation = _operation(summary, request, whole, _GENERATION_ERRORS)
     operation["responses"]["200"]["content"]["text/event-stream"] = {
-        "schema": _ref(event),
-        "description": "with stream: one of these per event, [DONE] at the end; or an error event instead of it",
+        "schema": {
+            "type": "object",
+            "required": ["data"],
+            "properties": {
+                "data": {
+                    "anyOf": [
+                        {
+                            "type": "string",
+                            "contentMediaType": "application/json",
+                            "contentSchema": {"anyOf": [_ref(event), _ref(ErrorBody)]},
+                        },
+                        {"const": "[DONE]"},
+                    ],
+                    "description": "with stream: one of these per event, [DONE] at the end; an error ends it without",
+                },
+                "event": {"type": "string", "enum": ["message", "error"]},
+            },
+        },
     }
     return operation
 

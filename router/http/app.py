@@ -17,6 +17,7 @@ from router.http.generate_routes import CHAT, COMPLETIONS, GenerateRoute
 from router.http.services import Services
 from router.http.status_routes import ClusterRoute, HealthRoute, MetricsRoute, ModelRoute, ModelsRoute
 from router.http.text_routes import DetokenizeRoute, TokenizeRoute
+from router.http.trace_routes import TraceRoute, TracesRoute
 
 
 class _Named:
@@ -65,6 +66,8 @@ def make_app(services: Services) -> ASGIApp:
         _route("/health", HealthRoute(services), "GET"),
         _route("/metrics", MetricsRoute(services), "GET"),
         _route("/cluster", ClusterRoute(services), "GET"),
+        _route("/traces", TracesRoute(services), "GET"),
+        _route("/traces/{request_id}", TraceRoute(services), "GET"),
         _route("/openapi.json", DocumentRoute(services.keys.required), "GET"),
         _route("/docs", TryRoute(), "GET"),
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -43,9 +44,13 @@ class EventStream:
     def begun(self) -> bool:
         return self._exchange.status is not None
 
+    def try_write(self, events: bytes) -> bool:
+        """At once, or not at all: when the answer has not begun, or the client is behind."""
+        return self._chunked and self.begun and self._connection.try_write_chunk(events)
+
     async def write(self, events: bytes, *, last: bool = False) -> None:
         """The first write sends the status: until then a failure is still a status code."""
-        if self._chunked and not last and self.begun and self._connection.try_write_chunk(events):
+        if not last and self.try_write(events):
             return
         if not self.begun:
             await self._begin()
@@ -87,11 +92,10 @@ class SlowReaderWatch:
     def __init__(self, limit_s: float, on_cut: Callable[[], None]) -> None:
         self._limit_s = limit_s
         self._on_cut = on_cut
-        self._loop = asyncio.get_running_loop()
         self.streams: set[EventStream] = set()
 
     def now(self) -> float:
-        return self._loop.time()
+        return time.monotonic()
 
     async def run(self) -> None:
         while True:

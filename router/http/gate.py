@@ -24,6 +24,7 @@ from router.http.errors import (
 )
 from router.keys import KeyRing, Tenant
 from router.metrics import RouterMetrics
+from router.tracing.trace import RequestTrace
 from wire.errors import Cancelled, TandemError
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ class Exchange:
         self.status: int | None = None
         self.ended = False  # the answer's last byte is sent
         self.is_stream = False
+        self.trace: RequestTrace | None = None
 
 
 def exchange_of(scope: Scope) -> Exchange:
@@ -97,7 +99,10 @@ class Gate:
                 logger.exception("%s: %s %s failed", exchange.request_id, scope["method"], _path(scope))
                 await _answer_bug(exchange, send_noted)
         finally:
-            took = time.monotonic() - began
+            ended = time.monotonic()
+            took = ended - began
+            if exchange.trace is not None:
+                exchange.trace.end(ended, exchange.route, exchange.status)
             self._metrics.http_requests.labels(route=exchange.route, status=str(exchange.status)).inc()
             access_logger.info(
                 "%s %s %s %s %.3fs%s%s%s",

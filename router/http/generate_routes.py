@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol, TypeVar
@@ -10,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from router.dispatch import Generation
+from router.dispatch import Generation, RequestLife
 from router.http.body import read_json_object
 from router.http.disconnect import until_disconnect
 from router.http.errors import Draining
@@ -28,6 +27,8 @@ from router.openai.fields import SamplingFields
 from router.openai.plan import Caller, Plan, ServedModel, plan_chat, plan_completion
 from router.openai.reading import ReadChoice, read_all
 from router.text.tokenizer import Tokenizer
+from router.tracing.trace import RequestTrace
+from wire.tracing import Phase
 
 R = TypeVar("R", CompletionRequest, ChatRequest)
 
@@ -61,16 +62,23 @@ class GenerateRoute:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         services, exchange = self._services, exchange_of(scope)
-        arrived = asyncio.get_running_loop().time()
+        arrived = time.monotonic()
         if services.draining:
             raise Draining("this router is shutting down; another takes new requests")
         limits, timeouts = services.config.limits, services.config.timeouts
         body = await read_json_object(scope, receive, limits, timeouts)
         request = read_request(body, self._endpoint.request_type)
         services.model.check_name(request.model)
+        trace = exchange.trace = services.traces.begin(exchange.request_id, scope["headers"])
+        read_at = time.monotonic()
         plan = await self._endpoint.plan(
             request, services.model, self._caller(scope, exchange, request, arrived)
         )
+        if trace is not None:
+            trace.began = arrived
+            trace.span(Phase.READ, arrived, read_at)
+            trace.prompt_tokens = plan.prompt_tokens
+            trace.span(Phase.TOKENIZE, read_at, time.monotonic(), plan.prompt_tokens)
         tenant = exchange.tenant
         if tenant is not None:
             tenant.enter()
@@ -95,7 +103,7 @@ class GenerateRoute:
                 exchange.notes += (
                     f" nodes={_nodes(generation)} tokens={used} failovers={failovers} requests={requests}"
                 )
-                services.metrics.e2e_latency.observe(asyncio.get_running_loop().time() - arrived)
+                services.metrics.e2e_latency.observe(time.monotonic() - arrived)
             if tenant is not None:
                 tenant.leave(used)
 
@@ -109,6 +117,7 @@ class GenerateRoute:
             deadline=arrived + self._services.config.timeouts.total,
             cache_salt=tenant.salted if tenant is not None else _unsalted,
             session=session[:256] if session else None,
+            trace=exchange.trace,
         )
 
     async def _answer(
@@ -123,9 +132,12 @@ class GenerateRoute:
         tokenizer = self._services.model.tokenizer
         choices = plan.choices(generation, tokenizer)
         head = AnswerHead.new(self._endpoint.id_prefix, int(time.time()), request.model)
+        trace = exchange.trace
+        if trace is not None:
+            trace.answer_id = head.id
         if request.stream:
             answer = self._endpoint.stream(head, plan, request, choices, tokenizer)
-            await self._stream(scope, send, generation, choices, answer)
+            await self._stream(scope, send, generation, choices, answer, trace)
             return
         read = await read_all(generation, choices)
         body = self._endpoint.whole(head, plan, request, read, tokenizer)
@@ -136,6 +148,8 @@ class GenerateRoute:
         ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body, "more_body": False})
+        if trace is not None:
+            trace.flushed(time.monotonic())
 
     async def _stream(
         self,
@@ -144,27 +158,53 @@ class GenerateRoute:
         generation: Generation,
         choices: Sequence[Choice],
         answer: AnswerStream,
+        trace: RequestTrace | None,
     ) -> None:
         by_life = {choice.life: choice for choice in choices}
         unfinished = len(choices)
+        unwritten: list[bytes] = []
         stream = EventStream(scope, send, _routing_headers(generation), self._services.slow_readers)
+
+        def read(life: RequestLife) -> bytes:
+            nonlocal unfinished
+            choice = by_life[life]
+            delta = choice.advance()
+            if delta is None:
+                return b""
+            unfinished -= delta.finish_reason is not None
+            return answer.events(choice, delta)
+
+        def show(life: RequestLife) -> bool:
+            """Tokens in the middle of an answer, for a client that keeps up, are all that is shown from here."""
+            if life.ended or not stream.begun:
+                return False
+            events = read(life)
+            if not life.ended and stream.try_write(events):
+                return True
+            unwritten.append(events)
+            return False
+
+        generation.show_with(show)
         try:
             while unfinished:
-                events, failure = b"", None
-                for life in await generation.news():
-                    choice = by_life[life]
-                    delta = choice.advance()
-                    failure = choice.failed or failure
-                    if delta is not None:
-                        events += answer.events(choice, delta)
-                        unfinished -= delta.finish_reason is not None
+                failure = None
+                news = await generation.news()
+                events = b"".join(unwritten)
+                unwritten.clear()
+                for life in news:
+                    events += read(life)
+                    failure = by_life[life].failed or failure
                 if failure is not None:
                     if stream.begun:  # then every token that came is shown; else the failure is a status code
                         await stream.write(events)
                     raise failure
                 if events and unfinished:
                     await stream.write(events)
+                    if trace is not None:
+                        trace.flushed(time.monotonic())
             await stream.write(events + answer.closing(), last=True)
+            if trace is not None:
+                trace.flushed(time.monotonic())
         finally:
             stream.close()
 

@@ -13,6 +13,8 @@ from router.metrics import RouterMetrics
 from router.openai.plan import ServedModel
 from router.pool import Pool
 from router.supervision import Supervisor
+from router.tracing.export import OtlpExporter
+from router.tracing.traces import Traces
 
 
 @dataclasses.dataclass
@@ -26,6 +28,8 @@ class Services:
     metrics: RouterMetrics
     supervisor: Supervisor
     slow_readers: SlowReaderWatch
+    traces: Traces
+    exporter: OtlpExporter | None
     draining: bool = False
 
     def why_unhealthy(self) -> str | None:

@@ -85,7 +85,9 @@ class ChatStream:
         self._after = b'},"logprobs":null,"finish_reason":null}]%b}\n\n' % self._usage.null
         self._begun: set[int] = set()
         self._readers = (
-            {c.index: ToolCallReader(plan.tool_format) for c in choices} if plan.tool_format else {}
+            {c.index: ToolCallReader(plan.tool_format, streams=True) for c in choices}
+            if plan.tool_format
+            else {}
         )
 
     def events(self, choice: Choice, delta: Delta) -> bytes:
@@ -107,18 +109,21 @@ class ChatStream:
     def _with_calls(self, choice: Choice, delta: Delta, reader: ToolCallReader) -> bytes:
         """Logprobs belong to tokens, so they come with them, whether or not their text is held back."""
         out = b""
-        first = reader.found_calls
+        number = reader.found_calls - 1
         pieces = reader.push(delta.text)
         if delta.finish_reason is not None:
             pieces += reader.finish()
         if delta.tokens:
             out += self._event(choice, {}, delta=delta)
         for piece in pieces:
-            if piece.call is None:
-                out += self._event(choice, {"content": piece.text})
+            if piece.call is not None:
+                number += 1
+                out += self._event(choice, {"tool_calls": [{"index": number, **piece.call.shown()}]})
+            elif piece.arguments:
+                more = {"index": number, "function": {"arguments": piece.arguments}}
+                out += self._event(choice, {"tool_calls": [more]})
             else:
-                out += self._event(choice, {"tool_calls": [{"index": first, **piece.call.shown()}]})
-                first += 1
+                out += self._event(choice, {"content": piece.text})
         if delta.finish_reason is not None:
             reason = _reason_with_calls(delta.finish_reason) if reader.found_calls else delta.finish_reason
             out += self._event(choice, {}, finish_reason=reason)

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from router.openai.fields import JsonObject, MaxTokens, SamplingFields, TopLogprobs
+from router.openai.grammar import ResponseFormat
 from wire.errors import InvalidRequest
 
 FunctionName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
@@ -62,11 +63,6 @@ class NamedToolChoice(msgspec.Struct, frozen=True):
     function: NamedFunction
 
 
-class ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonObject | None = None
-
-
 class ChatRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
     max_tokens: MaxTokens | None = None
@@ -76,6 +72,7 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fiel
     response_format: ResponseFormat | None = None
     tools: Annotated[list[Tool], Meta(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    parallel_tool_calls: bool | None = None  # false: a call that is required is the only one
     modalities: list[Literal["text"]] | None = None
     prompt_cache_key: str | None = None  # keeps a conversation on its nodes, under session affinity
     chat_template_kwargs: JsonObject | None = None

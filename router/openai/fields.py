@@ -7,6 +7,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from router.openai.grammar import StructuredOutputs
+
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
 
@@ -61,6 +63,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     include_stop_str_in_output: bool | None = None
     bad_words: BadWords | None = None
     ignore_eos: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
     skip_special_tokens: bool | None = None
     priority: Priority | None = None
     cache_salt: CacheSalt | None = None
@@ -77,7 +80,6 @@ ACCEPTED: dict[str, str] = {
     "prediction": "only ever a hint for speed",
     "reasoning_effort": "a model's own matter; pass it in chat_template_kwargs if its template knows it",
     "verbosity": "as reasoning_effort",
-    "parallel_tool_calls": "the model decides",
 }
 
 # OpenAI defines them; ignoring them would give an answer to another question, so they are refused by name.

@@ -12,10 +12,13 @@ from router.openai.chat_request import ChatRequest, messages_for_template, tools
 from router.openai.choice import Choice
 from router.openai.completion_request import CompletionRequest, prompts_of
 from router.openai.fields import SamplingFields
+from router.openai.grammar import grammar_of_format, grammar_of_structured_outputs
 from router.openai.sampling import sampling_params, seed_of_choice, stop_strings
 from router.openai.tool_calls import Format, format_of
+from router.openai.tool_grammar import grammar_of_calls
 from router.text.chat_template import ChatTemplate
 from router.text.tokenizer import Tokenizer
+from router.tracing.trace import RequestTrace
 from wire.errors import ContextLengthExceeded, InvalidRequest, UnknownModel
 from wire.sampling import SamplingParams
 
@@ -66,6 +69,7 @@ class Caller(msgspec.Struct, frozen=True):
     deadline: float
     cache_salt: Callable[[str | None], str | None]
     session: str | None
+    trace: RequestTrace | None = None
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -134,17 +138,13 @@ async def plan_completion(request: CompletionRequest, model: ServedModel, caller
         logprobs=0 if ranks else request.logprobs,
         prompt_logprobs=request.logprobs if echo else None,
         show_logprobs=shows,
+        grammar=await grammar_of_structured_outputs(request.structured_outputs),
     )
 
 
 async def plan_chat(request: ChatRequest, model: ServedModel, caller: Caller) -> Plan:
     if model.template is None:
         raise InvalidRequest("messages: this model has no chat template; use /v1/completions", "messages")
-    if request.response_format is not None and request.response_format.type != "text":
-        raise InvalidRequest(
-            f"response_format.type: {request.response_format.type!r} is not supported; must be 'text'",
-            "response_format.type",
-        )
     if request.top_logprobs is not None and not request.logprobs:
         raise InvalidRequest("top_logprobs: needs logprobs to be true", "top_logprobs")
     if (
@@ -165,6 +165,7 @@ async def plan_chat(request: ChatRequest, model: ServedModel, caller: Caller) ->
     _check_counts(1, n, model.config)
     tools = tools_for_template(request)
     _check_tools(request, model)
+    grammar = await _chat_grammar(request, model)
     text = model.template.render(
         messages_for_template(request),
         tools=tools,
@@ -192,6 +193,7 @@ async def plan_chat(request: ChatRequest, model: ServedModel, caller: Caller) ->
         prompt_logprobs=None,
         show_logprobs=bool(request.logprobs),
         tool_format=model.tool_format if tools else None,
+        grammar=grammar,
     )
 
 
@@ -209,6 +211,7 @@ def _plan(
     prompt_logprobs: int | None,
     show_logprobs: bool,
     tool_format: Format | None = None,
+    grammar: str | None = None,
 ) -> Plan:
     context = model.max_model_len
     specs: list[SequenceSpec] = []
@@ -226,6 +229,7 @@ def _plan(
                 max_tokens=wanted,
                 logprobs=logprobs,
                 prompt_logprobs=prompt_logprobs,
+                grammar=grammar,
             )
         for index in range(best_of):
             specs.append(
@@ -237,6 +241,7 @@ def _plan(
                     priority=request.priority or 0,
                     cache_salt=caller.cache_salt(request.cache_salt),
                     session=caller.session,
+                    trace=caller.trace,
                 )
             )
     return Plan(
@@ -277,17 +282,33 @@ def _check_context(
 
 def _check_tools(request: ChatRequest, model: ServedModel) -> None:
     choice = request.tool_choice
-    if choice is not None and choice not in ("none", "auto"):
-        raise InvalidRequest(
-            "tool_choice: must be 'none' or 'auto'; this server cannot force the model to call a tool",
-            "tool_choice",
-        )
     if not request.tools:
-        if choice == "auto":
+        if choice is not None and choice != "none":
             raise InvalidRequest("tool_choice: needs tools", "tool_choice")
         return
     if choice != "none" and (model.template is None or not model.template.mentions_tools):
         raise InvalidRequest("tools: this model's chat template knows no tools", "tools")
+    if choice not in (None, "none", "auto") and model.tool_format is None:
+        raise InvalidRequest(
+            "tool_choice: must be 'none' or 'auto'; how this model writes calls is not known "
+            "(an operator may set router.tool_format)",
+            "tool_choice",
+        )
+
+
+async def _chat_grammar(request: ChatRequest, model: ServedModel) -> str | None:
+    answer = await grammar_of_format(request.response_format)
+    other = await grammar_of_structured_outputs(request.structured_outputs)
+    if answer is not None and other is not None:
+        raise InvalidRequest("structured_outputs: contradicts response_format; set one", "structured_outputs")
+    answer = answer or other
+    if not request.tools or request.tool_choice == "none" or model.tool_format is None:
+        return answer
+    if other is not None:
+        raise InvalidRequest(
+            "structured_outputs: contradicts tools, unless tool_choice is 'none'", "structured_outputs"
+        )
+    return await grammar_of_calls(request, model.tool_format, model.tokenizer, answer)
 
 
 def _is_special(tool_format: Format | None, tokenizer: Tokenizer) -> bool:

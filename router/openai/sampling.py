@@ -19,6 +19,7 @@ def sampling_params(
     max_tokens: int,
     logprobs: int | None,
     prompt_logprobs: int | None = None,
+    grammar: str | None = None,
 ) -> SamplingParams:
     min_tokens = request.min_tokens or 0
     if min_tokens > max_tokens:
@@ -26,6 +27,8 @@ def sampling_params(
             f"min_tokens: must be at most the {max_tokens} tokens that may be generated, not {min_tokens}",
             "min_tokens",
         )
+    if grammar is not None:
+        _check_ends_with_grammar(request)
     stop_token_ids = request.stop_token_ids or []
     for token_id in stop_token_ids:
         if token_id >= tokenizer.vocab_size:
@@ -51,7 +54,16 @@ def sampling_params(
         seed=seed & _SEED_MASK,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        grammar=grammar,
     )
+
+
+def _check_ends_with_grammar(request: SamplingFields) -> None:
+    for name in ("min_tokens", "ignore_eos"):
+        if getattr(request, name):
+            raise InvalidRequest(
+                f"{name}: an answer that follows a grammar ends where the grammar does", name
+            )
 
 
 def seed_of_choice(seed: int, index: int) -> int:

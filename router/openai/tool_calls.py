@@ -1,7 +1,8 @@
 """Tool calls in a model's text: where they begin and end, and what they ask for.
 
-Models write calls as their chat template taught them. A call is shown once it is complete: half a call helps no
-client, and only a whole one is known to be one. What turns out to be none is text, shown as it was written.
+Models write calls as their chat template taught them. In an answer as a whole, what turns out to be no call is text,
+shown as it was written. In a stream a call is shown from where its arguments begin, which is as soon as it is known to
+be one; what does not begin as calls do is held until it is complete, and then read as a whole answer would be.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import msgspec
 
 from router.config import ToolFormat
+from router.openai.tool_stream import BETWEEN, HEAD, CallScan
 from router.text.chat_template import ChatTemplate
 
 
@@ -31,19 +33,32 @@ class ToolCallFound(msgspec.Struct, frozen=True):
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """What the text means, in its order: one of the two."""
+    """What the text means, in its order: one of the three."""
 
     text: str = ""
-    call: ToolCallFound | None = None
+    call: ToolCallFound | None = None  # in a stream it may have no arguments yet
+    arguments: str = ""  # more of the last call's
 
 
 Parse = Callable[[str], "list[ToolCallFound] | None"]  # None: it is no call
+
+
+class Written(msgspec.Struct, frozen=True):
+    """How a model has to write calls that it is made to make. The marks are among it."""
+
+    arguments: str  # the key that they stand under
+    between: str
+    begin: str = ""
+    end: str = ""
+    call_begin: str = ""
+    call_end: str = ""
 
 
 class Format(msgspec.Struct, frozen=True):
     begin: str
     end: str | None  # None: a call lasts to the end of the answer
     parse: Parse
+    written: Written
     opening: str | None = None  # an answer that begins so is a call even without `begin`
 
 
@@ -62,8 +77,11 @@ def format_of(name: ToolFormat, template: ChatTemplate | None) -> Format | None:
 class ToolCallReader:
     """Text in, pieces out. However the text is cut, the pieces say the same."""
 
-    def __init__(self, tool_format: Format) -> None:
+    def __init__(self, tool_format: Format, *, streams: bool = False) -> None:
         self._format = tool_format
+        self._streams = streams
+        self._scan: CallScan | None = None  # of the call that is being shown
+        self._shown = False  # calls between the marks that were last begun
         self._held = ""
         self._inside = False
         self._begun = False  # something that is not whitespace has come
@@ -99,7 +117,11 @@ class ToolCallReader:
         return False
 
     def _read_inside(self, pieces: list[Piece]) -> bool:
+        if self._streams and not self._read_call(pieces):
+            return False
         end = self._format.end
+        if self._shown:
+            return self._read_behind_calls(end)
         at = self._held.find(end) if end is not None else -1
         if end is None or at < 0:
             return False
@@ -108,11 +130,42 @@ class ToolCallReader:
         self._conclude(pieces, inner, closed=True)
         return True
 
+    def _read_call(self, pieces: list[Piece]) -> bool:
+        """Shows what there is of calls that begin as they should; False while one of them is not over."""
+        while True:
+            if self._scan is None:
+                head = HEAD.match(self._held)
+                if head is None:
+                    return True
+                self._scan, self._shown = CallScan(), True
+                self.found_calls += 1
+                pieces.append(Piece(call=ToolCallFound(_new_id(), head.group(1), "")))
+                self._held = self._held[head.end() :]
+            arguments, taken = self._scan.take(self._held)
+            self._held = self._held[taken:]
+            if arguments:
+                pieces.append(Piece(arguments=arguments))
+            if not self._scan.over:
+                return False
+            self._scan = None
+
+    def _read_behind_calls(self, end: str | None) -> bool:
+        """Nothing but the end mark is wanted here, or another call, which has not wholly begun yet."""
+        at = self._held.find(end) if end is not None else -1
+        if end is None or at < 0:
+            return False
+        self._held = self._held[at + len(end) :]
+        self._inside = self._shown = False
+        self._space = ""
+        return True
+
     def finish(self) -> list[Piece]:
         """The end of the answer. A call without its end mark counts, if it is one: the mark may be the stop token."""
         pieces: list[Piece] = []
         held, self._held = self._held, ""
-        if self._inside:
+        if self._inside and self._shown:
+            self._say(pieces, held.strip(BETWEEN))
+        elif self._inside:
             self._conclude(pieces, held, closed=False)
         else:
             self._say(pieces, held)
@@ -157,7 +210,11 @@ def _call(value: Any) -> ToolCallFound | None:
         return None
     arguments = value.get("arguments", value.get("parameters", {}))
     text = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()
-    return ToolCallFound(f"call_{secrets.token_hex(12)}", value["name"], text)
+    return ToolCallFound(_new_id(), value["name"], text)
+
+
+def _new_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
 
 
 def _calls(values: Iterable[Any]) -> list[ToolCallFound] | None:
@@ -202,7 +259,19 @@ def _parse_mistral(text: str) -> list[ToolCallFound] | None:
 
 
 _FORMATS: dict[ToolFormat, Format] = {
-    ToolFormat.HERMES: Format("<tool_call>", "</tool_call>", _parse_hermes),
-    ToolFormat.MISTRAL: Format("[TOOL_CALLS]", None, _parse_mistral),
-    ToolFormat.LLAMA3: Format("<|python_tag|>", None, _parse_llama3, opening="{"),
+    ToolFormat.HERMES: Format(
+        "<tool_call>",
+        "</tool_call>",
+        _parse_hermes,
+        Written("arguments", between="\n", call_begin="<tool_call>\n", call_end="\n</tool_call>"),
+    ),
+    ToolFormat.MISTRAL: Format(
+        "[TOOL_CALLS]",
+        None,
+        _parse_mistral,
+        Written("arguments", between=", ", begin="[TOOL_CALLS][", end="]"),
+    ),
+    ToolFormat.LLAMA3: Format(
+        "<|python_tag|>", None, _parse_llama3, Written("parameters", between="; "), opening="{"
+    ),
 }

@@ -57,6 +57,11 @@ class Tokenizer:
     def is_special(self, text: str) -> bool:
         return self._backend.token_to_id(text) in self.special_ids
 
+    def token_id(self, text: str) -> int | None:
+        """Of a text that is one token of its own."""
+        found: int | None = self._backend.token_to_id(text)
+        return found
+
     def encode(self, text: str, *, special: bool) -> list[int]:
         """`special` lets the tokenizer add what it adds by itself, such as a beginning-of-sequence token."""
         ids: list[int] = self._backend.encode(text, add_special_tokens=special).ids

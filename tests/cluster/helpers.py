@@ -6,17 +6,21 @@ import asyncio
 import functools
 import heapq
 import itertools
-from collections import defaultdict
-from collections.abc import Awaitable, Callable, Coroutine
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from typing import Any
 
+import msgspec
+
 from cluster.clock import Clock
-from cluster.config import ClusterTimeouts
+from cluster.config import ClusterTimeouts, PoolConfig, PoolsConfig, TandemConfig
 from cluster.controller import Controller
+from cluster.hosts import Host, StateStore
 from cluster.launcher import Report
+from cluster.state import MemoryStore
 from engine.node_config import NodeConfig, NodeTimeouts
 from router.config import RouterConfig
-from wire.errors import NodeLost, TandemError
+from wire.errors import NodeLost, TandemError, Unavailable
 from wire.nodes import NodeInfo, NodeState, Role
 from wire.requests import NodeCounters, NodeStatus
 
@@ -53,8 +57,13 @@ def in_loop(scenario: Callable[..., Coroutine[Any, Any, None]]) -> Callable[...,
 
 async def settle() -> None:
     """Lets everything run that can run without time passing."""
-    for _ in range(100):
+    ready = asyncio.get_running_loop()._ready  # type: ignore[attr-defined]  # what the loop would run next
+    await asyncio.sleep(0)
+    for _ in range(1000):
+        if not ready:
+            return
         await asyncio.sleep(0)
+    raise AssertionError("it does not come to rest")
 
 
 class FakeClock(Clock):
@@ -93,6 +102,9 @@ class FakeProcess:
         self.stopped = False
         self.drained_with: float | None = None
         self.drains = True
+        self.may_finish = asyncio.Event()
+        self.may_finish.set()
+        self.on_stop: Callable[[], None] = lambda: None
         self.mute = asyncio.Event()  # set: it answers nothing any more, like a stopped process
 
     async def _begin(self) -> None:
@@ -116,31 +128,57 @@ class FakeProcess:
     async def drain(self, timeout_s: float) -> bool:
         await self._answer()
         self.drained_with = timeout_s
+        await self.may_finish.wait()
         return self.drains
 
     async def stop(self) -> None:
+        if not self.stopped:
+            self.on_stop()
         self.stopped = True
         if not self.died.done():
             self.died.set_result("it was stopped")
 
 
+def node_info(config: NodeConfig, epoch: int) -> NodeInfo:
+    return NodeInfo(
+        node_id=config.node_id,
+        role=config.role,
+        epoch=epoch,
+        request_endpoint=f"tcp://{config.node_id}:{epoch}",
+        peer_endpoint="",
+        model="fake",
+        max_model_len=100,
+        block_size=16,
+    )
+
+
 class FakeNode(FakeProcess):
-    def __init__(self, config: NodeConfig, epoch: int) -> None:
+    def __init__(self, config: NodeConfig, host: Host, slot: Role, epochs: Iterator[int]) -> None:
         super().__init__()
         self.config = config
-        self.info = NodeInfo(
-            node_id=config.node_id,
-            role=config.role,
-            epoch=epoch,
-            request_endpoint=f"tcp://{config.node_id}:{epoch}",
-            peer_endpoint="",
-            model="fake",
-            max_model_len=100,
-            block_size=16,
-        )
+        self.host = host
+        self.slot = slot
         self.state = NodeState.READY
-        self.epoch_in_status = epoch
         self.step_age_s = 0.0
+        self.free_blocks = 90
+        self._epochs = epochs
+        self._begin_epoch()
+
+    def _begin_epoch(self) -> None:
+        self.info = node_info(self.config, next(self._epochs))
+        self.epoch_in_status = self.info.epoch
+
+    async def drain(self, timeout_s: float) -> bool:
+        self.state = NodeState.DRAINING
+        return await super().drain(timeout_s)
+
+    async def change_role(self, config: NodeConfig) -> NodeInfo:
+        await self._answer()
+        if self.drained_with is None or not self.drains:
+            raise Unavailable("it still has work")
+        self.config, self.state, self.drained_with = config, NodeState.READY, None
+        self._begin_epoch()
+        return self.info
 
     async def start(self, report: Report) -> NodeInfo:
         report("loading the weights", 0.5)
@@ -154,8 +192,8 @@ class FakeNode(FakeProcess):
             role=self.info.role,
             epoch=self.epoch_in_status,
             state=self.state,
-            free_blocks=1,
-            total_blocks=1,
+            free_blocks=self.free_blocks,
+            total_blocks=100,
             running=0,
             waiting=0,
             waiting_tokens=0,
@@ -168,10 +206,13 @@ class FakeNode(FakeProcess):
 
 
 class FakeRouter(FakeProcess):
-    def __init__(self, config: RouterConfig) -> None:
+    def __init__(self, name: str, config: RouterConfig, host: Host | None) -> None:
         super().__init__()
+        self.name = name
         self.config = config
+        self.host = host
         self.memberships: list[list[NodeInfo]] = []
+        self.on_members: Callable[[], None] = lambda: None
 
     async def start(self, report: Report) -> str:
         await self._begin()
@@ -180,6 +221,7 @@ class FakeRouter(FakeProcess):
     async def set_members(self, members: list[NodeInfo]) -> None:
         await self._answer()
         self.memberships.append(members)
+        self.on_members()
 
     @property
     def node_ids(self) -> set[str]:
@@ -191,7 +233,7 @@ Prepare = Callable[[FakeProcess, int], None]
 
 
 class FakeLauncher:
-    """Keeps every process that it ever launched, by name."""
+    """Keeps every process that it ever launched, by name. One that runs already is adopted."""
 
     def __init__(self) -> None:
         self.nodes: defaultdict[str, list[FakeNode]] = defaultdict(list)
@@ -199,15 +241,22 @@ class FakeLauncher:
         self.prepare: dict[str, Prepare] = {}
         self._epochs = itertools.count(1)
 
-    def launch_node(self, config: NodeConfig) -> FakeNode:
-        node = FakeNode(config, next(self._epochs))
-        self._prepare(config.node_id, node, len(self.nodes[config.node_id]))
-        self.nodes[config.node_id].append(node)
+    def launch_node(self, config: NodeConfig, host: Host, slot: Role) -> FakeNode:
+        earlier = self.nodes[config.node_id]
+        if earlier and not earlier[-1].died.done():
+            assert earlier[-1].host == host, "a node cannot be adopted on another machine"
+            return earlier[-1]
+        node = FakeNode(config, host, slot, self._epochs)
+        self._prepare(config.node_id, node, len(earlier))
+        earlier.append(node)
         return node
 
-    def launch_router(self, config: RouterConfig) -> FakeRouter:
-        router = FakeRouter(config)
-        self._prepare("router", router, len(self.routers))
+    def launch_router(self, name: str, config: RouterConfig, host: Host | None) -> FakeRouter:
+        earlier = [router for router in self.routers if router.name == name]
+        if earlier and not earlier[-1].died.done():
+            return earlier[-1]
+        router = FakeRouter(name, config, host)
+        self._prepare(name, router, len(earlier))
         self.routers.append(router)
         return router
 
@@ -226,6 +275,48 @@ class FakeLauncher:
     @property
     def everything(self) -> list[FakeProcess]:
         return [*self.routers, *itertools.chain.from_iterable(self.nodes.values())]
+
+    @property
+    def running(self) -> list[FakeNode]:
+        return [node for nodes in self.nodes.values() for node in nodes if not node.died.done()]
+
+
+def one_machine(cores: int = 4) -> Host:
+    return Host("this machine", "127.0.0.1", tuple(range(cores)), head=True)
+
+
+class FakeHosts:
+    """Machines that a test adds and takes away."""
+
+    def __init__(self, *hosts: Host) -> None:
+        self.hosts = list(hosts)
+        self.wanted: dict[Role, int] = {}
+        self._changed = asyncio.Event()
+
+    async def present(self) -> list[Host]:
+        return list(self.hosts)
+
+    async def changed(self, timeout_s: float) -> None:
+        """Time is the test's: only a change ends it."""
+        await self._changed.wait()
+        self._changed.clear()
+
+    async def want(self, slots: dict[Role, int]) -> None:
+        self.wanted = slots
+
+    def forget_waiters(self) -> None:
+        """Who waited is gone; what happened meanwhile, the next one sees for itself."""
+        self._changed = asyncio.Event()
+
+    def join(self, host: Host) -> None:
+        self.hosts.append(host)
+        self._changed.set()
+
+    def leave(self, name: str) -> Host:
+        (host,) = [host for host in self.hosts if host.name == name]
+        self.hosts.remove(host)
+        self._changed.set()
+        return host
 
 
 class RecordedEvents:
@@ -248,28 +339,49 @@ class RecordedEvents:
         return [what for k, n, what in self.happened if (k, n) == (kind, name)]
 
 
+def pools_of(nodes: Iterable[tuple[str, Role]]) -> PoolsConfig:
+    counts = Counter(role for _, role in nodes)
+    return PoolsConfig(**{role.value: PoolConfig(nodes=counts[role]) for role in Role})
+
+
 class Rig:
     """A controller with everything around it in a test's hands."""
 
-    def __init__(self, *nodes: tuple[str, Role]) -> None:
+    def __init__(
+        self,
+        *nodes: tuple[str, Role],
+        pools: PoolsConfig | None = None,
+        hosts: FakeHosts | None = None,
+        config: TandemConfig | None = None,
+    ) -> None:
         self.launcher = FakeLauncher()
         self.clock = FakeClock()
         self.events = RecordedEvents()
-        self.controller = Controller(
-            [NodeConfig(node_id=name, role=role) for name, role in nodes],
-            RouterConfig(tokenizer_path="model", model_name="fake"),
-            self.launcher,
-            TIMEOUTS,
-            self.events,
-            self.clock,
-        )
+        self.hosts = hosts or FakeHosts(one_machine())
+        self.store: StateStore = MemoryStore()
+        config = config or TandemConfig(router=RouterConfig(tokenizer_path="model", model_name="fake"))
+        self.config = msgspec.structs.replace(config, pools=pools or pools_of(nodes), timeouts=TIMEOUTS)
+        self.controller = self.new_controller()
+
+    def new_controller(self) -> Controller:
+        return Controller(self.config, self.hosts, self.launcher, self.store, self.events, self.clock)
+
+    async def kill_controller(self) -> None:
+        """As its process ends: nothing that it began goes on, nothing that it launched is touched."""
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self.controller = self.new_controller()
 
     async def __aenter__(self) -> Rig:
         return self
 
     async def __aexit__(self, *exception: object) -> None:
         await self.controller.stop()
-        assert all(process.stopped for process in self.launcher.everything), "stop() left something running"
+        assert all(process.died.done() for process in self.launcher.everything), (
+            "stop() left something running"
+        )
 
     @property
     def routed(self) -> set[str]:

@@ -10,15 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.config import PoolConfig, PoolsConfig, TandemConfig
+from cluster.hosts import Host
 from cluster.placement import (
     Machine,
-    NodePlacement,
     node_config,
     ordered_cores,
     place_nodes,
+    router_config,
     visible_gpus,
 )
+from cluster.state import NodeRecord, Placement
 from engine.config import CacheConfig, ModelConfig
+from router.config import RouterConfig
 from wire.errors import ConfigurationError
 from wire.nodes import Role
 
@@ -37,8 +40,13 @@ def config(
     )
 
 
-def cores_of(placements: list[NodePlacement]) -> dict[str, tuple[int, ...]]:
-    return {placement.node_id: placement.cores for placement in placements}
+def placed_on(asked: TandemConfig, machine: Machine) -> dict[str, Placement]:
+    placed = {node.node_id: node.placement for node in place_nodes(asked, machine)}
+    return {node_id: placement for node_id, placement in placed.items() if placement is not None}
+
+
+def cores_of(nodes: list[NodeRecord]) -> dict[str, tuple[int, ...]]:
+    return {node.node_id: node.placement.cores for node in nodes if node.placement is not None}
 
 
 def machine(cores: int, gpus: int = 0) -> Machine:
@@ -78,34 +86,36 @@ def test_more_cores_than_there_are_is_a_mistake_that_names_both_numbers(asked: T
 @given(st.integers(0, 5), st.integers(0, 5), st.integers(1, 40))
 def test_with_enough_cores_every_core_has_exactly_one_node(prefill: int, decode: int, cores: int) -> None:
     placed = place_nodes(config(prefill, decode), machine(cores))
-    given_out = [core for placement in placed for core in placement.cores]
+    shares = cores_of(placed).values()
+    assert len(shares) == len(placed)
+    given_out = [core for share in shares for core in share]
     if 0 < prefill + decode <= cores:
         assert sorted(given_out) == list(range(cores))
-    assert all(placement.cores for placement in placed)
-    sizes = [len(placement.cores) for placement in placed]
+    assert all(shares)
+    sizes = [len(share) for share in shares]
     assert not sizes or max(sizes) - min(sizes) <= 1
 
 
 def test_nodes_take_turns_on_gpus_and_share_the_memory_of_each() -> None:
-    placed = place_nodes(config(2, 1), machine(8, gpus=2))
+    placed = list(placed_on(config(2, 1), machine(8, gpus=2)).values())
     assert [placement.device for placement in placed] == ["cuda:0", "cuda:1", "cuda:0"]
     assert [placement.memory_share for placement in placed] == [0.25, 0.5, 0.25]
 
 
 def test_a_device_that_was_named_is_kept() -> None:
     asked = msgspec.structs.replace(config(1, 1), model=ModelConfig(path="m", device="cuda:3"))
-    assert {placement.device for placement in place_nodes(asked, machine(2, gpus=8))} == {"cuda:3"}
+    assert {placement.device for placement in placed_on(asked, machine(2, gpus=8)).values()} == {"cuda:3"}
 
 
 def test_nodes_of_one_machine_divide_its_memory() -> None:
     asked = msgspec.structs.replace(config(1, 3), cache=CacheConfig(memory_share=0.8))
-    assert {placement.memory_share for placement in place_nodes(asked, machine(4))} == {0.2}
+    assert {placement.memory_share for placement in placed_on(asked, machine(4)).values()} == {0.2}
 
 
 def test_a_node_is_told_its_cores_threads_and_share() -> None:
     asked = config(1, 1)
-    (prefill, _) = place_nodes(asked, machine(4))
-    told = node_config(asked, prefill, "10.0.0.1")
+    place = msgspec.structs.replace(placed_on(asked, machine(4))["prefill-0"], address="10.0.0.1")
+    told = node_config(asked, "prefill-0", Role.PREFILL, place)
     assert (told.node_id, told.role, told.host) == ("prefill-0", Role.PREFILL, "10.0.0.1")
     assert (told.cores, told.engine.model.threads) == ([0, 1], 2)
     assert told.engine.cache.memory_share == 0.25
@@ -115,7 +125,8 @@ def test_a_node_is_told_its_cores_threads_and_share() -> None:
 
 def test_an_aggregated_node_has_no_transfer() -> None:
     asked = config(aggregated=1)
-    assert node_config(asked, place_nodes(asked, machine(1))[0], "h").transfer is None
+    (place,) = placed_on(asked, machine(1)).values()
+    assert node_config(asked, "aggregated-0", Role.AGGREGATED, place).transfer is None
 
 
 def test_hardware_threads_of_one_core_stay_together(tmp_path: Path) -> None:
@@ -149,3 +160,11 @@ def test_a_torch_without_cuda_has_no_gpus(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("importlib.metadata.version", lambda package: "2.13.0+cpu")
     (tmp_path / "nvidia0").touch()
     assert visible_gpus({}, tmp_path) == 0
+
+
+def test_a_router_on_another_machine_has_that_machine_s_addresses() -> None:
+    config = RouterConfig(tokenizer_path="m", model_name="m", host="10.0.0.1", inbox_host="10.0.0.1")
+    there = router_config(config, Host(name="b", address="10.0.0.2"))
+    assert (there.host, there.inbox_host) == ("10.0.0.2", "10.0.0.2")
+    everywhere = router_config(msgspec.structs.replace(config, host="0.0.0.0"), Host("b", "10.0.0.2"))
+    assert (everywhere.host, everywhere.inbox_host) == ("0.0.0.0", "10.0.0.2")

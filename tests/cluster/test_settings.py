@@ -147,7 +147,7 @@ MISTAKES = [
     ("timeouts: {start_s: 0}", "FILE: timeouts.start_s must be above 0, not 0.0"),
     (
         "timeouts: {unresponsive_s: 1}",
-        "FILE: timeouts.unresponsive_s must be at least timeouts.silence_s (2.5), not 1.0",
+        "FILE: timeouts.unresponsive_s must be at least timeouts.silence_s (2.0), not 1.0",
     ),
     (
         "scheduler: {chunked_prefill: false, max_model_len: 9999}",

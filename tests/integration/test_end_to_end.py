@@ -7,11 +7,15 @@ import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
+import jsonschema
 import openai
 import pytest
 
+from cluster.trace.account import a_step, first_token_s, handover, way_to_first_token
+from cluster.trace.fetch import TraceClient
 from tests.integration.conftest import (
     BLOCK_BYTES,
     BLOCK_SIZE,
@@ -21,8 +25,19 @@ from tests.integration.conftest import (
     float32_config,
 )
 from tests.integration.reference import LENGTHS, NEW_TOKENS, Expected
+from wire.tracing import Phase
 
 AT_ONCE = 8
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 20},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "likes": {"type": "array", "items": {"enum": ["tea", "coffee", "milk"]}, "maxItems": 2},
+    },
+    "required": ["name", "age", "likes"],
+    "additionalProperties": False,
+}
 
 
 def blocks_of(num_tokens: int) -> int:
@@ -126,6 +141,23 @@ class TestOnePrefillOneDecode:
         other = server.complete(prompt, 12, temperature=0.9, seed=4321)["choices"][0]["text"]
         assert first == second != other
 
+    @pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.8, "seed": 5}])
+    def test_a_chat_answers_by_its_schema(self, server: Running, sampling: dict[str, Any]) -> None:
+        """The first token is one node's, all others another's: both follow the grammar from the same place."""
+        body = {
+            "model": server.model,
+            "messages": [{"role": "user", "content": "Describe a person named Ada, aged 36, as JSON."}],
+            "max_tokens": 80,
+            "response_format": {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}},
+            **sampling,
+        }
+        first, second = (server.http.post("/v1/chat/completions", json=body).json() for _ in range(2))
+        choice = first["choices"][0]
+        assert choice["finish_reason"] == "stop", first
+        jsonschema.validate(json.loads(choice["message"]["content"]), PERSON)
+        assert second["choices"][0]["message"]["content"] == choice["message"]["content"]
+        server.until_quiet()
+
     def test_a_prompt_longer_than_the_context_is_the_clients_mistake(self, server: Running) -> None:
         response = server.http.post(
             "/v1/completions", json={"model": server.model, "prompt": [5] * 9000, "max_tokens": 4}
@@ -187,6 +219,39 @@ class TestOnePrefillOneDecode:
             assert node["state"] == "ready"
             assert node["total_blocks"] > 0
             assert {"role", "epoch", "free_blocks", "running", "waiting", "transfers"} <= node.keys()
+
+    def test_a_traced_request_shows_where_its_time_went(self, server: Running) -> None:
+        """Real clocks of four processes: every phase is there, in an order that can have happened."""
+        prompt = list(range(1000, 1400))
+        body = {
+            "model": server.model,
+            "prompt": prompt,
+            "max_tokens": 6,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
+        response = server.http.post("/v1/completions", json=body, headers={"x-tandem-trace": "1"})
+        assert response.status_code == 200, response.text
+        client = TraceClient(server.url, None)
+        record = client.find(response.json()["id"])
+        client.close()
+        assert record.missing == []
+        parts = {part.role: part for part in record.nodes}
+        assert set(parts) == {"prefill", "decode"}
+        assert all(part.clock_offset_s == 0 for part in record.nodes), "one machine, one clock"
+        for part in record.nodes:
+            assert all(record.began <= span.start <= span.end for span in part.spans)
+        prefill = {span.phase for span in parts["prefill"].spans}
+        assert {Phase.INBOX, Phase.QUEUE, Phase.PREFILL, Phase.PLAN, Phase.WRITE, Phase.NOTICE} <= prefill
+        written = [span for span in parts["prefill"].spans if span.phase is Phase.WRITE]
+        assert sum(span.num_bytes for span in written) == blocks_of(len(prompt)) * BLOCK_BYTES
+        decode = [span.phase for span in parts["decode"].spans]
+        assert decode.count(Phase.DECODE) == 5
+        assert {Phase.INBOX, Phase.QUEUE, Phase.RECEIVE, Phase.REGISTER, Phase.RESUME} <= set(decode)
+        parts_s = sum(item.seconds for item in way_to_first_token(record))
+        assert parts_s == pytest.approx(first_token_s(record), rel=0.01)
+        assert len(handover(record)) == 3
+        assert len(a_step(record)) == 4
 
 
 @pytest.mark.parametrize(

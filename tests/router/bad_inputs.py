@@ -148,6 +148,51 @@ BAD_MESSAGES: list[tuple[Any, str]] = [
     ({"role": "user", "content": "x", "name": 5}, "messages[0].name"),
 ]  # fmt: skip
 
+# What no grammar can be made of: not a schema, one that nothing satisfies, or one that asks for what is not supported.
+BAD_SCHEMAS: list[Any] = [
+    {"type": "banana"},
+    {"type": 5},
+    {"$ref": "#/nope"},
+    {"$ref": "https://example.com/schema.json"},
+    {"type": "string", "pattern": "("},
+    {"type": "string", "format": "unheard-of"},
+    {"type": "string", "minLength": -1},
+    {"type": "string", "minLength": 5, "maxLength": 2},
+    {"type": "integer", "minimum": 5, "maximum": 3},
+    {"type": "integer", "minimum": "x"},
+    {"type": "array", "items": {"type": "array", "uniqueItems": True}},
+    {"type": "array", "items": 5},
+    {"type": "object", "properties": 5},
+    {"type": "object", "properties": {"a": 5}},
+    {"type": "object", "required": [5]},
+    {"type": "object", "additionalProperties": False, "required": ["x"]},
+    {"enum": []},
+    {"enum": 5},
+    {"not": {"type": "string"}},
+    {"if": {}, "then": {}},
+    {"allOf": [{"type": "string"}, {"type": "integer"}]},
+    {"oneOf": [{"type": "number"}, {"type": "integer"}]},
+]
+BAD_STRUCTURES: list[Any] = [
+    5,
+    {},
+    {"unheard_of": 1},
+    {"json": {"type": "banana"}},
+    {"json": 5},
+    {"regex": "("},
+    {"regex": "(?=a)b"},
+    {"regex": ""},
+    {"regex": 5},
+    {"choice": []},
+    {"choice": [""]},
+    {"choice": "yes"},
+    {"grammar": "start: unknown"},
+    {"grammar": "x: y"},
+    {"grammar": 'start: "a'},
+    {"grammar": 'start: "a"', "regex": "a"},
+    {"grammar": "s" * 300_000},
+]
+
 # Between fields.
 TOGETHER: list[Bad] = [
     Bad(COMPLETIONS, {"best_of": 1, "n": 2}, "best_of"),
@@ -182,9 +227,30 @@ TOGETHER: list[Bad] = [
     Bad(
         CHAT,
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
-        "response_format.type",
+        "response_format.json_schema.schema",
     ),
-    Bad(CHAT, {"response_format": {"type": "json_object"}}, "response_format.type"),
+    Bad(CHAT, {"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    Bad(
+        CHAT,
+        {"response_format": {"type": "text", "json_schema": {"name": "x", "schema": {}}}},
+        "response_format",
+    ),
+    Bad(CHAT, {"response_format": {"type": "json_object"}, "min_tokens": 1}, "min_tokens"),
+    Bad(CHAT, {"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos"),
+    Bad(
+        CHAT,
+        {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+        "structured_outputs",
+    ),
+    *(
+        Bad(
+            CHAT,
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}},
+            "response_format.json_schema.schema",
+        )
+        for schema in BAD_SCHEMAS
+    ),
+    *(Bad(COMPLETIONS, {"structured_outputs": wanted}, "structured_outputs") for wanted in BAD_STRUCTURES),
     Bad(CHAT, {"max_tokens": 5000}, "max_tokens", code="context_length_exceeded"),
     Bad(
         CHAT,
@@ -196,9 +262,11 @@ TOGETHER: list[Bad] = [
     Bad(
         CHAT,
         {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"},
-        "tool_choice",
+        "tools",
     ),
     Bad(CHAT, {"tool_choice": "auto"}, "tool_choice"),
+    Bad(CHAT, {"tool_choice": "required"}, "tool_choice"),
+    Bad(CHAT, {"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
     Bad(CHAT, {"tools": [{"type": "function", "function": {"name": "bad name"}}]}, "tools[0].function.name"),
     Bad(
         CHAT,

@@ -13,6 +13,7 @@ import httpx
 import msgspec
 import pytest
 import tokenizers
+import uvloop
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from router.config import Heartbeat, LocalPrefill, RouterConfig
@@ -73,7 +74,7 @@ class Running:
         self.config = config
         self.board = Board(rule, eos)
         self.nodes: dict[str, FakeNode] = {}
-        self._loop = asyncio.new_event_loop()
+        self._loop = uvloop.new_event_loop()  # as Ray gives its actors one
         self._thread = threading.Thread(target=self._loop.run_forever, name="router", daemon=True)
         self._thread.start()
         self.server = self.call(self._make())

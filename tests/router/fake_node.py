@@ -27,6 +27,7 @@ from wire.requests import (
 )
 from wire.sampling import FinishReason, TokenLogprobs
 from wire.sockets import Inbox, Outbox
+from wire.tracing import ClockReading, NodeTrace, Phase, Span
 
 WAIT_S = 10.0
 
@@ -90,6 +91,8 @@ class FakeNode:
         self.state = NodeState.READY
         self.status_fields: dict[str, float | int | str] = {}
         self.counters = NodeCounters()
+        self.clock_ahead = 0.0  # of everybody else's
+        self.hide_traces = False
         self._lock = self.board.changed
         self._running: dict[str, _Running] = {}
         self._dead = False
@@ -171,7 +174,23 @@ class FakeNode:
             else:
                 self.pings += 1
                 self._send_status(message.reply_to)
+                if message.asked_at is not None and not self.mute:
+                    self._outbox.send(
+                        message.reply_to,
+                        ClockReading(self.info.node_id, self.info.epoch, message.asked_at, self._now()),
+                    )
             self._lock.notify_all()
+
+    def _now(self) -> float:
+        return time.monotonic() + self.clock_ahead
+
+    def _tell_trace(self, submit: Submit) -> None:
+        """One span, of the moment in which its last token was made."""
+        now = self._now()
+        span = Span(Phase.PREFILL if self.role is Role.PREFILL else Phase.DECODE, now - 0.001, now, 1)
+        self._outbox.send(
+            submit.reply_to, NodeTrace(self.info.node_id, self.info.epoch, submit.request_id, [span])
+        )
 
     def _send_status(self, reply_to: str) -> None:
         if self.mute:
@@ -219,6 +238,8 @@ class FakeNode:
                 continue
             if chunk.finish is not None:
                 del self._running[request_id]
+                if running.submit.trace and not self.hide_traces:
+                    self._tell_trace(running.submit)
             if not (self.hide_first_token and self.role is Role.PREFILL):
                 batches.setdefault(running.submit.reply_to, []).append(chunk)
             else:

@@ -59,11 +59,13 @@ def test_every_reference_leads_somewhere(document: dict[str, Any]) -> None:
 
 
 def test_it_documents_what_there_is(router: Running, document: dict[str, Any]) -> None:
+    asked = {"x-tandem-trace": "1", "x-request-id": "traced"}
+    prompt = {"model": "fake", "prompt": "x", "max_tokens": 1}
+    assert router.client.post("/v1/completions", json=prompt, headers=asked).status_code == 200
     for path, verbs in document["paths"].items():
         for verb, about in verbs.items():
-            answer = router.client.request(
-                verb, path.replace("{model}", "fake"), json={} if verb == "post" else None
-            )
+            named = path.replace("{model}", "fake").replace("{request_id}", "traced")
+            answer = router.client.request(verb, named, json={} if verb == "post" else None)
             assert answer.status_code not in (404, 405), path
             assert str(answer.status_code) in about["responses"], (path, answer.status_code)
 

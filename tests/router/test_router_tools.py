@@ -37,17 +37,23 @@ def named(name: ToolFormat) -> Format:
     return found
 
 
-def read(text: str, name: ToolFormat, cuts: list[int] | None = None) -> tuple[str, list[tuple[str, Any]]]:
-    reader = ToolCallReader(named(name))
+def read(
+    text: str, name: ToolFormat, cuts: list[int] | None = None, *, streams: bool = False
+) -> tuple[str, list[tuple[str, Any]]]:
+    reader = ToolCallReader(named(name), streams=streams)
     pieces: list[Piece] = []
     edges = [0, *sorted(cuts or []), len(text)]
     for start, end in itertools.pairwise(edges):
         pieces += reader.push(text[start:end])
     pieces += reader.finish()
-    calls = [
-        (piece.call.name, json.loads(piece.call.arguments)) for piece in pieces if piece.call is not None
-    ]
-    assert reader.found_calls == len(calls)
+    written: list[list[str]] = []
+    for piece in pieces:
+        if piece.call is not None:
+            written.append([piece.call.name, piece.call.arguments])
+        if piece.arguments:
+            written[-1][1] += piece.arguments
+    assert reader.found_calls == len(written)
+    calls = [(name, json.loads(arguments)) for name, arguments in written]
     return "".join(piece.text for piece in pieces), calls
 
 
@@ -79,6 +85,8 @@ PARIS = ("weather", {"city": "Paris"})
 )  # fmt: skip
 def test_calls_as_models_write_them(name: ToolFormat, text: str, expected: tuple[str, list[Any]]) -> None:
     assert read(text, name) == expected
+    assert read(text, name, streams=True) == expected
+    assert read(text, name, list(range(len(text))), streams=True) == expected
 
 
 @given(
@@ -92,7 +100,8 @@ def test_calls_as_models_write_them(name: ToolFormat, text: str, expected: tuple
 )
 def test_calls_do_not_depend_on_how_the_text_is_cut(text: str, data: st.DataObject) -> None:
     cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=8))
-    assert read(text, ToolFormat.HERMES, cuts) == read(text, ToolFormat.HERMES)
+    for streams in (False, True):
+        assert read(text, ToolFormat.HERMES, cuts, streams=streams) == read(text, ToolFormat.HERMES)
 
 
 @pytest.mark.parametrize(
@@ -140,11 +149,14 @@ def test_a_call_through_the_official_client(
     with client.chat.completions.create(model="fake", messages=messages, tools=tools, stream=True) as stream:
         deltas = [part.choices[0] for part in stream]
     assert "".join(choice.delta.content or "" for choice in deltas) == "I look. "
-    (streamed,) = [call for choice in deltas for call in choice.delta.tool_calls or []]
-    assert streamed.index == 0
-    assert streamed.id
-    assert streamed.function is not None
-    assert (streamed.function.name, json.loads(streamed.function.arguments or "")) == PARIS
+    first, *more = [call for choice in deltas for call in choice.delta.tool_calls or []]
+    assert first.function is not None
+    assert (first.index, first.function.name, first.function.arguments) == (0, "weather", "")
+    assert first.id
+    assert len(more) > 1, "arguments come as they are written"
+    assert {(part.index, part.id) for part in more} == {(0, None)}
+    arguments = "".join(part.function.arguments or "" for part in more if part.function)
+    assert json.loads(arguments) == PARIS[1]
     assert deltas[-1].finish_reason == "tool_calls"
 
     answered = [*messages, whole.message, {"role": "tool", "tool_call_id": call.id, "content": "rain"}]

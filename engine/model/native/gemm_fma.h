@@ -15,23 +15,23 @@ constexpr int kRows = W == 16 ? 12 : 6;
 constexpr int kRowsPerTask = 252;  // a multiple of kRows; keeps a task's rows in the second-level cache
 
 template <typename T>
-size_t weight_bytes(int n, int k) {
-  return static_cast<size_t>(padded_columns(n)) * k * sizeof(T);
+int64_t panel_bytes(int k, int) {
+  return static_cast<int64_t>(kPanel) * k * static_cast<int64_t>(sizeof(T));
 }
 
+size_t gemm_scratch(int) { return 0; }
+
 template <typename T>
-void pack(void* out, const WeightPart* parts, int count, bool interleave, int k, int begin, int end) {
-  for (int p = begin; p < end; p++) {
-    T* panel = static_cast<T*>(out) + static_cast<size_t>(p) * kPanel * k;
-    for (int j = 0; j < kPanel; j++) {
-      const SourceRow source = source_row(parts, count, interleave, static_cast<int64_t>(p) * kPanel + j, k);
-      for (int i = 0; i < k; i++) {
-        const float x = source.data ? element(source.data, source.offset + i, source.dtype) : 0;
-        if constexpr (sizeof(T) == 4)
-          panel[i * kPanel + j] = x;
-        else
-          panel[i * kPanel + j % W * 2 + j / W] = float_to_bf16(x);
-      }
+void pack(const Linear& w, const WeightPart* parts, int count, bool interleave, int panel, char*) {
+  T* out = static_cast<T*>(const_cast<void*>(w.panels)) + static_cast<size_t>(panel) * kPanel * w.k;
+  for (int j = 0; j < kPanel; j++) {
+    const SourceRow source = source_row(parts, count, interleave, static_cast<int64_t>(panel) * kPanel + j, w.k);
+    for (int i = 0; i < w.k; i++) {
+      const float x = source.data ? element(source.data, source.offset + i, source.dtype) : 0;
+      if constexpr (sizeof(T) == 4)
+        out[i * kPanel + j] = x;
+      else
+        out[i * kPanel + j % W * 2 + j / W] = float_to_bf16(x);
     }
   }
 }

@@ -26,6 +26,8 @@ constexpr int kTaskTiles = 32;
 // A linear layer, packed by the unit that runs it. Weights of K inputs are zero-padded to the unit's step.
 struct Linear {
   const void* panels;
+  int64_t panel_bytes;
+  int outliers;       // that each panel has room for, if its weights are compact; -1: they are plain
   const float* bias;  // in the order of the packed columns, padded; null without bias
   int n;              // outputs
   int k;              // inputs
@@ -53,6 +55,7 @@ struct Gemm {
   int64_t out_stride;
   void* activation;  // of w.n / 2 columns, with silu_mul
   int threads;       // a hint for the size of tasks
+  char* scratch;     // of the calling thread, gemm_scratch(w.k) bytes
 };
 
 // RMSNorm of rows of x into an activation.
@@ -127,18 +130,22 @@ struct AttentionTask {
 struct Kernels {
   const char* name;
   Dtype dtype;  // of weights, and of the cache
-  size_t (*weight_bytes)(int n, int k);
   int (*padded_columns)(int n);
-  int (*panels)(int n);  // units in which packing is divided
-  // Packs panels [begin, end) of the matrix that the parts make, one below the other; with `interleave` of two
-  // parts of equal size, whose columns alternate in steps of this unit (silu_mul).
-  void (*pack)(void* panels, const WeightPart* parts, int count, bool interleave, int k, int begin, int end);
+  int (*panels)(int n);
+  // Of a panel, compact with room for so many outliers, or plain (-1).
+  int64_t (*panel_bytes)(int k, int outliers);
+  // How many outliers a compact panel would have. Null in a unit that has none. With `interleave` the columns of
+  // two parts of equal size alternate in steps of this unit (silu_mul); otherwise the parts lie one below the other.
+  int (*outliers)(const WeightPart* parts, int count, bool interleave, int k, int panel);
+  // Writes one panel of `w` from the matrix that the parts make.
+  void (*pack)(const Linear& w, const WeightPart* parts, int count, bool interleave, int panel, char* scratch);
   void (*pack_bias)(float* bias, const WeightPart* parts, int count, bool interleave);
   size_t (*activation_bytes)(int rows, int k);
   void (*read_activation)(const void* activation, int k, int row, float* out);
   void (*write_activation)(void* activation, int k, int row, const float* x);
   // Row i of `to`, for i in [begin, end), becomes row rows[i] of `from`.
   void (*gather)(const void* from, void* to, int k, const int64_t* rows, int begin, int end);
+  size_t (*gemm_scratch)(int k);
   int (*gemm_tasks)(const Gemm&);
   void (*gemm)(const Gemm&, int task);
   void (*norm)(const Norm&, int begin, int end);

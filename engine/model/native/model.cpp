@@ -9,6 +9,12 @@
 #include <string>
 
 namespace tandem {
+namespace {
+
+// Compact weights take time to expand. With many outliers they are not small enough to be worth it.
+constexpr double kWorthwhile = 0.85;
+
+}  // namespace
 
 void require(bool condition, const std::string& message) {
   if (!condition) throw std::invalid_argument(message);
@@ -53,29 +59,26 @@ Model::Model(const tandem_spec& spec, const Kernels* kernels, std::vector<int> c
       q_size_(spec.heads * spec.head_dim),
       qkv_size_(q_size_ + 2 * spec.kv_heads * spec.head_dim),
       layers_(static_cast<size_t>(spec.layers)) {
-  // In the order in which a step reads them, so that a prefetch past one matrix's end fetches the next.
-  size_t bytes = 0;
-  std::vector<std::pair<Linear*, size_t>> places;
-  const auto place = [&](Linear& w, int n, int k) {
+  // Room for plain weights; what compact ones leave free is never touched, so it costs nothing.
+  int64_t bytes = 0;
+  size_t scratch = kernels_->attention_scratch(spec.head_dim);
+  const auto expect = [&](Linear& w, int n, int k) {
     w.n = n;
     w.k = k;
-    places.emplace_back(&w, bytes);
-    bytes += (kernels_->weight_bytes(n, k) + 63) / 64 * 64;
+    bytes += kernels_->panels(n) * kernels_->panel_bytes(k, -1);
+    scratch = std::max(scratch, kernels_->gemm_scratch(k));
+    missing_.insert(&w);
   };
   for (Layer& layer : layers_) {
-    place(layer.qkv, qkv_size_, spec.hidden);
-    place(layer.o, spec.hidden, q_size_);
-    place(layer.gate_up, 2 * spec.intermediate, spec.hidden);
-    place(layer.down, spec.hidden, spec.intermediate);
+    expect(layer.qkv, qkv_size_, spec.hidden);
+    expect(layer.o, spec.hidden, q_size_);
+    expect(layer.gate_up, 2 * spec.intermediate, spec.hidden);
+    expect(layer.down, spec.hidden, spec.intermediate);
   }
-  place(head_, spec.vocab, spec.hidden);
-  weights_ = Region(bytes);
-  for (const auto& [w, offset] : places) {
-    w->panels = weights_.data() + offset;
-    missing_.insert(w);
-  }
+  expect(head_, spec.vocab, spec.hidden);
+  weights_ = Region(static_cast<size_t>(bytes));
 
-  scratch_stride_ = static_cast<int64_t>((kernels_->attention_scratch(spec.head_dim) + 4095) / 4096 * 4096);
+  scratch_stride_ = static_cast<int64_t>((scratch + 4095) / 4096 * 4096);
   scratch_ = Region(static_cast<size_t>(scratch_stride_ * team_.size()));
 }
 
@@ -117,16 +120,42 @@ void Model::load_linear(int which, int layer, const tandem_part* weights, const 
   }
   require(rows == w.n, "the matrix has " + std::to_string(rows) + " rows where " + std::to_string(w.n) + " belong");
   require(!interleave || (count == 2 && weights[0].rows == weights[1].rows), "gate and up must be alike");
-  char* panels = const_cast<char*>(static_cast<const char*>(w.panels));
+  require(missing_.erase(&w) == 1, "a matrix is loaded twice");
+
+  // Matrices lie in the order in which they are loaded, which is the order in which a step reads them: a prefetch
+  // past one's end fetches the next.
+  const int panels = kernels_->panels(w.n);
+  w.outliers = kernels_->outliers ? most_outliers(parts, interleave, w) : -1;
+  w.panel_bytes = kernels_->panel_bytes(w.k, w.outliers);
+  const int64_t plain_bytes = kernels_->panel_bytes(w.k, -1);
+  if (w.panel_bytes > plain_bytes * kWorthwhile) {
+    w.outliers = -1;
+    w.panel_bytes = plain_bytes;
+  }
+  w.panels = weights_.data() + weights_used_;
+  weights_used_ += panels * w.panel_bytes;
   team_.run([&](int thread) {
-    team_.divide(thread, kernels_->panels(w.n),
-                 [&](int p) { kernels_->pack(panels, parts.data(), count, interleave, w.k, p, p + 1); });
+    team_.divide(thread, panels, [&](int p) {
+      kernels_->pack(w, parts.data(), count, interleave, p, scratch_of(thread));
+    });
   });
-  missing_.erase(&w);
   if (!biases) return;
   biases_.emplace_back(static_cast<size_t>(kernels_->padded_columns(w.n)));
   kernels_->pack_bias(biases_.back().data(), bias_parts.data(), count, interleave);
   w.bias = biases_.back().data();
+}
+
+// Of any panel: all have the same size.
+int Model::most_outliers(const std::vector<WeightPart>& parts, bool interleave, const Linear& w) {
+  std::vector<int> most(static_cast<size_t>(team_.size()));
+  team_.run([&](int thread) {
+    int& mine = most[static_cast<size_t>(thread)];
+    team_.divide(thread, kernels_->panels(w.n), [&](int p) {
+      const int n = static_cast<int>(parts.size());
+      mine = std::max(mine, kernels_->outliers(parts.data(), n, interleave, w.k, p));
+    });
+  });
+  return *std::max_element(most.begin(), most.end());
 }
 
 void Model::load_vector(int which, int layer, const tandem_part& part) {

@@ -51,18 +51,20 @@ class Model {
 
   Linear& linear(int which, int layer);
   std::vector<float>& vector(int which, int layer);
+  int most_outliers(const std::vector<WeightPart>& parts, bool interleave, const Linear& w);
   void require_loaded() const;
   void check(const tandem_batch& batch) const;
   void reserve(int tokens, int logit_rows);
   void extend_rotary(int64_t positions);
   Cache layer_cache(const Layer& layer) const;
+  char* scratch_of(int thread) const { return scratch_.data() + thread * scratch_stride_; }
 
   void embed(int thread);
   void run_layer(int index, int thread, Stopwatch& time);
   void normalise(int thread, const Norm& norm, int rows);
   void rotate(int thread, const Layer& layer);
   void select_rows(int thread);
-  void multiply(int thread, const Gemm& gemm);
+  void multiply(int thread, Gemm gemm);
   Gemm product(const void* x, int rows, const Linear& w, GemmOut kind) const;
   void attend(int thread, const Layer& layer, AttentionPlan& plan);
 
@@ -72,6 +74,7 @@ class Model {
   const int q_size_, qkv_size_;
 
   Region weights_;
+  int64_t weights_used_ = 0;
   std::vector<Layer> layers_;
   Linear head_{};
   std::set<const Linear*> missing_;  // not loaded yet

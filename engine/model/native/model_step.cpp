@@ -171,7 +171,8 @@ Gemm Model::product(const void* x, int rows, const Linear& w, GemmOut kind) cons
   return g;
 }
 
-void Model::multiply(int thread, const Gemm& gemm) {
+void Model::multiply(int thread, Gemm gemm) {
+  gemm.scratch = scratch_of(thread);
   team_.divide(thread, kernels_->gemm_tasks(gemm), [&](int task) { kernels_->gemm(gemm, task); });
   team_.barrier();
 }
@@ -212,7 +213,7 @@ void Model::attend(int thread, const Layer& layer, AttentionPlan& plan) {
   a.out_columns = q_size_;
   a.partials = reinterpret_cast<float*>(partials_.data());
   a.pending = plan.pending.data();
-  a.scratch = scratch_.data() + thread * scratch_stride_;
+  a.scratch = scratch_of(thread);
   const int count = static_cast<int>(plan.tasks.size());
   team_.share(count, [&](int index) {
     const AttentionTask* task = &plan.tasks[static_cast<size_t>(index)];

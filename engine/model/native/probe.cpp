@@ -41,17 +41,25 @@ Cache slot_zero(const Kernels& k, const tandem_cache& cache, const tandem_probe_
 }
 
 void gemm(const Kernels& k, GemmOut kind, int m, int n, int inner, const float* x, const tandem_part* weights,
-          const tandem_part* biases, int count, int threads, float* y) {
+          const tandem_part* biases, int count, int threads, bool compact, float* y) {
   const bool interleave = kind == GemmOut::silu_mul;
-  Region panels(k.weight_bytes(n, inner)), in = activation(k, m, inner), out = activation(k, m, n / 2);
+  const std::vector<WeightPart> sources = parts_of(weights, count);
+  Region in = activation(k, m, inner), out = activation(k, m, n / 2), scratch(k.gemm_scratch(inner));
   std::vector<float> bias(static_cast<size_t>(k.padded_columns(n)));
-  k.pack(panels.data(), parts_of(weights, count).data(), count, interleave, inner, 0, k.panels(n));
+  Linear w{nullptr, 0, -1, biases ? bias.data() : nullptr, n, inner};
+  for (int p = 0; compact && k.outliers && p < k.panels(n); p++)
+    w.outliers = std::max(w.outliers, k.outliers(sources.data(), count, interleave, inner, p));
+  w.panel_bytes = k.panel_bytes(inner, w.outliers);
+  Region panels(static_cast<size_t>(k.panels(n) * w.panel_bytes));
+  w.panels = panels.data();
+  for (int p = 0; p < k.panels(n); p++) k.pack(w, sources.data(), count, interleave, p, scratch.data());
   if (biases) k.pack_bias(bias.data(), parts_of(biases, count).data(), count, interleave);
   for (int row = 0; row < m; row++) k.write_activation(in.data(), inner, row, x + static_cast<int64_t>(row) * inner);
   Gemm g{};
   g.x = in.data();
   g.m = m;
-  g.w = {panels.data(), biases ? bias.data() : nullptr, n, inner};
+  g.w = w;
+  g.scratch = scratch.data();
   g.kind = kind;
   g.out = y;
   g.out_stride = n;
@@ -115,10 +123,10 @@ using tandem::guarded;
 
 int tandem_probe_gemm(int32_t dtype, const char* limit, int32_t kind, int32_t m, int32_t n, int32_t k, const float* x,
                       const tandem_part* weights, const tandem_part* biases, int32_t count, int32_t threads,
-                      float* y) {
+                      int32_t compact, float* y) {
   return guarded([&] {
     tandem::gemm(tandem::unit(dtype, limit), static_cast<tandem::GemmOut>(kind), m, n, k, x, weights, biases, count,
-                 threads, y);
+                 threads, compact != 0, y);
   });
 }
 

@@ -4,10 +4,11 @@
 
 #include "api.h"
 
-// y = x w + bias ([m, n]), added to y with `kind` 1; with `kind` 2 the two parts are gate and up and y is [m, n / 2].
+// y = x w + bias ([m, n]), added to y with `kind` 1; with `kind` 2 the two parts are gate and up and y is [m, n / 2]. The
+// weights are kept compact if `compact`, where the unit can.
 TANDEM_API int tandem_probe_gemm(int32_t dtype, const char* limit, int32_t kind, int32_t m, int32_t n, int32_t k,
                                  const float* x, const tandem_part* weights, const tandem_part* biases,
-                                 int32_t count, int32_t threads, float* y);
+                                 int32_t count, int32_t threads, int32_t compact, float* y);
 
 // y = RMSNorm(x), [m, n].
 TANDEM_API int tandem_probe_norm(int32_t dtype, const char* limit, int32_t m, int32_t n, const float* x,

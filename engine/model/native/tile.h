@@ -37,19 +37,5 @@ void tile_enter() {
 
 void tile_leave() { asm volatile("tilerelease" ::); }
 
-TANDEM_INLINE void prefetch_tile(const char* p) {
-  for (int i = 0; i < 1024; i += 64) __builtin_prefetch(p + i, 0, 3);
-}
-
-// A place from which `lines` cache lines are fetched, into the second-level cache, each time.
-struct Ahead {
-  const char* at;
-  int lines;
-
-  TANDEM_INLINE void fetch() {
-    for (int i = 0; i < lines; i++, at += 64) __builtin_prefetch(at, 0, 2);
-  }
-};
-
 }  // namespace
 }  // namespace tandem

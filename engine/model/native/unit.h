@@ -17,6 +17,7 @@ constexpr Kernels table(const char* name, Dtype dtype) {
   k.read_activation = read_activation;
   k.write_activation = write_activation;
   k.gather = gather;
+  k.gemm_scratch = gemm_scratch;
   k.gemm_tasks = gemm_tasks;
   k.norm = norm;
   k.rotary = rotary;

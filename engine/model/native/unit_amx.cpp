@@ -49,7 +49,8 @@ bool can_use_amx() {
 
 constexpr Kernels amx_table() {
   Kernels k = table("amx", Dtype::bf16);
-  k.weight_bytes = weight_bytes;
+  k.panel_bytes = panel_bytes;
+  k.outliers = outliers;
   k.pack = pack;
   k.gemm = gemm;
   k.enter = tile_enter;

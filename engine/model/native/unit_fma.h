@@ -13,7 +13,7 @@ namespace {
 template <typename T>
 constexpr Kernels vector_table(const char* name, Dtype dtype) {
   Kernels k = table(name, dtype);
-  k.weight_bytes = weight_bytes<T>;
+  k.panel_bytes = panel_bytes<T>;
   k.pack = pack<T>;
   k.gemm = gemm<T>;
   return k;

@@ -9,15 +9,26 @@ import torch
 from engine.model.sampling.adjust import edit_logits, penalize
 from engine.model.sampling.draw import Drawing
 from engine.model.sampling.table import SamplingTable
+from engine.model.staging import to_device
 from engine.model.states import RequestRows
+from engine.structured.masks import GrammarMasks
+from wire.errors import TandemError
 
 
 class Sampler:
     """Chooses one token per row. A row is a request at a position: the index of the token to be chosen."""
 
-    def __init__(self, vocab_size: int, eos_token_ids: frozenset[int], device: torch.device) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
+        device: torch.device,
+        masks: GrammarMasks | None = None,
+    ) -> None:
         self._eos = eos_token_ids
         self._drawing = Drawing(vocab_size, device)
+        self._masks = masks
+        self.failed: dict[int, TandemError] = {}  # rows of the last call that can have no token, and why
 
     def sample(
         self,
@@ -27,21 +38,28 @@ class Sampler:
         requests: RequestRows,
         table: SamplingTable,
     ) -> torch.Tensor:
-        """int64 [S], on the logits' device. Does not change `logits`."""
+        """int64 [S], on the logits' device; -1 where no token can be chosen, because a logit is not a number or
+        nothing but -inf is left. Does not change `logits`."""
         edited, penalized = table.edited[rows].any(), table.penalized[rows].any()
+        self.failed = {}
+        constrained = self._masks is not None and table.constrained[rows].any()
         scores = logits.float()
-        if (edited or penalized) and scores is logits:
+        if (edited or penalized or constrained) and scores is logits:
             scores = logits.clone()
         if edited:
             edit_logits(scores, rows, positions, requests, table, self._eos)
         if penalized:
             penalize(scores, rows, positions, requests, table)
+        if self._masks is not None and constrained:
+            self._masks.apply(scores, logits, rows, positions, requests, table)
+            self.failed = self._masks.failed
         random = np.flatnonzero(table.temperature[rows] > 0)
         if random.size == len(rows):
             return self._drawing.draw(scores, rows, positions, table)
-        # torch.max finds the first of equals, like argmax, and is faster on a CPU.
-        chosen = scores.max(dim=1).indices
+        # torch.max finds the first of equals, like argmax, and is faster on a CPU. NaN is larger than anything to it.
+        best = scores.max(dim=1)
+        chosen = best.indices.where(best.values.isfinite(), -1)
         if random.size:
-            index = torch.from_numpy(random).to(logits.device)
+            index = to_device(random, logits.device)
             chosen[index] = self._drawing.draw(scores[index], rows[random], positions[random], table)
         return chosen

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from wire.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from engine.structured.grammars import GrammarPosition
 
 # Below this a temperature only asks for the most likely token.
 _GREEDY_BELOW = 1e-5
@@ -19,6 +24,9 @@ class SamplingTable:
         self.params: dict[int, SamplingParams] = {}
         self.logprobs: dict[int, int] = {}
         self.prompt_logprobs: dict[int, int] = {}
+        self.grammars: dict[
+            int, GrammarPosition
+        ] = {}  # where constrained rows stand, once they have been sampled
 
     def _allocate(self, capacity: int) -> None:
         self.temperature = np.zeros(capacity, np.float32)
@@ -31,6 +39,7 @@ class SamplingTable:
         self.seed = np.zeros(capacity, np.uint64)
         self.penalized = np.zeros(capacity, np.bool_)
         self.edited = np.zeros(capacity, np.bool_)  # has biases, bans or a minimum length
+        self.constrained = np.zeros(capacity, np.bool_)  # follows a grammar
 
     def set(self, row: int, params: SamplingParams) -> None:
         self.clear(row)
@@ -51,6 +60,7 @@ class SamplingTable:
             or params.frequency_penalty != 0.0
         )
         self.edited[row] = bool(params.logit_bias or params.bad_words or params.min_tokens > 0)
+        self.constrained[row] = params.grammar is not None
         self.params[row] = params
         if params.logprobs is not None:
             self.logprobs[row] = params.logprobs
@@ -61,6 +71,7 @@ class SamplingTable:
         self.params.pop(row, None)
         self.logprobs.pop(row, None)
         self.prompt_logprobs.pop(row, None)
+        self.grammars.pop(row, None)
 
     def _grow(self, at_least: int) -> None:
         old = {name: array for name, array in vars(self).items() if isinstance(array, np.ndarray)}

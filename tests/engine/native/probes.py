@@ -29,7 +29,7 @@ _PART = POINTER(library.Part)
 _SIGNATURES: dict[str, list[Any]] = {
     "tandem_probe_gemm": [
         *(c_int32, c_char_p, c_int32, c_int32, c_int32, c_int32, c_void_p),
-        *(_PART, _PART, c_int32, c_int32, c_void_p),
+        *(_PART, _PART, c_int32, c_int32, c_int32, c_void_p),
     ],
     "tandem_probe_norm": [c_int32, c_char_p, c_int32, c_int32, c_void_p, c_void_p, c_float, c_void_p],
     "tandem_probe_rotary": [
@@ -72,14 +72,16 @@ def gemm(
     biases: list[torch.Tensor] | None = None,
     y: torch.Tensor | None = None,
     threads: int = 1,
+    compact: bool = True,
 ) -> torch.Tensor:
+    """With `compact` the weights are kept compact by a unit that can, however many outliers they have."""
     m, k = x.shape
     n = sum(weight.shape[0] for weight in weights)
     out = torch.empty(m, n // 2 if kind == SILU_MUL else n) if y is None else y.clone()
     _call(
         "tandem_probe_gemm",
         *(library.DTYPES[dtype], unit.encode(), kind, m, n, k, x.contiguous().data_ptr()),
-        *(_parts(weights), _parts(biases), len(weights), threads, out.data_ptr()),
+        *(_parts(weights), _parts(biases), len(weights), threads, compact, out.data_ptr()),
     )
     return out
 

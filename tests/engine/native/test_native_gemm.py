@@ -99,3 +99,24 @@ def test_many_rows_are_cut_into_tasks(unit: Unit) -> None:
     x, w, _ = operands(700, 64, 1536, unit[0])
     expected = activation(unit, x).double() @ w.double().T
     close(probes.gemm(*unit, probes.STORE, x, [w], threads=2), expected, 2e-5)
+
+
+def exponents(kind: str, n: int, k: int) -> torch.Tensor:
+    """Weights whose upper bytes are few (as a model's are), many, or all there are."""
+    generator = torch.Generator().manual_seed(n * 1009 + k)
+    w = torch.randn(n, k, generator=generator)
+    if kind == "wide":
+        w *= 2.0 ** torch.randint(-40, 40, (n, k), generator=generator)
+    if kind == "rare":
+        w.view(-1)[:: 2 * k + 7] *= 2.0**30
+    return w.bfloat16()
+
+
+@pytest.mark.parametrize("kind", ["narrow", "rare", "wide"])
+@pytest.mark.parametrize("rows", [1, 16, 17, 32, 33, 200])
+def test_compact_weights_are_the_same_weights(unit: Unit, kind: str, rows: int) -> None:
+    """Not a bit differs, wherever the weights that are listed singly lie and however often a panel is used."""
+    for n, k in ((32, 32), (70, 100), (96, 1536)):
+        x, w = torch.randn(rows, k), exponents(kind, n, k)
+        plain = probes.gemm(*unit, probes.STORE, x, [w], compact=False)
+        assert torch.equal(probes.gemm(*unit, probes.STORE, x, [w], threads=2), plain)

@@ -1,0 +1,169 @@
+"""Does it stay as it was? Half an hour of everything that clients do, on two prefill and two decode nodes.
+
+    python -m benchmarks.soak
+    python -m benchmarks.soak --kill-every 120
+    python -m benchmarks.soak --minutes 3
+
+Chats and completions, short and long, streamed and not, greedy and seeded and neither, several choices, stop strings,
+logprobs, and clients that go away at any moment. Fails on an error that nobody asked for, an answer that is not what
+the quiet cluster says, memory, descriptors or threads that grow, and blocks that do not come back. With --kill-every a
+node is killed so often, and none of this may change. Writes soak.json and soak.txt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import shlex
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks.side_by_side.processes import Family, adopt_orphans
+from benchmarks.side_by_side.systems import Started, running, tandem_system
+from benchmarks.soaking.cluster import ClusterView
+from benchmarks.soaking.killing import Killer
+from benchmarks.soaking.load import SoakLoad
+from benchmarks.soaking.questions import Questions
+from benchmarks.soaking.show import print_soaked
+from benchmarks.soaking.verdict import Soaked, judge, tallied
+from benchmarks.soaking.watching import Watch
+from cluster.bench.report import Machine, write_json
+from cluster.bench.vocabulary import TextVocabulary, load_tokenizer
+from cluster.model_store import prepare_model
+from wire.errors import ConfigurationError, TandemError
+
+_NODES = ("--prefill", "2", "--decode", "2")
+_NODE_COUNT = 4
+_WHOLE_WITHIN_S = 120.0
+# float32, and so little memory for KV that blocks are evicted and requests preempted all the time.
+_SETTINGS = ("--dtype", "float32", "--kv-memory", "256MiB", "--max-model-len", "2560")
+_QUIET_WITHIN_S = 60.0
+_LOOK_EVERY_S = 2.0
+_SAY_EVERY_S = 10.0
+_WIDTH = 140
+
+
+def main() -> int:
+    options = _parse()
+    console = Console(stderr=True)
+    try:
+        return _run(options, console)
+    except TandemError as error:
+        console.print(str(error), style="red", markup=False)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="smollm2", metavar="NAME", help="(%(default)s)")
+    parser.add_argument("--minutes", type=float, default=30.0, metavar="M", help="of load (%(default)s)")
+    parser.add_argument("--kill-every", type=float, metavar="S", help="kill a node every S seconds")
+    parser.add_argument("--users", type=int, default=8, metavar="N", help="clients at once (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N")
+    parser.add_argument(
+        "--out", type=Path, default=Path("results/soak"), metavar="FOLDER", help="(%(default)s)"
+    )
+    options = parser.parse_args()
+    for name in ("minutes", "kill_every", "users"):
+        value = getattr(options, name)
+        if value is not None and value <= 0:
+            parser.error(f"--{name.replace('_', '-')} must be above 0, not {value:g}")
+    return options
+
+
+def _run(options: argparse.Namespace, console: Console) -> int:
+    model = Path(prepare_model(options.model, lambda what, share: None).path)
+    folder: Path = options.out.resolve()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(f"--out {folder} cannot be made: {error}") from error
+    words = TextVocabulary(load_tokenizer(model)).words
+    adopt_orphans()
+    system = tandem_system("tandem", "Tandem 2P+2D", model, *_NODES, *_SETTINGS)
+    with running(system, folder / "server") as started:
+        console.print(f"{system.title}: ready after {started.ready_s:.1f} s", highlight=False)
+        questions = Questions(words, started.model, options.seed)
+        soaked = asyncio.run(_soak(options, started, questions, console))
+    soaked.faults = judge(soaked)
+    write_json(soaked, folder / "soak.json")
+    print_soaked(Console(width=_WIDTH), soaked)
+    with (folder / "soak.txt").open("w") as text:
+        print_soaked(Console(file=text, width=_WIDTH), soaked)
+    return 1 if soaked.faults else 0
+
+
+async def _soak(
+    options: argparse.Namespace, started: Started, questions: Questions, console: Console
+) -> Soaked:
+    load = SoakLoad(started.system.url, questions, options.users)
+    view, watch = ClusterView(started.system.url), Watch()
+    await view.until_quiet(_NODE_COUNT, _WHOLE_WITHIN_S)
+    console.print("filling every cache: what is touched for the first time is no growth", highlight=False)
+    await load.fill()
+    console.print("asking in peace what will be asked again", highlight=False)
+    await load.learn()
+    helpers = [asyncio.create_task(_watch(watch, started.family, load, console))]
+    killer: Killer | None = None
+    if options.kill_every is not None:
+        killer = Killer(view, lambda: list(started.family.members()), options.kill_every, options.seed)
+        helpers.append(asyncio.create_task(killer.run()))
+    left_over = ""
+    began = time.monotonic()
+    try:
+        await load.run(options.minutes * 60)
+        for helper in helpers:
+            if helper.done():  # neither ends by itself
+                left_over = f"what watched or killed ended by itself: {helper.exception()}"
+            helper.cancel()
+        minutes = (time.monotonic() - began) / 60
+        try:
+            await view.until_quiet(_NODE_COUNT, _QUIET_WITHIN_S)
+        except TandemError as error:
+            left_over = str(error)
+    finally:
+        for helper in helpers:
+            helper.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.gather(*helpers, return_exceptions=True)
+        await view.close()
+    return Soaked(
+        made_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        machine=Machine.here(),
+        command=shlex.join(["python", "-m", "benchmarks.soak", *sys.argv[1:]]),
+        minutes=minutes,
+        kills=killer.kills if killer is not None else [],
+        growths=watch.growths(),
+        left_over=left_over,
+        **tallied(load.tally),  # type: ignore[arg-type]
+    )
+
+
+async def _watch(watch: Watch, family: Family, load: SoakLoad, console: Console) -> None:
+    began, said = time.monotonic(), 0.0
+    while True:
+        at = time.monotonic() - began
+        watch.look([os.getpid(), *family.members()], at)
+        if at - said >= _SAY_EVERY_S:
+            said = at
+            tally = load.tally
+            console.print(
+                f"{at / 60:.1f} min: {tally.answered} answered, {tally.aborted} gone away from, "
+                f"{sum(tally.failures.values())} failed, {len(tally.wrong)} wrong",
+                highlight=False,
+            )
+        await asyncio.sleep(_LOOK_EVERY_S)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

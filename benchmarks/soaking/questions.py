@@ -1,0 +1,142 @@
+"""What is asked. Some questions come again and again: their answers are known, and must never change."""
+
+from __future__ import annotations
+
+import enum
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class Ending(enum.StrEnum):
+    WHOLE = "whole"  # not streamed
+    STREAM = "stream"
+    ABORT = "abort"  # the client goes away in the middle
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    body: dict[str, Any]
+    is_chat: bool
+    ending: Ending
+    known: int | None = None  # which of the known questions it is
+    abort_after_s: float = 0.0
+    kinds: tuple[str, ...] = ()  # for the table
+
+    @property
+    def path(self) -> str:
+        return "/v1/chat/completions" if self.is_chat else "/v1/completions"
+
+
+@dataclass(slots=True)
+class Known:
+    """A question with one right answer, greedy or seeded. `answer` is what the quiet cluster said."""
+
+    body: dict[str, Any]
+    is_chat: bool
+    answer: str | None = None
+
+
+# (tokens of the prompt, tokens of the answer)
+_KNOWN_LENGTHS = ((12, 48), (40, 24), (120, 40), (300, 24), (520, 32), (900, 16))
+_FILLERS, _FILLER = 16, 1500
+_ABORTED = 0.12
+_KNOWN = 0.35
+_CHAT = 0.4
+
+
+class Questions:
+    """`words` are one token each, about: exact lengths don't matter here."""
+
+    def __init__(self, words: Sequence[str], model: str, seed: int) -> None:
+        self._words = words
+        self._model = model
+        self._random = random.Random(seed)
+        self.known = [known for lengths in _KNOWN_LENGTHS for known in self._make_known(*lengths)]
+
+    def _text(self, tokens: int) -> str:
+        return " ".join(self._random.choices(self._words, k=tokens))
+
+    def _make_known(self, prompt: int, answer: int) -> list[Known]:
+        greedy = {"temperature": 0, "ignore_eos": True}
+        seeded = {
+            "temperature": 0.8,
+            "top_p": 0.95,
+            "seed": self._random.randrange(1 << 31),
+            "ignore_eos": True,
+        }
+        return [
+            Known(self._completion(self._text(prompt), answer) | greedy, is_chat=False),
+            Known(self._completion(self._text(prompt), answer) | seeded, is_chat=False),
+            Known(self._chat(self._text(prompt), answer) | greedy, is_chat=True),
+        ]
+
+    def _completion(self, text: str, answer: int) -> dict[str, Any]:
+        return {"model": self._model, "prompt": text, "max_tokens": answer}
+
+    def _chat(self, text: str, answer: int) -> dict[str, Any]:
+        messages = [{"role": "user", "content": text}]
+        return {"model": self._model, "messages": messages, "max_completion_tokens": answer}
+
+    def fillers(self) -> list[Question]:
+        """Long, and all different."""
+        return [
+            Question(self._completion(self._text(_FILLER), 2), is_chat=False, ending=Ending.WHOLE)
+            for _ in range(_FILLERS)
+        ]
+
+    def draw(self) -> Question:
+        rng = self._random
+        ending = Ending.STREAM if rng.random() < 0.6 else Ending.WHOLE
+        if rng.random() < _ABORTED:
+            question = self._fresh(Ending.ABORT)
+            # Many in the first moments, some long after: every phase has its turn.
+            return Question(
+                question.body | {"max_tokens" if not question.is_chat else "max_completion_tokens": 200, "ignore_eos": True},
+                question.is_chat, Ending.ABORT, abort_after_s=rng.expovariate(1.0), kinds=("abort",),
+            )  # fmt: skip
+        if rng.random() < _KNOWN:
+            index = rng.randrange(len(self.known))
+            known = self.known[index]
+            return Question(known.body, known.is_chat, ending, known=index, kinds=(ending.value, "known"))
+        return self._fresh(ending)
+
+    def _fresh(self, ending: Ending) -> Question:
+        rng = self._random
+        prompt = rng.choices(
+            (rng.randint(4, 64), rng.randint(100, 500), rng.randint(900, 1600)), (70, 24, 6)
+        )[0]
+        is_chat = rng.random() < _CHAT
+        body = (self._chat if is_chat else self._completion)(self._text(prompt), rng.randint(1, 64))
+        kinds = [ending.value, "chat" if is_chat else "completion", "long" if prompt >= 900 else "short"]
+        body["temperature"] = rng.choice((0, 0.7, 1.0))
+        extra = rng.random()
+        if extra < 0.1:
+            body["n"] = 2
+            kinds.append("n=2")
+        elif extra < 0.2:
+            body["stop"] = [" the", "\n\n"]
+            kinds.append("stop")
+        elif extra < 0.3:
+            body |= {"logprobs": True, "top_logprobs": 2} if is_chat else {"logprobs": 2}
+            kinds.append("logprobs")
+        return Question(body, is_chat, ending, kinds=tuple(kinds))
+
+
+@dataclass(slots=True)
+class Tally:
+    """What came of them."""
+
+    answered: int = 0
+    aborted: int = 0
+    tokens: int = 0
+    by_kind: dict[str, int] = field(default_factory=dict)
+    failures: dict[str, int] = field(default_factory=dict)
+    examples: dict[str, str] = field(default_factory=dict)
+    checked: int = 0  # answers that were known
+    wrong: list[str] = field(default_factory=list)
+
+    def failed(self, kind: str, example: str) -> None:
+        self.failures[kind] = self.failures.get(kind, 0) + 1
+        self.examples.setdefault(kind, example[:300])

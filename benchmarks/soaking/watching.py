@@ -1,0 +1,138 @@
+"""Memory, descriptors and threads of processes, over time, and whether they grow. Linux only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+
+import msgspec
+
+# What of a series is the beginning: caches fill, pages are touched for the first time.
+WARM_UP = 1 / 3
+FEWEST_SAMPLES = 9
+
+
+class Sample(msgspec.Struct, frozen=True):
+    at_s: float
+    memory: int  # bytes that are the process's own: not files, which the system may take back
+    descriptors: int
+    threads: int
+
+
+class Growth(msgspec.Struct, frozen=True):
+    """Of one process, after its beginning: the middle, and what the straight line through it gained from its start
+    to its end."""
+
+    process: str
+    was_there: bool  # from the beginning: what it touches once, it had touched before anything was counted
+    seconds: float
+    memory: float
+    memory_grew: float
+    descriptors: float
+    descriptors_grew: float
+    threads: float
+    threads_grew: float
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What may be gained within one run by something that does not grow."""
+
+    memory: float = 24 * 2**20
+    memory_share: float = 0.04
+    descriptors: float = 6.0
+    threads: float = 3.0
+    first_touch: float = 256 * 2**20  # the KV cache of a node that took another's place
+
+    def broken(self, growth: Growth) -> list[str]:
+        found = []
+        memory = self.memory + self.memory_share * growth.memory
+        if growth.memory_grew > memory + (0 if growth.was_there else self.first_touch):
+            found.append(f"{growth.process}: {growth.memory_grew / 2**20:.0f} MiB of memory")
+        if growth.descriptors_grew > self.descriptors:
+            found.append(f"{growth.process}: {growth.descriptors_grew:.0f} descriptors")
+        if growth.threads_grew > self.threads:
+            found.append(f"{growth.process}: {growth.threads_grew:.0f} threads")
+        return found
+
+
+def look_at(process: int, at_s: float) -> Sample | None:
+    """None when it has ended."""
+    folder = Path("/proc") / str(process)
+    try:
+        fields = dict(
+            line.split(":", 1) for line in (folder / "status").read_text().splitlines() if ":" in line
+        )
+        descriptors = sum(1 for _ in (folder / "fd").iterdir())
+        kib = sum(int(fields.get(name, "0").split()[0]) for name in ("RssAnon", "RssShmem"))
+        return Sample(at_s, kib * 1024, descriptors, int(fields["Threads"]))
+    except (OSError, KeyError, ValueError, IndexError):
+        return None
+
+
+def title_of(process: int) -> str:
+    """As Ray names its processes: longer than what the kernel keeps."""
+    try:
+        words = (Path("/proc") / str(process) / "cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return ""
+    title = words[0].decode(errors="replace")
+    return "tandem serve" if b"cluster.cli" in words and b"serve" in words else title
+
+
+def growth_of(process: str, samples: Sequence[Sample], *, was_there: bool = True) -> Growth | None:
+    """None of a process that did not live long enough to have grown."""
+    settled = list(samples)[int(len(samples) * WARM_UP) :]
+    if len(settled) < FEWEST_SAMPLES:
+        return None
+    times = [sample.at_s for sample in settled]
+
+    def series(name: str) -> list[float]:
+        return [float(getattr(sample, name)) for sample in settled]
+
+    return Growth(
+        process,
+        was_there,
+        times[-1] - times[0],
+        median(series("memory")),
+        gained(times, series("memory")),
+        median(series("descriptors")),
+        gained(times, series("descriptors")),
+        median(series("threads")),
+        gained(times, series("threads")),
+    )
+
+
+def gained(times: Sequence[float], values: Sequence[float]) -> float:
+    """By the least-squares line, from the first moment to the last: one peak at the end is no growth."""
+    middle, level = fmean(times), fmean(values)
+    spread = sum((time - middle) ** 2 for time in times)
+    if spread == 0:
+        return 0.0
+    slope = sum((t - middle) * (v - level) for t, v in zip(times, values, strict=True)) / spread
+    return slope * (times[-1] - times[0])
+
+
+class Watch:
+    """Every process that is of interest, by its title and number."""
+
+    def __init__(self) -> None:
+        self.samples: dict[str, list[Sample]] = {}
+        self._began: float | None = None
+
+    def look(self, processes: Sequence[int], at_s: float) -> None:
+        if self._began is None:
+            self._began = at_s
+        for process in processes:
+            sample = look_at(process, at_s)
+            if sample is not None:
+                self.samples.setdefault(f"{title_of(process)[:40]} {process}", []).append(sample)
+
+    def growths(self) -> list[Growth]:
+        found = (
+            growth_of(process, samples, was_there=samples[0].at_s == self._began)
+            for process, samples in self.samples.items()
+        )
+        return [growth for growth in found if growth is not None]

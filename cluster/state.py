@@ -1,0 +1,99 @@
+"""What the controller keeps in its `StateStore`: enough for the next one to find every node again, under its id."""
+
+from __future__ import annotations
+
+import msgspec
+
+from cluster.config import PoolsConfig
+from wire.nodes import NodeInfo, Role
+
+
+class Placement(msgspec.Struct, frozen=True):
+    """Where a node runs. It keeps its place for as long as its host is there, through restarts and changes of role."""
+
+    host: str  # its name
+    address: str
+    slot: Role  # which of the host's places it takes: that of the role that it was placed with
+    cores: tuple[int, ...]
+    device: str
+    memory_share: float  # of what is free on its device
+
+
+class NodeRecord(msgspec.Struct, frozen=True):
+    node_id: str
+    role: Role
+    placement: Placement | None = None  # None: no machine has room for it
+    info: NodeInfo | None = None  # as it was last announced
+    leaving: bool = False  # it is drained, and goes
+
+
+class ClosedSlot(msgspec.Struct, frozen=True):
+    """A place that a pool without a fixed size may not use: its node was told to go, and no other shall come."""
+
+    host: str
+    role: Role
+
+
+class ClusterState(msgspec.Struct, frozen=True):
+    """Only ever replaced as a whole."""
+
+    sizes: dict[Role, int | None]  # None: one node for every place that machines offer
+    nodes: list[NodeRecord] = []
+    next_index: dict[Role, int] = {}  # ids are never given twice
+    closed: list[ClosedSlot] = []
+
+    def find(self, node_id: str) -> NodeRecord | None:
+        return next((node for node in self.nodes if node.node_id == node_id), None)
+
+    def staying(self, role: Role) -> list[NodeRecord]:
+        return [node for node in self.nodes if node.role is role and not node.leaving]
+
+    def with_node(self, record: NodeRecord) -> ClusterState:
+        """In place of the record with its id, or as a new one."""
+        if self.find(record.node_id) is None:
+            nodes = [*self.nodes, record]
+        else:
+            nodes = [record if node.node_id == record.node_id else node for node in self.nodes]
+        return msgspec.structs.replace(self, nodes=nodes)
+
+    def with_new_node(self, role: Role) -> ClusterState:
+        index = self.next_index.get(role, 0)
+        state = self.with_node(NodeRecord(f"{role.value}-{index}", role))
+        return msgspec.structs.replace(state, next_index=self.next_index | {role: index + 1})
+
+    def without(self, node_id: str) -> ClusterState:
+        return msgspec.structs.replace(self, nodes=[node for node in self.nodes if node.node_id != node_id])
+
+    def with_sizes(self, sizes: dict[Role, int]) -> ClusterState:
+        closed = [slot for slot in self.closed if slot.role not in sizes]
+        return msgspec.structs.replace(self, sizes={**self.sizes, **sizes}, closed=closed)
+
+    def resized(self, role: Role, by: int) -> ClusterState:
+        """A pool that follows the machines has no size to change."""
+        size = self.sizes[role]
+        return self if size is None else self.with_sizes({role: size + by})
+
+
+def first_state(pools: PoolsConfig) -> ClusterState:
+    return ClusterState(sizes={role: pools.of(role).nodes for role in Role})
+
+
+def encode(state: ClusterState) -> bytes:
+    return msgspec.msgpack.encode(state)
+
+
+def decode(data: bytes) -> ClusterState:
+    return msgspec.msgpack.decode(data, type=ClusterState)
+
+
+class MemoryStore:
+    """A `cluster.hosts.StateStore` for a controller whose nodes end with it."""
+
+    def __init__(self) -> None:
+        self._state: bytes | None = None
+
+    async def load(self) -> bytes | None:
+        return self._state
+
+    async def save(self, state: bytes) -> None:
+        self._state = state

@@ -1,0 +1,68 @@
+"""Background tasks, none of which can die unnoticed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from wire.errors import TandemError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Tasks:
+    """Made inside a running event loop."""
+
+    def __init__(self) -> None:
+        self._running: set[asyncio.Task[Any]] = set()
+        self._failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    @property
+    def failure(self) -> str:
+        """What died first, and of what; "" while nothing has."""
+        return self._failure.result() if self._failure.done() else ""
+
+    async def failed(self) -> str:
+        """Returns when something has died: it was a bug, and nobody does its work any more."""
+        return await asyncio.shield(self._failure)
+
+    def spawn(self, work: Coroutine[Any, Any, T], name: str, *, asked: bool = False) -> asyncio.Task[T]:
+        """`asked`: somebody waits for the result, and is told of a TandemError; it is no bug."""
+        task = asyncio.create_task(work, name=name)
+        self._running.add(task)
+        task.add_done_callback(lambda ended: self._ended(ended, asked))
+        return task
+
+    def _ended(self, task: asyncio.Task[Any], asked: bool) -> None:
+        self._running.discard(task)
+        if task.cancelled() or task.exception() is None or self._failure.done():
+            return
+        if asked and isinstance(task.exception(), TandemError):
+            return
+        logger.error("%s died", task.get_name(), exc_info=task.exception())
+        self._failure.set_result(f"{task.get_name()} died: {task.exception()!r}")
+
+    async def stop(self) -> None:
+        """Idempotent."""
+        running = set(self._running)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+
+class Bell:
+    """Wakes everybody who waits. Look first, then wait: nothing can happen in between without an await."""
+
+    def __init__(self) -> None:
+        self._rung = asyncio.Event()
+
+    def ring(self) -> None:
+        self._rung.set()
+        self._rung = asyncio.Event()
+
+    async def wait(self) -> None:
+        await self._rung.wait()

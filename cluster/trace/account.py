@@ -1,0 +1,187 @@
+"""What a trace adds up to. Pure: records in, figures out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from statistics import median
+
+import msgspec
+
+from router.tracing.record import NodePart, TraceRecord
+from wire.tracing import Phase, Span
+
+ROUTER = "router"
+
+
+class Row(msgspec.Struct, frozen=True):
+    """Something that took a while, on one of the parties. `count` steps that followed one another are one row."""
+
+    party: str
+    phase: Phase
+    start: float
+    end: float
+    count: int = 1
+    tokens: int = 0
+    num_bytes: int = 0
+    typical_s: float = 0.0  # the median of the steps
+    longest_s: float = 0.0
+    between_s: float = 0.0  # the median from one step to the next
+
+
+class Item(msgspec.Struct, frozen=True):
+    name: str
+    seconds: float
+
+
+def end_of(record: TraceRecord) -> float:
+    """When the last of what is known ended."""
+    spans = [*record.router, *(span for part in record.nodes for span in part.spans)]
+    return max([record.ended or record.began, *(span.end for span in spans)])
+
+
+def rows(record: TraceRecord) -> list[Row]:
+    """In the order in which they began. Steps are in the forward passes, so they are not repeated; what a step did
+    beside its forward pass is what lies between two of them."""
+    found = _folded(ROUTER, record.router, frozenset({Phase.FLUSH}))
+    for part in record.nodes:
+        shown = [span for span in part.spans if span.phase is not Phase.STEP]
+        found += _folded(part.node_id, shown, frozenset({Phase.DECODE}))
+    return sorted(found, key=lambda row: (row.start, row.end))
+
+
+def _folded(party: str, spans: Iterable[Span], folded: frozenset[Phase]) -> list[Row]:
+    singles: list[Row] = []
+    runs: dict[Phase, list[Span]] = {}
+    for span in spans:
+        if span.phase in folded:
+            runs.setdefault(span.phase, []).append(span)
+        else:
+            singles.append(
+                Row(party, span.phase, span.start, span.end, 1, span.tokens, span.num_bytes, span.seconds)
+            )
+    return singles + [_run(party, phase, run) for phase, run in runs.items()]
+
+
+def _run(party: str, phase: Phase, run: Sequence[Span]) -> Row:
+    return Row(
+        party,
+        phase,
+        min(span.start for span in run),
+        max(span.end for span in run),
+        len(run),
+        sum(span.tokens for span in run),
+        sum(span.num_bytes for span in run),
+        median(span.seconds for span in run),
+        max(span.seconds for span in run),
+        _between(run),
+    )
+
+
+def _between(run: Sequence[Span]) -> float:
+    gaps = [later.start - earlier.end for earlier, later in pairwise(sorted(run, key=lambda s: s.start))]
+    return median(gaps) if gaps else 0.0
+
+
+def first_token_s(record: TraceRecord) -> float | None:
+    """From the request's arrival until its first text left."""
+    flushes = [span for span in record.router if span.phase is Phase.FLUSH]
+    return min(span.end for span in flushes) - record.began if flushes else None
+
+
+def way_to_first_token(record: TraceRecord) -> list[Item]:
+    """Parts of the time to the first token, in order; they add up to it. Of one choice that moved to no other node:
+    of anything else the rows tell more."""
+    first = first_token_s(record)
+    reader = _reader(record)
+    if first is None or reader is None or not record.arrivals:
+        return []
+    began, arrived = record.began, record.arrivals[0].at
+    prefills = [s for s in reader.spans if s.phase is Phase.PREFILL and s.end <= arrived]
+    if not prefills:
+        return []
+    inbox = _of(reader.spans, Phase.INBOX)
+    marks: list[tuple[str, float]] = []
+    for phase, name in ((Phase.READ, "reading and checking"), (Phase.TOKENIZE, "template and tokens")):
+        if (span := _of(record.router, phase)) is not None:
+            marks.append((name, span.end))
+    if (span := _of(record.router, Phase.WAIT)) is not None:
+        marks.append(("waiting for a place", span.end))
+    if inbox is not None:
+        marks.append(("to the node", inbox.start))
+        marks.append(("until the step under way was over", inbox.end))
+    marks.append(("in line, planning", prefills[0].start))
+    marks.append((f"forward, {len(prefills)}×" if len(prefills) > 1 else "forward", prefills[-1].end))
+    marks.append(("booking, to the router", arrived))
+    marks.append(("text, to the connection", began + first))
+    items, at = [], began
+    for name, until in marks:
+        items.append(Item(name, max(0.0, until - at)))
+        at = max(at, until)
+    if len(prefills) > 1:
+        inside = sum(span.seconds for span in prefills)
+        index = next(i for i, item in enumerate(items) if item.name.startswith("forward"))
+        items.insert(index + 1, Item("between its steps", max(0.0, items[index].seconds - inside)))
+        items[index] = Item(items[index].name, min(inside, items[index].seconds))
+    return items
+
+
+def handover(record: TraceRecord) -> list[Item]:
+    """From the end of the prompt's last forward pass to the begin of the first that decodes. They add up to it."""
+    reader, writer = _reader(record), _writer(record)
+    if reader is None or writer is None or reader is writer:
+        return []
+    prefills = [s.end for s in reader.spans if s.phase is Phase.PREFILL]
+    decodes = [s.start for s in writer.spans if s.phase is Phase.DECODE]
+    received = _of(writer.spans, Phase.RECEIVE)
+    if not prefills or not decodes or received is None:
+        return []
+    computed, goes_on = max(prefills), min(decodes)
+    writes = [s.end for s in reader.spans if s.phase is Phase.WRITE]
+    written = min(max([computed, *writes]), received.end)
+    return [
+        Item("KV that was left to send", max(0.0, written - computed)),
+        Item("notice", max(0.0, received.end - written)),
+        Item("until the first decoding step", max(0.0, goes_on - max(received.end, computed))),
+    ]
+
+
+def a_step(record: TraceRecord) -> list[Item]:
+    """A decoding step at its median: the forward pass, what the engine does around it, and a token's way out."""
+    writer = _writer(record)
+    if writer is None:
+        return []
+    decodes = sorted((s for s in writer.spans if s.phase is Phase.DECODE), key=lambda s: s.start)
+    if len(decodes) < 2:
+        return []
+    flushes = [s.seconds for s in record.router if s.phase is Phase.FLUSH]
+    items = [
+        Item("forward", median(span.seconds for span in decodes)),
+        Item("between two forwards", _between(decodes)),
+    ]
+    ways = _ways(record, writer, decodes)
+    if ways:
+        items.append(Item("to the router (beside the next step)", median(ways)))
+    if flushes:
+        items.append(Item("text, to the connection (beside the next step)", median(flushes)))
+    return items
+
+
+def _ways(record: TraceRecord, writer: NodePart, decodes: Sequence[Span]) -> list[float]:
+    arrivals = [a.at for a in record.arrivals if a.node_id == writer.node_id]
+    # Counted from the end: the first report may be of the token that came with the handover.
+    pairs = zip(reversed(decodes), reversed(arrivals), strict=False)
+    return [at - span.end for span, at in pairs if at >= span.end]
+
+
+def _reader(record: TraceRecord) -> NodePart | None:
+    """Who read the prompt, in the first attempt that has a part."""
+    return next((p for p in record.nodes if _of(p.spans, Phase.PREFILL) is not None), None)
+
+
+def _writer(record: TraceRecord) -> NodePart | None:
+    return next((p for p in record.nodes if _of(p.spans, Phase.DECODE) is not None), None)
+
+
+def _of(spans: Iterable[Span], phase: Phase) -> Span | None:
+    return next((span for span in spans if span.phase is phase), None)

@@ -1,0 +1,103 @@
+"""A trace as a picture: a lane for each phase of each party, time from left to right. Needs matplotlib."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cluster.bench.plot import new_figure
+from cluster.trace.account import ROUTER, end_of, first_token_s
+from router.tracing.record import TraceRecord
+from wire.errors import ConfigurationError
+from wire.tracing import Phase, Span
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_COLORS = {
+    Phase.READ: "#9aa5b1",
+    Phase.TOKENIZE: "#7b8794",
+    Phase.WAIT: "#e6b800",
+    Phase.ROUTE: "#52606d",
+    Phase.FLUSH: "#17a2b8",
+    Phase.INBOX: "#cbd2d9",
+    Phase.QUEUE: "#e6b800",
+    Phase.STEP: "#d9e2ec",
+    Phase.PREFILL: "#2f6fde",
+    Phase.DECODE: "#2e9e5b",
+    Phase.RESUME: "#f0803c",
+    Phase.REGISTER: "#d6a2e8",
+    Phase.PLAN: "#e4c1f9",
+    Phase.WRITE: "#9b59b6",
+    Phase.NOTICE: "#6c3483",
+    Phase.RECEIVE: "#c39bd3",
+}
+# Above this the beginning would be a line at the left edge: it gets a panel of its own.
+_LONG = 4.0
+
+
+def draw_trace(record: TraceRecord) -> Figure:
+    lanes = _lanes(record)
+    whole = end_of(record) - record.began
+    beginning = _beginning(record)
+    split = beginning is not None and whole > _LONG * beginning
+    figure = new_figure(13, (0.32 * len(lanes) + 1.2) * (2 if split else 1) + 0.6)
+    figure.suptitle(
+        f"{record.answer_id or record.request_id}: {record.prompt_tokens} tokens in, {record.output_tokens} out"
+    )
+    if split and beginning is not None:
+        upper, lower = figure.subplots(2, 1)
+        _draw(upper, record, lanes, beginning)
+        upper.set_title("until it decodes", fontsize=9, loc="left")
+        _draw(lower, record, lanes, whole)
+        lower.set_title("all of it", fontsize=9, loc="left")
+    else:
+        _draw(figure.subplots(1, 1), record, lanes, whole)
+    return figure
+
+
+def _lanes(record: TraceRecord) -> list[tuple[str, Phase, list[Span]]]:
+    parties = [(ROUTER, record.router), *((part.node_id, part.spans) for part in record.nodes)]
+    lanes: list[tuple[str, Phase, list[Span]]] = []
+    for party, spans in parties:
+        by_phase: dict[Phase, list[Span]] = {}
+        for span in sorted(spans, key=lambda span: span.start):
+            by_phase.setdefault(span.phase, []).append(span)
+        lanes += [(party, phase, found) for phase, found in by_phase.items()]
+    return lanes
+
+
+def _beginning(record: TraceRecord) -> float | None:
+    """Until the third decoding step: by then everything has happened that happens once."""
+    decodes = sorted(span.end for part in record.nodes for span in part.spans if span.phase is Phase.DECODE)
+    return decodes[min(2, len(decodes) - 1)] - record.began if decodes else None
+
+
+def _draw(axes: Axes, record: TraceRecord, lanes: list[tuple[str, Phase, list[Span]]], length: float) -> None:
+    for lane, (_, phase, spans) in enumerate(lanes):
+        bars = [
+            ((span.start - record.began) * 1e3, max(span.seconds, length / 2000) * 1e3)
+            for span in spans
+            if span.start - record.began <= length
+        ]
+        axes.broken_barh(bars, (lane - 0.4, 0.8), facecolors=_COLORS[phase], edgecolor="white", linewidth=0.3)
+    first = first_token_s(record)
+    if first is not None and first <= length:
+        axes.axvline(first * 1e3, color="black", linewidth=0.8, linestyle="--")
+        axes.annotate("first token", (first * 1e3, -0.7), fontsize=7, ha="left", annotation_clip=False)
+    axes.set_yticks(range(len(lanes)), [f"{party}  {phase.value}" for party, phase, _ in lanes], fontsize=8)
+    axes.set_ylim(len(lanes) - 0.4, -0.6)
+    axes.set_xlim(0, length * 1e3)
+    axes.set_xlabel("ms since the request arrived", fontsize=8)
+    axes.grid(axis="x", alpha=0.3)
+
+
+def save_picture(figure: Figure, file: Path) -> None:
+    """The format is the file's ending."""
+    if file.suffix.lower() not in (".png", ".svg"):
+        raise ConfigurationError(f"--picture {file}: must end in .png or .svg")
+    try:
+        figure.savefig(file, dpi=120)
+    except OSError as error:
+        raise ConfigurationError(f"{file} cannot be written: {error}") from error

@@ -1,0 +1,155 @@
+"""A trace in the terminal."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from cluster.describe import format_size
+from cluster.trace.account import Item, Row, a_step, end_of, first_token_s, handover, rows, way_to_first_token
+from router.tracing.record import TraceList, TraceRecord
+from wire.tracing import Phase
+
+_BAR = 40
+_COLORS = {
+    Phase.PREFILL: "blue",
+    Phase.DECODE: "green",
+    Phase.WRITE: "magenta",
+    Phase.NOTICE: "magenta",
+    Phase.RECEIVE: "magenta",
+    Phase.FLUSH: "cyan",
+    Phase.QUEUE: "yellow",
+    Phase.WAIT: "yellow",
+}
+
+
+def show_trace(console: Console, record: TraceRecord) -> None:
+    console.print(Group(*_head(record), _timeline(record), *_accounts(record), *_remarks(record)))
+
+
+def _head(record: TraceRecord) -> list[RenderableType]:
+    first = first_token_s(record)
+    took = f"{_ms(record.ended - record.began)} ms" if record.ended is not None else "still running"
+    parts = [
+        f"{record.prompt_tokens} tokens in, {record.output_tokens} out",
+        took,
+        *([f"first token after {_ms(first)} ms"] if first is not None else []),
+        *([f"status {record.status}"] if record.status not in (None, 200) else []),
+    ]
+    return [
+        Text(f"{record.answer_id or record.request_id}: {', '.join(parts)}", style="bold"),
+        Text(f"trace {record.trace_id}; {'; '.join(record.decisions) or 'no node was chosen'}", style="dim"),
+    ]
+
+
+def _timeline(record: TraceRecord) -> Table:
+    length = max(end_of(record) - record.began, 1e-9)
+    table = Table(box=None, pad_edge=False)
+    for name in ("on", "phase"):
+        table.add_column(name, no_wrap=True)
+    for name in ("from ms", "took ms"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column(f"0 … {_ms(length)} ms", no_wrap=True, width=_BAR)
+    table.add_column("", overflow="fold")
+    for row in rows(record):
+        name = row.phase.value if row.count == 1 else f"{row.phase.value} ×{row.count}"
+        bar = Text(_bar(row, record.began, length), style=_COLORS.get(row.phase, "white"))
+        table.add_row(
+            row.party, name, _ms(row.start - record.began), _ms(row.end - row.start), bar, _detail(row)
+        )
+    return table
+
+
+def _bar(row: Row, began: float, length: float) -> str:
+    first = min(_BAR - 1, max(0, int((row.start - began) / length * _BAR)))
+    last = min(_BAR, max(first + 1, round((row.end - began) / length * _BAR)))
+    mark = "█" if row.end - row.start >= length / _BAR / 2 else "▏"
+    return " " * first + mark * (last - first)
+
+
+def _detail(row: Row) -> str:
+    parts = []
+    if row.count > 1:
+        parts.append(f"{_ms(row.typical_s)} ms each, at most {_ms(row.longest_s)}")
+        if row.phase is Phase.DECODE:
+            parts.append(f"{_ms(row.between_s)} between")
+    elif row.tokens:
+        parts.append(f"{row.tokens} tokens")
+    if row.num_bytes:
+        parts.append(format_size(row.num_bytes))
+    return ", ".join(parts)
+
+
+def _accounts(record: TraceRecord) -> list[RenderableType]:
+    accounts = (
+        ("to the first token", way_to_first_token(record), True),
+        ("handover: prompt computed → first decoding step", handover(record), True),
+        ("a decoding step, median", a_step(record), False),
+    )
+    return [table for title, items, adds_up in accounts if (table := _account(title, items, adds_up))]
+
+
+def _account(title: str, items: list[Item], adds_up: bool) -> Table | None:
+    if not items:
+        return None
+    table = Table(box=None, pad_edge=False, title=title, title_justify="left", show_header=False)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(no_wrap=True)
+    for item in items:
+        table.add_row(f"{_ms(item.seconds)} ms", item.name)
+    if adds_up:
+        table.add_row(Text(f"{_ms(sum(item.seconds for item in items))} ms", style="bold"), "together")
+    return table
+
+
+def _remarks(record: TraceRecord) -> list[Text]:
+    remarks = [Text(f"! {node_id} has not told of its part", style="yellow") for node_id in record.missing]
+    for part in record.nodes:
+        if part.clock_error_s is None:
+            remarks.append(
+                Text(f"! {part.node_id}'s clock is not known: its times may be off", style="yellow")
+            )
+        elif part.clock_error_s:
+            remarks.append(
+                Text(f"{part.node_id}'s times are right to within {_ms(part.clock_error_s)} ms", style="dim")
+            )
+    dropped = record.dropped + sum(part.dropped for part in record.nodes)
+    if dropped:
+        remarks.append(Text(f"! {dropped} spans did not fit", style="yellow"))
+    return remarks
+
+
+def show_list(console: Console, traces: TraceList) -> None:
+    if not traces.traces:
+        console.print(
+            "No traces. A request is traced when it has the header x-tandem-trace: 1 or a sampled traceparent,\n"
+            "or by chance with router.tracing.sample.",
+            highlight=False,
+        )
+        return
+    table = Table(box=None, pad_edge=False)
+    for name in ("at", "request", "answer", "route"):
+        table.add_column(name, no_wrap=True)
+    for name in ("status", "in", "out", "ms"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for one in traces.traces:
+        at = datetime.fromtimestamp(one.began_unix_s, UTC).strftime("%H:%M:%S")
+        table.add_row(
+            at,
+            one.request_id,
+            one.answer_id,
+            one.route,
+            str(one.status or ""),
+            str(one.prompt_tokens),
+            str(one.output_tokens),
+            _ms(one.seconds) if one.seconds is not None else "running",
+        )
+    console.print(table)
+
+
+def _ms(seconds: float) -> str:
+    ms = seconds * 1e3
+    return f"{ms:.0f}" if ms >= 1000 else f"{ms:.1f}" if ms >= 10 else f"{ms:.2f}"

@@ -1,0 +1,136 @@
+"""Compiled grammars of one model's vocabulary. The one seam to the library that compiles them."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLMatcher, LLTokenizer
+
+from engine.model.source import Source
+from wire.errors import ConfigurationError, InvalidRequest
+
+_KEPT = 256
+_WORD = 32
+
+BitMask = npt.NDArray[np.uint32]
+"""A bit for each token of the vocabulary, the lowest first."""
+
+
+class GrammarPosition:
+    """Where one text stands in its grammar. Goes back as well as forward."""
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+        self._matcher = matcher
+        self._vocab_size = vocab_size  # the tokenizer's
+        self.num_tokens = 0
+        self.num_certain = 0  # of them, those that are no drafts
+
+    def follow(self, token_ids: list[int]) -> int:
+        """Goes on over these tokens, and returns how many of them the grammar allowed. It stops before the first
+        that it did not."""
+        # A token of the vocabulary's padding would be refused for good, with all that follows.
+        known = list(itertools.takewhile(lambda token: token < self._vocab_size, token_ids))
+        taken: int = self._matcher.try_consume_tokens(known)
+        self.num_tokens += taken
+        return taken
+
+    def go_back(self, num_tokens: int) -> None:
+        """To where it stood after the first `num_tokens`."""
+        if num_tokens < self.num_tokens and not self._matcher.rollback(self.num_tokens - num_tokens):
+            raise InvalidRequest(f"the answer's grammar failed: {self._why()}")
+        self.num_tokens = num_tokens
+
+    def fill(self, mask: BitMask) -> None:
+        """Which tokens may come next: once the grammar is satisfied and nothing more may follow, those that end the
+        answer. Raises InvalidRequest for a grammar that costs more to follow than it may."""
+        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        if self._matcher.is_error():
+            raise InvalidRequest(f"the answer's grammar failed: {self._why()}")
+        if not mask.any():
+            raise InvalidRequest("the answer's grammar leaves nothing that could come next")
+
+    def _why(self) -> str:
+        lines = str(self._matcher.get_error()).strip().splitlines()
+        return lines[0][:300] if lines else "it is in no state to go on"
+
+
+class Grammars:
+    """Used from several threads. `prepare` may take long; what it prepared is there at once, as long as it is kept."""
+
+    def __init__(
+        self, tokenizer_json: Callable[[], str], vocab_size: int, eos_token_ids: frozenset[int]
+    ) -> None:
+        self._tokenizer_json = tokenizer_json
+        self._vocab_size = vocab_size
+        self._eos = sorted(eos_token_ids)
+        self._tokenizer: LLTokenizer | None = None
+        self._tokenizer_lock = threading.Lock()
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    def empty_masks(self, count: int) -> BitMask:
+        """Wide enough for the vocabulary and for the tokenizer: neither always covers the other."""
+        known = max(self._vocab_size, self._loaded().vocab_size)
+        return np.zeros((count, -(-known // _WORD)), np.uint32)
+
+    def is_prepared(self, grammar: str) -> bool:
+        with self._lock:
+            return grammar in self._compiled
+
+    def prepare(self, grammar: str) -> None:
+        """Compiles it, unless it is there. Raises InvalidRequest for one that is not a grammar."""
+        self._find(grammar)
+
+    def begin(self, grammar: str) -> GrammarPosition:
+        return GrammarPosition(self._find(grammar).deep_copy(), self._loaded().vocab_size)
+
+    def _find(self, grammar: str) -> LLMatcher:
+        with self._lock:
+            if (found := self._compiled.get(grammar)) is not None:
+                self._compiled.move_to_end(grammar)
+                return found
+        matcher = LLMatcher(self._loaded(), LLMatcher.grammar_from_lark(grammar), log_level=0)
+        # What can be computed lazily is computed by the first mask, and then shared by all copies.
+        GrammarPosition(matcher, 0).fill(self.empty_masks(1)[0])
+        with self._lock:
+            self._compiled[grammar] = matcher
+            while len(self._compiled) > _KEPT:
+                self._compiled.popitem(last=False)
+        return matcher
+
+    def _loaded(self) -> LLTokenizer:
+        """Made when the first grammar asks for it: it takes a quarter of a second, or more."""
+        with self._tokenizer_lock:
+            if self._tokenizer is None:
+                try:
+                    self._tokenizer = LLTokenizer(self._tokenizer_json(), eos_token=self._eos or None)
+                except ValueError as error:
+                    raise ConfigurationError(f"grammars cannot follow this tokenizer: {error}") from error
+            return self._tokenizer
+
+
+def tokenizer_json(source: Source) -> str:
+    """The tokenizer as one JSON document, converted if the checkpoint has it in another form."""
+    file = source.folder / "tokenizer.json"
+    try:
+        if source.gguf_file is None and file.is_file():
+            return file.read_text(encoding="utf-8")
+        from transformers import AutoTokenizer
+
+        options = {"gguf_file": source.gguf_file} if source.gguf_file else {}
+        backend = AutoTokenizer.from_pretrained(str(source.folder), **options).backend_tokenizer
+        text: str = backend.to_str()
+        return text
+    except Exception as error:  # transformers raises nearly everything for a tokenizer that it cannot convert
+        raise ConfigurationError(
+            f"{source.name} has no tokenizer that grammars can follow: {error}"
+        ) from error

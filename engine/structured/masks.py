@@ -1,0 +1,86 @@
+"""Grammars at work in a step: which tokens each constrained row may choose."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.model.sampling.table import SamplingTable
+from engine.model.states import RequestRows
+from engine.structured.grammars import BitMask, Grammars
+from wire.errors import InternalError, TandemError
+
+_BANNED = float("-inf")
+
+
+class GrammarMasks:
+    """Belongs to one sampler. Positions in grammars are kept in the table, row by row, and are nothing but a cache:
+    they catch up with the request's tokens, forward or back, whatever happened to it since."""
+
+    def __init__(self, grammars: Grammars) -> None:
+        self._grammars = grammars
+        self.failed: dict[int, TandemError] = {}  # rows of the last `apply` that cannot go on, and why
+
+    def apply(
+        self,
+        scores: torch.Tensor,  # [S, V] float32, changed in place
+        logits: torch.Tensor,  # [S, V], as they came from the model
+        rows: npt.NDArray[np.int64],
+        positions: npt.NDArray[np.int64],
+        requests: RequestRows,
+        table: SamplingTable,
+    ) -> None:
+        """A row whose every allowed token was banned before gets them back: the grammar decides how an answer may
+        go on, and something has to be chosen. Rows behind a draft that the grammar refuses stay as they are,
+        for the refusal makes them void."""
+        self.failed = {}
+        which: list[int] = []
+        masks: list[BitMask] = []
+        for index in np.flatnonzero(table.constrained[rows]).tolist():
+            row = int(rows[index])
+            if row in self.failed:
+                continue
+            try:
+                mask = self._mask(row, int(positions[index]), requests, table)
+            except TandemError as error:
+                self.failed[row] = error
+                continue
+            if mask is not None:
+                which.append(index)
+                masks.append(mask)
+        if not which:
+            return
+        vocab = scores.shape[1]
+        bits = np.unpackbits(np.stack(masks).view(np.uint8), axis=1, bitorder="little")[:, :vocab]
+        refused = torch.from_numpy(bits == 0).to(scores.device)
+        chosen = torch.tensor(which, device=scores.device)
+        masked = scores[chosen].masked_fill_(refused, _BANNED)
+        if table.edited[rows[which]].any():
+            nothing_left = masked.amax(dim=1, keepdim=True) == _BANNED
+            unedited = logits[chosen].float().masked_fill_(refused, _BANNED)
+            masked = torch.where(nothing_left, unedited, masked)
+        scores[chosen] = masked
+
+    def _mask(self, row: int, position: int, requests: RequestRows, table: SamplingTable) -> BitMask | None:
+        """None: a draft before this position is no continuation of the grammar."""
+        grammar = table.params[row].grammar
+        found = table.grammars.get(row)
+        if found is None:
+            found = table.grammars[row] = self._grammars.begin(grammar or "")
+        first, known = int(requests.num_prompt_tokens[row]), int(requests.num_tokens[row])
+        wanted = position - first
+        if position <= known and found.num_tokens > found.num_certain:
+            # The drafts of the step before: whether they were right, the tokens will say.
+            found.go_back(found.num_certain)
+        if found.num_tokens < wanted:
+            found.follow(requests.tokens[row, first + found.num_tokens : position].tolist())
+        if position <= known:
+            if found.num_tokens != wanted:
+                raise InternalError(f"the answer's token {found.num_tokens} does not follow its grammar")
+            found.num_certain = wanted
+        elif found.num_tokens < wanted:
+            return None
+        mask: BitMask = self._grammars.empty_masks(1)[0]
+        found.fill(mask)
+        return mask

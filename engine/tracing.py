@@ -1,0 +1,131 @@
+"""Where the time of traced requests goes on this node. The engine calls it only while there is one.
+
+A trace is handed on once: when its request has ended here, and with it the transfer that its blocks were kept for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from engine.scheduling.output import ModelOutput, SchedulerOutput
+from kvtransfer.base import ConnectorOutput
+from wire.requests import Submit
+from wire.tracing import Phase, Span
+
+# A step is two spans, so this is an answer of 2,000 tokens; what comes after it is counted.
+MAX_SPANS = 4096
+# A transfer ends by its lease at the latest. Nobody waits longer for the traces of more requests than this.
+MAX_AWAITED = 64
+
+SpansOf = Callable[[str], Sequence[Span]]
+"""What is known of a request's transfer, once it is over."""
+
+Done = Callable[[Submit, list[Span], int], None]
+"""Takes a finished trace: whose, what, and how many spans there was no room for."""
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class StepTimes:
+    began: float
+    forward_began: float
+    forward_ended: float
+    ended: float
+
+
+@dataclasses.dataclass(slots=True)
+class _Traced:
+    submit: Submit
+    admitted_at: float
+    spans: list[Span] = dataclasses.field(default_factory=list)
+    dropped: int = 0
+    waits_since: float | None = None  # for its next step; None while it has one
+    waits_as: Phase = Phase.QUEUE
+    writes: bool = False  # its prompt is through: steps write its answer from here on
+
+    def add(self, span: Span) -> None:
+        if len(self.spans) < MAX_SPANS:
+            self.spans.append(span)
+        else:
+            self.dropped += 1
+
+
+class Tracer:
+    """`arrived` may be called from any thread, everything else from the step thread."""
+
+    def __init__(self, clock: Callable[[], float], spans_of: SpansOf, done: Done) -> None:
+        self.clock = clock
+        self._spans_of = spans_of
+        self._done = done
+        self._arrivals: dict[str, float] = {}
+        self._live: dict[str, _Traced] = {}
+        self._awaited: dict[str, _Traced] = {}  # ended here, their transfer not
+
+    @property
+    def active(self) -> bool:
+        return bool(self._live or self._awaited)
+
+    def arrived(self, request_id: str) -> None:
+        self._arrivals[request_id] = self.clock()
+
+    def refused(self, request_id: str) -> None:
+        self._arrivals.pop(request_id, None)
+
+    def admitted(self, submit: Submit) -> None:
+        now = self.clock()
+        traced = _Traced(submit, now, waits_since=now)
+        traced.add(Span(Phase.INBOX, self._arrivals.pop(submit.request_id, now), now))
+        self._live[submit.request_id] = traced
+
+    def on_step(
+        self, plan: SchedulerOutput, output: ModelOutput, transfers: ConnectorOutput, times: StepTimes
+    ) -> None:
+        for request_id, traced in self._live.items():
+            tokens = plan.num_scheduled_tokens.get(request_id, 0)
+            if tokens:
+                self._on_work(traced, tokens, plan.total_num_scheduled_tokens - tokens, times)
+                traced.writes = traced.writes or bool(output.sampled_token_ids.get(request_id))
+            if request_id in transfers.finished_recving or request_id in transfers.failed_recving:
+                self._on_received(
+                    request_id, traced, complete=request_id in transfers.finished_recving, now=times.ended
+                )
+        if self._awaited:
+            over = {*transfers.finished_sending, *transfers.finished_recving, *transfers.failed_recving}
+            for request_id in over & self._awaited.keys():
+                self._conclude(request_id, self._awaited.pop(request_id))
+
+    def _on_work(self, traced: _Traced, tokens: int, beside: int, times: StepTimes) -> None:
+        if traced.waits_since is not None:
+            traced.add(Span(traced.waits_as, traced.waits_since, times.began))
+            traced.waits_since = None
+        phase = Phase.DECODE if traced.writes else Phase.PREFILL
+        traced.add(Span(Phase.STEP, times.began, times.ended, tokens, beside))
+        traced.add(Span(phase, times.forward_began, times.forward_ended, tokens, beside))
+
+    def _on_received(self, request_id: str, traced: _Traced, *, complete: bool, now: float) -> None:
+        spans = self._spans_of(request_id)
+        asked = min((span.start for span in spans), default=now)
+        traced.add(Span(Phase.QUEUE, traced.admitted_at, max(asked, traced.admitted_at)))
+        for span in spans:
+            traced.add(span)
+        traced.waits_since = max((span.end for span in spans), default=now)
+        traced.waits_as = Phase.RESUME if complete else Phase.QUEUE
+        traced.writes = complete
+
+    def ended(self, request_id: str, *, is_held: bool) -> None:
+        """`is_held`: its blocks are kept for a transfer, whose end the connector will tell."""
+        traced = self._live.pop(request_id, None)
+        if traced is None:
+            return
+        if not is_held:
+            self._conclude(request_id, traced)
+            return
+        self._awaited[request_id] = traced
+        if len(self._awaited) > MAX_AWAITED:
+            oldest = next(iter(self._awaited))
+            self._conclude(oldest, self._awaited.pop(oldest))
+
+    def _conclude(self, request_id: str, traced: _Traced) -> None:
+        for span in self._spans_of(request_id):
+            traced.add(span)
+        self._done(traced.submit, traced.spans, traced.dropped)

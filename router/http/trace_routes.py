@@ -1,0 +1,37 @@
+"""GET /traces and /traces/{request_id}: for operators, with a key where keys are required."""
+
+from __future__ import annotations
+
+from starlette.types import Receive, Scope, Send
+
+from router.http.respond import send_json
+from router.http.services import Services
+from wire.errors import RequestError
+
+
+class UnknownTrace(RequestError):
+    code = "trace_not_found"
+    http_status = 404
+
+
+class TracesRoute:
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send_json(send, self._services.traces.list())
+
+
+class TraceRoute:
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        name = scope["path_params"]["request_id"]
+        record = self._services.traces.find(name)
+        if record is None:
+            raise UnknownTrace(
+                f"no trace of {name[:200]!r} here: a request is traced when it has the header x-tandem-trace: 1 or "
+                f"a sampled traceparent, and the last {self._services.config.tracing.keep} are kept"
+            )
+        await send_json(send, record)

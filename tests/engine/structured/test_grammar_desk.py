@@ -1,0 +1,103 @@
+"""Compiling grammars while others go on: who waits, for how long, and how it ends."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from engine.structured.desk import GrammarDesk, GrammarReady
+from engine.structured.grammars import Grammars
+from tests.engine.structured.grammar_walks import END, backend, grammars, vocabulary
+from wire.errors import DeadlineExceeded, InternalError, InvalidRequest
+
+PATIENCE_S = 10.0
+
+
+class Slow(Grammars):
+    """Compiles when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__(backend().to_str, vocabulary(), frozenset({END}))
+        self.go = threading.Event()
+
+    def prepare(self, grammar: str) -> None:
+        assert self.go.wait(PATIENCE_S)
+        super().prepare(grammar)
+
+
+class Panics(Grammars):
+    def __init__(self) -> None:
+        super().__init__(backend().to_str, vocabulary(), frozenset({END}))
+
+    def prepare(self, grammar: str) -> None:
+        raise KeyboardInterrupt("as a library's panic: no Exception")
+
+
+class Desk(GrammarDesk):
+    def __init__(self, of: Grammars | None) -> None:
+        self.told: queue.Queue[GrammarReady] = queue.Queue()
+        super().__init__(of, 5.0, self.told.put)
+
+
+@pytest.fixture
+def slow() -> Iterator[tuple[Slow, Desk]]:
+    of = Slow()
+    desk = Desk(of)
+    yield of, desk
+    of.go.set()
+    desk.close()
+
+
+def test_a_compiled_grammar_needs_no_waiting(slow: tuple[Slow, Desk]) -> None:
+    of, desk = slow
+    assert not desk.must_wait(None)
+    assert desk.must_wait('start: "a"')
+    desk.begin("r", 'start: "a"', now=0.0)
+    of.go.set()
+    assert desk.told.get(timeout=PATIENCE_S) == GrammarReady("r", None)
+    assert desk.forget("r")
+    assert not desk.must_wait('start: "a"')
+
+
+def test_what_takes_too_long_is_overdue_once_and_its_late_result_is_nobodys(slow: tuple[Slow, Desk]) -> None:
+    of, desk = slow
+    desk.begin("first", 'start: "a"', now=0.0)
+    desk.begin("second", 'start: "b"', now=3.0)
+    assert desk.seconds_until_due(1.0) == 4.0
+    assert desk.overdue(4.9) == []
+    ((request_id, error),) = desk.overdue(5.0)
+    assert request_id == "first"
+    assert isinstance(error, DeadlineExceeded)
+    assert desk.overdue(5.0) == []
+    of.go.set()
+    late = {desk.told.get(timeout=PATIENCE_S).request_id for _ in range(2)}
+    assert late == {"first", "second"}
+    assert not desk.forget("first")
+    assert desk.forget("second")
+    assert desk.seconds_until_due(9.0) is None
+
+
+def test_a_text_that_is_no_grammar_is_an_error_that_says_so() -> None:
+    desk = Desk(grammars())
+    desk.begin("r", "start: unknown", now=0.0)
+    error = desk.told.get(timeout=PATIENCE_S).error
+    assert isinstance(error, InvalidRequest)
+    assert "unknown" in str(error)
+    desk.close()
+
+
+def test_a_panic_is_an_error_and_does_not_end_the_thread() -> None:
+    desk = Desk(Panics())
+    for request_id in "abc":
+        desk.begin(request_id, 'start: "a"', now=0.0)
+    for _ in range(3):
+        assert isinstance(desk.told.get(timeout=PATIENCE_S).error, InternalError)
+    desk.close()
+
+
+def test_a_node_without_grammars_refuses_them() -> None:
+    with pytest.raises(InvalidRequest, match="follows no grammars"):
+        Desk(None).must_wait('start: "a"')

@@ -1,0 +1,150 @@
+"""Constrained answers: right for every schema, and the same however they came about."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import jsonschema
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.engine.structured.grammar_walks import (
+    END,
+    PROMPT,
+    Model,
+    decode,
+    encode,
+    grammars,
+    logits_at,
+    vocabulary,
+)
+from tests.engine.structured.schema_strategies import Schema, schemas
+from wire.errors import InternalError
+from wire.sampling import SamplingParams
+
+replace = msgspec.structs.replace
+
+
+def grammar_of(schema: Schema) -> str:
+    return f"start: %json {json.dumps(schema)}"
+
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["a", "bb", "ccc"]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+SAMPLINGS = [
+    SamplingParams(temperature=0),
+    SamplingParams(temperature=0.9, seed=3),
+    SamplingParams(temperature=1.3, seed=4, top_k=20, repetition_penalty=1.3),
+    SamplingParams(temperature=1.0, seed=5, top_p=0.7, frequency_penalty=0.8, logit_bias={END: 5.0}),
+]
+
+
+@settings(max_examples=60, deadline=None)
+@given(schema=schemas, seed=st.integers(0, 1000), which=st.sampled_from(range(len(SAMPLINGS))))
+def test_an_answer_is_an_instance_of_its_schema(schema: Schema, seed: int, which: int) -> None:
+    params = replace(SAMPLINGS[which], grammar=grammar_of(schema))
+    value = json.loads(Model(params, seed).finish())
+    jsonschema.validate(value, schema)
+
+
+@pytest.mark.parametrize("params", SAMPLINGS)
+def test_an_answer_that_moves_goes_on_as_if_it_had_not(params: SamplingParams) -> None:
+    """A handoff, a preemption and a failover are all this: somebody else has the tokens so far, and nothing more."""
+    params = replace(params, grammar=grammar_of(PERSON))
+    whole = Model(params)
+    whole.finish()
+    for moved_after in range(1, len(whole.output)):
+        elsewhere = Model(params, output=whole.output[:moved_after])
+        elsewhere.finish()
+        assert elsewhere.output == whole.output
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10_000), which=st.sampled_from(range(len(SAMPLINGS))))
+def test_drafts_change_nothing(seed: int, which: int) -> None:
+    """Right ones, wrong ones, ones that no grammar would allow, and ends that come too early."""
+    params = replace(SAMPLINGS[which], grammar=grammar_of(PERSON))
+    plain = Model(params, seed)
+    plain.finish()
+    rng = random.Random(seed)
+    drafted = Model(params, seed)
+    while len(drafted.output) < len(plain.output):
+        at = len(drafted.output)
+        drafts = plain.output[at : at + rng.randint(0, 4)]
+        if drafts and rng.random() < 0.6:
+            drafts[rng.randrange(len(drafts))] = rng.choice([END, rng.randrange(vocabulary())])
+        drafted.sample(drafts)
+        assert drafted.failure is None
+    # Behind the end of the answer nothing counts.
+    assert drafted.output[: len(plain.output)] == plain.output
+
+
+def test_rows_without_a_grammar_are_left_alone() -> None:
+    model = Model(SamplingParams(temperature=0, grammar='start: "yes" | "no"'))
+    model.requests.add("free", PROMPT, len(PROMPT), [[]])
+    free = model.requests.row("free")
+    model.table.set(free, SamplingParams(temperature=0))
+    logits = torch.stack([logits_at(0, 3), logits_at(0, 3)])
+    before = logits.clone()
+    rows, positions = np.array([model.row, free]), np.array([3, 3])
+    constrained, unconstrained = model.sampler.sample(
+        logits, rows, positions, model.requests, model.table
+    ).tolist()
+    assert unconstrained == int(logits[1].argmax())
+    assert decode([constrained])[0] in "yn"
+    assert torch.equal(logits, before)
+
+
+def test_a_rows_next_request_knows_nothing_of_the_last() -> None:
+    params = SamplingParams(temperature=0, grammar='start: "yes" | "no"')
+    model = Model(params)
+    first = model.finish()
+    model.requests.remove("r")
+    model.table.clear(model.row)
+    assert model.requests.add("other", PROMPT, len(PROMPT), [[]]) == model.row
+    model.table.set(model.row, params)
+    assert model.finish() == first
+
+
+def test_the_grammar_outranks_bans() -> None:
+    """What it asks for has been banned, and something has to be said: it says what it asks for."""
+    params = SamplingParams(
+        temperature=0, grammar='start: "yes"', bad_words=[encode("y"), encode("yes")], min_tokens=5
+    )
+    assert Model(params).finish() == "yes"
+
+
+def test_a_ban_is_kept_where_the_grammar_leaves_a_choice() -> None:
+    params = SamplingParams(
+        temperature=0, grammar='start: "yes" | "no"', bad_words=[encode("y"), encode("yes")]
+    )
+    assert Model(params).finish() == "no"
+
+
+def test_tokens_that_do_not_follow_the_grammar_fail_the_request() -> None:
+    """A peer or a router that sends them is broken: going on would make a wrong answer look right."""
+    model = Model(SamplingParams(temperature=0, grammar=grammar_of(PERSON)), output=encode("hello"))
+    model.sample()
+    assert isinstance(model.failure, InternalError)
+    assert "does not follow" in str(model.failure)
+
+
+def test_padding_of_the_vocabulary_is_never_chosen() -> None:
+    mask = grammars().empty_masks(1)[0]
+    grammars().begin("start: /(.|\\n)*/").fill(mask)
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+    assert bits[: vocabulary() - 3].sum() > 200
+    assert bits[vocabulary() - 3 :].sum() == 0

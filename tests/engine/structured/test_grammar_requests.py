@@ -1,0 +1,127 @@
+"""A node whose requests wait for grammars: who runs meanwhile, and how those end that cannot run."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from decode_node.rules import DecodeRules
+from engine.scheduling.output import ModelOutput, SchedulerOutput
+from engine.structured.grammars import Grammars
+from tests.engine.structured.grammar_walks import END, backend, vocabulary
+from tests.engine.test_service import PATIENCE_S, ROUTER, Node
+from wire.errors import InternalError
+from wire.nodes import Role
+from wire.requests import Cancel
+from wire.sampling import FinishReason, SamplingParams
+
+FOLLOWS = SamplingParams(max_tokens=4, temperature=0, grammar='start: "a"')
+
+
+class Held(Grammars):
+    """Compiles when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__(backend().to_str, vocabulary(), frozenset({END}))
+        self.started = threading.Event()
+        self.go = threading.Event()
+
+    def prepare(self, grammar: str) -> None:
+        self.started.set()
+        assert self.go.wait(PATIENCE_S)
+        super().prepare(grammar)
+
+
+@pytest.fixture
+def held() -> Held:
+    return Held()
+
+
+@pytest.fixture
+def node(held: Held) -> Iterator[Node]:
+    made = Node(DecodeRules(Role.DECODE), grammars=held)
+    yield made
+    held.go.set()
+    made.service.stop()
+
+
+def all_free(node: Node) -> None:
+    node.outgoing.status_where(
+        lambda status: status.free_blocks == status.total_blocks and not status.running + status.waiting
+    )
+
+
+def test_others_go_on_while_a_grammar_is_compiled(node: Node, held: Held) -> None:
+    node.submit("waits", sampling=FOLLOWS)
+    assert held.started.wait(PATIENCE_S)
+    node.submit("runs")
+    assert node.outgoing.until_finished("runs")[-1].finish is FinishReason.LENGTH
+    assert node.outgoing.status_where(lambda status: status.waiting).waiting == 1
+    held.go.set()
+    assert node.outgoing.until_finished("waits")[-1].finish is FinishReason.LENGTH
+    all_free(node)
+
+
+def test_a_grammar_that_is_there_costs_no_waiting(node: Node, held: Held) -> None:
+    held.go.set()
+    node.submit("first", sampling=FOLLOWS)
+    node.outgoing.until_finished("first")
+    held.go.clear()
+    node.submit("second", sampling=FOLLOWS)
+    assert node.outgoing.until_finished("second")[-1].finish is FinishReason.LENGTH
+
+
+def test_a_request_is_cancelled_while_it_waits(node: Node, held: Held) -> None:
+    node.submit("waits", sampling=FOLLOWS)
+    assert held.started.wait(PATIENCE_S)
+    node.service.receive(Cancel(reply_to=ROUTER, request_ids=["waits"]))
+    all_free(node)
+    held.go.set()
+    # The grammar comes for nobody, and the next one is served.
+    node.submit("next", sampling=FOLLOWS)
+    assert node.outgoing.until_finished("next")[-1].finish is FinishReason.LENGTH
+
+
+def test_a_grammar_that_takes_too_long_ends_its_request(held: Held) -> None:
+    node = Node(DecodeRules(Role.DECODE), grammars=held, grammar_s=0.01)
+    node.submit("waits", sampling=FOLLOWS)
+    (chunk,) = node.outgoing.until_finished("waits")
+    assert chunk.finish is FinishReason.ERROR
+    assert chunk.error is not None
+    assert chunk.error.code == "deadline_exceeded"
+    all_free(node)
+    held.go.set()
+    node.service.stop()
+
+
+@pytest.mark.parametrize("grammar", ["start: unknown", 'start: %json {"$ref": "#"}', ""])
+def test_what_is_no_grammar_ends_its_request(node: Node, held: Held, grammar: str) -> None:
+    held.go.set()
+    node.submit("r", sampling=SamplingParams(temperature=0, grammar=grammar))
+    (chunk,) = node.outgoing.until_finished("r")
+    assert chunk.error is not None
+    assert chunk.error.code == "invalid_request"
+    assert "grammar" in chunk.error.message or "unknown" in chunk.error.message
+    all_free(node)
+
+
+def test_a_request_whose_grammar_breaks_in_a_step_ends_alone(node: Node, monkeypatch) -> None:
+    execute = node.runner.execute
+
+    def breaks(step: SchedulerOutput, hooks=None) -> ModelOutput:
+        output = execute(step, hooks)
+        if output.sampled_token_ids.pop("breaks", None):
+            output.errors["breaks"] = InternalError("the answer does not follow its grammar")
+        return output
+
+    monkeypatch.setattr(node.runner, "execute", breaks)
+    node.submit("breaks")
+    node.submit("runs")
+    (chunk,) = node.outgoing.until_finished("breaks")
+    assert chunk.error is not None
+    assert chunk.error.code == "internal_error"
+    node.submit("next")
+    assert node.outgoing.until_finished("next")[-1].finish is FinishReason.LENGTH
+    all_free(node)

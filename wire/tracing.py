@@ -1,0 +1,63 @@
+"""Where one request's time went, as the process that spent it saw it. Only for requests that are traced."""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+
+class Phase(enum.StrEnum):
+    # the router
+    READ = "read"  # the body has arrived and was checked
+    TOKENIZE = "tokenize"  # the prompt is rendered and encoded
+    WAIT = "wait"  # for a place among the running
+    ROUTE = "route"  # nodes chosen and told
+    FLUSH = "flush"  # from the tokens' arrival to their text on the connection
+    # a node
+    INBOX = "inbox"  # arrived, and the step under way not over
+    QUEUE = "queue"  # in line, until the first step that works on it
+    STEP = "step"  # one step of the engine that worked on it, with planning and booking
+    PREFILL = "prefill"  # the forward pass of a step that read its prompt
+    DECODE = "decode"  # the forward pass of a step that wrote for it
+    RESUME = "resume"  # its KV is here, and the step that goes on from it has not begun
+    # a transfer
+    REGISTER = "register"  # the decode node's blocks are made known to the prefill node
+    PLAN = "plan"  # both nodes' blocks are known, and none is computed yet
+    WRITE = "write"  # one piece of KV: posted, until every byte has arrived
+    NOTICE = "notice"  # the last word about the KV, until the decode node has taken it
+    RECEIVE = "receive"  # the decode node's whole wait for KV
+
+
+class Span(msgspec.Struct, frozen=True, array_like=True):
+    """Seconds on the recording process's monotonic clock."""
+
+    phase: Phase
+    start: float
+    end: float
+    tokens: int = 0  # of this request
+    beside: int = 0  # tokens of others in the same step
+    num_bytes: int = 0
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+class NodeTrace(msgspec.Struct, frozen=True, tag="trace"):
+    """A node's part in one traced request. Sent once, when the node is done with it, its transfer included."""
+
+    node_id: str
+    epoch: int
+    request_id: str
+    spans: list[Span]
+    dropped: int = 0  # spans beyond what one request may have
+
+
+class ClockReading(msgspec.Struct, frozen=True, tag="clock"):
+    """The answer to a Ping that asked for it: what the node's monotonic clock said."""
+
+    node_id: str
+    epoch: int
+    asked_at: float  # as the Ping said
+    clock: float
