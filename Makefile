@@ -40,6 +40,8 @@ test: install
 test-faults: install
 	@$(BIN)/tandem models fetch > /dev/null
 	$(BIN)/python -m pytest -v tests/faults
+	TANDEM_FAULT_ROUNDS=100 TANDEM_PEER_ROUNDS=25 TANDEM_FRAMES=100000 $(BIN)/python -m pytest -q --timeout 3600 \
+		tests/kvtransfer/test_faults.py tests/kvtransfer/test_peer_faults.py tests/kvtransfer/test_random_frames.py
 
 test-hosts: install
 	TANDEM_TEST_HOSTS=1 $(BIN)/python -m pytest tests/hosts -v -rs
