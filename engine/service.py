@@ -140,7 +140,7 @@ class NodeService:
         self._tracer = Tracer(
             clock, worker.spans_of if worker is not None else lambda request_id: (), self._send_trace
         )
-        self.loop: EngineLoop[Item] = EngineLoop(engine, mailbox, self, clock)
+        self.loop: EngineLoop[Item] = EngineLoop(engine, mailbox, self, clock, config.cores)
         self._status_thread = threading.Thread(target=self._report, name="node-status", daemon=True)
 
     # --- any thread

@@ -51,7 +51,7 @@ class ModelRunner(Protocol):
 
     @property
     def grammars(self) -> Grammars | None:
-        """Those that it can hold answers to; None where there are none to be had."""
+        """What compiles grammars for this model's tokenizer; None where none are served."""
         ...
 
     def execute(self, step: SchedulerOutput, hooks: LayerHooks | None = None) -> ModelOutput: ...

@@ -316,6 +316,19 @@ async def test_a_node_that_does_not_come_to_rest_is_started_anew_in_its_new_role
 
 
 @in_loop
+async def test_routers_are_not_told_again_of_a_node_whose_streams_they_moved() -> None:
+    async with Rig(*PD, ("prefill-1", Role.PREFILL)) as rig:
+        await rig.controller.start()
+        rig.launcher.node("prefill-1").may_finish.clear()
+        change = asyncio.create_task(rig.controller.change_role("prefill-1", Role.DECODE))
+        await rig.clock.advance(DRAIN_S + TIMEOUTS.stop_s + 3 * TIMEOUTS.heartbeat_s)
+        assert rig.routed == {"prefill-0", "decode-0"}, "though it still answers"
+        await rig.clock.advance(60)
+        await change
+        assert "prefill-1" in rig.routed
+
+
+@in_loop
 async def test_a_node_that_changed_its_role_keeps_its_place() -> None:
     hosts = FakeHosts(machine("1", prefill=2), machine("2", decode=1))
     async with Rig(pools=pools(2, 1), hosts=hosts) as rig:
