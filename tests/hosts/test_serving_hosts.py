@@ -82,7 +82,7 @@ def test_a_host_that_is_cut_off_is_left_alone_and_healed_serves_again(
         client.wait_for_nodes(prefill=2, decode=2, within_s=JOIN_S)
 
 
-def test_no_key_and_no_token_is_in_a_log(serving: StaticCluster) -> None:
+def test_the_token_is_in_no_log(serving: StaticCluster) -> None:
     token = (serving.lab.laptop_home / ".ray" / "auth_token").read_text().strip()
     for host in serving.lab.hosts:
         assert host.run("sh", "-c", f"grep -rl {token} /tmp/ray || true") == ""
