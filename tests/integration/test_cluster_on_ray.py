@@ -9,6 +9,7 @@ import re
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -174,3 +175,26 @@ def test_down_leaves_no_process(tandem: Tandem, model: str, ray_nodes: RayNodes)
     for title in ("ray::PrefillActor", "ray::DecodeActor", "ray::RouterActor", "ray::ControllerActor"):
         assert ray_nodes.processes(title) == {}, title
     assert "Tandem does not run on this Ray cluster" in tandem("status", status=1)
+
+
+def test_without_detach_everything_ends_with_the_command_however_it_ends(
+    tandem: Tandem, model: str, ray_nodes: RayNodes
+) -> None:
+    with tandem.begin("serve", *SETTINGS) as command:
+        assert command.stdout is not None
+        said = []
+        for line in command.stdout:
+            said.append(line)
+            if line.startswith("stop: "):
+                break
+        assert said[-1].startswith("stop:    Ctrl-C"), "".join(said)
+        assert len(ray_nodes.processes("ray::DecodeActor")) == 1
+        command.kill()
+    deadline = time.monotonic() + 60
+    while left := [
+        ray_nodes.processes(f"ray::{kind}Actor") for kind in ("Controller", "Decode", "Prefill", "Router")
+    ]:
+        if not any(left):
+            return
+        assert time.monotonic() < deadline, f"left behind: {left}"
+        time.sleep(0.1)
