@@ -11,9 +11,10 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
+from engine.affinity import bind
 from engine.core import Engine
 from engine.scheduling.update import RequestUpdate
 
@@ -88,7 +89,10 @@ class EngineLoop(Generic[T]):
         mailbox: Mailbox[T],
         host: LoopHost[T],
         clock: Callable[[], float] = time.monotonic,
+        cores: Sequence[int] = (),
     ) -> None:
+        """`cores`: where its thread is to run; empty: anywhere."""
+        self._cores = cores
         self._engine = engine
         self._mailbox = mailbox
         self._host = host
@@ -121,6 +125,8 @@ class EngineLoop(Generic[T]):
 
     def _run(self) -> None:
         try:
+            if self._cores:
+                bind([threading.get_native_id()], self._cores)
             longest_wait = self._IDLE_WAIT_S
             while not self._stopping.is_set():
                 for item in self._mailbox.take(self._wait(longest_wait)):

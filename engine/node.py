@@ -13,6 +13,7 @@ from typing import Protocol
 
 import msgspec
 
+from engine.affinity import bind, threads_here
 from engine.core import Engine
 from engine.loop import Mailbox
 from engine.model.runner import ModelRunner
@@ -20,7 +21,7 @@ from engine.node_config import NodeConfig
 from engine.scheduling.scheduler import Scheduler
 from engine.service import Item, NodeService, RoleRules
 from kvtransfer.base import ConnectorContext, LoadFailurePolicy, SchedulerConnector, WorkerConnector
-from wire.errors import ConfigurationError, InternalError, Unavailable
+from wire.errors import InternalError, Unavailable
 from wire.nodes import NodeInfo, NodeState, new_epoch
 from wire.requests import NodeCounters, NodeStatus, ToNode
 
@@ -45,17 +46,6 @@ OpenChannel = Callable[[str, Callable[[ToNode], None], str], NodeChannel]
 """(host to bind, what receives, a name for its thread) -> the open channel."""
 
 MakeConnector = Callable[[ConnectorContext], tuple[SchedulerConnector, WorkerConnector]]
-
-
-def _bind_process(cores: list[int]) -> None:
-    """Every thread that exists, and with them every thread that they start: an affinity belongs to a thread."""
-    for thread_id in os.listdir("/proc/self/task"):
-        try:
-            os.sched_setaffinity(int(thread_id), cores)
-        except ProcessLookupError:
-            continue  # it ended meanwhile
-        except OSError as error:
-            raise ConfigurationError(f"cannot bind to cores {cores}: {error}") from error
 
 
 class Node:
@@ -141,14 +131,22 @@ class Node:
     def _load(self, progress: Progress | None, folder: str | None) -> ModelRunner:
         # Imported here: the cluster imports this module for its configuration, and must stay free of torch.
         from engine.model.loading import load_runner
+        from engine.model.prefault import PageMaker
 
         config = self.config
-        if config.cores:
-            _bind_process(config.cores)
+        # The model's threads, which loading makes, stay on this node's cores, and so will the thread that steps. All
+        # the others only get in their way there: a token that leaves need not stop the next one's forward pass.
+        helpers = threads_here() if config.cores else []
+        anywhere = os.sched_getaffinity(0) if config.cores else set()
+        bind(helpers, config.cores)
         model = config.engine.model
         if folder is not None:
             model = msgspec.structs.replace(model, path=folder)
-        return load_runner(model, config.engine.cache, config.engine.scheduler, progress)
+        runner = load_runner(model, config.engine.cache, config.engine.scheduler, progress)
+        bind(helpers, anywhere)
+        if runner.kv_cache.device.type == "cpu":
+            runner.pages = PageMaker(runner.kv_cache)
+        return runner
 
     def _send(self, endpoint: str, message: msgspec.Struct) -> None:
         if self._channel is None:

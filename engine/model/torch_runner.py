@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -23,6 +25,9 @@ from engine.structured.masks import GrammarMasks
 from wire.errors import InvalidLogits
 from wire.sampling import SamplingParams, TokenLogprobs
 
+if TYPE_CHECKING:
+    from engine.model.prefault import PageMaker
+
 
 class TorchRunner:
     """See engine.model.runner.ModelRunner. A request is known from its first step until it has finished; while
@@ -41,6 +46,7 @@ class TorchRunner:
     ) -> None:
         self._info = info
         self._kv_cache = kv_cache
+        self.pages: PageMaker | None = None
         self._forward = forward
         self._block_size = block_size
         self._num_drafts = num_speculative_tokens
@@ -49,7 +55,7 @@ class TorchRunner:
         max_tokens = info.max_model_len + num_speculative_tokens + 1
         self._requests = RequestRows(max_num_seqs, max_tokens, block_size, len(info.groups))
         self._table = SamplingTable(max_num_seqs)
-        self.grammars = grammars
+        self._grammars = grammars
         masks = GrammarMasks(grammars) if grammars is not None else None
         self._sampler = Sampler(info.vocab_size, info.eos_token_ids, self._device, masks)
         self._preempted: dict[str, tuple[SamplingParams, int]] = {}
@@ -62,6 +68,10 @@ class TorchRunner:
     @property
     def kv_cache(self) -> torch.Tensor:
         return self._kv_cache
+
+    @property
+    def grammars(self) -> Grammars | None:
+        return self._grammars
 
     @property
     def forward(self) -> Forward:
@@ -116,6 +126,8 @@ class TorchRunner:
         for new in step.new_reqs:
             row = self._requests.add(new.req_id, new.token_ids, new.num_prompt_tokens, new.block_ids)
             self._requests.num_computed[row] = new.num_computed_tokens
+            if self.pages is not None:
+                self.pages.reached(max((max(ids) for ids in new.block_ids if ids), default=0))
             self._table.set(row, new.sampling)
         cached = step.cached_reqs
         for req_id, num_computed, blocks in zip(
