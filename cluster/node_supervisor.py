@@ -160,7 +160,7 @@ class NodeSupervisor(Supervisor[NodeHandle, NodeInfo]):
         self._leaving = True
         if self.phase is Phase.STARTING and self.info is not None:
             await self.settled()  # adopted, and it may have work
-        if self.phase is not Phase.READY:
+        if self.phase not in (Phase.READY, Phase.DRAINING):
             return True
         self._enter(Phase.DRAINING, "it goes")
         finished = await self.drain(limit_s)

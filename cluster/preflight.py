@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
+from collections.abc import Callable
 
 from cluster.config import TandemConfig
 from cluster.model_store import check_name
@@ -15,13 +16,22 @@ from wire.errors import ConfigurationError
 
 def check_before_start(config: TandemConfig, machine: Machine) -> None:
     """Raises SettingsError with every reason why this cannot work here."""
-    reasons: list[str] = []
-    for check in (
+    _raise_all(
         lambda: check_address(config.router.host, config.router.port),
         lambda: check_name(config.model.path),
         lambda: place_nodes(config, machine),
         lambda: _check_connector(config),
-    ):
+    )
+
+
+def check_before_attach(config: TandemConfig) -> None:
+    """The same for a cluster: what its machines have shows when its nodes start there."""
+    _raise_all(lambda: check_name(config.model.path), lambda: _check_connector(config))
+
+
+def _raise_all(*checks: Callable[[], object]) -> None:
+    reasons: list[str] = []
+    for check in checks:
         try:
             check()
         except ConfigurationError as error:

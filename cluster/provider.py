@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -43,6 +43,8 @@ from cluster.provider_shell import CONNECT_TIMEOUT_S, ScriptFailed
 from wire.errors import NodeLost, TandemError, Unavailable
 
 _PROBE_TIMEOUT_S = CONNECT_TIMEOUT_S + 5.0
+_DRAIN_S = 60.0  # for what runs on a host that is taken out of the file
+_DRAIN_TIMEOUT_S = _DRAIN_S + 60.0
 _STOP_TIMEOUT_S = 60.0  # `ray stop` itself waits for its processes before it kills them
 _AT_ONCE = 16  # hosts that are spoken to at the same time
 
@@ -195,6 +197,18 @@ class StaticHostsProvider(NodeProvider):  # type: ignore[misc]
             list(threads.map(stop, nodes))
         self._store.update(lambda record: without_nodes(record, [node.node_id for node in nodes]))
 
+    def _drain(self, nodes: Collection[NodeRecord]) -> None:
+        """What runs there is finished first, as long as somebody is there to see to it."""
+        heads = self._store.last_read().matching({TAG_RAY_NODE_KIND: NODE_KIND_HEAD})
+        if not nodes or not heads:
+            return
+        script = drain_script([node.address for node in nodes])
+        try:
+            said = self._reach.to_head.run(self._reach.entrance, script, timeout_s=_DRAIN_TIMEOUT_S)
+            print(said.decode(errors="replace"), end="", flush=True)
+        except (Unavailable, ScriptFailed) as error:
+            print(f"it could not be drained, requests there go on elsewhere: {error}", flush=True)
+
     # --- `ray up`
 
     @staticmethod
@@ -208,6 +222,7 @@ class StaticHostsProvider(NodeProvider):  # type: ignore[misc]
         leaving = stranded_nodes(self._store.update(lambda record: with_hosts(record, hosts)))
         for node in leaving:
             print(f"{node.host} is no longer listed for {node.pool}: stopping Ray there", flush=True)
+        self._drain(leaving)
         self._end(leaving)
         cluster_config["provider"]["ssh"] = msgspec.to_builtins(ssh_settings(cluster_config["auth"]))
         # They are in worker_setup_commands by now, and would be put there a second time.
@@ -216,5 +231,15 @@ class StaticHostsProvider(NodeProvider):  # type: ignore[misc]
 
 
 def stop_script(command: str) -> str:
-    """In the shell in which Ray runs the start commands, so that `ray` is found in the same place."""
+    return _in_rays_shell(command)
+
+
+def drain_script(addresses: Iterable[str]) -> str:
+    """All at once. One where no node runs is no reason not to drain the others."""
+    drains = " & ".join(f"tandem drain {address} --timeout {_DRAIN_S:.0f}" for address in addresses)
+    return _in_rays_shell(f"export RAY_AUTH_MODE=token; {drains} & wait")
+
+
+def _in_rays_shell(command: str) -> str:
+    """The shell in which Ray runs the start commands, so that `ray` and `tandem` are found in the same place."""
     return f"bash --login -i -c {shlex.quote(f'source ~/.bashrc; {command}')} </dev/null"

@@ -1,10 +1,11 @@
-"""Ray on this machine: started for us, quiet, and gone with us."""
+"""Ray: one of our own on this machine, quiet and gone with us; or a cluster that runs already."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.metadata
 import os
+import socket
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -12,9 +13,14 @@ from types import ModuleType
 from wire.errors import ConfigurationError, InternalError, Unavailable
 
 NAMESPACE = "tandem"
+# Ray gives this to the head of every cluster: what asks for a little of it runs there, also when the head was replaced.
+HEAD_ONLY = {"node:__internal_head__": 0.001}
+AUTO = "auto"  # the cluster that this machine is part of
 
 # Tokens and blocks never travel through Ray; its object store carries configurations and status.
 OBJECT_STORE_BYTES = 80 << 20
+
+_REACH_S = 3.0
 
 _ENVIRONMENT = {
     # Ray listens on every interface, so nobody without the token may talk to it. Never left to its default.
@@ -50,6 +56,45 @@ def start_ray() -> Path:
     return Path(context.address_info["session_dir"]) / "logs"
 
 
+def connect_to_ray(address: str) -> None:
+    """To a cluster that runs already. Call it from the main thread. Fails within seconds where nobody answers."""
+    if address != AUTO:
+        check_reachable(address)
+    ray = import_ray()
+    try:
+        ray.init(
+            address=address,
+            namespace=NAMESPACE,
+            log_to_driver=False,
+            configure_logging=False,
+            logging_level="ERROR",
+        )
+    except ConnectionError as error:
+        if address == AUTO:
+            raise Unavailable(
+                "no Ray runs on this machine: start Tandem with `tandem serve`, or name a cluster's head with "
+                "--address HOST:6379"
+            ) from error
+        raise Unavailable(f"the Ray cluster at {address} does not answer: {error}") from error
+    except (RuntimeError, OSError, ValueError) as error:
+        raise Unavailable(f"cannot join the Ray cluster at {address}: {str(error).strip()}") from error
+
+
+def check_reachable(address: str) -> None:
+    """Ray itself tries for half a minute."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ConfigurationError(
+            f"--address must be HOST:PORT of a Ray cluster's head, or auto, not {address!r}"
+        )
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _REACH_S).close()
+    except OSError as error:
+        raise Unavailable(
+            f"nobody answers at {address} ({error}): is that the head of a Ray cluster, and is it up?"
+        ) from error
+
+
 def stop_ray() -> None:
     """Idempotent, and quick when Ray was never started."""
     ray = sys.modules.get("ray")
@@ -67,6 +112,16 @@ def import_ray() -> ModuleType:
         return importlib.import_module("ray")
     except ImportError as error:
         raise ConfigurationError(f"Ray cannot be imported: {error}; install the package ray again") from error
+
+
+def joined_ray() -> ModuleType:
+    """In a process that is part of a cluster already: its environment is what whoever started it says."""
+    return importlib.import_module("ray")
+
+
+def ray_resources() -> list[dict[str, float]]:
+    """Of each machine of the cluster that this process has joined."""
+    return [node["Resources"] for node in joined_ray().nodes() if node["Alive"]]
 
 
 def ray_version() -> str:

@@ -26,6 +26,8 @@ class StepResult:
     updates: list[RequestUpdate]
     # False when the step changed nothing: another one would not either, until something arrives from outside.
     progressed: bool
+    # Nothing changed, yet a connector wants to be asked again, or has something to tell its other half.
+    ask_again: bool = False
 
 
 class Engine:
@@ -88,11 +90,11 @@ class Engine:
             tracer.on_step(plan, output, transfers, times)
         if self._debug and not progressed:
             self.scheduler.check_integrity()
-        return StepResult(updates, progressed)
+        return StepResult(updates, progressed, ask_again=not progressed and self.scheduler.has_work())
 
     def _compute(self, plan: SchedulerOutput) -> ModelOutput:
-        # The runner also has to hear of requests that ended, even when there is nothing to compute.
-        if not plan.total_num_scheduled_tokens and not plan.finished_req_ids:
+        # The runner also has to hear of requests that ended or were preempted when there is nothing to compute.
+        if not (plan.total_num_scheduled_tokens or plan.finished_req_ids or plan.preempted_req_ids):
             return ModelOutput(sampled_token_ids={})
         hooks = self.worker if self.worker is not None and self.worker.layerwise else None
         return self.runner.execute(plan, hooks)

@@ -5,6 +5,7 @@ Whatever runs the process (a Ray actor, a test) calls these methods and adds not
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import threading
@@ -14,29 +15,82 @@ import msgspec
 
 from engine.node import Node
 from engine.node_config import NodeConfig
-from wire.errors import InternalError, TandemError
+from wire.errors import InternalError, TandemError, Unavailable
+from wire.nodes import NodeInfo
 
 logger = logging.getLogger(__name__)
 
 _encode = msgspec.msgpack.Encoder().encode
 
+_REST_S = 1.0  # for the step thread to say that nothing is left
+
+
+FindModel = Callable[[str, Callable[[str, float], None]], str]
+"""From a model's name to a folder on this machine; says meanwhile what it does. Fetches what is missing."""
+
 
 class NodeHost:
-    def __init__(self, make_node: Callable[[NodeConfig], Node], config: bytes) -> None:
+    def __init__(
+        self, make_node: Callable[[NodeConfig], Node], config: bytes, find_model: FindModel | None = None
+    ) -> None:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         settings = msgspec.msgpack.decode(config, type=NodeConfig)
+        self._config = config
+        self._model = settings.engine.model.path
+        self._find_model = find_model
         if settings.engine.model.threads:
             # Before anything loads OpenMP, which reads it once.
             os.environ["OMP_NUM_THREADS"] = str(settings.engine.model.threads)
+        self._make_node = make_node
         self._node = make_node(settings)
+        self._starting = threading.Lock()
+        self._info: NodeInfo | None = None
         self._progress = threading.Condition()
         self._steps: tuple[int, str, float] = (0, "", 0.0)
         self._stopped = threading.Event()
 
+    def configuration(self) -> bytes:
+        """What it was made with, for a controller that comes back and asks whether this is the node that it wants."""
+        return self._config
+
     def start(self) -> bytes:
-        """The node's NodeInfo. Blocks while the model loads."""
+        """The node's NodeInfo. Blocks while the model loads; asked again, it answers what it answered before."""
+        with self._starting:
+            if self._info is None:
+                self._info = self._begin(self._first_start)
+            return _encode(self._info)
+
+    def _first_start(self) -> NodeInfo:
+        if self._find_model is None:
+            return self._node.start(self._report)
+        return self._node.start(self._report, model_folder=self._find_model(self._model, self._report))
+
+    def change_role(self, config: bytes) -> bytes:
+        """The same weights as another node, with an epoch and addresses of its own: its NodeInfo. Raises Unavailable
+        when the node that it was has not come to rest."""
+        settings = msgspec.msgpack.decode(config, type=NodeConfig)
+        with self._starting:
+            if not self._node.drain(_REST_S):
+                raise Unavailable(f"{settings.node_id} still has work, and cannot change its role")
+            self._info = None
+            self._info = self._begin(lambda: self._go_on_as(settings))
+            return _encode(self._info)
+
+    def _go_on_as(self, settings: NodeConfig) -> NodeInfo:
+        runner = self._node.release()
+        node = self._make_node(settings)
+        info = node.start(self._report, runner)
+        self._node = node
+        return info
+
+    def _begin(self, start: Callable[[], NodeInfo]) -> NodeInfo:
         try:
-            return _encode(self._node.start(self._report))
+            info = start()
+            # What loading left is here to stay. A collection that walked over it would stop a step for a tenth of a
+            # second.
+            gc.collect()
+            gc.freeze()
+            return info
         except TandemError:
             raise
         except Exception as error:
@@ -67,7 +121,7 @@ class NodeHost:
         with self._progress:
             self._progress.notify_all()
 
-    def hold(self) -> int:
-        """Returns when the node has been stopped. Whoever waits for it learns at once when the process dies."""
-        self._stopped.wait()
-        return os.getpid()
+    def hold(self, timeout_s: float) -> bool:
+        """Whether the node has been stopped; waits so long for it. Whoever asks learns at once when the process dies.
+        (Not for ever: one who asked and died himself would keep a thread.)"""
+        return self._stopped.wait(timeout_s)

@@ -1,7 +1,8 @@
 """The thread that steps the engine, and the mailbox that feeds it.
 
-The loop steps while there is something to do and sleeps on its mailbox otherwise; there is no polling. What
-comes in between two steps (requests, cancellations, a connector's wake) is taken up before the next one.
+The loop steps while there is something to do and sleeps on its mailbox otherwise; it polls nothing but a connector that
+asked to be asked again. What comes in between two steps (requests, cancellations, a connector's wake) is taken up
+before the next one.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
+from engine.affinity import bind
 from engine.core import Engine
 from engine.scheduling.update import RequestUpdate
 
@@ -78,6 +80,8 @@ class EngineLoop(Generic[T]):
     unknown state must not answer anybody. The host fails every request, and the node is replaced."""
 
     _IDLE_WAIT_S = 3600.0
+    # A connector that could not say yet is asked this often, unless it wakes the loop before.
+    _ASK_AGAIN_S = 0.005
 
     def __init__(
         self,
@@ -85,7 +89,10 @@ class EngineLoop(Generic[T]):
         mailbox: Mailbox[T],
         host: LoopHost[T],
         clock: Callable[[], float] = time.monotonic,
+        cores: Sequence[int] = (),
     ) -> None:
+        """`cores`: where its thread is to run; empty: anywhere."""
+        self._cores = cores
         self._engine = engine
         self._mailbox = mailbox
         self._host = host
@@ -118,22 +125,27 @@ class EngineLoop(Generic[T]):
 
     def _run(self) -> None:
         try:
-            idle = True
+            if self._cores:
+                bind([threading.get_native_id()], self._cores)
+            longest_wait = self._IDLE_WAIT_S
             while not self._stopping.is_set():
-                for item in self._mailbox.take(self._wait() if idle else 0.0):
+                for item in self._mailbox.take(self._wait(longest_wait)):
                     self._host.handle(item)
                 if self._stopping.is_set():
                     return
-                idle = not self._turn()
+                longest_wait = self._turn()
         except BaseException as error:
             logger.exception("the engine's step failed; this node can no longer answer")
             self._host.failed(error)
 
-    def _wait(self) -> float:
+    def _wait(self, longest: float) -> float:
+        if longest == 0:
+            return 0.0
         due = self._host.seconds_until_due(self._clock())
-        return self._IDLE_WAIT_S if due is None else min(max(due, 0.001), self._IDLE_WAIT_S)
+        return longest if due is None else min(max(due, 0.001), longest)
 
-    def _turn(self) -> bool:
+    def _turn(self) -> float:
+        """How long the loop may sleep before its next turn."""
         started = self._clock()
         self._host.before_step(started)
         self._step_started = started
@@ -147,4 +159,6 @@ class EngineLoop(Generic[T]):
         if result.updates:
             self._host.publish(result.updates)
         self._host.after_step(result.progressed)
-        return result.progressed
+        if result.progressed:
+            return 0.0
+        return self._ASK_AGAIN_S if result.ask_again else self._IDLE_WAIT_S

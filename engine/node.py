@@ -13,13 +13,15 @@ from typing import Protocol
 
 import msgspec
 
+from engine.affinity import bind, threads_here
 from engine.core import Engine
 from engine.loop import Mailbox
+from engine.model.runner import ModelRunner
 from engine.node_config import NodeConfig
 from engine.scheduling.scheduler import Scheduler
 from engine.service import Item, NodeService, RoleRules
 from kvtransfer.base import ConnectorContext, LoadFailurePolicy, SchedulerConnector, WorkerConnector
-from wire.errors import ConfigurationError, InternalError
+from wire.errors import InternalError, Unavailable
 from wire.nodes import NodeInfo, NodeState, new_epoch
 from wire.requests import NodeCounters, NodeStatus, ToNode
 
@@ -46,17 +48,6 @@ OpenChannel = Callable[[str, Callable[[ToNode], None], str], NodeChannel]
 MakeConnector = Callable[[ConnectorContext], tuple[SchedulerConnector, WorkerConnector]]
 
 
-def _bind_process(cores: list[int]) -> None:
-    """Every thread that exists, and with them every thread that they start: an affinity belongs to a thread."""
-    for thread_id in os.listdir("/proc/self/task"):
-        try:
-            os.sched_setaffinity(int(thread_id), cores)
-        except ProcessLookupError:
-            continue  # it ended meanwhile
-        except OSError as error:
-            raise ConfigurationError(f"cannot bind to cores {cores}: {error}") from error
-
-
 class Node:
     """`start` blocks while the model loads; everything else may be called meanwhile, from other threads."""
 
@@ -72,14 +63,18 @@ class Node:
         self._channel: NodeChannel | None = None
         self._service: NodeService | None = None
 
-    def start(self, progress: Progress | None = None) -> NodeInfo:
-        # Imported here: the cluster imports this module for its configuration, and must stay free of torch.
-        from engine.model.loading import load_runner
-
+    def start(
+        self,
+        progress: Progress | None = None,
+        runner: ModelRunner | None = None,
+        *,
+        model_folder: str | None = None,
+    ) -> NodeInfo:
+        """With the `runner` that another node of this process has released, nothing is loaded. `model_folder`: where
+        the model is on this machine, if that is not what the configuration says."""
         config = self.config
-        if config.cores:
-            _bind_process(config.cores)
-        runner = load_runner(config.engine.model, config.engine.cache, config.engine.scheduler, progress)
+        if runner is None:
+            runner = self._load(progress, model_folder)
         info = runner.info
         mailbox: Mailbox[Item] = Mailbox()
         planner: SchedulerConnector | None = None
@@ -133,6 +128,26 @@ class Node:
             block_size=config.engine.cache.block_size,
         )
 
+    def _load(self, progress: Progress | None, folder: str | None) -> ModelRunner:
+        # Imported here: the cluster imports this module for its configuration, and must stay free of torch.
+        from engine.model.loading import load_runner
+        from engine.model.prefault import PageMaker
+
+        config = self.config
+        # The model's threads, which loading makes, stay on this node's cores, and so will the thread that steps. All
+        # the others only get in their way there: a token that leaves need not stop the next one's forward pass.
+        helpers = threads_here() if config.cores else []
+        anywhere = os.sched_getaffinity(0) if config.cores else set()
+        bind(helpers, config.cores)
+        model = config.engine.model
+        if folder is not None:
+            model = msgspec.structs.replace(model, path=folder)
+        runner = load_runner(model, config.engine.cache, config.engine.scheduler, progress)
+        bind(helpers, anywhere)
+        if runner.kv_cache.device.type == "cpu":
+            runner.pages = PageMaker(runner.kv_cache)
+        return runner
+
     def _send(self, endpoint: str, message: msgspec.Struct) -> None:
         if self._channel is None:
             raise InternalError("a message to a router before the channel is open")
@@ -176,3 +191,16 @@ class Node:
             self._engine.shutdown()
         if self._channel is not None:
             self._channel.close()
+
+    def release(self) -> ModelRunner:
+        """Stops, and gives the loaded model to whoever goes on with it. Only after a drain that was finished: a peer
+        may still write to the blocks of a request that has not ended."""
+        if self._service is None or self._engine is None:
+            raise Unavailable(f"{self.config.node_id} has not started")
+        if self._service.failure is not None:
+            raise InternalError(f"{self.config.node_id} has failed: {self._service.failure}")
+        self.stop()
+        if self._service.loop.is_alive:
+            raise InternalError(f"{self.config.node_id}: its step thread does not end")
+        self._engine.runner.forget_requests()
+        return self._engine.runner

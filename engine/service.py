@@ -140,7 +140,7 @@ class NodeService:
         self._tracer = Tracer(
             clock, worker.spans_of if worker is not None else lambda request_id: (), self._send_trace
         )
-        self.loop: EngineLoop[Item] = EngineLoop(engine, mailbox, self, clock)
+        self.loop: EngineLoop[Item] = EngineLoop(engine, mailbox, self, clock, config.cores)
         self._status_thread = threading.Thread(target=self._report, name="node-status", daemon=True)
 
     # --- any thread
@@ -170,6 +170,7 @@ class NodeService:
         scheduler = self._scheduler_stats
         worker = self._engine.worker
         transfer = worker.stats() if worker is not None else None
+        timings = transfer.timings if transfer else {}
         return NodeStatus(
             node_id=self._config.node_id,
             role=self._rules.role,
@@ -200,8 +201,15 @@ class NodeService:
                 transfer_blocks_received=transfer.blocks_received if transfer else 0,
                 transfers_finished=dict(transfer.outcomes) if transfer else {},
                 leases_expired=transfer.leases_expired if transfer else 0,
+                transfer_descriptors_sent=transfer.descriptors_sent if transfer else 0,
+                transfer_bytes_overlapped=transfer.bytes_overlapped if transfer else 0,
+                transfer_refusals=dict(transfer.refused) if transfer else {},
+                transfer_blocks_freed=dict(transfer.blocks_freed) if transfer else {},
+                transfer_waits={what: timing.count for what, timing in timings.items()},
+                transfer_wait_seconds={what: timing.total_s for what, timing in timings.items()},
                 speculative_drafted=scheduler.speculative_drafted,
                 speculative_accepted=scheduler.speculative_accepted,
+                model_errors=scheduler.model_errors,
             ),
             detail=self._detail,
         )
@@ -214,8 +222,12 @@ class NodeService:
         """Takes nothing new; True when everything under way has ended and every block is free in time."""
         if self._state is NodeState.READY:
             self._state = NodeState.DRAINING
+        # The step thread says it anew, when it has seen what came before: a request may just be on its way in.
+        self._quiet.clear()
         self._mailbox.put(Drain())
-        return self._quiet.wait(timeout_s)
+        if self._state is NodeState.FAILED:
+            self._quiet.set()
+        return self._quiet.wait(timeout_s) and self._state is not NodeState.FAILED
 
     def stop(self) -> None:
         self._closing.set()
@@ -348,6 +360,7 @@ class NodeService:
     def failed(self, error: BaseException) -> None:
         self._detail = f"{type(error).__name__}: {error}"
         self._state = NodeState.FAILED
+        self._quiet.set()  # whoever waits for it to come to rest waits for nothing
         failure = InternalError(f"node {self._config.node_id} has failed: {self._detail}").to_wire()
         for live in self._live.values():
             self._send_chunks(live.submit.reply_to, [_error_chunk(live.submit, failure)])
@@ -366,6 +379,7 @@ class NodeService:
             raise InvalidRequest(
                 f"node {self._config.node_id} has no connector and cannot take part in a transfer"
             )
+        self._check_vocabulary(submit)
         now = self._clock()
         request = Request(
             submit.request_id,
@@ -403,6 +417,16 @@ class NodeService:
             self._refuse(live.submit, ready.error)
             if self._engine.tracer is not None:
                 self._end_trace(ready.request_id)
+
+    def _check_vocabulary(self, submit: Submit) -> None:
+        """A token that the model does not know would read somebody else's memory, or stop the whole step."""
+        vocabulary = self._engine.runner.info.vocab_size
+        for tokens, name in ((submit.prompt_token_ids, "prompt"), (submit.output_token_ids, "output")):
+            if tokens and not 0 <= min(tokens) <= max(tokens) < vocabulary:
+                wrong = next(token for token in tokens if not 0 <= token < vocabulary)
+                raise InvalidRequest(
+                    f"token {wrong} of the {name} is not among the model's {vocabulary}", f"{name}_token_ids"
+                )
 
     def _refuse(self, submit: Submit, error: TandemError) -> None:
         self._send_chunks(submit.reply_to, [_error_chunk(submit, error.to_wire())])

@@ -5,8 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from cluster.model_store import prepare_model
+
+# How long one example takes says how busy the machine is; every test has a limit of its own anyway.
+settings.register_profile("tandem", deadline=None)
+settings.load_profile("tandem")
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,7 @@ TandemError
 ├── TransferError           KV did not arrive, or arrived and did not verify        502
 ├── ConfigurationError      the operator's settings cannot work; says what to change
 └── InternalError           a bug of ours; the message says where                   500
+    └── InvalidLogits           the model computed something that is no number
 """
 
 from __future__ import annotations
@@ -86,6 +87,10 @@ class ConfigurationError(TandemError):
 
 class InternalError(TandemError):
     pass
+
+
+class InvalidLogits(InternalError):
+    code = "invalid_logits"
 
 
 class WireError(msgspec.Struct, frozen=True):

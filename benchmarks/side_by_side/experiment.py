@@ -8,16 +8,14 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.side_by_side.bystanders import QUIET_CORES, busy_cores
+from benchmarks.side_by_side.handovers import measure_handovers
 from benchmarks.side_by_side.loads import Examiner, Plan, Questions
-from benchmarks.side_by_side.outcome import Absence, Examined, Outcome, Start, judge
-from benchmarks.side_by_side.systems import System, running
+from benchmarks.side_by_side.outcome import Absence, Examined, Gaps, Handovers, Outcome, Start, judge
+from benchmarks.side_by_side.systems import Started, System, check_alive, running
 from cluster.bench.metrics import summarize
 from cluster.bench.slo import ServiceLevel
 from cluster.bench.vocabulary import Vocabulary
 from wire.errors import TandemError
-
-Gaps = dict[str, dict[str, list[float]]]
-"""By cell and system, every inter-token latency in seconds."""
 
 
 class Experiment:
@@ -28,11 +26,13 @@ class Experiment:
         vocabulary: Vocabulary,
         slo: ServiceLevel,
         outcome: Outcome,
+        gaps: Gaps,
         folder: Path,
         console: Console,
     ) -> None:
+        """`outcome` and `gaps`: what is known already; both grow."""
         self.outcome = outcome
-        self.gaps: Gaps = {}
+        self.gaps = gaps
         self._systems = systems
         self._plan = plan
         self._vocabulary = vocabulary
@@ -40,18 +40,22 @@ class Experiment:
         self._folder = folder
         self._console = console
 
-    def run(self, runs: int, seed: int, keep: Callable[[Outcome], None]) -> None:
-        """`keep` is called with everything so far, after every system."""
+    def run(self, runs: int, seed: int, keep: Callable[[], None]) -> None:
+        """`keep` is called after every system."""
         for run in range(runs):
             questions = Questions.draw(self._plan, self._vocabulary, seed + run)
             for system in self._systems:
+                if self.outcome.has(system.key, run):
+                    title = f"run {run + 1}, {system.title}"
+                    self._console.print(f"{title}: done before", style="dim", highlight=False)
+                    continue
                 try:
                     self._examine(system, run, questions)
                 except TandemError as error:
                     self.outcome.absences.append(Absence(system.key, run, str(error)))
                     self._console.print(f"{system.title}: {error}", style="yellow", markup=False)
                 self.outcome.floors = judge(self.outcome)
-                keep(self.outcome)
+                keep()
 
     def _examine(self, system: System, run: int, questions: Questions) -> None:
         title = f"run {run + 1}, {system.title}"
@@ -66,10 +70,19 @@ class Experiment:
             self._console.print(f"{title}: ready after {started.ready_s:.1f} s", highlight=False)
             examiner = Examiner(system.url, started.model, self._plan, questions, self._console, title)
             examination = examiner.examine()
+            check_alive(started)
+            handovers = self._handovers(started, run, questions) if system.hands_over else []
             first_answer_s = started.ready_s + examination.first_ttft_s
             self.outcome.starts.append(Start(system.key, run, started.ready_s, first_answer_s, bystanders))
+            self.outcome.handovers += handovers
             for measured in examination.measured:
                 summary = summarize(measured.cell, measured.timelines, measured.duration_s, self._slo)
                 self.outcome.examined.append(Examined(system.key, run, measured.cell, summary))
                 gaps = self.gaps.setdefault(measured.cell, {}).setdefault(system.key, [])
                 gaps += [gap for t in measured.timelines if t.succeeded for gap in t.inter_token]
+
+    def _handovers(self, started: Started, run: int, questions: Questions) -> list[Handovers]:
+        system = started.system
+        prompts = [session.turns[0].prompt for session in questions.handed_over]
+        picture = self._folder / f"{system.key}-{run + 1}" / "trace.png"
+        return [Handovers(system.key, run, measure_handovers(system.url, started.model, prompts, picture))]

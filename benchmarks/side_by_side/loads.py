@@ -28,6 +28,7 @@ SHARED = "shared prefix"
 
 _A_REQUEST_S = 180.0
 _WARM_UPS = 2
+_HANDOVERS = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +101,7 @@ class Questions:
     chats_beside: list[Session]
     long: list[Session]
     shared: list[Session]
+    handed_over: list[Session]
 
     @classmethod
     def draw(cls, plan: Plan, vocabulary: Vocabulary, seed: int) -> Questions:
@@ -120,6 +122,7 @@ class Questions:
             shared=shared_prefix(
                 vocabulary, rng, plan.shared_requests + 1, plan.shared, plan.shared_prefix, 1
             ),
+            handed_over=random_prompts(vocabulary, rng, _HANDOVERS, plan.prompt),
         )
 
 

@@ -13,6 +13,7 @@ from cluster.bench.metrics import Summary
 from cluster.bench.report import Machine
 
 _FIRST_ANSWER_S = 25.0
+_HANDOVER_MS = 10.0
 
 
 class Start(msgspec.Struct, frozen=True):
@@ -30,6 +31,14 @@ class Examined(msgspec.Struct, frozen=True):
     run: int
     cell: str
     summary: Summary
+
+
+class Handovers(msgspec.Struct, frozen=True):
+    """Of single prompts, in peace: milliseconds from the last forward pass there to the first here."""
+
+    system: str
+    run: int
+    ms: list[float]
 
 
 class Absence(msgspec.Struct, frozen=True):
@@ -73,9 +82,16 @@ class Outcome(msgspec.Struct):
     cells: list[str]
     starts: list[Start] = []
     examined: list[Examined] = []
+    handovers: list[Handovers] = []
     absences: list[Absence] = []
     floors: list[Floor] = []
 
+    def has(self, system: str, run: int) -> bool:
+        return any((start.system, start.run) == (system, run) for start in self.starts)
+
+
+Gaps = dict[str, dict[str, list[float]]]
+"""By cell and system, every inter-token latency in seconds."""
 
 Reading = Callable[[Summary], float | None]
 
@@ -124,6 +140,7 @@ def judge(outcome: Outcome) -> list[Floor]:
         _times_better(outcome, "time per output token", together, one, tpot, 1.3),
         _times_better(outcome, "output tokens/s", together, eight, output_rate, 1.3),
         _steadiness(outcome),
+        _handover(outcome),
         _promptness(outcome),
     ]
 
@@ -150,6 +167,16 @@ def _steadiness(outcome: Outcome) -> Floor:
         return Floor(claim, required, None, None)
     ratio = beside.median / alone.median
     return Floor(claim, required, ratio, ratio <= 2.0)
+
+
+def _handover(outcome: Outcome) -> Floor:
+    """The median over the runs of each run's median."""
+    claim = "1P+1D: handover of a prompt, last forward pass there to first forward pass here"
+    required = f"at most {_HANDOVER_MS:g} ms"
+    found = Figure.of([median(one.ms) for one in outcome.handovers if one.system == TANDEM_PD])
+    if found is None:
+        return Floor(claim, required, None, None, unit=" ms")
+    return Floor(claim, required, found.median, found.median <= _HANDOVER_MS, unit=" ms")
 
 
 def _promptness(outcome: Outcome) -> Floor:

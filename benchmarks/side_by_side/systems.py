@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import httpx
@@ -34,6 +34,7 @@ class System:
     port: int
     environment: dict[str, str] = field(default_factory=dict)
     behind: tuple[int, ...] = ()  # other ports that have to be healthy
+    hands_over: bool = False  # and can say how long that takes
 
     @property
     def url(self) -> str:
@@ -58,7 +59,10 @@ def tandem_systems(model: Path) -> list[System]:
     """The machine's cores are shared out among the nodes: both modes have all of them."""
 
     return [
-        tandem_system(TANDEM_PD, "Tandem 1P+1D", model, "--prefill", "1", "--decode", "1"),
+        replace(
+            tandem_system(TANDEM_PD, "Tandem 1P+1D", model, "--prefill", "1", "--decode", "1"),
+            hands_over=True,
+        ),
         tandem_system(TANDEM_AGGREGATED, "Tandem aggregated", model, "--aggregated", "1"),
     ]
 
@@ -135,6 +139,15 @@ def _wait_until_healthy(system: System, family: Family, deadline: float) -> None
                         f"{system.title} is not healthy after {READY_WITHIN_S:.0f} s:\n{family.tail()}"
                     )
                 time.sleep(_ASK_EVERY_S)
+
+
+def check_alive(started: Started) -> None:
+    """Raises Unavailable when it no longer answers: what was measured of it is not its speed."""
+    system = started.system
+    with httpx.Client(timeout=30.0, trust_env=False) as http:
+        for port in (*system.behind, system.port):
+            if not _is_healthy(http, port):
+                raise Unavailable(f"{system.title} died while it was examined:\n{started.family.tail()}")
 
 
 def _is_healthy(http: httpx.Client, port: int) -> bool:

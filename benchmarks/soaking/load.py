@@ -25,6 +25,15 @@ class SoakLoad:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=self._users)
         return httpx.AsyncClient(base_url=self._url, timeout=_A_REQUEST_S, trust_env=False, limits=limits)
 
+    async def fill(self) -> None:
+        """Every node's KV cache several times over, whichever way the router sends them."""
+        async with self._client() as client:
+            answers = (ask(client, question) for question in self._questions.fillers())
+            try:
+                await asyncio.gather(*answers)
+            except Failed as failure:
+                raise Unavailable(f"a question asked in peace is not answered: {failure}") from failure
+
     async def learn(self) -> None:
         """The known questions' answers, from the cluster while it is quiet. Asked twice: what it does not say twice
         by itself, it cannot be held to."""

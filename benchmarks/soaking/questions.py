@@ -40,6 +40,7 @@ class Known:
 
 # (tokens of the prompt, tokens of the answer)
 _KNOWN_LENGTHS = ((12, 48), (40, 24), (120, 40), (300, 24), (520, 32), (900, 16))
+_FILLERS, _FILLER = 16, 1500
 _ABORTED = 0.12
 _KNOWN = 0.35
 _CHAT = 0.4
@@ -77,6 +78,13 @@ class Questions:
     def _chat(self, text: str, answer: int) -> dict[str, Any]:
         messages = [{"role": "user", "content": text}]
         return {"model": self._model, "messages": messages, "max_completion_tokens": answer}
+
+    def fillers(self) -> list[Question]:
+        """Long, and all different."""
+        return [
+            Question(self._completion(self._text(_FILLER), 2), is_chat=False, ending=Ending.WHOLE)
+            for _ in range(_FILLERS)
+        ]
 
     def draw(self) -> Question:
         rng = self._random

@@ -26,6 +26,7 @@ class Growth(msgspec.Struct, frozen=True):
     to its end."""
 
     process: str
+    was_there: bool  # from the beginning: what it touches once, it had touched before anything was counted
     seconds: float
     memory: float
     memory_grew: float
@@ -43,10 +44,12 @@ class Bounds:
     memory_share: float = 0.04
     descriptors: float = 6.0
     threads: float = 3.0
+    first_touch: float = 256 * 2**20  # the KV cache of a node that took another's place
 
     def broken(self, growth: Growth) -> list[str]:
         found = []
-        if growth.memory_grew > self.memory + self.memory_share * growth.memory:
+        memory = self.memory + self.memory_share * growth.memory
+        if growth.memory_grew > memory + (0 if growth.was_there else self.first_touch):
             found.append(f"{growth.process}: {growth.memory_grew / 2**20:.0f} MiB of memory")
         if growth.descriptors_grew > self.descriptors:
             found.append(f"{growth.process}: {growth.descriptors_grew:.0f} descriptors")
@@ -79,7 +82,7 @@ def title_of(process: int) -> str:
     return "tandem serve" if b"cluster.cli" in words and b"serve" in words else title
 
 
-def growth_of(process: str, samples: Sequence[Sample]) -> Growth | None:
+def growth_of(process: str, samples: Sequence[Sample], *, was_there: bool = True) -> Growth | None:
     """None of a process that did not live long enough to have grown."""
     settled = list(samples)[int(len(samples) * WARM_UP) :]
     if len(settled) < FEWEST_SAMPLES:
@@ -91,6 +94,7 @@ def growth_of(process: str, samples: Sequence[Sample]) -> Growth | None:
 
     return Growth(
         process,
+        was_there,
         times[-1] - times[0],
         median(series("memory")),
         gained(times, series("memory")),
@@ -116,13 +120,19 @@ class Watch:
 
     def __init__(self) -> None:
         self.samples: dict[str, list[Sample]] = {}
+        self._began: float | None = None
 
     def look(self, processes: Sequence[int], at_s: float) -> None:
+        if self._began is None:
+            self._began = at_s
         for process in processes:
             sample = look_at(process, at_s)
             if sample is not None:
                 self.samples.setdefault(f"{title_of(process)[:40]} {process}", []).append(sample)
 
     def growths(self) -> list[Growth]:
-        found = (growth_of(process, samples) for process, samples in self.samples.items())
+        found = (
+            growth_of(process, samples, was_there=samples[0].at_s == self._began)
+            for process, samples in self.samples.items()
+        )
         return [growth for growth in found if growth is not None]

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from cluster.bench.answers import AnswerReader
-from cluster.bench.connections import HttpClient
+from cluster.bench.connections import NO_HEADERS, HttpClient
 from cluster.bench.shape import Endpoint, RequestShape
 from cluster.bench.timeline import RequestFailure, Timeline
 from wire.errors import ConfigurationError
@@ -43,10 +43,11 @@ class Api:
         """Always returns, with the timeline complete; what went wrong stands in it."""
         body = self._body(prompt, timeline.max_tokens)
         reader = AnswerReader(timeline)
+        headers = {"x-request-id": timeline.trace, "x-tandem-trace": "1"} if timeline.trace else NO_HEADERS
         timeline.sent_at = time.perf_counter()
         try:
             async with asyncio.timeout(self._shape.timeout_s):
-                await self._http.exchange("POST", self._shape.endpoint.path, body, reader)
+                await self._http.exchange("POST", self._shape.endpoint.path, body, reader, headers)
             reader.finish()
         except RequestFailure as failure:
             timeline.failure = failure

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import gc
 import os
+import secrets
 import sys
 import time
 from pathlib import Path
@@ -33,7 +34,10 @@ from cluster.bench.vocabulary import (
 )
 from cluster.bench.workload import Session
 from cluster.model_store import find_model
-from wire.errors import ConfigurationError
+from cluster.trace.fetch import TraceClient
+from cluster.trace.picture import draw_trace, save_picture
+from cluster.trace.text import show_trace
+from wire.errors import ConfigurationError, TandemError
 
 # Above this share of a core the generator may be what is measured.
 _BUSY_GENERATOR = 0.7
@@ -44,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     """0: measured; 1: no request succeeded; 130: interrupted, and what was measured until then is shown. Raises
     ConfigurationError for what the operator can mend."""
     options = options_from(args)
-    if options.plot is not None:
+    if options.plot is not None or options.timeline is not None:
         new_figure(1, 1)  # missing matplotlib is said now, not after the run
     return asyncio.run(_measure(options, Console(stderr=True)))
 
@@ -56,6 +60,7 @@ async def _measure(options: Options, errors: Console) -> int:
         model = await _model(options, http)
         vocabulary = _vocabulary(options, model, errors)
         api = Api(http, _shape(options, model))
+        trace = f"bench-{secrets.token_hex(8)}" if options.timeline is not None else ""
         sessions, warmup = make_sessions(options, vocabulary)
         if warmup:
             await _warm_up(api, options, warmup, errors)
@@ -65,6 +70,7 @@ async def _measure(options: Options, errors: Console) -> int:
             sessions,
             concurrency=options.users,
             arrivals=arrival_times(options, sessions),
+            trace=trace,
         )
         # What the set-up left behind is never looked at again, least of all while a token is waited for.
         gc.collect()
@@ -77,9 +83,24 @@ async def _measure(options: Options, errors: Console) -> int:
             interrupted = True
         busy = (time.process_time() - busy_before) / max(load.duration_s, 1e-9)
     _show(options, load, busy, not isinstance(vocabulary, GuessedVocabulary), model, errors)
+    if options.timeline is not None:
+        await asyncio.to_thread(_show_timeline, options.url, key, trace, options.timeline, errors)
     if interrupted:
         return _INTERRUPTED
     return 0 if any(timeline.succeeded for timeline in load.timelines) else 1
+
+
+def _show_timeline(url: str, key: str | None, trace: str, file: Path, errors: Console) -> None:
+    client = TraceClient(url.rstrip("/").removesuffix("/v1"), key)
+    try:
+        record = client.find(trace)
+    except TandemError as error:  # another server, or none any more: what was measured is shown all the same
+        errors.print(f"No timeline: {error}", style="yellow", markup=False)
+        return
+    finally:
+        client.close()
+    show_trace(errors, record)
+    save_picture(draw_trace(record), file)
 
 
 async def _model(options: Options, http: HttpClient) -> ServedModel:

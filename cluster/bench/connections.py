@@ -16,6 +16,7 @@ from cluster.bench.timeline import RequestFailure
 from wire.errors import ConfigurationError
 
 CONNECT_TIMEOUT_S = 10.0
+NO_HEADERS: Mapping[str, str] = {}
 
 
 class Sink(Protocol):
@@ -68,9 +69,12 @@ class HttpClient:
         while self._idle:
             self._idle.pop().close()
 
-    async def exchange(self, method: str, path: str, body: bytes, sink: Sink) -> None:
+    async def exchange(
+        self, method: str, path: str, body: bytes, sink: Sink, headers: Mapping[str, str] = NO_HEADERS
+    ) -> None:
         """Returns when the response has ended as HTTP says it should. Raises RequestFailure; sets no deadline of its
         own beyond the one for connecting."""
+        own = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         request = (
             f"{method} {self._address.base_path}{path} HTTP/1.1\r\n"
             f"Host: {self._address.authority}\r\n"
@@ -78,7 +82,7 @@ class HttpClient:
             f"Accept-Encoding: identity\r\n"
             f"Content-Type: application/json\r\n"
             f"Content-Length: {len(body)}\r\n"
-            f"{self._headers}\r\n"
+            f"{self._headers}{own}\r\n"
         ).encode("latin-1") + body
         while True:
             connection, used_before = await self._connect()

@@ -27,7 +27,9 @@ class Load:
         *,
         concurrency: int | None = None,
         arrivals: Sequence[float] | None = None,
+        trace: str = "",
     ) -> None:
+        """`trace`: the id of the request in the middle, which the server is asked to trace."""
         if concurrency is not None and concurrency < 1:
             raise ConfigurationError(f"the concurrency must be at least 1, not {concurrency}")
         self.label = label
@@ -37,6 +39,8 @@ class Load:
         self._api = api
         self._sessions = sessions
         self._arrivals = arrivals
+        self._traced = sessions[len(sessions) // 2] if sessions and trace else None
+        self._trace = trace
         self._slots = asyncio.Semaphore(concurrency) if concurrency is not None else None
         self._stopping = asyncio.Event()
         self._began = self._ended = 0.0
@@ -92,7 +96,10 @@ class Load:
                     await self._wait(turn.wait_s)
                     if self._stopping.is_set():
                         return
-                timeline = Timeline(self.label, turn.max_tokens, prompt_tokens=turn.prompt_tokens)
+                trace = self._trace if session is self._traced and not index else ""
+                timeline = Timeline(
+                    self.label, turn.max_tokens, prompt_tokens=turn.prompt_tokens, trace=trace
+                )
                 self.active.add(timeline)
                 try:
                     await self._api.ask(self._conversation(history, turn.prompt), timeline)

@@ -57,6 +57,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     slo: ServiceLevel | None
     json: Path | None
     plot: Path | None
+    timeline: Path | None
 
     @property
     def sessions(self) -> int | None:
@@ -91,6 +92,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         for name, value in (("warmup", self.warmup), ("seed", self.seed), ("think", self.think)):
             if value is not None and value < 0:
                 raise ConfigurationError(f"--{name} must not be negative, not {value:g}")
+        if self.timeline is not None and self.timeline.suffix.lower() not in (".png", ".svg"):
+            raise ConfigurationError(f"--timeline {self.timeline}: must end in .png or .svg")
         if (self.trace is not None) != (self.workload is Workload.TRACE):
             raise ConfigurationError("--trace FILE and --workload trace belong together")
         if self.prompt_format is PromptFormat.IDS and self.endpoint is Endpoint.CHAT:
@@ -206,6 +209,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     shown.add_argument("--json", type=Path, metavar="FILE", help="everything, as JSON; - for standard output")
     shown.add_argument("--plot", type=Path, metavar="FILE", help="distributions and throughput, as PNG")
+    shown.add_argument(
+        "--timeline",
+        type=Path,
+        metavar="FILE",
+        help="where the time of a request in the middle of the run went, shown and drawn, as .png or .svg (Tandem only)",
+    )
 
 
 def _service_level(text: str) -> ServiceLevel:

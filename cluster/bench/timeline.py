@@ -41,6 +41,7 @@ class Timeline:
     reported_tokens: int | None = None  # the server's own count of the answer's tokens
     failure: RequestFailure | None = None
     ended_at: float = 0.0  # also of a failure
+    trace: str = ""  # the id under which the server is asked to trace it
 
     @property
     def succeeded(self) -> bool:

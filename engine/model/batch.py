@@ -15,6 +15,18 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class HostBatch:
+    """A batch's arrays in host memory; what they mean stands at Batch."""
+
+    token_ids: np.ndarray
+    positions: np.ndarray
+    query_start: np.ndarray
+    context_lens: np.ndarray
+    slot_mapping: tuple[np.ndarray, ...]
+    block_tables: tuple[np.ndarray, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Batch:
     """T tokens of R requests. Tensors lie on the model's device; every one is contiguous.
 
@@ -45,6 +57,8 @@ class Batch:
     # The same as query_start and context_lens, in host memory: reading them never waits for the device.
     host_query_start: np.ndarray  # int32 [R + 1]
     host_context_lens: np.ndarray  # int32 [R]
+    # What the tensors were made from, for who plans on the host; a batch made by hand may lack it.
+    host: HostBatch | None = None
 
     @property
     def num_tokens(self) -> int:

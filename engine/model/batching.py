@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.model.batch import Batch
+from engine.model.batch import Batch, HostBatch
+from engine.model.staging import to_device_together
 from engine.model.states import RequestRows
 
 
@@ -75,23 +76,26 @@ def build_batch(
         wanted[start:end] |= predicts_prompt
     logit_index = np.cumsum(wanted) - 1
 
-    def tensor(array: npt.NDArray[np.generic]) -> torch.Tensor:
-        return torch.from_numpy(array).to(device, non_blocking=True)
-
-    contexts32 = contexts.astype(np.int32)
+    host = HostBatch(token_ids, positions, query_start, contexts.astype(np.int32), slots, tables)
+    groups = len(slots)
+    tensors = to_device_together(
+        [token_ids, positions, query_start, host.context_lens, np.flatnonzero(wanted), *slots, *tables],
+        device,
+    )
     batch = Batch(
-        token_ids=tensor(token_ids),
-        positions=tensor(positions),
-        query_start=tensor(query_start),
-        context_lens=tensor(contexts32),
-        slot_mapping=tuple(map(tensor, slots)),
-        block_tables=tuple(map(tensor, tables)),
-        logit_rows=tensor(np.flatnonzero(wanted)),
+        token_ids=tensors[0],
+        positions=tensors[1],
+        query_start=tensors[2],
+        context_lens=tensors[3],
+        logit_rows=tensors[4],
+        slot_mapping=tuple(tensors[5 : 5 + groups]),
+        block_tables=tuple(tensors[5 + groups :]),
         num_decodes=int((lengths == 1).sum()),
         max_query_len=int(lengths.max()),
         max_context_len=int(contexts.max()),
         host_query_start=query_start,
-        host_context_lens=contexts32,
+        host_context_lens=host.context_lens,
+        host=host,
     )
     scheduled = Scheduled(
         req_ids=[req_ids[i] for i in order],

@@ -8,7 +8,7 @@ from engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from engine.model.attention.layers import plan_cache
 from engine.model.checkpoint import choose_device, choose_dtype, context_length, eos_tokens, read_config
 from engine.model.memory import allocate_cache, size_block_pool
-from engine.model.paths import load_general, load_native
+from engine.model.paths import Shape, load_general, load_native
 from engine.model.runner import ModelInfo
 from engine.model.source import Progress, find_source
 from engine.model.threads import bind_threads
@@ -68,7 +68,7 @@ def load_runner(
     runner = TorchRunner(
         info,
         kv_cache,
-        loaded.use_cache(kv_cache, plan),
+        loaded.use_cache(kv_cache, plan, Shape(scheduler.max_num_seqs, max_model_len)),
         block_size=cache.block_size,
         max_num_seqs=scheduler.max_num_seqs,
         num_speculative_tokens=scheduler.num_speculative_tokens,

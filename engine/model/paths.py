@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from engine.model.attention.layers import AttentionLayer, CachePlan
+from engine.model.attention.steps import PagedAttention
 from engine.model.forward import Forward
 from engine.model.native.architecture import describe
 from engine.model.native.forward import NativeLlamaForward, supports
@@ -19,13 +20,21 @@ log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
+class Shape:
+    """What a forward pass may be asked for at most."""
+
+    max_requests: int
+    max_model_len: int
+
+
+@dataclasses.dataclass(frozen=True)
 class LoadedModel:
     """Weights in memory, waiting for a KV cache."""
 
     layers: tuple[AttentionLayer, ...]
     vocab_size: int
     dtype: torch.dtype
-    use_cache: Callable[[torch.Tensor, CachePlan], Forward]
+    use_cache: Callable[[torch.Tensor, CachePlan, Shape], Forward]
 
 
 def load_native(
@@ -52,7 +61,7 @@ def load_native(
     # The library has threads of its own, on the same cores; torch only samples beside it.
     torch.set_num_threads(1)
 
-    def use_cache(kv_cache: torch.Tensor, plan: CachePlan) -> Forward:
+    def use_cache(kv_cache: torch.Tensor, plan: CachePlan, shape: Shape) -> Forward:
         forward.use_cache(kv_cache, plan.groups)
         return forward
 
@@ -87,7 +96,43 @@ def load_general(source: Source, dtype: torch.dtype, device: torch.device, progr
     progress("checking the model's attention", 0.0)
     probed = probe_attention(model)
 
-    def use_cache(kv_cache: torch.Tensor, plan: CachePlan) -> Forward:
-        return TransformersForward(model, kv_cache, plan)
+    def use_cache(kv_cache: torch.Tensor, plan: CachePlan, shape: Shape) -> Forward:
+        attention = _choose_attention(kv_cache, plan, probed.layers, shape)
+        forward = TransformersForward(model, attention, len(probed.layers))
+        if device.type != "cuda":
+            return forward
+        from engine.model.cuda import CudaRecorder
+        from engine.model.decode_graphs import DecodeGraphs
+
+        graphs = DecodeGraphs(
+            forward,
+            CudaRecorder(device),
+            num_groups=len(plan.groups),
+            block_size=plan.block_size,
+            max_requests=shape.max_requests,
+            device=device,
+        )
+        with torch.inference_mode():
+            graphs.record_ahead(lambda share: progress("recording decode steps", share))
+        return graphs
 
     return LoadedModel(probed.layers, probed.vocab_size, model.dtype, use_cache)
+
+
+def _choose_attention(
+    kv_cache: torch.Tensor, plan: CachePlan, layers: tuple[AttentionLayer, ...], shape: Shape
+) -> PagedAttention:
+    from engine.model.attention import flashinfer
+    from engine.model.attention.gathered import GatheredAttention
+
+    if kv_cache.device.type == "cuda" and (library := flashinfer.find_library()) is not None:
+        reason = flashinfer.reason_against(layers, kv_cache.dtype)
+        if reason is None:
+            attention = flashinfer.FlashInferAttention(library, kv_cache, plan, layers, shape.max_model_len)
+            try:
+                attention.try_out()
+                return attention
+            except Exception as error:  # whatever its compiler and its kernels raise
+                reason = f"flashinfer does not run here: {error}"
+        log.warning("attention goes by gathering, and slower for it: %s", reason)
+    return GatheredAttention(kv_cache, plan)

@@ -87,6 +87,9 @@ class _Recorder:
             key_dim=key.shape[3],
             value_dim=value.shape[3],
             window=window,
+            scale=options["scale"],
+            softcap=options["softcap"],
+            sinks=options["sinks"] is not None,
         )
         return ours.transpose(1, 2), None
 

@@ -12,6 +12,8 @@ from engine.scheduling.output import ModelOutput, SchedulerOutput
 if TYPE_CHECKING:
     import torch
 
+    from engine.structured.grammars import Grammars
+
 
 class ModelInfo(msgspec.Struct, frozen=True):
     """What the rest of the engine must know of a loaded model."""
@@ -47,4 +49,13 @@ class ModelRunner(Protocol):
         """[num_blocks, slots, 2, num_kv_heads, block_size, head_dim]: see kvtransfer.base.KVCacheMemory."""
         ...
 
+    @property
+    def grammars(self) -> Grammars | None:
+        """What compiles grammars for this model's tokenizer; None where none are served."""
+        ...
+
     def execute(self, step: SchedulerOutput, hooks: LayerHooks | None = None) -> ModelOutput: ...
+
+    def forget_requests(self) -> None:
+        """Between two engines: the next one knows none of the last one's. Only when no step is under way."""
+        ...

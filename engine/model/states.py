@@ -35,6 +35,10 @@ class RequestRows:
     def __len__(self) -> int:
         return len(self._row_of)
 
+    @property
+    def req_ids(self) -> list[str]:
+        return list(self._row_of)
+
     def row(self, req_id: str) -> int:
         return self._row_of[req_id]
 

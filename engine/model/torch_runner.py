@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -10,15 +12,21 @@ from engine.model.batch import Batch
 from engine.model.batching import Scheduled, build_batch
 from engine.model.forward import Forward
 from engine.model.ngram import propose
+from engine.model.passes import cut_for_logits, hooks_of_pass
 from engine.model.runner import LayerHooks, ModelInfo
 from engine.model.sampling.logprobs import token_logprobs
 from engine.model.sampling.sampler import Sampler
 from engine.model.sampling.table import SamplingTable
+from engine.model.staging import to_device
 from engine.model.states import RequestRows
 from engine.scheduling.output import ModelOutput, SchedulerOutput
 from engine.structured.grammars import Grammars
 from engine.structured.masks import GrammarMasks
+from wire.errors import InvalidLogits
 from wire.sampling import SamplingParams, TokenLogprobs
+
+if TYPE_CHECKING:
+    from engine.model.prefault import PageMaker
 
 
 class TorchRunner:
@@ -38,6 +46,7 @@ class TorchRunner:
     ) -> None:
         self._info = info
         self._kv_cache = kv_cache
+        self.pages: PageMaker | None = None
         self._forward = forward
         self._block_size = block_size
         self._num_drafts = num_speculative_tokens
@@ -46,7 +55,7 @@ class TorchRunner:
         max_tokens = info.max_model_len + num_speculative_tokens + 1
         self._requests = RequestRows(max_num_seqs, max_tokens, block_size, len(info.groups))
         self._table = SamplingTable(max_num_seqs)
-        self.grammars = grammars
+        self._grammars = grammars
         masks = GrammarMasks(grammars) if grammars is not None else None
         self._sampler = Sampler(info.vocab_size, info.eos_token_ids, self._device, masks)
         self._preempted: dict[str, tuple[SamplingParams, int]] = {}
@@ -61,26 +70,40 @@ class TorchRunner:
         return self._kv_cache
 
     @property
+    def grammars(self) -> Grammars | None:
+        return self._grammars
+
+    @property
     def forward(self) -> Forward:
         return self._forward
+
+    def forget_requests(self) -> None:
+        for req_id in self._requests.req_ids:
+            self._forget(req_id)
+        self._preempted.clear()
+        self._prompt_logprobs.clear()
 
     def execute(self, step: SchedulerOutput, hooks: LayerHooks | None = None) -> ModelOutput:
         with torch.inference_mode():
             self._update(step)
+            output = ModelOutput({})
             if not step.num_scheduled_tokens:
-                return ModelOutput({})
+                return output
             if step.new_block_ids_to_zero:
                 self._kv_cache[step.new_block_ids_to_zero] = 0
-            batch, scheduled = build_batch(
-                self._requests,
-                step.num_scheduled_tokens,
-                step.spec_token_ids,
-                self._unreported_prompts(),
-                self._block_size,
-                self._device,
-            )
-            logits = self._forward(batch, hooks)
-            return self._outputs(batch, scheduled, logits)
+            unreported = self._unreported_prompts()
+            passes = cut_for_logits(self._requests, step.num_scheduled_tokens, unreported)
+            for index, counts in enumerate(passes):
+                last = index + 1 == len(passes)
+                drafts = step.spec_token_ids if last else {}
+                batch, scheduled = build_batch(
+                    self._requests, counts, drafts, unreported, self._block_size, self._device
+                )
+                logits = self._forward(batch, hooks_of_pass(hooks, index == 0, last))
+                self._collect(batch, scheduled, logits, output)
+                if not last:
+                    self._requests.num_computed[scheduled.rows] += np.diff(scheduled.query_start)
+            return output
 
     def _unreported_prompts(self) -> set[int]:
         """Rows whose prompt's log-probabilities are still to come. With the first token they have been told, be it
@@ -103,6 +126,8 @@ class TorchRunner:
         for new in step.new_reqs:
             row = self._requests.add(new.req_id, new.token_ids, new.num_prompt_tokens, new.block_ids)
             self._requests.num_computed[row] = new.num_computed_tokens
+            if self.pages is not None:
+                self.pages.reached(max((max(ids) for ids in new.block_ids if ids), default=0))
             self._table.set(row, new.sampling)
         cached = step.cached_reqs
         for req_id, num_computed, blocks in zip(
@@ -133,13 +158,12 @@ class TorchRunner:
             self._table.clear(row)
         self._prompt_logprobs.pop(req_id, None)
 
-    def _outputs(self, batch: Batch, scheduled: Scheduled, logits: torch.Tensor) -> ModelOutput:
-        output = ModelOutput({})
+    def _collect(self, batch: Batch, scheduled: Scheduled, logits: torch.Tensor, output: ModelOutput) -> None:
         if unreported := self._unreported_prompts():
             self._collect_prompt_logprobs(unreported, batch, scheduled, logits, output)
         which = np.flatnonzero(scheduled.samples)
         if not which.size:
-            return output
+            return
         lengths = scheduled.num_drafts[which] + 1
         starts = np.concatenate(([0], np.cumsum(lengths)))
         # Row i of a request's sampled rows chooses the token at `context - drafts + i`.
@@ -149,17 +173,22 @@ class TorchRunner:
         positions = np.repeat(first_position, lengths).astype(np.int64) + behind
         rows = np.repeat(scheduled.rows[which], lengths)
         if len(logit_index) != logits.shape[0]:
-            logits = logits[torch.from_numpy(logit_index).to(logits.device)]
+            logits = logits[to_device(logit_index, logits.device)]
         chosen = self._sampler.sample(logits, rows, positions, self._requests, self._table)
         tokens = chosen.tolist()
         for index, start, length in zip(which.tolist(), starts.tolist(), lengths.tolist(), strict=False):
             req_id, row = scheduled.req_ids[index], int(scheduled.rows[index])
             if failed := self._sampler.failed.get(row):
-                output.failed[req_id] = failed
+                output.errors[req_id] = failed
                 continue
             sampled = tokens[start : start + length]
             if length > 1:
                 sampled = sampled[: self._accepted(row, sampled) + 1]
+            if sampled[-1] < 0:
+                output.errors[req_id] = InvalidLogits(
+                    "the model's output is no number: infinite, undefined, or nothing may follow"
+                )
+                continue
             if row in self._table.logprobs:
                 end = start + len(sampled)
                 output.logprobs[req_id] = token_logprobs(
@@ -171,7 +200,6 @@ class TorchRunner:
                 drafts = self._propose(row)
                 if drafts:
                     output.draft_token_ids[req_id] = drafts
-        return output
 
     def _accepted(self, row: int, sampled: list[int]) -> int:
         """How many drafts are what was sampled in their place.

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from engine.model.attention.gathered import GatheredCache, PagedStep
 from engine.model.attention.interface import attention_through
-from engine.model.attention.layers import CachePlan
+from engine.model.attention.steps import AttentionStep, PagedAttention
 from engine.model.batch import Batch
 from engine.model.probe import attention_options
 from engine.model.runner import LayerHooks
@@ -19,27 +18,36 @@ from engine.model.runner import LayerHooks
 class TransformersForward:
     """Runs the model with batch size 1 over all of the batch's tokens; only attention knows of requests."""
 
-    def __init__(self, model: PreTrainedModel, kv_cache: torch.Tensor, plan: CachePlan) -> None:
+    def __init__(self, model: PreTrainedModel, attention: PagedAttention, num_layers: int) -> None:
         self._model = model
-        self._cache = GatheredCache(kv_cache, plan)
+        self.attention = attention
+        self.num_layers = num_layers
         self._picks_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def __call__(self, batch: Batch, hooks: LayerHooks | None) -> torch.Tensor:
-        step = _HookedStep(PagedStep(self._cache, batch), hooks)
-        options: dict[str, Any] = {"logits_to_keep": batch.logit_rows} if self._picks_rows else {}
-        with attention_through(step.attention):
+        step = self.attention.begin(batch)
+        return self.compute(batch.token_ids, batch.positions, step, hooks, batch.logit_rows)
+
+    def compute(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        step: AttentionStep,
+        hooks: LayerHooks | None = None,
+        logit_rows: torch.Tensor | None = None,  # None: all
+    ) -> torch.Tensor:
+        picks = self._picks_rows and logit_rows is not None
+        options: dict[str, Any] = {"logits_to_keep": logit_rows} if picks else {}
+        with attention_through(_HookedStep(step, hooks).attention):
             output = self._model(
-                input_ids=batch.token_ids[None],
-                position_ids=batch.positions[None],
-                use_cache=False,
-                **options,
+                input_ids=token_ids[None], position_ids=positions[None], use_cache=False, **options
             )
         logits: torch.Tensor = output.logits[0]
-        return logits if self._picks_rows else logits[batch.logit_rows]
+        return logits if picks or logit_rows is None else logits[logit_rows]
 
 
 class _HookedStep:
-    def __init__(self, step: PagedStep, hooks: LayerHooks | None) -> None:
+    def __init__(self, step: AttentionStep, hooks: LayerHooks | None) -> None:
         self._step = step
         self._hooks = hooks
 

@@ -78,7 +78,8 @@ class ModelOutput:
     """What the model made of a step.
 
     `sampled_token_ids[id]` holds one token for a request whose last scheduled token was its newest, more when
-    drafts were accepted, and nothing (or no entry) for one whose prompt is not finished.
+    drafts were accepted, and nothing (or no entry) for one whose prompt is not finished. A request in `errors` has no
+    entry: nothing right can come of it any more.
     """
 
     sampled_token_ids: dict[str, list[int]]
@@ -87,6 +88,5 @@ class ModelOutput:
     draft_token_ids: dict[str, list[int]] = dataclasses.field(
         default_factory=dict
     )  # proposals for the next step
-    failed: dict[str, TandemError] = dataclasses.field(
-        default_factory=dict
-    )  # those that can have no next token
+    # Those that can have no next token, and why.
+    errors: dict[str, TandemError] = dataclasses.field(default_factory=dict)

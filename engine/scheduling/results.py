@@ -8,7 +8,8 @@ from engine.scheduling.output import ModelOutput, SchedulerOutput
 from engine.scheduling.state import SchedulerState
 from engine.scheduling.stopping import status_after
 from engine.scheduling.update import RequestUpdate, failure_of
-from wire.errors import InternalError
+from kvtransfer.base import NULL_BLOCK_ID
+from wire.errors import InternalError, InvalidLogits, TandemError
 
 _RUNNING = RequestStatus.RUNNING
 
@@ -23,8 +24,12 @@ class ModelResults:
         state = self._state
         requests, drafts = state.requests, step.spec_token_ids
         logprobs, prompt_logprobs = output.logprobs, output.prompt_logprobs
-        updates: list[RequestUpdate] = []
-        ended = False
+        updates = [
+            self._fail(request, error)
+            for request_id, error in output.errors.items()
+            if (request := requests.get(request_id)) is not None and request.status is _RUNNING
+        ]
+        ended = bool(updates)
         num_tokens = 0
         for request_id, tokens in output.sampled_token_ids.items():
             request = requests.get(request_id)
@@ -57,12 +62,6 @@ class ModelResults:
                 self._end(request, status, update)
             updates.append(update)
         state.totals.output_tokens += num_tokens
-        for request_id, error in output.failed.items():
-            request = requests.get(request_id)
-            if request is not None and request.status is _RUNNING:
-                ended = True
-                self._lifecycle.end(request, RequestStatus.FINISHED_ERROR)
-                updates.append(failure_of(request, error))
         if ended:
             state.running = [request for request in state.running if request.status is _RUNNING]
         for request_id, of_prompt in prompt_logprobs.items():
@@ -93,6 +92,16 @@ class ModelResults:
             request.num_output_placeholders -= num_rejected
         self._state.totals.speculative_drafted += num_drafts
         self._state.totals.speculative_accepted += num_accepted
+
+    def _fail(self, request: Request, error: TandemError) -> RequestUpdate:
+        state = self._state
+        if isinstance(error, InvalidLogits):
+            state.totals.model_errors += 1
+            # Whatever spoilt it may lie in its KV. Nobody else shall begin from that.
+            tables = state.cache.block_ids(request.request_id)
+            state.cache.uncache({block for table in tables for block in table if block != NULL_BLOCK_ID})
+        self._lifecycle.end(request, RequestStatus.FINISHED_ERROR)
+        return failure_of(request, error)
 
     def _end(self, request: Request, status: RequestStatus, update: RequestUpdate) -> None:
         self._lifecycle.end(request, status)

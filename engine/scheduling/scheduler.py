@@ -275,6 +275,7 @@ class Scheduler:
             speculative_drafted=totals.speculative_drafted,
             speculative_accepted=totals.speculative_accepted,
             loads_failed=totals.loads_failed,
+            model_errors=totals.model_errors,
         )
 
     def check_integrity(self) -> None:

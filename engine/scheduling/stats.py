@@ -33,6 +33,7 @@ class SchedulerStats(msgspec.Struct, frozen=True):
     speculative_drafted: int
     speculative_accepted: int
     loads_failed: int
+    model_errors: int  # requests that the model failed: its logits were no numbers
 
 
 @dataclasses.dataclass(slots=True)
@@ -52,3 +53,4 @@ class Totals:
     speculative_drafted: int = 0
     speculative_accepted: int = 0
     loads_failed: int = 0
+    model_errors: int = 0

@@ -12,7 +12,15 @@ from typing import Any
 class Exchange:
     """One request, and the means to answer it."""
 
-    def __init__(self, method: str, path: str, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+    def __init__(
+        self,
+        method: str,
+        path: str,
+        headers: dict[str, str],
+        body: dict[str, Any],
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        self.headers = headers
         self.method = method
         self.path = path
         self.body = body
@@ -75,13 +83,10 @@ class FakeServer:
             while not writer.is_closing():
                 head = (await reader.readuntil(b"\r\n\r\n")).decode()
                 method, path, _ = head.split("\r\n", 1)[0].split(" ")
-                length = next(
-                    int(line.split(":")[1])
-                    for line in head.lower().split("\r\n")
-                    if line.startswith("content-length")
-                )
-                content = await reader.readexactly(length)
-                exchange = Exchange(method, path, json.loads(content) if content else {}, writer)
+                lines = (line.partition(":") for line in head.split("\r\n")[1:] if line)
+                headers = {name.lower(): value.strip() for name, _, value in lines}
+                content = await reader.readexactly(int(headers.get("content-length", 0)))
+                exchange = Exchange(method, path, headers, json.loads(content) if content else {}, writer)
                 self.requests.append(exchange)
                 await self._answer(exchange)
         except (asyncio.IncompleteReadError, ConnectionError):

@@ -12,13 +12,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from cluster.bench.command import run
 from cluster.bench.options import add_arguments, options_from
+from router.tracing.record import TraceRecord
 from tests.benchmarks.fake_server import Exchange, FakeServer, complete, serving
 from tests.benchmarks.made_tokenizers import byte_level
 from wire.errors import ConfigurationError
+from wire.tracing import Phase, Span
 
 DEADLINE_S = 20.0
 
@@ -140,6 +143,52 @@ def test_a_run_as_a_picture(server: FakeServer, tmp_path: Path) -> None:
     file = tmp_path / "run.png"
     assert bench(server, "--requests", "3", "--plot", str(file)) == 0
     assert file.read_bytes().startswith(b"\x89PNG")
+
+
+async def answer_and_trace(exchange: Exchange) -> None:
+    if not exchange.path.startswith("/traces/"):
+        await answer_as_a_server(exchange)
+        return
+    record = TraceRecord(
+        exchange.path.rpartition("/")[2], "", "t", "s", None, "", "/v1/completions", "m", 1.0, 1e9, 1.5, 200, 8, 4,
+        ["least wait"], [Span(Phase.READ, 1.0, 1.1)], [], [], [],
+    )  # fmt: skip
+    await exchange.respond(200, json.loads(msgspec.json.encode(record)))
+
+
+def test_one_request_in_the_middle_is_traced_and_its_timeline_shown(
+    tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture = tmp_path / "timeline.svg"
+    with served_in_a_thread(answer_and_trace) as server:
+        flags = (
+            "--tokenizer",
+            str(tokenizer),
+            "--requests",
+            "5",
+            "--warmup",
+            "1",
+            "--timeline",
+            str(picture),
+        )
+        assert bench(server, *flags) == 0
+        asked = [one for one in server.requests if one.path == "/v1/completions"]
+        traced = [index for index, one in enumerate(asked) if "x-tandem-trace" in one.headers]
+        assert traced == [3], "one, after the warm-up, with as many before it as after it"
+        name = asked[3].headers["x-request-id"]
+        assert server.requests[-1].path == f"/traces/{name}"
+    assert name in capsys.readouterr().err
+    assert b"<svg" in picture.read_bytes()[:400]
+
+
+def test_a_server_that_traces_nothing_is_measured_all_the_same(
+    server: FakeServer, tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--tokenizer", str(tokenizer), "--requests", "2", "--timeline", str(tmp_path / "t.png"))
+    assert bench(server, *flags) == 0
+    captured = capsys.readouterr()
+    assert "No timeline" in captured.err
+    assert "time to first token" in captured.out
 
 
 def test_without_matplotlib_a_picture_is_refused_before_anything_is_sent(

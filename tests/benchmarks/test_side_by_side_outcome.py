@@ -12,6 +12,7 @@ from benchmarks.side_by_side.outcome import (
     Absence,
     Examined,
     Figure,
+    Handovers,
     Outcome,
     Start,
     figure,
@@ -85,7 +86,7 @@ def test_floors_are_ratios_in_which_more_is_better() -> None:
         *everywhere(VLLM_AGGREGATED, first=0.09, gap=0.014),
     )
     floors = {floor.claim: floor for floor in judge(found)}
-    assert len(floors) == 8
+    assert len(floors) == 9
     first_token = floors["1P+1D beside vLLM's: time to first token, 1 user"]
     assert (first_token.measured, first_token.met) == (pytest.approx(5.0), True)
     tail = floors["1P+1D beside vLLM's: p99 inter-token latency, 8 users"]
@@ -161,3 +162,19 @@ def test_an_outcome_can_be_read_again() -> None:
 def test_one_run_has_no_spread() -> None:
     assert Figure.of([3.0]) == Figure(3.0, 3.0, 3.0)
     assert Figure.of([]) is None
+
+
+def test_the_handover_is_held_to_the_median_of_the_runs() -> None:
+    found = outcome()
+    found.handovers = [
+        Handovers(TANDEM_PD, 0, [4.0, 6.0, 40.0]),
+        Handovers(TANDEM_PD, 1, [9.0]),
+        Handovers("x", 0, [99.0]),
+    ]
+    (floor,) = [floor for floor in judge(found) if "handover" in floor.claim]
+    assert (floor.measured, floor.met, floor.unit) == (7.5, True, " ms")
+    found.handovers = [Handovers(TANDEM_PD, 0, [12.0])]
+    (floor,) = [floor for floor in judge(found) if "handover" in floor.claim]
+    assert floor.met is False
+    (floor,) = [floor for floor in judge(outcome()) if "handover" in floor.claim]
+    assert (floor.measured, floor.met) == (None, None)

@@ -57,8 +57,13 @@ def in_loop(scenario: Callable[..., Coroutine[Any, Any, None]]) -> Callable[...,
 
 async def settle() -> None:
     """Lets everything run that can run without time passing."""
-    for _ in range(100):
+    ready = asyncio.get_running_loop()._ready  # type: ignore[attr-defined]  # what the loop would run next
+    await asyncio.sleep(0)
+    for _ in range(1000):
+        if not ready:
+            return
         await asyncio.sleep(0)
+    raise AssertionError("it does not come to rest")
 
 
 class FakeClock(Clock):
@@ -97,6 +102,9 @@ class FakeProcess:
         self.stopped = False
         self.drained_with: float | None = None
         self.drains = True
+        self.may_finish = asyncio.Event()
+        self.may_finish.set()
+        self.on_stop: Callable[[], None] = lambda: None
         self.mute = asyncio.Event()  # set: it answers nothing any more, like a stopped process
 
     async def _begin(self) -> None:
@@ -120,9 +128,12 @@ class FakeProcess:
     async def drain(self, timeout_s: float) -> bool:
         await self._answer()
         self.drained_with = timeout_s
+        await self.may_finish.wait()
         return self.drains
 
     async def stop(self) -> None:
+        if not self.stopped:
+            self.on_stop()
         self.stopped = True
         if not self.died.done():
             self.died.set_result("it was stopped")
@@ -147,9 +158,9 @@ class FakeNode(FakeProcess):
         self.config = config
         self.host = host
         self.slot = slot
-        self.loads = 1  # how often it has read its weights
         self.state = NodeState.READY
         self.step_age_s = 0.0
+        self.free_blocks = 90
         self._epochs = epochs
         self._begin_epoch()
 
@@ -158,9 +169,8 @@ class FakeNode(FakeProcess):
         self.epoch_in_status = self.info.epoch
 
     async def drain(self, timeout_s: float) -> bool:
-        finished = await super().drain(timeout_s)
         self.state = NodeState.DRAINING
-        return finished
+        return await super().drain(timeout_s)
 
     async def change_role(self, config: NodeConfig) -> NodeInfo:
         await self._answer()
@@ -182,8 +192,8 @@ class FakeNode(FakeProcess):
             role=self.info.role,
             epoch=self.epoch_in_status,
             state=self.state,
-            free_blocks=1,
-            total_blocks=1,
+            free_blocks=self.free_blocks,
+            total_blocks=100,
             running=0,
             waiting=0,
             waiting_tokens=0,
@@ -202,6 +212,7 @@ class FakeRouter(FakeProcess):
         self.config = config
         self.host = host
         self.memberships: list[list[NodeInfo]] = []
+        self.on_members: Callable[[], None] = lambda: None
 
     async def start(self, report: Report) -> str:
         await self._begin()
@@ -210,6 +221,7 @@ class FakeRouter(FakeProcess):
     async def set_members(self, members: list[NodeInfo]) -> None:
         await self._answer()
         self.memberships.append(members)
+        self.on_members()
 
     @property
     def node_ids(self) -> set[str]:
@@ -292,6 +304,10 @@ class FakeHosts:
     async def want(self, slots: dict[Role, int]) -> None:
         self.wanted = slots
 
+    def forget_waiters(self) -> None:
+        """Who waited is gone; what happened meanwhile, the next one sees for itself."""
+        self._changed = asyncio.Event()
+
     def join(self, host: Host) -> None:
         self.hosts.append(host)
         self._changed.set()
@@ -363,7 +379,9 @@ class Rig:
 
     async def __aexit__(self, *exception: object) -> None:
         await self.controller.stop()
-        assert all(process.stopped for process in self.launcher.everything), "stop() left something running"
+        assert all(process.died.done() for process in self.launcher.everything), (
+            "stop() left something running"
+        )
 
     @property
     def routed(self) -> set[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cluster.cli import main, make_parser, read_settings
-from cluster.serve import curl_line
+from cluster.ready_lines import curl_line
 
 HEAVY = ["ray", "torch", "transformers", "httpx", "rich", "yaml", "msgspec"]
 
@@ -92,7 +92,7 @@ def test_the_file_in_the_current_folder_is_read_unless_another_is_named(tmp_path
 def test_mistakes_are_printed_and_fail(capsys: pytest.CaptureFixture[str]) -> None:
     said = fail(capsys, "config", "--prefill", "two", "--set", "router.prot=1", "novalue")
     assert "3 mistakes" in said
-    assert "--prefill: pools.prefill.nodes must be a whole number, not 'two'" in said
+    assert "--prefill: pools.prefill.nodes must be a whole number or null, not 'two'" in said
     assert "did you mean router.port?" in said
 
 

@@ -14,7 +14,7 @@ from engine.config import EngineConfig, ModelConfig
 from engine.hosting import NodeHost
 from engine.node_config import NodeConfig
 from tests.cluster.helpers import PATIENCE_S
-from wire.errors import ConfigurationError, InternalError, NodeLost
+from wire.errors import ConfigurationError, InternalError, NodeLost, Unavailable
 from wire.nodes import NodeInfo, Role
 
 INFO = NodeInfo(
@@ -37,13 +37,33 @@ class FakeNode:
         self.may_go_on = threading.Event()
         self.error: Exception | None = None
         self.stopped = False
+        self.is_at_rest = True
+        self.starts = 0
 
-    def start(self, progress: Callable[[str, float], None]) -> NodeInfo:
+    def start(
+        self,
+        progress: Callable[[str, float], None],
+        runner: object = None,
+        *,
+        model_folder: str | None = None,
+    ) -> NodeInfo:
+        self.starts += 1
+        self.model_folder = model_folder
         progress("loading", 0.5)
-        assert self.may_go_on.wait(PATIENCE_S)
+        if runner is None:
+            assert self.may_go_on.wait(PATIENCE_S)
+        else:
+            assert runner == "the weights"
         if self.error is not None:
             raise self.error
-        return INFO
+        return msgspec.structs.replace(INFO, role=self.config.role, epoch=INFO.epoch + (runner is not None))
+
+    def drain(self, timeout_s: float) -> bool:
+        return self.is_at_rest
+
+    def release(self) -> object:
+        self.stopped = True
+        return "the weights"
 
     def stop(self) -> None:
         self.stopped = True
@@ -98,13 +118,67 @@ def test_our_errors_pass_and_foreign_ones_become_ours(host: tuple[NodeHost, Fake
 
 def test_hold_ends_when_the_node_is_stopped(host: tuple[NodeHost, FakeNode]) -> None:
     hosted, node = host
-    held: list[int] = []
-    thread = threading.Thread(target=lambda: held.append(hosted.hold()))
+    assert not hosted.hold(0.001), "nobody is kept for longer than he asked for"
+    held: list[bool] = []
+    thread = threading.Thread(target=lambda: held.append(hosted.hold(PATIENCE_S)))
     thread.start()
     hosted.stop()
     thread.join(PATIENCE_S)
-    assert held == [os.getpid()]
+    assert held == [True]
     assert node.stopped
+
+
+def test_a_node_looks_for_its_model_where_it_runs(host: tuple[NodeHost, FakeNode]) -> None:
+    made: list[FakeNode] = []
+
+    def make(config: NodeConfig) -> FakeNode:
+        made.append(FakeNode(config))
+        made[-1].may_go_on.set()
+        return made[-1]
+
+    def find(name: str, report: Callable[[str, float], None]) -> str:
+        report(f"fetching {name}", 0.5)
+        return f"/here/{name}"
+
+    config = NodeConfig(
+        node_id="decode-0", role=Role.DECODE, engine=EngineConfig(model=ModelConfig(path="smollm2"))
+    )
+    hosted = NodeHost(make, msgspec.msgpack.encode(config), find)  # type: ignore[arg-type]
+    hosted.start()
+    assert made[0].model_folder == "/here/smollm2"
+    assert hosted.progress_after(0, PATIENCE_S)[0] == 2, "fetching, then loading"
+
+
+def test_who_asks_again_whether_it_has_started_gets_the_same_answer(host: tuple[NodeHost, FakeNode]) -> None:
+    hosted, node = host
+    node.may_go_on.set()
+    assert hosted.start() == hosted.start()
+    assert node.starts == 1
+    assert msgspec.msgpack.decode(hosted.configuration(), type=NodeConfig) == node.config
+
+
+def as_prefill() -> bytes:
+    return msgspec.msgpack.encode(NodeConfig(node_id="decode-0", role=Role.PREFILL))
+
+
+def test_a_node_becomes_another_with_the_weights_that_it_has(host: tuple[NodeHost, FakeNode]) -> None:
+    hosted, node = host
+    node.may_go_on.set()
+    hosted.start()
+    info = msgspec.msgpack.decode(hosted.change_role(as_prefill()), type=NodeInfo)
+    assert (info.node_id, info.role, info.epoch) == ("decode-0", Role.PREFILL, INFO.epoch + 1)
+    assert node.stopped, "there are never two"
+    assert msgspec.msgpack.decode(hosted.start(), type=NodeInfo) == info, "that is what it is from now on"
+
+
+def test_a_node_with_work_keeps_its_role(host: tuple[NodeHost, FakeNode]) -> None:
+    hosted, node = host
+    node.may_go_on.set()
+    hosted.start()
+    node.is_at_rest = False
+    with pytest.raises(Unavailable, match="still has work"):
+        hosted.change_role(as_prefill())
+    assert not node.stopped
 
 
 @pytest.mark.slow
@@ -113,7 +187,7 @@ def test_every_error_of_ray_becomes_one_of_ours() -> None:
     import_ray()
     from ray import exceptions
 
-    from cluster.ray_launcher import translated
+    from cluster.ray_errors import translated
 
     def failed(cause: Exception) -> exceptions.RayTaskError:
         return exceptions.RayTaskError("start", "traceback", cause)

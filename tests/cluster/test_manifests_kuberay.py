@@ -156,12 +156,13 @@ def test_the_head_is_ready_when_the_router_answers_and_is_found_before(raycluste
 @pytest.mark.parametrize(
     ("ray", "tandem", "end"),
     [
-        ("exec sleep 60", "exit 3", 3),
+        ("trap 'kill %1; exit 7' TERM; sleep 60 & wait", "exit 3", 7),
         ("exit 4", "exec sleep 60", 4),
+        ("sleep 0.1; exit 5", "exit 0", 5),
     ],
-    ids=["tandem ends", "ray ends"],
+    ids=["tandem cannot serve", "ray ends before", "ray ends later"],
 )
-def test_the_head_container_ends_with_whichever_process_ends_first(
+def test_the_head_container_ends_with_ray_or_when_tandem_cannot_serve(
     raycluster: Document, tmp_path: Path, ray: str, tandem: str, end: int
 ) -> None:
     """Run as it stands, with a Ray and a Tandem of our own on the PATH."""
@@ -182,14 +183,16 @@ def test_the_head_container_ends_with_whichever_process_ends_first(
     assert done.returncode == end
 
 
-def test_a_head_that_is_told_to_stop_lets_tandem_finish(raycluster: Document, tmp_path: Path) -> None:
+def test_the_head_goes_on_when_tandem_serves_and_ends_ray_when_it_is_told_to_stop(
+    raycluster: Document, tmp_path: Path
+) -> None:
     container = head_container(raycluster)
-    finished = tmp_path / "finished"
+    told = tmp_path / "told"
     started = tmp_path / "started"
     os.mkfifo(started)
     scripts = {
-        "ray": '[ "$1" = health-check ] || exec sleep 60',
-        "tandem": f"trap 'touch {finished}; exit 0' TERM; echo >{started}; sleep 60 & wait",
+        "ray": f"""[ "$1" = health-check ] || {{ trap 'touch {told}; exit 0' TERM; sleep 60 & wait; }}""",
+        "tandem": f"""echo "$@" >{started}""",
     }
     for name, script in scripts.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
@@ -200,10 +203,13 @@ def test_a_head_that_is_told_to_stop_lets_tandem_finish(raycluster: Document, tm
         stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
     )  # fmt: skip
     try:
-        subprocess.run(["cat", started], timeout=20, check=True)
+        served = subprocess.run(["cat", started], timeout=20, check=True, capture_output=True, text=True)
+        assert "serve --address auto --detach" in served.stdout
+        with pytest.raises(subprocess.TimeoutExpired):
+            head.wait(timeout=0.2)
         head.terminate()
         head.wait(timeout=20)
-        assert finished.exists()
+        assert told.exists()
     finally:
         subprocess.run(["pkill", "-KILL", "--session", str(head.pid)], check=False)
 

@@ -21,7 +21,7 @@ from ray.autoscaler._private.providers import _get_node_provider_cls  # noqa: E4
 from ray.autoscaler.v2.instance_manager.config import AutoscalingConfig, IConfigReader  # noqa: E402
 from ray.autoscaler.v2.instance_manager.node_provider import LaunchNodeError, NodeProviderAdapter  # noqa: E402
 
-from cluster.provider import StaticHostsProvider, stop_script  # noqa: E402
+from cluster.provider import StaticHostsProvider, drain_script, stop_script  # noqa: E402
 
 HEAD = {"ray-node-type": "head", "ray-user-node-type": "head"}
 DECODE = {"ray-node-type": "worker", "ray-user-node-type": "decode"}
@@ -233,6 +233,33 @@ def test_a_host_that_is_taken_out_is_stopped_and_no_other(
     assert hosts.stopped() == ["10.0.0.21"]
     assert hosts_of(provider, {}) == ["10.0.0.10", "10.0.0.22"]
     assert "10.0.0.21 is no longer listed for decode" in capsys.readouterr().out
+
+
+def test_what_runs_on_a_host_that_is_taken_out_is_finished_before_ray_is_stopped_there(
+    provider: StaticHostsProvider, config: dict[str, Any], hosts: NotedHosts
+) -> None:
+    provider.create_node({}, DECODE, 2)
+    config["available_node_types"]["decode"]["node_config"]["hosts"].clear()
+    hosts.ran.clear()
+    provider.prepare_for_head_node(config)
+    drain = ("203.0.113.7", drain_script(["10.0.0.21", "10.0.0.22"]))
+    assert hosts.ran[0] == drain, "on the head, and first"
+    assert hosts.stopped() == ["10.0.0.21", "10.0.0.22"]
+    assert "tandem drain 10.0.0.21 --timeout 60 & tandem drain 10.0.0.22 --timeout 60 & wait" in drain[1]
+
+
+def test_a_head_that_cannot_drain_does_not_keep_hosts_from_leaving(
+    provider: StaticHostsProvider,
+    config: dict[str, Any],
+    hosts: NotedHosts,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    provider.create_node({}, DECODE, 2)
+    config["available_node_types"]["decode"]["node_config"]["hosts"].remove("10.0.0.21")
+    hosts.silent.add("203.0.113.7")
+    provider.prepare_for_head_node(config)
+    assert hosts.stopped() == ["10.0.0.21"]
+    assert "could not be drained" in capsys.readouterr().out
 
 
 def test_the_head_gets_a_file_that_works_there(provider: StaticHostsProvider, config: dict[str, Any]) -> None:

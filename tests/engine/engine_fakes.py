@@ -8,6 +8,7 @@ from engine.model.runner import LayerHooks, ModelInfo
 from engine.scheduling.output import ModelOutput, SchedulerOutput
 from engine.scheduling.scheduler import Scheduler
 from kvtransfer.base import SchedulerConnector
+from wire.errors import TandemError
 
 EOS = 2
 BLOCK_SIZE = 4
@@ -33,14 +34,21 @@ class FakeRunner:
             num_blocks=num_blocks,
         )
         self.kv_cache = None
+        self.grammars = None
         self.tokens: dict[str, int] = {}  # request id -> how many tokens it has
         self.error: Exception | None = None
+        self.failing: dict[str, TandemError] = {}  # requests that the model can make nothing of
+        self.preempted: list[str] = []  # as it was told
+
+    def forget_requests(self) -> None:
+        self.tokens.clear()
 
     def execute(self, step: SchedulerOutput, hooks: LayerHooks | None = None) -> ModelOutput:
         if self.error is not None:
             raise self.error
         for req_id in step.finished_req_ids:
             self.tokens.pop(req_id, None)
+        self.preempted += step.preempted_req_ids
         computed: dict[str, int] = {}
         for new in step.new_reqs:
             self.tokens[new.req_id] = len(new.token_ids)
@@ -52,10 +60,11 @@ class FakeRunner:
             computed[req_id] = before
         sampled: dict[str, list[int]] = {}
         for req_id, count in step.num_scheduled_tokens.items():
-            if computed[req_id] + count == self.tokens[req_id]:
+            if computed[req_id] + count == self.tokens[req_id] and req_id not in self.failing:
                 sampled[req_id] = [token_at(self.tokens[req_id])]
                 self.tokens[req_id] += 1
-        return ModelOutput(sampled)
+        errors = {id: error for id, error in self.failing.items() if id in step.num_scheduled_tokens}
+        return ModelOutput(sampled, errors=errors)
 
 
 def make_scheduler(

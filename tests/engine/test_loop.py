@@ -20,6 +20,7 @@ class FakeEngine:
     def __init__(self) -> None:
         self.steps = 0
         self.progress_left = 0
+        self.asks_again = False
         self.error: Exception | None = None
         self.stepped = threading.Semaphore(0)
 
@@ -30,7 +31,7 @@ class FakeEngine:
         progressed = self.progress_left > 0
         self.progress_left -= progressed
         self.stepped.release()
-        return StepResult([], progressed)
+        return StepResult([], progressed, ask_again=self.asks_again and not progressed)
 
 
 class Host:
@@ -106,6 +107,17 @@ def test_an_idle_loop_does_not_step(parts):
     assert engine.stepped.acquire(timeout=PATIENCE_S)
     assert not engine.stepped.acquire(timeout=0.1)
     assert engine.steps == 1
+
+
+def test_a_step_that_asks_to_be_asked_again_is_followed_by_another_soon(parts):
+    engine, mailbox, _, loop = parts
+    engine.asks_again = True
+    loop.start()
+    mailbox.wake()
+    for _ in range(3):
+        assert engine.stepped.acquire(timeout=PATIENCE_S)
+    engine.asks_again = False
+    assert loop.steps == 0
 
 
 def test_a_due_time_wakes_the_loop(parts):

@@ -17,7 +17,7 @@ from engine.service import NodeService
 from engine.structured.grammars import Grammars
 from prefill_node.rules import PrefillRules
 from tests.engine.engine_fakes import FakeRunner, make_scheduler, token_at
-from wire.errors import NodeLost
+from wire.errors import InvalidLogits, NodeLost
 from wire.nodes import NodeState, PeerAddress, Role
 from wire.requests import (
     Cancel,
@@ -91,7 +91,7 @@ class Node:
             Submit(
                 request_id=request_id,
                 reply_to=ROUTER,
-                prompt_token_ids=list(range(10, 10 + prompt)),
+                prompt_token_ids=[10 + i % 1000 for i in range(prompt)],
                 sampling=sampling,
                 timeout_s=timeout_s,
                 **fields,
@@ -262,3 +262,31 @@ def test_a_decode_node_is_not_asked_to_send(node: Node) -> None:
     [chunk] = node.outgoing.until_finished("r")
     assert chunk.error is not None
     assert chunk.error.code == "invalid_request"
+
+
+@pytest.mark.parametrize(
+    "fields", [{"prompt_token_ids": [5, 2000]}, {"prompt_token_ids": [-1]}, {"output_token_ids": [9, 2**31]}]
+)
+def test_tokens_that_the_model_does_not_know_are_refused(node: Node, fields: dict[str, list[int]]) -> None:
+    sampling = SamplingParams(max_tokens=4)
+    tokens = {"prompt_token_ids": [5], **fields}
+    node.service.receive(Submit(request_id="r", reply_to=ROUTER, sampling=sampling, timeout_s=9.0, **tokens))
+    [chunk] = node.outgoing.until_finished("r")
+    assert chunk.error is not None
+    assert chunk.error.code == "invalid_request"
+    assert "2000" in chunk.error.message
+    node.submit("next")
+    assert node.outgoing.until_finished("next")[-1].finish is FinishReason.LENGTH
+
+
+def test_a_request_that_the_model_fails_ends_alone_and_is_counted(node: Node) -> None:
+    node.runner.failing["bad"] = InvalidLogits("no number")
+    node.submit("bad")
+    [chunk] = node.outgoing.until_finished("bad")
+    assert (chunk.finish, chunk.token_ids) == (FinishReason.ERROR, [])
+    assert chunk.error == InvalidLogits("no number").to_wire()
+    node.submit("good")
+    assert node.outgoing.until_finished("good")[-1].finish is FinishReason.LENGTH
+    node.service.receive(Ping(reply_to=ROUTER))
+    status = node.outgoing.status_where(lambda status: status.counters.model_errors == 1)
+    assert status.state is NodeState.READY

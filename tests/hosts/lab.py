@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
+ROOT = Path(__file__).resolve().parents[2]
 NETWORK = "10.77.0"
 LAPTOP = f"{NETWORK}.2"
 _PREFIX = "tdm"
@@ -135,7 +136,8 @@ class Lab:
 
     def environment(self) -> list[str]:
         path = f"{sys.prefix}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-        return ["-i", f"PATH={path}", f"HOME={_home_of_root()}", "USER=root", "LANG=C.UTF-8", "TERM=dumb"]
+        return ["-i", f"PATH={path}", f"PYTHONPATH={ROOT}", f"HOME={_home_of_root()}", "USER=root", "LANG=C.UTF-8",
+                "TERM=dumb"]  # fmt: skip
 
     def __enter__(self) -> Lab:
         self._lock = _LOCK.open("wb")
@@ -209,7 +211,7 @@ def private_home(home: Path, scratch: Path) -> str:
     needed = {
         Path(sys.base_prefix).resolve(),
         Path(sys.prefix).resolve(),
-        Path(__file__).resolve().parents[2],
+        ROOT,
     }
     hidden = sorted(path for path in needed if path.is_relative_to(root_home))
     lines = []

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from lab import Host, Lab
+from lab import ROOT, Host, Lab
 
-MANIFEST = Path(__file__).resolve().parents[2] / "manifests" / "ray" / "static.yaml"
+MANIFEST = ROOT / "manifests" / "ray" / "static.yaml"
 PROBE = Path(__file__).with_name("probe.py")
 UP_TIMEOUT_S = 300.0
 
@@ -23,8 +23,11 @@ class StaticCluster:
     """`ray up` and `ray down` as an operator types them, beside the hosts, and a probe on the head that tells
     what Ray sees."""
 
-    def __init__(self, lab: Lab) -> None:
+    def __init__(self, lab: Lab, settings: dict[str, Any] | None = None) -> None:
         self.lab = lab
+        self._settings = (
+            settings  # what the cluster serves; None: it serves nothing, Ray is all that there is
+        )
         self.head = lab.hosts[0]
         self.file = lab.folder / "static.yaml"
         self._probe: Probe | None = None
@@ -39,11 +42,30 @@ class StaticCluster:
         config["idle_timeout_minutes"] = 0.2
         # Tandem is installed already, in the environment that the tests run in.
         config["file_mounts"] = {"~/.ray/auth_token": "~/.ray/auth_token"}
-        config["setup_commands"] = [f"ln -sfn {sys.prefix} ~/tandem-env", config["setup_commands"][-1]]
-        config["head_start_ray_commands"] = [
-            command for command in config["head_start_ray_commands"] if "tandem serve" not in command
+        own_tree = f"grep -qs PYTHONPATH ~/.bashrc || echo 'export PYTHONPATH={ROOT}' >> ~/.bashrc"
+        config["setup_commands"] = [
+            f"ln -sfn {sys.prefix} ~/tandem-env",
+            config["setup_commands"][-1],
+            own_tree,
         ]
+        if self._settings is None:
+            config["head_start_ray_commands"] = [
+                command for command in config["head_start_ray_commands"] if "tandem serve" not in command
+            ]
+        else:
+            file = self.lab.folder / "tandem.yaml"
+            file.write_text(yaml.safe_dump(self._settings), encoding="utf-8")
+            config["file_mounts"]["~/tandem.yaml"] = str(file)
         return config
+
+    @property
+    def url(self) -> str:
+        """Of the router, for who is in the hosts' network."""
+        return f"http://{self.head.address}:8000"
+
+    def tandem(self, *words: str, timeout_s: float = 120.0) -> str:
+        """A command, typed on the head."""
+        return self.head.run("env", "RAY_AUTH_MODE=token", "tandem", *words, timeout_s=timeout_s)
 
     def up(self, *, prefill: Sequence[Host], decode: Sequence[Host], standby: int = 0) -> str:
         token = self.lab.laptop_home / ".ray" / "auth_token"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,10 +16,13 @@ import msgspec
 import pytest
 
 from cluster.config import PoolConfig, PoolsConfig, TandemConfig
-from cluster.deployment import Deployment, with_model
+from cluster.deployment import Deployment
+from cluster.local_hosts import ThisMachine
 from cluster.model_store import prepare_model
 from cluster.placement import this_machine
 from cluster.ray_runtime import start_ray, stop_ray
+from cluster.resolved import with_model
+from cluster.state import MemoryStore
 from engine.config import CacheConfig, ModelConfig
 from kvtransfer.base import TransferConfig
 from router.config import LocalPrefill
@@ -173,8 +177,10 @@ def deploy(ray_on_this_machine: None, loop_thread: LoopThread) -> Deploy:
         model = prepare_model(config.model.path, lambda what, share: None)
 
         async def make() -> Deployment:
-            launcher = RayLauncher(config.timeouts.stop_s)
-            return Deployment(with_model(config, model), this_machine(), launcher, _Quiet())  # type: ignore[arg-type]
+            # Names of their own: deployments of one run may overlap.
+            launcher = RayLauncher(config.timeouts.stop_s, prefix=f"{secrets.token_hex(4)}-")
+            hosts = ThisMachine(this_machine(), "127.0.0.1")
+            return Deployment(with_model(config, model), hosts, launcher, MemoryStore(), _Quiet())
 
         deployment = loop_thread.run(make())
         try:

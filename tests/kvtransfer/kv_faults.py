@@ -1,4 +1,4 @@
-"""Faults around the real NIXL transport and the real sockets, at random moments, from a seed."""
+"""Faults around a real transport and the real sockets, at random moments, from a seed."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from typing import Any
 import msgspec
 
 from kvtransfer.base import ConnectorContext, KVCacheMemory, SchedulerConnector, WorkerConnector
+from kvtransfer.nccl.options import NcclOptions
+from kvtransfer.nccl.transport import NcclTransport
 from kvtransfer.nixl.agent import NixlAgent
 from kvtransfer.nixl.options import NixlOptions
 from kvtransfer.nixl.transport import NixlTransport
+from kvtransfer.protocol.options import ProtocolOptions
 from kvtransfer.protocol.scheduler_half import SchedulerHalf
-from kvtransfer.protocol.transport import Direction, HandleId, Operation, RemoteId, Transport
+from kvtransfer.protocol.transport import Direction, HandleId, Move, RemoteId, Transport
 from kvtransfer.protocol.worker_half import WorkerHalf
 from wire.errors import TransferError
 from wire.handoff import CacheMemory
@@ -43,9 +46,9 @@ class Faults:
 
 
 class FaultyTransport(Transport):
-    name = "nixl"
+    name = "faulty"
 
-    def __init__(self, inner: NixlTransport) -> None:
+    def __init__(self, inner: Transport) -> None:
         self._inner = inner
         self.faults = Faults()
         self._stuck: dict[HandleId, float] = {}
@@ -63,16 +66,10 @@ class FaultyTransport(Transport):
     def disconnect(self, remote: RemoteId) -> None:
         self._inner.disconnect(remote)
 
-    def post(
-        self,
-        operation: Operation,
-        remote: RemoteId,
-        local_blocks: Sequence[int],
-        remote_blocks: Sequence[int],
-    ) -> HandleId:
+    def post(self, remote: RemoteId, move: Move) -> HandleId:
         if self.faults.strikes(self.faults.post_fails):
             raise TransferError("injected: not posted")
-        handle = self._inner.post(operation, remote, local_blocks, remote_blocks)
+        handle = self._inner.post(remote, move)
         self.live.add(handle)
         if self.faults.strikes(self.faults.move_sticks):
             self._stuck[handle] = time.monotonic() + self.faults.chance.uniform(0.01, 0.2)
@@ -91,6 +88,12 @@ class FaultyTransport(Transport):
                 self._doomed.discard(handle)
                 raise TransferError("injected: the move failed")
         return done
+
+    def expect(self, transfer_id: str, blocks: Sequence[int]) -> None:
+        self._inner.expect(transfer_id, blocks)
+
+    def expect_no_more(self, transfer_id: str) -> None:
+        self._inner.expect_no_more(transfer_id)
 
     def close(self) -> None:
         self._inner.close()
@@ -121,10 +124,18 @@ class FaultySend:
             timer.join()
 
 
-def create(context: ConnectorContext) -> tuple[SchedulerConnector, WorkerConnector]:
-    agent = NixlAgent(f"{context.node_id}-{context.epoch:x}", NixlOptions())
-    transport = FaultyTransport(NixlTransport(agent))
-    worker = WorkerHalf(context, transport, Direction(context.config.direction))
+def nixl(context: ConnectorContext) -> tuple[SchedulerConnector, WorkerConnector]:
+    return _create(context, NixlTransport(NixlAgent(f"{context.node_id}-{context.epoch:x}", NixlOptions())))
+
+
+def nccl(context: ConnectorContext) -> tuple[SchedulerConnector, WorkerConnector]:
+    return _create(context, NcclTransport(context.node_id, context.host, NcclOptions()))
+
+
+def _create(context: ConnectorContext, inner: Transport) -> tuple[SchedulerConnector, WorkerConnector]:
+    transport = FaultyTransport(inner)
+    options = ProtocolOptions(layerwise_tokens=8)
+    worker = WorkerHalf(context, transport, Direction(context.config.direction), options)
     send = FaultySend(worker._channel.send)
     # The endpoint takes its `send` from the channel when the caches are registered, which is later.
     worker._channel.send = send  # type: ignore[method-assign]

@@ -13,7 +13,9 @@ import torch
 
 from engine.model.attention.kernel import attend
 from engine.model.attention.layers import CachePlan
-from engine.model.batch import Batch
+from engine.model.batch import Batch, HostBatch
+from engine.model.decode_inputs import DecodeInputs
+from engine.model.staging import to_device
 
 # A prompt's chunk is attended in tiles of rows, so that each sees only the keys up to its own last position.
 _TILE_ROWS = 512
@@ -43,14 +45,46 @@ class _GroupPlan:
     block: torch.Tensor  # [T]
     offset: torch.Tensor  # [T]
     reads: list[_Reads]
+    padding: torch.Tensor | None = None  # [T]: of these tokens zeros are written, to the null block
+
+
+class GatheredAttention:
+    """See engine.model.attention.steps.PagedAttention."""
+
+    reads_tables = True
+
+    def __init__(self, tensor: torch.Tensor, plan: CachePlan) -> None:
+        self._cache = GatheredCache(tensor, plan)
+
+    def begin(self, batch: Batch) -> PagedStep:
+        groups = range(len(self._cache.plan.groups))
+        return PagedStep(self._cache, [self._cache.plan_group(batch, group) for group in groups])
+
+    def fixed(self, inputs: DecodeInputs) -> FixedGathered:
+        return FixedGathered(self._cache, inputs)
+
+
+class FixedGathered:
+    """Decodes of one shape: what `plan_group` decides on the host is computed on the device, at full width."""
+
+    def __init__(self, cache: GatheredCache, inputs: DecodeInputs) -> None:
+        self._cache = cache
+        self._inputs = inputs
+
+    def prepare(self, host: HostBatch | None) -> None:
+        pass
+
+    def begin(self) -> PagedStep:
+        groups = range(len(self._cache.plan.groups))
+        return PagedStep(self._cache, [self._cache.plan_fixed(self._inputs, group) for group in groups])
 
 
 class PagedStep:
     """One step's attention. `attend` is called once per layer, in order."""
 
-    def __init__(self, cache: GatheredCache, batch: Batch) -> None:
+    def __init__(self, cache: GatheredCache, groups: list[_GroupPlan]) -> None:
         self._cache = cache
-        self._groups = [cache.plan_group(batch, g) for g in range(len(cache.plan.groups))]
+        self._groups = groups
 
     def attend(
         self,
@@ -65,6 +99,9 @@ class PagedStep:
     ) -> torch.Tensor:
         """Write this step's keys and values, and return [T, query heads, DV]."""
         group = self._groups[self._cache.plan.group_of_layer[layer]]
+        if group.padding is not None:
+            pads = group.padding[None, :, None]
+            key, value = key.masked_fill(pads, 0), value.masked_fill(pads, 0)
         self._cache.write(layer, group.block, group.offset, key, value)
         heads, tokens, _ = query.shape
         out = query.new_empty(tokens, heads, value.shape[-1])
@@ -143,6 +180,37 @@ class GatheredCache:
             reads.extend(self._chunk_reads(batch, group, request, window))
         return _GroupPlan(slots // size, slots % size, reads)
 
+    def plan_fixed(self, inputs: DecodeInputs, group: int) -> _GroupPlan:
+        size, window, count = self.plan.block_size, self.plan.groups[group].window, inputs.size
+        device, contexts = self.tensor.device, inputs.context_lens
+        width = inputs.columns
+        if window is not None:
+            # A window of w tokens touches no more columns than this, wherever it begins.
+            width = min(width, (window + size - 2) // size + 1)
+        first_key = torch.zeros_like(contexts) if window is None else (contexts - window).clamp_(min=0)
+        first_column, last_column = first_key // size, (contexts - 1) // size
+        columns = first_column[:, None] + torch.arange(width, device=device)
+        picked = inputs.block_tables[group].long().gather(1, columns.clamp(max=inputs.columns - 1))
+        picked = picked.masked_fill(columns > last_column[:, None], 0)
+        position = (first_column * size)[:, None] + torch.arange(width * size, device=device)
+        visible = (position >= first_key[:, None]) & (position < contexts[:, None])
+        unwritten = torch.arange(size, device=device) >= (contexts - last_column * size)[:, None]
+        slots = inputs.slot_mapping[group]
+        reads = _Reads(
+            0,
+            count,
+            count,
+            1,
+            self._rows(picked),
+            0,
+            width * size,
+            visible[:, None, None, :],
+            False,
+            last_column - first_column,
+            unwritten[:, None, :, None],
+        )
+        return _GroupPlan(slots // size, slots % size, [reads], inputs.padding)
+
     def _decode_reads(self, batch: Batch, group: int, window: int | None) -> list[_Reads]:
         """Decodes are taken together, in runs of similar length, so that little is gathered in vain."""
         contexts = batch.host_context_lens[: batch.num_decodes]
@@ -171,12 +239,12 @@ class GatheredCache:
         width = int((last_column - first_column).max()) + 1
         columns = first_column[:, None] + np.arange(width)
         # Columns beyond a request's last read the null block, and are masked.
-        picked = torch.from_numpy(np.minimum(columns, last_column[:, None])).to(device)
+        picked = to_device(np.minimum(columns, last_column[:, None]), device)
         table = torch.gather(batch.block_tables[group][start:end].long(), 1, picked)
-        table.masked_fill_(torch.from_numpy(columns > last_column[:, None]).to(device), 0)
+        table.masked_fill_(to_device(columns > last_column[:, None], device), 0)
         position = (first_column * size)[:, None] + np.arange(width * size)
         visible = (position >= first_key[:, None]) & (position < contexts[:, None])
-        mask = None if visible.all() else torch.from_numpy(visible).to(device)[:, None, None, :]
+        mask = None if visible.all() else to_device(visible, device)[:, None, None, :]
         tail = np.arange(size)[None, :] >= (contexts - last_column * size)[:, None]
         return _Reads(
             start,
@@ -188,8 +256,8 @@ class GatheredCache:
             width * size,
             mask,
             False,
-            torch.from_numpy(last_column - first_column).to(device),
-            torch.from_numpy(tail).to(device)[:, None, :, None],
+            to_device(last_column - first_column, device),
+            to_device(tail, device)[:, None, :, None],
         )
 
     def _chunk_reads(self, batch: Batch, group: int, request: int, window: int | None) -> list[_Reads]:

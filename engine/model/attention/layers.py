@@ -16,6 +16,9 @@ class AttentionLayer(msgspec.Struct, frozen=True):
     key_dim: int
     value_dim: int
     window: int | None  # tokens, counting the one that attends
+    scale: float | None = None  # of the scores; None where nobody asked
+    softcap: float | None = None
+    sinks: bool = False
 
 
 class CachePlan(msgspec.Struct, frozen=True):

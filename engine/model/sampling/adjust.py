@@ -7,6 +7,7 @@ import numpy.typing as npt
 import torch
 
 from engine.model.sampling.table import SamplingTable
+from engine.model.staging import to_device
 from engine.model.states import RequestRows
 
 _BANNED = float("-inf")
@@ -71,7 +72,7 @@ def penalize(
         strengths = np.broadcast_to(strength[rows][:, None], mask.shape)
         mask = mask & (strengths != neutral)
         device = logits.device
-        return torch.from_numpy(index[mask]).to(device), torch.from_numpy(strengths[mask]).to(device)
+        return to_device(index[mask], device), to_device(strengths[mask], device)
 
     # A token that occurs often is written often, each time with the same number.
     if (table.repetition[rows] != 1.0).any():

@@ -15,6 +15,7 @@ import torch
 from engine.model.sampling.noise import hashed_indices, log_exponential, noise_keys
 from engine.model.sampling.restrict import Rows, lower_bounds
 from engine.model.sampling.table import SamplingTable
+from engine.model.staging import to_device
 
 _BLOCK = 256
 _NEVER = float("-inf")
@@ -31,14 +32,14 @@ class Drawing:
 
     def draw(
         self,
-        scores: torch.Tensor,  # [N, V] float32; -inf is never drawn, unless there is nothing else
+        scores: torch.Tensor,  # [N, V] float32; -inf is never drawn
         requests: npt.NDArray[np.int64],  # their rows in the table
         positions: npt.NDArray[np.int64],
         table: SamplingTable,
     ) -> torch.Tensor:
-        """int64 [N]"""
+        """int64 [N]; -1 for a row that holds NaN or infinity, or nothing but -inf"""
         device, count = scores.device, len(requests)
-        temperature = torch.from_numpy(table.temperature[requests]).to(device)[:, None]
+        temperature = to_device(table.temperature[requests], device)[:, None]
         scaled = scores / temperature
         if padding := self._num_blocks * _BLOCK - self._vocab:
             scaled = torch.nn.functional.pad(scaled, (0, padding), value=_NEVER)
@@ -47,16 +48,15 @@ class Drawing:
             rows, self._vocab, table.top_k[requests], table.top_p[requests], table.min_p[requests]
         )
         seeds = table.seed[requests]
-        first, second = (
-            torch.from_numpy(noise_keys(seeds, positions, stream)).to(device) for stream in (0, 1)
-        )
+        first, second = (to_device(noise_keys(seeds, positions, stream), device) for stream in (0, 1))
         sums = self._block_sums(rows, bound)
-        block = sums.log_().sub_(log_exponential(first, self._blocks)).argmax(dim=1)
+        # Whatever is not a number wins, and says so.
+        won, block = sums.log_().sub_(log_exponential(first, self._blocks)).max(dim=1)
         inside = scaled.view(count, self._num_blocks, _BLOCK)[torch.arange(count, device=device), block]
         if bound is not None:
             inside.masked_fill_(inside < bound, _NEVER)
-        token = inside.sub_(log_exponential(second, self._tokens[block])).argmax(dim=1)
-        return block * _BLOCK + token
+        best, token = inside.sub_(log_exponential(second, self._tokens[block])).max(dim=1)
+        return (block * _BLOCK + token).where(won.isfinite() & best.isfinite(), -1)
 
     def _block_sums(self, rows: Rows, bound: torch.Tensor | None) -> torch.Tensor:
         """[N, blocks]: the weights of all tokens that are in, by block."""

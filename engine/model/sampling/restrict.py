@@ -12,6 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.model.staging import to_device
+
 # So many of the most likely tokens are looked at first. Restrictions usually leave fewer.
 _CANDIDATES = 128
 # Where they leave more: bins of a logit's distance from the largest. Weights beyond the last are below e**-32.
@@ -73,20 +75,20 @@ def lower_bounds(
         return None
     bound = torch.full_like(rows.largest, float("-inf"))
     if limited_m.any():
-        share = torch.from_numpy(min_p).to(device)[:, None]
+        share = to_device(min_p, device)[:, None]
         bound = rows.largest + share.log()  # log(0) leaves a row unbounded
     if limited_k.any():
         count = int(top_k[limited_k].max())
         values = rows.candidates[0] if count <= _CANDIDATES else most_likely(rows.scaled, count)[0]
-        last = torch.from_numpy(np.where(limited_k, top_k, 1) - 1).to(device)[:, None]
-        off = torch.from_numpy(~limited_k).to(device)[:, None]
+        last = to_device(np.where(limited_k, top_k, 1) - 1, device)[:, None]
+        off = to_device(~limited_k, device)[:, None]
         bound = torch.maximum(bound, values.gather(1, last).masked_fill_(off, float("-inf")))
     if limited_p.any():
-        share = torch.from_numpy(top_p[limited_p].astype(np.float64)).to(device)[:, None]
+        share = to_device(top_p[limited_p].astype(np.float64), device)[:, None]
         bounded = bool(limited_k.any() or limited_m.any())
         if limited_p.all():
             return _reaching(rows, bound, bounded, share)
-        index = torch.from_numpy(np.flatnonzero(limited_p)).to(device)
+        index = to_device(np.flatnonzero(limited_p), device)
         bound[index] = _reaching(rows[index], bound[index], bounded, share)
     return bound
 

@@ -9,6 +9,7 @@ import torch
 from engine.model.sampling.adjust import edit_logits, penalize
 from engine.model.sampling.draw import Drawing
 from engine.model.sampling.table import SamplingTable
+from engine.model.staging import to_device
 from engine.model.states import RequestRows
 from engine.structured.masks import GrammarMasks
 from wire.errors import TandemError
@@ -37,7 +38,8 @@ class Sampler:
         requests: RequestRows,
         table: SamplingTable,
     ) -> torch.Tensor:
-        """int64 [S], on the logits' device. Does not change `logits`."""
+        """int64 [S], on the logits' device; -1 where no token can be chosen, because a logit is not a number or
+        nothing but -inf is left. Does not change `logits`."""
         edited, penalized = table.edited[rows].any(), table.penalized[rows].any()
         self.failed = {}
         constrained = self._masks is not None and table.constrained[rows].any()
@@ -54,9 +56,10 @@ class Sampler:
         random = np.flatnonzero(table.temperature[rows] > 0)
         if random.size == len(rows):
             return self._drawing.draw(scores, rows, positions, table)
-        # torch.max finds the first of equals, like argmax, and is faster on a CPU.
-        chosen = scores.max(dim=1).indices
+        # torch.max finds the first of equals, like argmax, and is faster on a CPU. NaN is larger than anything to it.
+        best = scores.max(dim=1)
+        chosen = best.indices.where(best.values.isfinite(), -1)
         if random.size:
-            index = torch.from_numpy(random).to(logits.device)
+            index = to_device(random, logits.device)
             chosen[index] = self._drawing.draw(scores[index], rows[random], positions[random], table)
         return chosen

@@ -51,6 +51,7 @@ class Driver:
         self.requests: dict[str, DrivenRequest] = {}
         self.drafts: dict[str, list[int]] = {}
         self.num_accepted = 0
+        self.failing: set[str] = set()  # requests whose logits are expected to be no numbers
         self.last: ModelOutput = ModelOutput({})
         self._finished: set[str] = set()
         self._preempted: set[str] = set()
@@ -172,6 +173,9 @@ class Driver:
             request = self.requests[req_id]
             proposed = drafts.get(req_id, [])
             request.computed += count
+            assert (req_id in output.errors) == (req_id in self.failing)
+            if req_id in output.errors:
+                continue
             sampled = output.sampled_token_ids.get(req_id, [])
             if proposed:
                 accepted = len(sampled) - 1

@@ -10,10 +10,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine.config import CacheConfig, ModelConfig, SchedulerConfig
+from engine.model import passes
+from engine.model.batch import Batch
 from engine.model.loading import load_runner
+from engine.model.runner import LayerHooks
 from engine.model.torch_runner import TorchRunner
+from engine.scheduling.output import ModelOutput
 from tests.engine.model import tiny
 from tests.engine.model.driver import Driver
+from tests.engine.model.hooks import Recorder
 from wire.sampling import SamplingParams
 
 NUM_TOKENS = 14
@@ -212,15 +217,42 @@ def test_finished_and_preempted_requests_leave_nothing_behind(runner: TorchRunne
     assert all(not table.any() for table in runner._requests.tables)
 
 
-class Recorder:
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, int]] = []
+@pytest.mark.parametrize("native", [True, False])
+def test_a_long_prompts_logits_are_computed_in_passes(
+    path: Path, native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the same result as all at once, beside requests that do not want them."""
+    params = SamplingParams(temperature=0.0, prompt_logprobs=1)
+    prompt = PROMPT * 4
 
-    def wait_for_layer_load(self, layer: int) -> None:
-        self.calls.append(("load", layer))
+    def step(most: int) -> tuple[ModelOutput, Recorder, int]:
+        monkeypatch.setattr(passes, "LOGIT_ROWS", most)
+        runner = load(path, native=native)
+        forward, most_rows = runner.forward, 0
 
-    def save_kv_layer(self, layer: int) -> None:
-        self.calls.append(("save", layer))
+        def counting(batch: Batch, hooks: LayerHooks | None) -> torch.Tensor:
+            nonlocal most_rows
+            most_rows = max(most_rows, batch.logit_rows.shape[0])
+            return forward(batch, hooks)
+
+        runner._forward = counting
+        driver, hooks = Driver(runner), Recorder()
+        driver.add("a", prompt, params)
+        driver.add("b", prompt[::-1], params)
+        driver.add("c", prompt[3:])
+        return driver.step({"a": 30, "b": len(prompt), "c": len(prompt) - 3}, hooks), hooks, most_rows
+
+    whole, _, all_rows = step(1000)
+    cut, hooks, most_rows = step(8)
+    assert all_rows > 50
+    assert most_rows <= 8 + 2
+    assert cut.sampled_token_ids == whole.sampled_token_ids
+    for ours, theirs in zip(cut.prompt_logprobs["b"][1:], whole.prompt_logprobs["b"][1:], strict=True):
+        assert ours is not None
+        assert theirs is not None
+        assert ours.token_id == theirs.token_id
+        assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+    assert hooks.calls == [("load", 0), ("load", 1), ("save", 0), ("save", 1)]
 
 
 @pytest.mark.parametrize("native", [True, False])

@@ -6,8 +6,8 @@ import pytest
 
 from engine.request import RequestStatus
 from engine.scheduling.output import ModelOutput
-from tests.engine.scheduling.driving import Driver
-from wire.errors import InternalError
+from tests.engine.scheduling.driving import Driver, unique_tokens
+from wire.errors import InternalError, InvalidLogits
 from wire.sampling import FinishReason, SamplingParams, TokenLogprobs
 
 
@@ -161,3 +161,34 @@ def test_blocks_are_free_the_moment_a_request_ends():
     assert driver.free_blocks < 99
     driver.finish(step)
     assert driver.free_blocks == 99
+
+
+def test_an_error_of_the_model_ends_its_request_alone_and_nobody_finds_its_kv():
+    driver = Driver()
+    request = driver.add("a", prompt=8)
+    driver.add("b", prompt=8)
+    step = driver.schedule()
+    updates = driver.book(step, ModelOutput({"b": [7]}, errors={"a": InvalidLogits("no number")}))
+    assert [(update.request_id, update.finish, update.token_ids) for update in updates] == [
+        ("a", FinishReason.ERROR, []),
+        ("b", None, [7]),
+    ]
+    assert updates[0].error == InvalidLogits("no number").to_wire()
+    assert request.status is RequestStatus.FINISHED_ERROR
+    stats = driver.scheduler.stats()
+    assert (stats.model_errors, stats.running) == (1, 1)
+    driver.abort("b")
+    # The same prompts again: b's is found, a's is computed anew.
+    for name in ("b", "a"):
+        driver.add(f"{name}2", prompt=[*unique_tokens(name, 8), 5])
+    counts = driver.schedule().num_scheduled_tokens
+    assert counts == {"b2": 1, "a2": 9}
+
+
+def test_an_error_for_a_request_that_has_ended_meanwhile_is_nobodys():
+    driver = Driver()
+    driver.add("a")
+    step = driver.schedule()
+    driver.abort("a")
+    assert driver.book(step, ModelOutput({}, errors={"a": InvalidLogits("no number")})) == []
+    assert driver.scheduler.stats().model_errors == 0

@@ -113,7 +113,7 @@ def test_a_request_whose_grammar_breaks_in_a_step_ends_alone(node: Node, monkeyp
     def breaks(step: SchedulerOutput, hooks=None) -> ModelOutput:
         output = execute(step, hooks)
         if output.sampled_token_ids.pop("breaks", None):
-            output.failed["breaks"] = InternalError("the answer does not follow its grammar")
+            output.errors["breaks"] = InternalError("the answer does not follow its grammar")
         return output
 
     monkeypatch.setattr(node.runner, "execute", breaks)

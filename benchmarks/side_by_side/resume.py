@@ -1,0 +1,68 @@
+"""An experiment that was interrupted goes on where it was: what is finished is not done again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from benchmarks.side_by_side.outcome import Gaps, Outcome
+from cluster.bench.report import as_json
+from wire.errors import ConfigurationError
+
+
+class Kept(msgspec.Struct, frozen=True):
+    """What a folder has of an experiment: for people outcome.json, and beside it what the plots are made of."""
+
+    outcome: Outcome
+    gaps: Gaps
+
+
+def keep(folder: Path, kept: Kept) -> None:
+    """Each file is whole at any moment: the old one until the new one is."""
+    for name, content in (("outcome.json", kept.outcome), ("gaps.json", kept.gaps)):
+        try:
+            unfinished = folder / f"{name}.new"
+            unfinished.write_bytes(
+                as_json(content) if name == "outcome.json" else msgspec.json.encode(content)
+            )
+            unfinished.replace(folder / name)
+        except OSError as error:
+            raise ConfigurationError(f"{folder / name} cannot be written: {error}") from error
+
+
+def resume(folder: Path, fresh: Outcome) -> Kept:
+    """What the folder has, if it is of the same experiment, else `fresh`. Raises ConfigurationError for a folder of
+    another one: its figures are not to be mixed, nor thrown away."""
+    file = folder / "outcome.json"
+    if not file.exists():
+        return Kept(fresh, {})
+    try:
+        found = msgspec.json.decode(file.read_bytes(), type=Outcome)
+        gaps = msgspec.json.decode((folder / "gaps.json").read_bytes(), type=Gaps)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigurationError(
+            f"{folder} has an experiment that cannot be gone on with ({error}): name another folder with --out"
+        ) from error
+    different = _difference(found, fresh)
+    if different is not None:
+        raise ConfigurationError(
+            f"{folder} has another experiment ({different}): name another folder with --out"
+        )
+    # Systems that are new this time are examined; of those left out this time, what is known stays.
+    found.titles = found.titles | fresh.titles
+    found.settings = fresh.settings
+    found.command = fresh.command
+    found.absences = [absence for absence in found.absences if absence.system not in fresh.titles]
+    return Kept(found, gaps)
+
+
+def _difference(found: Outcome, fresh: Outcome) -> str | None:
+    """More runs of the same are the same experiment."""
+    if found.machine != fresh.machine:
+        return "on another machine"
+    wanted = msgspec.json.decode(msgspec.json.encode(fresh.settings))  # as a file has them
+    for name in sorted({*found.settings, *wanted} - {"runs"}):
+        if found.settings.get(name) != wanted.get(name):
+            return f"with another {name}"
+    return None

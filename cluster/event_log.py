@@ -1,0 +1,98 @@
+"""What happened in the cluster, numbered, for whoever wants to follow it from another process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+
+import msgspec
+
+from cluster.events import Events
+
+KEPT = 500  # who comes later than that sees the latest ones
+
+
+class Kind(enum.StrEnum):
+    PROGRESS = "progress"
+    READY = "ready"
+    TROUBLE = "trouble"
+    GAVE_UP = "gave_up"
+
+
+class Happening(msgspec.Struct, frozen=True):
+    number: int
+    kind: Kind
+    name: str
+    what: str
+    fraction: float = 0.0
+
+
+class EventLog:
+    """Implements `cluster.events.Events`; passes everything on to `also`. Used on one event loop."""
+
+    def __init__(self, also: Events) -> None:
+        self._also = also
+        self._kept: dict[int, Happening] = {}
+        self._progress: dict[
+            str, int
+        ] = {}  # the number of a name's latest progress: an older one interests nobody
+        self._news = asyncio.Event()  # set once, for those who wait now; who comes later waits for the next
+        self.latest = 0
+
+    def progress(self, name: str, what: str, fraction: float) -> None:
+        self._also.progress(name, what, fraction)
+        self._add(Kind.PROGRESS, name, what, fraction)
+
+    def ready(self, name: str, what: str) -> None:
+        self._also.ready(name, what)
+        self._add(Kind.READY, name, what)
+
+    def trouble(self, name: str, what: str) -> None:
+        self._also.trouble(name, what)
+        self._add(Kind.TROUBLE, name, what)
+
+    def gave_up(self, name: str, why: str) -> None:
+        self._also.gave_up(name, why)
+        self._add(Kind.GAVE_UP, name, why)
+
+    def _add(self, kind: Kind, name: str, what: str, fraction: float = 0.0) -> None:
+        self.latest += 1
+        self._kept[self.latest] = Happening(self.latest, kind, name, what, fraction)
+        if kind is Kind.PROGRESS:
+            self._kept.pop(self._progress.get(name, 0), None)
+            self._progress[name] = self.latest
+        while len(self._kept) > KEPT:
+            del self._kept[next(iter(self._kept))]
+        self.wake()
+
+    def wake(self) -> None:
+        """Lets everybody who waits look again."""
+        self._news.set()
+        self._news = asyncio.Event()
+
+    def after(self, seen: int) -> list[Happening]:
+        """What is newer than `seen`. Who has seen more than there was followed another controller: all of it is new."""
+        if seen > self.latest:
+            seen = 0
+        return [happening for number, happening in self._kept.items() if number > seen]
+
+    async def wait_after(self, seen: int, timeout_s: float) -> None:
+        """Returns when something newer than `seen` has happened, when it is woken, or when the time is over."""
+        if self.latest != seen:
+            return
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._news.wait(), timeout_s)
+
+
+def replay(happened: list[Happening], events: Events) -> None:
+    for one in happened:
+        match one.kind:
+            case Kind.PROGRESS:
+                events.progress(one.name, one.what, one.fraction)
+            case Kind.READY:
+                events.ready(one.name, one.what)
+            case Kind.TROUBLE:
+                events.trouble(one.name, one.what)
+            case Kind.GAVE_UP:
+                events.gave_up(one.name, one.what)

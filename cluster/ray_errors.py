@@ -1,0 +1,44 @@
+"""The one place where Ray's exceptions become ours."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from typing import TypeVar
+
+from ray import exceptions as ray_exceptions
+
+from wire.errors import InternalError, NodeLost, TandemError, Unavailable
+
+T = TypeVar("T")
+
+
+def translated(error: ray_exceptions.RayError) -> TandemError:
+    match error:
+        case ray_exceptions.RayTaskError(cause=TandemError() as cause):
+            return cause
+        case ray_exceptions.RayTaskError(cause=cause):
+            return InternalError(f"{type(cause).__name__}: {cause}")
+        case ray_exceptions.ActorUnschedulableError():
+            return Unavailable(f"no machine of the cluster can take it: {_first_line(error)}")
+        case ray_exceptions.RayActorError():
+            return NodeLost(_last_words(error))
+        case _:
+            return Unavailable(f"Ray: {type(error).__name__}: {_first_line(error)}")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def _last_words(error: ray_exceptions.RayActorError) -> str:
+    """Ray's account of a death is a page long; its last line says what happened, its first sentences why."""
+    line = str(error).strip().splitlines()[-1]
+    detail = line.rpartition("Worker exit detail: ")[2]
+    return detail.partition(" Some common causes")[0].strip() or type(error).__name__
+
+
+async def answer(ref: Awaitable[T]) -> T:
+    try:
+        return await ref
+    except ray_exceptions.RayError as error:
+        raise translated(error) from error

@@ -1,0 +1,255 @@
+"""Paged attention by FlashInfer's kernels, which read our cache where it lies: a page is a block, and a layer's keys
+are a strided view of the cache, [pages, heads, page, dim].
+
+The library is optional and imported late. What it does not compute (sinks, odd head sizes, float32) goes by
+gathering, for the whole model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import logging
+from typing import Any
+
+import numpy as np
+import torch
+
+from engine.model.attention.layers import AttentionLayer, CachePlan
+from engine.model.attention.pages import Pages, padded, pages_of
+from engine.model.batch import Batch, HostBatch
+from engine.model.decode_inputs import DecodeInputs
+from engine.model.staging import to_device
+from wire.errors import InternalError
+
+log = logging.getLogger(__name__)
+
+_HEAD_DIMS = (64, 128, 256)
+_DTYPES = (torch.float16, torch.bfloat16)
+_WORKSPACE_BYTES = 128 << 20
+# Runs on every card since Ampere, and computes the same on all of them.
+_KERNELS = "fa2"
+
+
+def find_library() -> Any | None:
+    """None, and a line in the log, where it is not installed or does not load."""
+    try:
+        return importlib.import_module("flashinfer")
+    except (ImportError, OSError, RuntimeError) as error:
+        log.info("attention goes by gathering: flashinfer is not there (%s)", error)
+        return None
+
+
+def reason_against(layers: tuple[AttentionLayer, ...], dtype: torch.dtype) -> str | None:
+    """Why the library cannot compute this model's attention."""
+    if dtype not in _DTYPES:
+        return f"flashinfer does not compute in {dtype}"
+    for layer in layers:
+        if layer.sinks:
+            return f"layer {layer.index} has attention sinks"
+        if layer.key_dim != layer.value_dim or layer.key_dim not in _HEAD_DIMS:
+            return f"layer {layer.index} has heads of {layer.key_dim} and {layer.value_dim}"
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kind:
+    """Layers that share one plan."""
+
+    group: int
+    window: int | None
+    query_heads: int
+    kv_heads: int
+    dim: int
+    scale: float
+    softcap: float | None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {
+            "num_qo_heads": self.query_heads,
+            "num_kv_heads": self.kv_heads,
+            "head_dim_qk": self.dim,
+            "causal": True,
+            "sm_scale": self.scale,
+            # The library counts the keys before the query's own.
+            "window_left": -1 if self.window is None else self.window - 1,
+            "logits_soft_cap": self.softcap,
+        }
+
+
+class FlashInferAttention:
+    """See engine.model.attention.steps.PagedAttention."""
+
+    reads_tables = False
+
+    def __init__(
+        self,
+        library: Any,
+        tensor: torch.Tensor,
+        plan: CachePlan,
+        layers: tuple[AttentionLayer, ...],
+        max_model_len: int,
+    ) -> None:
+        self._library = library
+        self.tensor = tensor
+        self.plan = plan
+        self.kinds: list[_Kind] = []
+        self.kind_of_layer: list[int] = []
+        for layer in layers:
+            if layer.scale is None:
+                raise InternalError("a layer whose scale nobody found out")
+            kind = _Kind(
+                plan.group_of_layer[layer.index],
+                plan.groups[plan.group_of_layer[layer.index]].window,
+                layer.num_query_heads,
+                layer.num_kv_heads,
+                layer.key_dim,
+                layer.scale,
+                layer.softcap,
+            )
+            if kind not in self.kinds:
+                self.kinds.append(kind)
+            self.kind_of_layer.append(self.kinds.index(kind))
+        # Wrappers run one after the other, so they can share what none keeps from one run to the next.
+        self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=tensor.device)
+        self._wrappers = [self._wrapper() for _ in self.kinds]
+        self._max_pages = -(-max_model_len // plan.block_size)
+        self._page_buffers: list[torch.Tensor] = []
+
+    def _wrapper(self, **options: Any) -> Any:
+        return self._library.BatchPrefillWithPagedKVCacheWrapper(
+            self._workspace, "HND", backend=_KERNELS, **options
+        )
+
+    def begin(self, batch: Batch) -> _Step:
+        if batch.host is None:
+            raise InternalError("attention is planned on the host, and the batch has nothing there")
+        for kind, wrapper in zip(self.kinds, self._wrappers, strict=True):
+            pages = pages_of(batch.host, kind.group, kind.window, self.plan.block_size)
+            self.plan_wrapper(wrapper, kind, pages)
+        return _Step(self, self._wrappers, batch.slot_mapping)
+
+    def fixed(self, inputs: DecodeInputs) -> _Fixed:
+        device = self.tensor.device
+        wrappers = []
+        for index in range(len(self.kinds)):
+            needed = inputs.size * (self._max_pages + 1)
+            if index == len(self._page_buffers):
+                self._page_buffers.append(torch.zeros(0, dtype=torch.int32, device=device))
+            if self._page_buffers[index].numel() < needed:
+                # Who recorded with the smaller one keeps that alive.
+                self._page_buffers[index] = torch.zeros(needed, dtype=torch.int32, device=device)
+            numbers = [
+                torch.zeros(inputs.size + more, dtype=torch.int32, device=device) for more in (1, 1, 0)
+            ]
+            wrappers.append(
+                self._wrapper(
+                    use_cuda_graph=True,
+                    qo_indptr_buf=numbers[0],
+                    paged_kv_indptr_buf=numbers[1],
+                    paged_kv_last_page_len_buf=numbers[2],
+                    paged_kv_indices_buf=self._page_buffers[index],
+                )
+            )
+        return _Fixed(self, inputs, wrappers)
+
+    def plan_wrapper(self, wrapper: Any, kind: _Kind, pages: Pages) -> None:
+        """Sizes and starts are taken from the host: from the device, planning would wait for it."""
+        wrapper.plan(
+            torch.from_numpy(pages.query_start),
+            torch.from_numpy(pages.page_start),
+            to_device(pages.pages, self.tensor.device),
+            torch.from_numpy(pages.last_page_len),
+            page_size=self.plan.block_size,
+            q_data_type=self.tensor.dtype,
+            kv_data_type=self.tensor.dtype,
+            **kind.options,
+        )
+
+    def try_out(self) -> None:
+        """One token, so that kernels are compiled now, and what cannot run says so now."""
+        zero = np.zeros(1, np.int64)
+        one = np.ones(1, np.int32)
+        groups = len(self.plan.groups)
+        host = HostBatch(
+            token_ids=zero,
+            positions=zero,
+            query_start=np.array([0, 1], np.int32),
+            context_lens=one,
+            slot_mapping=(zero,) * groups,
+            block_tables=(np.zeros((1, 1), np.int32),) * groups,
+        )
+        for kind, wrapper in zip(self.kinds, self._wrappers, strict=True):
+            self.plan_wrapper(wrapper, kind, pages_of(host, kind.group, kind.window, self.plan.block_size))
+            query = torch.zeros(
+                1, kind.query_heads, kind.dim, dtype=self.tensor.dtype, device=self.tensor.device
+            )
+            wrapper.run(query, self._views(0, kind))
+
+    def _views(self, slot: int, kind: _Kind) -> tuple[torch.Tensor, torch.Tensor]:
+        layer = self.tensor[:, slot]
+        return layer[:, 0, : kind.kv_heads, :, : kind.dim], layer[:, 1, : kind.kv_heads, :, : kind.dim]
+
+    def views(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._views(self.plan.slot_of_layer[layer], self.kinds[self.kind_of_layer[layer]])
+
+
+class _Fixed:
+    def __init__(self, attention: FlashInferAttention, inputs: DecodeInputs, wrappers: list[Any]) -> None:
+        self._attention = attention
+        self._inputs = inputs
+        self._wrappers = wrappers
+
+    def prepare(self, host: HostBatch | None) -> None:
+        attention = self._attention
+        size = attention.plan.block_size
+        for kind, wrapper in zip(attention.kinds, self._wrappers, strict=True):
+            pages = None if host is None else pages_of(host, kind.group, kind.window, size)
+            attention.plan_wrapper(wrapper, kind, padded(pages, self._inputs.size))
+
+    def begin(self) -> _Step:
+        return _Step(self._attention, self._wrappers, self._inputs.slot_mapping, self._inputs.padding)
+
+
+class _Step:
+    def __init__(
+        self,
+        attention: FlashInferAttention,
+        wrappers: list[Any],
+        slot_mapping: tuple[torch.Tensor, ...],
+        padding: torch.Tensor | None = None,
+    ) -> None:
+        size = attention.plan.block_size
+        self._attention = attention
+        self._wrappers = wrappers
+        self._places = [(slots // size, slots % size) for slots in slot_mapping]
+        self._padding = None if padding is None else padding[:, None, None]
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        attention = self._attention
+        kind = attention.kinds[attention.kind_of_layer[layer]]
+        if (scale, softcap) != (kind.scale, kind.softcap) or sinks is not None:
+            raise InternalError(f"layer {layer} attends otherwise than when it was probed")
+        views = attention.views(layer)
+        block, offset = self._places[kind.group]
+        for pages, states in zip(views, (key, value), strict=True):
+            written = states.transpose(0, 1)
+            if self._padding is not None:
+                written = written.masked_fill(self._padding, 0)
+            # Indices on both sides of a slice put the indexed dimension first: [T, heads, dim].
+            pages[block, :, offset] = written
+        out: torch.Tensor = self._wrappers[attention.kind_of_layer[layer]].run(
+            query.transpose(0, 1).contiguous(), views
+        )
+        return out

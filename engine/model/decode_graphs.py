@@ -1,0 +1,145 @@
+"""Decode steps that are recorded once per shape and replayed: a small model's decode step is a thousand launches, and
+launching takes longer than computing.
+
+What is recorded knows nothing but its input buffers (`DecodeInputs`), so it does not matter what records: on CUDA
+a graph does. Steps of any other kind (prompts, drafts) are computed as they come.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from engine.model.attention.steps import AttentionStep, FixedAttention, PagedAttention
+from engine.model.batch import Batch
+from engine.model.decode_inputs import DecodeInputs, bucket_of, request_buckets, table_width
+from engine.model.runner import LayerHooks
+
+log = logging.getLogger(__name__)
+
+Record = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], None], torch.Tensor]]
+"""Runs some work and returns how to run it again, and the tensor that its result will be in each time."""
+
+# Where attention copies keys and values together, a recording keeps the memory for that: so many at most.
+_MOST_GATHERED_KEYS = 1 << 16
+
+
+class Computing(Protocol):
+    """The forward pass between its inputs and its attention."""
+
+    @property
+    def attention(self) -> PagedAttention: ...
+    @property
+    def num_layers(self) -> int: ...
+
+    def __call__(self, batch: Batch, hooks: LayerHooks | None) -> torch.Tensor: ...
+    def compute(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, step: AttentionStep
+    ) -> torch.Tensor: ...
+
+
+class _Recorded:
+    def __init__(self, inputs: DecodeInputs, forward: Computing, record: Record) -> None:
+        self.inputs = inputs
+        self._fixed: FixedAttention = forward.attention.fixed(inputs)
+        self._fixed.prepare(None)
+        self._replay, self._logits = record(
+            lambda: forward.compute(inputs.token_ids, inputs.positions, self._fixed.begin())
+        )
+
+    def run(self, batch: Batch) -> torch.Tensor:
+        self.inputs.load(batch.host)
+        self._fixed.prepare(batch.host)
+        self._replay()
+        return self._logits
+
+
+class DecodeGraphs:
+    """A forward pass (engine.model.forward.Forward) in front of another."""
+
+    def __init__(
+        self,
+        forward: Computing,
+        record: Record,
+        *,
+        num_groups: int,
+        block_size: int,
+        max_requests: int,
+        device: torch.device,
+    ) -> None:
+        self._forward = forward
+        self._record = record
+        self._num_groups = num_groups
+        self._block_size = block_size
+        self._device = device
+        self._buckets = request_buckets(max_requests)
+        self._recorded: dict[tuple[int, int], _Recorded] = {}
+        self._works = True
+        self.num_replays = 0
+
+    def record_ahead(self, progress: Callable[[float], None]) -> None:
+        """Records every number of requests, with the narrowest tables, so that nobody waits for it later. The largest
+        first: the memory that it needs serves the others."""
+        columns = table_width(1) if self._forward.attention.reads_tables else 0
+        buckets = self._buckets[::-1]
+        for done, size in enumerate(buckets, 1):
+            if not self._works:
+                return
+            if self._fits(size, columns):
+                self._find(size, columns)
+            progress(done / len(buckets))
+
+    def __call__(self, batch: Batch, hooks: LayerHooks | None) -> torch.Tensor:
+        recorded = self._recorded_for(batch)
+        if recorded is None:
+            return self._forward(batch, hooks)
+        layers = range(self._forward.num_layers) if hooks is not None else ()
+        for layer in layers:
+            hooks.wait_for_layer_load(layer)  # type: ignore[union-attr]
+        logits = recorded.run(batch)[: batch.num_requests]
+        self.num_replays += 1
+        for layer in layers:
+            hooks.save_kv_layer(layer)  # type: ignore[union-attr]
+        return logits if batch.logit_rows.shape[0] == batch.num_requests else logits[batch.logit_rows]
+
+    def _recorded_for(self, batch: Batch) -> _Recorded | None:
+        if not self._works or batch.host is None or batch.num_decodes != batch.num_requests:
+            return None
+        size = bucket_of(self._buckets, batch.num_requests)
+        columns = 0
+        if self._forward.attention.reads_tables:
+            columns = table_width(-(-batch.max_context_len // self._block_size))
+        if size is None or not self._fits(size, columns):
+            return None
+        return self._find(size, columns)
+
+    def _fits(self, size: int, columns: int) -> bool:
+        return size * columns * self._block_size <= _MOST_GATHERED_KEYS
+
+    def _find(self, size: int, columns: int) -> _Recorded | None:
+        recorded = self._recorded.get((size, columns))
+        if recorded is not None:
+            return recorded
+        inputs = DecodeInputs(size, columns, self._num_groups, self._block_size, self._device)
+        try:
+            recorded = _Recorded(inputs, self._forward, self._record)
+        except RuntimeError as error:
+            # A model that looks at its own intermediate results cannot be recorded; it runs all the same.
+            self._works = False
+            self._recorded.clear()
+            log.warning("decode steps are not recorded, and slower for it: %s", _first_line(error))
+            return None
+        self._recorded[size, columns] = recorded
+        return recorded
+
+    @property
+    def shapes(self) -> Sequence[tuple[int, int]]:
+        """Recorded so far: (requests, columns)."""
+        return list(self._recorded)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n", 1)[0]

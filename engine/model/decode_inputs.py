@@ -1,0 +1,91 @@
+"""The shapes that decode steps are recorded in, and the buffers from which a recorded one reads its inputs."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from engine.model.batch import HostBatch
+from engine.model.staging import to_device_together
+
+_FEWEST_COLUMNS = 8
+
+
+def request_buckets(most: int) -> list[int]:
+    """Numbers of requests: close to each other where a row more costs much, up to `most`."""
+    buckets = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, most + 32, 32)]
+    return [*(bucket for bucket in buckets if bucket < most), most]
+
+
+def bucket_of(buckets: list[int], count: int) -> int | None:
+    """The smallest that has room."""
+    return next((bucket for bucket in buckets if bucket >= count), None)
+
+
+def table_width(columns: int) -> int:
+    """The next power of two: a block table's width in a recorded step."""
+    return max(_FEWEST_COLUMNS, 1 << max(0, columns - 1).bit_length())
+
+
+class DecodeInputs:
+    """Tensors that stay where they are, for `size` requests of one token each.
+
+    Rows beyond a step's requests pad. Such a row is a token 0 at position 0 with a context of itself; it lies in the
+    null block, to which zeros are written in its place: nobody reads anything from there, and what is
+    read beside somebody's own must still be a number.
+    """
+
+    def __init__(
+        self, size: int, columns: int, num_groups: int, block_size: int, device: torch.device
+    ) -> None:
+        self.size = size
+        self.columns = columns  # of the block tables; 0 without tables
+        self.num_groups = num_groups
+        self._block_size = block_size
+        self._numbers = torch.zeros(3 + num_groups, size, dtype=torch.int64, device=device)
+        self._tables = torch.zeros(num_groups, size, columns, dtype=torch.int32, device=device)
+        self.load(None)
+
+    @property
+    def token_ids(self) -> torch.Tensor:
+        return self._numbers[0]
+
+    @property
+    def positions(self) -> torch.Tensor:
+        return self._numbers[1]
+
+    @property
+    def context_lens(self) -> torch.Tensor:
+        """int64 [size]"""
+        return self._numbers[2]
+
+    @property
+    def slot_mapping(self) -> tuple[torch.Tensor, ...]:
+        return tuple(self._numbers[3:])
+
+    @property
+    def block_tables(self) -> tuple[torch.Tensor, ...]:
+        return tuple(self._tables)
+
+    @property
+    def padding(self) -> torch.Tensor:
+        """bool [size]: rows that write to the null block. Part of what is recorded."""
+        return self._numbers[3] < self._block_size
+
+    def load(self, host: HostBatch | None) -> None:
+        """The next replay's inputs. None: every row pads."""
+        numbers = np.zeros(self._numbers.shape, np.int64)
+        numbers[2] = 1
+        tables = np.zeros(self._tables.shape, np.int32)
+        if host is not None:
+            count = len(host.token_ids)
+            numbers[0, :count] = host.token_ids
+            numbers[1, :count] = host.positions
+            numbers[2, :count] = host.context_lens
+            for group in range(self.num_groups):
+                numbers[3 + group, :count] = host.slot_mapping[group]
+                width = min(self.columns, host.block_tables[group].shape[1])
+                tables[group, :count, :width] = host.block_tables[group][:, :width]
+        staged = to_device_together([numbers, tables], self._numbers.device)
+        self._numbers.copy_(staged[0], non_blocking=True)
+        self._tables.copy_(staged[1], non_blocking=True)

@@ -1,0 +1,61 @@
+"""From host arrays to the model's device without making the device wait.
+
+A copy from ordinary host memory waits for everything that the device still has to do. One from page-locked memory
+only takes its place in line; torch keeps that memory until the copy is through, and hands it out again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Array = npt.NDArray[Any]
+
+# Every dtype's items begin at a multiple of their size.
+_ALIGNMENT = 16
+
+
+def to_device(array: Array, device: torch.device) -> torch.Tensor:
+    """On a CPU a view of the array, elsewhere a copy that may still be under way: later work there sees it whole."""
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def to_device_together(arrays: Sequence[Array], device: torch.device) -> list[torch.Tensor]:
+    """The same for several arrays, in one copy."""
+    if device.type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
+    places = _places(arrays)
+    host = torch.empty(places[-1], dtype=torch.uint8, pin_memory=True)
+    pack(arrays, places, host.numpy())
+    return unpack(arrays, places, host.to(device, non_blocking=True))
+
+
+def _places(arrays: Sequence[Array]) -> list[int]:
+    """Where each array's bytes begin; at last, where they all end."""
+    places = [0]
+    for array in arrays:
+        places.append(places[-1] + -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT)
+    return places
+
+
+def pack(arrays: Sequence[Array], places: Sequence[int], out: npt.NDArray[np.uint8]) -> None:
+    for array, place in zip(arrays, places, strict=False):
+        target = out[place : place + array.nbytes].view(array.dtype).reshape(array.shape)
+        target[...] = array
+
+
+def unpack(arrays: Sequence[Array], places: Sequence[int], packed: torch.Tensor) -> list[torch.Tensor]:
+    """Views of the packed bytes, shaped as the arrays are."""
+    tensors = []
+    for array, place in zip(arrays, places, strict=False):
+        dtype = torch.from_numpy(array).dtype
+        if array.nbytes:
+            tensors.append(packed[place : place + array.nbytes].view(dtype).view(array.shape))
+        else:
+            tensors.append(torch.empty(array.shape, dtype=dtype, device=packed.device))
+    return tensors

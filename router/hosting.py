@@ -1,0 +1,84 @@
+"""A router as the process that holds it sees it: msgspec bytes or plain values in and out.
+
+Whatever runs the process (a Ray actor, a test) calls these methods and adds nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+from collections.abc import Callable
+
+import msgspec
+
+from router.config import RouterConfig
+from router.http.serving import listen
+from router.server import RouterServer
+from wire.errors import Unavailable
+from wire.nodes import NodeInfo
+
+FindModel = Callable[[str, Callable[[str, float], None]], str]
+"""From a model's name to a folder on this machine; says meanwhile what it does. Fetches what is missing."""
+
+
+class RouterHost:
+    """Made inside a running event loop."""
+
+    def __init__(self, config: bytes, find_model: FindModel | None = None) -> None:
+        self._config = config
+        self._find_model = find_model
+        self._starting: asyncio.Task[str] | None = None
+        self._server: RouterServer | None = None
+        self._stopped = asyncio.Event()
+
+    def configuration(self) -> bytes:
+        """What it was made with, for a controller that comes back and asks whether this is its router."""
+        return self._config
+
+    async def start(self) -> str:
+        """Returns the base URL, once it answers. Asked again, it says again what it said."""
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._start(), name="start")
+        return await asyncio.shield(self._starting)
+
+    async def _start(self) -> str:
+        config = msgspec.msgpack.decode(self._config, type=RouterConfig)
+        if self._find_model is not None:
+            listen(config.host, config.port).close()  # a taken port is found before anything is fetched
+            path = await asyncio.to_thread(self._find_model, config.tokenizer_path, _say_nothing)
+            config = msgspec.structs.replace(config, tokenizer_path=path)
+        self._server = RouterServer(config)
+        url = await self._server.start()
+        # A collection that walked over what was imported would keep every stream waiting.
+        gc.collect()
+        gc.freeze()
+        return url
+
+    def _serving(self) -> RouterServer:
+        if self._server is None:
+            raise Unavailable("the router has not started")
+        return self._server
+
+    async def set_members(self, members: bytes) -> None:
+        """`members` is a list of NodeInfo: the whole membership, every time."""
+        self._serving().set_members(msgspec.msgpack.decode(members, type=list[NodeInfo]))
+
+    async def drain(self, timeout_s: float) -> bool:
+        """False when some requests had to be failed because the time was over."""
+        return await self._serving().drain(timeout_s)
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            await self._server.stop()
+        self._stopped.set()
+
+    async def hold(self, timeout_s: float) -> bool:
+        """Whether the router has been stopped; waits so long for it. Whoever asks learns at once when it dies."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._stopped.wait(), timeout_s)
+        return self._stopped.is_set()
+
+
+def _say_nothing(what: str, fraction: float) -> None:
+    pass

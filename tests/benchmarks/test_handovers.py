@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from benchmarks.side_by_side import handovers
+from benchmarks.side_by_side.handovers import measure_handovers
+from router.tracing.record import NodePart, TraceRecord
+from wire.errors import Unavailable
+from wire.tracing import Phase, Span
+
+
+def trace(request_id: str, away: bool = True) -> TraceRecord:
+    reader = NodePart(
+        "p0", "prefill", "r", [Span(Phase.PREFILL, 1.0, 1.1), Span(Phase.WRITE, 1.09, 1.102)], 0.0, 0.0
+    )
+    writer = NodePart(
+        "d0", "decode", "r", [Span(Phase.RECEIVE, 1.0, 1.103), Span(Phase.DECODE, 1.104, 1.2)], 0.0, 0.0
+    )
+    return TraceRecord(
+        request_id, "", "t", "s", None, "", "/v1/completions", "m", 1.0, 1e9, 1.3, 200, 512, 2, [], [], [],
+        [reader, writer] if away else [reader], [],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("away", [True, False])
+def test_every_prompt_is_traced_under_a_name_of_its_own(
+    away: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    names: list[str] = []
+
+    def post(url: str, **fields: Any) -> httpx.Response:
+        assert fields["headers"]["x-tandem-trace"] == "1"
+        names.append(fields["headers"]["x-request-id"])
+        return httpx.Response(200, request=httpx.Request("POST", url))
+
+    class Client:
+        def __init__(self, url: str, key: str | None) -> None: ...
+
+        def find(self, name: str) -> TraceRecord:
+            assert name == names[-1]
+            return trace(name, away)
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(httpx, "post", post)
+    monkeypatch.setattr(handovers, "TraceClient", Client)
+    picture = tmp_path / "trace.png"
+    if not away:
+        with pytest.raises(Unavailable, match="not sent away"):
+            measure_handovers("http://r", "m", ["a"], picture)
+        return
+    found = measure_handovers("http://r", "m", ["a", "b"], picture)
+    assert found == pytest.approx([4.0, 4.0])
+    assert len(set(names)) == 2
+    assert picture.stat().st_size > 1000
+
+
+def test_a_server_that_does_not_answer_is_said_to(tmp_path: Path) -> None:
+    with pytest.raises(Unavailable, match="not answered"):
+        measure_handovers("http://127.0.0.1:9", "m", ["a"], tmp_path / "x.png")

@@ -1,0 +1,14 @@
+"""Layer hooks that write down when they were called."""
+
+from __future__ import annotations
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int]] = []
+
+    def wait_for_layer_load(self, layer: int) -> None:
+        self.calls.append(("load", layer))
+
+    def save_kv_layer(self, layer: int) -> None:
+        self.calls.append(("save", layer))

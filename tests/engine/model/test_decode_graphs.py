@@ -1,0 +1,192 @@
+"""What runs on a GPU, as far as a CPU can tell: recorded decode steps, and a library's kernels that we plan for.
+
+The recorder freezes whatever the host said (tests.engine.model.recording); the library is a stand-in that holds us to
+its contract (tests.engine.model.fake_flashinfer). Tokens must be those of the plain path, whatever comes and goes.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.config import CacheConfig, ModelConfig, SchedulerConfig
+from engine.model import paths
+from engine.model.attention.flashinfer import FlashInferAttention, reason_against
+from engine.model.attention.gathered import GatheredAttention
+from engine.model.attention.layers import AttentionLayer
+from engine.model.decode_graphs import DecodeGraphs
+from engine.model.decode_inputs import bucket_of, request_buckets, table_width
+from engine.model.loading import load_runner
+from engine.model.torch_runner import TorchRunner
+from tests.engine.model import fake_flashinfer, tiny
+from tests.engine.model.driver import Driver
+from tests.engine.model.hooks import Recorder
+from tests.engine.model.recording import record
+
+NUM_TOKENS = 10
+LENGTHS = (1, 6, 19, 33)
+# Every kind of layer: full, sliding, both in several groups, soft-capping, sinks, keys longer than values.
+GATHERED = ("llama", "gemma2", "gemma3", "gpt2", "gpt-oss", "deepseek-v3")
+PAGED = ("llama-untied-odd-heads", "mistral-window", "gemma2", "gemma3", "gpt2")
+VARIANTS = [(name, "gathered") for name in GATHERED] + [(name, "flashinfer") for name in PAGED]
+
+
+def load(path: Path) -> TorchRunner:
+    return load_runner(
+        ModelConfig(path=str(path), dtype="float32", device="cpu", threads=1),
+        CacheConfig(block_size=4, memory_bytes=4 << 20),
+        SchedulerConfig(max_num_seqs=5),
+        native=False,
+    )
+
+
+def graphed(runner: TorchRunner) -> DecodeGraphs:
+    graphs = DecodeGraphs(
+        runner.forward,  # type: ignore[arg-type]
+        record,
+        num_groups=len(runner.info.groups),
+        block_size=runner.info.groups[0].block_size,
+        max_requests=5,
+        device=torch.device("cpu"),
+    )
+    runner._forward = graphs
+    return graphs
+
+
+class Case:
+    def __init__(self, architecture: str, attention: str, folder: Path) -> None:
+        path = tiny.save(architecture, folder)
+        rng = random.Random(architecture)
+        self.prompts = [[rng.randrange(3, tiny.VOCAB) for _ in range(length)] for length in LENGTHS]
+        plain = Driver(load(path))
+        for index, prompt in enumerate(self.prompts):
+            plain.add(str(index), prompt)
+        self.answers = plain.generate(NUM_TOKENS)
+        with pytest.MonkeyPatch.context() as patch:
+            if attention == "flashinfer":
+                patch.setattr(
+                    paths,
+                    "_choose_attention",
+                    lambda cache, plan, layers, shape: FlashInferAttention(
+                        fake_flashinfer, cache, plan, layers, shape.max_model_len
+                    ),
+                )
+            self.runner = load(path)
+        self.expected = FlashInferAttention if attention == "flashinfer" else GatheredAttention
+        self.eager = self.runner.forward
+        self.graphs = graphed(self.runner)
+
+
+@pytest.fixture(scope="module", params=VARIANTS, ids=lambda variant: f"{variant[0]}-{variant[1]}")
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return Case(*request.param, tmp_path_factory.mktemp("models"))
+
+
+def test_requests_come_go_and_are_preempted(case: Case) -> None:
+    assert isinstance(case.eager.attention, case.expected)  # type: ignore[attr-defined]
+    driver, rng = Driver(case.runner, 4), random.Random(4)
+    waiting = list(range(len(case.prompts)))
+    answers: dict[str, list[int]] = {}
+    before = case.graphs.num_replays
+    while waiting or driver.requests:
+        if waiting and rng.random() < 0.2:
+            index = waiting.pop()
+            driver.add(str(index), case.prompts[index])
+        if driver.requests and rng.random() < 0.05:
+            driver.preempt(rng.choice(list(driver.requests)))
+        work = {r.req_id: rng.randint(1, r.pending) for r in driver.requests.values() if rng.random() < 0.9}
+        driver.step(work)
+        for req_id, request in list(driver.requests.items()):
+            if len(request.output) >= NUM_TOKENS:
+                answers[req_id] = driver.finish(req_id).output
+    driver.step({})
+    assert answers == case.answers
+    assert case.graphs.num_replays > before
+    assert len(case.graphs.shapes) > 1
+    # Nobody's keys or values are in the null block: rows that pad write zeros.
+    assert not case.runner.kv_cache[0].any()
+
+
+def test_layers_are_announced_around_a_recorded_step(case: Case) -> None:
+    driver, recorder = Driver(case.runner), Recorder()
+    driver.add("r", case.prompts[1])
+    driver.step({"r": len(case.prompts[1])})
+    before = case.graphs.num_replays
+    driver.step({"r": 1}, recorder)
+    assert case.graphs.num_replays == before + 1
+    layers = range(case.runner.info.num_layers)
+    assert recorder.calls == [("load", layer) for layer in layers] + [("save", layer) for layer in layers]
+    driver.finish("r")
+    driver.step({})
+
+
+def test_a_step_that_looks_at_its_own_results_runs_unrecorded(tmp_path: Path) -> None:
+    runner = load(tiny.save("llama", tmp_path))
+    plain = Driver(load(tmp_path / "llama"))
+    plain.add("r", [5, 6, 7])
+    expected = plain.generate(5)
+    compute = runner.forward.compute  # type: ignore[attr-defined]
+
+    def looking(*arguments: object) -> torch.Tensor:
+        logits: torch.Tensor = compute(*arguments)
+        return logits if float(logits.sum()) > 0 else logits * 1
+
+    runner.forward.compute = looking  # type: ignore[attr-defined]
+    graphs = graphed(runner)
+    driver = Driver(runner)
+    driver.add("r", [5, 6, 7])
+    assert driver.generate(5) == expected
+    assert graphs.num_replays == 0
+
+
+def test_every_number_of_requests_is_recorded_ahead(tmp_path: Path) -> None:
+    runner = load(tiny.save("llama", tmp_path))
+    graphs = graphed(runner)
+    shares: list[float] = []
+    with torch.inference_mode():
+        graphs.record_ahead(shares.append)
+    assert sorted(size for size, _ in graphs.shapes) == [1, 2, 4, 5]
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+
+
+@given(st.integers(1, 1000), st.data())
+def test_a_bucket_has_room_and_wastes_little(most: int, data: st.DataObject) -> None:
+    buckets = request_buckets(most)
+    assert buckets == sorted(set(buckets))
+    assert buckets[-1] == most
+    count = data.draw(st.integers(1, most))
+    found = bucket_of(buckets, count)
+    assert found is not None
+    assert count <= found < max(count + 32, 2 * count + 1)
+    assert bucket_of(buckets, most + 1) is None
+
+
+@given(st.integers(1, 10_000))
+def test_a_table_is_as_wide_as_the_next_power_of_two(columns: int) -> None:
+    width = table_width(columns)
+    assert columns <= width <= max(8, 2 * columns - 1)
+    assert width & (width - 1) == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, None),
+        ({"softcap": 30.0, "window": 100}, None),
+        ({"sinks": True}, "sinks"),
+        ({"key_dim": 80, "value_dim": 80}, "heads of 80"),
+        ({"value_dim": 64}, "128 and 64"),
+    ],
+)
+def test_what_the_library_computes(change: dict[str, object], reason: str | None) -> None:
+    options = {"key_dim": 128, "value_dim": 128, "window": None, "scale": 1.0, **change}
+    layer = AttentionLayer(0, 8, 2, **options)  # type: ignore[arg-type]
+    found = reason_against((layer,), torch.bfloat16)
+    assert (found is None) if reason is None else (found is not None and reason in found)
+    assert "float32" in (reason_against((layer,), torch.float32) or "")

@@ -1,0 +1,98 @@
+"""Pages are made ahead of their use, a window at a time, and what they hold is never touched."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.model import prefault
+from engine.model.prefault import PageMaker
+
+BLOCK = 1 << 20
+PATIENCE_S = 10.0
+
+
+def cache_of(blocks: int) -> tuple[torch.Tensor, mmap.mmap]:
+    region = mmap.mmap(-1, blocks * BLOCK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(region, dtype=torch.uint8).view(blocks, BLOCK), region
+
+
+def resident(cache: torch.Tensor) -> int:
+    """Bytes of the mapping that are in memory, by the kernel's own account."""
+    wanted, found = f"{cache.data_ptr():x}-", False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if line.startswith(wanted):
+            found = True
+        elif found and line.startswith("Rss:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("the mapping is not there")
+
+
+def until(maker: PageMaker, made: int) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while maker.made_bytes < made:
+        assert time.monotonic() < deadline, f"{maker.made_bytes} bytes made, not {made}"
+        time.sleep(0.002)
+
+
+@pytest.fixture(autouse=True)
+def _small_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefault, "WINDOW_BYTES", 4 * BLOCK)
+    monkeypatch.setattr(prefault, "PIECE_BYTES", BLOCK)
+
+
+def test_a_window_is_made_and_grows_with_what_is_used() -> None:
+    cache, _ = cache_of(40)
+    assert resident(cache) == 0
+    maker = PageMaker(cache)
+    until(maker, 4 * BLOCK)
+    assert resident(cache) <= 6 * BLOCK, "no more than a window, and what the kernel rounds to"
+    maker.reached(9)
+    until(maker, 14 * BLOCK)
+    maker.reached(3)
+    maker.reached(39)
+    until(maker, 40 * BLOCK)
+    assert resident(cache) == 40 * BLOCK
+    maker.stop()
+    maker.stop()
+
+
+def test_what_is_written_meanwhile_stays() -> None:
+    cache, _ = cache_of(16)
+    cache[2] = 7
+    maker = PageMaker(cache)
+    for block in range(16):
+        cache[block, ::4096] = block + 1
+        maker.reached(block)
+    until(maker, 16 * BLOCK)
+    maker.stop()
+    assert [int(cache[block, 4096]) for block in range(16)] == list(range(1, 17))
+    assert int(cache[2, 1]) == 7
+    assert int(cache[3, 1]) == 0
+
+
+def test_a_kernel_that_cannot_is_left_in_peace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefault, "_MADV_POPULATE_WRITE", 12345)
+    cache, _ = cache_of(8)
+    before = threading.active_count()
+    maker = PageMaker(cache)
+    maker._thread.join(PATIENCE_S)
+    assert not maker._thread.is_alive()
+    maker.reached(7)
+    maker.stop()
+    assert maker.made_bytes == 0
+    assert threading.active_count() <= before
+
+
+def test_it_ends_with_its_cache() -> None:
+    cache, _ = cache_of(8)
+    maker = PageMaker(cache)
+    until(maker, 4 * BLOCK)
+    del cache
+    maker._thread.join(PATIENCE_S)
+    assert not maker._thread.is_alive()

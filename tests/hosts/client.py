@@ -1,0 +1,92 @@
+"""Runs where the router can be reached. `client.py load URL` streams one request after another until its input ends, and
+then says how many were finished and which failed; `client.py nodes URL SECONDS N_PREFILL N_DECODE` waits for a router
+that sees so many ready nodes, and says which."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from typing import Any
+
+import httpx
+
+
+def ready_nodes(url: str) -> list[dict[str, Any]]:
+    nodes = httpx.get(f"{url}/cluster", timeout=5, trust_env=False).raise_for_status().json()["nodes"]
+    return [node for node in nodes if node["state"] == "ready"]
+
+
+def wait_for_nodes(url: str, within_s: float, wanted: dict[str, int]) -> Any:
+    deadline = time.monotonic() + within_s
+    seen: Any = None
+    while time.monotonic() < deadline:
+        try:
+            nodes = ready_nodes(url)
+            seen = {node["node_id"]: node["role"] for node in nodes}
+            if all(list(seen.values()).count(role) == count for role, count in wanted.items()):
+                return seen
+        except httpx.HTTPError as error:
+            seen = repr(error)
+        time.sleep(0.2)  # the router announces no changes
+    return seen
+
+
+def complete(url: str, words: str, tokens: int) -> str:
+    """The text of a streamed completion; anything but a whole one is an error."""
+    model = (
+        httpx.get(f"{url}/v1/models", timeout=30, trust_env=False).raise_for_status().json()["data"][0]["id"]
+    )
+    body = {"model": model, "prompt": words, "max_tokens": tokens, "stream": True, "temperature": 0}
+    text, last = "", ""
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120, trust_env=False) as response:
+        if response.status_code != 200:
+            raise RuntimeError(f"{response.status_code}: {response.read()!r}")
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                chunk = json.loads(line.removeprefix("data: "))
+                if "error" in chunk:
+                    raise RuntimeError(str(chunk["error"]))
+                text += chunk["choices"][0]["text"] if chunk["choices"] else ""
+            last = line or last
+    if last != "data: [DONE]":
+        raise RuntimeError(f"the stream ended with {last!r}")
+    return text
+
+
+def load(url: str) -> dict[str, Any]:
+    ending = threading.Event()
+
+    def until_told() -> None:
+        sys.stdin.read()
+        ending.set()
+
+    threading.Thread(target=until_told, daemon=True).start()
+    finished, failures = 0, []
+    while not ending.is_set():
+        try:
+            complete(url, f"Request {finished}: " + "the quick brown fox jumps over the lazy dog; " * 3, 16)
+            finished += 1
+        except (httpx.HTTPError, RuntimeError) as error:
+            failures.append(f"{type(error).__name__}: {error}")
+    return {"finished": finished, "failures": failures}
+
+
+def main() -> None:
+    match sys.argv[1:]:
+        case ["load", url]:
+            answer: Any = load(url)
+        case ["complete", url, words]:
+            answer = complete(url, words, 8)
+        case ["nodes", url, within_s, prefill, decode]:
+            answer = wait_for_nodes(url, float(within_s), {"prefill": int(prefill), "decode": int(decode)})
+        case ["epochs", url]:
+            answer = {node["node_id"]: node["epoch"] for node in ready_nodes(url)}
+        case _:
+            sys.exit(__doc__)
+    print(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    main()

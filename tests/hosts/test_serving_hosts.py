@@ -1,0 +1,100 @@
+"""manifests/ray/static.yaml through `ray up`, serving SmolLM2 on a head, two prefill hosts and two decode hosts. The
+tests follow one another on one cluster; each leaves two hosts of each kind behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from lab import Host, Lab
+from serving import Client, give_model
+from static_cluster import StaticCluster
+
+pytestmark = [pytest.mark.timeout(600), pytest.mark.integration]
+
+JOIN_S = 150.0  # Ray starts on a host, and a node on it loads the model, on very few cores
+NOTICE_S = 15.0
+
+
+@pytest.fixture(scope="module")
+def serving(lab: Lab, smollm2_path: Path) -> StaticCluster:
+    """What `ray up` leaves behind."""
+    settings = {
+        "model": str(give_model(lab, smollm2_path)),
+        "cache": {"memory_bytes": "256MiB"},
+        "pools": {"prefill": {"nodes": None}, "decode": {"nodes": None}},
+        "router": {"local_prefill": "never"},
+    }
+    cluster = StaticCluster(lab, settings)
+    _, prefill_1, prefill_2, decode_1, decode_2, _ = lab.hosts
+    said = cluster.up(prefill=[prefill_1, prefill_2], decode=[decode_1, decode_2])
+    assert f"API:     {cluster.url}/v1" in said
+    return cluster
+
+
+@pytest.fixture
+def pools(serving: StaticCluster) -> dict[str, list[Host]]:
+    _, prefill_1, prefill_2, decode_1, decode_2, _ = serving.lab.hosts
+    return {"prefill": [prefill_1, prefill_2], "decode": [decode_1, decode_2]}
+
+
+@pytest.fixture
+def client(serving: StaticCluster) -> Client:
+    return Client(serving.lab, serving.url)
+
+
+def test_the_router_answers_when_ray_up_is_over_and_every_host_carries_a_node(
+    serving: StaticCluster, client: Client
+) -> None:
+    assert "Paris" in client.complete("The capital of France is the city of")
+    client.wait_for_nodes(prefill=2, decode=2, within_s=JOIN_S)
+    said = serving.tandem("status")
+    assert "decode: 2 of 2 nodes ready" in said
+    for host in serving.lab.hosts[1:5]:
+        assert host.address in said
+
+
+def test_a_decode_host_added_to_the_file_serves_and_taken_out_again_is_drained(
+    serving: StaticCluster, client: Client, pools: dict[str, list[Host]]
+) -> None:
+    spare = serving.lab.hosts[5]
+    with client.load():
+        serving.up(prefill=pools["prefill"], decode=[*pools["decode"], spare])
+        client.wait_for_nodes(prefill=2, decode=3, within_s=JOIN_S)
+        said = serving.up(**pools)
+        assert "everything was finished" in said
+        client.wait_for_nodes(prefill=2, decode=2, within_s=NOTICE_S)
+    assert spare.run("sh", "-c", "pgrep -f '[r]ay::' || true") == ""
+
+
+def test_a_host_that_is_cut_off_is_left_alone_and_healed_serves_again(
+    client: Client, pools: dict[str, list[Host]]
+) -> None:
+    lost = pools["decode"][0]
+    with client.load():
+        lost.cut_off()
+        try:
+            client.wait_for_nodes(prefill=2, decode=1, within_s=NOTICE_S)
+        finally:
+            lost.heal()
+        client.wait_for_nodes(prefill=2, decode=2, within_s=JOIN_S)
+
+
+def test_no_key_and_no_token_is_in_a_log(serving: StaticCluster) -> None:
+    token = (serving.lab.laptop_home / ".ray" / "auth_token").read_text().strip()
+    for host in serving.lab.hosts:
+        assert host.run("sh", "-c", f"grep -rl {token} /tmp/ray || true") == ""
+
+
+def test_the_router_listens_on_the_head_s_address_alone(serving: StaticCluster) -> None:
+    listening = serving.head.run("ss", "--no-header", "-ltn", "sport", "=", ":8000").splitlines()
+    assert [line.split()[3] for line in listening] == [f"{serving.head.address}:8000"]
+
+
+def test_ray_down_leaves_nothing_running(serving: StaticCluster) -> None:
+    serving.tandem("down")
+    serving.down()
+    left = "ps -eo args | grep -E '[g]cs_server|[r]aylet|[r]ay::' || true"
+    assert {host.name: host.run("sh", "-c", left) for host in serving.lab.hosts} == dict.fromkeys(
+        [host.name for host in serving.lab.hosts], ""
+    )

@@ -1,0 +1,166 @@
+"""A Ray cluster of several Ray nodes on this machine, `tandem` commands as an operator types them, and clients that
+stream all the while."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+PATIENCE_S = 90.0
+MODEL = "smollm2"
+
+
+class RayNodes:
+    """One head, and Ray nodes that offer places for prefill or decode nodes."""
+
+    def __init__(self, **places: int) -> None:
+        name, value = "TANDEM_TEST_MARK", secrets.token_hex(8)
+        self._mark = f"{name}={value}".encode()
+        os.environ[name] = value  # what Ray starts inherits it
+        from cluster.ray_runtime import import_ray
+
+        import_ray()
+        from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
+        from ray.cluster_utils import Cluster
+
+        ensure_token_if_auth_enabled(create_token_if_missing=True)
+        small = {"num_cpus": 0, "object_store_memory": 80 << 20, "include_dashboard": False}
+        self._cluster = Cluster(initialize_head=True, head_node_args=small)
+        for role, count in places.items():
+            self._cluster.add_node(resources={role: count}, **small)
+        os.environ.pop(name)
+        self.address: str = self._cluster.address
+
+    def processes(self, title: str) -> dict[int, str]:
+        """Of this cluster, by the beginning of their command lines."""
+        found: dict[int, str] = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                if self._mark in (folder / "environ").read_bytes().split(b"\0"):
+                    command = (folder / "cmdline").read_text().replace("\0", " ")
+                    if command.startswith(title):
+                        found[int(folder.name)] = command[:80]
+            except OSError:
+                continue  # it ended meanwhile
+        return found
+
+    def pid_of(self, title: str) -> int:
+        (pid,) = self.processes(title)
+        return pid
+
+    def close(self) -> None:
+        self._cluster.shutdown()
+
+
+class Tandem:
+    """The command, against one Ray cluster."""
+
+    def __init__(self, address: str, folder: Path) -> None:
+        self.address = address
+        self._folder = folder
+        self.url = ""
+
+    def __call__(self, *words: str, status: int | None = 0, timeout_s: float = 120.0) -> str:
+        command = [sys.executable, "-m", "cluster.cli", *words, "--address", self.address]
+        root = str(Path(__file__).resolve().parents[2])
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=timeout_s, check=False, cwd=self._folder,
+            env={**os.environ, "PYTHONPATH": root, "TANDEM_API_KEY": ""}, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+        said = done.stdout + done.stderr
+        assert status is None or done.returncode == status, (
+            f"tandem {' '.join(words)}: {done.returncode}\n{said}"
+        )
+        return said
+
+    def nodes(self) -> dict[str, dict[str, Any]]:
+        """Those that the router can use, as it sees them."""
+        answer = httpx.get(f"{self.url}/cluster", timeout=10, trust_env=False).raise_for_status().json()
+        return {node["node_id"]: node for node in answer["nodes"] if node["state"] == "ready"}
+
+    def until(self, condition: Callable[[dict[str, dict[str, Any]]], bool], what: str) -> dict[str, Any]:
+        deadline = time.monotonic() + PATIENCE_S
+        seen: Any = None
+        while time.monotonic() < deadline:
+            try:
+                seen = self.nodes()
+                if condition(seen):
+                    return seen
+            except httpx.HTTPError as error:
+                seen = error
+            time.sleep(0.1)
+        pytest.fail(
+            f"after {PATIENCE_S:.0f} s still not: {what}; the router says {seen}\n{self('status', status=None)}"
+        )
+
+    def until_roles(self, **counts: int) -> dict[str, Any]:
+        def as_wanted(nodes: dict[str, dict[str, Any]]) -> bool:
+            roles = [node["role"] for node in nodes.values()]
+            return all(roles.count(role) == count for role, count in counts.items())
+
+        return self.until(as_wanted, str(counts))
+
+
+def stream(url: str, model: str, words: str, max_tokens: int, on_token: Callable[[int], None]) -> list[str]:
+    """The lines of one streamed completion that always has `max_tokens` tokens."""
+    body = {
+        "model": model, "prompt": words, "max_tokens": max_tokens, "stream": True, "temperature": 0,
+        "logit_bias": {"2": -100, "0": -100},
+    }  # fmt: skip
+    lines: list[str] = []
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60, trust_env=False) as response:
+        assert response.status_code == 200, response.read()
+        for line in response.iter_lines():
+            if line:
+                lines.append(line)
+                on_token(len(lines))
+    assert lines[-1] == "data: [DONE]", lines[-1]
+    assert not any('"error"' in line for line in lines), lines[-2:]
+    return lines
+
+
+class Load:
+    """Clients that stream one request after another for as long as the block lasts; none of them may fail."""
+
+    def __init__(self, url: str, model: str, clients: int = 2) -> None:
+        self._ending = threading.Event()
+        self.finished = 0
+        self.failures: list[str] = []
+        self._threads = [
+            threading.Thread(target=self._run, args=(url, model, number), daemon=True)
+            for number in range(clients)
+        ]
+
+    def _run(self, url: str, model: str, number: int) -> None:
+        turn = 0
+        while not self._ending.is_set():
+            turn += 1
+            words = f"Client {number}, request {turn}: " + "the quick brown fox jumps over the lazy dog; " * 4
+            try:
+                stream(url, model, words, 24, lambda count: None)
+                self.finished += 1
+            except Exception as error:
+                self.failures.append(f"{words[:24]}: {type(error).__name__}: {error}")
+
+    def __enter__(self) -> Load:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, kind: object, *exception: object) -> None:
+        self._ending.set()
+        for thread in self._threads:
+            thread.join(90)
+        if kind is None:
+            assert self.failures == []
+            assert self.finished > 0
