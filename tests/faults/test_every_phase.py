@@ -137,7 +137,7 @@ def fresh_prompt(expected: list[Expected], trial: int, phase: Phase) -> list[int
     return prompt
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("sampling", SAMPLINGS[:2])
 @pytest.mark.parametrize("phase", list(Phase))
 @pytest.mark.timeout(120 + 90 * KILLS)
 def test_a_node_killed_in_this_phase_changes_nothing_in_any_text(
