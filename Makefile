@@ -1,7 +1,7 @@
 # make serve    a model on this machine: one prefill node, one decode node, an OpenAI-compatible API on port 8000
 # make test     every test: units, then real Ray, NIXL, HTTP and SmolLM2
 # make test-faults   nodes killed and frozen in the middle of requests (about 5 minutes)
-# make test-hosts    `ray up` on several hosts made of network namespaces; needs root (about 7 minutes)
+# make test-hosts    `ray up` on several hosts made of network namespaces; needs root (about 15 minutes)
 # make bench    every part measured, short, in one table beside the floors (about ten minutes; alone on the machine)
 # make soak     half an hour of everything that clients do, on two prefill and two decode nodes; MINUTES=3 KILL_EVERY=120
 # make check    style, types, and which package imports which

@@ -24,8 +24,8 @@ import msgspec
 import torch
 from rich.console import Console
 from rich.table import Table
-from safetensors import safe_open
 
+from benchmarks.engine_costs import Costs, read_costs
 from benchmarks.engine_tandem import Say, run_tandem
 from benchmarks.engine_work import MAX_BATCHED_TOKENS, MAX_MODEL_LEN, Times, Work, random_work
 from benchmarks.machine import Limits, measure_limits
@@ -38,16 +38,6 @@ from engine.scheduling.scheduler import Scheduler
 PREFILLS = (128, 512, 2048)
 DECODES = tuple((batch, context) for context in (128, 1024, 4096) for batch in (1, 4, 8, 32))
 QUICK_DECODES = ((1, 128), (8, 128), (1, 1024), (8, 1024))
-
-
-class Costs(msgspec.Struct, frozen=True):
-    """What a token needs, in elements of the checkpoint's matrices; each is read once a step."""
-
-    layers: int
-    head: int  # only for tokens that are sampled from
-    element_bytes: int
-    kv_bytes: int  # of one token, in all layers
-    attention_flops: int  # for one pair of a query and a key, in all layers
 
 
 def main() -> None:
@@ -120,26 +110,6 @@ def measure_tandem(arguments: argparse.Namespace, threads: int, say: Say) -> tup
     )
 
 
-def read_costs(folder: Path, dtype: torch.dtype, kv_bytes: int) -> Costs:
-    """From the checkpoint's own matrices. A mixture of experts reads fewer: there the limit is too high."""
-    matrices: dict[str, tuple[int, ...]] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 - it is no mapping
-                shape = tuple(opened.get_slice(name).get_shape())
-                if len(shape) == 2:
-                    matrices[name] = shape
-    sizes = {name: shape[0] * shape[1] for name, shape in matrices.items()}
-    embedding = sum(size for name, size in sizes.items() if "embed" in name)
-    head = sizes.get("lm_head.weight", embedding)
-    layers = sum(sizes.values()) - embedding - sizes.get("lm_head.weight", 0)
-    config = json.loads((folder / "config.json").read_text())
-    heads = config["num_attention_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    attention = 4 * config["num_hidden_layers"] * heads * head_dim
-    return Costs(layers, head, dtype.itemsize, kv_bytes, attention)
-
-
 def measure_vllm(folder: str, work: Work, cores: list[int], say: Say) -> Times:
     environment = {
         **os.environ,
@@ -183,7 +153,6 @@ def _result(line: str) -> dict[str, Any]:
 
 
 def compare(ours: Times, peer: Times | None, limits: Limits, costs: Costs) -> list[dict[str, Any]]:
-    weights = (costs.layers + costs.head) * costs.element_bytes
     rows: list[dict[str, Any]] = []
 
     def row(what: str, tokens: int, seconds: float, limit: float, theirs: float | None) -> None:
@@ -200,12 +169,11 @@ def compare(ours: Times, peer: Times | None, limits: Limits, costs: Costs) -> li
         )
 
     for length, seconds in ours.prefill.items():
-        flops = 2 * (costs.layers * length + costs.head) + costs.attention_flops * length * (length + 1) // 2
+        flops = costs.prefill_flops(length)
         theirs = peer.prefill.get(length) if peer else None
         row(f"prefill {length}", length, seconds, flops / limits.gemm_flops, theirs)
     for (batch, context), seconds in ours.decode.items():
-        flops = batch * (2 * (costs.layers + costs.head) + costs.attention_flops * context)
-        read = weights + batch * context * costs.kv_bytes
+        flops, read = costs.decode_flops(batch, context), costs.decode_bytes(batch, context)
         limit = max(flops / limits.gemm_flops, read / limits.read_bytes)
         theirs = peer.decode.get((batch, context)) if peer else None
         row(f"decode {batch} x {context}", batch, seconds, limit, theirs)

@@ -24,7 +24,13 @@ def measure_limits(dtype: torch.dtype, device: torch.device, threads: int, secon
     vector = torch.randn(1, wide, device=device).to(dtype)
     product = _best(lambda: torch.mm(left, right), device, seconds)
     read = _best(lambda: torch.nn.functional.linear(vector, matrix), device, seconds)
-    return Limits(2 * rows * size * size / product, matrix.numel() * matrix.element_size() / read)
+    matrix_bytes = matrix.numel() * matrix.element_size()
+    rate = matrix_bytes / read
+    if device.type == "cuda":
+        # A product by a vector need not be what the memory can give: a copy reads and writes.
+        target = torch.empty_like(matrix)
+        rate = max(rate, 2 * matrix_bytes / _best(lambda: target.copy_(matrix), device, seconds))
+    return Limits(2 * rows * size * size / product, rate)
 
 
 def _best(work: Callable[[], torch.Tensor], device: torch.device, seconds: float) -> float:

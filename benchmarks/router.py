@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import json
 import multiprocessing
+import resource
 import statistics
 import sys
 import tempfile
@@ -151,11 +152,12 @@ def running_router(nodes: list[NodeInfo], profile: str | None) -> Iterator[tuple
         with child(serve_router, folder, nodes, profile) as pipe:
             url = pipe.recv()
 
-            def cpu_s() -> float:
-                pipe.send("cpu")
+            def probe(what: str = "cpu") -> float:
+                """The router's CPU time in seconds, or its memory in bytes."""
+                pipe.send(what)
                 return float(pipe.recv())
 
-            yield url, cpu_s
+            yield url, probe
 
 
 @contextmanager
@@ -211,11 +213,15 @@ async def _serve_router(pipe: Connection, folder: str, nodes: list[NodeInfo]) ->
     pipe.send(url)
     while True:
         try:
-            await asyncio.to_thread(pipe.recv)
+            asked = await asyncio.to_thread(pipe.recv)
         except EOFError:
             break
-        pipe.send(time.process_time())
+        pipe.send(time.process_time() if asked == "cpu" else _resident_bytes())
     await server.stop()
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def show(figures: dict[str, Any]) -> None:

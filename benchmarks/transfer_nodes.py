@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
+import numpy as np
 import torch
 
 from kvtransfer.base import ConnectorContext, ConnectorOutput, KVCacheMemory, TransferConfig
 from kvtransfer.nixl.agent import NixlAgent
 from kvtransfer.nixl.options import NixlOptions
 from kvtransfer.nixl.transport import NixlTransport
-from kvtransfer.protocol.transport import Operation
+from kvtransfer.protocol.transport import Move, Operation
 from kvtransfer.registry import find_connector
 from wire.nodes import PeerAddress
 from wire.requests import KVTransferParams, TransferRole
@@ -180,10 +181,10 @@ class RawNode:
         self.remote = self.transport.connect(memory)
 
     def move(self, direction: str, blocks: int) -> float:
-        ids = list(range(1, blocks + 1))
+        ids = np.arange(1, blocks + 1)
         began = time.perf_counter()
         operation = Operation.WRITE if direction == "push" else Operation.READ
-        handle = self.transport.post(operation, self.remote, ids, ids)
+        handle = self.transport.post(self.remote, Move(operation, "raw", BLOCK_BYTES, ids, ids))
         while not self.transport.is_done(handle):
             pass
         return time.perf_counter() - began

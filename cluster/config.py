@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from cluster.autoscaling import AutoscalingConfig, SloConfig
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.node_config import NodeTimeouts
 from kvtransfer.base import TransferConfig
@@ -68,6 +69,8 @@ class TandemConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     scheduler: SchedulerConfig = SchedulerConfig()
     router: RouterConfig = RouterConfig(tokenizer_path=DEFAULT_MODEL, model_name=DEFAULT_MODEL)
     transfer: TransferConfig = TransferConfig()
+    slo: SloConfig = SloConfig()
+    autoscaling: AutoscalingConfig = AutoscalingConfig()
     timeouts: ClusterTimeouts = ClusterTimeouts()
     debug: bool = False  # every engine audits its invariants whenever it is idle
 

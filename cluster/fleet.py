@@ -19,6 +19,7 @@ from cluster.state import NodeRecord, Placement
 from cluster.supervisor import Phase
 from cluster.tasks import Bell, Tasks
 from router.config import RouterPlacement
+from wire.requests import NodeStatus
 
 HEAD_ROUTER = "router"
 
@@ -49,6 +50,14 @@ class Fleet:
     @property
     def parts(self) -> list[RouterSupervisor | NodeSupervisor]:
         return [*self.routers.values(), *self.nodes.values()]
+
+    def statuses(self) -> list[NodeStatus]:
+        """What nodes that serve last said of themselves."""
+        return [
+            node.status
+            for node in self.nodes.values()
+            if node.phase is Phase.READY and node.status is not None
+        ]
 
     # --- nodes
 

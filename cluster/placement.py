@@ -9,7 +9,6 @@ a machine's cores are divided among all that it is expected to hold: its places,
 from __future__ import annotations
 
 import importlib.metadata
-import ipaddress
 import os
 import re
 from collections import Counter
@@ -183,20 +182,11 @@ def node_config(config: TandemConfig, node_id: str, role: Role, placement: Place
 
 
 def router_config(config: RouterConfig, host: Host) -> RouterConfig:
-    """On another machine an address that only this one can reach is of no use."""
-    replace = msgspec.structs.replace
-    if _is_loopback(config.host):
-        config = replace(config, host=host.address)
-    if _is_loopback(config.inbox_host):
-        config = replace(config, inbox_host=host.address)
-    return config
-
-
-def _is_loopback(address: str) -> bool:
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return address == "localhost"
+    """On another machine than the configuration was written for: addresses of its own."""
+    everywhere = config.host in ("0.0.0.0", "::")
+    return msgspec.structs.replace(
+        config, host=config.host if everywhere else host.address, inbox_host=host.address
+    )
 
 
 # --- reading the machine

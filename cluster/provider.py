@@ -204,7 +204,8 @@ class StaticHostsProvider(NodeProvider):  # type: ignore[misc]
             return
         script = drain_script([node.address for node in nodes])
         try:
-            self._reach.to_head.run(self._reach.entrance, script, timeout_s=_DRAIN_TIMEOUT_S)
+            said = self._reach.to_head.run(self._reach.entrance, script, timeout_s=_DRAIN_TIMEOUT_S)
+            print(said.decode(errors="replace"), end="", flush=True)
         except (Unavailable, ScriptFailed) as error:
             print(f"it could not be drained, requests there go on elsewhere: {error}", flush=True)
 

@@ -15,10 +15,10 @@ from cluster.events import Events
 from cluster.hosts import Hosts
 from cluster.local_hosts import ThisMachine
 from cluster.placement import this_machine
+from cluster.places import needs_of
 from cluster.ray_hosts import RayHosts
 from cluster.ray_launcher import RayLauncher
 from cluster.ray_state import RayStateStore
-from wire.nodes import Role
 
 LOCAL_HOST = "127.0.0.1"  # where routers and nodes of one machine reach each other
 STATE = "controller"
@@ -40,7 +40,7 @@ def deployment_maker(place: bytes) -> Callable[[TandemConfig, Events], Deploymen
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
     def make(config: TandemConfig, events: Events) -> Deployment:
-        needs = {role: config.pools.of(role).resources for role in Role}
+        needs = needs_of(config)
         address = LOCAL_HOST if where.own_ray else ray.util.get_node_ip_address()
         hosts: Hosts = (
             ThisMachine(this_machine(), address) if where.own_ray else RayHosts(RayStateStore(CORES), needs)

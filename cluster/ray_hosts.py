@@ -12,7 +12,8 @@ import msgspec
 from cluster.cores import Found, share_cores
 from cluster.hosts import Host, StateStore
 from cluster.placement import this_machine
-from cluster.ray_runtime import HEAD_ONLY, import_ray
+from cluster.places import ROLES, Needs, needed_by, places
+from cluster.ray_runtime import HEAD_ONLY, joined_ray
 from wire.errors import TandemError, Unavailable
 from wire.nodes import Role
 
@@ -20,7 +21,6 @@ logger = logging.getLogger(__name__)
 
 LOOK_AGAIN_S = 1.0  # Ray announces no changes of its nodes
 _FIND_OUT_S = 60.0  # a process has to start there first
-_ROLES = (Role.PREFILL, Role.DECODE, Role.AGGREGATED)
 
 FindOut = Callable[[str], Found]
 """Asks the Ray node with this id what it is made of. Blocks."""
@@ -35,7 +35,7 @@ class RayHosts:
     def __init__(
         self,
         store: StateStore,
-        needs: Mapping[Role, Mapping[str, float]],
+        needs: Needs,
         nodes: Callable[[], list[dict[str, Any]]] | None = None,
         find_out: FindOut | None = None,
         request: Callable[[list[dict[str, float]]], None] | None = None,
@@ -55,20 +55,20 @@ class RayHosts:
         self._wanted: list[dict[str, float]] | None = None
 
     async def present(self) -> list[Host]:
-        places = await self._places()
-        self._last_seen = frozenset(places)
+        there = await self._places()
+        self._last_seen = frozenset(there)
         # The head alone may offer no place: nothing runs on its cores that would have to know them.
-        unknown = [name for name, host in places.items() if host.slots and name not in self._found]
+        unknown = [name for name, host in there.items() if host.slots and name not in self._found]
         for name, found in zip(unknown, await asyncio.gather(*map(self._ask, unknown)), strict=True):
             if found is not None:
                 self._found[name] = found
-        self._found = {name: found for name, found in self._found.items() if name in places}
+        self._found = {name: found for name, found in self._found.items() if name in there}
         cores = await self._share()
         return [
             msgspec.structs.replace(host, cores=cores[name], gpus=self._found[name].gpus)
             if name in self._found
             else host
-            for name, host in places.items()
+            for name, host in there.items()
             if name in self._found or not host.slots
         ]
 
@@ -80,21 +80,12 @@ class RayHosts:
             Host(
                 name=node["NodeID"],
                 address=node["NodeManagerAddress"],
-                slots=self._slots(node["Resources"]),
+                slots=places(node["Resources"], self._needs),
                 head=any(name in node["Resources"] for name in HEAD_ONLY),
             )
             for node in nodes
         ]
         return {host.name: host for host in hosts if host.slots or host.head}
-
-    def _slots(self, resources: Mapping[str, float]) -> dict[Role, int]:
-        slots = {}
-        for role in _ROLES:
-            needs = {role.value: 1.0, **self._needs.get(role, {})}
-            room = min(int(resources.get(name, 0) // amount) for name, amount in needs.items() if amount)
-            if room:
-                slots[role] = room
-        return slots
 
     async def _ask(self, name: str) -> Found | None:
         try:
@@ -117,18 +108,14 @@ class RayHosts:
         deadline = asyncio.get_running_loop().time() + timeout_s
         while (left := deadline - asyncio.get_running_loop().time()) > 0:
             await asyncio.sleep(min(left, self._look_again_s))
-            places = await self._places()
-            if frozenset(places) != self._last_seen:
+            there = await self._places()
+            if frozenset(there) != self._last_seen:
                 return
-            if any(host.slots and name not in self._found for name, host in places.items()):
+            if any(host.slots and name not in self._found for name, host in there.items()):
                 return
 
     async def want(self, slots: dict[Role, int]) -> None:
-        bundles = [
-            {role.value: 1.0, **self._needs.get(role, {})}
-            for role in _ROLES
-            for _ in range(slots.get(role, 0))
-        ]
+        bundles = [needed_by(role, self._needs) for role in ROLES for _ in range(slots.get(role, 0))]
         if bundles == self._wanted:
             return
         await asyncio.to_thread(self._request, bundles)
@@ -136,12 +123,12 @@ class RayHosts:
 
 
 def _ray_nodes() -> list[dict[str, Any]]:
-    nodes: list[dict[str, Any]] = import_ray().nodes()
+    nodes: list[dict[str, Any]] = joined_ray().nodes()
     return nodes
 
 
 def _ask_ray_node(name: str) -> Found:
-    ray = import_ray()
+    ray = joined_ray()
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     task = ray.remote(num_cpus=0, max_retries=0)(look_around)
@@ -161,7 +148,6 @@ def look_around() -> bytes:
 
 
 def _request_resources(bundles: Sequence[Mapping[str, float]]) -> None:
-    import_ray()
     from ray.autoscaler.sdk import request_resources
 
     try:

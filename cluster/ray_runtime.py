@@ -114,5 +114,15 @@ def import_ray() -> ModuleType:
         raise ConfigurationError(f"Ray cannot be imported: {error}; install the package ray again") from error
 
 
+def joined_ray() -> ModuleType:
+    """In a process that is part of a cluster already: its environment is what whoever started it says."""
+    return importlib.import_module("ray")
+
+
+def ray_resources() -> list[dict[str, float]]:
+    """Of each machine of the cluster that this process has joined."""
+    return [node["Resources"] for node in joined_ray().nodes() if node["Alive"]]
+
+
 def ray_version() -> str:
     return importlib.metadata.version("ray")

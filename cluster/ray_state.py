@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from cluster.ray_runtime import NAMESPACE, import_ray
+from cluster.ray_runtime import NAMESPACE
 
 _NAMESPACE = NAMESPACE.encode()
 
@@ -25,20 +25,17 @@ class RayStateStore:
         await asyncio.to_thread(self._delete)
 
     def _get(self) -> bytes | None:
-        import_ray()
         from ray.experimental import internal_kv
 
         found: bytes | None = internal_kv._internal_kv_get(self._key, namespace=_NAMESPACE)
         return found
 
     def _put(self, state: bytes) -> None:
-        import_ray()
         from ray.experimental import internal_kv
 
         internal_kv._internal_kv_put(self._key, state, overwrite=True, namespace=_NAMESPACE)
 
     def _delete(self) -> None:
-        import_ray()
         from ray.experimental import internal_kv
 
         internal_kv._internal_kv_del(self._key, namespace=_NAMESPACE)

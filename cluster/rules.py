@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from cluster.autoscaling import AutoscalingConfig, SloConfig
 from cluster.config import ClusterTimeouts, PoolConfig, TandemConfig
 from engine.node_config import NodeTimeouts
 from wire.nodes import Role
@@ -43,6 +44,11 @@ def _one_of(choices: tuple[str, ...]) -> tuple[Callable[[Any], bool], str]:
 _ABOVE_ZERO: tuple[Callable[[Any], bool], str] = ((lambda value: value > 0), "must be above 0")
 _NOT_EMPTY: tuple[Callable[[Any], bool], str] = ((lambda value: bool(value.strip())), "must not be empty")
 
+_AMOUNTS: tuple[Callable[[Any], bool], str] = (
+    (lambda value: all(amount > 0 for amount in value.values())),
+    "must be amounts above 0, such as {GPU: 1}",
+)
+
 
 def _timeouts(section: type[msgspec.Struct], prefix: Path) -> dict[Path, tuple[Callable[[Any], bool], str]]:
     return {(*prefix, name): _ABOVE_ZERO for name in section.__struct_fields__ if name.endswith("_s")}
@@ -57,6 +63,7 @@ _RANGES: dict[Path, tuple[Callable[[Any], bool], str]] = {
     **{("pools", role.value, "threads"): _at_least(1) for role in Role},
     **{("pools", role.value, "min"): _at_least(0) for role in Role},
     **{("pools", role.value, "max"): _at_least(1) for role in Role},
+    **{("pools", role.value, "resources"): _AMOUNTS for role in Role},
     ("cache", "memory_bytes"): _at_least(1 << 20),
     ("scheduler", "max_model_len"): _at_least(1),
     ("scheduler", "long_prefill_token_threshold"): _at_least(0),
@@ -68,6 +75,8 @@ _RANGES: dict[Path, tuple[Callable[[Any], bool], str]] = {
     ("transfer", "lease_s"): _ABOVE_ZERO,
     ("transfer", "timeout_s"): _ABOVE_ZERO,
     ("transfer", "handshake_timeout_s"): _ABOVE_ZERO,
+    **_timeouts(SloConfig, ("slo",)),
+    **_timeouts(AutoscalingConfig, ("autoscaling",)),
     **_timeouts(ClusterTimeouts, ("timeouts",)),
     **_timeouts(NodeTimeouts, ("timeouts", "nodes")),
 }
@@ -123,7 +132,10 @@ def _limits(role: Role, pool: PoolConfig) -> Iterator[Broken]:
 
 
 def _together(config: TandemConfig) -> Iterator[Broken]:
-    timeouts, scheduler = config.timeouts, config.scheduler
+    timeouts, scheduler, scaling = config.timeouts, config.scheduler, config.autoscaling
+    for name in ("grow_after_s", "shrink_after_s"):
+        if getattr(scaling, name) < scaling.period_s:
+            yield ("autoscaling", name), f"must be at least autoscaling.period_s ({scaling.period_s})"
     if timeouts.unresponsive_s < timeouts.silence_s:
         yield (
             ("timeouts", "unresponsive_s"),

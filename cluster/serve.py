@@ -25,9 +25,10 @@ from cluster.model_catalogue import PACKAGED
 from cluster.model_store import Model, name_to_serve, prepare_model
 from cluster.output import OtherPeoplesOutput
 from cluster.placement import this_machine
+from cluster.places import lacking
 from cluster.preflight import check_before_attach, check_before_start
 from cluster.progress import Display
-from cluster.ray_runtime import connect_to_ray, ray_version, start_ray, stop_ray
+from cluster.ray_runtime import connect_to_ray, ray_resources, ray_version, start_ray, stop_ray
 from cluster.ready_lines import ready_lines
 from cluster.resolved import with_model
 from wire.errors import ConfigurationError, TandemError, Unavailable
@@ -177,6 +178,9 @@ class _Serving:
         from cluster.remote import create_controller, find_controller
 
         own_ray = self._where.address is None
+        if not own_ray:
+            for sentence in lacking(config, ray_resources()):
+                self._display.trouble("machines", sentence)
         controller = None if own_ray else find_controller()
         is_new = controller is None
         if controller is None:

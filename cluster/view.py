@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cluster.config import TandemConfig
+from cluster.autoscaling import Pool
+from cluster.config import PoolConfig, TandemConfig
 from cluster.control import ClusterView, Decision, NodeView, PoolView, RouterView
 from cluster.fleet import Fleet
 from cluster.hosts import Host
@@ -71,4 +72,21 @@ def _pool(
         min_nodes=pool.min,
         max_nodes=pool.max or 0,
         waiting_for_machines=sum(node.phase == _WAITING for node in mine),
+    )
+
+
+def scaled_pool(role: Role, pool: PoolConfig, state: ClusterState, fleet: Fleet) -> Pool:
+    """A pool of fixed size with limits, as the autoscaler sees it."""
+    records = [record for record in state.nodes if record.role is role]
+    supervisors = [node for record in records if (node := fleet.nodes.get(record.node_id)) is not None]
+    wanted = state.sizes[role] or 0
+    return Pool(
+        role=role,
+        wanted=wanted,
+        min_nodes=pool.min,
+        max_nodes=wanted if pool.max is None else pool.max,
+        is_settled=len(state.staying(role)) == wanted
+        and not any(record.leaving for record in records)
+        and all(node.phase in (Phase.READY, Phase.LEFT_OUT) for node in supervisors),
+        is_waiting=any(record.placement is None for record in records),
     )

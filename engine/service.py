@@ -170,6 +170,7 @@ class NodeService:
         scheduler = self._scheduler_stats
         worker = self._engine.worker
         transfer = worker.stats() if worker is not None else None
+        timings = transfer.timings if transfer else {}
         return NodeStatus(
             node_id=self._config.node_id,
             role=self._rules.role,
@@ -200,6 +201,12 @@ class NodeService:
                 transfer_blocks_received=transfer.blocks_received if transfer else 0,
                 transfers_finished=dict(transfer.outcomes) if transfer else {},
                 leases_expired=transfer.leases_expired if transfer else 0,
+                transfer_descriptors_sent=transfer.descriptors_sent if transfer else 0,
+                transfer_bytes_overlapped=transfer.bytes_overlapped if transfer else 0,
+                transfer_refusals=dict(transfer.refused) if transfer else {},
+                transfer_blocks_freed=dict(transfer.blocks_freed) if transfer else {},
+                transfer_waits={what: timing.count for what, timing in timings.items()},
+                transfer_wait_seconds={what: timing.total_s for what, timing in timings.items()},
                 speculative_drafted=scheduler.speculative_drafted,
                 speculative_accepted=scheduler.speculative_accepted,
                 model_errors=scheduler.model_errors,

@@ -142,12 +142,27 @@ class Timing(msgspec.Struct, frozen=True):
         return Timing(self.count + 1, self.total_s + seconds, max(self.max_s, seconds), seconds)
 
 
+class TransferRecord(msgspec.Struct, frozen=True):
+    """One transfer that has ended, as its producer saw it. What it never came to is None."""
+
+    request_id: str
+    outcome: str
+    num_bytes: int
+    blocks: int
+    descriptors: int
+    bytes_overlapped: int  # complete before the prompt's last forward pass was
+    first_byte_s: float | None  # from both halves of the plan being there to the first write
+    last_byte_s: float | None  # from the first write to the end of the last one
+    handover_s: float | None  # from the end of the last forward pass to the consumer's acceptance
+
+
 class TransferStats(msgspec.Struct):
     """Totals since start. The worker half keeps them; the node reports them."""
 
     bytes_sent: int = 0
     bytes_received: int = 0
     blocks_sent: int = 0
+    descriptors_sent: int = 0  # runs of bytes that the transport was asked to move
     blocks_received: int = 0
     outcomes: dict[str, int] = msgspec.field(default_factory=dict)
     leases_expired: int = 0
@@ -155,6 +170,9 @@ class TransferStats(msgspec.Struct):
     in_progress: int = 0  # a gauge: transfers under way now, on either side
     bytes_overlapped: int = 0  # of bytes_sent: complete before the prompt's last forward pass was
     refused: dict[str, int] = msgspec.field(default_factory=dict)  # messages not acted on, by reason
+    # A producer's blocks that became free, by what freed them: see `protocol.statistics.Freed`.
+    blocks_freed: dict[str, int] = msgspec.field(default_factory=dict)
+    recent: list[TransferRecord] = msgspec.field(default_factory=list)  # the newest at the end, a few dozen
     timings: dict[str, Timing] = msgspec.field(
         default_factory=dict
     )  # handshake, register, first_byte, last_byte ...

@@ -9,6 +9,7 @@ from kvtransfer.base import ConnectorContext, ConnectorFactory, SchedulerConnect
 from wire.errors import ConfigurationError
 
 CONNECTORS = {
+    "nccl": "kvtransfer.nccl:create",
     "nixl": "kvtransfer.nixl:create",
 }
 

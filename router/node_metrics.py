@@ -24,7 +24,14 @@ _GAUGES = {
     "step_age_s": "Seconds since the engine last completed a step or was idle",
 }
 
-_PER_LABEL = {"requests_finished": "reason", "transfers_finished": "outcome"}
+_PER_LABEL = {
+    "requests_finished": "reason",
+    "transfers_finished": "outcome",
+    "transfer_refusals": "reason",
+    "transfer_blocks_freed": "by",
+    "transfer_waits": "stage",
+    "transfer_wait_seconds": "stage",
+}
 
 
 class NodeCollector(Collector):

@@ -33,7 +33,8 @@ import msgspec
 
 
 class CacheFingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What must agree for one node's KV bytes to mean the same on another."""
+    """What must agree for one node's KV bytes to mean something on another; `block_size` and `layout` may differ as
+    far as one can be mapped to the other."""
 
     model: str
     dtype: str
@@ -41,8 +42,10 @@ class CacheFingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_kv_heads: int
     head_dim: int
     block_size: int
-    layout: str
+    layout: str  # a block's axes, outermost first: "slot,kv,head,token,dim"
     connector: str  # name and direction
+    num_slots: int = 1  # layers of a group, side by side in a block
+    num_groups: int = 1
 
 
 class CacheMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -80,7 +83,8 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome", forbid_unknown_fields=
 
 
 class RegisterDestination(msgspec.Struct, frozen=True, tag="register", forbid_unknown_fields=True):
-    """`block_ids[g][i]` receives block `first_block[g] + i` of the request, in KV cache group g."""
+    """`block_ids[g][i]` receives block `first_block[g] + i` of the request, in KV cache group g; blocks here are of
+    the consumer's size."""
 
     envelope: Envelope
     stamp: int
@@ -128,7 +132,8 @@ class HandoffNotice(msgspec.Struct, frozen=True, tag="notice", forbid_unknown_fi
     first_token: int
     num_bytes: int
     num_blocks: int
-    source_block_ids: list[list[int]] = []  # pull: [g][i] holds block `first_block[g] + i`
+    # Pull: blocks of the producer's size; [g][0] holds the first token of block `first_block[g]` of the registration.
+    source_block_ids: list[list[int]] = []
 
 
 class HandoffAccepted(msgspec.Struct, frozen=True, tag="accepted", forbid_unknown_fields=True):

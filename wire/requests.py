@@ -107,6 +107,13 @@ class NodeCounters(msgspec.Struct, frozen=True):
     transfer_blocks_received: int = 0
     transfers_finished: dict[str, int] = {}  # by outcome: "sent", "received", or why it ended otherwise
     leases_expired: int = 0
+    transfer_descriptors_sent: int = 0  # runs of bytes that were moved
+    transfer_bytes_overlapped: int = 0  # of those sent: complete before the prompt's last forward pass was
+    transfer_refusals: dict[str, int] = {}  # messages of peers that were not acted on, by reason
+    transfer_blocks_freed: dict[str, int] = {}  # blocks kept for a transfer, by what freed them
+    # By what was waited for (handshake, register, first_byte, last_byte, handover, receive): how often, and for how long.
+    transfer_waits: dict[str, int] = {}
+    transfer_wait_seconds: dict[str, float] = {}
     speculative_drafted: int = 0
     speculative_accepted: int = 0
     model_errors: int = 0  # requests ended because the model computed something that is no number

@@ -51,7 +51,7 @@ class ModelRunner(Protocol):
 
     @property
     def grammars(self) -> Grammars | None:
-        """What it keeps answers to; None where it cannot."""
+        """What compiles grammars for this model's tokenizer; None where none are served."""
         ...
 
     def execute(self, step: SchedulerOutput, hooks: LayerHooks | None = None) -> ModelOutput: ...

@@ -55,7 +55,7 @@ class TorchRunner:
         max_tokens = info.max_model_len + num_speculative_tokens + 1
         self._requests = RequestRows(max_num_seqs, max_tokens, block_size, len(info.groups))
         self._table = SamplingTable(max_num_seqs)
-        self.grammars = grammars
+        self._grammars = grammars
         masks = GrammarMasks(grammars) if grammars is not None else None
         self._sampler = Sampler(info.vocab_size, info.eos_token_ids, self._device, masks)
         self._preempted: dict[str, tuple[SamplingParams, int]] = {}
@@ -68,6 +68,10 @@ class TorchRunner:
     @property
     def kv_cache(self) -> torch.Tensor:
         return self._kv_cache
+
+    @property
+    def grammars(self) -> Grammars | None:
+        return self._grammars
 
     @property
     def forward(self) -> Forward:

@@ -10,20 +10,14 @@ from kvtransfer.base import ConnectorContext, SchedulerConnector, WorkerConnecto
 from kvtransfer.nixl.agent import NixlAgent
 from kvtransfer.nixl.options import NixlOptions
 from kvtransfer.nixl.transport import NixlTransport
+from kvtransfer.protocol.options import parse_direction
 from kvtransfer.protocol.scheduler_half import SchedulerHalf
-from kvtransfer.protocol.transport import Direction
 from kvtransfer.protocol.worker_half import WorkerHalf
-from wire.errors import ConfigurationError
 
 
 def create(context: ConnectorContext) -> tuple[SchedulerConnector, WorkerConnector]:
     options = NixlOptions.parse(context.config.options)
-    try:
-        direction = Direction(context.config.direction)
-    except ValueError:
-        known = ", ".join(direction.value for direction in Direction)
-        raise ConfigurationError(
-            f"transfer.direction must be one of {known}, not {context.config.direction!r}"
-        ) from None
+    direction = parse_direction(context.config.direction)
     agent = NixlAgent(f"{context.node_id}-{context.epoch:x}", options)
-    return SchedulerHalf(context.block_size), WorkerHalf(context, NixlTransport(agent), direction)
+    worker = WorkerHalf(context, NixlTransport(agent), direction, options)
+    return SchedulerHalf(context.block_size), worker

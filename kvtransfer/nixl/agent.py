@@ -8,13 +8,14 @@ first write needs an answer from this process, and so does every write over TCP.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtransfer.nixl.options import NixlOptions
+from kvtransfer.protocol.transport import UnitIds
 from wire.errors import ConfigurationError, TransferError
 
 BlockArray = npt.NDArray[np.uint64]
@@ -97,12 +98,7 @@ class NixlAgent:
             self._agent.releasedDlistH(prepared)
 
     def start(
-        self,
-        operation: str,
-        local: int,
-        local_blocks: Sequence[int],
-        remote: int,
-        remote_blocks: Sequence[int],
+        self, operation: str, local: int, local_blocks: UnitIds, remote: int, remote_blocks: UnitIds
     ) -> tuple[int, bool]:
         """A handle, and whether it is done already."""
         with _translated(f"starting a {operation}"):
@@ -110,14 +106,37 @@ class NixlAgent:
                 self._agent.makeXferReq(
                     self._operations[operation],
                     local,
-                    np.asarray(local_blocks, dtype=np.int32),
+                    local_blocks.astype(np.int32),
                     remote,
-                    np.asarray(remote_blocks, dtype=np.int32),
+                    remote_blocks.astype(np.int32),
                     "",
                     [self._backend],
                     False,
                 )
             )
+        return self._post(operation, handle)
+
+    def start_described(
+        self,
+        operation: str,
+        local: tuple[str, BlockArray],
+        remote: tuple[str, BlockArray],
+        remote_name: str,
+    ) -> tuple[int, bool]:
+        """The same with descriptors (memory type, where) that were not prepared."""
+        with _translated(f"starting a {operation}"):
+            ours, theirs = (
+                self._nixl.nixlXferDList(self._memory_types[memory_type], where)
+                for memory_type, where in (local, remote)
+            )
+            handle = int(
+                self._agent.createXferReq(
+                    self._operations[operation], ours, theirs, remote_name, "", [self._backend]
+                )
+            )
+        return self._post(operation, handle)
+
+    def _post(self, operation: str, handle: int) -> tuple[int, bool]:
         try:
             with _translated(f"starting a {operation}"):
                 return handle, bool(self._agent.postXferReq(handle) == self._nixl.NIXL_SUCCESS)

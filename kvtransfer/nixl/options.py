@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import msgspec
-
+from kvtransfer.protocol.options import ProtocolOptions, parse_options
 from wire.errors import ConfigurationError
 
 
-class NixlOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class NixlOptions(ProtocolOptions, frozen=True, forbid_unknown_fields=True):
     backend: str = "UCX"
     # How often NIXL's progress thread looks after itself although nothing woke it, in milliseconds. With 0, NIXL's
     # default, it spins and takes a core.
@@ -17,10 +16,7 @@ class NixlOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def parse(cls, options: Mapping[str, str]) -> NixlOptions:
-        try:
-            parsed = msgspec.convert(dict(options), cls, strict=False)
-        except msgspec.ValidationError as error:
-            raise ConfigurationError(f"transfer.options of the nixl connector: {error}") from None
+        parsed = parse_options(cls, "nixl", options)
         if parsed.progress_ms < 1:
             raise ConfigurationError(
                 f"transfer.options.progress_ms must be at least 1, not {parsed.progress_ms}: at 0 NIXL spins"

@@ -1,17 +1,17 @@
-"""NIXL as a Transport: a block is one descriptor, prepared once for each pool and then named by its index."""
+"""NIXL as a Transport: a block is one descriptor, prepared once for each pool and then named by its index. Parts of
+blocks are described for each transfer: there are far too many to prepare them all."""
 
 from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Sequence
 
 import msgspec
 import numpy as np
 
 from kvtransfer.base import KVCacheMemory
 from kvtransfer.nixl.agent import BlockArray, NixlAgent
-from kvtransfer.protocol.transport import HandleId, Operation, RemoteId, Transport
+from kvtransfer.protocol.transport import HandleId, Move, RemoteId, Transport
 from wire.errors import InternalError, TransferError
 from wire.handoff import CacheMemory
 
@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 class _Remote(msgspec.Struct, frozen=True):
     name: str
     prepared: int
+    memory: CacheMemory
 
 
 class NixlTransport(Transport):
@@ -29,6 +30,7 @@ class NixlTransport(Transport):
     def __init__(self, agent: NixlAgent) -> None:
         self._agent = agent
         self._prepared: int | None = None
+        self._mine: CacheMemory | None = None
         self._remotes: dict[RemoteId, _Remote] = {}
         self._remote_ids = itertools.count()
         # Handles that were done when they were posted are asked about all the same, once.
@@ -51,6 +53,7 @@ class NixlTransport(Transport):
             block_bytes=memory.block_bytes,
         )
         self._prepared = self._agent.prepare(None, memory_type, _blocks(described))
+        self._mine = described
         return described
 
     def connect(self, memory: CacheMemory) -> RemoteId:
@@ -61,7 +64,7 @@ class NixlTransport(Transport):
             self._agent.remove_remote(name)
             raise
         remote = RemoteId(next(self._remote_ids))
-        self._remotes[remote] = _Remote(name, prepared)
+        self._remotes[remote] = _Remote(name, prepared, memory)
         return remote
 
     def disconnect(self, remote: RemoteId) -> None:
@@ -73,18 +76,22 @@ class NixlTransport(Transport):
             # The peer is as good as gone for us; what NIXL still holds of it goes with the agent.
             logger.warning("disconnecting from %s: %s", known.name, error)
 
-    def post(
-        self,
-        operation: Operation,
-        remote: RemoteId,
-        local_blocks: Sequence[int],
-        remote_blocks: Sequence[int],
-    ) -> HandleId:
-        if self._prepared is None:
+    def post(self, remote: RemoteId, move: Move) -> HandleId:
+        mine, known = self._mine, self._remotes[remote]
+        if self._prepared is None or mine is None:
             raise InternalError("a transfer before the KV cache was registered")
-        started, done = self._agent.start(
-            operation.value, self._prepared, local_blocks, self._remotes[remote].prepared, remote_blocks
-        )
+        if move.unit_bytes == mine.block_bytes == known.memory.block_bytes:
+            started, done = self._agent.start(
+                move.operation.value, self._prepared, move.local, known.prepared, move.remote
+            )
+        else:
+            local, remote_runs = _described(move, mine, known.memory)
+            started, done = self._agent.start_described(
+                move.operation.value,
+                (mine.memory_type, local),
+                (known.memory.memory_type, remote_runs),
+                known.name,
+            )
         handle = HandleId(started)
         self._done[handle] = done
         return handle
@@ -127,3 +134,19 @@ def _blocks(memory: CacheMemory) -> BlockArray:
     blocks[:, 1] = memory.block_bytes
     blocks[:, 2] = memory.device_id
     return blocks
+
+
+def _described(move: Move, mine: CacheMemory, theirs: CacheMemory) -> tuple[BlockArray, BlockArray]:
+    """Units that follow each other on both sides are one descriptor."""
+    begins = np.ones(len(move.local), dtype=bool)
+    begins[1:] = (np.diff(move.local) != 1) | (np.diff(move.remote) != 1)
+    first = np.flatnonzero(begins)
+    lengths = np.diff(np.append(first, len(move.local))) * move.unit_bytes
+    runs = []
+    for memory, units in ((mine, move.local), (theirs, move.remote)):
+        described = np.empty((len(first), 3), dtype=np.uint64)
+        described[:, 0] = memory.base_address + units[first] * move.unit_bytes
+        described[:, 1] = lengths
+        described[:, 2] = memory.device_id
+        runs.append(described)
+    return runs[0], runs[1]

@@ -92,6 +92,15 @@ class Computed(msgspec.Struct, frozen=True):
     fence: Fence | None = None
 
 
+class LayersComputed(msgspec.Struct, frozen=True):
+    """Producer: inside a forward pass that will bring these requests to so many tokens, the layers of the first
+    `slots` slots are done."""
+
+    num_tokens: dict[str, int]
+    slots: int
+    fence: Fence | None = None
+
+
 Command = (
     BeginReceive
     | CancelReceive
@@ -101,6 +110,7 @@ Command = (
     | FinishSend
     | AbandonSend
     | Preempted
+    | LayersComputed
     | Computed
 )
 
@@ -110,3 +120,4 @@ class StepPlan(ConnectorMetadata):
     preempted: list[str] = dataclasses.field(default_factory=list)
     before_forward: list[Command] = dataclasses.field(default_factory=list)
     computed: dict[str, int] = dataclasses.field(default_factory=dict)  # once the forward pass is over
+    num_tokens: int = 0  # computed in this step for requests that are being sent

@@ -27,6 +27,7 @@ from kvtransfer.protocol.declined import Declined
 from kvtransfer.protocol.geometry import PoolGeometry
 from kvtransfer.protocol.identity import Clock, Identity, PeerKey, Remembered, key_of
 from kvtransfer.protocol.links import ProducerLink, ProducerLinks
+from kvtransfer.protocol.mapping import Mapping
 from kvtransfer.protocol.reading import Reader
 from kvtransfer.protocol.receiving import Receiving, Stage
 from kvtransfer.protocol.registering import Registrar
@@ -70,7 +71,8 @@ class Consumer:
         self._answers = Answers(me, send, recorder)
         self._geometry = geometry
         self._reads = direction is Direction.PULL
-        self._reader = Reader(transport, settings, geometry.memory.block_bytes)
+        self._transport = transport
+        self._reader = Reader(transport, settings)
         self._settings = settings
         self._send = send
         self._clock = clock
@@ -111,6 +113,10 @@ class Consumer:
         self._receivings[command.transfer_id] = receiving
         self._by_request[command.request_id] = receiving
         self._recorder.began()
+        if not self._reads:
+            self._transport.expect(
+                command.transfer_id, [block for ids in command.block_ids for block in ids if block]
+            )
         death = self._links.death_of(receiving.peer)
         if death is not None:
             self._end(receiving, Outcome.PEER_LOST, death)
@@ -137,7 +143,8 @@ class Consumer:
         if link is None:
             return
         now = self._clock()
-        difference = self._geometry.difference(message.fingerprint, message.memory)
+        mapping = self._geometry.mapping_to(message.fingerprint, message.memory)
+        difference = None if isinstance(mapping, Mapping) else mapping
         if difference is None and not 0 < message.lease_s <= MAX_LEASE_S:
             difference = f"the producer's lease is {message.lease_s} s"
         if difference is not None:
@@ -156,6 +163,8 @@ class Consumer:
             self._recorder.took("handshake", now - link.greeting_since)
             link.greeting_since = None
         link.memory = message.memory
+        link.block_size = message.fingerprint.block_size
+        link.mapping = mapping if isinstance(mapping, Mapping) else None
         link.lease_s = message.lease_s
         self._registrar.advance_all(link)
 
@@ -309,19 +318,24 @@ class Consumer:
 
     def _begin_reading(self, receiving: Receiving, notice: HandoffNotice) -> None:
         link = self._links.get(receiving.peer)
-        if link is None or link.memory is None:
+        if link is None or link.memory is None or link.mapping is None:
             return  # it is being given up
-        command = receiving.command
+        mapping, source = link.mapping, notice.source_block_ids
         problem = self._geometry.check_table(
-            command.num_tokens, command.first_block, notice.source_block_ids, link.memory
+            receiving.command.num_tokens,
+            receiving.first_blocks(mapping),
+            source,
+            link.block_size,
+            link.memory,
         )
-        pairs = receiving.pairs_with(notice.source_block_ids) if problem is None else None
-        if pairs is None:
+        places = receiving.places_in(source, mapping) if problem is None else None
+        if places is None:
             self._refuse_mismatch(receiving, problem or "blocks are missing")
             return
         receiving.stage = Stage.READING
         receiving.notice = notice
-        receiving.unread = pairs[::-1]
+        receiving.mapping = mapping
+        receiving.unread = places[::-1]
 
     def pump(self) -> Activity:
         """Look after our own reads."""
@@ -414,6 +428,8 @@ class Consumer:
         del self._by_request[receiving.command.request_id]
         self._recorder.keep_spans(receiving.command.request_id, receiving.spans(self._clock()))
         self._over.add(receiving.transfer_id, accepted)
+        if not self._reads:
+            self._transport.expect_no_more(receiving.transfer_id)
 
     def tick(self) -> None:
         now = self._clock()

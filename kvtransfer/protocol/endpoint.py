@@ -131,6 +131,8 @@ class Endpoint:
                 self.producer.plan(command)
             case commands.ExtendSend():
                 self.producer.extend(command)
+            case commands.LayersComputed():
+                self.producer.computing(command)
             case commands.Computed():
                 self.producer.computed(command)
             case commands.Preempted():

@@ -6,11 +6,14 @@ import msgspec
 
 from kvtransfer.base import NULL_BLOCK_ID, KVCacheMemory
 from kvtransfer.protocol.commands import BlockTable
+from kvtransfer.protocol.mapping import AXES, BlockLayout, Mapping
+from wire.errors import ConfigurationError, InternalError
 from wire.handoff import CacheFingerprint, CacheMemory, RegisterDestination
 
 MAX_BLOCKS = 1 << 24  # descriptors are made for each of a peer's blocks
 MAX_DEVICES = 1024
 ADDRESS_SPACE = 1 << 63
+MAPPED = ("block_size", "layout")  # may differ, if Mapping.between finds a way
 
 
 def _implausible(memory: CacheMemory) -> str | None:
@@ -39,49 +42,63 @@ class PoolGeometry(msgspec.Struct, frozen=True):
                 num_kv_heads=cache.num_kv_heads,
                 head_dim=cache.head_dim,
                 block_size=cache.block_size,
-                layout=f"block,slot[{cache.slots}],kv,head,token,dim in {cache.num_groups} groups",
+                layout=",".join(_axes_of(cache)),
                 connector=connector,
+                num_slots=cache.slots,
+                num_groups=cache.num_groups,
             ),
             memory=memory,
             block_size=cache.block_size,
             num_groups=cache.num_groups,
         )
 
-    def num_blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
-
-    def difference(self, fingerprint: CacheFingerprint, memory: CacheMemory) -> str | None:
-        """Why the peer's KV bytes do not mean here what they mean there; None when they do."""
+    def mapping_to(self, fingerprint: CacheFingerprint, memory: CacheMemory) -> Mapping | str:
+        """Between our blocks and the peer's; or why its KV bytes cannot become ours."""
         differing = [
             f"{field} is {getattr(self.fingerprint, field)!r} here and {getattr(fingerprint, field)!r} there"
             for field in CacheFingerprint.__struct_fields__
-            if getattr(self.fingerprint, field) != getattr(fingerprint, field)
+            if field not in MAPPED and getattr(self.fingerprint, field) != getattr(fingerprint, field)
         ]
-        if memory.block_bytes != self.memory.block_bytes:
-            differing.append(
-                f"a block has {self.memory.block_bytes} bytes here and {memory.block_bytes} there"
-            )
-        else:
-            problem = _implausible(memory)
-            if problem is not None:
-                differing.append(problem)
-        return "the KV caches differ: " + "; ".join(differing) if differing else None
+        ours = BlockLayout.of(self.fingerprint, self.memory)
+        theirs = BlockLayout.of(fingerprint, memory)
+        problem = _implausible(memory)
+        if isinstance(ours, str):
+            raise InternalError(f"our own KV cache cannot be described: {ours}")
+        if isinstance(theirs, str):
+            differing.append(f"there {theirs}")
+        elif problem is not None:
+            differing.append(problem)
+        elif not differing:
+            mapping = Mapping.between(ours, theirs)
+            if isinstance(mapping, Mapping):
+                return mapping
+            differing.append(mapping)
+        return "the KV caches differ: " + "; ".join(differing)
 
-    def check_destination(self, message: RegisterDestination, theirs: CacheMemory) -> str | None:
-        """Why these destination blocks cannot be written to; None when they can."""
+    def check_destination(
+        self, message: RegisterDestination, block_size: int, theirs: CacheMemory
+    ) -> str | None:
+        """Why these destination blocks, of the peer's size, cannot be written to; None when they can."""
         if message.num_tokens < 1:
             return f"a transfer of {message.num_tokens} tokens"
         if len(message.token_hash) != 32:
             return f"a token hash of {len(message.token_hash)} bytes"
-        return self.check_table(message.num_tokens, message.first_block, message.block_ids, theirs)
+        return self.check_table(
+            message.num_tokens, message.first_block, message.block_ids, block_size, theirs
+        )
 
     def check_table(
-        self, num_tokens: int, first_block: list[int], block_ids: BlockTable, theirs: CacheMemory
+        self,
+        num_tokens: int,
+        first_block: list[int],
+        block_ids: BlockTable,
+        block_size: int,
+        theirs: CacheMemory,
     ) -> str | None:
         """Why `block_ids` are not blocks `first_block`... of a request of `num_tokens` in the peer's pool."""
         if not len(first_block) == len(block_ids) == self.num_groups:
             return f"{len(block_ids)} KV cache groups, expected {self.num_groups}"
-        total = self.num_blocks_for(num_tokens)
+        total = -(-num_tokens // block_size)
         seen: set[int] = set()
         for first, ids in zip(first_block, block_ids, strict=True):
             if first < 0 or first + len(ids) != total:
@@ -95,3 +112,17 @@ class PoolGeometry(msgspec.Struct, frozen=True):
                     return f"block {block} twice"
                 seen.add(block)
         return None if seen else "no blocks"
+
+
+def _axes_of(cache: KVCacheMemory) -> list[str]:
+    """Outermost first, by the strides of the tensor, which names them in the order of AXES behind the block."""
+    sizes, strides = cache.tensor.shape[1:], cache.tensor.stride()[1:]
+    order = sorted(range(len(AXES)), key=lambda axis: -strides[axis])
+    expected = 1
+    for axis in reversed(order):
+        if strides[axis] != expected and sizes[axis] > 1:
+            raise ConfigurationError("a KV cache whose blocks have gaps cannot be transferred")
+        expected *= sizes[axis]
+    if cache.tensor.stride()[0] != expected:
+        raise ConfigurationError("a KV cache with gaps between its blocks cannot be transferred")
+    return [AXES[axis] for axis in order]

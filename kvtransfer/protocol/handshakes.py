@@ -9,6 +9,7 @@ import msgspec
 
 from kvtransfer.protocol.geometry import PoolGeometry
 from kvtransfer.protocol.identity import Clock, PeerKey, Remembered, key_of
+from kvtransfer.protocol.mapping import Mapping
 from kvtransfer.protocol.settings import Settings
 from kvtransfer.protocol.transport import RemoteId, Transport
 from wire.errors import TransferError
@@ -21,6 +22,7 @@ class ConsumerLink(msgspec.Struct):
     key: PeerKey
     endpoint: str
     hello: Hello
+    mapping: Mapping  # from our blocks to its
     remote: RemoteId | None  # None with pull: the consumer comes to us
     last_heard: float
 
@@ -70,10 +72,10 @@ class Handshakes:
         link = self.hear(key)
         if link is not None and link.hello.memory == hello.memory:
             return None
-        difference = self._geometry.difference(hello.fingerprint, hello.memory)
-        if difference is not None:
-            logger.error("%s cannot receive KV from here: %s", key.node_id, difference)
-            return Rejection(RefusalCode.INCOMPATIBLE, difference)
+        mapping = self._geometry.mapping_to(hello.fingerprint, hello.memory)
+        if not isinstance(mapping, Mapping):
+            logger.error("%s cannot receive KV from here: %s", key.node_id, mapping)
+            return Rejection(RefusalCode.INCOMPATIBLE, mapping)
         for other in list(self._links):
             if other.node_id == key.node_id and other.epoch != key.epoch:
                 self.mark_dead(other)
@@ -92,7 +94,7 @@ class Handshakes:
             except TransferError as error:
                 logger.error("cannot reach the KV memory of %s: %s", key.node_id, error)
                 return Rejection(RefusalCode.HANDSHAKE_FAILED, str(error))
-        self._links[key] = ConsumerLink(key, hello.envelope.reply_to, hello, remote, self._clock())
+        self._links[key] = ConsumerLink(key, hello.envelope.reply_to, hello, mapping, remote, self._clock())
         return None
 
     def mark_dead(self, key: PeerKey) -> None:

@@ -12,8 +12,7 @@ from kvtransfer.protocol.statistics import Recorder
 
 
 class Ledger:
-    def __init__(self, block_size: int, settings: Settings, clock: Clock, recorder: Recorder) -> None:
-        self._block_size = block_size
+    def __init__(self, settings: Settings, clock: Clock, recorder: Recorder) -> None:
         self._settings = settings
         self._clock = clock
         self._recorder = recorder
@@ -42,7 +41,7 @@ class Ledger:
         ]
 
     def open(self, transfer_id: str) -> Sending:
-        sending = Sending(transfer_id, self._block_size, self._clock())
+        sending = Sending(transfer_id, self._clock())
         self._by_transfer[transfer_id] = sending
         self._recorder.began()
         return sending

@@ -9,6 +9,7 @@ import msgspec
 
 from kvtransfer.protocol.geometry import PoolGeometry
 from kvtransfer.protocol.identity import Clock, Identity, PeerKey, Remembered
+from kvtransfer.protocol.mapping import Mapping
 from kvtransfer.protocol.settings import Settings
 from wire.handoff import CacheMemory, Hello, RenewLease
 from wire.nodes import PeerAddress
@@ -22,6 +23,8 @@ class ProducerLink:
     # Since when an answer has been owed; None when everything that was asked has been answered.
     owed_since: float | None = None
     memory: CacheMemory | None = None
+    block_size: int = 0
+    mapping: Mapping | None = None  # from our blocks to its
     lease_s: float = 0.0
     stamp: int = 0
     stamp_at: float = 0.0

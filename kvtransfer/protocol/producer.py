@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from kvtransfer.base import NULL_BLOCK_ID, TransferRecord
 from kvtransfer.protocol import commands
 from kvtransfer.protocol.answers import Answers, Ending
 from kvtransfer.protocol.geometry import PoolGeometry
@@ -24,7 +25,7 @@ from kvtransfer.protocol.handshakes import ConsumerLink, Handshakes
 from kvtransfer.protocol.identity import Clock, Identity, PeerKey, key_of
 from kvtransfer.protocol.ledger import Ledger
 from kvtransfer.protocol.registrations import Registrations
-from kvtransfer.protocol.sending import Phase, Sending
+from kvtransfer.protocol.sending import Destination, Phase, Sending
 from kvtransfer.protocol.settings import Settings
 from kvtransfer.protocol.statistics import Outcome, Recorder
 from kvtransfer.protocol.transport import Activity, Direction, Transport
@@ -63,7 +64,7 @@ class Producer:
         self._answers = Answers(me, send, recorder)
         self._geometry = geometry
         self._writes = direction is Direction.PUSH
-        self._writer = Writer(transport, settings, geometry.memory.block_bytes, clock, recorder)
+        self._writer = Writer(transport, settings, geometry.fingerprint.num_slots, clock, recorder)
         self._settings = settings
         self._send = send
         self._clock = clock
@@ -72,7 +73,7 @@ class Producer:
         self._handshakes = Handshakes(
             geometry, transport if self._writes else None, settings, clock, lost=self._on_link_replaced
         )
-        self._ledger = Ledger(geometry.block_size, settings, clock, recorder)
+        self._ledger = Ledger(settings, clock, recorder)
         self.registrations = Registrations(
             geometry,
             self._ledger,
@@ -85,7 +86,7 @@ class Producer:
         )
         # Those that may have something to post, or have something in flight: most transfers only wait.
         self._moving: dict[str, Sending] = {}
-        self._unfenced: list[commands.Computed] = []
+        self._unfenced: list[commands.Computed | commands.LayersComputed] = []
 
     @property
     def is_idle(self) -> bool:
@@ -127,9 +128,20 @@ class Producer:
             if sending is not None and sending.source is not None:
                 source = sending.source
                 source.computed = max(source.computed, num_tokens)
+                self._writer.computed(sending)
                 self._moving[sending.transfer_id] = sending
                 if source.computed >= source.plan.num_tokens and source.fully_computed_at is None:
                     source.fully_computed_at = command.at
+
+    def computing(self, command: commands.LayersComputed) -> None:
+        if command.fence is not None and not command.fence():
+            self._unfenced.append(command)
+            return
+        for request_id, num_tokens in command.num_tokens.items():
+            sending = self._ledger.of_request(request_id)
+            if sending is not None and sending.phase is Phase.OPEN and self._writes:
+                self._writer.computing(sending, num_tokens, command.slots)
+                self._moving[sending.transfer_id] = sending
 
     def preempted(self, command: commands.Preempted) -> None:
         for unfenced in self._unfenced:
@@ -147,6 +159,7 @@ class Producer:
             return
         sending.request_ended = True
         sending.kept = True
+        sending.num_kept = sum(block != NULL_BLOCK_ID for ids in command.block_ids for block in ids)
         sending.waiting_since = self._clock()
         if sending.phase is Phase.OPEN:
             if sending.blocks_changed(command.block_ids):
@@ -172,6 +185,10 @@ class Producer:
         sending.request_id = command.request_id
         sending.request_ended = True
         sending.kept = command.kept
+        if command.kept and sending.source is not None:
+            sending.num_kept = sum(
+                block != NULL_BLOCK_ID for ids in sending.source.block_ids for block in ids
+            )
         self._begin_closing(sending, Outcome.ABORTED, reason)
 
     # ── messages of consumers ──
@@ -254,7 +271,10 @@ class Producer:
         if self._unfenced:
             unfenced, self._unfenced = self._unfenced, []
             for command in unfenced:
-                self.computed(command)
+                if isinstance(command, commands.Computed):
+                    self.computed(command)
+                else:
+                    self.computing(command)
         activity = Activity.IN_FLIGHT if self._unfenced else Activity.NONE
         for sending in list(self._moving.values()):
             self._poll(sending)
@@ -345,7 +365,8 @@ class Producer:
         ):
             sending.phase = Phase.NOTIFYING
             if sending.first_posted_at is not None:
-                self._recorder.took("last_byte", self._clock() - sending.first_posted_at)
+                sending.tally.last_byte_s = self._clock() - sending.first_posted_at
+                self._recorder.took("last_byte", sending.tally.last_byte_s)
             self._notify(sending)
         elif sending.phase is Phase.CLOSING and not sending.in_flight:
             destination = sending.destination
@@ -359,7 +380,7 @@ class Producer:
         if source is None or destination is None or source.first_token is None:
             return
         sending.notice_sent_at = self._clock()
-        blocks = len(destination.positions())
+        blocks = destination.num_blocks
         self._send(
             destination.endpoint,
             HandoffNotice(
@@ -368,7 +389,7 @@ class Producer:
                 source.plan.num_tokens,
                 source.plan.token_hash,
                 source.first_token,
-                blocks * self._geometry.memory.block_bytes,
+                blocks * self._block_bytes_of(destination),
                 blocks,
                 [] if self._writes else source.blocks_for(destination),
             ),
@@ -377,10 +398,16 @@ class Producer:
     def _record_handover(self, sending: Sending) -> None:
         source, destination = sending.source, sending.destination
         if source is not None and source.fully_computed_at is not None:
-            self._recorder.took("handover", self._clock() - source.fully_computed_at)
+            sending.tally.handover_s = self._clock() - source.fully_computed_at
+            self._recorder.took("handover", sending.tally.handover_s)
         if destination is not None and not self._writes:
-            blocks = len(destination.positions())
-            self._recorder.sent(blocks, blocks * self._geometry.memory.block_bytes, overlapped=False)
+            positions = destination.positions()
+            num_bytes = len(positions) * destination.mapping.grain_bytes
+            sending.tally.num_bytes, sending.tally.blocks = num_bytes, destination.num_blocks
+            self._recorder.sent(destination.num_blocks, num_bytes)
+
+    def _block_bytes_of(self, destination: Destination) -> int:
+        return destination.mapping.grain_bytes * destination.mapping.their_parts
 
     def _begin_closing(self, sending: Sending, outcome: Outcome, reason: str) -> None:
         if not sending.is_over:
@@ -393,8 +420,22 @@ class Producer:
         sending.phase = Phase.CLOSED
         self._recorder.ended(sending.outcome)
         if sending.request_id is not None:
-            spans = sending.spans(self._clock(), self._geometry.memory.block_bytes)
+            spans = sending.spans(self._clock())
             self._recorder.keep_spans(sending.request_id, spans)
+        tally = sending.tally
+        self._recorder.record(
+            TransferRecord(
+                request_id=sending.request_id or "",
+                outcome=sending.outcome.value,
+                num_bytes=tally.num_bytes,
+                blocks=tally.blocks,
+                descriptors=tally.descriptors,
+                bytes_overlapped=tally.bytes_overlapped,
+                first_byte_s=tally.first_byte_s,
+                last_byte_s=tally.last_byte_s,
+                handover_s=tally.handover_s,
+            )
+        )
         if sending.outcome is Outcome.LEASE_EXPIRED:
             self._recorder.lease_expired()
         handed_over = sending.outcome is Outcome.SENT
@@ -413,6 +454,7 @@ class Producer:
         self._ledger.forget(sending)
         if sending.kept and sending.request_id is not None:
             sending.kept = False
+            self._recorder.freed(sending.num_kept, sending.outcome)
             self._finished_sending(sending.request_id)
 
     def tick(self) -> None:

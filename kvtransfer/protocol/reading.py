@@ -6,15 +6,14 @@ from kvtransfer.protocol.identity import PeerKey
 from kvtransfer.protocol.receiving import Receiving
 from kvtransfer.protocol.settings import Settings
 from kvtransfer.protocol.transport import Operation, RemoteId, Transport
-from wire.errors import TransferError
+from wire.errors import InternalError, TransferError
 from wire.handoff import CacheMemory
 
 
 class Reader:
-    def __init__(self, transport: Transport, settings: Settings, block_bytes: int) -> None:
+    def __init__(self, transport: Transport, settings: Settings) -> None:
         self._transport = transport
         self._settings = settings
-        self._batch = max(1, settings.max_post_bytes // block_bytes)
         self._remotes: dict[PeerKey, RemoteId] = {}
         # Connections that are over, while reads through them may still be in flight.
         self._leaving: dict[PeerKey, RemoteId] = {}
@@ -48,11 +47,13 @@ class Reader:
         remote = self._remotes.get(receiving.peer)
         if remote is None:
             raise TransferError("the connection with the producer is gone")
-        pairs = [receiving.unread.pop() for _ in range(min(self._batch, len(receiving.unread)))]
+        mapping = receiving.mapping
+        if mapping is None:
+            raise InternalError("a read without a mapping")
+        batch = self._settings.grains_of_a_post(mapping.grain_bytes, mapping.runs_per_grain)
+        places = [receiving.unread.pop() for _ in range(min(batch, len(receiving.unread)))]
         receiving.in_flight.append(
-            self._transport.post(
-                Operation.READ, remote, [ours for ours, _ in pairs], [theirs for _, theirs in pairs]
-            )
+            self._transport.post(remote, mapping.move(Operation.READ, receiving.transfer_id, places))
         )
         self._poll(receiving)
 

@@ -8,6 +8,7 @@ import enum
 from kvtransfer.base import NULL_BLOCK_ID
 from kvtransfer.protocol.commands import BeginReceive, BlockTable
 from kvtransfer.protocol.identity import PeerKey
+from kvtransfer.protocol.mapping import Mapping, Place
 from kvtransfer.protocol.statistics import Outcome
 from kvtransfer.protocol.transport import HandleId
 from wire.handoff import HandoffNotice
@@ -41,7 +42,8 @@ class Receiving:
     reason: str = ""
     is_safe: bool = False  # CLOSING: nobody else writes to the blocks; our own reads may
     notice: HandoffNotice | None = None  # pull: what is being read
-    unread: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # (ours, theirs), the last first
+    mapping: Mapping | None = None  # pull: from our blocks to the producer's
+    unread: list[Place] = dataclasses.field(default_factory=list)  # the last first
     in_flight: list[HandleId] = dataclasses.field(default_factory=list)
 
     @property
@@ -86,12 +88,25 @@ class Receiving:
             return f"the first token is {notice.first_token}"
         return None
 
-    def pairs_with(self, source: BlockTable) -> list[tuple[int, int]] | None:
-        """(our block, theirs) for every block that we lack; None when theirs has gaps where ours has none."""
-        pairs = [
-            (ours, theirs)
-            for own_ids, their_ids in zip(self.command.block_ids, source, strict=True)
-            for ours, theirs in zip(own_ids, their_ids, strict=True)
-            if ours != NULL_BLOCK_ID
-        ]
-        return None if any(theirs == NULL_BLOCK_ID for _, theirs in pairs) else pairs
+    def first_blocks(self, mapping: Mapping) -> list[int]:
+        """The producer's blocks that our first ones begin in."""
+        return [first * mapping.our_parts // mapping.their_parts for first in self.command.first_block]
+
+    def places_in(self, source: BlockTable, mapping: Mapping) -> list[Place] | None:
+        """Every grain that we lack; None when the producer has gaps where we have none."""
+        mine = self.command
+        ours, theirs = mapping.our_parts, mapping.their_parts
+        end = mapping.grains(mine.num_tokens)
+        places = []
+        for first, ids, their_first, their_ids in zip(
+            mine.first_block, mine.block_ids, self.first_blocks(mapping), source, strict=True
+        ):
+            for index in range(first * ours, min(end, (first + len(ids)) * ours)):
+                block = ids[index // ours - first]
+                if block == NULL_BLOCK_ID:
+                    continue
+                their_block = their_ids[index // theirs - their_first]
+                if their_block == NULL_BLOCK_ID:
+                    return None
+                places.append(Place(block, index % ours, their_block, index % theirs))
+        return places

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from kvtransfer.protocol.answers import Answers
 from kvtransfer.protocol.geometry import PoolGeometry
-from kvtransfer.protocol.handshakes import Handshakes
+from kvtransfer.protocol.handshakes import ConsumerLink, Handshakes
 from kvtransfer.protocol.identity import Clock, key_of
 from kvtransfer.protocol.ledger import Ledger
 from kvtransfer.protocol.sending import Destination, Sending
@@ -82,7 +82,7 @@ class Registrations:
             self._answers.closed(envelope, transfer_id, ending)
         elif sending is not None and sending.is_over:
             return  # it answers when nothing is in flight any more
-        elif (problem := self._geometry.check_destination(message, link.hello.memory)) is not None:
+        elif (problem := self._problem(message, link)) is not None:
             self._answers.refuse(envelope, transfer_id, RefusalCode.INVALID, problem)
         elif (lease_until := self._stamps.until(message.stamp)) is None:
             # Too old to grant a lease: it lay in a queue. The consumer asks again with the fresh stamp.
@@ -94,9 +94,15 @@ class Registrations:
                 envelope, transfer_id, RefusalCode.OVERLOADED, "too many transfers without a request"
             )
         else:
-            self._register(sending or self._ledger.open(transfer_id), message, lease_until)
+            self._register(sending or self._ledger.open(transfer_id), message, link, lease_until)
 
-    def _register(self, sending: Sending, message: RegisterDestination, lease_until: float) -> None:
+    def _problem(self, message: RegisterDestination, link: ConsumerLink) -> str | None:
+        hello = link.hello
+        return self._geometry.check_destination(message, hello.fingerprint.block_size, hello.memory)
+
+    def _register(
+        self, sending: Sending, message: RegisterDestination, link: ConsumerLink, lease_until: float
+    ) -> None:
         known = sending.destination
         if known is None:
             destination = Destination(
@@ -108,6 +114,7 @@ class Registrations:
                 block_ids=message.block_ids,
                 lease_until=lease_until,
                 registered_at=self._clock(),
+                mapping=link.mapping,
             )
             sending.set_destination(destination, to_write=self._to_write)
         elif known.is_same(message):

@@ -134,6 +134,7 @@ class SchedulerHalf(SchedulerConnector):
                     plan.before_forward.append(ExtendSend(request_id, _copied(new)))
             entry.computed += num_tokens
             plan.computed[request_id] = entry.computed
+            plan.num_tokens += num_tokens
         self._commands = []
         self._planned_now = set()
         return plan

@@ -1,7 +1,8 @@
 """One transfer, producer's side: what is due, what is in flight, what has arrived.
 
 A transfer has two halves that may come in either order: the *destination*, which the consumer registered, and the
-*source*, the blocks of our request. It moves blocks while both are there and the lease holds.
+*source*, the blocks of our request. It moves grains (see `mapping`) while both are there and the lease holds: whole
+ones once they are computed, or layer by layer while a chunk is being computed (`Layers`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import enum
 from kvtransfer.base import NULL_BLOCK_ID
 from kvtransfer.protocol.commands import BlockTable, PlanSend
 from kvtransfer.protocol.identity import PeerKey, key_of
+from kvtransfer.protocol.mapping import Mapping, Place
 from kvtransfer.protocol.statistics import Outcome
 from kvtransfer.protocol.transport import HandleId
 from wire.handoff import RegisterDestination
@@ -19,7 +21,7 @@ from wire.tracing import Phase as Traced
 from wire.tracing import Span
 
 Position = tuple[int, int]
-"""(KV cache group, index in the request's block table)."""
+"""(KV cache group, index of the grain in the request)."""
 
 
 class Phase(enum.Enum):
@@ -39,18 +41,22 @@ class Destination:
     block_ids: BlockTable
     lease_until: float
     registered_at: float
+    mapping: Mapping
 
     def positions(self) -> list[Position]:
+        """Every grain that has tokens of the request and a block over there."""
+        parts = self.mapping.their_parts
+        end = self.mapping.grains(self.num_tokens)
         return [
-            (group, first + index)
+            (group, index)
             for group, (first, ids) in enumerate(zip(self.first_block, self.block_ids, strict=True))
-            for index, block in enumerate(ids)
-            if block != NULL_BLOCK_ID
+            for index in range(first * parts, min(end, (first + len(ids)) * parts))
+            if ids[index // parts - first] != NULL_BLOCK_ID
         ]
 
-    def block_at(self, position: Position) -> int:
-        group, index = position
-        return self.block_ids[group][index - self.first_block[group]]
+    @property
+    def num_blocks(self) -> int:
+        return sum(block != NULL_BLOCK_ID for ids in self.block_ids for block in ids)
 
     def is_same(self, message: RegisterDestination) -> bool:
         return (key_of(message.envelope), message.num_tokens, message.token_hash) == (
@@ -72,19 +78,13 @@ class Source:
     def is_complete(self) -> bool:
         return self.first_token is not None
 
-    def block_at(self, position: Position) -> int:
-        """NULL_BLOCK_ID for a position that the table does not have."""
-        group, index = position
-        ids = self.block_ids[group] if group < len(self.block_ids) else []
-        return ids[index] if index < len(ids) else NULL_BLOCK_ID
-
     def blocks_for(self, destination: Destination) -> BlockTable:
-        """Our blocks beside the destination's: [g][i] holds block `first_block[g] + i`."""
+        """Our blocks that hold the destination's tokens: [g][0] has the first token of its `first_block[g]`."""
+        mapping = destination.mapping
+        last = -(-mapping.grains(self.plan.num_tokens) // mapping.our_parts)
         return [
-            self.block_ids[group][first : first + len(ids)]
-            for group, (first, ids) in enumerate(
-                zip(destination.first_block, destination.block_ids, strict=True)
-            )
+            self.block_ids[group][first * mapping.their_parts // mapping.our_parts : last]
+            for group, first in enumerate(destination.first_block)
         ]
 
 
@@ -95,13 +95,39 @@ class Write:
     handle: HandleId
     positions: list[Position]
     posted_at: float
+    num_bytes: int
+    descriptors: int
+    slots: tuple[int, int] | None = None  # None: whole grains
+    is_last: bool = True  # nothing of these positions is still to be posted
     # The source blocks may have been overwritten while it ran: what arrived is not what was meant.
     tainted: bool = False
     done_at: float | None = None
 
 
+@dataclasses.dataclass(slots=True)
+class Tally:
+    """What has become of one transfer so far."""
+
+    num_bytes: int = 0
+    blocks: int = 0
+    descriptors: int = 0
+    bytes_overlapped: int = 0
+    first_byte_s: float | None = None
+    last_byte_s: float | None = None
+    handover_s: float | None = None
+
+
+@dataclasses.dataclass(slots=True)
+class Layers:
+    """A chunk that goes layer by layer. Its positions are no longer among the unsent."""
+
+    positions: list[Position]
+    computed: int  # slots that may be posted
+    posted: int = 0
+
+
 class Sending:
-    def __init__(self, transfer_id: str, block_size: int, created_at: float) -> None:
+    def __init__(self, transfer_id: str, created_at: float) -> None:
         self.transfer_id = transfer_id
         self.request_id: str | None = None
         self.created_at = created_at
@@ -113,12 +139,15 @@ class Sending:
         self.request_ended = False  # no further command will name the request
         self.kept = False  # the engine waits for `finished_sending`
         self.paired_at: float | None = None  # source and destination are both there, and belong together
+        self.num_kept = 0  # blocks that become free then
         self.waiting_since: float | None = None  # complete, but no destination
         self.notice_sent_at: float | None = None
         self.first_posted_at: float | None = None
         self.in_flight: list[Write] = []
         self.arrived: list[Write] = []
-        self._block_size = block_size
+        self.layers: Layers | None = None
+        self.tally = Tally()
+        self._returning: list[Position] = []  # see `_put_back`
         self._unsent: list[Position] = []  # in descending order: the next one is at the end
 
     # ── the two halves ──
@@ -159,30 +188,40 @@ class Sending:
             write.tainted = True
         late = [write for write in self.arrived if write.done_at is not None and write.done_at > at]
         self.arrived = [write for write in self.arrived if write not in late]
-        self._put_back([position for write in late for position in write.positions])
+        again = [write for write in self.in_flight if write.tainted] + late
+        self._returning += [position for write in again for position in write.positions]
+        if self.layers is not None:
+            self._returning += self.layers.positions
+            self.layers = None
+        self._put_back()
         if self.source is not None:
             self.source.computed = 0
             self.source.fully_computed_at = None
             self.source.block_ids = [[] for _ in self.source.block_ids]
 
-    def _put_back(self, positions: list[Position]) -> None:
-        if positions:
-            self._unsent = sorted({*self._unsent, *positions}, key=_send_order, reverse=True)
+    def _put_back(self) -> None:
+        """What has to be written again; never while an older write to the same place may still land."""
+        if self._returning and not any(write.tainted for write in self.in_flight):
+            self._unsent = sorted({*self._unsent, *self._returning}, key=_send_order, reverse=True)
+            self._returning = []
 
     # ── what is due ──
 
-    def _is_computed(self, position: Position) -> bool:
-        source = self.source
-        if source is None:
+    def _is_within(self, position: Position, num_tokens: int) -> bool:
+        """Whether the first `num_tokens` tokens fill it. The last grain of a prompt is seldom full: it goes when the
+        whole prompt is computed."""
+        if self.source is None or self.destination is None:
             return False
-        # The last block of a prompt is seldom full: it goes when the whole prompt is computed.
-        return (
-            source.computed >= source.plan.num_tokens
-            or (position[1] + 1) * self._block_size <= source.computed
-        )
+        grain = self.destination.mapping.grain
+        return num_tokens >= self.source.plan.num_tokens or (position[1] + 1) * grain <= num_tokens
+
+    def _is_computed(self, position: Position) -> bool:
+        return self.source is not None and self._is_within(position, self.source.computed)
 
     @property
     def has_due(self) -> bool:
+        if self.layers is not None:
+            return self.layers.posted < self.layers.computed
         return bool(self._unsent) and self._is_computed(self._unsent[-1])
 
     def take_due(self, limit: int) -> list[Position]:
@@ -191,34 +230,74 @@ class Sending:
             due.append(self._unsent.pop())
         return due
 
+    def begin_layers(self, num_tokens: int, slots: int, limit: int) -> None:
+        """A step that will have computed `num_tokens` tokens has done the first `slots` layers of them. Whatever was
+        computed before goes first, as whole grains."""
+        if self.layers is None:
+            if self.has_due:
+                return
+            positions: list[Position] = []
+            while self._unsent and len(positions) < limit and self._is_within(self._unsent[-1], num_tokens):
+                positions.append(self._unsent.pop())
+            if not positions:
+                return
+            self.layers = Layers(positions, 0)
+        self.layers.computed = max(self.layers.computed, slots)
+
+    def take_layers(self, all_slots: int, batch: int) -> tuple[list[Position], tuple[int, int], bool]:
+        """What is due of the chunk, no more bytes than `batch` whole grains have, and whether that is the rest."""
+        layers = self.layers
+        if layers is None:
+            return [], (0, 0), True
+        most = max(1, all_slots * batch // len(layers.positions))
+        slots = (layers.posted, min(layers.computed, layers.posted + most))
+        layers.posted = slots[1]
+        is_last = layers.posted >= all_slots
+        if is_last:
+            self.layers = None
+        return layers.positions, slots, is_last
+
+    def place(self, position: Position) -> Place | None:
+        """Where the grain lies; None when we do not have its block."""
+        source, destination = self.source, self.destination
+        if source is None or destination is None:
+            return None
+        group, index = position
+        mapping = destination.mapping
+        ours = _at(source.block_ids, group, index // mapping.our_parts)
+        if ours == NULL_BLOCK_ID:
+            return None
+        theirs = destination.block_ids[group][index // mapping.their_parts - destination.first_block[group]]
+        return Place(ours, index % mapping.our_parts, theirs, index % mapping.their_parts)
+
     @property
     def everything_arrived(self) -> bool:
-        return self.destination is not None and not self._unsent and not self.in_flight
+        return (
+            self.destination is not None
+            and not self._unsent
+            and not self._returning
+            and not self.in_flight
+            and self.layers is None
+        )
 
     def settle(self, write: Write, now: float) -> None:
         """A write is over."""
         self.in_flight.remove(write)
         if write.tainted:
-            self._put_back(write.positions)
+            self._put_back()
         else:
             write.done_at = now
             self.arrived.append(write)
 
-    def spans(self, now: float, block_bytes: int) -> list[Span]:
+    def spans(self, now: float) -> list[Span]:
         """Where its time went, at its end."""
         spans = [Span(Traced.PLAN, self.created_at, self.paired_at if self.paired_at is not None else now)]
+        grain = self.destination.mapping.grain if self.destination is not None else 0
         for write in self.arrived:
-            blocks = len(write.positions)
             ended = write.done_at if write.done_at is not None else now
-            spans.append(
-                Span(
-                    Traced.WRITE,
-                    write.posted_at,
-                    ended,
-                    blocks * self._block_size,
-                    num_bytes=blocks * block_bytes,
-                )
-            )
+            # Of tokens that go layer by layer the last write tells.
+            tokens = len(write.positions) * grain if write.is_last else 0
+            spans.append(Span(Traced.WRITE, write.posted_at, ended, tokens, num_bytes=write.num_bytes))
         if self.notice_sent_at is not None:
             spans.append(Span(Traced.NOTICE, self.notice_sent_at, now))
         return spans
@@ -229,10 +308,11 @@ class Sending:
         source, destination = self.source, self.destination
         if source is None or destination is None:
             return False
+        parts = destination.mapping.our_parts
         return any(
-            source.block_at(position) != _at(final, position)
+            _at(source.block_ids, group, index // parts) != _at(final, group, index // parts)
             for write in self.arrived
-            for position in write.positions
+            for group, index in write.positions
         )
 
 
@@ -242,6 +322,6 @@ def _send_order(position: Position) -> Position:
     return (index, group)
 
 
-def _at(table: BlockTable, position: Position) -> int:
-    group, index = position
+def _at(table: BlockTable, group: int, index: int) -> int:
+    """NULL_BLOCK_ID for a place that the table does not have."""
     return table[group][index] if group < len(table) and index < len(table[group]) else NULL_BLOCK_ID

@@ -23,9 +23,16 @@ class Settings(msgspec.Struct, frozen=True):
     max_post_bytes: int = (
         32 << 20
     )  # one write or read; larger ones are split, so that a lease is checked in between
+    max_post_runs: int = (
+        16_384  # descriptors of one post, where a block is not one run of bytes on both sides
+    )
+    layerwise_posts: int = 10  # a chunk that goes layer by layer is split into about so many writes
     max_in_flight: int = 4  # writes or reads of one transfer at a time
     max_early_registrations: int = 4096
     max_remembered: int = 16_384  # ids of closed transfers
+
+    def grains_of_a_post(self, grain_bytes: int, runs: int) -> int:
+        return max(1, min(self.max_post_bytes // grain_bytes, self.max_post_runs // runs))
 
     @property
     def remember_s(self) -> float:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 
-from kvtransfer.base import Timing, TransferStats
+from kvtransfer.base import Timing, TransferRecord, TransferStats
 from wire.tracing import Span
 
 # Of as many transfers the spans are kept until somebody asks for them.
@@ -32,6 +32,27 @@ class Outcome(enum.StrEnum):
     SHUTDOWN = "shutdown"
 
 
+class Freed(enum.StrEnum):
+    """What made a producer's blocks free that were kept after their request had ended."""
+
+    SENT = "sent"  # every byte arrived, and was accepted
+    LEASE_ENDED = "lease_ended"
+    CANCELLED = "cancelled"  # by either node
+    PEER_LOST = "peer_lost"
+    FAILED = "failed"  # the two nodes could not agree, or the bytes could not be moved
+
+
+_FREED_BY = {
+    Outcome.SENT: Freed.SENT,
+    Outcome.LEASE_EXPIRED: Freed.LEASE_ENDED,
+    Outcome.CANCELLED: Freed.CANCELLED,
+    Outcome.ABORTED: Freed.CANCELLED,
+    Outcome.SHUTDOWN: Freed.CANCELLED,
+    Outcome.PEER_LOST: Freed.PEER_LOST,
+}
+RECENT = 32
+
+
 class Recorder:
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -40,6 +61,8 @@ class Recorder:
         self._refused: Counter[str] = Counter()
         self._timings: dict[str, Timing] = {}
         self._spans: OrderedDict[str, Sequence[Span]] = OrderedDict()  # by request
+        self._freed: Counter[str] = Counter()
+        self._recent: deque[TransferRecord] = deque(maxlen=RECENT)
 
     def began(self) -> None:
         with self._lock:
@@ -70,17 +93,25 @@ class Recorder:
         with self._lock:
             return self._spans.pop(request_id, ())
 
-    def sent(self, blocks: int, num_bytes: int, *, overlapped: bool) -> None:
+    def sent(self, blocks: int, num_bytes: int, *, descriptors: int = 0, overlapped: int = 0) -> None:
         with self._lock:
+            self._stats.descriptors_sent += descriptors
             self._stats.blocks_sent += blocks
             self._stats.bytes_sent += num_bytes
-            if overlapped:
-                self._stats.bytes_overlapped += num_bytes
+            self._stats.bytes_overlapped += overlapped
 
     def received(self, blocks: int, num_bytes: int) -> None:
         with self._lock:
             self._stats.blocks_received += blocks
             self._stats.bytes_received += num_bytes
+
+    def freed(self, blocks: int, outcome: Outcome) -> None:
+        with self._lock:
+            self._freed[_FREED_BY.get(outcome, Freed.FAILED).value] += blocks
+
+    def record(self, transfer: TransferRecord) -> None:
+        with self._lock:
+            self._recent.append(transfer)
 
     def lease_expired(self) -> None:
         with self._lock:
@@ -90,6 +121,7 @@ class Recorder:
         with self._lock:
             stats = self._stats
             return TransferStats(
+                descriptors_sent=stats.descriptors_sent,
                 bytes_sent=stats.bytes_sent,
                 bytes_received=stats.bytes_received,
                 blocks_sent=stats.blocks_sent,
@@ -100,5 +132,7 @@ class Recorder:
                 in_progress=stats.in_progress,
                 bytes_overlapped=stats.bytes_overlapped,
                 refused=dict(self._refused),
+                blocks_freed=dict(self._freed),
+                recent=list(self._recent),
                 timings=dict(self._timings),
             )

@@ -11,11 +11,16 @@ import enum
 from collections.abc import Sequence
 from typing import NewType
 
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
 from kvtransfer.base import KVCacheMemory
 from wire.handoff import CacheMemory
 
 RemoteId = NewType("RemoteId", int)
 HandleId = NewType("HandleId", int)
+UnitIds = npt.NDArray[np.int64]
 
 
 class Operation(enum.StrEnum):
@@ -36,6 +41,24 @@ class Direction(enum.StrEnum):
     PULL = "pull"  # the consumer reads
 
 
+class Move(msgspec.Struct, frozen=True):
+    """One operation: unit `local[i]` of our pool ↔ unit `remote[i]` of the peer's.
+
+    Unit u is the `unit_bytes` bytes at u × `unit_bytes` from the beginning of its pool. It is a whole block where
+    both nodes' blocks mean the same, and a part of one where they do not, or where a layer goes alone.
+    """
+
+    operation: Operation
+    transfer_id: str
+    unit_bytes: int
+    local: UnitIds
+    remote: UnitIds
+
+    @property
+    def num_bytes(self) -> int:
+        return self.unit_bytes * len(self.local)
+
+
 class Transport(abc.ABC):
     """Failures of what is underneath are raised as TransferError, whatever they were."""
 
@@ -54,14 +77,8 @@ class Transport(abc.ABC):
         """Forget it. Called with nothing in flight, unless a transfer failed: what that left must be stopped here."""
 
     @abc.abstractmethod
-    def post(
-        self,
-        operation: Operation,
-        remote: RemoteId,
-        local_blocks: Sequence[int],
-        remote_blocks: Sequence[int],
-    ) -> HandleId:
-        """Set `local_blocks[i]` ↔ `remote_blocks[i]` in motion. Ids have been checked against both pools."""
+    def post(self, remote: RemoteId, move: Move) -> HandleId:
+        """Set a move in motion. Its units have been checked against both pools."""
 
     @abc.abstractmethod
     def is_done(self, handle: HandleId) -> bool:
@@ -70,3 +87,17 @@ class Transport(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """Give everything back. Idempotent."""
+
+    @property
+    def malformed_frames(self) -> int:
+        """Frames that did not decode, on sockets of its own."""
+        return 0
+
+    # A transport whose peer's writes are carried out by this process can refuse those that come too late, which
+    # what writes to memory from outside cannot.
+
+    def expect(self, transfer_id: str, blocks: Sequence[int]) -> None:
+        """From now on a peer may write to these blocks of ours, for this transfer. Any thread of ours may ask."""
+
+    def expect_no_more(self, transfer_id: str) -> None:
+        """When this returns, no write for this transfer lands here any more."""

@@ -17,11 +17,12 @@ from kvtransfer.base import (
     WorkerConnector,
 )
 from kvtransfer.protocol.channel import SideChannel
-from kvtransfer.protocol.commands import Computed, Fence, Preempted, StepPlan
+from kvtransfer.protocol.commands import Computed, Fence, LayersComputed, Preempted, StepPlan
 from kvtransfer.protocol.endpoint import Endpoint, Outcomes
 from kvtransfer.protocol.geometry import PoolGeometry
 from kvtransfer.protocol.identity import Identity
 from kvtransfer.protocol.loop import ProtocolLoop
+from kvtransfer.protocol.options import ProtocolOptions
 from kvtransfer.protocol.settings import Settings
 from kvtransfer.protocol.statistics import Recorder
 from kvtransfer.protocol.transport import Direction, Transport
@@ -34,11 +35,18 @@ STOP_GRACE_S = 1.0
 class WorkerHalf(WorkerConnector):
     """No method waits: what has to be done is queued, what was done is collected."""
 
-    def __init__(self, context: ConnectorContext, transport: Transport, direction: Direction) -> None:
+    def __init__(
+        self,
+        context: ConnectorContext,
+        transport: Transport,
+        direction: Direction,
+        options: ProtocolOptions | None = None,
+    ) -> None:
         self._context = context
         self._transport = transport
         self._direction = direction
         self._settings = Settings.from_config(context.config)
+        self._layerwise_tokens = (options or ProtocolOptions()).layerwise_tokens
         self._recorder = Recorder()
         self._lock = threading.Lock()
         self._output = ConnectorOutput()
@@ -50,6 +58,28 @@ class WorkerHalf(WorkerConnector):
         )
         # Open from the start, so that the address is known before the model is; the loop answers once it runs.
         self._channel = SideChannel(context.host, f"{context.node_id}-handoff", self._loop.message)
+
+    @property
+    def layerwise(self) -> bool:
+        """In a step that computes enough of what is being written. Where several groups share a block's slots, a
+        layer's bytes are not known by its number."""
+        memory = self._memory
+        return (
+            self._direction is Direction.PUSH
+            and 0 < self._layerwise_tokens <= self._plan.num_tokens
+            and memory is not None
+            and memory.num_groups == 1
+            and memory.slots == memory.num_layers > 1
+        )
+
+    def save_kv_layer(self, layer: int) -> None:
+        if self._memory is None:
+            return
+        stride = -(-self._memory.slots // self._settings.layerwise_posts)
+        done = layer + 1
+        # The last layers go with the end of the forward pass, which follows at once.
+        if done % stride == 0 and done < self._memory.slots:
+            self._loop.command([LayersComputed(dict(self._plan.computed), done, self._fence())])
 
     @property
     def peer_endpoint(self) -> str:
@@ -135,7 +165,7 @@ class WorkerHalf(WorkerConnector):
     # ── any thread ──
 
     def stats(self) -> TransferStats:
-        return self._recorder.snapshot(self._channel.malformed)
+        return self._recorder.snapshot(self._channel.malformed + self._transport.malformed_frames)
 
     def spans_of(self, request_id: str) -> Sequence[Span]:
         return self._recorder.take_spans(request_id)

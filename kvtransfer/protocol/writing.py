@@ -1,10 +1,10 @@
-"""Push: the producer writes the blocks that have become due."""
+"""Push: the producer writes what has become due."""
 
 from __future__ import annotations
 
-from kvtransfer.base import NULL_BLOCK_ID
 from kvtransfer.protocol.identity import Clock
-from kvtransfer.protocol.sending import Sending, Write
+from kvtransfer.protocol.mapping import Mapping, Place
+from kvtransfer.protocol.sending import Position, Sending, Write
 from kvtransfer.protocol.settings import Settings
 from kvtransfer.protocol.statistics import Recorder
 from kvtransfer.protocol.transport import Operation, RemoteId, Transport
@@ -16,36 +16,68 @@ class MissingBlocks(TransferError):
 
 
 class Writer:
+    """`slots` is how many layers lie side by side in a block."""
+
     def __init__(
-        self, transport: Transport, settings: Settings, block_bytes: int, clock: Clock, recorder: Recorder
+        self, transport: Transport, settings: Settings, slots: int, clock: Clock, recorder: Recorder
     ) -> None:
         self._transport = transport
-        self._block_bytes = block_bytes
-        self._batch = max(1, settings.max_post_bytes // block_bytes)
-        self._max_in_flight = settings.max_in_flight
+        self._settings = settings
+        self._slots = slots
         self._clock = clock
         self._recorder = recorder
 
     def can_post(self, sending: Sending) -> bool:
-        return sending.has_due and len(sending.in_flight) < self._max_in_flight
+        return sending.has_due and len(sending.in_flight) < self._settings.max_in_flight
+
+    def computing(self, sending: Sending, num_tokens: int, slots: int) -> None:
+        """The first `slots` layers of a chunk that ends at `num_tokens` have been computed."""
+        if sending.destination is not None:
+            # So many that one layer of them is not more than one post.
+            limit = min(self._settings.layerwise_posts, self._slots)
+            sending.begin_layers(num_tokens, slots, limit * self._batch(sending.destination.mapping))
+
+    def computed(self, sending: Sending) -> None:
+        """All layers have been."""
+        if sending.layers is not None:
+            sending.layers.computed = self._slots
+
+    def _batch(self, mapping: Mapping) -> int:
+        """Grains of one post."""
+        return self._settings.grains_of_a_post(mapping.grain_bytes, mapping.runs_per_grain)
 
     def post(self, sending: Sending, remote: RemoteId) -> None:
-        destination, source = sending.destination, sending.source
-        if destination is None or source is None or not self.can_post(sending):
+        destination = sending.destination
+        if destination is None or not self.can_post(sending):
             return
-        now = self._clock()
-        positions = sending.take_due(self._batch)
-        local = [source.block_at(position) for position in positions]
-        if NULL_BLOCK_ID in local:
-            raise MissingBlocks("the consumer asked for blocks that are not kept here")
-        handle = self._transport.post(
-            Operation.WRITE, remote, local, [destination.block_at(position) for position in positions]
+        slots: tuple[int, int] | None = None
+        is_last = True
+        if sending.layers is not None:
+            positions, slots, is_last = sending.take_layers(self._slots, self._batch(destination.mapping))
+        else:
+            positions = sending.take_due(self._batch(destination.mapping))
+        move = destination.mapping.move(
+            Operation.WRITE, sending.transfer_id, self._places(sending, positions), slots
         )
+        now = self._clock()
+        handle = self._transport.post(remote, move)
         if sending.first_posted_at is None:
             sending.first_posted_at = now
-            self._recorder.took("first_byte", now - max(destination.registered_at, sending.created_at))
-        sending.in_flight.append(Write(handle, positions, now))
+            sending.tally.first_byte_s = now - max(destination.registered_at, sending.created_at)
+            self._recorder.took("first_byte", sending.tally.first_byte_s)
+        sending.in_flight.append(
+            Write(handle, positions, now, move.num_bytes, len(move.local), slots, is_last)
+        )
         self.poll(sending)
+
+    def _places(self, sending: Sending, positions: list[Position]) -> list[Place]:
+        places = []
+        for position in positions:
+            place = sending.place(position)
+            if place is None:
+                raise MissingBlocks("the consumer asked for blocks that are not kept here")
+            places.append(place)
+        return places
 
     def poll(self, sending: Sending) -> None:
         """A TransferError leaves the other handles in flight."""
@@ -61,8 +93,17 @@ class Writer:
     def _settle(self, sending: Sending, write: Write) -> None:
         now = self._clock()
         sending.settle(write, now)
+        destination = sending.destination
         computed_at = sending.source.fully_computed_at if sending.source is not None else None
-        blocks = len(write.positions)
-        self._recorder.sent(
-            blocks, blocks * self._block_bytes, overlapped=computed_at is None or now <= computed_at
-        )
+        blocks = 0
+        if destination is not None and write.is_last:
+            parts = destination.mapping.their_parts
+            # A block counts with its first grain.
+            blocks = sum(index % parts == 0 for _, index in write.positions)
+        overlapped = write.num_bytes if computed_at is None or now <= computed_at else 0
+        tally = sending.tally
+        tally.num_bytes += write.num_bytes
+        tally.blocks += blocks
+        tally.descriptors += write.descriptors
+        tally.bytes_overlapped += overlapped
+        self._recorder.sent(blocks, write.num_bytes, descriptors=write.descriptors, overlapped=overlapped)

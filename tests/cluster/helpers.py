@@ -160,6 +160,7 @@ class FakeNode(FakeProcess):
         self.slot = slot
         self.state = NodeState.READY
         self.step_age_s = 0.0
+        self.free_blocks = 90
         self._epochs = epochs
         self._begin_epoch()
 
@@ -191,8 +192,8 @@ class FakeNode(FakeProcess):
             role=self.info.role,
             epoch=self.epoch_in_status,
             state=self.state,
-            free_blocks=1,
-            total_blocks=1,
+            free_blocks=self.free_blocks,
+            total_blocks=100,
             running=0,
             waiting=0,
             waiting_tokens=0,

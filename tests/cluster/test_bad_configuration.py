@@ -50,6 +50,10 @@ MISTAKES: dict[str, Case] = {
     "a pool whose limits cross": (
         "serve --set pools.decode.min=4 pools.decode.max=2", r"pools\.decode\.min is 4, which is more than", None,
     ),
+    "a resource of which nothing is asked": (
+        "serve", r"pools\.decode\.resources must be amounts above 0",
+        settings_file("pools: {decode: {nodes: 1, resources: {GPU: 0}}}"),
+    ),
     "a choice that does not exist": ("serve --set router.policy=round_robbin", r"did you mean round_robin\?", None),
     "a size that is none": ("serve --kv-memory lots", r"must be a size such as 2GiB", None),
     "a cache that holds nothing": ("serve --kv-memory 1KiB", r"cache\.memory_bytes", None),

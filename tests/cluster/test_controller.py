@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from cluster.config import ClusterTimeouts
 from tests.cluster.helpers import TIMEOUTS, FakeProcess, Rig, in_loop, settle
 from wire.errors import ConfigurationError, InternalError, TandemError, Unavailable
 from wire.nodes import NodeState, Role
@@ -176,6 +177,12 @@ async def test_a_silent_node_is_hidden_from_routers_until_it_answers_again() -> 
         await rig.clock.advance(TIMEOUTS.heartbeat_s + TIMEOUTS.silence_s)
         assert rig.routed == {"prefill-0", "decode-0"}
         assert len(rig.launcher.nodes["decode-0"]) == 1, "a pause is no reason to end it"
+
+
+def test_a_node_that_freezes_is_out_of_view_within_three_seconds() -> None:
+    """It may freeze just after an answer; then comes a pause, a question, and the longest wait for its answer."""
+    default = ClusterTimeouts()
+    assert default.heartbeat_s + default.silence_s < 3.0
 
 
 @in_loop

@@ -10,6 +10,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -219,5 +220,5 @@ class Cluster(RuleBasedStateMachine):
         return (await self.rig.controller.view()).failure
 
 
-TestCluster = Cluster.TestCase
+TestCluster = pytest.mark.slow(Cluster.TestCase)  # hundreds of steps, minutes of the controller's time each
 TestCluster.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)

@@ -10,15 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.config import PoolConfig, PoolsConfig, TandemConfig
+from cluster.hosts import Host
 from cluster.placement import (
     Machine,
     node_config,
     ordered_cores,
     place_nodes,
+    router_config,
     visible_gpus,
 )
 from cluster.state import NodeRecord, Placement
 from engine.config import CacheConfig, ModelConfig
+from router.config import RouterConfig
 from wire.errors import ConfigurationError
 from wire.nodes import Role
 
@@ -157,3 +160,11 @@ def test_a_torch_without_cuda_has_no_gpus(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("importlib.metadata.version", lambda package: "2.13.0+cpu")
     (tmp_path / "nvidia0").touch()
     assert visible_gpus({}, tmp_path) == 0
+
+
+def test_a_router_on_another_machine_has_that_machine_s_addresses() -> None:
+    config = RouterConfig(tokenizer_path="m", model_name="m", host="10.0.0.1", inbox_host="10.0.0.1")
+    there = router_config(config, Host(name="b", address="10.0.0.2"))
+    assert (there.host, there.inbox_host) == ("10.0.0.2", "10.0.0.2")
+    everywhere = router_config(msgspec.structs.replace(config, host="0.0.0.0"), Host("b", "10.0.0.2"))
+    assert (everywhere.host, everywhere.inbox_host) == ("0.0.0.0", "10.0.0.2")

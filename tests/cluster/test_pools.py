@@ -6,9 +6,10 @@ import asyncio
 
 import pytest
 
-from cluster.config import PoolConfig, PoolsConfig
+from cluster.config import PoolConfig, PoolsConfig, TandemConfig
 from cluster.hosts import Host
 from cluster.supervisor import Phase
+from router.config import RouterConfig, RouterPlacement
 from tests.cluster.helpers import TIMEOUTS, FakeHosts, FakeProcess, Rig, in_loop, settle
 from wire.errors import ConfigurationError, Unavailable
 from wire.nodes import NodeState, Role
@@ -315,6 +316,19 @@ async def test_a_node_that_does_not_come_to_rest_is_started_anew_in_its_new_role
 
 
 @in_loop
+async def test_routers_are_not_told_again_of_a_node_whose_streams_they_moved() -> None:
+    async with Rig(*PD, ("prefill-1", Role.PREFILL)) as rig:
+        await rig.controller.start()
+        rig.launcher.node("prefill-1").may_finish.clear()
+        change = asyncio.create_task(rig.controller.change_role("prefill-1", Role.DECODE))
+        await rig.clock.advance(DRAIN_S + TIMEOUTS.stop_s + 3 * TIMEOUTS.heartbeat_s)
+        assert rig.routed == {"prefill-0", "decode-0"}, "though it still answers"
+        await rig.clock.advance(60)
+        await change
+        assert "prefill-1" in rig.routed
+
+
+@in_loop
 async def test_a_node_that_changed_its_role_keeps_its_place() -> None:
     hosts = FakeHosts(machine("1", prefill=2), machine("2", decode=1))
     async with Rig(pools=pools(2, 1), hosts=hosts) as rig:
@@ -431,3 +445,68 @@ async def test_a_node_that_died_while_there_was_no_controller_is_replaced() -> N
         assert len(rig.launcher.nodes["prefill-0"]) == 2
         epochs = [m.epoch for m in rig.launcher.router.memberships[-1] if m.node_id == "prefill-0"]
         assert epochs == [rig.launcher.node("prefill-0").info.epoch]
+
+
+# --- scaling by itself
+
+
+@in_loop
+async def test_a_crowded_pool_grows_by_itself_and_says_why() -> None:
+    asked = pools(1, PoolConfig(nodes=1, min=1, max=2))
+    async with Rig(pools=asked) as rig:
+        await rig.controller.start()
+        rig.launcher.node("decode-0").free_blocks = 2
+        await rig.clock.advance(60)
+        assert rig.routed == {"prefill-0", "decode-0", "decode-1"}
+        texts = [decision.text for decision in (await rig.controller.view()).decisions]
+        assert texts == ["decode: from 1 to 2: 98% of its blocks are taken, 90% may be"]
+        await rig.clock.advance(300)
+        assert (await pool_of(rig, Role.DECODE)).wanted == 2, "no room to spare, and not above its maximum"
+
+
+@in_loop
+async def test_a_pool_without_a_maximum_is_left_alone() -> None:
+    async with Rig(*PD) as rig:
+        await rig.controller.start()
+        rig.launcher.node("decode-0").free_blocks = 2
+        await rig.clock.advance(120)
+        assert (await pool_of(rig, Role.DECODE)).wanted == 1
+
+
+@in_loop
+async def test_an_idle_pool_shrinks_to_its_minimum_without_a_failed_request() -> None:
+    asked = pools(1, PoolConfig(nodes=3, min=2, max=4))
+    async with Rig(pools=asked) as rig:
+        await rig.controller.start()
+        await rig.clock.advance(600)
+        assert (await pool_of(rig, Role.DECODE)).wanted == 2
+        assert rig.launcher.node("decode-2").drained_with is not None
+
+
+# --- routers
+
+
+@in_loop
+async def test_every_host_has_a_router_where_that_is_asked_for() -> None:
+    on_head = Host("h", "10.0.0.9", (0, 1), slots={}, head=True)
+    hosts = FakeHosts(on_head, machine("1", prefill=1), machine("2", decode=1))
+    router = RouterConfig(tokenizer_path="model", model_name="fake", placement=RouterPlacement.EVERY_HOST)
+    async with Rig(pools=pools(1, 1), hosts=hosts, config=TandemConfig(router=router)) as rig:
+        await rig.controller.start()
+        await settle()
+        by_name = {process.name: process for process in rig.launcher.routers}
+        assert set(by_name) == {"router", "router-10.0.0.1", "router-10.0.0.2"}
+        assert by_name["router"].host is None
+        assert by_name["router-10.0.0.1"].config.inbox_host == "10.0.0.1", "where nodes reach it"
+        assert all(process.node_ids == {"prefill-0", "decode-0"} for process in by_name.values())
+        hosts.join(machine("3", decode=1))
+        await rig.controller.scale({Role.DECODE: 2})
+        await settle()
+        (latest,) = [process for process in rig.launcher.routers if process.name == "router-10.0.0.3"]
+        assert latest.node_ids == {"prefill-0", "decode-0", "decode-1"}
+        hosts.leave("1")
+        await settle()
+        assert by_name["router-10.0.0.1"].stopped
+        assert by_name["router-10.0.0.2"].node_ids == {"decode-0", "decode-1"}
+        view = await rig.controller.view()
+        assert {router.name for router in view.routers} == {"router", "router-10.0.0.2", "router-10.0.0.3"}

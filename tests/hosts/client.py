@@ -81,6 +81,8 @@ def main() -> None:
             answer = complete(url, words, 8)
         case ["nodes", url, within_s, prefill, decode]:
             answer = wait_for_nodes(url, float(within_s), {"prefill": int(prefill), "decode": int(decode)})
+        case ["epochs", url]:
+            answer = {node["node_id"]: node["epoch"] for node in ready_nodes(url)}
         case _:
             sys.exit(__doc__)
     print(json.dumps(answer))

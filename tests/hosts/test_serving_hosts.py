@@ -3,77 +3,24 @@ tests follow one another on one cluster; each leaves two hosts of each kind behi
 
 from __future__ import annotations
 
-import json
-import shutil
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 from lab import Host, Lab
+from serving import Client, give_model
 from static_cluster import StaticCluster
-
-from engine.model.native.build import library_path
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.integration]
 
-CLIENT = Path(__file__).with_name("client.py")
 JOIN_S = 150.0  # Ray starts on a host, and a node on it loads the model, on very few cores
 NOTICE_S = 15.0
 
 
-class Client:
-    """Beside the hosts, in their network."""
-
-    def __init__(self, lab: Lab, url: str) -> None:
-        self._lab = lab
-        self._url = url
-
-    def complete(self, words: str) -> str:
-        return str(self._ask("complete", words, timeout_s=150))
-
-    def wait_for_nodes(self, *, prefill: int, decode: int, within_s: float) -> dict[str, str]:
-        nodes = self._ask("nodes", str(within_s), str(prefill), str(decode), timeout_s=within_s + 30)
-        roles = list(nodes.values()) if isinstance(nodes, dict) else []
-        counts = (roles.count("prefill"), roles.count("decode"))
-        assert counts == (prefill, decode), f"after {within_s:.0f} s the router sees {nodes}"
-        return nodes
-
-    def _ask(self, question: str, *arguments: str, timeout_s: float) -> Any:
-        words = (sys.executable, str(CLIENT), question, self._url, *arguments)
-        return json.loads(self._lab.on_laptop(*words, timeout_s=timeout_s))
-
-    @contextmanager
-    def load(self) -> Iterator[None]:
-        """One request after another for as long as the block lasts; none of them may fail."""
-        command = self._lab.laptop_command(sys.executable, str(CLIENT), "load", self._url)
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        try:
-            yield
-            said, _ = process.communicate(timeout=150)
-        finally:
-            process.kill()
-            process.wait()
-        outcome = json.loads(said)
-        assert outcome["failures"] == []
-        assert outcome["finished"] > 0
-
-
 @pytest.fixture(scope="module")
 def serving(lab: Lab, smollm2_path: Path) -> StaticCluster:
-    """What `ray up` leaves behind. The hosts' homes are empty: the model and the compiled kernels are put where they
-    find them, because nothing can be fetched there."""
-    model = lab.folder / "SmolLM2-135M-Instruct"
-    shutil.copytree(smollm2_path, model)
-    library = library_path()
-    for host in lab.hosts:
-        kept = host.home / ".cache" / "tandem" / "native" / library.parent.name
-        shutil.copytree(library.parent, kept, dirs_exist_ok=True)
+    """What `ray up` leaves behind."""
     settings = {
-        "model": str(model),
+        "model": str(give_model(lab, smollm2_path)),
         "cache": {"memory_bytes": "256MiB"},
         "pools": {"prefill": {"nodes": None}, "decode": {"nodes": None}},
         "router": {"local_prefill": "never"},
@@ -117,7 +64,7 @@ def test_a_decode_host_added_to_the_file_serves_and_taken_out_again_is_drained(
         said = serving.up(**pools)
         assert "everything was finished" in said
         client.wait_for_nodes(prefill=2, decode=2, within_s=NOTICE_S)
-    assert spare.run("sh", "-c", "pgrep -f ray:: || true") == ""
+    assert spare.run("sh", "-c", "pgrep -f '[r]ay::' || true") == ""
 
 
 def test_a_host_that_is_cut_off_is_left_alone_and_healed_serves_again(

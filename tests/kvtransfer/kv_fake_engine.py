@@ -26,7 +26,7 @@ from kvtransfer.registry import find_connector
 from wire.requests import KVTransferParams, TransferRole
 
 BLOCK_SIZE = 4
-SLOTS, HEADS, DIM = 2, 2, 8
+SLOTS, HEADS, DIM = 4, 2, 8
 
 
 class State(enum.StrEnum):
@@ -77,8 +77,10 @@ class FakeStep:
 
 
 def kv_of(tokens: Sequence[int]) -> torch.Tensor:
-    """What the KV of each position must be."""
-    return torch.tensor([1000.0 * token + position for position, token in enumerate(tokens)])
+    """What the KV of each position must be: [slots, 2, heads, tokens, dim], no two values the same."""
+    values = torch.tensor([1000.0 * token + position for position, token in enumerate(tokens)])
+    places = torch.arange(SLOTS * 2 * HEADS * DIM).view(SLOTS, 2, HEADS, 1, DIM) / 128
+    return values.view(1, 1, 1, -1, 1) + places
 
 
 def first_token_of(tokens: Sequence[int]) -> int:
@@ -94,15 +96,23 @@ class FakeEngine:
         config: TransferConfig,
         num_blocks: int = 64,
         dtype: torch.dtype = torch.float32,
+        block_size: int = BLOCK_SIZE,
+        tokens_before_heads: bool = False,
     ) -> None:
-        self.cache = torch.zeros(num_blocks, SLOTS, 2, HEADS, BLOCK_SIZE, DIM, dtype=dtype)
+        self.block_size = block_size
+        if tokens_before_heads:  # another layout of the same
+            made = torch.zeros(num_blocks, SLOTS, 2, block_size, HEADS, DIM, dtype=dtype)
+            self.cache = made.permute(0, 1, 2, 4, 3, 5)
+        else:
+            self.cache = torch.zeros(num_blocks, SLOTS, 2, HEADS, block_size, DIM, dtype=dtype)
+        self.layerwise_steps = 0
         self.free = list(range(1, num_blocks))
         self.requests: dict[str, FakeRequest] = {}
         self.reported: list[tuple[str, str]] = []
         self._woken = threading.Event()
         self._preempt_next: set[str] = set()
         self.planner, self.mover = find_connector(connector)(
-            ConnectorContext(node_id, epoch, "127.0.0.1", BLOCK_SIZE, config, self._woken.set)
+            ConnectorContext(node_id, epoch, "127.0.0.1", block_size, config, self._woken.set)
         )
         self.mover.register_kv_caches(KVCacheMemory(self.cache, "fake", SLOTS, 1))
 
@@ -143,8 +153,8 @@ class FakeEngine:
         request = self.requests[request_id]
         expected = kv_of(request.all_token_ids[: request.num_prompt_tokens])
         return all(
-            bool((self._slot(request, position) == value).all())
-            for position, value in enumerate(expected.tolist())
+            bool((self._slot(request, position) == expected[:, :, :, position]).all())
+            for position in range(request.num_prompt_tokens)
         )
 
     def step(self) -> None:
@@ -160,8 +170,7 @@ class FakeEngine:
         if step.preempted_req_ids:
             self.mover.handle_preemptions()
         self.mover.start_load_kv()
-        for request_id, count in step.num_scheduled_tokens.items():
-            self._compute(self.requests[request_id], count)
+        self._forward(step)
         self.mover.wait_for_save()
         self._book(self.mover.get_finished(set()))
         for request_id in step.num_scheduled_tokens:
@@ -231,34 +240,52 @@ class FakeEngine:
         external, is_async = self.planner.get_num_new_matched_tokens(request, local)
         assert external is not None
         have = local + external
-        request.blocks = self._take(-(-max(have, 1) // BLOCK_SIZE))
-        self._write(request, range(local))
+        request.blocks = self._take(-(-max(have, 1) // self.block_size))
+        self._write(request, range(local), range(SLOTS))
         request.num_computed_tokens = local
         if not is_async:
             first = min(request.chunk, request.num_prompt_tokens - local)
-            request.blocks += self._take(-(-(local + first) // BLOCK_SIZE) - len(request.blocks))
+            request.blocks += self._take(-(-(local + first) // self.block_size) - len(request.blocks))
         self.planner.update_state_after_alloc(request, [list(request.blocks)], external)
         request.state = State.WAITING_FOR_KV if is_async else State.RUNNING
 
     def _schedule(self, request: FakeRequest, step: FakeStep) -> None:
         count = min(request.chunk, request.num_prompt_tokens - request.num_computed_tokens)
-        missing = -(-(request.num_computed_tokens + count) // BLOCK_SIZE) - len(request.blocks)
+        missing = -(-(request.num_computed_tokens + count) // self.block_size) - len(request.blocks)
         if missing > 0:
             step.new_blocks[request.request_id] = self._take(missing)
             request.blocks += step.new_blocks[request.request_id]
         step.num_scheduled_tokens[request.request_id] = count
 
-    def _compute(self, request: FakeRequest, count: int) -> None:
-        self._write(request, range(request.num_computed_tokens, request.num_computed_tokens + count))
-        request.num_computed_tokens += count
+    def _forward(self, step: FakeStep) -> None:
+        """Layer by layer; the connector is told only if it asks for it."""
+        layerwise = self.mover.layerwise
+        self.layerwise_steps += layerwise
+        for layer in range(SLOTS):
+            if layerwise:
+                self.mover.wait_for_layer_load(layer)
+            for request_id, count in step.num_scheduled_tokens.items():
+                request = self.requests[request_id]
+                first = request.num_computed_tokens
+                self._write(request, range(first, first + count), range(layer, layer + 1))
+            if layerwise:
+                self.mover.save_kv_layer(layer)
+                time.sleep(self.layer_s)
+        for request_id, count in step.num_scheduled_tokens.items():
+            self.requests[request_id].num_computed_tokens += count
 
-    def _write(self, request: FakeRequest, positions: range) -> None:
+    layer_s = 0.0  # what a layer takes, where they are told of
+
+    def _write(self, request: FakeRequest, positions: range, layers: range) -> None:
         values = kv_of(request.all_token_ids)
         for position in positions:
-            self._slot(request, position).fill_(values[position].item())
+            for layer in layers:
+                self._slot(request, position)[layer] = values[layer, :, :, position]
 
     def _slot(self, request: FakeRequest, position: int) -> torch.Tensor:
-        return self.cache[request.blocks[position // BLOCK_SIZE], :, :, :, position % BLOCK_SIZE, :]
+        """[slots, 2, heads, dim]"""
+        block, behind = divmod(position, self.block_size)
+        return self.cache[request.blocks[block], :, :, :, behind, :]
 
     def _book(self, output: ConnectorOutput) -> None:
         self.planner.update_connector_output(output)

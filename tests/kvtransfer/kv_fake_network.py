@@ -20,12 +20,15 @@ from kvtransfer.protocol.identity import Identity, token_hash
 from kvtransfer.protocol.settings import Settings
 from kvtransfer.protocol.statistics import Recorder
 from kvtransfer.protocol.transport import Activity, Direction, HandleId, Operation, RemoteId, Transport
+from kvtransfer.protocol.transport import Move as TransportMove
 from wire.errors import TransferError
 from wire.handoff import CacheFingerprint, CacheMemory, HandoffMessage
 from wire.nodes import PeerAddress
 
 BLOCK_SIZE = 4
-BLOCK_BYTES = 64
+SLOTS = 2  # layers
+CELL_BYTES = 4
+BLOCK_BYTES = SLOTS * 2 * BLOCK_SIZE * CELL_BYTES
 NUM_BLOCKS = 200
 SETTINGS = Settings(
     lease_s=3.0,
@@ -40,6 +43,45 @@ SETTINGS = Settings(
 )
 
 
+class Memory:
+    """A pool: for each block, layer, key or value, and token, a cell that says what it holds."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.cells_per_block = SLOTS * 2 * block_size
+        self.cells: list[object] = ["nothing"] * (NUM_BLOCKS * self.cells_per_block)
+
+    def __len__(self) -> int:
+        return NUM_BLOCKS
+
+    def cell(self, blocks: Sequence[int], slot: int, kind: int, position: int) -> int:
+        block, behind = divmod(position, self.block_size)
+        return blocks[block] * self.cells_per_block + (slot * 2 + kind) * self.block_size + behind
+
+    def write(self, blocks: Sequence[int], tokens: Sequence[int], positions: range, slots: range) -> None:
+        for slot in slots:
+            for kind in (0, 1):
+                for position in positions:
+                    where = self.cell(blocks, slot, kind, position)
+                    self.cells[where] = right_cell(tokens, slot, kind, position)
+
+    def is_right(self, blocks: Sequence[int], tokens: Sequence[int]) -> bool:
+        return all(
+            self.cells[self.cell(blocks, slot, kind, position)] == right_cell(tokens, slot, kind, position)
+            for slot in range(SLOTS)
+            for kind in (0, 1)
+            for position in range(len(tokens))
+        )
+
+    def scribble(self, block: int) -> None:
+        first = block * self.cells_per_block
+        self.cells[first : first + self.cells_per_block] = ["garbage"] * self.cells_per_block
+
+
+def right_cell(tokens: Sequence[int], slot: int, kind: int, position: int) -> object:
+    return (tuple(tokens[: position + 1]), slot, kind)
+
+
 @dataclasses.dataclass
 class Move:
     """A handle in flight: bytes are copied when it completes."""
@@ -47,8 +89,10 @@ class Move:
     node: Node
     operation: Operation
     peer: str
-    local: list[int]
+    local: list[int]  # blocks, once for each unit
     remote: list[int]
+    local_cells: list[int]
+    remote_cells: list[int]
     posted_at: float
     state: str = "moving"
 
@@ -80,22 +124,29 @@ class FakeTransport(Transport):
             "disconnected with a handle in flight"
         )
 
-    def post(
-        self,
-        operation: Operation,
-        remote: RemoteId,
-        local_blocks: Sequence[int],
-        remote_blocks: Sequence[int],
-    ) -> HandleId:
+    def post(self, remote: RemoteId, move: TransportMove) -> HandleId:
+        unit = move.unit_bytes // CELL_BYTES
+        assert unit * CELL_BYTES == move.unit_bytes
+        assert move.num_bytes <= SETTINGS.max_post_bytes
+        local_cells, remote_cells = (
+            [first * unit + cell for first in units.tolist() for cell in range(unit)]
+            for units in (move.local, move.remote)
+        )
+        peer = self.world.nodes.get(self.remotes[remote])
+        their_cells = peer.memory.cells_per_block if peer else self.node.memory.cells_per_block
+        local_blocks = [cell // self.node.memory.cells_per_block for cell in local_cells]
+        remote_blocks = [cell // their_cells for cell in remote_cells]
         assert len(local_blocks) == len(remote_blocks) > 0
         assert all(0 < block < NUM_BLOCKS for block in (*local_blocks, *remote_blocks))
         handle = HandleId(next(self.ids))
         self.moves[handle] = Move(
             self.node,
-            operation,
+            move.operation,
             self.remotes[remote],
-            list(local_blocks),
-            list(remote_blocks),
+            local_blocks,
+            remote_blocks,
+            local_cells,
+            remote_cells,
             self.world.now,
         )
         return handle
@@ -123,6 +174,7 @@ class Send:
     peer: PeerAddress
     blocks: list[int]
     computed: int = 0
+    computing: int | None = None  # a forward pass that will bring it there is under way
     planned: bool = False
     ended: bool = False  # the request has ended; its blocks may be kept
     kept: bool = False
@@ -146,11 +198,6 @@ class Receive:
         return self.finished is not None or self.failed is not None
 
 
-def right_bytes(tokens: Sequence[int], index: int) -> str:
-    """What block `index` of these tokens holds."""
-    return f"kv of {tokens[: (index + 1) * BLOCK_SIZE]}"
-
-
 def first_token_of(tokens: Sequence[int]) -> int:
     return sum(tokens) % 97
 
@@ -164,22 +211,36 @@ class Node:
         skew: float,
         direction: Direction,
         cache: dict[str, object] | None = None,
+        block_size: int = BLOCK_SIZE,
     ) -> None:
+        self.block_size = block_size
         self.world = world
         self.name = name
         self.skew = skew
         self.identity = Identity(name, epoch, f"tcp://{name}")
-        self.memory: list[str] = ["nothing"] * NUM_BLOCKS
+        self.memory = Memory(block_size)
         self.free = list(range(1, NUM_BLOCKS))
         self.transport = FakeTransport(world, self)
         self.recorder = Recorder()
         self.sends: dict[str, Send] = {}
         self.receives: dict[str, Receive] = {}
         self.frozen = False
-        memory = CacheMemory(name.encode(), "DRAM", 0, 4096, NUM_BLOCKS, BLOCK_BYTES)
-        fingerprint = CacheFingerprint("m", "float32", 1, 1, 1, BLOCK_SIZE, "l", f"fake/{direction.value}")
+        memory = CacheMemory(
+            name.encode(), "DRAM", 0, 4096, NUM_BLOCKS, self.memory.cells_per_block * CELL_BYTES
+        )
+        fingerprint = CacheFingerprint(
+            "m",
+            "float32",
+            SLOTS,
+            1,
+            1,
+            block_size,
+            "slot,kv,head,token,dim",
+            f"fake/{direction.value}",
+            num_slots=SLOTS,
+        )
         self.geometry = PoolGeometry(
-            msgspec.structs.replace(fingerprint, **(cache or {})), memory, BLOCK_SIZE, num_groups=1
+            msgspec.structs.replace(fingerprint, **(cache or {})), memory, block_size, num_groups=1
         )
         self.endpoint = Endpoint(
             self.identity,
@@ -212,7 +273,7 @@ class Node:
         }
         assert not touched & set(blocks), "a block was given back while a handle touches it"
         for block in blocks:
-            self.memory[block] = "garbage"
+            self.memory.scribble(block)
         self.free += blocks
         blocks.clear()
 
@@ -237,21 +298,35 @@ class Node:
         )
 
     def compute(self, send: Send, count: int) -> None:
+        self.begin_computing(send, count)
+        self.end_computing(send)
+
+    def begin_computing(self, send: Send, count: int) -> None:
+        """The first layer of a chunk."""
         upto = min(len(send.tokens), send.computed + count)
-        missing = -(-upto // BLOCK_SIZE) - len(send.blocks)
+        missing = -(-upto // self.block_size) - len(send.blocks)
         if missing > 0:
             new = self.take(missing)
             send.blocks += new
             self.endpoint.execute(commands.ExtendSend(send.request_id, [new]))
-        send.computed = upto
-        for index in range(-(-upto // BLOCK_SIZE)):
-            self.memory[send.blocks[index]] = right_bytes(send.tokens[:upto], index)
+        send.computing = upto
+        self.memory.write(send.blocks, send.tokens, range(send.computed, upto), range(1))
+
+    def tell_of_first_layer(self, send: Send) -> None:
+        assert send.computing is not None
+        self.endpoint.execute(commands.LayersComputed({send.request_id: send.computing}, 1))
+
+    def end_computing(self, send: Send) -> None:
+        upto = send.computing
+        assert upto is not None
+        self.memory.write(send.blocks, send.tokens, range(send.computed, upto), range(1, SLOTS))
+        send.computed, send.computing = upto, None
         self.endpoint.execute(commands.Computed({send.request_id: upto}, self.clock()))
 
     def preempt(self, send: Send) -> None:
         at = self.clock()
         for block in send.blocks:
-            self.memory[block] = "garbage"
+            self.memory.scribble(block)
         self.free += send.blocks
         send.blocks = []
         send.computed = 0
@@ -280,11 +355,11 @@ class Node:
 
     def start_receive(self, receive: Receive, peer: PeerAddress) -> None:
         self.receives[receive.request_id] = receive
-        total = -(-len(receive.tokens) // BLOCK_SIZE)
+        total = -(-len(receive.tokens) // self.block_size)
         receive.blocks = self.take(total)
-        first = receive.local_tokens // BLOCK_SIZE
-        for index in range(first):
-            self.memory[receive.blocks[index]] = right_bytes(receive.tokens, index)
+        receive.local_tokens -= receive.local_tokens % self.block_size
+        first = receive.local_tokens // self.block_size
+        self.memory.write(receive.blocks, receive.tokens, range(receive.local_tokens), range(SLOTS))
         self.endpoint.execute(
             commands.BeginReceive(
                 receive.request_id,
@@ -303,8 +378,7 @@ class Node:
         assert not receive.over, "a receive ended twice"
         receive.finished = handoff
         assert handoff == Handoff(first_token_of(receive.tokens), len(receive.tokens))
-        for index, block in enumerate(receive.blocks):
-            assert self.memory[block] == right_bytes(receive.tokens, index), "wrong bytes were accepted"
+        assert self.memory.is_right(receive.blocks, receive.tokens), "wrong bytes were accepted"
         self.release(receive.blocks)
 
     def _failed(self, request_id: str, failure: LoadFailure) -> None:
@@ -326,8 +400,15 @@ class World:
         self.direction = direction
         self._decoder = msgspec.msgpack.Decoder(HandoffMessage)
 
-    def add(self, name: str, epoch: int, skew: float = 0.0, cache: dict[str, object] | None = None) -> Node:
-        self.nodes[name] = Node(self, name, epoch, skew, self.direction, cache)
+    def add(
+        self,
+        name: str,
+        epoch: int,
+        skew: float = 0.0,
+        cache: dict[str, object] | None = None,
+        block_size: int = BLOCK_SIZE,
+    ) -> Node:
+        self.nodes[name] = Node(self, name, epoch, skew, self.direction, cache, block_size)
         return self.nodes[name]
 
     # ── network ──
@@ -370,18 +451,22 @@ class World:
     def complete(self, move: Move, *, failed: bool = False) -> None:
         """The bytes move, or some of them do."""
         peer = self.nodes.get(move.peer)
-        pairs = list(zip(move.local, move.remote, strict=True))
+        pairs = list(zip(move.local_cells, move.remote_cells, strict=True))
         move.state = "failed" if failed else "done"
         if peer is None:
             move.state = "failed"
             return
         for local, remote in pairs[: len(pairs) // 2] if failed else pairs:
             if move.operation is Operation.WRITE:
-                assert peer.owns(remote), "a write landed in a block that had been given back"
-                peer.memory[remote] = move.node.memory[local]
+                assert peer.owns(remote // peer.memory.cells_per_block), (
+                    "a write landed in a block that had been given back"
+                )
+                peer.memory.cells[remote] = move.node.memory.cells[local]
             else:
-                assert move.node.owns(local), "a read landed in a block that had been given back"
-                move.node.memory[local] = peer.memory[remote]
+                assert move.node.owns(local // move.node.memory.cells_per_block), (
+                    "a read landed in a block that had been given back"
+                )
+                move.node.memory.cells[local] = peer.memory.cells[remote]
 
     def pump(self) -> None:
         for node in self.nodes.values():

@@ -6,7 +6,7 @@ import dataclasses
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -16,7 +16,7 @@ from kvtransfer.nixl.agent import NixlAgent
 from kvtransfer.nixl.options import NixlOptions
 from kvtransfer.nixl.transport import NixlTransport
 from kvtransfer.protocol.scheduler_half import SchedulerHalf
-from kvtransfer.protocol.transport import Direction, HandleId, Operation, RemoteId, Transport
+from kvtransfer.protocol.transport import Direction, HandleId, Move, RemoteId, Transport
 from kvtransfer.protocol.worker_half import WorkerHalf
 from wire.errors import TransferError
 from wire.handoff import CacheMemory
@@ -63,16 +63,10 @@ class FaultyTransport(Transport):
     def disconnect(self, remote: RemoteId) -> None:
         self._inner.disconnect(remote)
 
-    def post(
-        self,
-        operation: Operation,
-        remote: RemoteId,
-        local_blocks: Sequence[int],
-        remote_blocks: Sequence[int],
-    ) -> HandleId:
+    def post(self, remote: RemoteId, move: Move) -> HandleId:
         if self.faults.strikes(self.faults.post_fails):
             raise TransferError("injected: not posted")
-        handle = self._inner.post(operation, remote, local_blocks, remote_blocks)
+        handle = self._inner.post(remote, move)
         self.live.add(handle)
         if self.faults.strikes(self.faults.move_sticks):
             self._stuck[handle] = time.monotonic() + self.faults.chance.uniform(0.01, 0.2)

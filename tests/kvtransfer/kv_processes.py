@@ -16,19 +16,30 @@ CALL_TIMEOUT_S = 40.0
 
 # Each process is forked from a server that has imported what takes seconds to import and has used none of it.
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "nixl._bindings", "kvtransfer.nixl"])
+_context.set_forkserver_preload(["torch", "nixl._bindings", "kvtransfer.nixl", "kvtransfer.nccl"])
 
 
 def _serve(calls: Connection, connector: str, node_id: str, epoch: int, config: dict[str, Any]) -> None:
     import torch
-    from kv_fake_engine import FakeEngine
+    from kv_fake_engine import BLOCK_SIZE, FakeEngine
 
     torch.set_num_threads(1)
     dtype = getattr(torch, config.pop("dtype", "float32"))
     num_blocks = config.pop("num_blocks", 64)
+    block_size = config.pop("block_size", BLOCK_SIZE)
+    tokens_before_heads = config.pop("tokens_before_heads", False)
+    layer_s = config.pop("layer_s", 0.0)
     engine = FakeEngine(
-        connector, node_id, epoch, TransferConfig(connector=connector, **config), num_blocks, dtype
+        connector,
+        node_id,
+        epoch,
+        TransferConfig(connector=connector, **config),
+        num_blocks,
+        dtype,
+        block_size,
+        tokens_before_heads,
     )
+    engine.layer_s = layer_s
     calls.send(engine.endpoint())
     while True:
         try:

@@ -6,6 +6,7 @@ Slow: each process imports torch and the connector's library. Most tests share o
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,7 +23,13 @@ from wire.requests import KVTransferParams, TransferRole
 pytestmark = pytest.mark.slow
 
 LEASE_S = 2.0
-CONNECTORS = [("nixl", "push"), ("nixl", "pull"), ("local_connector:create", "push")]
+CONNECTORS = [
+    ("nixl", "push"),
+    ("nixl", "pull"),
+    ("nccl", "push"),
+    ("nccl", "pull"),
+    ("local_connector:create", "push"),
+]
 names = (f"r{number}" for number in itertools.count())
 epochs = itertools.count(1000)
 
@@ -68,6 +75,12 @@ class Pair:
     def _part(self, role: TransferRole, name: str) -> KVTransferParams:
         peer: PeerAddress = (self.producer if role is TransferRole.CONSUME else self.consumer).address
         return KVTransferParams(f"transfer-{name}", role, peer)
+
+    def until_registered(self) -> None:
+        until = time.monotonic() + 10
+        while not self.producer.call("stats").in_progress:
+            assert time.monotonic() < until
+            time.sleep(0.005)
 
     def expect_loaded(self, name: str, tokens: list[int]) -> None:
         self.consumer.begin("run_until", name, ["loaded", "failed"])
@@ -265,6 +278,74 @@ def test_pools_may_differ_in_size(connector: tuple[str, str]) -> None:
         tokens = a_prompt(40)
         for _ in range(3):
             pair.expect_loaded(pair.add(tokens), tokens)
+
+
+@pytest.mark.parametrize("connector", CONNECTORS, ids="-".join)
+@pytest.mark.parametrize(
+    ("producer", "consumer"),
+    [
+        ({"block_size": 16}, {"block_size": 32}),
+        ({"block_size": 32}, {"block_size": 16}),
+        ({"tokens_before_heads": True}, {}),
+        ({"block_size": 8}, {"block_size": 4, "tokens_before_heads": True}),
+    ],
+    ids=["16 to 32", "32 to 16", "another layout", "both"],
+)
+def test_block_sizes_and_layouts_may_differ(
+    connector: tuple[str, str], producer: dict[str, Any], consumer: dict[str, Any]
+) -> None:
+    with started(connector, producer, consumer) as pair:
+        for length, chunk, on_consumer in [(1, 99, 0), (31, 99, 0), (32, 7, 0), (77, 20, 32), (96, 96, 64)]:
+            tokens = a_prompt(length)
+            name = pair.add(tokens, producer={"chunk": chunk}, consumer={"cached_tokens": on_consumer})
+            pair.expect_loaded(name, tokens)
+            pair.expect_nothing_left()
+        sent, received = pair.stats()
+        assert sent.blocks_sent == received.blocks_received
+        assert sent.descriptors_sent > sent.blocks_sent or connector[1] == "pull"
+
+
+@pytest.mark.parametrize("connector", CONNECTORS, ids="-".join)
+def test_block_sizes_that_are_not_multiples_are_refused_on_both_sides(connector: tuple[str, str]) -> None:
+    with started(connector, {"block_size": 8}, {"block_size": 12}) as pair:
+        name = pair.add(a_prompt(20))
+        pair.consumer.call("run_until", name, ["failed"], timeout_s=3)
+        assert "block_size is 8 here and 12 there" in pair.consumer.call("failure", name)
+        pair.consumer.call("finish", name)
+        pair.producer.call("run_until", name, ["freed"], timeout_s=LEASE_S + 2)
+        assert pair.stats()[0].refused == {"incompatible": 1}
+        pair.expect_nothing_left()
+
+
+@pytest.mark.parametrize("connector", CONNECTORS, ids="-".join)
+@pytest.mark.parametrize("block_size", [4, 8])
+def test_layers_leave_while_the_next_ones_are_computed(connector: tuple[str, str], block_size: int) -> None:
+    options = {} if ":" in connector[0] else {"options": {"layerwise_tokens": "16"}}
+    producer = options | {"layer_s": 0.03, "block_size": block_size}
+    with started(connector, producer, {"layer_s": 0.03}) as pair:
+        first = a_prompt(20)
+        pair.expect_loaded(pair.add(first), first)  # so that the two know each other
+        tokens = a_prompt(150)
+        before = pair.stats()[0]
+        name = pair.add(tokens, on="c")
+        pair.consumer.call("step")
+        pair.until_registered()
+        pair.add(tokens, on="p", name=name)
+        pair.expect_loaded(name, tokens)
+        after = pair.stats()[0]
+        if (
+            connector[1] == "push"
+        ):  # all in one chunk: but for its last layer it had arrived when it was computed
+            overlapped = after.bytes_overlapped - before.bytes_overlapped
+            assert overlapped >= 0.7 * (after.bytes_sent - before.bytes_sent)
+        # And with a preemption between two chunks.
+        name = pair.add(tokens, producer={"chunk": 40})
+        pair.consumer.call("step")
+        pair.producer.call("step")
+        pair.producer.call("step")
+        pair.producer.call("preempt", name)
+        pair.expect_loaded(name, tokens)
+        pair.expect_nothing_left()
 
 
 # ── processes that die ──

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 from kv_fake_engine import FakeEngine, consume, produce
@@ -15,7 +16,7 @@ from kvtransfer.base import KVCacheMemory, TransferConfig
 from kvtransfer.nixl.agent import NixlAgent
 from kvtransfer.nixl.options import NixlOptions
 from kvtransfer.nixl.transport import NixlTransport
-from kvtransfer.protocol.transport import Operation
+from kvtransfer.protocol.transport import Move, Operation
 from wire.errors import TransferError
 from wire.handoff import CacheMemory
 from wire.nodes import PeerAddress
@@ -42,7 +43,9 @@ def test_blocks_move_between_two_agents(transport: NixlTransport) -> None:
         transport.register(mine)
         remote = transport.connect(other.register(theirs))
         mine.tensor[3] = 7.0
-        handle = transport.post(Operation.WRITE, remote, [3, 1], [5, 2])
+        handle = transport.post(
+            remote, Move(Operation.WRITE, "t", mine.block_bytes, np.array([3, 1]), np.array([5, 2]))
+        )
         until = time.monotonic() + 10
         while not transport.is_done(handle):
             assert time.monotonic() < until

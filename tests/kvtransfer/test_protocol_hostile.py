@@ -54,11 +54,11 @@ memories = st.builds(
     num_blocks=numbers,
     block_bytes=st.one_of(st.just(64), numbers),
 )
-texts = st.sampled_from(["m", "float32", "l", "fake/push", "fake/pull", ""])
-right = CacheFingerprint("m", "float32", 1, 1, 1, 4, "l", "fake/push")
+texts = st.sampled_from(["m", "float32", "slot,kv,head,token,dim", "fake/push", "fake/pull", ""])
+right = CacheFingerprint("m", "float32", 2, 1, 1, 4, "slot,kv,head,token,dim", "fake/push", num_slots=2)
 fingerprints = st.one_of(
     st.just(right),
-    st.builds(CacheFingerprint, texts, texts, numbers, numbers, numbers, numbers, texts, texts),
+    st.builds(CacheFingerprint, texts, texts, *[numbers] * 4, texts, texts, numbers, numbers),
 )
 leases = st.one_of(st.floats(allow_nan=True, allow_infinity=True), st.just(3.0))
 messages = st.one_of(

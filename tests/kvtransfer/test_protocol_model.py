@@ -32,10 +32,12 @@ REQUESTS = 4
 
 
 class History:
-    def __init__(self, direction: Direction, skew: float, choose: Callable[[int], int]) -> None:
+    def __init__(
+        self, direction: Direction, skew: float, block_sizes: tuple[int, int], choose: Callable[[int], int]
+    ) -> None:
         self.world = World(direction)
-        self.producer: Node = self.world.add("p", 11)
-        self.consumer: Node = self.world.add("c", 22, skew)
+        self.producer: Node = self.world.add("p", 11, block_size=block_sizes[0])
+        self.consumer: Node = self.world.add("c", 22, skew, block_size=block_sizes[1])
         self._choose = choose
         self._count = 0
         self._waiting_sends: list[Send] = []
@@ -62,7 +64,11 @@ class History:
         ]
         if self._count < REQUESTS:
             events.append((4, self._a_request))
-        if self._waiting_sends and not self.producer.frozen:
+        computing = [send for send in steppable if send.computing is not None]
+        if computing:  # in the middle of a forward pass the producer's engine does nothing else
+            steppable = []
+            events += [(14, lambda: self.producer.end_computing(computing[0]))]
+        elif self._waiting_sends and not self.producer.frozen:
             events.append((12, self._admit_send))
         if self._waiting_receives and not self.consumer.frozen:
             events.append((12, self._admit_receive))
@@ -118,7 +124,12 @@ class History:
         if not send.blocks:
             self.producer.plan(send)
         if send.computed < len(send.tokens):
-            self.producer.compute(send, self.pick([1, 5, 8, 30]))
+            count = self.pick([1, 5, 8, 30])
+            if self.pick([True, False]):
+                self.producer.begin_computing(send, count)
+                self.producer.tell_of_first_layer(send)
+            else:
+                self.producer.compute(send, count)
         else:
             self.producer.finish_send(send)
 
@@ -190,6 +201,8 @@ class History:
         """Left alone with a healthy network, everything comes to its end, and every block comes back."""
         self.producer.frozen = self.consumer.frozen = False
         for send in self.open_sends():
+            if send.computing is not None:
+                self.producer.end_computing(send)
             self.producer.abandon_send(send)
         self.world.settle(SETTINGS.timeout_s + SETTINGS.lease_s + 2)
         for receive in self.consumer.receives.values():
@@ -213,11 +226,12 @@ def check(direction: Direction, examples: int) -> None:
     )
     @given(
         skew=st.sampled_from([0.0, -500.0, 12345.6]),
+        block_sizes=st.sampled_from([(4, 4), (4, 8), (8, 4)]),
         choices=st.lists(st.integers(0, 1 << 30), min_size=40, max_size=160),
     )
-    def histories(skew: float, choices: list[int]) -> None:
+    def histories(skew: float, block_sizes: tuple[int, int], choices: list[int]) -> None:
         drawn = iter(choices)
-        history = History(direction, skew, lambda options: next(drawn) % options)
+        history = History(direction, skew, block_sizes, lambda options: next(drawn) % options)
         try:
             while True:
                 history.happen()

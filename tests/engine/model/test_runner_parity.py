@@ -15,7 +15,7 @@ from tests.engine.model import tiny
 from tests.engine.model.driver import Driver
 from wire.sampling import SamplingParams
 
-NUM_TOKENS = 12
+NUM_TOKENS = 10
 LENGTHS = (1, 5, 23, 37, 16)
 
 
@@ -46,15 +46,30 @@ def load(path: Path, native: bool, num_speculative_tokens: int = 0) -> TorchRunn
     )
 
 
+Reference = tuple[Path, list[list[int]], list[tiny.Answer]]
+
+
+@pytest.fixture(scope="session")
+def references() -> dict[str, Reference]:
+    """What transformers answers, kept for the second way in which an architecture is computed."""
+    return {}
+
+
 @pytest.fixture(scope="module", params=VARIANTS, ids=lambda v: v[0] if v[1] else f"{v[0]}-by-transformers")
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+def case(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    references: dict[str, Reference],
+) -> Case:
     architecture, native = request.param
-    path = tiny.save(architecture, tmp_path_factory.mktemp("models"))
-    rng = random.Random(architecture)
-    prompts = [[rng.randrange(3, tiny.VOCAB) for _ in range(length)] for length in LENGTHS]
-    # The last shares most of its prompt with another.
-    prompts.append(prompts[3][:30] + prompts[0])
-    answers = tiny.reference(path, prompts, NUM_TOKENS)
+    if architecture not in references:
+        path = tiny.save(architecture, tmp_path_factory.mktemp("models"))
+        rng = random.Random(architecture)
+        prompts = [[rng.randrange(3, tiny.VOCAB) for _ in range(length)] for length in LENGTHS]
+        # The last shares most of its prompt with another.
+        prompts.append(prompts[3][:30] + prompts[0])
+        references[architecture] = path, prompts, tiny.reference(path, prompts, NUM_TOKENS)
+    path, prompts, answers = references[architecture]
     runner = load(path, native)
     return Case(path, native, runner, prompts, [a.tokens for a in answers], [a.logprobs for a in answers])
 
@@ -73,7 +88,7 @@ def test_each_alone_with_whole_prompts(case: Case) -> None:
         driver.finish(f"r{index}")
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_mixed_batches_in_random_chunks(case: Case, seed: int) -> None:
     """Log-probabilities, too: tokens alone would hide an error that is smaller than the gap to the next best."""
     driver = case.driver(seed)

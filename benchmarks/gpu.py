@@ -1,0 +1,192 @@
+"""The engine on a GPU: the same tokens as on the CPU, and how near to what the card can do.
+
+    python -m benchmarks.gpu [--model DIR] [--dtype bfloat16] [--quick] [--json FILE] [--device cuda|cpu]
+
+Needs torch, transformers, msgspec, xxhash and cbor2, and nothing else of what Tandem is made of: no Ray, no NIXL, no network. Without
+a model it makes one with random weights, which costs what a trained one does. FlashInfer is used where it is
+installed. `--device cpu` takes a tiny model through the same steps: so that the benchmark itself is tested.
+
+Ends with 2 where there is no GPU, and with 1 where the GPU's answers are not the CPU's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from benchmarks.engine_costs import Costs, read_costs
+from benchmarks.engine_tandem import run_tandem
+from benchmarks.engine_work import MAX_BATCHED_TOKENS, Times, random_work
+from benchmarks.gpu_models import PARITY_SHAPE, SPEED_SHAPES, make_model
+from benchmarks.gpu_parity import check_parity
+from benchmarks.machine import Limits, measure_limits
+from engine.config import CacheConfig, ModelConfig, SchedulerConfig
+from engine.core import Engine
+from engine.model.loading import load_runner
+from engine.model.torch_runner import TorchRunner
+from engine.scheduling.scheduler import Scheduler
+
+PREFILLS = (128, 512, 2048, 8192)
+DECODES = tuple((batch, context) for context in (128, 1024, 4096) for batch in (1, 8, 32, 128, 256))
+QUICK_PREFILLS = (128, 512)
+QUICK_DECODES = ((1, 128), (8, 128), (1, 1024))
+
+
+def main() -> int:
+    arguments = _arguments()
+    if arguments.device.startswith("cuda") and not torch.cuda.is_available():
+        print("There is no GPU here: torch finds no CUDA device. Nothing was measured.", file=sys.stderr)
+        return 2
+    device = torch.device(arguments.device)
+    with tempfile.TemporaryDirectory() as folder:
+        say("parity with the CPU")
+        parities = check_parity(make_model(PARITY_SHAPE, Path(folder) / "parity", device), device)
+        for parity in parities:
+            say(f"  {parity.said}")
+        path = Path(arguments.model) if arguments.model else None
+        if path is None:
+            shape = SPEED_SHAPES["tiny" if arguments.quick or device.type == "cpu" else arguments.shape]
+            say(f"a model with random weights: {shape.num_parameters / 1e9:.2f} billion")
+            path = make_model(shape, Path(folder) / "speed", device)
+        figures, rows = measure(path, arguments, device)
+    figures |= {"parity": msgspec.to_builtins(parities), "device": _said_of(device)}
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(figures, indent=1) + "\n")
+    print_table(figures, rows)
+    if all(parity.holds for parity in parities):
+        return 0
+    print("The answers are not those of the CPU.", file=sys.stderr)
+    return 1
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="benchmarks.gpu", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", help="a local model folder; random weights without it")
+    parser.add_argument("--shape", default="1b", choices=sorted(SPEED_SHAPES), help="of the random model")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    parser.add_argument("--device", default="cuda", help="cuda, cuda:N, or cpu to try the benchmark itself")
+    parser.add_argument("--kv-memory", type=int, help="bytes for the KV cache; half of what is free without")
+    parser.add_argument("--quick", action="store_true", help="a tiny model, fewer sizes")
+    parser.add_argument("--json", help="a file for the figures")
+    return parser.parse_args()
+
+
+def say(what: str) -> None:
+    print(what, file=sys.stderr, flush=True)
+
+
+def measure(
+    path: Path, arguments: argparse.Namespace, device: torch.device
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    quick = arguments.quick or device.type == "cpu"
+    prefills, decodes = (QUICK_PREFILLS, QUICK_DECODES) if quick else (PREFILLS, DECODES)
+    cache = CacheConfig(prefix_caching=False, memory_bytes=arguments.kv_memory)
+    longest = max(*prefills, *(context + 64 for _, context in decodes)) + 320
+    config = SchedulerConfig(
+        max_num_seqs=max(batch for batch, _ in decodes),
+        max_num_batched_tokens=MAX_BATCHED_TOKENS if quick else 4 * MAX_BATCHED_TOKENS,
+        max_model_len=longest,
+    )
+    model = ModelConfig(path=str(path), dtype=arguments.dtype, device=arguments.device)
+    runner = load_runner(model, cache, config, lambda what, share: say(f"  {what} {share:.0%}"))
+    info = runner.info
+    room = (info.num_blocks - 1) * cache.block_size // len(info.groups)
+    decodes = tuple(shape for shape in decodes if shape[0] * (shape[1] + 320) <= room)
+    work = random_work(
+        str(path),
+        info.dtype,
+        info.vocab_size,
+        info.max_model_len,
+        prefills,
+        decodes,
+        repeats=2 if quick else 7,
+        decode_steps=8 if quick else 32,
+    )
+    scheduler = Scheduler(config, cache, info.groups, info.num_blocks, info.max_model_len)
+    engine = Engine(scheduler, runner, None)
+    times = run_tandem(engine, work, say)
+    say("the card's limits")
+    dtype = getattr(torch, info.dtype)
+    limits = measure_limits(dtype, device, torch.get_num_threads())
+    kv_bytes = runner.kv_cache[0].numel() * runner.kv_cache.element_size() // cache.block_size
+    rows = compare(times, limits, read_costs(path, dtype, kv_bytes * len(info.groups)))
+    figures = {
+        "model": info.name,
+        "dtype": info.dtype,
+        "computed_by": computed_by(runner),
+        "limits": msgspec.to_builtins(limits),
+        "rows": rows,
+    }
+    return figures, rows
+
+
+def computed_by(runner: TorchRunner) -> str:
+    """Which way the figures came about: a benchmark that fell back must say so."""
+    forward: Any = runner.forward
+    replays = getattr(forward, "num_replays", None)
+    inner = getattr(forward, "_forward", forward)
+    parts = [type(getattr(inner, "attention", inner)).__name__]
+    if replays is not None:
+        parts.append(f"{len(forward.shapes)} recorded shapes, {replays} replays")
+    return ", ".join(parts)
+
+
+def compare(times: Times, limits: Limits, costs: Costs) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+
+    def row(what: str, tokens: int, seconds: float, flops: int, read: int) -> None:
+        limit = max(flops / limits.gemm_flops, read / limits.read_bytes)
+        rows.append(
+            {
+                "what": what,
+                "ms": seconds * 1e3,
+                "tokens_per_s": tokens / seconds,
+                "limit_ms": limit * 1e3,
+                "over_limit": seconds / limit,
+                "flop_utilisation": flops / seconds / limits.gemm_flops,
+                "bandwidth_utilisation": read / seconds / limits.read_bytes,
+            }
+        )
+
+    for length, seconds in times.prefill.items():
+        row(f"prefill {length}", length, seconds, costs.prefill_flops(length), costs.decode_bytes(1, length))
+    for (batch, context), seconds in times.decode.items():
+        flops, read = costs.decode_flops(batch, context), costs.decode_bytes(batch, context)
+        row(f"decode {batch} x {context}", batch, seconds, flops, read)
+    return rows
+
+
+def print_table(figures: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    limits = figures["limits"]
+    print(f"{figures['device']}; {figures['model']}, {figures['dtype']}, {figures['computed_by']}")
+    print(f"limits: {limits['gemm_flops'] / 1e12:.1f} TFLOP/s, {limits['read_bytes'] / 1e9:.0f} GB/s")
+    heads = ("step", "ms", "tokens/s", "limit ms", "x limit", "FLOPs", "bandwidth")
+    print("".join(f"{head:>{18 if index == 0 else 12}}" for index, head in enumerate(heads)))
+    for row in rows:
+        cells = (
+            f"{row['ms']:.2f}",
+            f"{row['tokens_per_s']:.0f}",
+            f"{row['limit_ms']:.2f}",
+            f"{row['over_limit']:.2f}",
+            f"{row['flop_utilisation']:.0%}",
+            f"{row['bandwidth_utilisation']:.0%}",
+        )
+        print(f"{row['what']:>18}" + "".join(f"{cell:>12}" for cell in cells))
+
+
+def _said_of(device: torch.device) -> str:
+    if device.type != "cuda":
+        return f"cpu, torch {torch.__version__}"
+    card = torch.cuda.get_device_properties(device)
+    return f"{card.name}, {card.total_memory / 2**30:.0f} GiB, torch {torch.__version__}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

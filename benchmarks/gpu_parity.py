@@ -1,0 +1,124 @@
+"""Whether a device gives the answers of the CPU: the same tokens in float32, and in half precision log-probabilities as
+near to float32's as the CPU's own in that precision."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import msgspec
+import torch
+
+from engine.config import CacheConfig, ModelConfig, SchedulerConfig
+from engine.core import Engine
+from engine.model.loading import load_runner
+from engine.request import Request
+from engine.scheduling.scheduler import Scheduler
+from wire.sampling import SamplingParams
+
+_LENGTHS = (1, 7, 33, 64, 150, 301)
+_NUM_TOKENS = 24
+# Both round, each in its own order: as bad again, and a little for chance.
+_MOST_ERROR = 2.0
+_FLOOR = 1e-3
+
+
+class Parity(msgspec.Struct, frozen=True):
+    what: str
+    holds: bool
+    said: str
+
+
+class Side:
+    """An engine of its own; prompts are cut into chunks and mixed with decodes."""
+
+    def __init__(self, path: Path, dtype: str, device: str, *, native: bool) -> None:
+        cache = CacheConfig(memory_bytes=256 << 20, prefix_caching=False)
+        config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=96, max_model_len=1024)
+        model = ModelConfig(path=str(path), dtype=dtype, device=device)
+        runner = load_runner(model, cache, config, native=native)
+        info = runner.info
+        self._engine = Engine(
+            Scheduler(config, cache, info.groups, info.num_blocks, info.max_model_len), runner, None
+        )
+        self._count = 0
+
+    def answers(self, prompts: list[list[int]], sampling: SamplingParams) -> list[list[int]]:
+        """All at once."""
+        names = [self._add(prompt, sampling) for prompt in prompts]
+        tokens: dict[str, list[int]] = {name: [] for name in names}
+        while self._engine.scheduler.has_unfinished_requests():
+            for update in self._engine.step().updates:
+                tokens[update.request_id] += update.token_ids
+        return [tokens[name] for name in names]
+
+    def logprobs(self, texts: list[list[int]]) -> torch.Tensor:
+        """Of every token after each text's first."""
+        sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+        names = [self._add(text, sampling) for text in texts]
+        found: dict[str, list[float]] = {}
+        while self._engine.scheduler.has_unfinished_requests():
+            for update in self._engine.step().updates:
+                if update.prompt_logprobs is not None:
+                    entries = update.prompt_logprobs
+                    found[update.request_id] = [entry.logprob for entry in entries if entry is not None]
+        return torch.tensor([value for name in names for value in found[name]])
+
+    def chosen_logprobs(self, prompts: list[list[int]]) -> tuple[list[list[int]], torch.Tensor]:
+        """Answers, and the log-probabilities that decode steps gave their tokens."""
+        sampling = SamplingParams(temperature=0.0, max_tokens=_NUM_TOKENS, ignore_eos=True, logprobs=0)
+        names = [self._add(prompt, sampling) for prompt in prompts]
+        tokens: dict[str, list[int]] = {name: [] for name in names}
+        values: dict[str, list[float]] = {name: [] for name in names}
+        while self._engine.scheduler.has_unfinished_requests():
+            for update in self._engine.step().updates:
+                tokens[update.request_id] += update.token_ids
+                values[update.request_id] += [entry.logprob for entry in update.logprobs or []]
+        answers = [tokens[name] for name in names]
+        return answers, torch.tensor([value for name in names for value in values[name]])
+
+    def _add(self, prompt: list[int], sampling: SamplingParams) -> str:
+        self._count += 1
+        name = f"r{self._count}"
+        self._engine.add_request(Request(name, prompt, sampling))
+        return name
+
+
+def check_parity(path: Path, device: torch.device) -> list[Parity]:
+    rng = random.Random(0)
+    prompts = [[rng.randrange(3, 1000) for _ in range(length)] for length in _LENGTHS]
+    exact = Side(path, "float32", "cpu", native=False)
+    found = [_same_tokens(exact, Side(path, "float32", str(device), native=True), prompts)]
+    for dtype in ("bfloat16", "float16") if device.type == "cuda" else ("bfloat16",):
+        cpu = Side(path, dtype, "cpu", native=False)
+        found.append(_near_enough(dtype, exact, cpu, Side(path, dtype, str(device), native=True), prompts))
+    return found
+
+
+def _same_tokens(exact: Side, tried: Side, prompts: list[list[int]]) -> Parity:
+    different = total = 0
+    for temperature in (0.0, 0.8):
+        sampling = SamplingParams(
+            temperature=temperature, max_tokens=_NUM_TOKENS, seed=7, top_p=0.95, ignore_eos=True
+        )
+        for right, ours in zip(
+            exact.answers(prompts, sampling), tried.answers(prompts, sampling), strict=True
+        ):
+            different += right != ours
+            total += 1
+    said = f"float32: {total - different} of {total} answers, greedy and seeded, token for token"
+    return Parity("float32 tokens", different == 0, said)
+
+
+def _near_enough(dtype: str, exact: Side, cpu: Side, tried: Side, prompts: list[list[int]]) -> Parity:
+    """In prompts, and in decode steps: those of what the device itself answered, read by the others as a prompt."""
+    answers, decoded = tried.chosen_logprobs(prompts)
+    texts = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
+    right = exact.logprobs(texts)
+    allowed = _MOST_ERROR * float((cpu.logprobs(texts) - right).abs().mean()) + _FLOOR
+    read = float((tried.logprobs(texts) - right).abs().mean())
+    ends = torch.tensor([len(text) - 1 for text in texts]).cumsum(0).tolist()
+    generated = torch.cat([right[end - _NUM_TOKENS : end] for end in ends])
+    wrote = float((decoded - generated).abs().mean())
+    said = f"{dtype}: log-probabilities off by {read:.4f} in prompts, {wrote:.4f} in decodes; {allowed:.4f} allowed"
+    return Parity(f"{dtype} log-probabilities", read <= allowed and wrote <= allowed, said)

@@ -1,0 +1,30 @@
+"""The NCCL connector: KV blocks move by torch.distributed, point to point; by gloo where the cache is in host memory.
+
+There is no world that every node has to be in. Two nodes that have something to transfer make a process group of two,
+when they first need it; it ends when either leaves. What is to be sent is announced first, so that nobody waits in a
+receive, and on a device no kernel does, for something that may never come.
+
+options    `transfer.options`
+messages   what the two ends of a pair say to each other, beside the bytes
+group      torch.distributed: a group of two, deadlines, errors translated into ours
+pool       the KV cache as units: gathered before they are sent, scattered when they have come
+gate       which blocks a peer may write to, and until when
+pair       the two ends of a pair, a thread each
+transport  all of it as a `kvtransfer.protocol.transport.Transport`
+"""
+
+from __future__ import annotations
+
+from kvtransfer.base import ConnectorContext, SchedulerConnector, WorkerConnector
+from kvtransfer.nccl.options import NcclOptions
+from kvtransfer.nccl.transport import NcclTransport
+from kvtransfer.protocol.options import parse_direction
+from kvtransfer.protocol.scheduler_half import SchedulerHalf
+from kvtransfer.protocol.worker_half import WorkerHalf
+
+
+def create(context: ConnectorContext) -> tuple[SchedulerConnector, WorkerConnector]:
+    options = NcclOptions.parse(context.config.options)
+    direction = parse_direction(context.config.direction)
+    transport = NcclTransport(context.node_id, context.host, options)
+    return SchedulerHalf(context.block_size), WorkerHalf(context, transport, direction, options)

@@ -1,0 +1,31 @@
+"""`transfer.options` of this connector."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvtransfer.protocol.options import ProtocolOptions, parse_options
+from wire.errors import ConfigurationError
+
+
+class NcclOptions(ProtocolOptions, frozen=True, forbid_unknown_fields=True):
+    backend: str = "auto"  # nccl where the cache is on a GPU, else gloo
+    connect_timeout_s: float = 5.0  # for two nodes to make their group
+    move_timeout_s: float = 10.0  # for one operation, which has at most 32 MiB; then the group is given up
+    idle_s: float = (
+        60.0  # a pair that has moved nothing for so long is taken down; the next transfer makes it anew
+    )
+
+    @classmethod
+    def parse(cls, options: Mapping[str, str]) -> NcclOptions:
+        parsed = parse_options(cls, "nccl", options)
+        if parsed.backend not in ("auto", "nccl", "gloo"):
+            raise ConfigurationError(
+                f"transfer.options.backend must be auto, nccl or gloo, not {parsed.backend!r}"
+            )
+        for name in ("connect_timeout_s", "move_timeout_s", "idle_s"):
+            if not 0 < getattr(parsed, name) <= 3600:
+                raise ConfigurationError(
+                    f"transfer.options.{name} must be above 0 and at most 3600, not {getattr(parsed, name)}"
+                )
+        return parsed

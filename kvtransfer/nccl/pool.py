@@ -1,0 +1,82 @@
+"""The KV cache as units: gathered into one run of bytes before they are sent, scattered when they have come."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvtransfer.protocol.transport import UnitIds
+
+MAX_MOVE_BYTES = 64 << 20  # twice what the protocol posts at once
+WORDS = ((torch.int64, 8), (torch.int32, 4), (torch.int16, 2), (torch.uint8, 1))
+
+
+class Pool:
+    """Shared by all pairs; it has no state but the memory."""
+
+    def __init__(self, cache: torch.Tensor, block_bytes: int) -> None:
+        self.device = cache.device
+        self.block_bytes = block_bytes
+        self.num_bytes = cache.shape[0] * block_bytes
+        # However its axes are ordered, a block has no gaps: as storage it is one run of bytes.
+        self._bytes = cache.as_strided((cache.numel(),), (1,)).view(torch.uint8)
+
+    def problem(self, unit_bytes: int, units: Sequence[int]) -> str | None:
+        """Why there are no such units; None when there are. They come from a peer."""
+        if not units or not 0 < unit_bytes <= self.block_bytes or len(units) * unit_bytes > MAX_MOVE_BYTES:
+            return f"{len(units)} units of {unit_bytes} bytes"
+        if min(units) < 0 or (max(units) + 1) * unit_bytes > self.num_bytes:
+            return f"units {min(units)} to {max(units)} of a pool of {self.num_bytes // unit_bytes}"
+        return None
+
+    def blocks_of(self, unit_bytes: int, units: Sequence[int]) -> set[int]:
+        first = np.asarray(units, dtype=np.int64) * unit_bytes
+        return set((first // self.block_bytes).tolist()) | set(
+            ((first + unit_bytes - 1) // self.block_bytes).tolist()
+        )
+
+    def gather(self, unit_bytes: int, units: UnitIds, staging: torch.Tensor) -> torch.Tensor:
+        """The units, side by side in `staging`."""
+        rows, words = self._rows(unit_bytes), len(units) * unit_bytes
+        into = staging[:words]
+        ids = torch.from_numpy(units).to(self.device)
+        torch.index_select(rows, 0, ids, out=into.view(rows.dtype).view(len(units), -1))
+        return into
+
+    def scatter(self, unit_bytes: int, units: UnitIds, data: torch.Tensor) -> None:
+        rows = self._rows(unit_bytes)
+        ids = torch.from_numpy(units).to(self.device)
+        rows.index_copy_(0, ids, data.view(rows.dtype).view(len(units), -1))
+
+    def _rows(self, unit_bytes: int) -> torch.Tensor:
+        """[units, words]: in the longest words that fit, which copy fastest."""
+        word = next(dtype for dtype, size in WORDS if unit_bytes % size == 0)
+        whole = self.num_bytes // unit_bytes * unit_bytes
+        return self._bytes[:whole].view(word).view(self.num_bytes // unit_bytes, -1)
+
+
+class Staging:
+    """One pair's memory between the cache and the network; and on a device, its stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
+        cuda: Any = torch.cuda
+        self._stream: Any = cuda.Stream(device) if device.type == "cuda" else None
+
+    def room(self, num_bytes: int) -> torch.Tensor:
+        if len(self._buffer) < num_bytes:
+            self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        return self._buffer[:num_bytes]
+
+    def stream(self) -> contextlib.AbstractContextManager[Any]:
+        return torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext()
+
+    def finish(self) -> None:
+        """Everything that was asked of the device has been done."""
+        if self._stream is not None:
+            self._stream.synchronize()

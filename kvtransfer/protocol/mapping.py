@@ -1,0 +1,169 @@
+"""Which bytes of one pool are which bytes of another, where blocks differ in size or in the order of their axes.
+
+The smallest thing that moves is a *grain*: as many tokens as the smaller of the two blocks has. One grain lies within
+one block on either side. Its bytes are runs that are contiguous on both sides: a whole block where the blocks are the
+same, else what the innermost axes have in common. All runs are equally long and lie at multiples of their length, so
+that a run is named by one number: see `Move`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from kvtransfer.protocol.transport import Move, Operation, UnitIds
+from wire.handoff import CacheFingerprint, CacheMemory
+
+AXES = ("slot", "kv", "head", "token", "dim")
+"""The axes of a block, in the order in which Tandem's own caches lie in memory, outermost first."""
+
+
+class BlockLayout(msgspec.Struct, frozen=True):
+    """How one block lies in memory, without gaps."""
+
+    axes: tuple[str, ...]  # outermost first
+    sizes: dict[str, int]
+    element_bytes: int
+
+    @classmethod
+    def of(cls, fingerprint: CacheFingerprint, memory: CacheMemory) -> BlockLayout | str:
+        """What a node says of its blocks, or why that cannot be."""
+        axes = tuple(fingerprint.layout.split(","))
+        if sorted(axes) != sorted(AXES):
+            return f"a block has the axes {fingerprint.layout!r}, expected {','.join(AXES)} in some order"
+        sizes = {
+            "slot": fingerprint.num_slots,
+            "kv": 2,
+            "head": fingerprint.num_kv_heads,
+            "token": fingerprint.block_size,
+            "dim": fingerprint.head_dim,
+        }
+        elements = 1
+        for size in sizes.values():
+            if not 0 < size < 1 << 20:
+                return f"a block of {sizes}"
+            elements *= size
+        element_bytes, rest = divmod(memory.block_bytes, elements)
+        if rest or not 0 < element_bytes <= 16:
+            return f"a block of {elements} elements in {memory.block_bytes} bytes"
+        return cls(axes, sizes, element_bytes)
+
+    def strides(self) -> dict[str, int]:
+        """Bytes from one index of an axis to the next."""
+        strides: dict[str, int] = {}
+        stride = self.element_bytes
+        for axis in reversed(self.axes):
+            strides[axis] = stride
+            stride *= self.sizes[axis]
+        return strides
+
+    @property
+    def num_bytes(self) -> int:
+        strides = self.strides()
+        return strides[self.axes[0]] * self.sizes[self.axes[0]]
+
+
+class _Runs:
+    """The runs of one grain, relative to the block's beginning, on both sides."""
+
+    def __init__(self, ours: BlockLayout, theirs: BlockLayout, grain: int, *, by_slot: bool) -> None:
+        mine, other = ours.strides(), theirs.strides()
+        sizes = dict(ours.sizes, token=grain)
+        run = ours.element_bytes
+        inside: set[str] = set()
+        # Axes belong to the run from the inside out, as long as both sides have them densely in the same order.
+        for axis, other_axis in zip(reversed(ours.axes), reversed(theirs.axes), strict=True):
+            if axis != other_axis or not mine[axis] == other[axis] == run or (by_slot and axis == "slot"):
+                break
+            inside.add(axis)
+            run *= sizes[axis]
+        self.bytes = run
+        outside = [axis for axis in ours.axes if axis not in inside]
+        # The slot first, so that a layer's runs are one row.
+        outside.sort(key=lambda axis: (axis != "slot", ours.axes.index(axis)))
+        self.ours = self._offsets(outside, sizes, mine)
+        self.theirs = self._offsets(outside, sizes, other)
+
+    def _offsets(self, axes: list[str], sizes: dict[str, int], strides: dict[str, int]) -> UnitIds:
+        """[slots or 1, runs]: in units of a run."""
+        offsets = np.zeros(1, dtype=np.int64)
+        for axis in axes:
+            steps = np.arange(sizes[axis], dtype=np.int64) * (strides[axis] // self.bytes)
+            offsets = (offsets[:, None] + steps).reshape(-1)
+        return offsets.reshape(sizes["slot"], -1) if "slot" in axes else offsets.reshape(1, -1)
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where one grain lies: a block of ours, one of theirs, and which of their grains it is."""
+
+    our_block: int
+    our_part: int
+    their_block: int
+    their_part: int
+
+
+class Mapping:
+    """Between our blocks and a peer's."""
+
+    def __init__(self, ours: BlockLayout, theirs: BlockLayout) -> None:
+        self.grain = min(ours.sizes["token"], theirs.sizes["token"])
+        self.our_parts = ours.sizes["token"] // self.grain  # grains in a block
+        self.their_parts = theirs.sizes["token"] // self.grain
+        self._bytes = (ours.num_bytes, theirs.num_bytes)
+        self._part_bytes = (
+            ours.strides()["token"] * self.grain,
+            theirs.strides()["token"] * self.grain,
+        )
+        self._whole = _Runs(ours, theirs, self.grain, by_slot=False)
+        self._by_slot = _Runs(ours, theirs, self.grain, by_slot=True)
+        self.grain_bytes = ours.num_bytes // self.our_parts
+        self.runs_per_grain = int(self._whole.ours.size)
+
+    @staticmethod
+    def between(ours: BlockLayout, theirs: BlockLayout) -> Mapping | str:
+        """Or why there is none."""
+        mine, other = ours.sizes["token"], theirs.sizes["token"]
+        if max(mine, other) % min(mine, other):
+            return f"block_size is {mine} here and {other} there: one must be a multiple of the other"
+        if ours.element_bytes != theirs.element_bytes:
+            return f"an element has {ours.element_bytes} bytes here and {theirs.element_bytes} there"
+        return Mapping(ours, theirs)
+
+    def grains(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.grain)
+
+    def move(
+        self,
+        operation: Operation,
+        transfer_id: str,
+        places: Sequence[Place],
+        slots: tuple[int, int] | None = None,
+    ) -> Move:
+        """All of these grains, or of each only the layers in slots `slots[0]` to `slots[1]`."""
+        runs = self._whole if slots is None else self._by_slot
+        where = np.array(
+            [(place.our_block, place.our_part, place.their_block, place.their_part) for place in places],
+            dtype=np.int64,
+        )
+        local, remote = (
+            self._units(where[:, side], where[:, side + 1], offsets, side // 2, runs.bytes, slots)
+            for side, offsets in ((0, runs.ours), (2, runs.theirs))
+        )
+        return Move(operation, transfer_id, runs.bytes, local, remote)
+
+    def _units(
+        self,
+        blocks: UnitIds,
+        parts: UnitIds,
+        offsets: UnitIds,
+        side: int,
+        run: int,
+        slots: tuple[int, int] | None,
+    ) -> UnitIds:
+        if slots is not None:
+            offsets = offsets[slots[0] : slots[1]]
+        begins = blocks * (self._bytes[side] // run) + parts * (self._part_bytes[side] // run)
+        units: UnitIds = (begins[:, None] + offsets.reshape(1, -1)).reshape(-1)
+        return units

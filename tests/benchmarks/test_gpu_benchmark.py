@@ -1,0 +1,79 @@
+"""The GPU's benchmark, where there is none: what it says then, and that it would notice a wrong answer."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import gpu, gpu_parity
+from benchmarks.engine_costs import Costs
+from benchmarks.engine_work import Times
+from benchmarks.gpu_models import Shape, make_model
+from benchmarks.machine import Limits
+
+SMALL = Shape(64, 96, 2, 2, 1, 1000, 32, "float32", spread=0.3)
+
+
+def test_without_a_gpu_it_says_so_and_measures_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["gpu"])
+    assert gpu.main() == 2
+    captured = capsys.readouterr()
+    assert "no GPU" in captured.err
+    assert captured.out == ""
+
+
+def test_utilisation_is_of_what_the_machine_can_do() -> None:
+    costs = Costs(layers=1000, head=100, element_bytes=2, kv_bytes=10, attention_flops=4)
+    limits = Limits(gemm_flops=1e6, read_bytes=1e5)
+    rows = gpu.compare(Times({10: 0.1}, {(4, 50): 0.05}), limits, costs)
+    prefill, decode = rows
+    assert prefill["flop_utilisation"] == pytest.approx((2 * (1000 * 10 + 100) + 4 * 10 * 11 // 2) / 1e5)
+    assert decode["bandwidth_utilisation"] == pytest.approx((1100 * 2 + 4 * 50 * 10) / 5e3)
+    assert decode["over_limit"] == pytest.approx(0.05 / ((1100 * 2 + 4 * 50 * 10) / 1e5))
+
+
+@pytest.mark.slow
+def test_a_device_that_computes_something_else_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five engines are loaded twice."""
+    path = make_model(SMALL, tmp_path / "model", torch.device("cpu"))
+    monkeypatch.setattr(gpu_parity, "_LENGTHS", (3, 20))
+    assert all(parity.holds for parity in gpu_parity.check_parity(path, torch.device("cpu")))
+    load = gpu_parity.load_runner
+
+    def spoilt(*arguments: object, native: bool, **options: object) -> object:
+        runner = load(*arguments, native=native, **options)  # type: ignore[arg-type]
+        if native:
+            forward = runner.forward
+            runner._forward = lambda batch, hooks: forward(batch, hooks).roll(1, dims=1)
+        return runner
+
+    monkeypatch.setattr(gpu_parity, "load_runner", spoilt)
+    assert not any(parity.holds for parity in gpu_parity.check_parity(path, torch.device("cpu")))
+
+
+@pytest.mark.slow
+def test_it_runs_through_on_a_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model is made, loaded, compared and timed."""
+    path = make_model(SMALL, tmp_path / "model", torch.device("cpu"))
+    monkeypatch.setattr(gpu, "QUICK_PREFILLS", (16,))
+    monkeypatch.setattr(gpu, "QUICK_DECODES", ((2, 16),))
+    monkeypatch.setattr(gpu, "PARITY_SHAPE", SMALL)
+    monkeypatch.setattr(gpu, "measure_limits", lambda *_: Limits(1e12, 1e10))
+    out = tmp_path / "figures.json"
+    monkeypatch.setattr(sys, "argv", ["gpu", "--device", "cpu", "--model", str(path), "--json", str(out)])
+    assert gpu.main() == 0
+    figures = json.loads(out.read_text())
+    assert [row["what"] for row in figures["rows"]] == ["prefill 16", "decode 2 x 16"]
+    assert all(parity["holds"] for parity in figures["parity"])
+    assert "decode 2 x 16" in capsys.readouterr().out

@@ -1,0 +1,32 @@
+"""The other connector, through the whole house: torch.distributed by gloo between real nodes."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+
+from kvtransfer.base import TransferConfig
+from tests.integration.conftest import Deploy, float32_config
+from tests.integration.reference import Expected
+from tests.integration.test_end_to_end import AT_ONCE, assert_same, stream_all
+
+
+def test_the_nccl_connector_gives_the_same_tokens(
+    deploy: Deploy, smollm2_path: Path, expected: list[Expected]
+) -> None:
+    """Two prefill nodes and one decode node: a pair for each of the two."""
+    config = msgspec.structs.replace(
+        float32_config(smollm2_path, prefill=2, decode=1),
+        transfer=TransferConfig(connector="nccl", lease_s=5.0),
+    )
+    with deploy(config) as server:
+        assert_same(asyncio.run(stream_all(server, expected, AT_ONCE)), expected)
+        server.until_quiet()
+        decode = server.counters("decode")
+        assert decode["prompt_tokens_computed"] == 0
+        assert server.counters("prefill")["transfer_bytes_sent"] == decode["transfer_bytes_received"] > 0
+        metrics = server.http.get("/metrics").text
+        assert 'tandem_node_transfer_blocks_freed_total{by="sent"' in metrics
+        assert "tandem_node_transfer_wait_seconds_total{node" in metrics

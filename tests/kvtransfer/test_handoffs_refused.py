@@ -1,0 +1,154 @@
+"""Handoffs that must not be believed, each a hundred times at random moments of a real transfer: every one is refused
+and counted, and what it was sent into comes to its right end."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import msgspec
+import pytest
+from kv_fake_network import SETTINGS, Node, Receive, Send, World
+
+from kvtransfer.protocol.identity import token_hash
+from kvtransfer.protocol.transport import Direction
+from wire.handoff import HandoffNotice
+
+TIMES = 100
+
+
+class Scene:
+    """A transfer that is cut off at a random moment."""
+
+    def __init__(self, direction: Direction, seed: int) -> None:
+        self.chance = random.Random(seed)
+        self.direction = direction
+        self.world = World(direction)
+        self.producer: Node = self.world.add("p", 11)
+        self.consumer: Node = self.world.add("c", 22, skew=self.chance.uniform(-1000, 1000))
+        self.tokens = [self.chance.randrange(90) for _ in range(self.chance.randrange(1, 40))]
+        self.receive = Receive("r1", "t1", self.tokens, 0, [])
+        self.send = Send("r1", "t1", self.tokens, self.consumer.address, [])
+        self._steps: list[Callable[[], object]] = [
+            lambda: self.consumer.start_receive(self.receive, self.producer.address),
+            lambda: self.producer.start_send(self.send),
+            lambda: self.producer.compute(self.send, self.chance.randrange(1, 40)),
+            lambda: self.producer.compute(self.send, 40),
+            lambda: self.producer.finish_send(self.send),
+        ]
+
+    def some_steps(self, least: int = 0) -> None:
+        for _ in range(self.chance.randint(least, len(self._steps))):
+            self._steps.pop(0)()
+            self.world.settle(self.chance.choice([0.0, 0.06, 0.2]))
+
+    def all_steps(self) -> None:
+        while self._steps:
+            self._steps.pop(0)()
+        self.world.settle(SETTINGS.lease_s + 1)
+
+    def notice(self, **changed: object) -> HandoffNotice:
+        blocks = -(-len(self.tokens) // 4)
+        right = HandoffNotice(
+            self.producer.identity.envelope(22),
+            "t1",
+            len(self.tokens),
+            token_hash(self.tokens, None, None),
+            sum(self.tokens) % 97,
+            blocks * self.consumer.geometry.memory.block_bytes,
+            blocks,
+            [] if self.direction is Direction.PUSH else [list(range(1, blocks + 1))],
+        )
+        return msgspec.structs.replace(right, **changed)
+
+    def deliver(self, notice: HandoffNotice) -> int:
+        """How many messages were refused for it."""
+        before = self.refused()
+        self.world.network.insert(0, ("tcp://c", notice))
+        self.world.deliver(0)
+        return self.refused() - before
+
+    def refused(self) -> int:
+        return sum(self.consumer.recorder.snapshot(0).refused.values())
+
+    def expect_everything_back(self) -> None:
+        assert self.receive.over
+        assert self.send.reported == 1
+        for node in self.world.nodes.values():
+            assert not node.transport.moves
+            assert len(node.free) == len(node.memory) - 1
+            assert node.recorder.snapshot(0).in_progress == 0
+
+
+@pytest.fixture(params=list(Direction))
+def direction(request: pytest.FixtureRequest) -> Direction:
+    return request.param  # type: ignore[no-any-return]
+
+
+def test_of_an_unknown_transfer(direction: Direction) -> None:
+    for seed in range(TIMES):
+        scene = Scene(direction, seed)
+        scene.some_steps()
+        assert scene.deliver(scene.notice(transfer_id="t-unknown")) == 1
+        scene.all_steps()
+        assert scene.receive.finished
+        scene.expect_everything_back()
+
+
+def test_replayed(direction: Direction) -> None:
+    for seed in range(TIMES):
+        scene = Scene(direction, seed)
+        scene.all_steps()
+        assert scene.receive.finished
+        for _ in range(scene.chance.randrange(1, 4)):
+            assert scene.deliver(scene.notice()) == 1
+            scene.world.settle(0.1)
+        scene.expect_everything_back()
+
+
+def test_expired(direction: Direction) -> None:
+    """The producer stood still until the consumer gave it up."""
+    for seed in range(TIMES):
+        scene = Scene(direction, seed)
+        scene.some_steps(least=1)
+        scene.producer.frozen = True
+        scene.world.settle(SETTINGS.timeout_s + SETTINGS.lease_s + 2)
+        if scene.receive.finished:
+            continue  # it had arrived before
+        assert scene.receive.failed
+        assert scene.deliver(scene.notice()) == 1
+        scene.producer.frozen = False
+        scene.all_steps()
+        scene.world.settle(SETTINGS.lease_s + 1)
+        assert not scene.receive.finished
+        scene.expect_everything_back()
+
+
+@pytest.mark.parametrize("whose", ["sender_epoch", "receiver_epoch"])
+def test_of_an_old_epoch(direction: Direction, whose: str) -> None:
+    for seed in range(TIMES):
+        scene = Scene(direction, seed)
+        scene.some_steps(least=1)
+        old = msgspec.structs.replace(scene.producer.identity.envelope(22), **{whose: 10})
+        assert scene.deliver(scene.notice(envelope=old)) == 1
+        scene.all_steps()
+        assert scene.receive.finished
+        scene.expect_everything_back()
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"token_hash": b"x" * 32}, {"num_tokens": 9999}, {"num_blocks": 3000}, {"first_token": -1}]
+)
+def test_that_does_not_verify(direction: Direction, wrong: dict[str, object]) -> None:
+    """From the right sender at the right time: it costs the transfer, and never becomes an answer."""
+    for seed in range(TIMES):
+        scene = Scene(direction, seed)
+        scene.some_steps(least=1)
+        if scene.receive.over:
+            continue
+        assert scene.deliver(scene.notice(**wrong)) == 1
+        # Before the producer was told of the blocks nobody can have sent it: then it costs nothing.
+        was_registered = "unasked_notice" not in scene.consumer.recorder.snapshot(0).refused
+        scene.all_steps()
+        assert bool(scene.receive.finished) is not was_registered
+        scene.expect_everything_back()

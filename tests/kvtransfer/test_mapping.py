@@ -1,0 +1,139 @@
+"""The mapping between pools of different shapes, beside a plain copy token by token."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+from kvtransfer.base import KVCacheMemory
+from kvtransfer.protocol.geometry import PoolGeometry
+from kvtransfer.protocol.mapping import AXES, Mapping, Place
+from kvtransfer.protocol.transport import Move, Operation
+from wire.errors import ConfigurationError
+from wire.handoff import CacheMemory
+
+NUM_BLOCKS = 7
+
+
+def pool(sizes: dict[str, int], block_size: int, axes: list[str], dtype: torch.dtype) -> torch.Tensor:
+    """In the contract's order of axes, but lying in memory as `axes` says."""
+    sizes = {**sizes, "token": block_size}
+    count = NUM_BLOCKS
+    for axis in AXES:
+        count *= sizes[axis]
+    made = torch.arange(count).to(dtype).view(NUM_BLOCKS, *(sizes[axis] for axis in axes))
+    return made.permute(0, *(1 + axes.index(axis) for axis in AXES))
+
+
+def geometry(tensor: torch.Tensor) -> PoolGeometry:
+    cache = KVCacheMemory(tensor, "m", tensor.shape[1], 1)
+    memory = CacheMemory(b"x", "DRAM", 0, 4096, NUM_BLOCKS, cache.block_bytes)
+    return PoolGeometry.of(cache, memory, "test/push")
+
+
+def mapping_between(ours: torch.Tensor, theirs: torch.Tensor) -> Mapping | str:
+    other = geometry(theirs)
+    return geometry(ours).mapping_to(other.fingerprint, other.memory)
+
+
+def carry_out(move: Move, ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    """Bytes, as a transport sees them."""
+    source, target = (
+        tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).view(-1) for tensor in (ours, theirs)
+    )
+    for local, remote in zip(
+        (move.local * move.unit_bytes).tolist(), (move.remote * move.unit_bytes).tolist(), strict=True
+    ):
+        target[remote : remote + move.unit_bytes] = source[local : local + move.unit_bytes]
+
+
+axes = st.permutations(AXES)
+powers = st.sampled_from([1, 2, 4, 8])
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    slots=st.integers(1, 3),
+    heads=st.integers(1, 3),
+    dim=st.sampled_from([1, 3, 4]),
+    sizes=st.tuples(powers, powers),
+    layouts=st.one_of(axes.map(lambda order: (order, order)), st.tuples(axes, axes)),
+    dtype=st.sampled_from([torch.int32, torch.int16]),
+    data=st.data(),
+)
+def test_what_is_mapped_is_what_a_copy_token_by_token_makes(
+    slots: int, heads: int, dim: int, sizes: tuple[int, int], layouts: tuple[list[str], list[str]], dtype: torch.dtype,
+    data: st.DataObject,
+) -> None:  # fmt: skip
+    shape = {"slot": slots, "kv": 2, "head": heads, "dim": dim}
+    ours = pool(shape, sizes[0], layouts[0], dtype)
+    theirs = pool(shape, sizes[1], layouts[1], dtype) * 0 - 1
+    theirs = pool(shape, sizes[1], layouts[1], dtype).copy_(theirs)
+    mapping = mapping_between(ours, theirs)
+    assert isinstance(mapping, Mapping)
+    assert mapping.grain == min(sizes)
+    places = data.draw(
+        st.lists(
+            st.builds(
+                Place,
+                st.integers(1, NUM_BLOCKS - 1),
+                st.integers(0, mapping.our_parts - 1),
+                st.integers(1, NUM_BLOCKS - 1),
+                st.integers(0, mapping.their_parts - 1),
+            ),
+            min_size=1,
+            max_size=4,
+            unique_by=lambda place: (place.their_block, place.their_part),
+        )
+    )
+    layers = data.draw(st.one_of(st.none(), st.integers(0, slots - 1).map(lambda s: (s, slots))))
+    expected = theirs.clone()
+    lowest, highest = layers or (0, slots)
+    for place in places:
+        for token in range(mapping.grain):
+            expected[place.their_block, lowest:highest, :, :, place.their_part * mapping.grain + token] = (
+                ours[place.our_block, lowest:highest, :, :, place.our_part * mapping.grain + token]
+            )
+    move = mapping.move(Operation.WRITE, "t", places, layers)
+    carry_out(move, ours, theirs)
+    assert torch.equal(theirs, expected)
+    if layers is None:
+        assert move.num_bytes == len(places) * mapping.grain_bytes
+        assert len(move.local) == len(places) * mapping.runs_per_grain
+
+
+def test_blocks_that_are_the_same_are_moved_whole() -> None:
+    shape = {"slot": 3, "kv": 2, "head": 2, "dim": 4}
+    tensor = pool(shape, 8, list(AXES), torch.int32)
+    mapping = mapping_between(tensor, tensor)
+    assert isinstance(mapping, Mapping)
+    move = mapping.move(Operation.WRITE, "t", [Place(3, 0, 5, 0)])
+    assert (move.unit_bytes, move.local.tolist(), move.remote.tolist()) == (3 * 2 * 2 * 8 * 4 * 4, [3], [5])
+    layers = mapping.move(Operation.WRITE, "t", [Place(3, 0, 5, 0)], (1, 3))
+    assert (layers.unit_bytes, layers.local.tolist()) == (2 * 2 * 8 * 4 * 4, [3 * 3 + 1, 3 * 3 + 2])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtypes", "why"),
+    [
+        ((8, 12), (torch.int32, torch.int32), "block_size is 8 here and 12 there: one must be a multiple"),
+        ((8, 8), (torch.int32, torch.int16), "dtype is 'int32' here and 'int16' there"),
+    ],
+)
+def test_what_cannot_be_mapped_is_refused_by_name(
+    sizes: tuple[int, int], dtypes: tuple[torch.dtype, torch.dtype], why: str
+) -> None:
+    shape = {"slot": 3, "kv": 2, "head": 2, "dim": 4}
+    refused = mapping_between(
+        *(pool(shape, size, list(AXES), dtype) for size, dtype in zip(sizes, dtypes, strict=True))
+    )
+    assert isinstance(refused, str)
+    assert why in refused
+
+
+def test_a_cache_with_gaps_is_refused_at_once() -> None:
+    tensor = torch.zeros(4, 2, 2, 1, 4, 8)[:, :1]
+    with pytest.raises(ConfigurationError, match="gaps"):
+        geometry(tensor)

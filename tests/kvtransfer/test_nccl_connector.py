@@ -1,0 +1,255 @@
+"""What is the NCCL connector's own: pairs that come and go, writes that are refused, peers that never answer.
+
+Everything here runs on gloo; on a GPU only the backend and where the tensors lie are different.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from kvtransfer.base import KVCacheMemory
+from kvtransfer.nccl.messages import Announce, Open, Rendezvous
+from kvtransfer.nccl.options import NcclOptions
+from kvtransfer.nccl.pair import Callee
+from kvtransfer.nccl.transport import NcclTransport
+from kvtransfer.protocol.transport import HandleId, Move, Operation, RemoteId
+from wire.errors import ConfigurationError, TransferError
+from wire.handoff import CacheMemory
+
+pytestmark = pytest.mark.slow  # each makes groups, and some wait for a deadline to pass
+
+BLOCKS = 8
+FAST = NcclOptions(connect_timeout_s=1.0, move_timeout_s=1.0, idle_s=60.0)
+
+
+class Side:
+    def __init__(self, name: str, options: NcclOptions = FAST) -> None:
+        self.tensor = torch.zeros(BLOCKS, 2, 2, 1, 4, 8)
+        self.cache = KVCacheMemory(self.tensor, "fake", 2, 1)
+        self.transport = NcclTransport(name, "127.0.0.1", options)
+        self.memory = self.transport.register(self.cache)
+
+    def move(self, operation: Operation, ours: list[int], theirs: list[int], transfer: str = "t") -> Move:
+        return Move(operation, transfer, self.cache.block_bytes, np.array(ours), np.array(theirs))
+
+    def write(self, remote: RemoteId, ours: list[int], theirs: list[int], transfer: str = "t") -> None:
+        self.finish(self.transport.post(remote, self.move(Operation.WRITE, ours, theirs, transfer)))
+
+    def finish(self, handle: HandleId, within_s: float = 8.0) -> None:
+        until(lambda: self.transport.is_done(handle), within_s)
+
+
+def until(condition: Callable[[], bool], within_s: float = 8.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def pair_threads() -> int:
+    return sum(thread.name.endswith("-pair") for thread in threading.enumerate())
+
+
+@pytest.fixture
+def sides() -> Iterator[tuple[Side, Side]]:
+    made = Side("a"), Side("b")
+    yield made
+    for side in made:
+        side.transport.close()
+        side.transport.close()  # idempotent
+    assert pair_threads() == 0
+
+
+def test_both_operations_move_units(sides: tuple[Side, Side]) -> None:
+    here, there = sides
+    remote = here.transport.connect(there.memory)
+    here.tensor[3], here.tensor[1], there.tensor[7] = 3.0, 1.0, 7.0
+    there.transport.expect("t", [5, 2])
+    here.write(remote, [3, 1], [5, 2])
+    assert (there.tensor[5] == 3.0).all()
+    assert (there.tensor[2] == 1.0).all()
+    here.finish(here.transport.post(remote, here.move(Operation.READ, [6], [7])))
+    assert (here.tensor[6] == 7.0).all()
+    assert float(there.tensor.sum()) == (3 + 1 + 7) * there.tensor[0].numel()
+
+
+def test_a_write_that_is_not_expected_any_more_is_refused_and_touches_nothing(
+    sides: tuple[Side, Side],
+) -> None:
+    here, there = sides
+    remote = here.transport.connect(there.memory)
+    here.tensor[:] = 1.0
+    there.transport.expect("t", [5])
+    here.write(remote, [3], [5])
+    there.transport.expect_no_more("t")
+    there.transport.expect("another", [5, 6])  # the block has been given to somebody else
+    there.tensor[:] = 9.0
+    with pytest.raises(TransferError, match="not expected here any more"):
+        here.write(remote, [3], [5])
+    assert (there.tensor == 9.0).all()
+
+
+def test_a_pair_that_nobody_needs_is_taken_down_and_made_again() -> None:
+    options = msgspec.structs.replace(FAST, idle_s=0.1)
+    here, there = Side("a", options), Side("b", options)
+    try:
+        remote = here.transport.connect(there.memory)
+        there.transport.expect("t", [5])
+        for round_ in (1.0, 2.0):
+            here.tensor[3] = round_
+            here.write(remote, [3], [5])
+            assert (there.tensor[5] == round_).all()
+            until(lambda: pair_threads() == 0)
+    finally:
+        here.transport.close()
+        there.transport.close()
+
+
+def test_nodes_join_and_leave_while_others_work(sides: tuple[Side, Side]) -> None:
+    here, there = sides
+    there.transport.expect("t", [5])
+    remote = here.transport.connect(there.memory)
+    here.write(remote, [3], [5])
+    joined = Side("c")
+    joined.transport.expect("t", [4])
+    to_joined = here.transport.connect(joined.memory)
+    here.write(to_joined, [3], [4])
+    joined.transport.close()
+    with pytest.raises(TransferError):
+        here.write(to_joined, [3], [4])
+    here.write(remote, [3], [5])
+    # The same node, started anew.
+    again = Side("c")
+    again.transport.expect("t", [4])
+    here.transport.disconnect(to_joined)
+    here.write(here.transport.connect(again.memory), [3], [4])
+    again.transport.close()
+
+
+def test_a_peer_that_cannot_be_reached_fails_the_move_in_time(sides: tuple[Side, Side]) -> None:
+    here, there = sides
+    gone = msgspec.msgpack.encode(Rendezvous("tcp://127.0.0.1:9", b"k" * 16, "gloo"))
+    remote = here.transport.connect(msgspec.structs.replace(there.memory, agent_metadata=gone))
+    handle = here.transport.post(remote, here.move(Operation.WRITE, [3], [5]))
+    with pytest.raises(TransferError, match=r"torch\.distributed"):
+        here.finish(handle, within_s=5 * FAST.connect_timeout_s)
+    with pytest.raises(TransferError):
+        here.transport.post(remote, here.move(Operation.WRITE, [3], [5]))
+    began = time.monotonic()
+    here.transport.disconnect(remote)
+    assert time.monotonic() - began < 0.5
+
+
+@pytest.mark.parametrize("operation", list(Operation))
+def test_a_peer_that_stops_answering_fails_the_move_in_time(
+    sides: tuple[Side, Side], operation: Operation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = sides
+    remote = here.transport.connect(there.memory)
+    there.transport.expect("t", [5])
+    here.write(remote, [3], [5])
+    heard = threading.Event()
+    monkeypatch.setattr(Callee, "announce", lambda self, message: heard.set())
+    handle = here.transport.post(remote, here.move(operation, [3], [5]))
+    assert heard.wait(5)
+    with pytest.raises(TransferError):
+        here.finish(handle, within_s=5 * FAST.move_timeout_s)
+
+
+def test_a_connection_that_waits_can_be_given_up_at_once(
+    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = sides
+    there.transport.expect("t", [5])
+    slow = msgspec.structs.replace(FAST, move_timeout_s=600.0)
+    patient = Side("patient", slow)
+    try:
+        remote = patient.transport.connect(there.memory)
+        patient.write(remote, [3], [5])
+        heard = threading.Event()
+        monkeypatch.setattr(Callee, "announce", lambda self, message: heard.set())
+        patient.transport.post(remote, patient.move(Operation.READ, [3], [5]))
+        assert heard.wait(5)
+        began = time.monotonic()
+        patient.transport.disconnect(remote)
+        assert time.monotonic() - began < 1.5
+        assert here.transport.refused == 0
+    finally:
+        patient.transport.close()
+
+
+def test_nothing_is_left_behind() -> None:
+    def resources() -> tuple[int, int, int]:
+        tasks, files = (len(os.listdir(f"/proc/self/{what}")) for what in ("task", "fd"))
+        return threading.active_count(), tasks, files
+
+    def round_trip() -> None:
+        here, there = Side("a"), Side("b")
+        there.transport.expect("t", [5])
+        here.write(here.transport.connect(there.memory), [3], [5])
+        here.transport.close()
+        there.transport.close()
+
+    round_trip()  # what is made once for the process is made now
+    before = resources()
+    for _ in range(3):
+        round_trip()
+    until(lambda: resources() <= before)
+
+
+# ── what peers may say ──
+
+
+def test_who_does_not_have_the_key_gets_no_pair(sides: tuple[Side, Side]) -> None:
+    _, there = sides
+    there.transport._on_message(Open("p", b"wrong", "x", "tcp://127.0.0.1:9", "127.0.0.1", 9))
+    there.transport._on_message(Announce("no such pair", 1, Operation.READ, "t", 64, [1]))
+    assert there.transport.refused == 2
+    assert pair_threads() == 0
+
+
+@pytest.mark.parametrize(
+    ("unit_bytes", "units"),
+    [(0, [1]), (-4, [1]), (64, []), (64, [-1]), (64, [1 << 60]), (1 << 40, [0]), (512, [0] * (1 << 18))],
+)
+def test_units_that_are_not_there_end_the_pair_and_touch_nothing(
+    sides: tuple[Side, Side], unit_bytes: int, units: list[int]
+) -> None:
+    here, there = sides
+    there.transport.expect("t", [5])
+    remote = here.transport.connect(there.memory)
+    here.write(remote, [3], [5])
+    before = there.tensor.clone()
+    [callee] = there.transport._callees.values()
+    callee.announce(Announce(callee.pair_id, 99, Operation.WRITE, "t", unit_bytes, units))
+    until(lambda: not there.transport._callees)
+    assert torch.equal(there.tensor, before)
+    with pytest.raises(TransferError):
+        here.write(remote, [3], [5])
+
+
+@pytest.mark.parametrize(
+    "metadata", [b"", b"nonsense", msgspec.msgpack.encode(Rendezvous("ipc://x", b"", "gloo"))]
+)
+def test_a_description_that_leads_nowhere_is_refused(sides: tuple[Side, Side], metadata: bytes) -> None:
+    here, there = sides
+    memory: CacheMemory = msgspec.structs.replace(there.memory, agent_metadata=metadata)
+    with pytest.raises(TransferError):
+        here.transport.connect(memory)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"backend": "nccl"}, {"backend": "tape"}, {"idle_s": "0"}, {"layerwise_tokens": "-1"}, {"x": "1"}],
+)
+def test_options_that_cannot_be_are_refused_by_name(options: dict[str, str]) -> None:
+    with pytest.raises(ConfigurationError, match=r"transfer\.options"):
+        Side("a", NcclOptions.parse(options))

@@ -1,0 +1,125 @@
+"""Peers that die, are started anew, or stop answering, at random moments of real transfers between real processes: one
+outcome for every request, right bytes or a reason, every block back, and whoever comes next is served.
+
+Slow: TANDEM_PEER_ROUNDS of every fault (default 1), each with a process of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from kv_fake_engine import first_token_of
+from kv_processes import EngineProcess
+
+from kvtransfer.base import Handoff
+from wire.requests import KVTransferParams, TransferRole
+
+pytestmark = pytest.mark.slow
+
+ROUNDS = int(os.environ.get("TANDEM_PEER_ROUNDS", "1"))
+LEASE_S = 1.0
+AT_ONCE = 3
+epochs = itertools.count(5000)
+names = (f"r{number}" for number in itertools.count())
+
+
+class Nodes:
+    def __init__(self, connector: str, direction: str) -> None:
+        self.connector = connector
+        self.config: dict[str, Any] = {
+            "direction": direction,
+            "lease_s": LEASE_S,
+            "timeout_s": 5.0,
+            "handshake_timeout_s": 1.0,
+        }
+        self.running = {name: self.start(name) for name in ("p", "c")}
+
+    def start(self, name: str) -> EngineProcess:
+        return EngineProcess(self.connector, name, next(epochs), **self.config)
+
+    def add(self, chance: random.Random) -> tuple[str, list[int]]:
+        name = next(names)
+        tokens = [chance.randrange(90) for _ in range(chance.randrange(1, 60))]
+        producer, consumer = self.running["p"], self.running["c"]
+        consume = KVTransferParams(f"t-{name}", TransferRole.CONSUME, producer.address)
+        produce = KVTransferParams(f"t-{name}", TransferRole.PRODUCE, consumer.address)
+        consumer.call("add", name, tokens, consume)
+        producer.call("add", name, tokens, produce, chunk=8)
+        return name, tokens
+
+    def check_end(self, name: str, tokens: list[int]) -> str:
+        consumer = self.running["c"]
+        end: str = consumer.call("run_until", name, ["loaded", "failed"], timeout_s=10)
+        if end == "loaded":
+            assert consumer.call("handoff", name) == Handoff(first_token_of(tokens), len(tokens))
+            assert consumer.call("kv_is_right", name)
+        else:
+            assert consumer.call("failure", name)
+        consumer.call("finish", name)
+        return end
+
+    def expect_served(self, chance: random.Random) -> None:
+        name, tokens = self.add(chance)
+        self.running["c"].begin("run_until", name, ["loaded", "failed"])
+        self.running["p"].call("run_until", name, ["freed"])
+        assert self.running["c"].result() == "loaded"
+        assert self.check_end(name, tokens) == "loaded"
+
+    def close(self) -> None:
+        for process in self.running.values():
+            process.close()
+
+
+@pytest.fixture(params=[("nixl", "push"), ("nixl", "pull"), ("nccl", "push"), ("nccl", "pull")], ids="-".join)
+def nodes(request: pytest.FixtureRequest) -> Iterator[Nodes]:
+    nodes = Nodes(*request.param)
+    yield nodes
+    nodes.close()
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("fault", ["dies", "is started anew", "stops answering"])
+@pytest.mark.parametrize("victim", ["p", "c"])
+def test_a_peer_that(nodes: Nodes, victim: str, fault: str) -> None:
+    for seed in range(ROUNDS):
+        chance = random.Random(seed)
+        other = "c" if victim == "p" else "p"
+        nodes.expect_served(chance)
+        requests = dict(nodes.add(chance) for _ in range(AT_ONCE))
+        for _ in range(chance.randrange(12)):
+            nodes.running[chance.choice(["p", "c"])].call("step")
+        time.sleep(chance.uniform(0.0, 0.003))
+        lost = nodes.running[victim]
+        if fault == "stops answering":
+            lost.pause()
+        else:
+            lost.kill()
+        if fault == "is started anew":
+            nodes.running[victim] = nodes.start(victim)
+        survivor = nodes.running[other]
+        if victim == "p":
+            for name, tokens in requests.items():
+                nodes.check_end(name, tokens)
+        else:
+            for name in requests:
+                survivor.call("run_until", name, ["freed"], timeout_s=10)
+        survivor.call("run_until_free", 63, 10)
+        assert survivor.call("stats").in_progress == 0
+        if fault == "stops answering":
+            # It comes back to requests that are over, and nothing of it lands anywhere.
+            lost.resume()
+            if victim == "c":
+                for name, tokens in requests.items():
+                    nodes.check_end(name, tokens)
+            for name in requests:
+                lost.call("finish", name)
+            lost.call("run_until_free", 63, 10)
+        elif fault == "dies":
+            nodes.running[victim] = nodes.start(victim)
+        nodes.expect_served(chance)

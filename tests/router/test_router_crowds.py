@@ -1,0 +1,94 @@
+"""Crowds that behave badly: what they cost is bounded, and everybody else's answer is right."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import httpx
+import pytest
+
+from router.config import Limits, Timeouts
+from tests.router.conftest import Running, StartRouter
+from tests.router.event_reader import EventReader
+
+CROWD = 100
+# What a connection may hold for a client that does not read: asyncio's high-water mark, and the events of one turn.
+MOST_BUFFERED = 256 << 10
+
+
+@pytest.fixture
+def router(start_router: StartRouter) -> Iterator[Running]:
+    running = start_router(
+        prefill=0,
+        decode=0,
+        limits=Limits(inflight_per_node=512, connections=512),
+        timeouts=Timeouts(slow_reader=60, header=60),
+    )
+    running.add("d0", "decode", max_model_len=100_000)  # type: ignore[arg-type]
+    running.wait_ready()
+    yield running
+    running.wait_for(running.idle, "nothing is left behind", 20)
+    assert running.look(lambda: running.server.services.supervisor.failed) == {}
+
+
+def answers_are_right(router: Running) -> None:
+    def ask(seed: int) -> None:
+        with router.stream(max_tokens=20, seed=seed) as events:
+            assert events.text() == router.expected("the fox", 20, seed=seed)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(ask, range(12)))
+
+
+def test_a_hundred_readers_that_stop_reading(router: Running) -> None:
+    """They ask for far more than their connections hold, and the nodes have said all of it."""
+    body = {"model": "fake", "prompt": "x", "stream": True, "max_tokens": 200, "logprobs": 20}
+    http = router.server._http
+    assert http is not None
+    # Or the kernel would take all of it.
+    http.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+
+    def buffered() -> list[int]:
+        return [connection.transport.get_write_buffer_size() for connection in http.server_state.connections]
+
+    with ExitStack() as stack:
+        for _ in range(CROWD):
+            stack.enter_context(EventReader(router.url, "/v1/completions", body, receive_buffer=4096))
+        answers_are_right(router)
+        node = router.nodes["d0"]
+        node.wait_until(
+            lambda: len(node.submits) >= CROWD and not node._running, "all of it is generated", 60
+        )
+        held = router.look(buffered)
+        assert sum(size > 0 for size in held) >= CROWD, "they are behind"
+        assert max(held) < MOST_BUFFERED
+        answers_are_right(router)
+
+
+def test_a_storm_of_clients_that_hang_up(router: Running) -> None:
+    router.nodes["d0"].set(pause_at=2)
+    body = {"model": "fake", "prompt": "x", "stream": True, "max_tokens": 50}
+    for _ in range(3):
+        readers = [EventReader(router.url, "/v1/completions", body) for _ in range(CROWD)]
+        for index, reader in enumerate(readers):
+            if index % 2:
+                reader.text(count=1)
+            reader.close()
+    router.wait_for(router.idle, "all of them are cancelled")
+    router.nodes["d0"].resume()
+    router.nodes["d0"].wait_until(lambda: not router.nodes["d0"]._running, "on the node, too")
+    answers_are_right(router)
+
+
+def test_a_crowd_that_sends_its_headers_slowly(router: Running) -> None:
+    address = httpx.URL(router.url)
+    with ExitStack() as stack:
+        for _ in range(3 * CROWD):
+            connection = stack.enter_context(
+                socket.create_connection((address.host, address.port or 80), timeout=5)
+            )
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nx-slow: ")
+        answers_are_right(router)

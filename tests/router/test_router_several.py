@@ -1,0 +1,74 @@
+"""Several routers before the same nodes: none holds anything that another needs."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+from tests.router.conftest import Running, StartRouter
+
+
+def pair(start_router: StartRouter) -> tuple[Running, Running]:
+    """Two routers, two prefill nodes and two decode nodes."""
+    first = start_router(prefill=2, decode=2)
+    second = start_router(prefill=0, decode=0)
+    second.board = first.board
+    second.nodes = first.nodes
+    second.announce()
+    second.wait_ready()
+    return first, second
+
+
+def die(router: Running) -> None:
+    """Its loop runs no more: it says nothing to anybody, as if the process had been killed."""
+    router._loop.call_soon_threadsafe(router._loop.stop)
+    router._thread.join(10)
+
+
+def revive(router: Running) -> None:
+    """So that the test can close it."""
+    import threading
+
+    router._thread = threading.Thread(target=router._loop.run_forever, daemon=True)
+    router._thread.start()
+
+
+def test_whichever_is_asked_gives_the_same_answer(start_router: StartRouter) -> None:
+    routers = pair(start_router)
+    expected = routers[0].expected("the fox", 12, seed=3)
+    for router in routers:
+        assert router.complete(max_tokens=12, seed=3).json()["choices"][0]["text"] == expected
+    assert [router.server.services.pool.snapshot().decode for router in routers].count(()) == 0
+
+
+def test_both_are_asked_at_once_and_nothing_is_mixed_up(start_router: StartRouter) -> None:
+    routers = pair(start_router)
+
+    def ask(index: int) -> tuple[str, str]:
+        router = routers[index % 2]
+        answer = router.complete(prompt=f"number {index}", max_tokens=10, seed=index)
+        return answer.json()["choices"][0]["text"], router.expected(f"number {index}", 10, seed=index)
+
+    with ThreadPoolExecutor(8) as pool:
+        for text, expected in pool.map(ask, range(40)):
+            assert text == expected
+    for router in routers:
+        router.wait_for(router.idle, "nothing is left behind")
+        assert router.metric("tandem_stray_chunks_total") == 0
+
+
+def test_one_dies_in_the_middle_and_the_others_streams_go_on(start_router: StartRouter) -> None:
+    first, second = pair(start_router)
+    for node in first.nodes.values():
+        node.set(pause_at=3)
+    with first.stream(max_tokens=8, seed=1) as lost, second.stream(max_tokens=8, seed=2) as kept:
+        assert len(lost.text(count=3)) == len(kept.text(count=3)) == 3
+        die(first)
+        for node in first.nodes.values():
+            node.resume()
+        assert second.expected("the fox", 8, seed=2).endswith(rest := kept.text())
+        assert len(rest) == 5
+        assert second.complete(max_tokens=8, seed=1).json()["choices"][0]["text"] == second.expected(
+            "the fox", 8, seed=1
+        )
+    second.wait_for(second.idle, "nothing is left behind")
+    revive(first)
