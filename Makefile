@@ -32,14 +32,20 @@ help:
 serve: install
 	@exec $(BIN)/tandem serve $(SERVE_FLAGS)
 
+# The quick ones of these are over in about a minute.
+UNITS := --ignore=tests/integration --ignore=tests/faults --ignore=tests/hosts tests
+
 test: install
 	@$(BIN)/tandem models fetch > /dev/null
-	$(BIN)/python -m pytest -q --ignore=tests/integration --ignore=tests/faults --ignore=tests/hosts
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "not slow" $(UNITS)
+	$(BIN)/python -m pytest -q -m slow $(UNITS)
 	$(BIN)/python -m pytest -q tests/integration
 
 test-faults: install
 	@$(BIN)/tandem models fetch > /dev/null
 	$(BIN)/python -m pytest -v tests/faults
+	TANDEM_FAULT_ROUNDS=100 TANDEM_PEER_ROUNDS=25 TANDEM_FRAMES=100000 $(BIN)/python -m pytest -q --timeout 3600 \
+		tests/kvtransfer/test_faults.py tests/kvtransfer/test_peer_faults.py tests/kvtransfer/test_random_frames.py
 
 test-hosts: install
 	TANDEM_TEST_HOSTS=1 $(BIN)/python -m pytest tests/hosts -v -rs

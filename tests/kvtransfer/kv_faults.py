@@ -1,4 +1,4 @@
-"""Faults around the real NIXL transport and the real sockets, at random moments, from a seed."""
+"""Faults around a real transport and the real sockets, at random moments, from a seed."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import dataclasses
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
 from kvtransfer.base import ConnectorContext, KVCacheMemory, SchedulerConnector, WorkerConnector
+from kvtransfer.nccl.options import NcclOptions
+from kvtransfer.nccl.transport import NcclTransport
 from kvtransfer.nixl.agent import NixlAgent
 from kvtransfer.nixl.options import NixlOptions
 from kvtransfer.nixl.transport import NixlTransport
+from kvtransfer.protocol.options import ProtocolOptions
 from kvtransfer.protocol.scheduler_half import SchedulerHalf
 from kvtransfer.protocol.transport import Direction, HandleId, Move, RemoteId, Transport
 from kvtransfer.protocol.worker_half import WorkerHalf
@@ -43,9 +46,9 @@ class Faults:
 
 
 class FaultyTransport(Transport):
-    name = "nixl"
+    name = "faulty"
 
-    def __init__(self, inner: NixlTransport) -> None:
+    def __init__(self, inner: Transport) -> None:
         self._inner = inner
         self.faults = Faults()
         self._stuck: dict[HandleId, float] = {}
@@ -86,6 +89,12 @@ class FaultyTransport(Transport):
                 raise TransferError("injected: the move failed")
         return done
 
+    def expect(self, transfer_id: str, blocks: Sequence[int]) -> None:
+        self._inner.expect(transfer_id, blocks)
+
+    def expect_no_more(self, transfer_id: str) -> None:
+        self._inner.expect_no_more(transfer_id)
+
     def close(self) -> None:
         self._inner.close()
 
@@ -115,10 +124,18 @@ class FaultySend:
             timer.join()
 
 
-def create(context: ConnectorContext) -> tuple[SchedulerConnector, WorkerConnector]:
-    agent = NixlAgent(f"{context.node_id}-{context.epoch:x}", NixlOptions())
-    transport = FaultyTransport(NixlTransport(agent))
-    worker = WorkerHalf(context, transport, Direction(context.config.direction))
+def nixl(context: ConnectorContext) -> tuple[SchedulerConnector, WorkerConnector]:
+    return _create(context, NixlTransport(NixlAgent(f"{context.node_id}-{context.epoch:x}", NixlOptions())))
+
+
+def nccl(context: ConnectorContext) -> tuple[SchedulerConnector, WorkerConnector]:
+    return _create(context, NcclTransport(context.node_id, context.host, NcclOptions()))
+
+
+def _create(context: ConnectorContext, inner: Transport) -> tuple[SchedulerConnector, WorkerConnector]:
+    transport = FaultyTransport(inner)
+    options = ProtocolOptions(layerwise_tokens=8)
+    worker = WorkerHalf(context, transport, Direction(context.config.direction), options)
     send = FaultySend(worker._channel.send)
     # The endpoint takes its `send` from the channel when the caches are registered, which is later.
     worker._channel.send = send  # type: ignore[method-assign]

@@ -1,13 +1,14 @@
-"""Each fault, many times, at random moments, with the real NIXL: one outcome for every request, right bytes or a
+"""Each fault, many times, at random moments, with the real NIXL and with gloo: one outcome for every request, right bytes or a
 reason, every block back, nothing left in flight, and the next transfer unharmed.
 
-Slow: TANDEM_FAULT_ROUNDS of every fault (default 4) in each direction.
+Slow: TANDEM_FAULT_ROUNDS of every fault (default 2) in each direction.
 """
 
 from __future__ import annotations
 
 import os
 import random
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -21,7 +22,7 @@ from wire.nodes import PeerAddress
 
 pytestmark = pytest.mark.slow
 
-ROUNDS = int(os.environ.get("TANDEM_FAULT_ROUNDS", "4"))
+ROUNDS = int(os.environ.get("TANDEM_FAULT_ROUNDS", "2"))
 AT_ONCE = 3
 LEASE_S = 1.0
 
@@ -47,17 +48,32 @@ FAULTS: dict[str, dict[str, float]] = {
 
 
 class Pair:
-    def __init__(self, direction: str) -> None:
+    def __init__(self, transport: str, direction: str) -> None:
+        connector = f"kv_faults:{transport}"
         config = TransferConfig(
-            connector="kv_faults:create",
+            connector=connector,
             direction=direction,
             lease_s=LEASE_S,
             timeout_s=3.0,
             handshake_timeout_s=1.0,
         )
-        self.producer = FakeEngine("kv_faults:create", "p", 1, config, num_blocks=64)
-        self.consumer = FakeEngine("kv_faults:create", "c", 2, config, num_blocks=64)
+        self.producer = FakeEngine(connector, "p", 1, config, num_blocks=64)
+        self.consumer = FakeEngine(connector, "c", 2, config, num_blocks=64)
         self._count = 0
+        assert set(self.run(0, aborts=0.0)) == {"loaded"}
+        self.settle()
+        self._resources = self._count_resources()
+
+    def _count_resources(self) -> tuple[int, int]:
+        return threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+    def expect_nothing_leaked(self) -> None:
+        """What a connection that broke still holds goes with its threads, which end soon."""
+        threads, files = self._resources
+        until = time.monotonic() + 5
+        while (now := self._count_resources()) > (threads, files + 2):
+            assert time.monotonic() < until, (now, self._resources)
+            time.sleep(0.01)
 
     def close(self) -> None:
         self.producer.close()
@@ -127,9 +143,13 @@ class Pair:
             assert engine.stats().in_progress == 0
 
 
-@pytest.fixture(scope="module", params=["push", "pull"])
+@pytest.fixture(
+    scope="module",
+    params=[(transport, direction) for transport in ("nixl", "nccl") for direction in ("push", "pull")],
+    ids="-".join,
+)
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    pair = Pair(request.param)
+    pair = Pair(*request.param)
     yield pair
     pair.close()
 
@@ -149,3 +169,4 @@ def test_every_request_ends_once_and_right_or_with_a_reason(pair: Pair, fault: s
         assert "loaded" in ends
     assert set(pair.run(0, aborts=0.0)) == {"loaded"}
     pair.settle()
+    pair.expect_nothing_leaked()

@@ -68,7 +68,7 @@ class Nodes:
         name, tokens = self.add(chance)
         self.running["c"].begin("run_until", name, ["loaded", "failed"])
         self.running["p"].call("run_until", name, ["freed"])
-        assert self.running["c"].result() == "loaded"
+        assert self.running["c"].result() == "loaded", self.running["c"].call("failure", name)
         assert self.check_end(name, tokens) == "loaded"
 
     def close(self) -> None:

@@ -1,0 +1,246 @@
+"""Random bytes at every socket of a node and of a router: each frame is counted and refused, and nothing dies.
+
+Slow: TANDEM_FRAMES frames each (default 20,000).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+import zmq
+
+from kvtransfer.base import KVCacheMemory
+from kvtransfer.nccl.messages import Announce, Leave
+from kvtransfer.nccl.options import NcclOptions
+from kvtransfer.nccl.transport import NcclTransport
+from kvtransfer.protocol.channel import SideChannel
+from kvtransfer.protocol.transport import Move, Operation
+from wire.handoff import CancelTransfer, Envelope, RenewLease
+from wire.loop_inbox import LoopInbox
+from wire.nodes import NodeState, Role
+from wire.requests import NodeCounters, NodeStatus, Ping, ToNode, ToRouter
+from wire.sockets import Inbox
+
+pytestmark = pytest.mark.slow
+
+FRAMES = int(os.environ.get("TANDEM_FRAMES", "20000"))
+CONNECTIONS = 40
+
+
+class Listening:
+    """A socket under test: where it is, how many frames it refused, what came through."""
+
+    def __init__(self, endpoint: str, malformed: Callable[[], int], whole: msgspec.Struct) -> None:
+        self.endpoint = endpoint
+        self.malformed = malformed
+        self.whole = whole
+        self.arrived = threading.Event()  # the last frame, which is whole
+        self.decoded = 0
+
+    def take(self, message: Any) -> None:
+        self.decoded += 1
+        if message == self.whole:
+            self.arrived.set()
+
+
+def a_status() -> NodeStatus:
+    counters = NodeCounters(transfers_finished={"sent": 4})
+    return NodeStatus("n", Role.DECODE, 1, NodeState.READY, 1, 2, 3, 4, 5, 6, 7, 0.5, counters)
+
+
+@contextmanager
+def side_channel() -> Iterator[Listening]:
+    channel = SideChannel("127.0.0.1", "test", lambda message: listening.take(message))
+    envelope = Envelope("n", 1, 2, "tcp://x")
+    listening = Listening(channel.endpoint, lambda: channel.malformed, RenewLease(envelope, 3, ["t"] * 20))
+    yield listening
+    assert channel.died is None
+    channel.close()
+
+
+def _inbox(kind: Any, whole: msgspec.Struct) -> Any:
+    @contextmanager
+    def opened() -> Iterator[Listening]:
+        inbox: Inbox[Any] = Inbox("127.0.0.1", kind, lambda message: listening.take(message), name="test")
+        listening = Listening(inbox.endpoint, lambda: inbox.malformed, whole)
+        yield listening
+        assert inbox.died is None
+        inbox.close()
+
+    return opened
+
+
+@contextmanager
+def routers_loop() -> Iterator[Listening]:
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+
+    async def make() -> LoopInbox[Any]:
+        return LoopInbox("127.0.0.1", ToRouter, lambda message: listening.take(message), name="test")
+
+    async def close() -> None:
+        inbox.close()
+
+    inbox = asyncio.run_coroutine_threadsafe(make(), loop).result(5)
+    listening = Listening(inbox.endpoint, lambda: inbox.malformed, a_status())
+    yield listening
+    assert inbox.died is None
+    asyncio.run_coroutine_threadsafe(close(), loop).result(5)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(5)
+    loop.close()
+
+
+@contextmanager
+def pairs() -> Iterator[Listening]:
+    transport = _nccl("n")
+    inbox = transport._inbox
+    assert inbox is not None
+    handle = inbox._on_message
+    inbox._on_message = lambda message: (handle(message), listening.take(message))  # type: ignore[assignment,return-value]
+    whole = Announce("p" * 32, 7, Operation.WRITE, "t", 64, list(range(20)))
+    listening = Listening(inbox.endpoint, lambda: transport.malformed_frames, whole)
+    yield listening
+    assert inbox.died is None
+    transport.close()
+
+
+def _nccl(name: str) -> NcclTransport:
+    transport = NcclTransport(name, "127.0.0.1", NcclOptions(connect_timeout_s=2.0, move_timeout_s=2.0))
+    tensor = torch.zeros(8, 2, 2, 1, 4, 8)
+    transport.described = transport.register(KVCacheMemory(tensor, "m", 2, 1))  # type: ignore[attr-defined]
+    return transport
+
+
+SOCKETS = {
+    "a node's side channel": side_channel,
+    "a node's pairs": pairs,
+    "a node's requests": _inbox(ToNode, Ping("tcp://somewhere")),
+    "a router's answers": _inbox(ToRouter, a_status()),
+    "a router's answers, on its loop": routers_loop,
+}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", SOCKETS)
+def test_random_frames_are_counted_and_nothing_else_happens(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.CRITICAL)
+    chance = random.Random(7)
+    context = zmq.Context()
+    with SOCKETS[name]() as listening:
+        whole = msgspec.msgpack.encode(listening.whole)
+        sender = context.socket(zmq.PUSH)
+        sender.setsockopt(zmq.SNDHWM, 0)
+        sender.connect(listening.endpoint)
+        for number in range(FRAMES):
+            if number % 2:
+                frame = chance.randbytes(chance.randrange(1, 40))
+            else:  # the beginning of a right one, with a bit turned
+                damaged = bytearray(whole[: chance.randrange(1, len(whole))])
+                damaged[chance.randrange(len(damaged))] ^= 1 << chance.randrange(8)
+                frame = bytes(damaged)
+            sender.send(frame)
+        sender.send(whole)
+        assert listening.arrived.wait(240)
+        # By chance one in many thousands is whole.
+        assert listening.malformed() + listening.decoded == FRAMES + 1
+        assert listening.decoded < 2 + FRAMES / 1000
+        sender.close(linger=0)
+    context.term()
+
+
+def knock(port: int, chance: random.Random) -> None:
+    """Bytes that are not even frames."""
+    with socket.create_connection(("127.0.0.1", port), timeout=2) as connection:
+        connection.settimeout(0.01)
+        try:
+            connection.sendall(chance.randbytes(chance.randrange(1, 400)))
+            connection.recv(100)
+        except OSError:
+            return
+
+
+@pytest.mark.parametrize("name", SOCKETS)
+def test_bytes_that_are_no_frames_harm_nobody(name: str) -> None:
+    chance = random.Random(3)
+    context = zmq.Context()
+    with SOCKETS[name]() as listening:
+        for _ in range(CONNECTIONS):
+            knock(int(listening.endpoint.rpartition(":")[2]), chance)
+        sender = context.socket(zmq.PUSH)
+        sender.connect(listening.endpoint)
+        sender.send(msgspec.msgpack.encode(listening.whole))
+        assert listening.arrived.wait(10)
+        sender.close(linger=0)
+    context.term()
+
+
+def listening_ports() -> set[int]:
+    """Of this process."""
+    sockets = set()
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            sockets.add(os.readlink(f"/proc/self/fd/{number}"))
+        except FileNotFoundError:
+            continue
+    with open("/proc/self/net/tcp") as table:
+        rows = [line.split() for line in table.readlines()[1:]]
+    return {
+        int(row[1].split(":")[1], 16) for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets
+    }
+
+
+def test_bytes_at_the_sockets_of_torch_distributed_harm_no_pair() -> None:
+    chance = random.Random(5)
+    before = listening_ports()
+    here, there = _nccl("a"), _nccl("b")
+    try:
+        there.expect("t", [5])
+        remote = here.connect(there.described)  # type: ignore[attr-defined]
+
+        def write() -> None:
+            move = Move(Operation.WRITE, "t", 512, np.array([3]), np.array([5]))
+            handle = here.post(remote, move)
+            while not here.is_done(handle):
+                threading.Event().wait(0.002)
+
+        write()
+        opened = listening_ports() - before
+        assert opened
+        for port in opened:
+            for _ in range(CONNECTIONS):
+                knock(port, chance)
+        write()
+        there._on_message(Leave("no such pair"))
+        assert there.refused == 1
+    finally:
+        here.close()
+        there.close()
+
+
+def test_a_message_of_another_channel_is_refused_too() -> None:
+    context = zmq.Context()
+    with pairs() as listening:
+        sender = context.socket(zmq.PUSH)
+        sender.connect(listening.endpoint)
+        sender.send(msgspec.msgpack.encode(CancelTransfer(Envelope("n", 1, 2, "tcp://x"), "t")))
+        sender.send(msgspec.msgpack.encode(listening.whole))
+        assert listening.arrived.wait(10)
+        assert listening.malformed() == 1
+        sender.close(linger=0)
+    context.term()
