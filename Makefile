@@ -32,9 +32,13 @@ help:
 serve: install
 	@exec $(BIN)/tandem serve $(SERVE_FLAGS)
 
+# The quick ones of these are over in about a minute.
+UNITS := --ignore=tests/integration --ignore=tests/faults --ignore=tests/hosts tests
+
 test: install
 	@$(BIN)/tandem models fetch > /dev/null
-	$(BIN)/python -m pytest -q --ignore=tests/integration --ignore=tests/faults --ignore=tests/hosts
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "not slow" $(UNITS)
+	$(BIN)/python -m pytest -q -m slow $(UNITS)
 	$(BIN)/python -m pytest -q tests/integration
 
 test-faults: install

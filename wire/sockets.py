@@ -8,6 +8,7 @@ never a silent drop.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable
@@ -188,6 +189,9 @@ class Outbox:
         with self._lock:
             socket = self._sockets.pop(endpoint, None)
         if socket is not None:
+            # Closing alone is done by another thread, which a successor at the same address could overtake.
+            with contextlib.suppress(zmq.ZMQError):  # it was never connected
+                socket.disconnect(endpoint)
             socket.close(linger=0)
 
     def close(self, linger_ms: int = 200) -> None:
