@@ -211,13 +211,14 @@ class Controller:
         async with self._pools.writing:
             record = self._known(node_id)
             if record.role is not role:
-                self._begin_to_change(record, role, await self._keep_role(record, role))
+                await self._keep_role(record, role)
+                self._begin_to_change(record, role)
             task = self._changing.get(node_id)
         self._pools.wake()
         if task is not None:
             await asyncio.shield(task)
 
-    async def _keep_role(self, record: NodeRecord, role: Role) -> ClusterState:
+    async def _keep_role(self, record: NodeRecord, role: Role) -> None:
         supervisor = self._fleet.nodes.get(record.node_id)
         if record.leaving or supervisor is None or supervisor.phase is not Phase.READY:
             phase = "waiting for a machine" if supervisor is None else supervisor.phase.value
@@ -226,9 +227,8 @@ class Controller:
         self._check_limits(role, self._wanted(role) + 1)
         new = self._pools.state.with_node(msgspec.structs.replace(record, role=role))
         await self._pools.keep(new.resized(record.role, -1).resized(role, +1))
-        return self._pools.state
 
-    def _begin_to_change(self, record: NodeRecord, role: Role, kept: ClusterState) -> None:
+    def _begin_to_change(self, record: NodeRecord, role: Role) -> None:
         placement = record.placement
         if placement is None:
             raise InternalError(f"{record.node_id} is ready without a place")
