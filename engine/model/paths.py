@@ -123,9 +123,23 @@ def _choose_attention(
     kv_cache: torch.Tensor, plan: CachePlan, layers: tuple[AttentionLayer, ...], shape: Shape
 ) -> PagedAttention:
     from engine.model.attention import flashinfer
+
+    library = flashinfer.find_library() if kv_cache.device.type == "cuda" else None
+    return attention_with(library, kv_cache, plan, layers, shape)
+
+
+def attention_with(
+    library: Any | None,
+    kv_cache: torch.Tensor,
+    plan: CachePlan,
+    layers: tuple[AttentionLayer, ...],
+    shape: Shape,
+) -> PagedAttention:
+    """By FlashInfer, if it is there, computes this model's attention, and runs on this machine; else by gathering."""
+    from engine.model.attention import flashinfer
     from engine.model.attention.gathered import GatheredAttention
 
-    if kv_cache.device.type == "cuda" and (library := flashinfer.find_library()) is not None:
+    if library is not None:
         reason = flashinfer.reason_against(layers, kv_cache.dtype)
         if reason is None:
             attention = flashinfer.FlashInferAttention(library, kv_cache, plan, layers, shape.max_model_len)

@@ -7,6 +7,7 @@ import numpy.typing as npt
 import torch
 
 from engine.model.sampling.table import SamplingTable
+from engine.model.staging import to_device
 from engine.model.states import RequestRows
 from engine.structured.grammars import BitMask, Grammars
 from wire.errors import InternalError, TandemError
@@ -53,8 +54,8 @@ class GrammarMasks:
             return
         vocab = scores.shape[1]
         bits = np.unpackbits(np.stack(masks).view(np.uint8), axis=1, bitorder="little")[:, :vocab]
-        refused = torch.from_numpy(bits == 0).to(scores.device)
-        chosen = torch.tensor(which, device=scores.device)
+        refused = to_device(bits == 0, scores.device)
+        chosen = to_device(np.array(which), scores.device)
         masked = scores[chosen].masked_fill_(refused, _BANNED)
         if table.edited[rows[which]].any():
             nothing_left = masked.amax(dim=1, keepdim=True) == _BANNED

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from engine.model import paths
 from engine.model.attention import flashinfer
 from engine.model.attention.flashinfer import FlashInferAttention, reason_against
 from engine.model.attention.gathered import GatheredAttention
-from engine.model.attention.layers import AttentionLayer
+from engine.model.attention.layers import AttentionLayer, plan_cache
 from engine.model.decode_graphs import DecodeGraphs
 from engine.model.decode_inputs import bucket_of, request_buckets, table_width
 from engine.model.loading import load_runner
@@ -192,3 +193,38 @@ def test_what_the_library_computes(change: dict[str, object], reason: str | None
     found = reason_against((layer,), torch.bfloat16)
     assert (found is None) if reason is None else (found is not None and reason in found)
     assert "float32" in (reason_against((layer,), torch.float32) or "")
+
+
+class Broken(fake_flashinfer.BatchPrefillWithPagedKVCacheWrapper):
+    def run(self, query: torch.Tensor, kv_cache: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        raise RuntimeError("no kernel image is available")
+
+
+@pytest.mark.parametrize(
+    ("library", "dtype", "sinks", "expected"),
+    [
+        (fake_flashinfer, torch.bfloat16, False, FlashInferAttention),
+        (fake_flashinfer, torch.float32, False, GatheredAttention),
+        (fake_flashinfer, torch.bfloat16, True, GatheredAttention),
+        (
+            SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=Broken),
+            torch.bfloat16,
+            False,
+            GatheredAttention,
+        ),
+        (None, torch.bfloat16, False, GatheredAttention),
+    ],
+)
+def test_the_library_is_tried_out_before_it_is_relied_on(
+    library: object, dtype: torch.dtype, sinks: bool, expected: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flashinfer, "_WORKSPACE_BYTES", 1 << 10)
+    layers = tuple(
+        AttentionLayer(index, 4, 2, 64, 64, window=None if index else 9, scale=0.125, sinks=sinks)
+        for index in range(2)
+    )
+    plan = plan_cache(layers, 4)
+    cache = torch.zeros(plan.shape(3), dtype=dtype)
+    shape = paths.Shape(max_requests=2, max_model_len=16)
+    assert isinstance(paths.attention_with(library, cache, plan, layers, shape), expected)
+    assert not cache.any()
