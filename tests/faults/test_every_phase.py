@@ -22,7 +22,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.faults.processes import actors, send
+from tests.faults.processes import actors, busiest, send
 from tests.faults.test_lost_nodes import SAMPLINGS, until_whole
 from tests.integration.conftest import Deploy, Running, float32_config
 from tests.integration.reference import Expected
@@ -119,7 +119,10 @@ class Watched:
 
 def process_of(server: Running, role: str, node_id: str | None) -> psutil.Process:
     """The node of this name; of an answer that has not begun, the one that has something to do. It is who listens
-    where the router says that the node does."""
+    where the router says that the node does. In its first long step a node has not counted what it is doing, but it
+    computes."""
+    if node_id is None and role == "prefill":
+        return busiest(role)
     deadline = time.monotonic() + 3
     while True:
         wanted = [
