@@ -156,7 +156,11 @@ class HttpEngine(asyncio.Protocol):
             if len(rest) < length:
                 return
             body, self._data = rest[:length], rest[length:]
-            self._answer(head.split(b" ", 2)[1], body)
+            words = head.split(b" ", 2)
+            if len(words) < 3 or words[1] == b"*":  # a peer asks whether this speaks HTTP/2
+                self._transport.close()
+                return
+            self._answer(words[1], body)
 
     def _answer(self, path: bytes, body: bytes) -> None:
         if not path.startswith(b"/v1/completions"):

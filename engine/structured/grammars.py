@@ -9,12 +9,15 @@ from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from engine.model.source import Source
 from wire.errors import ConfigurationError, InvalidRequest
 
 _KEPT = 256
+# What one grammar may cost: a step is everybody's, so what needs more ends the request, not the others' rhythm. The
+# costliest that passes takes tens of milliseconds once; schemas as people write them take a fraction of one.
+_LIMITS = LLParserLimits(initial_lexer_fuel=200_000, step_lexer_fuel=20_000, step_max_items=5_000)
 _WORD = 32
 
 BitMask = npt.NDArray[np.uint32]
@@ -63,11 +66,16 @@ class Grammars:
     """Used from several threads. `prepare` may take long; what it prepared is there at once, as long as it is kept."""
 
     def __init__(
-        self, tokenizer_json: Callable[[], str], vocab_size: int, eos_token_ids: frozenset[int]
+        self,
+        tokenizer_json: Callable[[], str],
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
+        limits: LLParserLimits = _LIMITS,
     ) -> None:
         self._tokenizer_json = tokenizer_json
         self._vocab_size = vocab_size
         self._eos = sorted(eos_token_ids)
+        self._limits = limits
         self._tokenizer: LLTokenizer | None = None
         self._tokenizer_lock = threading.Lock()
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
@@ -98,7 +106,9 @@ class Grammars:
             if (found := self._compiled.get(grammar)) is not None:
                 self._compiled.move_to_end(grammar)
                 return found
-        matcher = LLMatcher(self._loaded(), LLMatcher.grammar_from_lark(grammar), log_level=0)
+        matcher = LLMatcher(
+            self._loaded(), LLMatcher.grammar_from_lark(grammar), log_level=0, limits=self._limits
+        )
         # What can be computed lazily is computed by the first mask, and then shared by all copies.
         GrammarPosition(matcher, 0).fill(self.empty_masks(1)[0])
         with self._lock:

@@ -22,7 +22,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.faults.processes import actors, send
+from tests.faults.processes import actors, busiest, send
 from tests.faults.test_lost_nodes import SAMPLINGS, until_whole
 from tests.integration.conftest import Deploy, Running, float32_config
 from tests.integration.reference import Expected
@@ -82,6 +82,7 @@ class Watched:
         self.times: list[float] = []
         self.finished = False
         self.error: str | None = None
+        self.nodes: dict[str, str] = {}  # by role; known once the answer has begun
 
     def run(self, at_event: int = 0, then: Callable[[], None] = lambda: None) -> None:
         body = {
@@ -97,6 +98,8 @@ class Watched:
             if response.status_code != 200:
                 self.error = response.read().decode()
                 return
+            way = response.headers["x-tandem-nodes"].rpartition("|")[2]
+            self.nodes = dict(part.split("=", 1) for part in way.split(","))
             for line in response.iter_lines():
                 if line == "data: [DONE]":
                     self.finished = True
@@ -114,20 +117,27 @@ class Watched:
         return next((later for later in self.times if later > moment), moment) - moment
 
 
-def process_of(server: Running, role: str) -> psutil.Process:
-    """The node of this role that has something to do, by what the router knows of it, and by who listens there."""
-    deadline = time.monotonic() + 5
+def process_of(server: Running, role: str, node_id: str | None) -> psutil.Process:
+    """The node of this name; of an answer that has not begun, the one that has something to do. It is who listens
+    where the router says that the node does. In its first long step a node has not counted what it is doing, but it
+    computes."""
+    if node_id is None and role == "prefill":
+        return busiest(role)
+    deadline = time.monotonic() + 3
     while True:
-        nodes = server.nodes(role)
-        busy = [node for node in nodes if node["running"] or node["waiting"]]
-        if busy or time.monotonic() > deadline:
+        wanted = [
+            node
+            for node in server.nodes(role)
+            if (node["node_id"] == node_id if node_id else node["running"] or node["waiting"])
+        ]
+        if wanted:
             break
-    (node, *_) = busy or nodes
-    port = int(node["request_endpoint"].rpartition(":")[2])
+        assert time.monotonic() < deadline, f"no {role} node has anything to do"
+    port = int(wanted[0]["request_endpoint"].rpartition(":")[2])
     for process in actors(role):
         if any(connection.laddr.port == port for connection in process.net_connections() if connection.laddr):
             return process
-    raise AssertionError(f"no process listens on {node['request_endpoint']}")
+    raise AssertionError(f"no process listens on {wanted[0]['request_endpoint']}")
 
 
 def fresh_prompt(expected: list[Expected], trial: int, phase: Phase) -> list[int]:
@@ -154,7 +164,8 @@ def test_a_node_killed_in_this_phase_changes_nothing_in_any_text(
         moment: list[float] = []
 
         def kill() -> None:
-            send(process_of(server, VICTIM[phase]), signal.SIGKILL)
+            role = VICTIM[phase]
+            send(process_of(server, role, watched[0].nodes.get(role)), signal.SIGKILL)  # noqa: B023
             moment.append(time.monotonic())  # noqa: B023 (called before the next turn)
 
         threads = [threading.Thread(target=one.run) for one in watched]

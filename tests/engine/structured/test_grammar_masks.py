@@ -15,11 +15,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llguidance import LLParserLimits
 
+from engine.structured.grammars import Grammars
 from tests.engine.structured.grammar_walks import (
     END,
     PROMPT,
     Model,
+    backend,
     decode,
     encode,
     grammars,
@@ -27,7 +30,7 @@ from tests.engine.structured.grammar_walks import (
     vocabulary,
 )
 from tests.engine.structured.schema_strategies import Schema, schemas
-from wire.errors import InternalError
+from wire.errors import InternalError, InvalidRequest
 from wire.sampling import SamplingParams
 
 replace = msgspec.structs.replace
@@ -154,3 +157,37 @@ def test_padding_of_the_vocabulary_is_never_chosen() -> None:
     bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
     assert bits[: vocabulary() - 3].sum() > 200
     assert bits[vocabulary() - 3 :].sum() == 0
+
+
+def test_a_grammar_that_costs_more_than_it_may_is_refused_where_it_does() -> None:
+    """Every text has ever more readings: the cost of a token grows with the tokens before it."""
+    strict = Grammars(
+        backend().to_str, vocabulary(), frozenset({END}), limits=LLParserLimits(step_max_items=100)
+    )
+    position = strict.begin('start: x\nx: x x | "a"')
+    mask = strict.empty_masks(1)[0]
+    position.fill(mask)
+
+    def go_on() -> None:
+        for _ in range(100):
+            position.follow(encode("a"))
+            position.fill(mask)
+
+    with pytest.raises(InvalidRequest, match="grammar failed"):
+        go_on()
+    assert position.num_tokens > 3
+
+
+def test_a_schema_as_large_as_people_write_them_is_within_the_limits() -> None:
+    part = {
+        "type": "object",
+        "properties": {f"field_{i}": {"type": "string", "maxLength": 3} for i in range(20)},
+    }
+    schema: Schema = {
+        "type": "object",
+        "properties": {f"part_{i}": part for i in range(30)},
+        "required": ["part_0", "part_29"],
+        "additionalProperties": False,
+    }
+    params = SamplingParams(temperature=1.0, seed=2, grammar=grammar_of(schema))
+    jsonschema.validate(json.loads(Model(params).finish()), schema)
