@@ -10,10 +10,10 @@ blocks. Times between processes are CLOCK_MONOTONIC, which all processes of a ma
     throughput   GB/s from "the prompt is computed" to "the consumer's scheduler knows", for 16 to 16,384 tokens and 1 to
                  16 requests at once; best of several, raw and ours in turn
     handover     512 tokens computed in one forward pass: from its end to the consumer's scheduler
-    overlap      2,048 tokens in chunks: bytes that had arrived before the last chunk was computed
+    overlap      2,048 tokens in chunks: bytes that had arrived before the last chunk was computed; a chunk goes layer by layer
     cpu          CPU seconds per GB, which mean the same on a machine that has other things to do
     idle         CPU of a process that has a connector, a peer, and nothing to do
-    step         what the connector's calls take in a step, with 16 transfers under way
+    step         what the connector's calls take in a step, all in all, with 1 and with 16 transfers under way
 
 `--raw-script` runs another raw measurement beside; it gets the block size.
 """
@@ -74,7 +74,8 @@ class Benchmark:
 
     def throughput(self) -> list[dict[str, Any]]:
         cases = [(tokens, 1) for tokens in (16, 64, 256, 512, 1024, 4096, 16_384) if tokens <= self.largest]
-        cases += [(512, 4), (512, 16), (1024, 16)]
+        cases += [(512, 4), (512, 16), (1024, 4), (1024, 16)]
+        cases += [] if self.options.quick else [(4096, 4)]
         rows = []
         for tokens, at_once in cases:
             blocks = tokens // BLOCK_SIZE * at_once
@@ -136,15 +137,16 @@ class Benchmark:
         }
 
     def step_cost(self) -> dict[str, float]:
-        for node in (self.producer, self.consumer):
-            node.call("take_step_seconds")
-        for _ in range(self.repeats):
-            self.transfer(512, 16)
-        names = ("producer_us_p50", "consumer_us_p50")
-        return {
-            name: round(1e6 * statistics.median(node.call("take_step_seconds")), 1)
-            for name, node in zip(names, (self.producer, self.consumer), strict=True)
-        }
+        cost = {}
+        for at_once in (1, 16):
+            for node in (self.producer, self.consumer):
+                node.call("take_step_seconds")
+            for _ in range(self.repeats):
+                self.transfer(512, at_once)
+            for name, node in (("producer", self.producer), ("consumer", self.consumer)):
+                taken = statistics.median(node.call("take_step_seconds"))
+                cost[f"{name}_{at_once}_us_p50"] = round(1e6 * taken, 1)
+        return cost
 
     def idle(self) -> dict[str, float]:
         seconds = 2.0 if self.options.quick else 5.0
@@ -164,7 +166,7 @@ class Benchmark:
             "idle": self.idle(),
             "handover_512": self.handover(),
             "throughput": self.throughput(),
-            "overlap_2048": [self.overlap(256), self.overlap(512)],
+            "overlap_2048": [self.overlap(chunk) for chunk in (256, 512, 2048)],
             "cpu": self.cpu(),
             "step": self.step_cost(),
         }

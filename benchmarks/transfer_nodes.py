@@ -82,7 +82,13 @@ class Node:
         self.mover.bind_connector_metadata(metadata)
         self.mover.start_load_kv()
         spent = time.perf_counter() - began
-        if compute_s:
+        if self.mover.layerwise:
+            for layer in range(LAYERS):
+                _compute(compute_s / LAYERS)
+                began = time.perf_counter()
+                self.mover.save_kv_layer(layer)
+                spent += time.perf_counter() - began
+        else:
             _compute(compute_s)
         computed_at = time.monotonic()
         began = time.perf_counter()
@@ -197,6 +203,8 @@ class RawNode:
 
 
 def _compute(seconds: float) -> None:
+    if not seconds:
+        return
     until = time.perf_counter() + seconds
     matrix = torch.ones(256, 256)
     while time.perf_counter() < until:

@@ -187,7 +187,8 @@ class KVCacheMemory(msgspec.Struct, frozen=True):
     """The KV cache as the worker half sees it.
 
     `tensor` is [num_blocks, slots, 2, num_kv_heads, block_size, head_dim], contiguous: all layers of a block lie
-    side by side, so a whole block is one run of bytes and one descriptor. Slot s holds layer s of its group.
+    side by side, so a whole block is one run of bytes and one descriptor. Slot s holds layer s of its group. A view of
+    memory with a block's axes in another order is as good, as long as there are no gaps in and between blocks.
     """
 
     tensor: torch.Tensor

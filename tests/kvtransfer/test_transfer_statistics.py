@@ -1,0 +1,116 @@
+"""What is counted of a transfer, and the ways in which a producer's blocks become free."""
+
+from __future__ import annotations
+
+import pytest
+from kv_fake_network import BLOCK_BYTES, SETTINGS, Node, Receive, Send, World
+
+from kvtransfer.base import TransferStats
+from kvtransfer.protocol.commands import CancelReceive
+from kvtransfer.protocol.transport import Direction
+
+TOKENS = list(range(50, 72))  # five full blocks and half of one
+
+
+class Scene:
+    def __init__(self, direction: Direction = Direction.PUSH, *, consumer_block_size: int = 4) -> None:
+        self.world = World(direction)
+        self.producer: Node = self.world.add("p", 11)
+        self.consumer: Node = self.world.add("c", 22, skew=-700.0, block_size=consumer_block_size)
+        self.receive = Receive("r1", "t-r1", TOKENS, 0, [])
+        self.send = Send("r1", "t-r1", TOKENS, self.consumer.address, [])
+
+    def computed(self) -> None:
+        """The prompt is done, and its blocks are kept; nothing has arrived."""
+        self.consumer.start_receive(self.receive, self.producer.address)
+        self.producer.start_send(self.send)
+        self.world.deliver_all()
+        self.producer.compute(self.send, len(TOKENS))
+        self.producer.finish_send(self.send)
+
+    def sent(self) -> TransferStats:
+        return self.producer.recorder.snapshot(0)
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+def test_blocks_that_were_handed_over(direction: Direction) -> None:
+    scene = Scene(direction)
+    scene.computed()
+    scene.world.settle(0.5)
+    stats = scene.sent()
+    assert stats.blocks_freed == {"sent": 6}
+    [record] = stats.recent
+    assert (record.request_id, record.outcome) == ("r1", "sent")
+    assert (record.num_bytes, record.blocks) == (6 * BLOCK_BYTES, 6)
+    assert record.handover_s is not None
+
+
+def test_blocks_whose_lease_ended() -> None:
+    scene = Scene()
+    scene.producer.start_send(scene.send)  # nobody ever asks for them
+    scene.producer.compute(scene.send, len(TOKENS))
+    scene.producer.finish_send(scene.send)
+    scene.world.settle(SETTINGS.lease_s + 1)
+    assert scene.sent().blocks_freed == {"lease_ended": 6}
+    assert scene.sent().leases_expired == 1
+
+
+def test_blocks_of_a_transfer_that_was_cancelled() -> None:
+    scene = Scene()
+    scene.computed()
+    scene.consumer.endpoint.execute(CancelReceive("r1"))
+    scene.world.settle(0.5)
+    assert scene.sent().blocks_freed == {"cancelled": 6}
+
+
+def test_blocks_whose_peer_died() -> None:
+    scene = Scene()
+    scene.computed()
+    scene.world.closed_addresses.add("tcp://c")
+    scene.world.settle(SETTINGS.silent_s + 1)
+    assert scene.sent().blocks_freed == {"peer_lost": 6}
+    assert scene.sent().recent[0].outcome == "peer_lost"
+
+
+def test_blocks_that_could_not_be_moved() -> None:
+    scene = Scene()
+    scene.computed()
+    scene.world.pump()
+    for move in scene.world.moves():
+        scene.world.complete(move, failed=True)
+    scene.world.settle(0.5)
+    assert scene.sent().blocks_freed == {"failed": 6}
+
+
+def test_layers_that_arrived_while_the_next_was_computed_are_overlapped_bytes() -> None:
+    scene = Scene()
+    scene.consumer.start_receive(scene.receive, scene.producer.address)
+    scene.producer.start_send(scene.send)
+    scene.world.deliver_all()
+    scene.producer.begin_computing(scene.send, len(TOKENS))
+    scene.producer.tell_of_first_layer(scene.send)
+    scene.world.settle(0.2)
+    assert scene.sent().bytes_overlapped == scene.sent().bytes_sent > 0
+    scene.producer.end_computing(scene.send)
+    scene.producer.finish_send(scene.send)
+    scene.world.settle(0.5)
+    assert scene.receive.finished
+    stats = scene.sent()
+    assert stats.bytes_sent == 6 * BLOCK_BYTES
+    assert stats.blocks_sent == 6
+    assert (
+        0.2 < stats.bytes_overlapped / stats.bytes_sent < 0.6
+    )  # one of two layers, of as many blocks as fit
+    assert stats.recent[0].bytes_overlapped == stats.bytes_overlapped
+
+
+def test_unequal_blocks_count_as_the_consumers_and_what_is_empty_is_not_moved() -> None:
+    scene = Scene(consumer_block_size=8)
+    scene.computed()
+    scene.world.settle(0.5)
+    assert scene.receive.finished
+    stats = scene.sent()
+    assert stats.blocks_sent == scene.consumer.recorder.snapshot(0).blocks_received == 3
+    assert stats.blocks_freed == {"sent": 6}
+    assert stats.bytes_sent == 6 * BLOCK_BYTES
+    assert stats.descriptors_sent == 6 * 4  # layers × keys and values, of every grain
