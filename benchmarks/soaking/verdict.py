@@ -9,7 +9,7 @@ from benchmarks.soaking.questions import Tally
 from benchmarks.soaking.watching import Bounds, Growth
 from cluster.bench.report import Machine
 
-OURS = ("ray::PrefillActor", "ray::DecodeActor", "ray::RouterActor", "tandem")
+OURS = ("ray::PrefillActor", "ray::DecodeActor", "ray::RouterActor", "ray::ControllerActor", "tandem")
 
 
 class Soaked(msgspec.Struct):

@@ -19,16 +19,25 @@ from wire.sockets import Inbox, Outbox
 logger = logging.getLogger(__name__)
 
 MAX_ENDPOINTS = 1024
+# A peer that nothing was sent to for so long may be gone for ever, and each restart of a node is a new endpoint.
+IDLE_S = 60.0
 PROBE_AGAIN_S = 1.0
 
 
 class SideChannel:
     """Endpoints are named by peers, so what they name is checked, and how many are kept is bounded."""
 
-    def __init__(self, host: str, name: str, on_message: Callable[[HandoffMessage], None]) -> None:
+    def __init__(
+        self,
+        host: str,
+        name: str,
+        on_message: Callable[[HandoffMessage], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
         self._inbox: Inbox[HandoffMessage] = Inbox(host, HandoffMessage, on_message, name=name)
         self._outbox = Outbox()
-        self._used: OrderedDict[str, None] = OrderedDict()
+        self._used: OrderedDict[str, float] = OrderedDict()  # when last; the longest ago first
         self._probe = ListenerProbe()
         self.undeliverable = 0
 
@@ -57,10 +66,12 @@ class SideChannel:
             self._forget(endpoint)
             logger.warning("a %s was not sent: %s", type(message).__name__, error)
             return
-        self._used[endpoint] = None
+        now = self._clock()
+        self._used[endpoint] = now
         self._used.move_to_end(endpoint)
-        if len(self._used) > MAX_ENDPOINTS:
-            self._forget(next(iter(self._used)))
+        oldest, used_at = next(iter(self._used.items()))
+        if len(self._used) > MAX_ENDPOINTS or now - used_at > IDLE_S:
+            self._forget(oldest)
 
     def _forget(self, endpoint: str) -> None:
         self._used.pop(endpoint, None)

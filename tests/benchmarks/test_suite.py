@@ -27,7 +27,7 @@ FOUND: dict[str, Any] = {
         "requests_per_s": 100.0,
     },
     "load generator": {
-        "compared": [{"ours": 102.0, "known": 100.0}, {"ours": 49.0, "known": 50.0}],
+        "compared": [{"figure": "a", "ours": 102.0, "known": 100.0}, {"figure": "b", "ours": 49.0, "known": 50.0}],
         "ours_us_per_chunk": 32.0,
     },
     "disaggregation": {

@@ -3,6 +3,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -96,3 +97,32 @@ def test_an_address_that_cannot_be_asked_without_waiting_is_not_called_dead(endp
     probe = ListenerProbe()
     assert not probe.refused(endpoint)
     probe.close()
+
+
+def test_peers_that_nothing_is_sent_to_any_more_keep_no_descriptor() -> None:
+    """A node that is replaced every two minutes is another endpoint every time."""
+    now = [0.0]
+    receiver = Receiver()
+    sender = SideChannel("127.0.0.1", "sender", lambda message: None, clock=lambda: now[0])
+
+    def descriptors() -> int:
+        return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+    try:
+        sender.send(receiver.channel.endpoint, cancel())
+        receiver.wait_for(1)
+        before = descriptors()
+        for port in range(20000, 20060):
+            now[0] += channel.IDLE_S / 2
+            sender.send(f"tcp://127.0.0.1:{port}", cancel())
+            sender.send(receiver.channel.endpoint, cancel(f"t{port}"))
+        receiver.wait_for(61)
+        assert len(sender._used) <= 4
+        # A connection under way has a descriptor of its own for a moment.
+        assert descriptors() - before <= 12
+        now[0] += 10 * channel.IDLE_S
+        sender.send(receiver.channel.endpoint, cancel("again"))
+        receiver.wait_for(62)
+    finally:
+        sender.close()
+        receiver.channel.close()
