@@ -1,6 +1,6 @@
 # make serve    a model on this machine: one prefill node, one decode node, an OpenAI-compatible API on port 8000
 # make test     every test: units, then real Ray, NIXL, HTTP and SmolLM2
-# make test-faults   nodes killed and frozen in the middle of requests (about 5 minutes)
+# make test-faults   nodes killed and frozen in the middle of requests (about 10 minutes); KILLS=30 in each phase
 # make test-hosts    `ray up` on several hosts made of network namespaces; needs root (about 15 minutes)
 # make bench    every part measured, short, in one table beside the floors (about ten minutes; alone on the machine)
 # make soak     half an hour of everything that clients do, on two prefill and two decode nodes; MINUTES=3 KILL_EVERY=120
@@ -43,7 +43,7 @@ test: install
 
 test-faults: install
 	@$(BIN)/tandem models fetch > /dev/null
-	$(BIN)/python -m pytest -v tests/faults
+	TANDEM_KILLS=$(or $(KILLS),1) $(BIN)/python -m pytest -v -s tests/faults
 	TANDEM_FAULT_ROUNDS=100 TANDEM_PEER_ROUNDS=25 TANDEM_FRAMES=100000 $(BIN)/python -m pytest -q --timeout 3600 \
 		tests/kvtransfer/test_faults.py tests/kvtransfer/test_peer_faults.py tests/kvtransfer/test_random_frames.py
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Awaitable, Callable, Sequence
 
-from cluster.autoscaling import Breach, Pool, Resize, decide
+from cluster.autoscaling import Breach, Pool, Resize, at_its_limit, decide
 from cluster.clock import Clock
 from cluster.config import TandemConfig
 from cluster.load_meter import LoadMeter
@@ -24,6 +24,7 @@ class Autoscaler:
         measure: Callable[[], Sequence[NodeStatus]],
         pools: Callable[[], list[Pool]],
         resize: Callable[[Resize], Awaitable[None]],
+        say: Callable[[str], None],
     ) -> None:
         self._config = config.autoscaling
         self._slo = config.slo
@@ -31,6 +32,8 @@ class Autoscaler:
         self._measure = measure
         self._pools = pools
         self._resize = resize
+        self._say = say
+        self._at_limit: set[Role] = set()  # said once, until it is over
         self._meter = LoadMeter(math.ceil(self._config.shrink_after_s / self._config.period_s) + 1)
         self._changed_at = clock.now()
         self._breaches: dict[Role, dict[int, Breach]] = {}
@@ -60,3 +63,14 @@ class Autoscaler:
                     self._breaches.setdefault(decision.role, {})[decision.breach.nodes] = decision.breach
                 self.changed()
                 await self._resize(decision)
+            for pool in pools:
+                self._look_at_limit(pool)
+
+    def _look_at_limit(self, pool: Pool) -> None:
+        now, history = self._clock.now(), self._meter.history
+        why = at_its_limit(now, self._changed_at, history, pool, self._slo, self._config)
+        if why is None:
+            self._at_limit.discard(pool.role)
+        elif pool.role not in self._at_limit:
+            self._at_limit.add(pool.role)
+            self._say(why)

@@ -102,17 +102,36 @@ def decide(
     return None
 
 
+def at_its_limit(
+    now: float,
+    changed_at: float,
+    history: Mapping[Role, Sequence[Load]],
+    pool: Pool,
+    slo: SloConfig,
+    config: AutoscalingConfig,
+) -> str | None:
+    """What a pool breaks that may not grow any more."""
+    loads = [load for load in history.get(pool.role, ()) if load.at >= changed_at + config.settle_s]
+    if pool.wanted < pool.max_nodes or not _breaking(now, loads, slo, config):
+        return None
+    name = pool.role.value
+    return f"{name}: {pool.wanted} are too few, and pools.{name}.max allows no more: {_why(loads[-1], slo)}"
+
+
+def _breaking(now: float, loads: Sequence[Load], slo: SloConfig, config: AutoscalingConfig) -> Sequence[Load]:
+    """The recent looks, when most of them found the SLO broken; none otherwise."""
+    recent = _last(loads, now, config.grow_after_s, config.period_s)
+    return recent if sum(_pressure(load, slo) > 1 for load in recent) >= MOST_OF * len(recent) else []
+
+
 def _growth(
     now: float, pool: Pool, loads: Sequence[Load], slo: SloConfig, config: AutoscalingConfig
 ) -> tuple[float, Resize] | None:
     """With how pressing it is."""
-    recent = _last(loads, now, config.grow_after_s, config.period_s)
+    recent = _breaking(now, loads, slo, config)
     if not recent or pool.is_waiting or pool.wanted >= pool.max_nodes:
         return None
-    pressures = [_pressure(load, slo) for load in recent]
-    if sum(pressure > 1 for pressure in pressures) < MOST_OF * len(pressures):
-        return None
-    pressure = math.fsum(pressures) / len(pressures)
+    pressure = math.fsum(_pressure(load, slo) for load in recent) / len(recent)
     more = 1 if pressure < 2 else max(1, pool.wanted // 2)
     size = min(pool.max_nodes, pool.wanted + more)
     breach = Breach(pool.wanted, math.fsum(_demand(load, slo) for load in recent) / len(recent))

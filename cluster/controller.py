@@ -56,7 +56,12 @@ class Controller:
         self._pools = Reconciler(config, hosts, launcher, store, events, self._clock, self._tasks)
         self._fleet = self._pools.fleet
         self._autoscaler = Autoscaler(
-            config, self._clock, self._fleet.statuses, self._scaled_pools, self._scale_by_itself
+            config,
+            self._clock,
+            self._fleet.statuses,
+            self._scaled_pools,
+            self._scale_by_itself,
+            self._pools.note,
         )
 
     @property
@@ -248,9 +253,7 @@ class Controller:
         return record
 
     def _wanted(self, role: Role) -> int:
-        return plan.wanted_size(
-            self._pools.state, plan.open_hosts(self._pools.state, self._pools.machines), role
-        )
+        return plan.wanted_size(self._pools.state, self._pools.machines, role)
 
     def _check_limits(self, role: Role, size: int) -> None:
         pool = self._config.pools.of(role)

@@ -46,6 +46,7 @@ class Fleet:
         self.nodes: dict[str, NodeSupervisor] = {}
         self.routers: dict[str, RouterSupervisor] = {}
         self._runs: dict[str, asyncio.Task[None]] = {}
+        self._ending: set[NodeSupervisor | RouterSupervisor] = set()
 
     @property
     def parts(self) -> list[RouterSupervisor | NodeSupervisor]:
@@ -96,8 +97,10 @@ class Fleet:
     async def _end(self, supervisor: NodeSupervisor | RouterSupervisor | None) -> None:
         if supervisor is None:
             return
+        self._ending.add(supervisor)
         await cancel(self._runs.pop(supervisor.name))
         await supervisor.stop()
+        self._ending.discard(supervisor)
         self._changed.ring()
 
     # --- routers
@@ -147,4 +150,4 @@ class Fleet:
     async def stop(self) -> None:
         """Ends every process, when `tasks` have been stopped. Idempotent."""
         self._runs.clear()
-        await asyncio.gather(*(part.stop() for part in self.parts))
+        await asyncio.gather(*(part.stop() for part in [*self.parts, *self._ending]))

@@ -21,7 +21,7 @@ import msgspec
 from cluster.config import PoolsConfig, TandemConfig
 from cluster.describe import counted
 from cluster.hosts import Host
-from cluster.state import NodeRecord, Placement
+from cluster.state import ClosedSlot, NodeRecord, Placement
 from engine.node_config import NodeConfig
 from router.config import RouterConfig
 from wire.errors import ConfigurationError
@@ -54,14 +54,19 @@ def place_nodes(config: TandemConfig, machine: Machine) -> list[NodeRecord]:
 
 
 def place(
-    config: TandemConfig, hosts: Sequence[Host], nodes: Iterable[NodeRecord], role: Role
+    config: TandemConfig,
+    hosts: Sequence[Host],
+    nodes: Iterable[NodeRecord],
+    role: Role,
+    closed: Iterable[ClosedSlot] = (),
 ) -> Placement | None:
     """The emptiest machine with room for one more node of this role; None when there is none."""
+    shut = Counter((slot.host, slot.role) for slot in closed)
     here: dict[str, list[Placement]] = {host.name: [] for host in hosts}
     for node in nodes:
         if node.placement is not None and node.placement.host in here:
             here[node.placement.host].append(node.placement)
-    with_room = [host for host in hosts if _has_slot(host, here[host.name], role)]
+    with_room = [host for host in hosts if _has_slot(host, here[host.name], role, shut[host.name, role])]
     for host in sorted(with_room, key=lambda host: len(here[host.name])):
         placement = _place_on(config, host, here[host.name], role)
         if placement is not None:
@@ -69,10 +74,10 @@ def place(
     return None
 
 
-def _has_slot(host: Host, taken: Sequence[Placement], role: Role) -> bool:
+def _has_slot(host: Host, taken: Sequence[Placement], role: Role, shut: int) -> bool:
     if host.slots is None:
         return True
-    return sum(placement.slot is role for placement in taken) < host.slots.get(role, 0)
+    return sum(placement.slot is role for placement in taken) + shut < host.slots.get(role, 0)
 
 
 def _place_on(config: TandemConfig, host: Host, taken: Sequence[Placement], role: Role) -> Placement | None:
@@ -100,7 +105,12 @@ def _seats(host: Host, pools: PoolsConfig) -> list[Seat]:
     if host.slots is None:
         counts = {role: max(pools.of(role).first_size, pools.of(role).max or 0) for role in _ROLE_ORDER}
     else:
-        counts = {role: host.slots.get(role, 0) for role in _ROLE_ORDER}
+        # Machines that offer places of every kind hold nodes of one layout all the same.
+        together = pools.aggregated.first_size > 0
+        counts = {
+            role: host.slots.get(role, 0) if (role is Role.AGGREGATED) is together else 0
+            for role in _ROLE_ORDER
+        }
     roles = [role for role in _ROLE_ORDER for _ in range(counts[role])]
     return list(zip(roles, _divide(len(host.cores), roles, pools), strict=True))
 

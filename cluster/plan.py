@@ -69,7 +69,6 @@ def next_change(
     for node in state.nodes:
         if node.placement is not None and node.placement.host not in present:
             return Lose(node)
-    hosts = open_hosts(state, hosts)
     for role in Role:
         staying = state.staying(role)
         wanted = wanted_size(state, hosts, role)
@@ -79,7 +78,7 @@ def next_change(
             return Add(role)
     for node in state.nodes:
         if node.placement is None and not node.leaving:
-            placement = place(config, hosts, state.nodes, node.role)
+            placement = place(config, hosts, state.nodes, node.role, state.closed)
             if placement is not None:
                 return Place(node, placement)
     return None
@@ -89,25 +88,13 @@ def _index(node: NodeRecord) -> int:
     return int(node.node_id.rpartition("-")[2])
 
 
-def open_hosts(state: ClusterState, hosts: Sequence[Host]) -> list[Host]:
-    """The machines without the places that are closed."""
-    closed = Counter((slot.host, slot.role) for slot in state.closed)
-    return [
-        host
-        if host.slots is None
-        else msgspec.structs.replace(
-            host,
-            slots={role: max(0, room - closed[host.name, role]) for role, room in host.slots.items()},
-        )
-        for host in hosts
-    ]
-
-
 def wanted_size(state: ClusterState, hosts: Sequence[Host], role: Role) -> int:
     size = state.sizes[role]
     if size is not None:
         return size
     offered = sum(1 if host.slots is None else host.slots.get(role, 0) for host in hosts)
+    present = {host.name for host in hosts}
+    offered -= sum(slot.role is role and slot.host in present for slot in state.closed)
     # A node whose role was changed stays in its place, and none of the old role comes for it.
     moved = [
         node

@@ -60,7 +60,7 @@ class RayHandle:
             if await self._is_the_same(running):
                 logger.info("%s is running already and goes on", self._name)
                 return running
-            ray.kill(running, no_restart=True)
+            await self._kill(running)
         deadline = asyncio.get_running_loop().time() + _NAME_S
         while True:
             try:
@@ -85,6 +85,13 @@ class RayHandle:
         except (TandemError, TimeoutError, msgspec.DecodeError) as error:
             logger.info("%s does not say what it is, and is replaced: %s", self._name, error)
             return False
+
+    async def _kill(self, actor: Any) -> None:
+        """Asks Ray's control store, which may be away: nobody else waits for it meanwhile."""
+        try:
+            await asyncio.to_thread(ray.kill, actor, no_restart=True)
+        except RayError as error:
+            logger.warning("%s could not be ended: %s", self._name, translated(error))
 
     async def actor(self) -> Any:
         return await asyncio.shield(self._actor)
@@ -114,7 +121,7 @@ class RayHandle:
             if self._serves:
                 with contextlib.suppress(TandemError, TimeoutError):
                     await asyncio.wait_for(answer(actor.stop.remote()), self._stop_s)
-            ray.kill(actor, no_restart=True)
+            await self._kill(actor)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.ended(), self._stop_s)
         await cancel(self._actor)

@@ -86,8 +86,14 @@ class Reconciler:
         needed = {record.placement.host for record in known.nodes if record.placement is not None}
         deadline = self._clock.now() + self._config.timeouts.unresponsive_s
         while True:
-            machines = await self._hosts.present()
             left = deadline - self._clock.now()
+            try:
+                machines = await self._hosts.present()
+            except TandemError:
+                if left <= 0:
+                    raise
+                await self._clock.sleep(self._config.timeouts.heartbeat_s)
+                continue
             if left <= 0 or needed <= {host.name for host in machines}:
                 return machines
             with contextlib.suppress(DeadlineExceeded):

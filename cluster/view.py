@@ -9,7 +9,7 @@ from cluster.config import PoolConfig, TandemConfig
 from cluster.control import ClusterView, Decision, NodeView, PoolView, RouterView
 from cluster.fleet import Fleet
 from cluster.hosts import Host
-from cluster.plan import open_hosts, wanted_size
+from cluster.plan import wanted_size
 from cluster.state import ClusterState, NodeRecord
 from cluster.supervisor import Phase
 from wire.nodes import Role
@@ -25,7 +25,6 @@ def cluster_view(
     decisions: list[Decision],
     failure: str,
 ) -> ClusterView:
-    hosts = open_hosts(state, hosts)
     nodes = [_node(record, fleet) for record in state.nodes]
     pools = [_pool(role, config, state, hosts, nodes) for role in Role]
     return ClusterView(

@@ -21,12 +21,12 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Protocol
 
-import msgspec
-
 from engine.core import Engine
+from engine.counters import node_counters
 from engine.loop import EngineLoop, Mailbox
 from engine.node_config import NodeConfig
 from engine.request import Request, RequestStatus
+from engine.routers import Routers, Send
 from engine.scheduling.stats import SchedulerStats
 from engine.scheduling.update import RequestUpdate
 from engine.structured.desk import GrammarDesk, GrammarReady
@@ -36,7 +36,6 @@ from wire.errors import (
     DeadlineExceeded,
     InternalError,
     InvalidRequest,
-    NodeLost,
     TandemError,
     Unavailable,
     WireError,
@@ -44,7 +43,6 @@ from wire.errors import (
 from wire.nodes import NodeState, Role
 from wire.requests import (
     Cancel,
-    NodeCounters,
     NodeStatus,
     Ping,
     Submit,
@@ -58,9 +56,6 @@ from wire.tracing import ClockReading, NodeTrace, Span
 logger = logging.getLogger(__name__)
 
 _STATS_PERIOD_S = 0.05
-
-Send = Callable[[str, msgspec.Struct], None]
-"""Queues a message for an endpoint; raises NodeLost when nobody reads there."""
 
 
 class RoleRules(Protocol):
@@ -100,7 +95,7 @@ Item = ToNode | RouterLost | Drain | GrammarReady
 
 
 class NodeService:
-    """The step thread runs everything but `receive`, `status` and the status thread."""
+    """The step thread runs everything but `receive` and `status`."""
 
     def __init__(
         self,
@@ -119,7 +114,6 @@ class NodeService:
         self._rules = rules
         self._engine = engine
         self._mailbox = mailbox
-        self._send = send
         self._malformed_frames = malformed_frames
         self._clock = clock
         self._block_hasher = engine.scheduler.block_hasher
@@ -127,38 +121,41 @@ class NodeService:
         self._desk = GrammarDesk(grammars, config.timeouts.grammar_s, mailbox.put)
         self._live: dict[str, _Live] = {}
         self._deadlines: list[tuple[float, str]] = []
-        self._routers: dict[str, float] = {}  # reply_to -> when it was last heard
-        self._routers_lock = threading.Lock()
+        self._routers = Routers(
+            send,
+            self.status,
+            lost=lambda reply_to: mailbox.put(RouterLost(reply_to)),
+            period_s=config.timeouts.status_period_s,
+            silence_s=config.timeouts.router_silence_s,
+            clock=clock,
+        )
         self._state = NodeState.READY
         self._detail = ""
         self._scheduler_stats: SchedulerStats = engine.scheduler.stats()
         self._stats_taken = clock()
         self._quiet = threading.Event()  # set while nothing is live and no block is held
         self._quiet.set()
-        self._closing = threading.Event()
         worker = engine.worker
         self._tracer = Tracer(
             clock, worker.spans_of if worker is not None else lambda request_id: (), self._send_trace
         )
         self.loop: EngineLoop[Item] = EngineLoop(engine, mailbox, self, clock, config.cores)
-        self._status_thread = threading.Thread(target=self._report, name="node-status", daemon=True)
 
     # --- any thread
 
     def start(self) -> None:
         self.loop.start()
-        self._status_thread.start()
+        self._routers.start()
 
     def receive(self, message: ToNode) -> None:
         """From the inbox's thread."""
-        with self._routers_lock:
-            is_new = message.reply_to not in self._routers
-            self._routers[message.reply_to] = self._clock()
+        is_new = self._routers.heard(message.reply_to)
         if isinstance(message, Ping):
             if is_new:
-                self._send_status(message.reply_to)
+                self._routers.tell_status(message.reply_to)
             if message.asked_at is not None:
-                self._send_clock(message.reply_to, message.asked_at)
+                reading = ClockReading(self._config.node_id, self._epoch, message.asked_at, self._clock())
+                self._routers.tell(message.reply_to, reading)
         elif self._state is NodeState.FAILED and isinstance(message, Submit):
             self._refuse(message, InternalError(f"node {self._config.node_id} has failed: {self._detail}"))
         else:
@@ -170,7 +167,6 @@ class NodeService:
         scheduler = self._scheduler_stats
         worker = self._engine.worker
         transfer = worker.stats() if worker is not None else None
-        timings = transfer.timings if transfer else {}
         return NodeStatus(
             node_id=self._config.node_id,
             role=self._rules.role,
@@ -184,32 +180,12 @@ class NodeService:
             transfers=transfer.in_progress if transfer else 0,
             held_blocks=scheduler.held_blocks,
             step_age_s=self.loop.step_age(),
-            counters=NodeCounters(
-                requests_started=scheduler.requests_started,
-                requests_finished=dict(scheduler.requests_finished),
-                prompt_tokens_computed=scheduler.prompt_tokens_computed,
-                prompt_tokens_cached=scheduler.prompt_tokens_cached,
-                prompt_tokens_received=scheduler.prompt_tokens_received,
-                output_tokens=scheduler.output_tokens,
-                preemptions=scheduler.preemptions,
+            counters=node_counters(
+                scheduler,
+                transfer,
                 steps=self.loop.steps,
                 step_seconds=self.loop.step_seconds,
-                malformed_frames=self._malformed_frames() + (transfer.malformed_frames if transfer else 0),
-                transfer_bytes_sent=transfer.bytes_sent if transfer else 0,
-                transfer_bytes_received=transfer.bytes_received if transfer else 0,
-                transfer_blocks_sent=transfer.blocks_sent if transfer else 0,
-                transfer_blocks_received=transfer.blocks_received if transfer else 0,
-                transfers_finished=dict(transfer.outcomes) if transfer else {},
-                leases_expired=transfer.leases_expired if transfer else 0,
-                transfer_descriptors_sent=transfer.descriptors_sent if transfer else 0,
-                transfer_bytes_overlapped=transfer.bytes_overlapped if transfer else 0,
-                transfer_refusals=dict(transfer.refused) if transfer else {},
-                transfer_blocks_freed=dict(transfer.blocks_freed) if transfer else {},
-                transfer_waits={what: timing.count for what, timing in timings.items()},
-                transfer_wait_seconds={what: timing.total_s for what, timing in timings.items()},
-                speculative_drafted=scheduler.speculative_drafted,
-                speculative_accepted=scheduler.speculative_accepted,
-                model_errors=scheduler.model_errors,
+                malformed_frames=self._malformed_frames(),
             ),
             detail=self._detail,
         )
@@ -230,48 +206,10 @@ class NodeService:
         return self._quiet.wait(timeout_s) and self._state is not NodeState.FAILED
 
     def stop(self) -> None:
-        self._closing.set()
         if not self.loop.stop():
             logger.error("%s: the step thread did not end in time", self._config.node_id)
-        if self._status_thread.is_alive():
-            self._status_thread.join(5)
+        self._routers.stop()
         self._desk.close()
-
-    # --- the status thread
-
-    def _report(self) -> None:
-        timeouts = self._config.timeouts
-        while not self._closing.wait(timeouts.status_period_s):
-            now = self._clock()
-            with self._routers_lock:
-                routers = dict(self._routers)
-            for reply_to, heard in routers.items():
-                if now - heard > timeouts.router_silence_s:
-                    logger.warning(
-                        "router %s has been silent for %.0f s: aborting its requests", reply_to, now - heard
-                    )
-                    self._forget_router(reply_to)
-                else:
-                    self._send_status(reply_to)
-
-    def _send_status(self, reply_to: str) -> None:
-        try:
-            self._send(reply_to, self.status())
-        except NodeLost as error:
-            logger.warning("router lost: %s", error)
-            self._forget_router(reply_to)
-
-    def _send_clock(self, reply_to: str, asked_at: float) -> None:
-        try:
-            self._send(reply_to, ClockReading(self._config.node_id, self._epoch, asked_at, self._clock()))
-        except NodeLost as error:
-            logger.warning("router lost: %s", error)
-            self._forget_router(reply_to)
-
-    def _forget_router(self, reply_to: str) -> None:
-        with self._routers_lock:
-            self._routers.pop(reply_to, None)
-        self._mailbox.put(RouterLost(reply_to))
 
     # --- the step thread (engine.loop.LoopHost)
 
@@ -365,10 +303,7 @@ class NodeService:
         for live in self._live.values():
             self._send_chunks(live.submit.reply_to, [_error_chunk(live.submit, failure)])
         self._live.clear()
-        with self._routers_lock:
-            routers = list(self._routers)
-        for reply_to in routers:
-            self._send_status(reply_to)
+        self._routers.tell_all_status()
 
     # --- helpers, in the step thread
 
@@ -450,18 +385,12 @@ class NodeService:
 
     def _send_trace(self, submit: Submit, spans: list[Span], dropped: int) -> None:
         trace = NodeTrace(self._config.node_id, self._epoch, submit.request_id, spans, dropped)
-        try:
-            self._send(submit.reply_to, trace)
-        except NodeLost as error:
-            logger.warning("router lost: %s", error)
-            self._forget_router(submit.reply_to)
+        self._routers.tell(submit.reply_to, trace)
 
     def _send_chunks(self, reply_to: str, chunks: list[TokenChunk]) -> None:
-        try:
-            self._send(reply_to, TokenBatch(node_id=self._config.node_id, epoch=self._epoch, chunks=chunks))
-        except NodeLost as error:
-            logger.warning("router lost: %s", error)
-            self._forget_router(reply_to)
+        self._routers.tell(
+            reply_to, TokenBatch(node_id=self._config.node_id, epoch=self._epoch, chunks=chunks)
+        )
 
 
 def _error_chunk(submit: Submit, error: WireError) -> TokenChunk:

@@ -121,6 +121,9 @@ class Questions:
         elif extra < 0.3:
             body |= {"logprobs": True, "top_logprobs": 2} if is_chat else {"logprobs": 2}
             kinds.append("logprobs")
+        elif extra < 0.38 and is_chat:
+            body["response_format"] = {"type": "json_object"}
+            kinds.append("json")
         return Question(body, is_chat, ending, kinds=tuple(kinds))
 
 

@@ -180,6 +180,8 @@ class GenerateRoute:
                 return False
             events = read(life)
             if not life.ended and stream.try_write(events):
+                if trace is not None:
+                    trace.flushed(time.monotonic())
                 return True
             unwritten.append(events)
             return False

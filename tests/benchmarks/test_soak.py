@@ -139,6 +139,7 @@ class TestQuestions:
             "n=2",
             "stop",
             "logprobs",
+            "json",
         }
 
     def test_what_is_known_has_one_right_answer(self) -> None:

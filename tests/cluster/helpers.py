@@ -104,6 +104,8 @@ class FakeProcess:
         self.drains = True
         self.may_finish = asyncio.Event()
         self.may_finish.set()
+        self.may_stop = asyncio.Event()
+        self.may_stop.set()
         self.on_stop: Callable[[], None] = lambda: None
         self.mute = asyncio.Event()  # set: it answers nothing any more, like a stopped process
 
@@ -134,6 +136,7 @@ class FakeProcess:
     async def stop(self) -> None:
         if not self.stopped:
             self.on_stop()
+        await self.may_stop.wait()
         self.stopped = True
         if not self.died.done():
             self.died.set_result("it was stopped")

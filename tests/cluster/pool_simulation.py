@@ -97,7 +97,10 @@ class Simulation:
         self.decisions: list[tuple[float, Resize, int]] = []  # when, what, the size before
         slo = slo or SloConfig(ttft_s=2.0, inter_token_s=0.06)
         config = TandemConfig(slo=slo, autoscaling=AutoscalingConfig())
-        self.autoscaler = Autoscaler(config, self.clock, self.statuses, self.view, self.resize)
+        self.said: list[str] = []
+        self.autoscaler = Autoscaler(
+            config, self.clock, self.statuses, self.view, self.resize, self.said.append
+        )
 
     def statuses(self) -> list[NodeStatus]:
         return [status for pool in self.pools.values() for status in pool.statuses()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -114,6 +115,10 @@ async def test_no_load_takes_a_pool_above_its_maximum() -> None:
     simulation = Simulation(lambda _: 10 * ONE_NODE_READS, prefill=(1, 1, 3), decode=(1, 1, 2))
     await pass_time(simulation, 600)
     assert simulation.sizes() == {Role.PREFILL: 3, Role.DECODE: 2}
+    assert sorted(line.partition(": ")[2].partition(":")[0] for line in simulation.said) == [
+        "2 are too few, and pools.decode.max allows no more",
+        "3 are too few, and pools.prefill.max allows no more",
+    ], "said once, not every second"
 
 
 # --- each rule
@@ -219,3 +224,29 @@ def test_a_size_that_proved_too_small_is_not_tried_again_under_the_same_load() -
     assert decided(pool(), calm).size == 1
     assert decided(pool(), calm, breaches=[Breach(nodes=1, demand=0.6)]) is None
     assert decided(pool(), calm, breaches=[Breach(nodes=1, demand=0.9)]).size == 1
+
+
+SHARES = st.floats(0.0, 1.0)
+
+
+@given(
+    st.lists(st.builds(Load, st.just(0.0), st.integers(1, 9), st.booleans(), st.booleans(),
+                       st.floats(0, 100), SHARES, SHARES, st.floats(0, 2)), min_size=1, max_size=40),
+    st.sampled_from([Role.PREFILL, Role.DECODE]), st.integers(1, 9), st.integers(0, 4), st.integers(0, 9),
+    st.lists(st.builds(Breach, st.integers(1, 9), st.floats(0, 10))),
+)  # fmt: skip
+def test_whatever_is_measured_limits_are_kept_and_a_breach_is_remembered_with_its_size(
+    measured: list[Load], role: Role, wanted: int, minimum: int, more: int, breaches: list[Breach]
+) -> None:
+    history = [msgspec.structs.replace(load, at=float(at)) for at, load in enumerate(measured, 10)]
+    asked = pool(role, wanted=wanted, min_nodes=minimum, max_nodes=max(1, minimum) + more)
+    resize = decided(asked, history, breaches=breaches)
+    if resize is None:
+        return
+    if resize.size > wanted:
+        assert resize.size <= asked.max_nodes
+        assert resize.breach is not None
+        assert resize.breach.nodes == wanted
+    else:
+        assert max(1, minimum) <= resize.size == wanted - 1
+        assert resize.breach is None

@@ -32,6 +32,7 @@ class Cluster(RuleBasedStateMachine):
         super().__init__()
         self.loop = asyncio.new_event_loop()
         self.hosts_made = 0
+        self.ends_abruptly = False
         self.under_way: list[asyncio.Task[Any]] = []
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
@@ -39,12 +40,15 @@ class Cluster(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "rig"):
-            self.run(self.check_when_quiet())
+            if not self.ends_abruptly:
+                self.run(self.check_when_quiet())
             self.run(self.end())
         self.loop.close()
 
     async def end(self) -> None:
-        await self.rig.controller.stop()
+        stop = asyncio.create_task(self.rig.controller.stop())
+        await self.rig.clock.advance(LONG_S)
+        await stop
         for task in self.under_way:
             task.cancel()
         await asyncio.gather(*self.under_way, return_exceptions=True)
@@ -174,6 +178,11 @@ class Cluster(RuleBasedStateMachine):
                 for role in Role:
                     assert taken[host.name, role] <= (host.slots or {}).get(role, 0)
 
+    @rule(abruptly=st.booleans())
+    def will_end(self, abruptly: bool) -> None:
+        """Stopped in the middle of anything, it leaves no process either."""
+        self.ends_abruptly = abruptly
+
     @rule()
     def when_quiet(self) -> None:
         self.run(self.check_when_quiet())
@@ -185,7 +194,7 @@ class Cluster(RuleBasedStateMachine):
         assert not await self.failure()
         kept = state.decode(await self.rig.store.load() or b"")
         view = await self.rig.controller.view()
-        hosts = plan.open_hosts(kept, self.rig.hosts.hosts)
+        hosts = self.rig.hosts.hosts
         assert not [record for record in kept.nodes if record.leaving], "what had to go is gone"
         running = {node.info.node_id: node for node in self.live()}
         placed = {record.node_id: record for record in kept.nodes if record.placement is not None}
@@ -197,6 +206,7 @@ class Cluster(RuleBasedStateMachine):
             assert record.placement is not None
             assert running[node_id].host.name == record.placement.host
         offered = Counter({(h.name, role): n for h in hosts for role, n in (h.slots or {}).items()})
+        offered -= Counter((slot.host, slot.role) for slot in kept.closed)
         taken = Counter((r.placement.host, r.placement.slot) for r in placed.values() if r.placement)
         for pool in view.pools:
             mine = kept.staying(pool.role)

@@ -15,11 +15,12 @@ from cluster.placement import (
     Machine,
     node_config,
     ordered_cores,
+    place,
     place_nodes,
     router_config,
     visible_gpus,
 )
-from cluster.state import NodeRecord, Placement
+from cluster.state import ClosedSlot, NodeRecord, Placement
 from engine.config import CacheConfig, ModelConfig
 from router.config import RouterConfig
 from wire.errors import ConfigurationError
@@ -94,6 +95,54 @@ def test_with_enough_cores_every_core_has_exactly_one_node(prefill: int, decode:
     assert all(shares)
     sizes = [len(share) for share in shares]
     assert not sizes or max(sizes) - min(sizes) <= 1
+
+
+SLOTS = st.fixed_dictionaries({Role.PREFILL: st.integers(0, 3), Role.DECODE: st.integers(0, 3)})
+
+
+@given(SLOTS, st.integers(0, 5), st.lists(st.tuples(st.sampled_from(Role), st.integers(0, 5), st.booleans())))
+def test_nodes_that_come_and_go_on_a_machine_never_share_its_cores(
+    slots: dict[Role, int], spare: int, moves: list[tuple[Role, int, bool]]
+) -> None:
+    cores = tuple(range(max(1, sum(slots.values()) + spare)))
+    host = Host("h", "10.0.0.1", cores, slots=slots)
+    nodes: list[NodeRecord] = []
+    closed: list[ClosedSlot] = []
+    for number, (role, which, comes) in enumerate(moves):
+        if comes:
+            placement = place(config(1, 1), [host], nodes, role, closed)
+            room = slots.get(role, 0) - sum(slot.role is role for slot in closed)
+            assert (placement is not None) == (sum(node.role is role for node in nodes) < room)
+            if placement is not None:
+                nodes.append(NodeRecord(str(number), role, placement))
+        elif which < len(nodes):
+            gone = nodes.pop(which)
+            if which % 2:
+                closed.append(ClosedSlot("h", gone.role))
+        elif closed:
+            closed.clear()
+        given_out = [core for node in nodes if node.placement for core in node.placement.cores]
+        assert len(given_out) == len(set(given_out))
+        assert all(node.placement and node.placement.cores for node in nodes)
+
+
+def test_a_machine_with_places_of_every_kind_gives_its_cores_to_the_layout_that_is_used() -> None:
+    slots = {Role.PREFILL: 1, Role.DECODE: 1, Role.AGGREGATED: 1}
+    host = Host("h", "10.0.0.1", (0, 1, 2, 3), slots=slots)
+    together = place(config(aggregated=1), [host], [], Role.AGGREGATED)
+    apart = place(config(1, 1), [host], [], Role.DECODE)
+    assert together is not None
+    assert apart is not None
+    assert (together.cores, len(apart.cores)) == ((0, 1, 2, 3), 2)
+
+
+def test_the_emptiest_machine_comes_first() -> None:
+    hosts = [Host(name, name, (0, 1), slots={Role.DECODE: 2}) for name in ("a", "b")]
+    nodes: list[NodeRecord] = []
+    for number in range(4):
+        nodes.append(NodeRecord(str(number), Role.DECODE, place(config(0, 4), hosts, nodes, Role.DECODE)))
+    assert [node.placement.host for node in nodes if node.placement] == ["a", "b", "a", "b"]
+    assert place(config(0, 4), hosts, nodes, Role.DECODE) is None
 
 
 def test_nodes_take_turns_on_gpus_and_share_the_memory_of_each() -> None:

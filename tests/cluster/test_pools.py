@@ -183,6 +183,21 @@ async def test_a_node_that_dies_while_it_drains_is_not_brought_back() -> None:
         assert rig.routed == {"decode-1"}
 
 
+@in_loop
+async def test_a_node_that_is_just_being_ended_does_not_outlive_the_controller() -> None:
+    async with Rig(("decode-0", Role.DECODE), ("decode-1", Role.DECODE)) as rig:
+        await rig.controller.start()
+        going = rig.launcher.node("decode-1")
+        going.may_stop.clear()
+        await rig.controller.scale({Role.DECODE: 1})
+        await settle()
+        stop = asyncio.create_task(rig.controller.stop())
+        await settle()
+        going.may_stop.set()
+        await stop
+        assert going.stopped
+
+
 # --- machines
 
 

@@ -146,6 +146,32 @@ MISTAKES = [
     ("transfer: {direction: sideways}", "FILE: transfer.direction must be one of push, pull, not 'sideways'"),
     ("timeouts: {start_s: 0}", "FILE: timeouts.start_s must be above 0, not 0.0"),
     (
+        "pools: {decode: {nodes: 5, min: 1, max: 3}}",
+        "FILE: pools.decode.nodes must be from pools.decode.min (1) to max (3), not 5",
+    ),
+    (
+        "pools: {prefill: {nodes: 1, min: 2}}",
+        "FILE: pools.prefill.nodes must be from pools.prefill.min (2) on, not 1",
+    ),
+    (
+        "pools: {decode: {min: 4, max: 3}}",
+        "FILE: pools.decode.min is 4, which is more than pools.decode.max (3)",
+    ),
+    (
+        "pools: {decode: {nodes: null, max: 3}}",
+        "FILE: pools.decode.max is 3, but pools.decode.nodes is null: a pool follows the machines or its load, "
+        "not both",
+    ),
+    ("slo: {ttft_s: 0}", "FILE: slo.ttft_s must be above 0, not 0.0"),
+    (
+        "autoscaling: {shrink_after_s: 0.5}",
+        "FILE: autoscaling.shrink_after_s must be at least autoscaling.period_s (1.0)",
+    ),
+    (
+        "router: {placement: everywhere}",
+        "FILE: router.placement must be one of head, every_host, not 'everywhere'; did you mean every_host?",
+    ),
+    (
         "timeouts: {unresponsive_s: 1}",
         "FILE: timeouts.unresponsive_s must be at least timeouts.silence_s (2.0), not 1.0",
     ),

@@ -67,13 +67,20 @@ class Outgoing:
 
 class Node:
     def __init__(
-        self, rules, silence_s: float = 60.0, grammars: Grammars | None = None, grammar_s: float = 10.0
+        self,
+        rules,
+        silence_s: float = 60.0,
+        status_period_s: float = 0.02,
+        grammars: Grammars | None = None,
+        grammar_s: float = 10.0,
     ) -> None:
         # A context so long that a request without an end of its own outlives any test.
         self.runner = FakeRunner(num_blocks=30_000, max_model_len=100_000)
         self.outgoing = Outgoing()
         mailbox: Mailbox = Mailbox()
-        timeouts = NodeTimeouts(status_period_s=0.02, router_silence_s=silence_s, grammar_s=grammar_s)
+        timeouts = NodeTimeouts(
+            status_period_s=status_period_s, router_silence_s=silence_s, grammar_s=grammar_s
+        )
         self.service = NodeService(
             NodeConfig(node_id="n0", role=rules.role, timeouts=timeouts),
             epoch=7,

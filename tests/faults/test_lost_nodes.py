@@ -81,6 +81,15 @@ def stream(server: Running, prompt: list[int], at_token: int, then: Callable[[],
 SAMPLINGS = [
     pytest.param({"temperature": 0}, id="greedy"),
     pytest.param({"temperature": 0.9, "top_p": 0.95, "seed": 77}, id="seeded"),
+    pytest.param(
+        {
+            "temperature": 0.9,
+            "seed": 78,
+            "ignore_eos": False,
+            "structured_outputs": {"regex": "([a-z]{2,9} ){60}"},
+        },
+        id="by-grammar",
+    ),
 ]
 
 

@@ -71,17 +71,23 @@ class Tandem:
         self.url = ""
 
     def __call__(self, *words: str, status: int | None = 0, timeout_s: float = 120.0) -> str:
-        command = [sys.executable, "-m", "cluster.cli", *words, "--address", self.address]
-        root = str(Path(__file__).resolve().parents[2])
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=timeout_s, check=False, cwd=self._folder,
-            env={**os.environ, "PYTHONPATH": root, "TANDEM_API_KEY": ""}, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
-        said = done.stdout + done.stderr
-        assert status is None or done.returncode == status, (
-            f"tandem {' '.join(words)}: {done.returncode}\n{said}"
+        with self.begin(*words) as process:
+            try:
+                said, _ = process.communicate(timeout=timeout_s)
+            finally:
+                process.kill()
+        assert status is None or process.returncode == status, (
+            f"tandem {' '.join(words)}: {process.returncode}\n{said}"
         )
         return said
+
+    def begin(self, *words: str) -> subprocess.Popen[str]:
+        root = str(Path(__file__).resolve().parents[2])
+        return subprocess.Popen(
+            [sys.executable, "-m", "cluster.cli", *words, "--address", self.address],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=self._folder,
+            env={**os.environ, "PYTHONPATH": root, "PYTHONUNBUFFERED": "1", "TANDEM_API_KEY": ""},
+        )  # fmt: skip
 
     def nodes(self) -> dict[str, dict[str, Any]]:
         """Those that the router can use, as it sees them."""

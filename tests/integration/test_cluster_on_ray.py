@@ -9,6 +9,7 @@ import re
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -104,6 +105,28 @@ def test_a_controller_that_is_killed_comes_back_and_disturbs_no_stream(
     assert len(ray_nodes.processes("ray::DecodeActor")) == 1
 
 
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+def test_a_node_that_is_killed_under_load_is_replaced_and_no_request_fails(
+    tandem: Tandem, model: str, ray_nodes: RayNodes, role: str
+) -> None:
+    title = f"ray::{role.capitalize()}Actor"
+    tandem("scale", f"{role}=2")
+    before = tandem.until(
+        lambda nodes: [node["role"] for node in nodes.values()].count(role) == 2, f"two {role} nodes"
+    )
+    epochs = {node["epoch"] for node in before.values()}
+    with Load(tandem.url, model) as load:
+        os.kill(min(ray_nodes.processes(title)), signal.SIGKILL)
+        tandem.until(
+            lambda nodes: len(nodes) == 3 and len({node["epoch"] for node in nodes.values()} - epochs) == 1,
+            "a new one in its place",
+        )
+        done = load.finished
+        tandem.until(lambda nodes: load.finished > done, "requests go on")
+    tandem("scale", f"{role}=1")
+    tandem.until_roles(prefill=1, decode=1)
+
+
 def test_a_router_that_is_killed_comes_back_at_its_address_and_nodes_go_on(
     tandem: Tandem, model: str, ray_nodes: RayNodes
 ) -> None:
@@ -152,3 +175,26 @@ def test_down_leaves_no_process(tandem: Tandem, model: str, ray_nodes: RayNodes)
     for title in ("ray::PrefillActor", "ray::DecodeActor", "ray::RouterActor", "ray::ControllerActor"):
         assert ray_nodes.processes(title) == {}, title
     assert "Tandem does not run on this Ray cluster" in tandem("status", status=1)
+
+
+def test_without_detach_everything_ends_with_the_command_however_it_ends(
+    tandem: Tandem, model: str, ray_nodes: RayNodes
+) -> None:
+    with tandem.begin("serve", *SETTINGS) as command:
+        assert command.stdout is not None
+        said = []
+        for line in command.stdout:
+            said.append(line)
+            if line.startswith("stop: "):
+                break
+        assert said[-1].startswith("stop:    Ctrl-C"), "".join(said)
+        assert len(ray_nodes.processes("ray::DecodeActor")) == 1
+        command.kill()
+    deadline = time.monotonic() + 60
+    while left := [
+        ray_nodes.processes(f"ray::{kind}Actor") for kind in ("Controller", "Decode", "Prefill", "Router")
+    ]:
+        if not any(left):
+            return
+        assert time.monotonic() < deadline, f"left behind: {left}"
+        time.sleep(0.1)

@@ -1,4 +1,7 @@
-"""Requests made from our own API document, valid and not: each is answered as the document says."""
+"""Requests made from our own API document, valid and not: each is answered as the document says.
+
+Slow, because making such a request takes longer than answering it.
+"""
 
 from __future__ import annotations
 
@@ -66,6 +69,7 @@ ASKED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("operation", "mode"), ASKED)
 @settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())

@@ -43,8 +43,9 @@ def answers_are_right(router: Running) -> None:
         list(pool.map(ask, range(12)))
 
 
+@pytest.mark.slow
 def test_a_hundred_readers_that_stop_reading(router: Running) -> None:
-    """They ask for far more than their connections hold, and the nodes have said all of it."""
+    """A hundred answers of 200 tokens with 20 alternatives each are a second's work. They ask for far more than their connections hold, and the nodes have said all of it."""
     body = {"model": "fake", "prompt": "x", "stream": True, "max_tokens": 200, "logprobs": 20}
     http = router.server._http
     assert http is not None
@@ -68,7 +69,9 @@ def test_a_hundred_readers_that_stop_reading(router: Running) -> None:
         answers_are_right(router)
 
 
+@pytest.mark.slow
 def test_a_storm_of_clients_that_hang_up(router: Running) -> None:
+    """Three hundred connections take half a second."""
     router.nodes["d0"].set(pause_at=2)
     body = {"model": "fake", "prompt": "x", "stream": True, "max_tokens": 50}
     for _ in range(3):

@@ -7,6 +7,7 @@ import msgspec
 from router.config import ApiKey, TracingConfig
 from router.tracing.record import TraceRecord
 from tests.router.conftest import Running, StartRouter
+from tests.router.event_reader import EventReader
 from wire.nodes import Role
 from wire.tracing import Phase
 
@@ -70,6 +71,27 @@ def test_router_and_both_nodes_tell_their_parts_on_one_clock(start_router: Start
         assert parts["p0"].clock_offset_s == 0
         for span in (*record.router, *(span for part in record.nodes for span in part.spans)):
             assert record.began - 0.1 <= span.start <= span.end <= record.ended + 0.1
+
+
+def test_tokens_count_as_written_when_they_are_and_not_when_the_stream_ends(
+    start_router: StartRouter,
+) -> None:
+    router = start_router()
+    router.nodes["d0"].set(pause_at=3)
+    body = {"model": "fake", "prompt": "the fox", "max_tokens": 6, "stream": True}
+    stream = EventReader(router.url, "/v1/completions", body, headers=ASK)
+    stream.read_header()
+    traces = router.server.services.traces
+
+    def flushed() -> int:
+        (record,) = (traces.find(one.request_id) for one in traces.list().traces)
+        assert record is not None
+        return sum(span.tokens for span in record.router if span.phase is Phase.FLUSH)
+
+    router.wait_for(lambda: flushed() == 3, "three tokens are written while the fourth is waited for")
+    router.nodes["d0"].resume()
+    router.wait_for(lambda: flushed() == 6, "the rest is written")
+    stream.socket.close()
 
 
 def test_only_who_asks_is_traced_and_nodes_are_told_so(start_router: StartRouter) -> None:

@@ -59,9 +59,16 @@ def _fused(
         packed = query.reshape(batch, kv_heads, heads // kv_heads, dim)
         out = F.scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scale)
         return out.reshape(batch, heads, 1, value.shape[-1])
+    if heads != kv_heads and _repeats_heads(query, mask):
+        key, value = (part.repeat_interleave(heads // kv_heads, dim=1) for part in (key, value))
     return F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=heads != kv_heads
+        query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=heads != key.shape[1]
     )
+
+
+def _repeats_heads(query: torch.Tensor, mask: torch.Tensor | None) -> bool:
+    """With a mask, CUDA's fast kernels want a key for every query head; the slow one would hold all the scores."""
+    return mask is not None and query.device.type == "cuda"
 
 
 def _explicit(

@@ -28,8 +28,11 @@ def edit_logits(
         params = table.params[row]
         if params.logit_bias:
             tokens = [token for token in params.logit_bias if 0 <= token < vocab]
-            biases = torch.tensor([params.logit_bias[token] for token in tokens], device=logits.device)
-            logits[index, tokens] += biases
+            biases = np.array([params.logit_bias[token] for token in tokens], np.float32)
+            device = logits.device
+            logits[index].index_add_(
+                0, to_device(np.array(tokens, np.int64), device), to_device(biases, device)
+            )
         banned: list[int] = []
         if position - int(requests.num_prompt_tokens[row]) < params.min_tokens:
             banned.extend(params.stop_token_ids)
@@ -43,7 +46,7 @@ def edit_logits(
                     banned.append(word[-1])
         banned = [token for token in banned if 0 <= token < vocab]
         if banned:
-            logits[index, banned] = _BANNED
+            logits[index].index_fill_(0, to_device(np.array(banned, np.int64), logits.device), _BANNED)
 
 
 def penalize(

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from engine.model import paths
+from engine.model.attention import flashinfer
 from engine.model.attention.flashinfer import FlashInferAttention, reason_against
 from engine.model.attention.gathered import GatheredAttention
 from engine.model.attention.layers import AttentionLayer
@@ -69,6 +70,7 @@ class Case:
         self.answers = plain.generate(NUM_TOKENS)
         with pytest.MonkeyPatch.context() as patch:
             if attention == "flashinfer":
+                patch.setattr(flashinfer, "_WORKSPACE_BYTES", 1 << 10)
                 patch.setattr(
                     paths,
                     "_choose_attention",

@@ -43,20 +43,52 @@ def load(path: Path, drafts: int = 0, native: bool = True) -> TorchRunner:
     )
 
 
-@pytest.mark.parametrize("native", [True, False])
-def test_mixed_and_chunked(
-    smollm2_path: Path, prompts: list[list[int]], answers: list[list[int]], native: bool
-) -> None:
-    driver = Driver(load(smollm2_path, native=native))
+@pytest.fixture(scope="module")
+def runner(smollm2_path: Path) -> TorchRunner:
+    return load(smollm2_path)
+
+
+def clear(driver: Driver) -> None:
+    for req_id in list(driver.requests):
+        driver.finish(req_id)
+    driver.step({})
+
+
+def test_mixed_and_chunked(runner: TorchRunner, prompts: list[list[int]], answers: list[list[int]]) -> None:
+    driver = Driver(runner)
+    for index, prompt in enumerate(prompts):
+        driver.add(str(index), prompt)
+    assert list(driver.generate(NUM_TOKENS, max_chunk=13).values()) == answers
+    clear(driver)
+
+
+def test_by_transformers(smollm2_path: Path, prompts: list[list[int]], answers: list[list[int]]) -> None:
+    driver = Driver(load(smollm2_path, native=False))
     for index, prompt in enumerate(prompts):
         driver.add(str(index), prompt)
     assert list(driver.generate(NUM_TOKENS, max_chunk=13).values()) == answers
 
 
-def test_prefilled_here_and_decoded_there_with_drafts(
-    smollm2_path: Path, prompts: list[list[int]], answers: list[list[int]]
+def test_preempted_resumed_and_begun_from_anothers_prefix(
+    runner: TorchRunner, prompts: list[list[int]], answers: list[list[int]]
 ) -> None:
-    prefill, decode = Driver(load(smollm2_path), 1), Driver(load(smollm2_path, drafts=3), 2)
+    driver = Driver(runner, 3)
+    driver.add("first", prompts[2])
+    driver.step({"first": len(prompts[2])})
+    driver.add("second", prompts[2], prefix_of="first", shared_tokens=len(prompts[2]) - 1)
+    driver.add("other", prompts[1])
+    driver.generate(4)
+    driver.preempt("second")
+    driver.preempt("other")
+    outputs = driver.generate(NUM_TOKENS, max_chunk=9)
+    assert outputs == {"first": answers[2], "second": answers[2], "other": answers[1]}
+    clear(driver)
+
+
+def test_prefilled_here_and_decoded_there_with_drafts(
+    smollm2_path: Path, runner: TorchRunner, prompts: list[list[int]], answers: list[list[int]]
+) -> None:
+    prefill, decode = Driver(runner, 1), Driver(load(smollm2_path, drafts=3), 2)
     for index, prompt in enumerate(prompts):
         prefill.add(str(index), prompt)
     prefill.generate(1)
@@ -65,3 +97,4 @@ def test_prefilled_here_and_decoded_there_with_drafts(
     assert list(decode.generate(NUM_TOKENS).values()) == answers
     # The counting text repeats itself, and so do its drafts.
     assert decode.num_accepted > 0
+    clear(prefill)

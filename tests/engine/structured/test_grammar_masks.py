@@ -1,4 +1,7 @@
-"""Constrained answers: right for every schema, and the same however they came about."""
+"""Constrained answers: right for every schema, and the same however they came about.
+
+The slow ones write dozens of whole answers, token by token.
+"""
 
 from __future__ import annotations
 
@@ -52,6 +55,7 @@ SAMPLINGS = [
 ]
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(schema=schemas, seed=st.integers(0, 1000), which=st.sampled_from(range(len(SAMPLINGS))))
 def test_an_answer_is_an_instance_of_its_schema(schema: Schema, seed: int, which: int) -> None:
@@ -60,6 +64,7 @@ def test_an_answer_is_an_instance_of_its_schema(schema: Schema, seed: int, which
     jsonschema.validate(value, schema)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("params", SAMPLINGS)
 def test_an_answer_that_moves_goes_on_as_if_it_had_not(params: SamplingParams) -> None:
     """A handoff, a preemption and a failover are all this: somebody else has the tokens so far, and nothing more."""
@@ -72,6 +77,7 @@ def test_an_answer_that_moves_goes_on_as_if_it_had_not(params: SamplingParams) -
         assert elsewhere.output == whole.output
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 10_000), which=st.sampled_from(range(len(SAMPLINGS))))
 def test_drafts_change_nothing(seed: int, which: int) -> None:

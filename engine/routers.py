@@ -1,0 +1,93 @@
+"""The routers that a node answers to: who was heard lately, what they are told, and when one counts as lost."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+import msgspec
+
+from wire.errors import NodeLost
+from wire.requests import NodeStatus
+
+logger = logging.getLogger(__name__)
+
+Send = Callable[[str, msgspec.Struct], None]
+"""Queues a message for an endpoint; raises NodeLost when nobody reads there."""
+
+
+class Routers:
+    """Every method may be called from any thread. A router that is silent for too long, or does not read, is lost:
+    `lost` is told once, and the router is a new one when it is heard again."""
+
+    def __init__(
+        self,
+        send: Send,
+        status: Callable[[], NodeStatus],
+        lost: Callable[[str], None],
+        *,
+        period_s: float,  # between two reports of the status to everyone
+        silence_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self._send = send
+        self._status = status
+        self._lost = lost
+        self._period_s = period_s
+        self._silence_s = silence_s
+        self._clock = clock
+        self._heard: dict[str, float] = {}  # by where it listens
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._report, name="node-status", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._closing.set()
+        if self._thread.is_alive():
+            self._thread.join(5)
+
+    def heard(self, reply_to: str) -> bool:
+        """True when it was not known before."""
+        with self._lock:
+            is_new = reply_to not in self._heard
+            self._heard[reply_to] = self._clock()
+        return is_new
+
+    def tell(self, reply_to: str, message: msgspec.Struct) -> None:
+        try:
+            self._send(reply_to, message)
+        except NodeLost as error:
+            logger.warning("router lost: %s", error)
+            self._forget(reply_to)
+
+    def tell_status(self, reply_to: str) -> None:
+        self.tell(reply_to, self._status())
+
+    def tell_all_status(self) -> None:
+        with self._lock:
+            known = list(self._heard)
+        for reply_to in known:
+            self.tell_status(reply_to)
+
+    def _report(self) -> None:
+        while not self._closing.wait(self._period_s):
+            now = self._clock()
+            with self._lock:
+                known = dict(self._heard)
+            for reply_to, heard in known.items():
+                if now - heard > self._silence_s:
+                    logger.warning(
+                        "router %s has been silent for %.0f s: aborting its requests", reply_to, now - heard
+                    )
+                    self._forget(reply_to)
+                else:
+                    self.tell_status(reply_to)
+
+    def _forget(self, reply_to: str) -> None:
+        with self._lock:
+            self._heard.pop(reply_to, None)
+        self._lost(reply_to)

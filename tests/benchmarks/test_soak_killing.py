@@ -1,0 +1,81 @@
+"""One node at a time, and the next one only when the cluster is whole again with somebody new in it."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from benchmarks.soaking import killing
+from benchmarks.soaking.cluster import NodeLook
+from benchmarks.soaking.killing import Killer
+from wire.errors import DeadlineExceeded
+
+TITLES = {1: "ray::RouterActor", 2: "ray::PrefillActor.hold", 3: "ray::DecodeActor", 4: "tandem serve"}
+NODES = [NodeLook("p", 11, "ready", None, 5, 5), NodeLook("d", 12, "ready", None, 5, 5)]
+
+
+class View:
+    """What the router says, one answer after the other; the last one for ever."""
+
+    def __init__(self, *answers: list[NodeLook]) -> None:
+        self.answers = list(answers)
+        self.asked = 0
+
+    async def nodes(self) -> list[NodeLook]:
+        self.asked += 1
+        return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+
+
+@pytest.fixture
+def killed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    found: list[tuple[int, int]] = []
+    monkeypatch.setattr(killing, "title_of", lambda process: TITLES.get(process, ""))
+    monkeypatch.setattr(killing.os, "kill", lambda process, number: found.append((process, number)))
+    monkeypatch.setattr(killing, "_LOOK_EVERY_S", 0.0)
+    return found
+
+
+def renewed(node: NodeLook) -> NodeLook:
+    return msgspec.structs.replace(node, epoch=node.epoch + 100)
+
+
+def killer(view: View, processes: Callable[[], list[int]] = lambda: list(TITLES)) -> Killer:
+    return Killer(view, processes, 1.0, seed=1)  # type: ignore[arg-type]
+
+
+def test_only_nodes_are_killed_and_it_waits_until_a_successor_serves(killed: list[tuple[int, int]]) -> None:
+    lost = [msgspec.structs.replace(NODES[0], state="lost", unusable="it is silent"), NODES[1]]
+    starting = [
+        msgspec.structs.replace(renewed(NODES[0]), state="unknown", unusable="not heard of yet"),
+        NODES[1],
+    ]
+    whole = [renewed(NODES[0]), NODES[1]]
+    view = View(NODES, NODES, lost, lost[1:], starting, whole)
+    made = killer(view)
+    asyncio.run(made.kill_one())
+    ((process, number),) = killed
+    assert process in (2, 3)
+    assert number == signal.SIGKILL
+    assert view.asked == 6, "the same epochs as before are not a cluster that has mended"
+    (kill,) = made.kills
+    assert kill.victim == TITLES[process]
+    assert kill.whole_after_s >= 0
+
+
+def test_over_time_every_node_has_its_turn(killed: list[tuple[int, int]]) -> None:
+    for seed in range(8):
+        view = View(NODES, [renewed(node) for node in NODES])
+        asyncio.run(Killer(view, lambda: list(TITLES), 1.0, seed).kill_one())  # type: ignore[arg-type]
+    assert {process for process, _ in killed} == {2, 3}
+
+
+def test_a_victim_without_a_successor_is_said(
+    killed: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(killing, "WHOLE_WITHIN_S", 0.0)
+    with pytest.raises(DeadlineExceeded, match="has no successor"):
+        asyncio.run(killer(View(NODES)).kill_one())

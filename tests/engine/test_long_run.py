@@ -1,0 +1,100 @@
+"""An engine that has been at work for long holds no more than one that began lately, and one without work rests."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from decode_node.rules import DecodeRules
+from engine.config import CacheConfig, ModelConfig, SchedulerConfig
+from engine.core import Engine
+from engine.model.loading import load_runner
+from engine.request import Request, RequestStatus
+from engine.scheduling.scheduler import Scheduler
+from tests.engine.model import tiny
+from tests.engine.test_service import ROUTER, Node
+from wire.nodes import Role
+from wire.requests import Ping
+from wire.sampling import SamplingParams
+
+STEPS = 10_000
+WARM_UP = 1000
+VARIANTS = [
+    SamplingParams(temperature=0.0, max_tokens=20),
+    SamplingParams(seed=3, max_tokens=25, top_p=0.9, presence_penalty=0.3, logprobs=2),
+    SamplingParams(seed=4, max_tokens=12, top_k=9, min_tokens=3, prompt_logprobs=1, bad_words=[[5, 6]]),
+]
+
+linux = pytest.mark.skipif(
+    not Path("/proc/self/statm").exists(), reason="reads the process's size from /proc"
+)
+
+
+def resident_bytes() -> int:
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@linux
+@pytest.mark.slow
+@pytest.mark.parametrize("native", [True, False])
+def test_memory_does_not_grow_over_ten_thousand_steps(tmp_path: Path, native: bool) -> None:
+    """Needs that many steps: a leak of a few dozen bytes per step must show above the noise. Requests of all kinds
+    come, share prefixes, are preempted (the pool is too small for all), end, and are given up."""
+    cache = CacheConfig(block_size=4, memory_bytes=40 << 10)
+    config = SchedulerConfig(
+        max_num_seqs=8, max_num_batched_tokens=40, max_model_len=64, num_speculative_tokens=2
+    )
+    model = ModelConfig(path=str(tiny.save("llama", tmp_path)), dtype="float32", device="cpu", threads=1)
+    runner = load_runner(model, cache, config, native=native)
+    info = runner.info
+    engine = Engine(
+        Scheduler(config, cache, info.groups, info.num_blocks, info.max_model_len), runner, None, debug=True
+    )
+    steps = added = 0
+
+    def work(until: int) -> None:
+        nonlocal steps, added
+        while steps < until:
+            if len(engine.scheduler.requests) < 7:
+                prompt = [7, 8, 9, 10] * 3 + [3 + added % 100, 4] * 4
+                engine.add_request(Request(f"r{added}", prompt, VARIANTS[added % 3]))
+                added += 1
+                if added % 9 == 0:
+                    engine.abort_requests([f"r{added - 3}"])
+            engine.step()
+            steps += 1
+
+    work(WARM_UP)
+    before = resident_bytes()
+    work(STEPS if native else 3 * WARM_UP)
+    grown = resident_bytes() - before
+    stats = engine.scheduler.stats()
+    assert stats.preemptions > 10
+    assert stats.prompt_tokens_cached > 100
+    assert grown < 1 << 19
+    engine.scheduler.finish_requests(list(engine.scheduler.requests), RequestStatus.FINISHED_ABORTED)
+    engine.step()
+    stats = engine.scheduler.stats()
+    assert stats.free_blocks == stats.total_blocks
+
+
+@linux
+@pytest.mark.slow
+def test_an_idle_node_uses_less_than_a_fiftieth_of_a_core() -> None:
+    """Watches the process for a second, with a router that hears from the node meanwhile."""
+    node = Node(DecodeRules(Role.DECODE), status_period_s=0.25)
+    try:
+        node.submit()
+        node.outgoing.until_finished("r")
+        node.service.receive(Ping(reply_to=ROUTER))
+        before, started = time.process_time(), time.monotonic()
+        threading.Event().wait(1.0)
+        assert (time.process_time() - before) / (time.monotonic() - started) < 0.02
+    finally:
+        node.service.stop()

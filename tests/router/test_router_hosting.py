@@ -1,0 +1,69 @@
+"""A router as its process holds it."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from router.config import RouterConfig
+from router.hosting import RouterHost
+from wire.errors import ConfigurationError, Unavailable
+
+PATIENCE_S = 10.0
+
+
+def encoded(folder: str, port: int = 0) -> bytes:
+    return msgspec.msgpack.encode(RouterConfig(tokenizer_path=folder, model_name="fake", port=port))
+
+
+def test_a_controller_that_comes_back_finds_the_router_that_has_started(model_folder: str) -> None:
+    async def scenario() -> None:
+        host = RouterHost(encoded(model_folder))
+        url = await host.start()
+        assert await host.start() == url
+        assert host.configuration() == encoded(model_folder)
+        await host.set_members(msgspec.msgpack.encode([]))
+        assert not await host.hold(0.001)
+        held = asyncio.create_task(host.hold(PATIENCE_S))
+        await host.stop()
+        assert await held
+
+    asyncio.run(scenario())
+
+
+def test_a_router_looks_for_the_model_where_it_runs(model_folder: str) -> None:
+    asked: list[str] = []
+
+    def find(name: str, report: Callable[[str, float], None]) -> str:
+        asked.append(name)
+        return model_folder
+
+    async def scenario() -> None:
+        host = RouterHost(encoded("smollm2"), find)
+        await host.start()
+        await host.stop()
+
+    asyncio.run(scenario())
+    assert asked == ["smollm2"]
+
+
+def test_a_taken_port_is_said_before_anything_is_fetched() -> None:
+    def find(name: str, report: Callable[[str, float], None]) -> str:
+        pytest.fail("it was fetched")
+
+    async def scenario(port: int) -> None:
+        host = RouterHost(encoded("smollm2", port), find)
+        with pytest.raises(ConfigurationError, match=str(port)):
+            await host.start()
+        with pytest.raises(Unavailable, match="has not started"):
+            await host.drain(1)
+        await host.stop()
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        asyncio.run(scenario(listener.getsockname()[1]))
