@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable
 
@@ -23,7 +24,9 @@ logger = logging.getLogger(__name__)
 _encode = msgspec.msgpack.Encoder().encode
 
 _REST_S = 1.0  # for the step thread to say that nothing is left
-
+_SWITCH_S = (
+    0.001  # a handover passes through several threads: each waits so long for one that computes in Python
+)
 
 FindModel = Callable[[str, Callable[[str, float], None]], str]
 """From a model's name to a folder on this machine; says meanwhile what it does. Fetches what is missing."""
@@ -35,6 +38,7 @@ class NodeHost:
     ) -> None:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         settings = msgspec.msgpack.decode(config, type=NodeConfig)
+        sys.setswitchinterval(_SWITCH_S)
         self._config = config
         self._model = settings.engine.model.path
         self._find_model = find_model
