@@ -125,17 +125,25 @@ def _limits(role: Role, pool: PoolConfig) -> Iterator[Broken]:
             (*section, "max"),
             f"is {pool.max}, but pools.{role.value}.nodes is null: a pool follows the machines or its load, not both",
         )
-    elif pool.nodes and not pool.min <= pool.nodes <= (pool.max or pool.nodes):
-        limits = f"from pools.{role.value}.min ({pool.min})"
-        limits += f" to max ({pool.max})" if pool.max is not None else " on"
-        yield (*section, "nodes"), f"must be {limits}, not {pool.nodes}"
+    # Said of the limit: it was given, the number of nodes may be a default.
+    elif pool.nodes and pool.nodes < pool.min:
+        yield (*section, "min"), f"is {pool.min}, which is more than pools.{role.value}.nodes ({pool.nodes})"
+    elif pool.nodes and pool.max is not None and pool.nodes > pool.max:
+        yield (*section, "max"), f"is {pool.max}, which is less than pools.{role.value}.nodes ({pool.nodes})"
 
 
 def _together(config: TandemConfig) -> Iterator[Broken]:
     timeouts, scheduler, scaling = config.timeouts, config.scheduler, config.autoscaling
     for name in ("grow_after_s", "shrink_after_s"):
-        if getattr(scaling, name) < scaling.period_s:
+        if getattr(scaling, name) >= scaling.period_s:
+            continue
+        if scaling.period_s == AutoscalingConfig().period_s:
             yield ("autoscaling", name), f"must be at least autoscaling.period_s ({scaling.period_s})"
+        else:
+            yield (
+                ("autoscaling", "period_s"),
+                f"must be at most autoscaling.{name} ({getattr(scaling, name)})",
+            )
     if timeouts.unresponsive_s < timeouts.silence_s:
         yield (
             ("timeouts", "unresponsive_s"),

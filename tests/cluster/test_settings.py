@@ -147,11 +147,11 @@ MISTAKES = [
     ("timeouts: {start_s: 0}", "FILE: timeouts.start_s must be above 0, not 0.0"),
     (
         "pools: {decode: {nodes: 5, min: 1, max: 3}}",
-        "FILE: pools.decode.nodes must be from pools.decode.min (1) to max (3), not 5",
+        "FILE: pools.decode.max is 3, which is less than pools.decode.nodes (5)",
     ),
     (
         "pools: {prefill: {nodes: 1, min: 2}}",
-        "FILE: pools.prefill.nodes must be from pools.prefill.min (2) on, not 1",
+        "FILE: pools.prefill.min is 2, which is more than pools.prefill.nodes (1)",
     ),
     (
         "pools: {decode: {min: 4, max: 3}}",
@@ -166,6 +166,10 @@ MISTAKES = [
     (
         "autoscaling: {shrink_after_s: 0.5}",
         "FILE: autoscaling.shrink_after_s must be at least autoscaling.period_s (1.0)",
+    ),
+    (
+        "autoscaling: {period_s: 60}",
+        "FILE: autoscaling.period_s must be at most autoscaling.grow_after_s (10.0)",
     ),
     (
         "router: {placement: everywhere}",
