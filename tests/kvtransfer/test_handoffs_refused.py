@@ -4,7 +4,8 @@ and counted, and what it was sent into comes to its right end."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import count, islice
 
 import msgspec
 import pytest
@@ -80,6 +81,19 @@ class Scene:
             assert node.recorder.snapshot(0).in_progress == 0
 
 
+def unfinished(direction: Direction, cut_off: Callable[[Scene], None]) -> Iterator[Scene]:
+    """As many transfers as we need that had not handed over when they were cut off."""
+
+    def every() -> Iterator[Scene]:
+        for seed in count():
+            scene = Scene(direction, seed)
+            cut_off(scene)
+            if not scene.receive.finished:
+                yield scene
+
+    return islice(every(), TIMES)
+
+
 @pytest.fixture(params=list(Direction))
 def direction(request: pytest.FixtureRequest) -> Direction:
     return request.param  # type: ignore[no-any-return]
@@ -108,13 +122,13 @@ def test_replayed(direction: Direction) -> None:
 
 def test_expired(direction: Direction) -> None:
     """The producer stood still until the consumer gave it up."""
-    for seed in range(TIMES):
-        scene = Scene(direction, seed)
+
+    def stand_still(scene: Scene) -> None:
         scene.some_steps(least=1)
         scene.producer.frozen = True
         scene.world.settle(SETTINGS.timeout_s + SETTINGS.lease_s + 2)
-        if scene.receive.finished:
-            continue  # it had arrived before
+
+    for scene in unfinished(direction, stand_still):
         assert scene.receive.failed
         assert scene.deliver(scene.notice()) == 1
         scene.producer.frozen = False
@@ -141,11 +155,7 @@ def test_of_an_old_epoch(direction: Direction, whose: str) -> None:
 )
 def test_that_does_not_verify(direction: Direction, wrong: dict[str, object]) -> None:
     """From the right sender at the right time: it costs the transfer, and never becomes an answer."""
-    for seed in range(TIMES):
-        scene = Scene(direction, seed)
-        scene.some_steps(least=1)
-        if scene.receive.over:
-            continue
+    for scene in unfinished(direction, lambda scene: scene.some_steps(least=1)):
         assert scene.deliver(scene.notice(**wrong)) == 1
         # Before the producer was told of the blocks, or after the right one has come, it costs nothing.
         was_looked_at = "notice_mismatch" in scene.consumer.recorder.snapshot(0).refused
