@@ -124,14 +124,14 @@ def test_a_package_imports_only_from_floors_below_it(package: str) -> None:
     fail_with(offences, f"{package}/ may import {allowed}:")
 
 
-def test_ray_stands_only_in_cluster_and_in_actor_modules() -> None:
+def test_ray_stands_only_in_cluster() -> None:
     offences = [
         found
         for package in MAY_IMPORT
         for found in all_imports(package)
-        if found.top == "ray" and package != "cluster" and Path(found.file).name != "actor.py"
+        if found.top == "ray" and package != "cluster"
     ]
-    fail_with(offences, "ray may be imported in cluster/ and in each package's actor.py only:")
+    fail_with(offences, "ray may be imported in cluster/ only:")
 
 
 def test_nixl_stands_only_in_kvtransfer() -> None:
