@@ -18,22 +18,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-import msgspec
-
 from kvtransfer.base import Handoff, LoadFailure
 from kvtransfer.protocol import commands
 from kvtransfer.protocol.answers import Answers
 from kvtransfer.protocol.declined import Declined
-from kvtransfer.protocol.geometry import PoolGeometry
-from kvtransfer.protocol.identity import Clock, Identity, PeerKey, Remembered, key_of
+from kvtransfer.protocol.identity import PeerKey, Remembered, key_of
 from kvtransfer.protocol.links import ProducerLink, ProducerLinks
 from kvtransfer.protocol.mapping import Mapping
 from kvtransfer.protocol.reading import Reader
 from kvtransfer.protocol.receiving import Receiving, Stage
 from kvtransfer.protocol.registering import Registrar
-from kvtransfer.protocol.settings import MAX_LEASE_S, Settings
-from kvtransfer.protocol.statistics import Outcome, Recorder
-from kvtransfer.protocol.transport import Activity, Direction, Transport
+from kvtransfer.protocol.settings import MAX_LEASE_S
+from kvtransfer.protocol.side import Side
+from kvtransfer.protocol.statistics import Outcome
+from kvtransfer.protocol.transport import Activity, Direction
 from wire.errors import TransferError
 from wire.handoff import (
     CancelTransfer,
@@ -49,37 +47,23 @@ from wire.handoff import (
 
 logger = logging.getLogger(__name__)
 
-Send = Callable[[str, msgspec.Struct], None]
-
 
 class Consumer:
     def __init__(
         self,
-        me: Identity,
-        geometry: PoolGeometry,
-        direction: Direction,
-        transport: Transport,
-        settings: Settings,
+        side: Side,
         *,
-        send: Send,
-        clock: Clock,
-        recorder: Recorder,
         finished: Callable[[str, Handoff], None],
         failed: Callable[[str, LoadFailure], None],
     ) -> None:
-        self._me = me
-        self._answers = Answers(me, send, recorder)
-        self._geometry = geometry
-        self._reads = direction is Direction.PULL
-        self._transport = transport
-        self._reader = Reader(transport, settings)
-        self._settings = settings
-        self._send = send
-        self._clock = clock
-        self._recorder = recorder
+        me, settings, send, clock = side.me, side.settings, side.send, side.clock
+        self._side = side
+        self._answers = Answers(me, send, side.recorder)
+        self._reads = side.direction is Direction.PULL
+        self._reader = Reader(side.transport, settings)
         self._finished = finished
         self._failed = failed
-        self._links = ProducerLinks(me, geometry, settings, send, clock)
+        self._links = ProducerLinks(me, side.geometry, settings, send, clock)
         self._registrar = Registrar(
             me,
             self._links,
@@ -108,13 +92,13 @@ class Consumer:
                 command.request_id, LoadFailure("another request uses its transfer id", command.local_tokens)
             )
             return
-        now = self._clock()
-        receiving = Receiving(command, began_at=now, deadline=now + self._settings.timeout_s)
+        now = self._side.clock()
+        receiving = Receiving(command, began_at=now, deadline=now + self._side.settings.timeout_s)
         self._receivings[command.transfer_id] = receiving
         self._by_request[command.request_id] = receiving
-        self._recorder.began()
+        self._side.recorder.began()
         if not self._reads:
-            self._transport.expect(
+            self._side.transport.expect(
                 command.transfer_id, [block for ids in command.block_ids for block in ids if block]
             )
         death = self._links.death_of(receiving.peer)
@@ -142,8 +126,8 @@ class Consumer:
         link = self._hear(message)
         if link is None:
             return
-        now = self._clock()
-        mapping = self._geometry.mapping_to(message.fingerprint, message.memory)
+        now = self._side.clock()
+        mapping = self._side.geometry.mapping_to(message.fingerprint, message.memory)
         difference = None if isinstance(mapping, Mapping) else mapping
         if difference is None and not 0 < message.lease_s <= MAX_LEASE_S:
             difference = f"the producer's lease is {message.lease_s} s"
@@ -160,7 +144,7 @@ class Consumer:
                 return
         link.take_stamp(message.stamp, now)
         if link.greeting_since is not None:
-            self._recorder.took("handshake", now - link.greeting_since)
+            self._side.recorder.took("handshake", now - link.greeting_since)
             link.greeting_since = None
         link.memory = message.memory
         link.block_size = message.fingerprint.block_size
@@ -172,18 +156,18 @@ class Consumer:
         link = self._hear(message)
         if link is None:
             return
-        link.take_stamp(message.stamp, self._clock())
+        link.take_stamp(message.stamp, self._side.clock())
         receiving = self._mine(message.transfer_id, link.key)
         if receiving is not None and receiving.stage is Stage.REGISTERING:
             receiving.stage = Stage.WAITING
-            receiving.confirmed_at = self._clock()
-            self._recorder.took("register", self._clock() - receiving.began_at)
+            receiving.confirmed_at = self._side.clock()
+            self._side.recorder.took("register", self._side.clock() - receiving.began_at)
 
     def on_renewed(self, message: LeaseRenewed) -> None:
         link = self._hear(message)
         if link is None:
             return
-        link.take_stamp(message.stamp, self._clock())
+        link.take_stamp(message.stamp, self._side.clock())
         for transfer_id in message.unknown:
             receiving = self._mine(transfer_id, link.key)
             # While confirming, the answer to our acceptance is on its way and knows better.
@@ -205,12 +189,12 @@ class Consumer:
                 "this transfer is with another node",
             )
         elif not receiving.is_registered:
-            self._recorder.refused("unasked_notice")
+            self._side.recorder.refused("unasked_notice")
         elif receiving.stage is Stage.CLOSING:
-            self._recorder.refused("late_notice")  # it is being cancelled, and will be answered
+            self._side.recorder.refused("late_notice")  # it is being cancelled, and will be answered
         elif receiving.notice is not None:
-            self._recorder.refused("repeated_notice")
-        elif (difference := receiving.mismatch(message, self._geometry.memory.block_bytes)) is not None:
+            self._side.recorder.refused("repeated_notice")
+        elif (difference := receiving.mismatch(message, self._side.geometry.memory.block_bytes)) is not None:
             self._refuse_mismatch(receiving, difference)
         elif self._reads:
             self._begin_reading(receiving, message)
@@ -220,17 +204,17 @@ class Consumer:
 
     def _answer_late_notice(self, message: HandoffNotice) -> None:
         sender = message.envelope
-        mine = self._me.envelope(sender.sender_epoch)
+        mine = self._side.me.envelope(sender.sender_epoch)
         accepted = self._over.get(message.transfer_id)
         if accepted:
-            self._recorder.refused("repeated_notice")
-            self._send(sender.reply_to, HandoffAccepted(mine, message.transfer_id))
+            self._side.recorder.refused("repeated_notice")
+            self._side.send(sender.reply_to, HandoffAccepted(mine, message.transfer_id))
         else:
-            self._recorder.refused("unknown_notice" if accepted is None else "late_notice")
-            self._send(sender.reply_to, CancelTransfer(mine, message.transfer_id))
+            self._side.recorder.refused("unknown_notice" if accepted is None else "late_notice")
+            self._side.send(sender.reply_to, CancelTransfer(mine, message.transfer_id))
 
     def _refuse_mismatch(self, receiving: Receiving, difference: str) -> None:
-        self._recorder.refused("notice_mismatch")
+        self._side.recorder.refused("notice_mismatch")
         logger.error(
             "refused the KV of %s from %s: %s",
             receiving.command.request_id,
@@ -271,7 +255,7 @@ class Consumer:
                 )
         elif message.code is RefusalCode.HANDSHAKE_REQUIRED:
             if link.is_ready:
-                link.greeting_since = self._clock()
+                link.greeting_since = self._side.clock()
                 self._links.greet(link)
         else:
             receiving = self._mine(message.transfer_id, key)
@@ -311,7 +295,7 @@ class Consumer:
     def _hear(self, message: Welcome | DestinationRegistered | LeaseRenewed) -> ProducerLink | None:
         link = self._links.hear(key_of(message.envelope))
         if link is None:
-            self._recorder.refused("unknown_peer")
+            self._side.recorder.refused("unknown_peer")
         return link
 
     # ── pull ──
@@ -321,7 +305,7 @@ class Consumer:
         if link is None or link.memory is None or link.mapping is None:
             return  # it is being given up
         mapping, source = link.mapping, notice.source_block_ids
-        problem = self._geometry.check_table(
+        problem = self._side.geometry.check_table(
             receiving.command.num_tokens,
             receiving.first_blocks(mapping),
             source,
@@ -366,7 +350,7 @@ class Consumer:
             return
         if receiving.stage is Stage.READING:
             receiving.stage = Stage.CONFIRMING
-            receiving.asked_at = self._clock()
+            receiving.asked_at = self._side.clock()
             self._send_acceptance(receiving)
         elif receiving.is_safe and receiving.transfer_id in self._receivings:
             self._end(receiving, receiving.outcome, receiving.reason)
@@ -375,13 +359,15 @@ class Consumer:
 
     def _send_acceptance(self, receiving: Receiving) -> None:
         peer = receiving.command.peer
-        self._send(peer.endpoint, HandoffAccepted(self._me.envelope(peer.epoch), receiving.transfer_id))
+        self._side.send(
+            peer.endpoint, HandoffAccepted(self._side.me.envelope(peer.epoch), receiving.transfer_id)
+        )
 
     def _finish(self, receiving: Receiving, notice: HandoffNotice) -> None:
         self._forget(receiving, accepted=True)
-        self._recorder.ended(Outcome.RECEIVED)
-        self._recorder.received(notice.num_blocks, notice.num_bytes)
-        self._recorder.took("receive", self._clock() - receiving.began_at)
+        self._side.recorder.ended(Outcome.RECEIVED)
+        self._side.recorder.received(notice.num_blocks, notice.num_bytes)
+        self._side.recorder.took("receive", self._side.clock() - receiving.began_at)
         self._finished(receiving.command.request_id, Handoff(notice.first_token, notice.num_tokens))
 
     def _give_up(self, receiving: Receiving, outcome: Outcome, reason: str) -> None:
@@ -398,12 +384,14 @@ class Consumer:
         self._ask_to_close(receiving)
 
     def _ask_to_close(self, receiving: Receiving) -> None:
-        receiving.asked_at = self._clock()
+        receiving.asked_at = self._side.clock()
         peer = receiving.command.peer
         link = self._links.get(receiving.peer)
         if link is not None:
             link.owes(receiving.asked_at)
-        self._send(peer.endpoint, CancelTransfer(self._me.envelope(peer.epoch), receiving.transfer_id))
+        self._side.send(
+            peer.endpoint, CancelTransfer(self._side.me.envelope(peer.epoch), receiving.transfer_id)
+        )
 
     def _end(self, receiving: Receiving, outcome: Outcome, reason: str) -> None:
         """Nobody else writes to the blocks: report the failure, once our own reads are over as well. What made us
@@ -416,9 +404,9 @@ class Consumer:
         if receiving.in_flight:
             return
         self._forget(receiving, accepted=False)
-        self._recorder.ended(receiving.outcome)
+        self._side.recorder.ended(receiving.outcome)
         if receiving.outcome is Outcome.LEASE_EXPIRED:
-            self._recorder.lease_expired()
+            self._side.recorder.lease_expired()
         self._failed(
             receiving.command.request_id, LoadFailure(receiving.reason, receiving.command.local_tokens)
         )
@@ -426,13 +414,13 @@ class Consumer:
     def _forget(self, receiving: Receiving, *, accepted: bool) -> None:
         del self._receivings[receiving.transfer_id]
         del self._by_request[receiving.command.request_id]
-        self._recorder.keep_spans(receiving.command.request_id, receiving.spans(self._clock()))
+        self._side.recorder.keep_spans(receiving.command.request_id, receiving.spans(self._side.clock()))
         self._over.add(receiving.transfer_id, accepted)
         if not self._reads:
-            self._transport.expect_no_more(receiving.transfer_id)
+            self._side.transport.expect_no_more(receiving.transfer_id)
 
     def tick(self) -> None:
-        now = self._clock()
+        now = self._side.clock()
         self._declined.tick()
         for link in self._links:
             self._registrar.tick(link)
@@ -442,15 +430,18 @@ class Consumer:
     def _tick_receiving(self, receiving: Receiving, now: float) -> None:
         if receiving.is_safe:
             return  # only our own reads are waited for
-        ask_again = now >= receiving.asked_at + self._settings.retry_s
-        if receiving.leased_until is not None and now >= receiving.leased_until + self._settings.margin_s:
+        ask_again = now >= receiving.asked_at + self._side.settings.retry_s
+        if (
+            receiving.leased_until is not None
+            and now >= receiving.leased_until + self._side.settings.margin_s
+        ):
             self._declined.add(receiving.transfer_id, receiving.command.peer)
             self._end(receiving, Outcome.PEER_LOST, "the producer fell silent, and its lease has ended")
         elif receiving.stage is Stage.CLOSING:
             if ask_again:
                 self._ask_to_close(receiving)
         elif now >= receiving.deadline:
-            self._give_up(receiving, Outcome.TIMED_OUT, f"no KV within {self._settings.timeout_s:g} s")
+            self._give_up(receiving, Outcome.TIMED_OUT, f"no KV within {self._side.settings.timeout_s:g} s")
         elif receiving.stage is Stage.REGISTERING and ask_again:
             self._registrar.register_again(receiving)
         elif receiving.stage is Stage.CONFIRMING and ask_again:

@@ -10,12 +10,9 @@ from kvtransfer.base import Handoff, LoadFailure
 from kvtransfer.protocol import commands
 from kvtransfer.protocol.answers import Answers
 from kvtransfer.protocol.consumer import Consumer
-from kvtransfer.protocol.geometry import PoolGeometry
-from kvtransfer.protocol.identity import Clock, Identity
 from kvtransfer.protocol.producer import Producer
-from kvtransfer.protocol.settings import Settings
-from kvtransfer.protocol.statistics import Recorder
-from kvtransfer.protocol.transport import Activity, Direction, Transport
+from kvtransfer.protocol.side import Side
+from kvtransfer.protocol.transport import Activity
 from wire.handoff import (
     CancelTransfer,
     DestinationRegistered,
@@ -42,53 +39,18 @@ class Outcomes(msgspec.Struct, frozen=True):
 
 
 class Endpoint:
-    """`send` must not block. `nobody_listens` says, without blocking, whether an address certainly has no listener
+    """`nobody_listens` says, without blocking, whether an address certainly has no listener
     any more: the process behind it has ended."""
 
-    def __init__(
-        self,
-        me: Identity,
-        geometry: PoolGeometry,
-        direction: Direction,
-        transport: Transport,
-        settings: Settings,
-        *,
-        send: Callable[[str, msgspec.Struct], None],
-        nobody_listens: Callable[[str], bool],
-        clock: Clock,
-        recorder: Recorder,
-        outcomes: Outcomes,
-    ) -> None:
-        self._me = me
-        self._answers = Answers(me, send, recorder)
+    def __init__(self, side: Side, *, nobody_listens: Callable[[str], bool], outcomes: Outcomes) -> None:
+        self._side = side
+        self._answers = Answers(side.me, side.send, side.recorder)
         self._nobody_listens = nobody_listens
-        self._recorder = recorder
-        self.producer = Producer(
-            me,
-            geometry,
-            direction,
-            transport,
-            settings,
-            send=send,
-            clock=clock,
-            recorder=recorder,
-            finished_sending=outcomes.finished_sending,
-        )
-        self.consumer = Consumer(
-            me,
-            geometry,
-            direction,
-            transport,
-            settings,
-            send=send,
-            clock=clock,
-            recorder=recorder,
-            finished=outcomes.finished_recving,
-            failed=outcomes.failed_recving,
-        )
+        self.producer = Producer(side, finished_sending=outcomes.finished_sending)
+        self.consumer = Consumer(side, finished=outcomes.finished_recving, failed=outcomes.failed_recving)
 
     def receive(self, message: HandoffMessage) -> None:
-        if message.envelope.receiver_epoch != self._me.epoch:
+        if message.envelope.receiver_epoch != self._side.me.epoch:
             self._refuse_epoch(message)
             return
         match message:
@@ -119,7 +81,7 @@ class Endpoint:
     def _refuse_epoch(self, message: HandoffMessage) -> None:
         if isinstance(message, Refused):
             # Two nodes must not refuse each other's refusals for ever.
-            self._recorder.refused(RefusalCode.WRONG_EPOCH.value)
+            self._side.recorder.refused(RefusalCode.WRONG_EPOCH.value)
             return
         self._answers.refuse(
             message.envelope, "", RefusalCode.WRONG_EPOCH, "another incarnation of this node was addressed"

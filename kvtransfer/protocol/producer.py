@@ -15,20 +15,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-import msgspec
-
 from kvtransfer.base import NULL_BLOCK_ID, TransferRecord
 from kvtransfer.protocol import commands
 from kvtransfer.protocol.answers import Answers, Ending
-from kvtransfer.protocol.geometry import PoolGeometry
 from kvtransfer.protocol.handshakes import ConsumerLink, Handshakes
-from kvtransfer.protocol.identity import Clock, Identity, PeerKey, key_of
+from kvtransfer.protocol.identity import PeerKey, key_of
 from kvtransfer.protocol.ledger import Ledger
 from kvtransfer.protocol.registrations import Registrations
 from kvtransfer.protocol.sending import Destination, Phase, Sending
-from kvtransfer.protocol.settings import Settings
-from kvtransfer.protocol.statistics import Outcome, Recorder
-from kvtransfer.protocol.transport import Activity, Direction, Transport
+from kvtransfer.protocol.side import Side
+from kvtransfer.protocol.statistics import Outcome
+from kvtransfer.protocol.transport import Activity, Direction
 from kvtransfer.protocol.writing import MissingBlocks, Writer
 from wire.errors import TransferError
 from wire.handoff import (
@@ -43,35 +40,17 @@ from wire.handoff import (
 
 logger = logging.getLogger(__name__)
 
-Send = Callable[[str, msgspec.Struct], None]
-
 
 class Producer:
-    def __init__(
-        self,
-        me: Identity,
-        geometry: PoolGeometry,
-        direction: Direction,
-        transport: Transport,
-        settings: Settings,
-        *,
-        send: Send,
-        clock: Clock,
-        recorder: Recorder,
-        finished_sending: Callable[[str], None],
-    ) -> None:
-        self._me = me
-        self._answers = Answers(me, send, recorder)
-        self._geometry = geometry
-        self._writes = direction is Direction.PUSH
-        self._writer = Writer(transport, settings, geometry.fingerprint.num_slots, clock, recorder)
-        self._settings = settings
-        self._send = send
-        self._clock = clock
-        self._recorder = recorder
+    def __init__(self, side: Side, *, finished_sending: Callable[[str], None]) -> None:
+        geometry, settings, clock, recorder = side.geometry, side.settings, side.clock, side.recorder
+        self._side = side
+        self._answers = Answers(side.me, side.send, recorder)
+        self._writes = side.direction is Direction.PUSH
+        self._writer = Writer(side.transport, settings, geometry.fingerprint.num_slots, clock, recorder)
         self._finished_sending = finished_sending
         self._handshakes = Handshakes(
-            geometry, transport if self._writes else None, settings, clock, lost=self._on_link_replaced
+            geometry, side.transport if self._writes else None, settings, clock, lost=self._on_link_replaced
         )
         self._ledger = Ledger(settings, clock, recorder)
         self.registrations = Registrations(
@@ -160,7 +139,7 @@ class Producer:
         sending.request_ended = True
         sending.kept = True
         sending.num_kept = sum(block != NULL_BLOCK_ID for ids in command.block_ids for block in ids)
-        sending.waiting_since = self._clock()
+        sending.waiting_since = self._side.clock()
         if sending.phase is Phase.OPEN:
             if sending.blocks_changed(command.block_ids):
                 self._begin_closing(
@@ -198,13 +177,13 @@ class Producer:
         self._handshakes.hear(key)
         sending = self._ledger.get(message.transfer_id)
         if sending is not None and not sending.belongs_to(key):
-            self._recorder.refused("foreign_acceptance")
+            self._side.recorder.refused("foreign_acceptance")
             return
         if sending is not None and sending.phase is Phase.NOTIFYING:
             self._record_handover(sending)
             self._begin_closing(sending, Outcome.SENT, "handed over")
         else:
-            self._recorder.refused("late_acceptance")
+            self._side.recorder.refused("late_acceptance")
         if not self._writes:
             over = self._ledger.ending_of(message.transfer_id) or Ending("this transfer is not known here")
             self._answers.closed(message.envelope, message.transfer_id, over)
@@ -240,7 +219,7 @@ class Producer:
 
     def silent_peers(self) -> list[tuple[PeerKey, str]]:
         """Consumers with open transfers that should have renewed by now: (who, endpoint)."""
-        limit = self._clock() - self._settings.silent_s
+        limit = self._side.clock() - self._side.settings.silent_s
         waiting = {
             sending.destination.consumer
             for sending in self._ledger
@@ -300,7 +279,7 @@ class Producer:
         destination = sending.destination
         if destination is None:
             return
-        if self._clock() >= destination.lease_until:
+        if self._side.clock() >= destination.lease_until:
             self._begin_closing(sending, Outcome.LEASE_EXPIRED, "the consumer did not renew its lease")
             return
         link = self._handshakes.get(destination.consumer)
@@ -340,7 +319,7 @@ class Producer:
             return
         if not sending.belongs_to(destination.consumer):
             sending.drop_destination()
-            envelope = Envelope(*destination.consumer, self._me.epoch, destination.endpoint)
+            envelope = Envelope(*destination.consumer, self._side.me.epoch, destination.endpoint)
             self._answers.refuse(
                 envelope, sending.transfer_id, RefusalCode.FOREIGN, "this transfer is for another node"
             )
@@ -348,10 +327,10 @@ class Producer:
             destination.num_tokens,
             destination.token_hash,
         ):
-            self._recorder.refused("token_hash")
+            self._side.recorder.refused("token_hash")
             self._begin_closing(sending, Outcome.MISMATCHED, "the two nodes were given different tokens")
         else:
-            sending.paired_at = self._clock()
+            sending.paired_at = self._side.clock()
             self._moving[sending.transfer_id] = sending
             self._conclude(sending)
 
@@ -365,8 +344,8 @@ class Producer:
         ):
             sending.phase = Phase.NOTIFYING
             if sending.first_posted_at is not None:
-                sending.tally.last_byte_s = self._clock() - sending.first_posted_at
-                self._recorder.took("last_byte", sending.tally.last_byte_s)
+                sending.tally.last_byte_s = self._side.clock() - sending.first_posted_at
+                self._side.recorder.took("last_byte", sending.tally.last_byte_s)
             self._notify(sending)
         elif sending.phase is Phase.CLOSING and not sending.in_flight:
             destination = sending.destination
@@ -379,12 +358,12 @@ class Producer:
         source, destination = sending.source, sending.destination
         if source is None or destination is None or source.first_token is None:
             return
-        sending.notice_sent_at = self._clock()
+        sending.notice_sent_at = self._side.clock()
         blocks = destination.num_blocks
-        self._send(
+        self._side.send(
             destination.endpoint,
             HandoffNotice(
-                self._me.envelope(destination.consumer.epoch),
+                self._side.me.envelope(destination.consumer.epoch),
                 sending.transfer_id,
                 source.plan.num_tokens,
                 source.plan.token_hash,
@@ -398,13 +377,13 @@ class Producer:
     def _record_handover(self, sending: Sending) -> None:
         source, destination = sending.source, sending.destination
         if source is not None and source.fully_computed_at is not None:
-            sending.tally.handover_s = self._clock() - source.fully_computed_at
-            self._recorder.took("handover", sending.tally.handover_s)
+            sending.tally.handover_s = self._side.clock() - source.fully_computed_at
+            self._side.recorder.took("handover", sending.tally.handover_s)
         if destination is not None and not self._writes:
             positions = destination.positions()
             num_bytes = len(positions) * destination.mapping.grain_bytes
             sending.tally.num_bytes, sending.tally.blocks = num_bytes, destination.num_blocks
-            self._recorder.sent(destination.num_blocks, num_bytes)
+            self._side.recorder.sent(destination.num_blocks, num_bytes)
 
     def _block_bytes_of(self, destination: Destination) -> int:
         return destination.mapping.grain_bytes * destination.mapping.their_parts
@@ -418,12 +397,12 @@ class Producer:
 
     def _close(self, sending: Sending) -> None:
         sending.phase = Phase.CLOSED
-        self._recorder.ended(sending.outcome)
+        self._side.recorder.ended(sending.outcome)
         if sending.request_id is not None:
-            spans = sending.spans(self._clock())
-            self._recorder.keep_spans(sending.request_id, spans)
+            spans = sending.spans(self._side.clock())
+            self._side.recorder.keep_spans(sending.request_id, spans)
         tally = sending.tally
-        self._recorder.record(
+        self._side.recorder.record(
             TransferRecord(
                 request_id=sending.request_id or "",
                 outcome=sending.outcome.value,
@@ -437,15 +416,15 @@ class Producer:
             )
         )
         if sending.outcome is Outcome.LEASE_EXPIRED:
-            self._recorder.lease_expired()
+            self._side.recorder.lease_expired()
         handed_over = sending.outcome is Outcome.SENT
         self._ledger.ended(sending.transfer_id, Ending(sending.reason, handed_over))
         destination = sending.destination
         if destination is not None and not handed_over:
-            self._send(
+            self._side.send(
                 destination.endpoint,
                 TransferClosed(
-                    self._me.envelope(destination.consumer.epoch), sending.transfer_id, sending.reason
+                    self._side.me.envelope(destination.consumer.epoch), sending.transfer_id, sending.reason
                 ),
             )
 
@@ -454,21 +433,22 @@ class Producer:
         self._ledger.forget(sending)
         if sending.kept and sending.request_id is not None:
             sending.kept = False
-            self._recorder.freed(sending.num_kept, sending.outcome)
+            self._side.recorder.freed(sending.num_kept, sending.outcome)
             self._finished_sending(sending.request_id)
 
     def tick(self) -> None:
-        now = self._clock()
+        now = self._side.clock()
         for sending in self._ledger:
             destination, since = sending.destination, sending.waiting_since
             if sending.is_over:
                 continue
             if destination is not None and now >= destination.lease_until:
                 self._begin_closing(sending, Outcome.LEASE_EXPIRED, "the consumer did not renew its lease")
-            elif destination is None and since is not None and now >= since + self._settings.lease_s:
+            elif destination is None and since is not None and now >= since + self._side.settings.lease_s:
                 self._begin_closing(sending, Outcome.LEASE_EXPIRED, "no consumer registered")
             elif (
-                sending.notice_sent_at is not None and now >= sending.notice_sent_at + self._settings.retry_s
+                sending.notice_sent_at is not None
+                and now >= sending.notice_sent_at + self._side.settings.retry_s
             ):
                 self._notify(sending)
 

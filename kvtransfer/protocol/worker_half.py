@@ -24,6 +24,7 @@ from kvtransfer.protocol.identity import Identity
 from kvtransfer.protocol.loop import ProtocolLoop
 from kvtransfer.protocol.options import ProtocolOptions
 from kvtransfer.protocol.settings import Settings
+from kvtransfer.protocol.side import Side
 from kvtransfer.protocol.statistics import Recorder
 from kvtransfer.protocol.transport import Direction, Transport
 from wire.errors import InternalError
@@ -89,16 +90,19 @@ class WorkerHalf(WorkerConnector):
         self._memory = memory
         context = self._context
         reachable = self._transport.register(memory)
-        endpoint = Endpoint(
+        side = Side(
             Identity(context.node_id, context.epoch, self._channel.endpoint),
             PoolGeometry.of(memory, reachable, f"{self._transport.name}/{self._direction.value}"),
             self._direction,
             self._transport,
             self._settings,
             send=self._channel.send,
-            nobody_listens=self._channel.nobody_listens,
             clock=time.monotonic,
             recorder=self._recorder,
+        )
+        endpoint = Endpoint(
+            side,
+            nobody_listens=self._channel.nobody_listens,
             outcomes=Outcomes(self._finished_sending, self._finished_recving, self._failed_recving),
         )
         self._loop.start(endpoint)

@@ -18,6 +18,7 @@ from kvtransfer.protocol.endpoint import Endpoint, Outcomes
 from kvtransfer.protocol.geometry import PoolGeometry
 from kvtransfer.protocol.identity import Identity, token_hash
 from kvtransfer.protocol.settings import Settings
+from kvtransfer.protocol.side import Side
 from kvtransfer.protocol.statistics import Recorder
 from kvtransfer.protocol.transport import Activity, Direction, HandleId, Operation, RemoteId, Transport
 from kvtransfer.protocol.transport import Move as TransportMove
@@ -242,16 +243,19 @@ class Node:
         self.geometry = PoolGeometry(
             msgspec.structs.replace(fingerprint, **(cache or {})), memory, block_size, num_groups=1
         )
-        self.endpoint = Endpoint(
+        side = Side(
             self.identity,
             self.geometry,
             direction,
             self.transport,
             SETTINGS,
             send=lambda to, message: world.network.append((to, message)),
-            nobody_listens=lambda address: address in world.closed_addresses,
             clock=self.clock,
             recorder=self.recorder,
+        )
+        self.endpoint = Endpoint(
+            side,
+            nobody_listens=lambda address: address in world.closed_addresses,
             outcomes=Outcomes(self._sent, self._received, self._failed),
         )
 

@@ -1,0 +1,29 @@
+"""This node, as both halves of the protocol see it: who it is, what moves its bytes, what its messages leave by."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import msgspec
+
+from kvtransfer.protocol.geometry import PoolGeometry
+from kvtransfer.protocol.identity import Clock, Identity
+from kvtransfer.protocol.settings import Settings
+from kvtransfer.protocol.statistics import Recorder
+from kvtransfer.protocol.transport import Direction, Transport
+
+Send = Callable[[str, msgspec.Struct], None]
+"""To an endpoint. Never blocks."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Side:
+    me: Identity
+    geometry: PoolGeometry
+    direction: Direction
+    transport: Transport
+    settings: Settings
+    send: Send
+    clock: Clock
+    recorder: Recorder
