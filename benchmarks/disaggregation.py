@@ -19,6 +19,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from benchmarks.ending import exit_status
 from benchmarks.side_by_side.experiment import Experiment
 from benchmarks.side_by_side.loads import FULL, QUICK, cells_of
 from benchmarks.side_by_side.outcome import Outcome, judge
@@ -31,7 +32,7 @@ from cluster.bench.report import Machine
 from cluster.bench.slo import parse_service_level
 from cluster.bench.vocabulary import TextVocabulary, load_tokenizer
 from cluster.model_store import prepare_model
-from wire.errors import ConfigurationError, TandemError
+from wire.errors import ConfigurationError
 
 _TABLE_WIDTH = 160
 
@@ -39,13 +40,7 @@ _TABLE_WIDTH = 160
 def main() -> int:
     options = _parse()
     console = Console(stderr=True)
-    try:
-        return _run(options, console)
-    except TandemError as error:
-        console.print(str(error), style="red", markup=False)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    return exit_status(lambda: _run(options, console), console)
 
 
 def _parse() -> argparse.Namespace:

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from benchmarks.ending import exit_status
 from benchmarks.side_by_side.processes import Family, adopt_orphans
 from benchmarks.side_by_side.systems import Started, running, tandem_system
 from benchmarks.soaking.cluster import ClusterView
@@ -52,13 +53,7 @@ _WIDTH = 140
 def main() -> int:
     options = _parse()
     console = Console(stderr=True)
-    try:
-        return _run(options, console)
-    except TandemError as error:
-        console.print(str(error), style="red", markup=False)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    return exit_status(lambda: _run(options, console), console)
 
 
 def _parse() -> argparse.Namespace:

@@ -22,9 +22,10 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.ending import exit_status
 from cluster.bench.report import Machine, write_json
 from cluster.model_store import prepare_model
-from wire.errors import ConfigurationError, TandemError
+from wire.errors import ConfigurationError
 
 _WIDTH = 120
 _LOG_TAIL_LINES = 12
@@ -153,13 +154,7 @@ def main() -> int:
     )
     options = parser.parse_args()
     console = Console(stderr=True)
-    try:
-        return _run(options.only, options.model, options.out.resolve(), console)
-    except TandemError as error:
-        console.print(str(error), style="red", markup=False)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    return exit_status(lambda: _run(options.only, options.model, options.out.resolve(), console), console)
 
 
 def _run(only: Sequence[str] | None, model: str, folder: Path, console: Console) -> int:

@@ -12,6 +12,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from engine.model.native.forward import NativeLlamaForward, supports
+from tests.engine.model.hooks import Recorder
 from tests.engine.native.batches import Sequences
 from wire.errors import ConfigurationError, InternalError
 
@@ -140,23 +141,12 @@ def test_threads_and_batches_change_no_bit(unit: Unit) -> None:
         forward.close()
 
 
-class Hooks:
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, int]] = []
-
-    def wait_for_layer_load(self, layer: int) -> None:
-        self.calls.append(("load", layer))
-
-    def save_kv_layer(self, layer: int) -> None:
-        self.calls.append(("save", layer))
-
-
 @pytest.mark.parametrize("count", [1, 100])
 def test_hooks_surround_every_layer_in_order(count: int) -> None:
     model = build("llama")
     forward, sequences = native(model)
     expected = forward(sequences.batch({0: tokens(count)})).clone()
-    hooks = Hooks()
+    hooks = Recorder()
     assert torch.equal(forward(sequences.batch({1: tokens(count)}), hooks), expected)
     layers = model.config.num_hidden_layers
     for kind in ("load", "save"):
@@ -168,7 +158,7 @@ def test_hooks_surround_every_layer_in_order(count: int) -> None:
     assert saved_before_last_load == (layers - 1 if count == 100 else 0)
 
 
-class FailingHooks(Hooks):
+class FailingHooks(Recorder):
     def save_kv_layer(self, layer: int) -> None:
         raise RuntimeError("the connector failed")
 

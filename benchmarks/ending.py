@@ -1,0 +1,19 @@
+"""How a benchmark's command ends: with its own status, a mistake in one line, or as one that was interrupted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rich.console import Console
+
+from wire.errors import TandemError
+
+
+def exit_status(run: Callable[[], int], console: Console) -> int:
+    try:
+        return run()
+    except TandemError as error:
+        console.print(str(error), style="red", markup=False)
+        return 1
+    except KeyboardInterrupt:
+        return 130
