@@ -149,6 +149,9 @@ async def _watch(watch: Watch, family: Family, load: SoakLoad, console: Console)
     while True:
         at = time.monotonic() - began
         watch.look([os.getpid(), *family.members()], at)
+        # At once: nobody should wait half an hour to learn that it will end badly, and why.
+        while load.tally.news:
+            console.print(f"{at / 60:.1f} min: {load.tally.news.pop(0)}", style="red", markup=False)
         if at - said >= _SAY_EVERY_S:
             said = at
             tally = load.tally

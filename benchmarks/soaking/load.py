@@ -80,4 +80,4 @@ class SoakLoad:
         known = self._questions.known[index]
         self.tally.checked += 1
         if text != known.answer:
-            self.tally.wrong.append(f"question {index}: {text!r} instead of {known.answer!r}")
+            self.tally.answered_wrongly(f"question {index}: {text!r} instead of {known.answer!r}")

@@ -93,9 +93,12 @@ class Questions:
             question = self._fresh(Ending.ABORT)
             # Many in the first moments, some long after: every phase has its turn.
             return Question(
-                question.body | {"max_tokens" if not question.is_chat else "max_completion_tokens": 200, "ignore_eos": True},
-                question.is_chat, Ending.ABORT, abort_after_s=rng.expovariate(1.0), kinds=("abort",),
-            )  # fmt: skip
+                _endless(question),
+                question.is_chat,
+                Ending.ABORT,
+                abort_after_s=rng.expovariate(1.0),
+                kinds=("abort",),
+            )
         if rng.random() < _KNOWN:
             index = rng.randrange(len(self.known))
             known = self.known[index]
@@ -127,6 +130,14 @@ class Questions:
         return Question(body, is_chat, ending, kinds=tuple(kinds))
 
 
+def _endless(question: Question) -> dict[str, Any]:
+    """So that whoever goes away goes in the middle. What follows a grammar ends where the grammar does."""
+    longest = {"max_completion_tokens" if question.is_chat else "max_tokens": 200}
+    if "response_format" not in question.body:
+        longest["ignore_eos"] = True
+    return question.body | longest
+
+
 @dataclass(slots=True)
 class Tally:
     """What came of them."""
@@ -139,7 +150,15 @@ class Tally:
     examples: dict[str, str] = field(default_factory=dict)
     checked: int = 0  # answers that were known
     wrong: list[str] = field(default_factory=list)
+    news: list[str] = field(default_factory=list)  # what went badly and nobody has been told yet
 
     def failed(self, kind: str, example: str) -> None:
+        """The first of each kind is told; the others are counted."""
+        if kind not in self.failures:
+            self.examples[kind] = example[:300]
+            self.news.append(f"failed, {kind}: {self.examples[kind]}")
         self.failures[kind] = self.failures.get(kind, 0) + 1
-        self.examples.setdefault(kind, example[:300])
+
+    def answered_wrongly(self, what: str) -> None:
+        self.wrong.append(what)
+        self.news.append(f"wrong: {what}")

@@ -229,6 +229,13 @@ def completion(text: str) -> httpx.Response:
     return httpx.Response(200, json={"choices": [choice], "usage": {"completion_tokens": 1}})
 
 
+def test_nobody_asks_for_an_answer_that_follows_a_grammar_and_never_ends() -> None:
+    questions = Questions(["word"], "model", seed=0)
+    bodies = [questions.draw().body for _ in range(2000)]
+    assert any("response_format" in body for body in bodies)
+    assert not any("response_format" in body and body.get("ignore_eos") for body in bodies)
+
+
 def test_an_answer_that_changes_is_wrong_and_one_that_fails_is_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -240,6 +247,7 @@ def test_an_answer_that_changes_is_wrong_and_one_that_fails_is_counted(
     tally = loaded(answer, monkeypatch).tally
     assert tally.failures == {"http_500": 1}
     assert tally.wrong == ["question 0: 'other' instead of 'right'"]
+    assert len(tally.news) == 2, "each is told once"
     assert tally.checked == tally.answered == tally.by_kind["known"]
     assert tally.answered >= 36
 
