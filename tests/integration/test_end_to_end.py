@@ -12,10 +12,12 @@ from typing import Any
 import httpx
 import jsonschema
 import openai
+import psutil
 import pytest
 
 from cluster.trace.account import a_step, first_token_s, handover, way_to_first_token
 from cluster.trace.fetch import TraceClient
+from tests.faults.processes import actors
 from tests.integration.conftest import (
     BLOCK_BYTES,
     BLOCK_SIZE,
@@ -86,6 +88,11 @@ def server(deploy: Deploy, smollm2_path: Path, expected: list[Expected]) -> Iter
 
 
 class TestOnePrefillOneDecode:
+    def test_nodes_do_not_stand_behind_whatever_else_the_machine_does(self, server: Running) -> None:
+        processes = [process for kind in ("prefill", "decode", "router") for process in actors(kind)]
+        assert len(processes) == 3
+        assert {process.nice() for process in processes} == {psutil.Process().nice()}
+
     def test_streamed_and_together_the_tokens_are_transformers_own(
         self, server: Running, expected: list[Expected]
     ) -> None:
