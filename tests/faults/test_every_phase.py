@@ -33,6 +33,7 @@ from tests.integration.reference import Expected
 KILLS = int(os.environ.get("TANDEM_KILLS", "1"))
 TOKENS = 32
 LONG_PROMPT = 19  # 1,500 tokens: seconds of reading, chunk by chunk
+PROMPT = 17  # 512 tokens, where the fault comes before or after the reading
 QUEUED = 3  # requests at once, so that all but the first wait in the prefill nodes' queues
 SEEDS = 3  # trials take turns with them
 
@@ -155,10 +156,11 @@ class Question:
         return Watched(server, self.prompt, {**self.fields, "cache_salt": salt})
 
 
-def questions(expected: list[Expected], sampling: dict[str, Any], trial: int, count: int) -> list[Question]:
-    """As many as are asked at once. Other trials have the same prompts, or with other seeds."""
+def questions(expected: list[Expected], sampling: dict[str, Any], phase: Phase, trial: int) -> list[Question]:
+    """What is asked at once. Other trials have the same prompts, or with other seeds."""
     fields = {**sampling, "seed": trial % SEEDS} if "seed" in sampling else sampling
-    prompts = [list(expected[LONG_PROMPT].prompt) for _ in range(count)]
+    length = LONG_PROMPT if phase in (Phase.PREFILL, Phase.TRANSFER) else PROMPT
+    prompts = [list(expected[length].prompt) for _ in range(QUEUED if phase is Phase.QUEUED else 1)]
     for number, prompt in enumerate(prompts):
         random.Random(number).shuffle(prompt)
     return [Question(prompt, fields) for prompt in prompts]
@@ -192,7 +194,7 @@ def test_a_node_killed_in_this_phase_changes_nothing_in_any_text(
     sampling: dict[str, Any],
 ) -> None:
     for trial in range(KILLS):
-        asked = questions(expected, sampling, trial, QUEUED if phase is Phase.QUEUED else 1)
+        asked = questions(expected, sampling, phase, trial)
         right = [in_peace(question) for question in asked]
         watched = [question.ask(server, f"{phase}/{'seed' in sampling}/{trial}") for question in asked]
         moment: list[float] = []

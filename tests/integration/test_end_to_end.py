@@ -11,7 +11,6 @@ from typing import Any
 
 import httpx
 import jsonschema
-import openai
 import psutil
 import pytest
 
@@ -123,22 +122,6 @@ class TestOnePrefillOneDecode:
         lacking = sum(blocks_of(n) - (n - 1) // BLOCK_SIZE for n in LENGTHS)
         assert after["transfer_blocks_received"] - before["transfer_blocks_received"] == lacking
         assert after["prompt_tokens_computed"] == 0
-
-    def test_the_official_client_works_unchanged(self, server: Running) -> None:
-        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
-        assert [model.id for model in client.models.list()] == [server.model]
-        question = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
-        whole = client.chat.completions.create(
-            model=server.model, messages=question, temperature=0, max_tokens=24
-        )
-        assert "Paris" in (whole.choices[0].message.content or "")
-        assert whole.usage is not None
-        assert whole.usage.completion_tokens > 0
-        parts = client.chat.completions.create(
-            model=server.model, messages=question, temperature=0, max_tokens=24, stream=True
-        )
-        streamed = "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
-        assert streamed == whole.choices[0].message.content
 
     def test_a_seeded_request_says_the_same_twice(self, server: Running, expected: list[Expected]) -> None:
         prompt = expected[9].prompt

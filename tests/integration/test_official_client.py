@@ -1,0 +1,320 @@
+"""OpenAI's own client against a real cluster: what docs/api.md promises, asked the way that its users ask."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from pydantic import BaseModel
+
+from tests.integration.conftest import Deploy, Running, float32_config
+from tests.integration.reference import Expected
+
+CAPITAL = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
+PROMPT = "The quick brown fox jumps over"
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather in a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string", "enum": ["Paris", "Rome"]},
+                "days": {"type": "integer", "minimum": 1, "maximum": 7},
+            },
+            "required": ["city", "days"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+class City(BaseModel):
+    name: str
+    inhabitants: int
+
+
+@pytest.fixture(scope="module")
+def server(deploy: Deploy, smollm2_path: Path, expected: list[Expected]) -> Iterator[Running]:
+    """One prefill node and one decode node. `expected` is asked for first: it wants both cores."""
+    with deploy(float32_config(smollm2_path, prefill=1, decode=1)) as running:
+        yield running
+        running.until_quiet()
+
+
+@pytest.fixture(scope="module")
+def client(server: Running) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=120) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def model(server: Running) -> str:
+    return server.model
+
+
+@pytest.fixture(scope="module")
+def sentence(client: openai.OpenAI, model: str) -> str:
+    """What greedy decoding says about the capital."""
+    answer = client.chat.completions.create(
+        model=model, messages=CAPITAL, temperature=0, max_completion_tokens=24
+    )
+    text = answer.choices[0].message.content or ""
+    assert "Paris" in text
+    return text
+
+
+class TestModels:
+    def test_they_are_listed_and_found_by_name(self, client: openai.OpenAI, model: str) -> None:
+        assert [one.id for one in client.models.list()] == [model]
+        assert client.models.retrieve(model).id == model
+
+    def test_one_that_is_not_served_is_not_found_wherever_it_is_named(self, client: openai.OpenAI) -> None:
+        with pytest.raises(openai.NotFoundError, match="gpt-9"):
+            client.models.retrieve("gpt-9")
+        with pytest.raises(openai.NotFoundError) as caught:
+            client.completions.create(model="gpt-9", prompt=PROMPT)
+        assert caught.value.code == "model_not_found"
+
+
+class TestCompletions:
+    def test_text_and_its_tokens_are_the_same_prompt(
+        self, client: openai.OpenAI, model: str, server: Running
+    ) -> None:
+        tokens = server.http.post("/tokenize", json={"model": model, "prompt": PROMPT}).json()["tokens"]
+        back = server.http.post("/detokenize", json={"model": model, "tokens": tokens}).json()
+        assert back["prompt"] == PROMPT
+        texts = [
+            client.completions.create(model=model, prompt=prompt, temperature=0, max_tokens=8).choices[0].text
+            for prompt in (PROMPT, tokens)
+        ]
+        assert texts[0] == texts[1] != ""
+
+    def test_several_prompts_have_their_answers_in_order(
+        self, client: openai.OpenAI, model: str, expected: list[Expected]
+    ) -> None:
+        some = expected[:4]
+        prompts = [item.prompt for item in some]
+        answer = client.completions.create(model=model, prompt=prompts, temperature=0, max_tokens=16)
+        assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+        assert [choice.text for choice in answer.choices] == [item.text for item in some]
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens == sum(len(prompt) for prompt in prompts)
+
+    def test_a_stream_says_what_the_whole_answer_says_and_ends_with_the_usage(
+        self, client: openai.OpenAI, model: str
+    ) -> None:
+        fields: Any = {"model": model, "prompt": PROMPT, "temperature": 0, "max_tokens": 12}
+        whole = client.completions.create(**fields)
+        parts = list(client.completions.create(**fields, stream=True, stream_options={"include_usage": True}))
+        assert "".join(part.choices[0].text for part in parts if part.choices) == whole.choices[0].text
+        assert parts[-1].choices == []
+        assert whole.usage is not None
+        assert parts[-1].usage is not None
+        assert parts[-1].usage.completion_tokens == whole.usage.completion_tokens
+
+    def test_echo_puts_the_prompt_in_front_with_its_log_probabilities(
+        self, client: openai.OpenAI, model: str
+    ) -> None:
+        answer = client.completions.create(
+            model=model, prompt=PROMPT, echo=True, logprobs=2, temperature=0, max_tokens=4
+        )
+        choice = answer.choices[0]
+        assert choice.text.startswith(PROMPT)
+        assert choice.logprobs is not None
+        assert "".join(choice.logprobs.tokens or []) == choice.text
+        first, *others = choice.logprobs.token_logprobs or []
+        assert first is None, "nothing stands before the first token"
+        assert all(value <= 0 for value in others)
+
+    def test_the_best_of_several_is_the_likeliest(self, client: openai.OpenAI, model: str) -> None:
+        fields: Any = {"model": model, "prompt": PROMPT, "temperature": 1, "seed": 3, "max_tokens": 6}
+        every = client.completions.create(**fields, n=4, logprobs=0)
+        best = client.completions.create(**fields, n=1, best_of=4)
+
+        def mean(choice: Any) -> float:
+            return math.fsum(choice.logprobs.token_logprobs) / len(choice.logprobs.token_logprobs)
+
+        assert best.choices[0].text == max(every.choices, key=mean).text
+
+    def test_a_seed_says_the_same_again_and_each_choice_something_of_its_own(
+        self, client: openai.OpenAI, model: str
+    ) -> None:
+        fields: Any = {"model": model, "prompt": PROMPT, "temperature": 1, "max_tokens": 12}
+        first, again = (
+            [choice.text for choice in client.completions.create(**fields, seed=11, n=3).choices]
+            for _ in range(2)
+        )
+        assert first == again
+        assert len(set(first)) == 3
+
+    def test_a_bias_forbids_a_token(self, client: openai.OpenAI, model: str, server: Running) -> None:
+        fields: Any = {"model": model, "prompt": PROMPT, "temperature": 0, "max_tokens": 1}
+        text = client.completions.create(**fields).choices[0].text
+        body = {"model": model, "prompt": text, "add_special_tokens": False}
+        token = server.http.post("/tokenize", json=body).json()["tokens"][0]
+        assert client.completions.create(**fields, logit_bias={str(token): -100}).choices[0].text != text
+
+    def test_a_suffix_is_refused_by_name(self, client: openai.OpenAI, model: str) -> None:
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.completions.create(model=model, prompt=PROMPT, suffix="the end")
+        assert caught.value.param == "suffix"
+
+
+class TestChats:
+    def test_a_stream_says_what_the_whole_answer_says(
+        self, client: openai.OpenAI, model: str, sentence: str
+    ) -> None:
+        parts = client.chat.completions.create(
+            model=model, messages=CAPITAL, temperature=0, max_completion_tokens=24, stream=True
+        )
+        assert "".join(part.choices[0].delta.content or "" for part in parts if part.choices) == sentence
+
+    def test_every_role_is_understood(self, client: openai.OpenAI, model: str) -> None:
+        call = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": "{}"}}
+        messages: Any = [
+            {"role": "system", "content": "You are brief."},
+            {"role": "user", "content": [{"type": "text", "text": "Is it warm in Rome?"}]},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "call_1", "content": "31 degrees"},
+            {"role": "user", "content": "So?"},
+        ]
+        answer = client.chat.completions.create(model=model, messages=messages, max_completion_tokens=8)
+        assert answer.choices[0].message.role == "assistant"
+        assert answer.usage is not None
+        assert 0 < answer.usage.completion_tokens <= 8
+
+    def test_a_stop_string_is_found_across_tokens_and_never_shown(
+        self, client: openai.OpenAI, model: str, sentence: str
+    ) -> None:
+        stop = sentence[len(sentence) // 2 - 3 : len(sentence) // 2 + 4]
+        fields: Any = {"model": model, "messages": CAPITAL, "temperature": 0, "stop": [stop]}
+        whole = client.chat.completions.create(**fields, max_completion_tokens=24)
+        parts = client.chat.completions.create(**fields, max_completion_tokens=24, stream=True)
+        shown = "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
+        assert whole.choices[0].finish_reason == "stop"
+        assert whole.choices[0].message.content == shown == sentence[: sentence.index(stop)]
+
+    def test_log_probabilities_come_with_their_alternatives(self, client: openai.OpenAI, model: str) -> None:
+        answer = client.chat.completions.create(
+            model=model,
+            messages=CAPITAL,
+            temperature=0,
+            max_completion_tokens=6,
+            logprobs=True,
+            top_logprobs=3,
+        )
+        logprobs = answer.choices[0].logprobs
+        assert logprobs is not None
+        assert logprobs.content is not None
+        assert "".join(token.token for token in logprobs.content) == answer.choices[0].message.content
+        for token in logprobs.content:
+            assert len(token.top_logprobs) == 3
+            assert token.top_logprobs[0].token == token.token, "greedy takes the likeliest"
+
+    def test_a_prefix_that_was_read_before_is_counted_unless_the_salt_is_another(
+        self, client: openai.OpenAI, model: str, expected: list[Expected]
+    ) -> None:
+        def cached(salt: str) -> int:
+            answer = client.completions.create(
+                model=model, prompt=expected[17].prompt, max_tokens=2, extra_body={"cache_salt": salt}
+            )
+            assert answer.usage is not None
+            details = answer.usage.prompt_tokens_details
+            return (details.cached_tokens or 0) if details is not None else 0
+
+        assert cached("one tenant") == 0
+        assert cached("one tenant") > 400
+        assert cached("another") == 0
+
+
+class TestStructure:
+    def test_a_schema_given_as_a_class_comes_back_as_one(self, client: openai.OpenAI, model: str) -> None:
+        answer = client.chat.completions.parse(
+            model=model, messages=CAPITAL, temperature=0, max_completion_tokens=120, response_format=City
+        )
+        assert isinstance(answer.choices[0].message.parsed, City)
+
+    def test_a_json_object_is_one(self, client: openai.OpenAI, model: str) -> None:
+        answer = client.chat.completions.create(
+            model=model,
+            messages=[{"role": "user", "content": "A JSON object with one key, please."}],
+            temperature=0,
+            max_completion_tokens=200,
+            response_format={"type": "json_object"},
+        )
+        choice = answer.choices[0]
+        if choice.finish_reason == "stop":  # a small model may talk until it is cut off
+            assert isinstance(json.loads(choice.message.content or ""), dict)
+        else:
+            assert (choice.message.content or "").lstrip().startswith("{")
+
+    @pytest.mark.parametrize(
+        "choice",
+        ["required", {"type": "function", "function": {"name": "get_weather"}}],
+        ids=["any", "named"],
+    )
+    def test_a_required_call_is_made_whole_and_streamed(
+        self, client: openai.OpenAI, model: str, choice: Any
+    ) -> None:
+        fields: Any = {
+            "model": model,
+            "messages": [{"role": "user", "content": "Weather in Rome for three days?"}],
+            "tools": [WEATHER],
+            "tool_choice": choice,
+            "parallel_tool_calls": False,
+            "temperature": 0,
+            "max_completion_tokens": 80,
+        }
+        (call,) = client.chat.completions.create(**fields).choices[0].message.tool_calls or []
+        arguments = json.loads(call.function.arguments)
+        assert call.function.name == "get_weather"
+        assert arguments["city"] in ("Paris", "Rome")
+        assert 1 <= arguments["days"] <= 7
+        with client.chat.completions.stream(**fields) as stream:
+            (streamed,) = stream.get_final_completion().choices[0].message.tool_calls or []
+        assert json.loads(streamed.function.arguments) == arguments
+
+    def test_no_call_is_made_where_none_is_wanted(self, client: openai.OpenAI, model: str) -> None:
+        answer = client.chat.completions.create(
+            model=model, messages=CAPITAL, tools=[WEATHER], tool_choice="none", max_completion_tokens=8
+        )
+        assert not answer.choices[0].message.tool_calls
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("fields", "param"),
+        [
+            ({"temperature": 3}, "temperature"),
+            ({"max_tokens": -1}, "max_tokens"),
+            ({"n": 0}, "n"),
+            ({"logprobs": 21}, "logprobs"),
+            ({"extra_body": {"kv_transfer_params": {}}}, "kv_transfer_params"),
+            ({"extra_body": {"temprature": 1}}, "temprature"),
+        ],
+    )
+    def test_a_mistake_is_named(
+        self, client: openai.OpenAI, model: str, fields: dict[str, Any], param: str
+    ) -> None:
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.completions.create(model=model, prompt=PROMPT, **fields)
+        assert caught.value.param == param
+        assert param in str(caught.value)
+
+    def test_more_than_the_context_is_an_error_of_its_own(self, client: openai.OpenAI, model: str) -> None:
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.completions.create(model=model, prompt=[5] * 9000)
+        assert caught.value.code == "context_length_exceeded"
+
+
+def test_the_document_and_its_page_are_there(server: Running) -> None:
+    document = server.http.get("/openapi.json").json()
+    assert {"/v1/completions", "/v1/chat/completions", "/tokenize"} <= set(document["paths"])
+    assert "text/html" in server.http.get("/docs").headers["content-type"]
