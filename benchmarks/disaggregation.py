@@ -31,7 +31,7 @@ from cluster.bench.plot import new_figure, save
 from cluster.bench.report import Machine
 from cluster.bench.slo import parse_service_level
 from cluster.bench.vocabulary import TextVocabulary, load_tokenizer
-from cluster.model_store import prepare_model
+from cluster.models.store import prepare_model
 from wire.errors import ConfigurationError
 
 _TABLE_WIDTH = 160

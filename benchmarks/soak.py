@@ -36,7 +36,7 @@ from benchmarks.soaking.verdict import Soaked, judge, tallied
 from benchmarks.soaking.watching import Watch
 from cluster.bench.report import Machine, write_json
 from cluster.bench.vocabulary import TextVocabulary, load_tokenizer
-from cluster.model_store import prepare_model
+from cluster.models.store import prepare_model
 from wire.errors import ConfigurationError, TandemError
 
 _NODES = ("--prefill", "2", "--decode", "2")

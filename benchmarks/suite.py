@@ -24,7 +24,7 @@ from rich.table import Table
 
 from benchmarks.ending import exit_status
 from cluster.bench.report import Machine, write_json
-from cluster.model_store import prepare_model
+from cluster.models.store import prepare_model
 from wire.errors import ConfigurationError
 
 _WIDTH = 120

@@ -33,7 +33,7 @@ from cluster.bench.vocabulary import (
     load_tokenizer,
 )
 from cluster.bench.workload import Session
-from cluster.model_store import find_model
+from cluster.models.store import find_model
 from cluster.trace.fetch import TraceClient
 from cluster.trace.picture import draw_trace, save_picture
 from cluster.trace.text import show_trace
