@@ -3,7 +3,8 @@
     cli           the `tandem` command; what its subcommands do is commands/, bench/ and trace/
     config        everything that can be set; settings, rules, describe: read, checked, and its mistakes named at once;
                   changes: what of it a cluster that runs can take on
-    control, hosts, launcher, events   the contracts between what follows; clock, tasks: what all of it needs
+    control, hosts, launcher, events   the contracts between what follows; clock, tasks, saving: what
+                  several of them need
     pools/        keeps every pool what it should be: controller, placement, supervision, scaling. Knows no Ray
     on_ray/       those contracts on Ray: machines, processes, memory, and the controller as an actor
     static_hosts/ machines that one has, as pools for `ray up`

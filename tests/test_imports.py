@@ -37,7 +37,7 @@ WITHIN_CLUSTER: dict[str, set[str]] = {
     "static_hosts": set(),
     "on_ray": {"pools", "models"},
     "commands": {"pools", "models", "on_ray"},
-    "trace": {"bench"},
+    "trace": set(),
     "bench": {"models", "trace"},
 }
 MAY_IMPORT_RAY = ("cluster/on_ray/", "cluster/static_hosts/")
