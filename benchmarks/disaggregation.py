@@ -27,11 +27,11 @@ from benchmarks.side_by_side.processes import adopt_orphans
 from benchmarks.side_by_side.resume import keep, resume
 from benchmarks.side_by_side.show import draw_outcome, print_outcome
 from benchmarks.side_by_side.systems import System, tandem_systems, vllm_systems
-from cluster.bench.plot import new_figure, save
 from cluster.bench.report import Machine
 from cluster.bench.slo import parse_service_level
 from cluster.bench.vocabulary import TextVocabulary, load_tokenizer
-from cluster.model_store import prepare_model
+from cluster.models.store import prepare_model
+from cluster.saving import check_picture, save_picture
 from wire.errors import ConfigurationError
 
 _TABLE_WIDTH = 160
@@ -66,7 +66,6 @@ def _parse() -> argparse.Namespace:
 
 
 def _run(options: argparse.Namespace, console: Console) -> int:
-    new_figure(1, 1)  # missing matplotlib is said now, not after an hour
     plan = QUICK if options.quick else FULL
     runs = options.runs if options.runs is not None else (1 if options.quick else 3)
     if runs < 1:
@@ -75,6 +74,8 @@ def _run(options: argparse.Namespace, console: Console) -> int:
     model = Path(prepare_model(options.model, lambda what, share: None).path)
     systems = _systems(options, model)
     folder: Path = options.out.resolve()
+    picture = folder / "outcome.png"
+    check_picture(picture, "--out")
     folder.mkdir(parents=True, exist_ok=True)
     fresh = Outcome(
         made_at=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -95,7 +96,7 @@ def _run(options: argparse.Namespace, console: Console) -> int:
     print_outcome(Console(width=_TABLE_WIDTH), outcome)
     with (folder / "outcome.txt").open("w") as text:
         print_outcome(Console(file=text, width=_TABLE_WIDTH), outcome)
-    save(draw_outcome(outcome, experiment.gaps), folder / "outcome.png")
+    save_picture(draw_outcome(outcome, experiment.gaps), picture)
     console.print(f"In {folder}: outcome.json, outcome.txt, outcome.png; each system's output beside them.")
     return 0 if outcome.examined else 1
 

@@ -31,10 +31,10 @@ from cluster.bench.api import Api
 from cluster.bench.connections import Address, HttpClient
 from cluster.bench.load import Load
 from cluster.bench.metrics import Summary, summarize
-from cluster.bench.report import write_json
 from cluster.bench.shape import RequestShape
 from cluster.bench.synthetic import Lengths, random_prompts
 from cluster.bench.vocabulary import GuessedVocabulary
+from cluster.saving import write_json
 from wire.errors import DeadlineExceeded, TandemError, Unavailable
 
 _USERS, _REQUESTS, _INPUT, _OUTPUT = 8, 64, 128, 64

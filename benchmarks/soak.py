@@ -34,9 +34,10 @@ from benchmarks.soaking.questions import Questions
 from benchmarks.soaking.show import print_soaked
 from benchmarks.soaking.verdict import Soaked, judge, tallied
 from benchmarks.soaking.watching import Watch
-from cluster.bench.report import Machine, write_json
+from cluster.bench.report import Machine
 from cluster.bench.vocabulary import TextVocabulary, load_tokenizer
-from cluster.model_store import prepare_model
+from cluster.models.store import prepare_model
+from cluster.saving import write_json
 from wire.errors import ConfigurationError, TandemError
 
 _NODES = ("--prefill", "2", "--decode", "2")

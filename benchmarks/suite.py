@@ -23,8 +23,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.ending import exit_status
-from cluster.bench.report import Machine, write_json
-from cluster.model_store import prepare_model
+from cluster.bench.report import Machine
+from cluster.models.store import prepare_model
+from cluster.saving import write_json
 from wire.errors import ConfigurationError
 
 _WIDTH = 120

@@ -1,16 +1,15 @@
 """The composition root: from one configuration to a running deployment, and everything that keeps it running.
 
-    config, settings, rules     what the operator asked for, and every mistake in it at once
-    preflight, doctor           can this machine do it
-    model_store, model_fetch    from a model's name to a folder that every node can open
-    placement                   which node gets which cores, device and share of memory
-    controller                  keeps a deployment what its configuration says; knows no Ray
-      supervisor, node_supervisor, router_supervisor, membership, clock, events
-    launcher, ray_launcher      where nodes and routers run: the interface, and Ray behind it
-    ray_runtime                 Ray on this machine: ours, quiet, and gone with us
-    deployment, serve           all of it together, from the command to the last process ended
-    cli, chat, status, progress the `tandem` command
-    provider                    pools on machines that one has, for `ray up`
+    cli           the `tandem` command; what its subcommands do is commands/, bench/ and trace/
+    config        everything that can be set; settings, rules, describe: read, checked, and its mistakes named at once;
+                  changes: what of it a cluster that runs can take on
+    control, hosts, launcher, events   the contracts between what follows; clock, tasks, saving: what
+                  several of them need
+    pools/        keeps every pool what it should be: controller, placement, supervision, scaling. Knows no Ray
+    on_ray/       those contracts on Ray: machines, processes, memory, and the controller as an actor
+    static_hosts/ machines that one has, as pools for `ray up`
+    models/       from a model's name to a folder that a node can open
+    commands/     what an operator types, and what is shown
 
-Floor 5: imports everything below, is imported by nothing.
+`ray` is imported in on_ray/ and static_hosts/ alone. Floor 5: imports everything below, is imported by nothing.
 """

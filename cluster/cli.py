@@ -103,7 +103,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     chat.set_defaults(run=_chat)
 
-    from cluster.operate_options import add_commands
+    from cluster.commands.operate_options import add_commands
 
     add_commands(commands)
 
@@ -182,13 +182,13 @@ def read_settings(options: argparse.Namespace) -> Settings:
 
 def _serve(options: argparse.Namespace) -> int:
     config = read_settings(options).config
-    from cluster.serve import Where, serve
+    from cluster.commands.serve import Where, serve
 
     return serve(config, Where(options.address, options.detach))
 
 
 def _config(options: argparse.Namespace) -> int:
-    from cluster.show_config import render
+    from cluster.commands.show_config import render
 
     print(render(read_settings(options)), end="")
     return 0
@@ -197,7 +197,7 @@ def _config(options: argparse.Namespace) -> int:
 def _doctor(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from cluster.doctor import doctor
+    from cluster.commands.doctor import doctor
 
     return doctor(read_settings(options).config, Console())
 
@@ -211,7 +211,7 @@ def _bench(options: argparse.Namespace) -> int:
 def _chat(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from cluster.chat import ChatClient, chat, key_from_environment
+    from cluster.commands.chat import ChatClient, chat, key_from_environment
 
     client = ChatClient(options.url.rstrip("/"), key_from_environment())
     try:
@@ -225,7 +225,7 @@ def _chat(options: argparse.Namespace) -> int:
 def _trace(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from cluster.chat import key_from_environment
+    from cluster.commands.chat import key_from_environment
     from cluster.trace.command import run
     from cluster.trace.fetch import TraceClient
 
@@ -239,8 +239,8 @@ def _trace(options: argparse.Namespace) -> int:
 def _fetch(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from cluster.model_store import prepare_model
-    from cluster.progress import Display
+    from cluster.commands.progress import Display
+    from cluster.models.store import prepare_model
 
     display = Display(Console())
     display.start()

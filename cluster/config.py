@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-from cluster.autoscaling import AutoscalingConfig, SloConfig
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.node_config import NodeTimeouts
 from kvtransfer.base import TransferConfig
@@ -41,6 +40,20 @@ class PoolsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def total(self) -> int:
         return sum(self.of(role).first_size for role in Role)
+
+
+class SloConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What users are to feel. Pools with a `max` are scaled to keep it."""
+
+    ttft_s: float = 2.0  # from a request to its first token
+    inter_token_s: float = 0.1  # between two tokens of an answer
+
+
+class AutoscalingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    period_s: float = 1.0  # between two looks
+    grow_after_s: float = 10.0  # of breaking the SLO
+    shrink_after_s: float = 120.0  # of having room to spare
+    settle_s: float = 15.0  # after a change, before what is measured counts again
 
 
 class ClusterTimeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

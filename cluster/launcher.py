@@ -1,4 +1,4 @@
-"""Where nodes and routers run, as the controller sees it. `ray_launcher` is one answer, the tests' fake another.
+"""Where nodes and routers run, as the controller sees it. `on_ray.launcher` is one answer, the tests' fake another.
 
 A handle is one incarnation of one process: when it has ended it stays ended, and a replacement is a new handle. A
 process that runs already under its name, with the same configuration, is adopted as it is: so a controller that was

@@ -7,8 +7,7 @@ from typing import Any
 
 import msgspec
 
-from cluster.autoscaling import AutoscalingConfig, SloConfig
-from cluster.config import ClusterTimeouts, PoolConfig, TandemConfig
+from cluster.config import AutoscalingConfig, ClusterTimeouts, PoolConfig, SloConfig, TandemConfig
 from engine.node_config import NodeTimeouts
 from wire.nodes import Role
 

@@ -30,6 +30,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     "decode_node": {"engine", "kvtransfer", "wire"},
     "cluster": {"engine", "kvtransfer", "prefill_node", "decode_node", "router", "wire"},
 }
+# A folder of cluster/ -> what it may import of the others. All of them may import what lies in cluster/ itself.
+WITHIN_CLUSTER: dict[str, set[str]] = {
+    "pools": set(),
+    "models": set(),
+    "static_hosts": set(),
+    "on_ray": {"pools", "models"},
+    "commands": {"pools", "models", "on_ray"},
+    "trace": set(),
+    "bench": {"models", "trace"},
+}
+MAY_IMPORT_RAY = ("cluster/on_ray/", "cluster/static_hosts/")
 # An import of these takes seconds and hundreds of megabytes.
 HEAVY = {"torch", "transformers"}
 WITHOUT_HEAVY_PARTS = ("wire", "router", "cluster")
@@ -124,14 +135,33 @@ def test_a_package_imports_only_from_floors_below_it(package: str) -> None:
     fail_with(offences, f"{package}/ may import {allowed}:")
 
 
-def test_ray_stands_only_in_cluster() -> None:
+def test_every_folder_of_cluster_is_in_the_table() -> None:
+    ours = {path.parent.name for path in ROOT.glob("cluster/*/__init__.py")}
+    assert ours == set(WITHIN_CLUSTER), "a folder without a place, or a place without a folder"
+
+
+@pytest.mark.parametrize("folder", sorted(WITHIN_CLUSTER))
+def test_a_folder_of_cluster_imports_only_from_those_below_it(folder: str) -> None:
+    forbidden = {f"cluster.{other}" for other in set(WITHIN_CLUSTER) - WITHIN_CLUSTER[folder] - {folder}}
+    forbidden.add("cluster.cli")
+    offences = [
+        found
+        for found in all_imports("cluster")
+        if found.file.startswith(f"cluster/{folder}/")
+        and any(found.module == name or found.module.startswith(name + ".") for name in forbidden)
+    ]
+    allowed = ", ".join(sorted(WITHIN_CLUSTER[folder])) or "no other folder of it"
+    fail_with(offences, f"in cluster/, {folder}/ may import {allowed}:")
+
+
+def test_ray_stands_only_where_it_is_the_subject() -> None:
     offences = [
         found
         for package in MAY_IMPORT
         for found in all_imports(package)
-        if found.top == "ray" and package != "cluster"
+        if found.top == "ray" and not found.file.startswith(MAY_IMPORT_RAY)
     ]
-    fail_with(offences, "ray may be imported in cluster/ only:")
+    fail_with(offences, f"ray may be imported in {' and '.join(MAY_IMPORT_RAY)} only:")
 
 
 def test_nixl_stands_only_in_kvtransfer() -> None:

@@ -9,9 +9,10 @@ from pathlib import Path
 import httpx
 
 from cluster.bench.api import Prompt
+from cluster.saving import save_picture
 from cluster.trace.account import handover
 from cluster.trace.fetch import TraceClient
-from cluster.trace.picture import draw_trace, save_picture
+from cluster.trace.picture import draw_trace
 from wire.errors import Unavailable
 
 _A_REQUEST_S = 60.0

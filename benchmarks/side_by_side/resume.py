@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.side_by_side.outcome import Gaps, Outcome
-from cluster.bench.report import as_json
+from cluster.saving import as_json
 from wire.errors import ConfigurationError
 
 

@@ -21,7 +21,8 @@ from benchmarks.side_by_side.outcome import (
     tpot,
     ttft,
 )
-from cluster.bench.plot import distribution, new_figure
+from cluster.bench.plot import distribution
+from cluster.saving import new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -20,9 +20,9 @@ from cluster.bench.load import Load
 from cluster.bench.metrics import summarize
 from cluster.bench.options import Options, PromptFormat, options_from
 from cluster.bench.plan import arrival_times, make_sessions
-from cluster.bench.plot import new_figure, plot_run, save
+from cluster.bench.plot import plot_run
 from cluster.bench.progress import with_progress
-from cluster.bench.report import as_json, make_report, write_json
+from cluster.bench.report import make_report
 from cluster.bench.shape import RequestShape
 from cluster.bench.table import print_summary
 from cluster.bench.vocabulary import (
@@ -33,9 +33,10 @@ from cluster.bench.vocabulary import (
     load_tokenizer,
 )
 from cluster.bench.workload import Session
-from cluster.model_store import find_model
+from cluster.models.store import find_model
+from cluster.saving import as_json, save_picture, write_json
 from cluster.trace.fetch import TraceClient
-from cluster.trace.picture import draw_trace, save_picture
+from cluster.trace.picture import draw_trace
 from cluster.trace.text import show_trace
 from wire.errors import ConfigurationError, TandemError
 
@@ -48,8 +49,6 @@ def run(args: argparse.Namespace) -> int:
     """0: measured; 1: no request succeeded; 130: interrupted, and what was measured until then is shown. Raises
     ConfigurationError for what the operator can mend."""
     options = options_from(args)
-    if options.plot is not None or options.timeline is not None:
-        new_figure(1, 1)  # missing matplotlib is said now, not after the run
     return asyncio.run(_measure(options, Console(stderr=True)))
 
 
@@ -182,4 +181,5 @@ def _show(
         else:
             write_json(report, options.json)
     if options.plot is not None:
-        save(plot_run(load.timelines, load.began_at, f"{model.id}, {options.workload}"), options.plot)
+        plot = plot_run(load.timelines, load.began_at, f"{model.id}, {options.workload}")
+        save_picture(plot, options.plot)

@@ -10,6 +10,7 @@ import msgspec
 
 from cluster.bench.shape import Endpoint
 from cluster.bench.slo import ServiceLevel, parse_service_level
+from cluster.saving import check_picture
 from wire.errors import ConfigurationError
 
 _DEFAULT_REQUESTS = 100
@@ -92,8 +93,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         for name, value in (("warmup", self.warmup), ("seed", self.seed), ("think", self.think)):
             if value is not None and value < 0:
                 raise ConfigurationError(f"--{name} must not be negative, not {value:g}")
-        if self.timeline is not None and self.timeline.suffix.lower() not in (".png", ".svg"):
-            raise ConfigurationError(f"--timeline {self.timeline}: must end in .png or .svg")
+        for picture, option in ((self.plot, "--plot"), (self.timeline, "--timeline")):
+            if picture is not None:
+                check_picture(picture, option)
         if (self.trace is not None) != (self.workload is Workload.TRACE):
             raise ConfigurationError("--trace FILE and --workload trace belong together")
         if self.prompt_format is PromptFormat.IDS and self.endpoint is Endpoint.CHAT:
@@ -208,7 +210,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="goodput under ttft=200ms,itl=50ms (ttft, tpot, itl, e2e)",
     )
     shown.add_argument("--json", type=Path, metavar="FILE", help="everything, as JSON; - for standard output")
-    shown.add_argument("--plot", type=Path, metavar="FILE", help="distributions and throughput, as PNG")
+    shown.add_argument(
+        "--plot", type=Path, metavar="FILE", help="distributions and throughput, as .png or .svg"
+    )
     shown.add_argument(
         "--timeline",
         type=Path,

@@ -1,38 +1,18 @@
-"""A run as a picture. Needs matplotlib, which nothing else does: the `bench` extra."""
+"""A run as a picture."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from cluster.bench.timeline import Timeline
-from wire.errors import ConfigurationError
+from cluster.saving import new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-
-def new_figure(width: float, height: float) -> Figure:
-    """A figure that never looks for a screen."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure as MatplotlibFigure
-    except ImportError as error:
-        raise ConfigurationError("plots need matplotlib: pip install 'tandem-serve[bench]'") from error
-    figure = MatplotlibFigure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def save(figure: Figure, file: Path) -> None:
-    try:
-        figure.savefig(file, dpi=120, format="png")
-    except OSError as error:
-        raise ConfigurationError(f"{file} cannot be written: {error}") from error
 
 
 def plot_run(timelines: Sequence[Timeline], began_at: float, title: str) -> Figure:

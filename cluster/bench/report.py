@@ -12,7 +12,6 @@ import msgspec
 
 from cluster.bench.metrics import Summary
 from cluster.bench.timeline import Timeline
-from wire.errors import ConfigurationError
 
 
 class Machine(msgspec.Struct, frozen=True):
@@ -92,17 +91,6 @@ def make_report(
         summaries=summaries,
         requests=[record(timeline, began_at) for timeline in timelines],
     )
-
-
-def as_json(report: object) -> bytes:
-    return msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
-
-
-def write_json(report: object, file: Path) -> None:
-    try:
-        file.write_bytes(as_json(report))
-    except OSError as error:
-        raise ConfigurationError(f"{file} cannot be written: {error}") from error
 
 
 def _processor() -> str:

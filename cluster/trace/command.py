@@ -7,15 +7,17 @@ from pathlib import Path
 
 from rich.console import Console
 
-from cluster.bench.report import as_json, write_json
+from cluster.saving import as_json, check_picture, save_picture, write_json
 from cluster.trace.fetch import TraceClient
-from cluster.trace.picture import draw_trace, save_picture
+from cluster.trace.picture import draw_trace
 from cluster.trace.text import show_list, show_trace
 
 
 def run(
     client: TraceClient, console: Console, name: str | None, picture: Path | None, json: Path | None
 ) -> int:
+    if picture is not None:
+        check_picture(picture, "--picture")
     if name is None:
         show_list(console, client.recent())
         return 0

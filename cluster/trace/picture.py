@@ -1,14 +1,12 @@
-"""A trace as a picture: a lane for each phase of each party, time from left to right. Needs matplotlib."""
+"""A trace as a picture: a lane for each phase of each party, time from left to right."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cluster.bench.plot import new_figure
+from cluster.saving import new_figure
 from cluster.trace.account import ROUTER, end_of, first_token_s
 from router.tracing.record import TraceRecord
-from wire.errors import ConfigurationError
 from wire.tracing import Phase, Span
 
 if TYPE_CHECKING:
@@ -91,13 +89,3 @@ def _draw(axes: Axes, record: TraceRecord, lanes: list[tuple[str, Phase, list[Sp
     axes.set_xlim(0, length * 1e3)
     axes.set_xlabel("ms since the request arrived", fontsize=8)
     axes.grid(axis="x", alpha=0.3)
-
-
-def save_picture(figure: Figure, file: Path) -> None:
-    """The format is the file's ending."""
-    if file.suffix.lower() not in (".png", ".svg"):
-        raise ConfigurationError(f"--picture {file}: must end in .png or .svg")
-    try:
-        figure.savefig(file, dpi=120)
-    except OSError as error:
-        raise ConfigurationError(f"{file} cannot be written: {error}") from error

@@ -139,7 +139,6 @@ def test_json_on_standard_output_is_nothing_but_json(
 @pytest.mark.slow
 def test_a_run_as_a_picture(server: FakeServer, tmp_path: Path) -> None:
     """matplotlib takes a second to import, and makes its font cache once."""
-    pytest.importorskip("matplotlib")
     file = tmp_path / "run.png"
     assert bench(server, "--requests", "3", "--plot", str(file)) == 0
     assert file.read_bytes().startswith(b"\x89PNG")
@@ -197,6 +196,15 @@ def test_without_matplotlib_a_picture_is_refused_before_anything_is_sent(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ConfigurationError, match=r"tandem-serve\[bench\]"):
         bench(server, "--requests", "3", "--plot", str(tmp_path / "run.png"))
+    assert server.requests == []
+
+
+@pytest.mark.parametrize("flag", ["--plot", "--timeline"])
+def test_a_picture_of_another_kind_is_refused_before_anything_is_sent(
+    flag: str, server: FakeServer, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigurationError, match=rf"{flag} .*run\.jpg: must end in \.png or \.svg"):
+        bench(server, "--requests", "3", flag, str(tmp_path / "run.jpg"))
     assert server.requests == []
 
 

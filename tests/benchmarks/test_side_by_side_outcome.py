@@ -24,9 +24,9 @@ from benchmarks.side_by_side.outcome import (
 from benchmarks.side_by_side.show import draw_outcome, print_outcome
 from benchmarks.side_by_side.systems import TANDEM_AGGREGATED, TANDEM_PD, VLLM_AGGREGATED, VLLM_PD
 from cluster.bench.metrics import Summary, summarize
-from cluster.bench.plot import save
 from cluster.bench.report import Machine
 from cluster.bench.timeline import Timeline
+from cluster.saving import save_picture
 
 TITLES = {
     TANDEM_PD: "Tandem 1P+1D",
@@ -145,9 +145,8 @@ def test_the_table_has_every_system_under_every_load_and_says_what_is_missing() 
 @pytest.mark.slow
 def test_the_picture_is_drawn_with_whatever_there_is(tmp_path: Path) -> None:
     """matplotlib takes a second to import."""
-    pytest.importorskip("matplotlib")
     found = outcome(*everywhere(TANDEM_PD, 0.1, 0.01))
-    save(draw_outcome(found, {ALONE: {TANDEM_PD: [0.0, 0.01, 0.02]}}), tmp_path / "picture.png")
+    save_picture(draw_outcome(found, {ALONE: {TANDEM_PD: [0.0, 0.01, 0.02]}}), tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 

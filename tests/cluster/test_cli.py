@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cluster.cli import main, make_parser, read_settings
-from cluster.ready_lines import curl_line
+from cluster.commands.ready_lines import curl_line
 
 HEAVY = ["ray", "torch", "transformers", "httpx", "rich", "yaml", "msgspec"]
 

@@ -17,7 +17,7 @@ import jsonschema
 import pytest
 import yaml
 
-from cluster.ray_runtime import import_ray
+from cluster.on_ray.runtime import import_ray
 from cluster.settings import read_file, resolve
 
 import_ray()  # Ray reads its environment when it is first imported

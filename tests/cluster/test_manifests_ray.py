@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
-from cluster.provider_config import bootstrapped
-from cluster.ray_runtime import import_ray
+from cluster.on_ray.runtime import import_ray
 from cluster.settings import read_file, resolve
+from cluster.static_hosts.config import bootstrapped
 
 import_ray()  # Ray reads its environment when it is first imported
 from ray.autoscaler._private.util import prepare_config, validate_config  # noqa: E402

@@ -9,6 +9,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.commands.show_config import render
 from cluster.config import TandemConfig
 from cluster.describe import format_size, parse_size, ranges
 from cluster.settings import (
@@ -22,7 +23,6 @@ from cluster.settings import (
     read_file,
     resolve,
 )
-from cluster.show_config import render
 from router.config import PolicyName
 
 

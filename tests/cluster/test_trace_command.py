@@ -19,7 +19,7 @@ from cluster.trace.command import run
 from cluster.trace.fetch import TraceClient
 from cluster.trace.text import show_trace
 from router.tracing.record import Arrival, NodePart, TraceList, TraceRecord, TraceSummary
-from wire.errors import InternalError, RequestError, Unavailable
+from wire.errors import ConfigurationError, InternalError, RequestError, Unavailable
 from wire.tracing import Phase, Span
 
 
@@ -203,7 +203,7 @@ def test_mistakes_are_said_in_words(tmp_path: Path) -> None:
     with pytest.raises(InternalError, match="Tandem router"):
         client(lambda request: httpx.Response(200, json={"other": 1})).find("x")
     made = client(lambda request: httpx.Response(200, content=msgspec.json.encode(record())))
-    with pytest.raises(Exception, match=r"\.png or \.svg"):
+    with pytest.raises(ConfigurationError, match=r"\.png or \.svg"):
         run(made, Console(file=io.StringIO()), "x", tmp_path / "trace.jpg", None)
 
 

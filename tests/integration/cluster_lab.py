@@ -27,7 +27,7 @@ class RayNodes:
         name, value = "TANDEM_TEST_MARK", secrets.token_hex(8)
         self._mark = f"{name}={value}".encode()
         os.environ[name] = value  # what Ray starts inherits it
-        from cluster.ray_runtime import import_ray
+        from cluster.on_ray.runtime import import_ray
 
         import_ray()
         from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled

@@ -16,13 +16,13 @@ import msgspec
 import pytest
 
 from cluster.config import PoolConfig, PoolsConfig, TandemConfig
-from cluster.deployment import Deployment
-from cluster.local_hosts import ThisMachine
-from cluster.model_store import prepare_model
-from cluster.placement import this_machine
-from cluster.ray_runtime import start_ray, stop_ray
-from cluster.resolved import with_model
-from cluster.state import MemoryStore
+from cluster.models.resolved import with_model
+from cluster.models.store import prepare_model
+from cluster.on_ray.runtime import start_ray, stop_ray
+from cluster.pools.deployment import Deployment
+from cluster.pools.local_hosts import ThisMachine
+from cluster.pools.placement import this_machine
+from cluster.pools.state import MemoryStore
 from engine.config import CacheConfig, ModelConfig
 from kvtransfer.base import TransferConfig
 from router.config import LocalPrefill
@@ -170,7 +170,7 @@ Deploy = Callable[[TandemConfig], contextlib.AbstractContextManager[Running]]
 
 @pytest.fixture(scope="session")
 def deploy(ray_on_this_machine: None, loop_thread: LoopThread) -> Deploy:
-    from cluster.ray_launcher import RayLauncher
+    from cluster.on_ray.launcher import RayLauncher
 
     @contextlib.contextmanager
     def running(config: TandemConfig) -> Iterator[Running]:

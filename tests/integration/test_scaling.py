@@ -7,8 +7,7 @@ from typing import Any
 
 import msgspec
 
-from cluster.autoscaling import AutoscalingConfig, SloConfig
-from cluster.config import PoolConfig
+from cluster.config import AutoscalingConfig, PoolConfig, SloConfig
 from tests.integration.cluster_lab import Load
 from tests.integration.conftest import Deploy, LoopThread, Running, float32_config
 from tests.integration.reference import NEW_TOKENS, Expected

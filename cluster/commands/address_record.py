@@ -1,0 +1,54 @@
+"""Where the Ray of the `tandem serve` that runs on this machine is, so that other commands find it by themselves."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+import msgspec
+
+from cluster.models.store import models_folder
+
+
+class Record(msgspec.Struct, frozen=True):
+    address: str
+    pid: int  # of the command: without it there is no Ray there any more
+
+
+def _file() -> Path:
+    return models_folder().parent / "serving.json"
+
+
+def remember_address() -> None:
+    """Of the Ray that this process is connected to. The latest of several commands is the one that is found."""
+    from cluster.on_ray.runtime import import_ray
+
+    address = str(import_ray().get_runtime_context().gcs_address)
+    file = _file()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    new = file.with_suffix(f".{os.getpid()}")
+    new.write_bytes(msgspec.json.encode(Record(address, os.getpid())))
+    new.replace(file)
+
+
+def forget_address() -> None:
+    """Only our own."""
+    record = _read()
+    if record is not None and record.pid == os.getpid():
+        with contextlib.suppress(OSError):
+            _file().unlink()
+
+
+def remembered_address() -> str | None:
+    record = _read()
+    if record is None or not Path(f"/proc/{record.pid}").exists():
+        return None
+    return record.address
+
+
+def _read() -> Record | None:
+    try:
+        return msgspec.json.decode(_file().read_bytes(), type=Record)
+    except (OSError, msgspec.DecodeError):
+        return None

@@ -1,0 +1,129 @@
+"""Commands that change a running cluster: scale, drain, role, down. They talk to its controller through Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from typing import TYPE_CHECKING, TypeVar
+
+from cluster.commands.address import choose_address
+from cluster.commands.output import OtherPeoplesOutput
+from cluster.on_ray.runtime import connect_to_ray, stop_ray
+from wire.errors import ConfigurationError, TandemError
+from wire.nodes import Role
+
+if TYPE_CHECKING:
+    from cluster.on_ray.remote_controller import RemoteController
+
+END_S = 60.0
+
+T = TypeVar("T")
+Say = Callable[[str], None]
+
+
+def with_controller(address: str | None, work: Callable[[RemoteController], Awaitable[T]]) -> T:
+    """Joins the cluster for as long as the work takes."""
+    with joined(address):
+        from cluster.on_ray.remote_controller import the_controller
+
+        async def run() -> T:
+            return await work(the_controller())
+
+        return asyncio.run(run())
+
+
+@contextmanager
+def joined(address: str | None) -> Iterator[None]:
+    chosen = choose_address(address)
+    with redirect_stdout(OtherPeoplesOutput("ray")):
+        connect_to_ray(chosen)
+        try:
+            yield
+        finally:
+            stop_ray()
+
+
+def parse_sizes(words: Sequence[str]) -> dict[Role, int]:
+    """prefill=3 decode=2"""
+    sizes: dict[Role, int] = {}
+    for word in words:
+        name, _, count = word.partition("=")
+        role = parse_role(name)
+        if not count.isdecimal():
+            raise ConfigurationError(f"{word!r} does not say how many: write {role.value}=N")
+        if role in sizes:
+            raise ConfigurationError(f"{role.value} is there twice")
+        sizes[role] = int(count)
+    return sizes
+
+
+def parse_role(name: str) -> Role:
+    try:
+        return Role(name)
+    except ValueError:
+        roles = ", ".join(role.value for role in Role)
+        raise ConfigurationError(f"there is no pool {name!r}: it must be one of {roles}") from None
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.__stdout__, flush=True)
+
+
+def scale(address: str | None, words: Sequence[str], say: Say = _say) -> int:
+    sizes = parse_sizes(words)
+    for line in with_controller(address, lambda controller: controller.scale(sizes)):
+        say(line)
+    return 0
+
+
+def drain(address: str | None, names: Sequence[str], timeout_s: float, say: Say = _say) -> int:
+    """Nodes by their names, or all nodes of a machine by its address."""
+    return with_controller(address, lambda controller: drain_nodes(controller, names, timeout_s, say))
+
+
+async def drain_nodes(controller: RemoteController, names: Sequence[str], timeout_s: float, say: Say) -> int:
+    nodes = (await controller.view()).nodes
+    chosen = [node.node_id for node in nodes for name in names if name in (node.node_id, node.host)]
+    unknown = [name for name in names if not any(name in (node.node_id, node.host) for node in nodes)]
+    if unknown:
+        there = ", ".join(node.node_id for node in nodes) or "none"
+        raise ConfigurationError(f"there is no node or machine {', '.join(unknown)}: the nodes are {there}")
+
+    async def one(node_id: str) -> bool:
+        finished = await controller.drain_node(node_id, timeout_s)
+        say(f"{node_id}: {'everything was finished' if finished else 'ended before everything was finished'}")
+        return finished
+
+    return 0 if all(await asyncio.gather(*map(one, chosen))) else 1
+
+
+def change_role(address: str | None, node_id: str, role_name: str, say: Say = _say) -> int:
+    role = parse_role(role_name)
+    with_controller(address, lambda controller: controller.change_role(node_id, role))
+    say(f"{node_id} is ready as a {role.value} node")
+    return 0
+
+
+def down(address: str | None, *, now: bool, say: Say = _say) -> int:
+    async def work(controller: RemoteController) -> bool:
+        return await end_cluster(controller, now=now, say=say)
+
+    finished = with_controller(address, work)
+    say("everything was finished; it is down" if finished else "it is down; not everything was finished")
+    return 0
+
+
+async def end_cluster(controller: RemoteController, *, now: bool, say: Say) -> bool:
+    """A cluster whose controller says nothing any more is ended all the same."""
+    finished = False
+    if not now:
+        try:
+            limit = (await controller.configuration()).timeouts.nodes.drain_s
+            say(f"finishing what is running (up to {limit:.0f} s)")
+            finished = await controller.drain(limit)
+        except TandemError as error:
+            say(f"it cannot be drained: {error}")
+    await controller.end(END_S)
+    return finished

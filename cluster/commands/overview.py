@@ -1,0 +1,101 @@
+"""`tandem status`: the cluster on one screen, as its controller and its routers see it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from cluster.commands.status import fetch_status
+from cluster.control import ClusterView, NodeView, PoolView, RouterView
+from cluster.describe import counted, format_size
+from wire.errors import TandemError
+from wire.nodes import NodeState
+
+_COLUMNS = ("node", "role", "machine", "state", "run", "wait", "blocks free", "moving", "KV sent", "received")
+_DECISIONS = 8
+
+Fetch = Callable[[str, str | None], dict[str, Any]]
+
+
+def show_overview(view: ClusterView, key: str | None, console: Console, fetch: Fetch = fetch_status) -> int:
+    """1 when a request could not be answered now."""
+    answers = 0
+    console.print(f"[bold]{escape(view.model)}[/]", highlight=False)
+    for router in view.routers:
+        line, serves = _router_line(router, key, fetch)
+        answers += serves
+        console.print(line, highlight=False, soft_wrap=True)
+    for pool in view.pools:
+        console.print(_pool_line(pool), highlight=False)
+    console.print(_node_table(view.nodes))
+    for name, why in _reasons(view):
+        console.print(f"[yellow]![/] {escape(name)}: {escape(why)}", highlight=False, soft_wrap=True)
+    if view.failure:
+        console.print(f"[red]✗[/] {escape(view.failure)}", highlight=False, soft_wrap=True)
+    for decision in view.decisions[-_DECISIONS:]:
+        at = time.strftime("%H:%M:%S", time.localtime(decision.unix_time))
+        console.print(f"[dim]{at}[/]  {escape(decision.text)}", highlight=False, soft_wrap=True)
+    return 0 if answers and not view.failure else 1
+
+
+def _router_line(router: RouterView, key: str | None, fetch: Fetch) -> tuple[str, bool]:
+    where = f"{escape(router.name)} {escape(router.url)}"
+    if router.phase != "ready":
+        return f"{where}: [red]{escape(router.phase)}[/]", False
+    try:
+        seen = fetch(router.url, key)["router"]
+    except TandemError as error:
+        # It may be out of reach from here only: its address can be its machine's loopback.
+        return f"{where}: ready; {escape(str(error))}", True
+    if seen["unhealthy"]:
+        return f"{where}: [red]unavailable[/]: {escape(seen['unhealthy'])}", False
+    draining = ", draining" if seen["draining"] else ""
+    load = f"{counted(seen['running'], 'request')} running, {seen['queued']} queued{draining}"
+    return f"{where}: [green]serving[/], {load}", True
+
+
+def _pool_line(pool: PoolView) -> str:
+    state = f"{pool.ready} of {counted(pool.wanted, 'node')} ready"
+    if pool.max_nodes:
+        state += f", between {pool.min_nodes} and {pool.max_nodes}"
+    if pool.waiting_for_machines:
+        state += f", [yellow]{counted(pool.waiting_for_machines, 'node')} without a machine[/]"
+    return f"{pool.role.value}: {state}"
+
+
+def _node_table(nodes: list[NodeView]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for column in _COLUMNS:
+        table.add_column(column, no_wrap=True, overflow="fold")
+    for node in sorted(nodes, key=lambda node: (node.role, node.node_id)):
+        table.add_row(escape(node.node_id), node.role.value, escape(node.host or "-"), *_state(node))
+    return table
+
+
+def _state(node: NodeView) -> tuple[str, ...]:
+    status = node.status
+    if status is None:
+        return (node.phase, *["-"] * 6)
+    # What the node says of itself is newer than what its supervisor has done about it.
+    draining = node.phase == "ready" and status.state is NodeState.DRAINING
+    counters = status.counters
+    return (
+        status.state.value if draining else node.phase,
+        str(status.running),
+        str(status.waiting),
+        f"{status.free_blocks}/{status.total_blocks}",
+        str(status.transfers),
+        format_size(counters.transfer_bytes_sent),
+        format_size(counters.transfer_bytes_received),
+    )
+
+
+def _reasons(view: ClusterView) -> list[tuple[str, str]]:
+    named = [(node.node_id, node.phase, node.detail) for node in view.nodes]
+    named += [(router.name, router.phase, router.detail) for router in view.routers]
+    return [(name, f"{phase}: {detail}") for name, phase, detail in named if phase != "ready" and detail]

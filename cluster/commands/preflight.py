@@ -1,0 +1,78 @@
+"""What can be known to fail before anything is loaded: found in well under a second, all of it at once."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Callable
+
+from cluster.config import TandemConfig
+from cluster.models.store import check_name
+from cluster.pools.placement import Machine, place_nodes
+from cluster.settings import SettingsError
+from kvtransfer.registry import CONNECTORS, find_connector
+from wire.errors import ConfigurationError
+
+
+def check_before_start(config: TandemConfig, machine: Machine) -> None:
+    """Raises SettingsError with every reason why this cannot work here."""
+    _raise_all(
+        lambda: check_address(config.router.host, config.router.port),
+        lambda: check_name(config.model.path),
+        lambda: place_nodes(config, machine),
+        lambda: _check_connector(config),
+    )
+
+
+def check_before_attach(config: TandemConfig) -> None:
+    """The same for a cluster: what its machines have shows when its nodes start there."""
+    _raise_all(lambda: check_name(config.model.path), lambda: _check_connector(config))
+
+
+def _raise_all(*checks: Callable[[], object]) -> None:
+    reasons: list[str] = []
+    for check in checks:
+        try:
+            check()
+        except ConfigurationError as error:
+            reasons.append(str(error))
+    if reasons:
+        raise SettingsError(reasons)
+
+
+def _check_connector(config: TandemConfig) -> None:
+    name = config.transfer.connector
+    if (
+        config.pools.prefill.first_size and name not in CONNECTORS
+    ):  # importing one that is ours would take a while
+        find_connector(name)
+
+
+def check_address(host: str, port: int) -> None:
+    """Binds to it, as the router will, and lets go."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except (socket.gaierror, UnicodeError):
+        raise ConfigurationError(
+            f"router.host {host!r} is not an address: name one of this machine's"
+        ) from None
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+        except OSError as error:
+            raise ConfigurationError(_why_not(error, host, port)) from None
+
+
+def _why_not(error: OSError, host: str, port: int) -> str:
+    match error.errno:
+        case errno.EADDRINUSE:
+            return f"port {port} on {host} is taken: end what listens there, or choose another port (--port, router.port)"
+        case errno.EACCES:
+            return f"port {port} needs privileges that this user lacks: choose one above 1023 (--port, router.port)"
+        case errno.EADDRNOTAVAIL:
+            return f"router.host {host!r} is not an address of this machine: name one that is, or 127.0.0.1"
+        case _:
+            return f"cannot listen on {host}:{port}: {error.strerror}"

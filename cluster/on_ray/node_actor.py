@@ -1,0 +1,39 @@
+"""A node as a Ray actor: the host's methods, nothing added. It knows both kinds of node, because one may become the
+other with the weights that it has loaded; what a process is called says as what it began."""
+
+from __future__ import annotations
+
+import ray
+
+from cluster.models.here import find_model_here
+from engine.hosting import NodeHost
+from engine.node import Node
+from engine.node_config import NodeConfig
+from wire.nodes import Role
+
+
+def make_node(config: NodeConfig) -> Node:
+    # Imported here, in the node's own process: they take seconds.
+    if config.role is Role.PREFILL:
+        from prefill_node.node import PrefillNode
+
+        return PrefillNode(config)
+    from decode_node.node import DecodeNode
+
+    return DecodeNode(config)
+
+
+class _NodeActor(NodeHost):
+    def __init__(self, config: bytes) -> None:
+        super().__init__(make_node, config, find_model_here)
+
+
+# Threads, not asyncio: `start`, `drain` and `hold` block, and `status` must answer meanwhile.
+@ray.remote(max_concurrency=16, max_restarts=0)
+class PrefillActor(_NodeActor):
+    pass
+
+
+@ray.remote(max_concurrency=16, max_restarts=0)
+class DecodeActor(_NodeActor):
+    pass

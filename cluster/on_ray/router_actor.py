@@ -1,0 +1,14 @@
+"""A router as a Ray actor: the host's methods, nothing added."""
+
+from __future__ import annotations
+
+import ray
+
+from cluster.models.here import find_model_here
+from router.hosting import RouterHost
+
+
+@ray.remote(max_restarts=0)
+class RouterActor(RouterHost):
+    def __init__(self, config: bytes) -> None:
+        super().__init__(config, find_model_here)

@@ -1,0 +1,76 @@
+"""Looks at the pools that have a `max`, and asks for what `autoscaling.decide` decides."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Sequence
+
+from cluster.clock import Clock
+from cluster.config import TandemConfig
+from cluster.pools.autoscaling import Breach, Pool, Resize, at_its_limit, decide
+from cluster.pools.load_meter import LoadMeter
+from wire.nodes import Role
+from wire.requests import NodeStatus
+
+
+class Autoscaler:
+    """`changed` is to be told of every change of a pool, whoever asked for it: what was measured before it says
+    nothing of the pool that there is now."""
+
+    def __init__(
+        self,
+        config: TandemConfig,
+        clock: Clock,
+        measure: Callable[[], Sequence[NodeStatus]],
+        pools: Callable[[], list[Pool]],
+        resize: Callable[[Resize], Awaitable[None]],
+        say: Callable[[str], None],
+    ) -> None:
+        self._config = config.autoscaling
+        self._slo = config.slo
+        self._clock = clock
+        self._measure = measure
+        self._pools = pools
+        self._resize = resize
+        self._say = say
+        self._at_limit: set[Role] = set()  # said once, until it is over
+        self._meter = LoadMeter(math.ceil(self._config.shrink_after_s / self._config.period_s) + 1)
+        self._changed_at = clock.now()
+        self._breaches: dict[Role, dict[int, Breach]] = {}
+
+    def changed(self) -> None:
+        self._changed_at = self._clock.now()
+
+    async def run(self) -> None:
+        while True:
+            await self._clock.sleep(self._config.period_s)
+            self._meter.look(self._clock.now(), self._measure())
+            pools = self._pools()
+            if not all(pool.is_settled for pool in pools):
+                self.changed()  # still; it counts from when all of it is done
+                continue
+            decision = decide(
+                self._clock.now(),
+                self._changed_at,
+                self._meter.history,
+                pools,
+                {role: list(known.values()) for role, known in self._breaches.items()},
+                self._slo,
+                self._config,
+            )
+            if decision is not None:
+                if decision.breach is not None:
+                    self._breaches.setdefault(decision.role, {})[decision.breach.nodes] = decision.breach
+                self.changed()
+                await self._resize(decision)
+            for pool in pools:
+                self._look_at_limit(pool)
+
+    def _look_at_limit(self, pool: Pool) -> None:
+        now, history = self._clock.now(), self._meter.history
+        why = at_its_limit(now, self._changed_at, history, pool, self._slo, self._config)
+        if why is None:
+            self._at_limit.discard(pool.role)
+        elif pool.role not in self._at_limit:
+            self._at_limit.add(pool.role)
+            self._say(why)

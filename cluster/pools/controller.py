@@ -1,0 +1,295 @@
+"""Keeps a deployment what it should be: pools of the size that was asked for, on the machines that there are.
+
+Plain asyncio, no Ray: where machines come from is `Hosts`' business, where processes run the launcher's. Everything
+that the next controller must know is kept before it is done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import msgspec
+
+from cluster.clock import Clock, cancel
+from cluster.config import TandemConfig
+from cluster.control import ClusterView
+from cluster.describe import counted
+from cluster.events import Events
+from cluster.hosts import Hosts, StateStore
+from cluster.launcher import Launcher
+from cluster.pools import plan
+from cluster.pools.autoscaler import Autoscaler
+from cluster.pools.autoscaling import Pool, Resize
+from cluster.pools.fleet import HEAD_ROUTER
+from cluster.pools.placement import node_config
+from cluster.pools.reconciler import Reconciler
+from cluster.pools.state import ClosedSlot, ClusterState, NodeRecord
+from cluster.pools.supervisor import Phase
+from cluster.pools.view import cluster_view, scaled_pool
+from cluster.tasks import Tasks
+from wire.errors import ConfigurationError, InternalError, TandemError, Unavailable
+from wire.nodes import NodeInfo, Role
+
+logger = logging.getLogger(__name__)
+
+
+class Controller:
+    """`start`, then `failed` for as long as it serves, then `drain` if there is time, then `stop`. Implements
+    `cluster.control.Control`. Made inside a running event loop."""
+
+    def __init__(
+        self,
+        config: TandemConfig,
+        hosts: Hosts,
+        launcher: Launcher,
+        store: StateStore,
+        events: Events,
+        clock: Clock | None = None,
+    ) -> None:
+        self._config = config
+        self._events = events
+        self._clock = clock or Clock()
+        self._tasks = Tasks()
+        self._changing: dict[str, asyncio.Task[None]] = {}
+        self._pools = Reconciler(config, hosts, launcher, store, events, self._clock, self._tasks)
+        self._fleet = self._pools.fleet
+        self._autoscaler = Autoscaler(
+            config,
+            self._clock,
+            self._fleet.statuses,
+            self._scaled_pools,
+            self._scale_by_itself,
+            self._pools.note,
+        )
+
+    @property
+    def members(self) -> list[NodeInfo]:
+        """The nodes that routers are told of."""
+        return self._fleet.membership.members
+
+    @property
+    def url(self) -> str:
+        return self._fleet.routers[HEAD_ROUTER].url
+
+    # --- its life
+
+    async def start(self) -> None:
+        """Starts everything at once, or takes over what an earlier controller started. Returns when each part that
+        has a machine is ready or left out, and together they can answer; raises Unavailable when they cannot."""
+        await self._pools.take_over()
+        self._tasks.spawn(self._pools.run(), "reconcile")
+        if any(self._config.pools.of(role).max is not None for role in Role):
+            self._tasks.spawn(self._autoscaler.run(), "autoscale")
+        started = asyncio.ensure_future(self._until_answering())
+        failed = asyncio.ensure_future(self._tasks.failed())
+        try:
+            either: list[asyncio.Future[Any]] = [started, failed]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if failed.done():
+                raise InternalError(failed.result())
+            started.result()
+        finally:
+            await cancel(started)
+            await cancel(failed)
+
+    async def failed(self) -> str:
+        """Returns when the controller itself can no longer do its work, with the reason."""
+        return await self._tasks.failed()
+
+    async def drain(self) -> bool:
+        return await self._fleet.drain(self._config.timeouts.nodes.drain_s)
+
+    async def stop(self) -> None:
+        """Ends every process. Idempotent; whatever is still running is lost."""
+        await self._tasks.stop()
+        await self._fleet.stop()
+
+    async def _until_answering(self) -> None:
+        deadline = self._clock.now() + self._config.timeouts.machines_s
+        while not self._is_answering():
+            await self._clock.within(
+                deadline - self._clock.now(),
+                self._pools.changed.wait(),
+                "waiting for the first nodes to be ready",
+            )
+
+    def _is_answering(self) -> bool:
+        """False: it may still come to that. Raises Unavailable when it will not."""
+        if not self._pools.has_looked or not all(part.has_settled for part in self._fleet.parts):
+            return False
+        router = self._fleet.routers[HEAD_ROUTER]
+        if router.phase is Phase.LEFT_OUT:
+            raise Unavailable(f"the router cannot start: {router.detail}")
+        writers = [node for node in self._fleet.nodes.values() if node.config.role is not Role.PREFILL]
+        if any(node.phase is not Phase.LEFT_OUT for node in writers):
+            return True
+        if not writers:
+            self._events.progress("machines", "waiting for one with room for a node that writes answers", 0.0)
+            return False
+        reasons = "; ".join(sorted({f"{node.name}: {node.detail}" for node in writers}))
+        raise Unavailable(f"no node that can write answers has started: {reasons}")
+
+    # --- cluster.control.Control
+
+    async def view(self) -> ClusterView:
+        return cluster_view(
+            self._config,
+            self._pools.state,
+            self._pools.machines,
+            self._fleet,
+            list(self._pools.decisions),
+            self._tasks.failure,
+        )
+
+    async def scale(self, wanted: dict[Role, int]) -> list[str]:
+        for role, size in wanted.items():
+            self._check_limits(role, size)
+        async with self._pools.writing:
+            lines = [self._describe_scaling(role, size) for role, size in wanted.items()]
+            await self._resize(wanted)
+        for record in self._pools.state.nodes:
+            if record.role in wanted and self._fleet.retry(record.node_id):
+                lines.append(f"{record.node_id} was left out and is tried again")
+        for line in lines:
+            self._pools.note(line)
+        return lines
+
+    async def _resize(self, wanted: dict[Role, int]) -> None:
+        """Holding `writing`."""
+        new = self._pools.state.with_sizes(wanted)
+        self._check_writers(new)
+        await self._pools.keep(new)
+        self._autoscaler.changed()
+        self._pools.wake()
+
+    def _scaled_pools(self) -> list[Pool]:
+        return [
+            scaled_pool(role, self._config.pools.of(role), self._pools.state, self._fleet)
+            for role in Role
+            if self._config.pools.of(role).max is not None and self._pools.state.sizes[role]
+        ]
+
+    async def _scale_by_itself(self, resize: Resize) -> None:
+        try:
+            async with self._pools.writing:
+                await self._resize({resize.role: resize.size})
+        except TandemError as error:
+            logger.warning("%s, but: %s", resize.why, error)
+        else:
+            self._pools.note(resize.why)
+
+    def _describe_scaling(self, role: Role, size: int) -> str:
+        current = len(self._pools.state.staying(role))
+        if size > current:
+            return f"{role.value}: from {current} to {size}, {counted(size - current, 'node')} more"
+        if size < current:
+            return f"{role.value}: from {current} to {size}, {counted(current - size, 'node')} drained"
+        return f"{role.value}: stays at {size}"
+
+    async def drain_node(self, node_id: str, timeout_s: float) -> bool:
+        async with self._pools.writing:
+            record = self._known(node_id)
+            if not record.leaving:
+                self._check_may_go(record)
+                await self._pools.keep(self._without_its_place(record))
+                self._pools.note(f"{node_id} is drained, as asked")
+                self._pools.begin_to_retire(node_id, timeout_s)
+            task = self._pools.retiring[node_id]
+        self._pools.wake()
+        return await asyncio.shield(task)
+
+    def _without_its_place(self, record: NodeRecord) -> ClusterState:
+        new = self._pools.state.with_node(msgspec.structs.replace(record, leaving=True))
+        if new.sizes[record.role] is None and record.placement is not None:
+            slot = ClosedSlot(record.placement.host, record.placement.slot)
+            return msgspec.structs.replace(new, closed=[*new.closed, slot])
+        return new.resized(record.role, -1)
+
+    async def change_role(self, node_id: str, role: Role) -> None:
+        async with self._pools.writing:
+            record = self._known(node_id)
+            if record.role is not role:
+                await self._keep_role(record, role)
+                self._begin_to_change(record, role)
+            task = self._changing.get(node_id)
+        self._pools.wake()
+        if task is not None:
+            await asyncio.shield(task)
+
+    async def _keep_role(self, record: NodeRecord, role: Role) -> None:
+        supervisor = self._fleet.nodes.get(record.node_id)
+        if record.leaving or supervisor is None or supervisor.phase is not Phase.READY:
+            phase = "waiting for a machine" if supervisor is None else supervisor.phase.value
+            raise Unavailable(f"{record.node_id} is {phase}: only a node that is ready can change its role")
+        self._check_may_go(record)
+        self._check_limits(role, self._wanted(role) + 1)
+        new = self._pools.state.with_node(msgspec.structs.replace(record, role=role))
+        await self._pools.keep(new.resized(record.role, -1).resized(role, +1))
+
+    def _begin_to_change(self, record: NodeRecord, role: Role) -> None:
+        placement = record.placement
+        if placement is None:
+            raise InternalError(f"{record.node_id} is ready without a place")
+        self._pools.note(f"{record.node_id} becomes a {role.value} node, as asked")
+        supervisor = self._fleet.nodes[record.node_id]
+        config = node_config(self._config, record.node_id, role, placement)
+        task = self._tasks.spawn(
+            supervisor.change_role(config, self._config.timeouts.nodes.drain_s),
+            f"change the role of {record.node_id}",
+            asked=True,
+        )
+        self._changing[record.node_id] = task
+        task.add_done_callback(lambda _: self._changing.pop(record.node_id, None))
+
+    # --- what may not be asked for
+
+    def _known(self, node_id: str) -> NodeRecord:
+        record = self._pools.state.find(node_id)
+        if record is None:
+            ids = ", ".join(node.node_id for node in self._pools.state.nodes) or "none"
+            raise ConfigurationError(f"there is no node {node_id}; there are: {ids}")
+        return record
+
+    def _wanted(self, role: Role) -> int:
+        return plan.wanted_size(self._pools.state, self._pools.machines, role)
+
+    def _check_limits(self, role: Role, size: int) -> None:
+        pool = self._config.pools.of(role)
+        if size < pool.min:
+            raise ConfigurationError(
+                f"pools.{role.value}.min is {pool.min}: it cannot have {counted(size, 'node')}"
+            )
+        if pool.max is not None and size > pool.max:
+            raise ConfigurationError(
+                f"pools.{role.value}.max is {pool.max}: it cannot have {counted(size, 'node')}"
+            )
+
+    @staticmethod
+    def _wanted_writers(current: ClusterState) -> int:
+        sizes = (current.sizes[role] for role in Role if role is not Role.PREFILL)
+        return sum(1 if size is None else size for size in sizes)
+
+    def _check_writers(self, new: ClusterState) -> None:
+        if self._wanted_writers(new) < 1:
+            raise ConfigurationError("nobody could write answers: keep at least 1 decode or aggregated node")
+
+    def _check_may_go(self, record: NodeRecord) -> None:
+        """Its pool can do without it."""
+        role = record.role
+        self._check_limits(role, self._wanted(role) - 1)
+        if role is Role.PREFILL:
+            return
+        others = [
+            node
+            for node in self._fleet.nodes.values()
+            if node.name != record.node_id
+            and node.config.role is not Role.PREFILL
+            and node.phase is Phase.READY
+        ]
+        if not others:
+            raise ConfigurationError(
+                f"{record.node_id} is the last node that can write answers: `tandem scale {role.value}="
+                f"{self._wanted(role) + 1}` first"
+            )

@@ -1,0 +1,75 @@
+"""One configuration, running: every part launched, and the address that answers."""
+
+from __future__ import annotations
+
+import logging
+
+import httpx
+
+from cluster.clock import Clock
+from cluster.config import TandemConfig
+from cluster.control import Control
+from cluster.events import Events
+from cluster.hosts import Hosts, StateStore
+from cluster.launcher import Launcher
+from cluster.pools.controller import Controller
+from wire.errors import DeadlineExceeded
+
+logger = logging.getLogger(__name__)
+
+_HEALTH_WAIT_S = 30.0
+_HEALTH_PERIOD_S = 0.05
+
+
+class Deployment:
+    """Made inside a running event loop. `stop` may be called at any time after that, and must be."""
+
+    def __init__(
+        self, config: TandemConfig, hosts: Hosts, launcher: Launcher, store: StateStore, events: Events
+    ) -> None:
+        self.config = config
+        self.controller = Controller(config, hosts, launcher, store, events)
+
+    @property
+    def control(self) -> Control:
+        return self.controller
+
+    @property
+    def url(self) -> str:
+        return self.controller.url
+
+    @property
+    def model_name(self) -> str:
+        return self.config.router.model_name
+
+    async def start(self) -> None:
+        """Returns when a request that is sent now is answered."""
+        await self.controller.start()
+        await self._first_health()
+
+    async def failed(self) -> str:
+        """Returns when nobody mends it any more, with the reason."""
+        return await self.controller.failed()
+
+    async def _first_health(self) -> None:
+        """The router is up and the nodes are up; this waits until it has heard of them."""
+        clock = Clock()
+        deadline = clock.now() + _HEALTH_WAIT_S
+        last = "no answer"
+        async with httpx.AsyncClient(timeout=_HEALTH_WAIT_S, trust_env=False) as client:
+            while clock.now() < deadline:
+                try:
+                    response = await client.get(f"{self.url}/health")
+                    if response.status_code == httpx.codes.OK:
+                        return
+                    last = f"{response.status_code} {response.text}"
+                except httpx.HTTPError as error:
+                    last = str(error)
+                await clock.sleep(_HEALTH_PERIOD_S)
+        raise DeadlineExceeded(f"everything has started, but {self.url}/health does not say so: {last}")
+
+    async def drain(self) -> bool:
+        return await self.controller.drain()
+
+    async def stop(self) -> None:
+        await self.controller.stop()

@@ -1,0 +1,153 @@
+"""The supervisors that there are now, and the tasks that they run in. Does what it is told; what is wanted, the
+controller knows."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+from cluster.clock import Clock, cancel
+from cluster.config import TandemConfig
+from cluster.events import Events
+from cluster.hosts import Host
+from cluster.launcher import Launcher
+from cluster.pools.membership import Membership
+from cluster.pools.node_supervisor import NodeSupervisor, Remember
+from cluster.pools.placement import node_config, router_config
+from cluster.pools.router_supervisor import RouterSupervisor
+from cluster.pools.state import NodeRecord, Placement
+from cluster.pools.supervisor import Phase
+from cluster.tasks import Bell, Tasks
+from router.config import RouterPlacement
+from wire.requests import NodeStatus
+
+HEAD_ROUTER = "router"
+
+
+class Fleet:
+    def __init__(
+        self,
+        config: TandemConfig,
+        launcher: Launcher,
+        events: Events,
+        clock: Clock,
+        tasks: Tasks,
+        changed: Bell,
+        remember: Remember,
+    ) -> None:
+        self._config = config
+        self._launcher = launcher
+        self._events = events
+        self._clock = clock
+        self._tasks = tasks
+        self._changed = changed
+        self._remember = remember
+        self.membership = Membership()
+        self.nodes: dict[str, NodeSupervisor] = {}
+        self.routers: dict[str, RouterSupervisor] = {}
+        self._runs: dict[str, asyncio.Task[None]] = {}
+        self._ending: set[NodeSupervisor | RouterSupervisor] = set()
+
+    @property
+    def parts(self) -> list[RouterSupervisor | NodeSupervisor]:
+        return [*self.routers.values(), *self.nodes.values()]
+
+    def statuses(self) -> list[NodeStatus]:
+        """What nodes that serve last said of themselves."""
+        return [
+            node.status
+            for node in self.nodes.values()
+            if node.phase is Phase.READY and node.status is not None
+        ]
+
+    # --- nodes
+
+    def launch_node(self, record: NodeRecord, placement: Placement, host: Host) -> None:
+        supervisor = NodeSupervisor(
+            node_config(self._config, record.node_id, record.role, placement),
+            host,
+            placement.slot,
+            self._launcher,
+            self.membership,
+            self._config.timeouts,
+            self._events,
+            self._clock,
+            self._changed.ring,
+            self._remember,
+            record.info,
+        )
+        self.nodes[record.node_id] = supervisor
+        self._run(supervisor)
+
+    def _run(self, supervisor: NodeSupervisor | RouterSupervisor) -> None:
+        self._runs[supervisor.name] = self._tasks.spawn(supervisor.run(), f"supervise {supervisor.name}")
+
+    def retry(self, node_id: str) -> bool:
+        """True when it was left out, and is tried again."""
+        supervisor = self.nodes.get(node_id)
+        if supervisor is None or supervisor.phase is not Phase.LEFT_OUT:
+            return False
+        self._run(supervisor)
+        return True
+
+    async def end_node(self, node_id: str) -> None:
+        """Out of the routers' view before anything else. Idempotent."""
+        await self._end(self.nodes.pop(node_id, None))
+
+    async def _end(self, supervisor: NodeSupervisor | RouterSupervisor | None) -> None:
+        if supervisor is None:
+            return
+        self._ending.add(supervisor)
+        await cancel(self._runs.pop(supervisor.name))
+        await supervisor.stop()
+        self._ending.discard(supervisor)
+        self._changed.ring()
+
+    # --- routers
+
+    def sync_routers(self, hosts: Sequence[Host]) -> None:
+        """One on the head; where the configuration says so, one on every other machine that is there."""
+        wanted = self._router_hosts(hosts)
+        for name in [name for name in self.routers if name not in wanted]:
+            self._tasks.spawn(self._end(self.routers.pop(name)), f"end {name}")
+        for name, host in wanted.items():
+            # One that is still being ended has its name until it is gone.
+            if name not in self.routers and name not in self._runs:
+                config = self._config.router if host is None else router_config(self._config.router, host)
+                self.routers[name] = RouterSupervisor(
+                    name,
+                    config,
+                    host,
+                    self._launcher,
+                    self.membership,
+                    self._config.timeouts,
+                    self._events,
+                    self._clock,
+                    self._changed.ring,
+                )
+                self._run(self.routers[name])
+
+    def _router_hosts(self, hosts: Sequence[Host]) -> Mapping[str, Host | None]:
+        wanted: dict[str, Host | None] = {HEAD_ROUTER: None}
+        if self._config.router.placement is RouterPlacement.EVERY_HOST:
+            heads = {host.address for host in hosts if host.head}
+            for host in hosts:
+                if host.address not in heads:  # two would fight for one port
+                    wanted.setdefault(f"{HEAD_ROUTER}-{host.address}", host)
+        return wanted
+
+    # --- all of it
+
+    async def drain(self, limit_s: float) -> bool:
+        """Routers take nothing new, what runs is finished, transfers are confirmed. True when all of it was done in
+        time. Nodes that die meanwhile are replaced as ever."""
+        deadline = self._clock.now() + limit_s
+        quiet = await asyncio.gather(*(router.drain(limit_s) for router in self.routers.values()))
+        left = max(0.0, deadline - self._clock.now())
+        ready = [node for node in self.nodes.values() if node.phase is Phase.READY]
+        return all([*quiet, *await asyncio.gather(*(node.drain(left) for node in ready))])
+
+    async def stop(self) -> None:
+        """Ends every process, when `tasks` have been stopped. Idempotent."""
+        self._runs.clear()
+        await asyncio.gather(*(part.stop() for part in [*self.parts, *self._ending]))

@@ -1,0 +1,92 @@
+"""From what nodes say of themselves to what a pool's load is, look by look."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from cluster.pools.autoscaling import Load
+from wire.nodes import Role
+from wire.requests import NodeCounters, NodeStatus
+
+# Fewer say more about a step's fixed cost than about how fast prompts are read.
+_MIN_PROMPT_TOKENS = 64
+_WEIGHT = 0.3  # of the newest observation
+
+
+@dataclass(slots=True)
+class _Seen:
+    at: float
+    epoch: int
+    counters: NodeCounters
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What a node has done between two looks."""
+
+    busy: float
+    step_s: float
+    tokens_per_s: float | None
+
+
+class LoadMeter:
+    """Keeps as much as the longest question goes back."""
+
+    def __init__(self, keep: int) -> None:
+        self._seen: dict[str, _Seen] = {}
+        self._rates: dict[Role, float] = {}  # prompt tokens that one node reads in a second
+        self._keep = keep
+        self.history: dict[Role, deque[Load]] = {}
+
+    def look(self, now: float, statuses: Sequence[NodeStatus]) -> None:
+        alone = not any(status.role is Role.PREFILL for status in statuses)
+        for role in Role:
+            mine = [status for status in statuses if status.role is role]
+            if mine:
+                load = self._load(now, role, mine, alone)
+                self.history.setdefault(role, deque(maxlen=self._keep)).append(load)
+        known = {status.node_id for status in statuses}
+        self._seen = {node_id: seen for node_id, seen in self._seen.items() if node_id in known}
+
+    def _load(self, now: float, role: Role, statuses: Sequence[NodeStatus], alone: bool) -> Load:
+        works = [work for status in statuses if (work := self._work(now, status)) is not None]
+        for work in works:
+            if work.tokens_per_s is not None:
+                before = self._rates.get(role, work.tokens_per_s)
+                self._rates[role] = (1 - _WEIGHT) * before + _WEIGHT * work.tokens_per_s
+        waiting = sum(status.waiting_tokens for status in statuses)
+        rate = self._rates.get(role)
+        stepping = [work.step_s for work in works if work.step_s > 0]
+        return Load(
+            at=now,
+            nodes=len(statuses),
+            reads_prompts=role is not Role.DECODE or alone,
+            writes_tokens=role is not Role.PREFILL,
+            queue_s=waiting / (rate * len(statuses)) if rate else 0.0,
+            busy=_mean(work.busy for work in works),
+            blocks=_mean(1 - status.free_blocks / max(1, status.total_blocks) for status in statuses),
+            step_s=_mean(stepping),
+        )
+
+    def _work(self, now: float, status: NodeStatus) -> _Work | None:
+        """None at the first look at an incarnation."""
+        before, counters = self._seen.get(status.node_id), status.counters
+        self._seen[status.node_id] = _Seen(now, status.epoch, counters)
+        if before is None or before.epoch != status.epoch or now <= before.at:
+            return None
+        seconds = max(0.0, counters.step_seconds - before.counters.step_seconds)
+        steps = counters.steps - before.counters.steps
+        tokens = counters.prompt_tokens_computed - before.counters.prompt_tokens_computed
+        return _Work(
+            # A long step counts when it ends.
+            busy=min(1.0, max(seconds, status.step_age_s) / (now - before.at)),
+            step_s=seconds / steps if steps > 0 else 0.0,
+            tokens_per_s=tokens / seconds if tokens >= _MIN_PROMPT_TOKENS and seconds > 0 else None,
+        )
+
+
+def _mean(values: Iterable[float]) -> float:
+    listed = list(values)
+    return sum(listed) / len(listed) if listed else 0.0

@@ -1,0 +1,203 @@
+"""A node's supervisor: asks it twice a second how it is, and tells the routers whether to use it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from cluster.clock import Clock
+from cluster.config import ClusterTimeouts
+from cluster.describe import ranges
+from cluster.events import Events
+from cluster.hosts import Host
+from cluster.launcher import Launcher, NodeHandle
+from cluster.pools.membership import Membership
+from cluster.pools.supervisor import Phase, Supervisor
+from engine.node_config import NodeConfig
+from wire.errors import TandemError, Unavailable
+from wire.nodes import NodeInfo, NodeState, Role
+from wire.requests import NodeStatus
+
+logger = logging.getLogger(__name__)
+
+Remember = Callable[[NodeInfo], Awaitable[None]]
+"""Keeps what is announced, for the next controller."""
+
+
+class NodeSupervisor(Supervisor[NodeHandle, NodeInfo]):
+    def __init__(
+        self,
+        config: NodeConfig,
+        host: Host,
+        slot: Role,
+        launcher: Launcher,
+        membership: Membership,
+        timeouts: ClusterTimeouts,
+        events: Events,
+        clock: Clock,
+        on_change: Callable[[], None],
+        remember: Remember,
+        info: NodeInfo | None = None,  # what an earlier controller announced
+    ) -> None:
+        super().__init__(config.node_id, timeouts, events, clock, on_change)
+        self.config = config
+        self.host = host
+        self.slot = slot
+        self.info = info
+        self.status: NodeStatus | None = None  # its last answer
+        self._launcher = launcher
+        self._membership = membership
+        self._remember = remember
+        self._role_change = (
+            asyncio.Event()
+        )  # the process is drained, `config` is for another role than it has
+        self._withdrawn = False  # routers are to leave it alone, whatever it answers
+
+    # --- starting
+
+    def _launch(self) -> NodeHandle:
+        self._role_change.clear()  # whatever starts now starts in the role that is wanted
+        self._withdrawn = False
+        return self._launcher.launch_node(self.config, self.host, self.slot)
+
+    async def _start(self, handle: NodeHandle) -> NodeInfo:
+        info = await handle.start(self.report)
+        if info.role is not self.config.role:
+            # Adopted from a controller that was killed while it changed the role.
+            if not await handle.drain(self._timeouts.nodes.drain_s):
+                raise Unavailable(f"it still works as a {info.role.value} node")
+            info = await handle.change_role(self.config)
+        return await self._announce(info)
+
+    async def _announce(self, info: NodeInfo) -> NodeInfo:
+        self.info = info
+        await self._membership.announce(info)
+        await self._remember(info)
+        return info
+
+    def _describe(self, info: NodeInfo) -> str:
+        device = self.config.engine.model.device
+        where = "" if device == "auto" else f" on {device}"
+        cores = f", cores {ranges(self.config.cores)}" if self.config.cores else ""
+        return f"{info.role.value}{where}{cores}"
+
+    async def _lost(self) -> None:
+        self.status = None
+        if self.info is not None:
+            info, self.info = self.info, None
+            await self._membership.withdraw(info)
+
+    # --- watching
+
+    async def _watch(self, handle: NodeHandle, info: NodeInfo) -> str:
+        """A late answer takes the node out of the routers' view until it answers again; only a long silence,
+        a failure that it admits, or an engine that is stuck gets it replaced."""
+        timeouts = self._timeouts
+        last_answer = self._clock.now()
+        while True:
+            if self._role_change.is_set():
+                self._role_change.clear()
+                try:
+                    info = await self._in_its_role(handle, info)
+                except TandemError as error:
+                    return f"it did not become a {self.config.role.value} node: {error}"
+            try:
+                status = await self._clock.within(
+                    timeouts.silence_s, handle.status(), f"{self.name}'s status"
+                )
+            except TandemError as error:
+                if await self._membership.withdraw(info):
+                    self._events.trouble(self.name, f"does not answer, routers leave it alone: {error}")
+                silence = self._clock.now() - last_answer
+                if silence >= timeouts.unresponsive_s:
+                    return f"it has not answered for {silence:.0f} s"
+            else:
+                last_answer = self._clock.now()
+                reason = self._unfit(status, info)
+                if reason is not None:
+                    return reason
+                self.status = status
+                if not self._withdrawn:
+                    await self._membership.announce(info)
+            await self._beat()
+
+    async def _beat(self) -> None:
+        try:
+            await self._clock.within(self._timeouts.heartbeat_s, self._role_change.wait(), "a heartbeat")
+        except TandemError:
+            return  # nothing was asked for; it is time to look after the node
+
+    async def _in_its_role(self, handle: NodeHandle, info: NodeInfo) -> NodeInfo:
+        if info.role is self.config.role:
+            return info
+        await self._membership.withdraw(info)
+        new = await self._clock.within(
+            self._timeouts.start_s, handle.change_role(self.config), f"changing the role of {self.name}"
+        )
+        self._withdrawn = False
+        self.status = None
+        await self._announce(new)
+        self._enter(Phase.READY, "")
+        self._events.ready(self.name, self._describe(new))
+        self._settled.set()
+        return new
+
+    def _unfit(self, status: NodeStatus, info: NodeInfo) -> str | None:
+        if status.epoch != info.epoch:
+            return f"it answers with epoch {status.epoch}, but was started as {info.epoch}"
+        if status.state is NodeState.FAILED:
+            return f"it failed: {status.detail or 'it does not say why'}"
+        if status.step_age_s > self._timeouts.step_s:
+            return f"its engine has been in one step for {status.step_age_s:.0f} s"
+        return None
+
+    # --- what it is told
+
+    async def leave(self, limit_s: float) -> bool:
+        """Nothing new comes to it, what runs is finished or, after the limit, moved by the routers. True when all of
+        it was finished here. The process is not ended, but when it ends it is not replaced."""
+        self._leaving = True
+        if self.phase is Phase.STARTING and self.info is not None:
+            await self.settled()  # adopted, and it may have work
+        if self.phase not in (Phase.READY, Phase.DRAINING):
+            return True
+        self._enter(Phase.DRAINING, "it goes")
+        finished = await self.drain(limit_s)
+        await self._withdraw()
+        return finished
+
+    async def change_role(self, config: NodeConfig, limit_s: float) -> None:
+        """Returns when it is ready in the new role; raises Unavailable when it is left out instead. A process that
+        does not come to rest in time is replaced by a new one."""
+        if self.phase is Phase.READY:
+            self._enter(Phase.DRAINING, f"it becomes a {config.role.value} node")
+            if not await self.drain(limit_s):
+                await self._withdraw()
+                await self.drain(self._timeouts.stop_s)
+        if self.phase in (Phase.LEFT_OUT, Phase.STOPPED):
+            raise Unavailable(f"{self.name} is {self.phase.value}: {self.detail}")
+        self._settled.clear()
+        self.config = config
+        if self.phase is Phase.DRAINING:
+            self._role_change.set()
+        await self.settled()
+        if self.phase is not Phase.READY:
+            raise Unavailable(f"{self.name} did not start as a {config.role.value} node: {self.detail}")
+
+    async def _withdraw(self) -> None:
+        self._withdrawn = True
+        if self.info is not None:
+            await self._membership.withdraw(self.info)
+
+    async def drain(self, limit_s: float) -> bool:
+        handle = self.handle
+        if handle is None:
+            return True
+        try:
+            return await self._clock.within(
+                limit_s + self._timeouts.stop_s, handle.drain(limit_s), f"draining {self.name}"
+            )
+        except TandemError as error:
+            logger.warning("%s", error)
+            return False

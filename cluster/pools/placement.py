@@ -1,0 +1,232 @@
+"""Which node gets which machine, cores, device and how much of the memory. Pure: machines and what runs there in, a
+place out.
+
+Two nodes that compute on the same core halve each other, so nodes of one machine get disjoint cores as long as
+there are enough, and neighbouring hardware threads stay together. A node that runs is never moved to other cores, so
+a machine's cores are divided among all that it is expected to hold: its places, or the pools as configured.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from cluster.config import PoolsConfig, TandemConfig
+from cluster.describe import counted
+from cluster.hosts import Host
+from cluster.pools.state import ClosedSlot, NodeRecord, Placement
+from engine.node_config import NodeConfig
+from router.config import RouterConfig
+from wire.errors import ConfigurationError
+from wire.nodes import Role
+
+# Where cores do not divide evenly, whoever reads prompts gets the odd one: it computes, the others mostly wait for memory.
+_ROLE_ORDER = (Role.PREFILL, Role.DECODE, Role.AGGREGATED)
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    cores: tuple[int, ...]  # those this process may use, hardware threads of one core side by side
+    gpus: int = 0
+
+
+def this_host(machine: Machine, address: str) -> Host:
+    return Host(name="this machine", address=address, cores=machine.cores, gpus=machine.gpus, head=True)
+
+
+def place_nodes(config: TandemConfig, machine: Machine) -> list[NodeRecord]:
+    """What a deployment begins with on one machine. Raises ConfigurationError when that cannot be."""
+    host = this_host(machine, "")
+    _seats(host, config.pools)
+    nodes: list[NodeRecord] = []
+    for role in _ROLE_ORDER:
+        for index in range(config.pools.of(role).first_size):
+            placement = place(config, [host], nodes, role)
+            nodes.append(NodeRecord(f"{role.value}-{index}", role, placement))
+    return nodes
+
+
+def place(
+    config: TandemConfig,
+    hosts: Sequence[Host],
+    nodes: Iterable[NodeRecord],
+    role: Role,
+    closed: Iterable[ClosedSlot] = (),
+) -> Placement | None:
+    """The emptiest machine with room for one more node of this role; None when there is none."""
+    shut = Counter((slot.host, slot.role) for slot in closed)
+    here: dict[str, list[Placement]] = {host.name: [] for host in hosts}
+    for node in nodes:
+        if node.placement is not None and node.placement.host in here:
+            here[node.placement.host].append(node.placement)
+    with_room = [host for host in hosts if _has_slot(host, here[host.name], role, shut[host.name, role])]
+    for host in sorted(with_room, key=lambda host: len(here[host.name])):
+        placement = _place_on(config, host, here[host.name], role)
+        if placement is not None:
+            return placement
+    return None
+
+
+def _has_slot(host: Host, taken: Sequence[Placement], role: Role, shut: int) -> bool:
+    if host.slots is None:
+        return True
+    return sum(placement.slot is role for placement in taken) + shut < host.slots.get(role, 0)
+
+
+def _place_on(config: TandemConfig, host: Host, taken: Sequence[Placement], role: Role) -> Placement | None:
+    try:
+        seats = _seats(host, config.pools)
+    except ConfigurationError:
+        return None
+    cores = _choose_cores(host.cores, seats, taken, role, config.pools.of(role).threads)
+    if cores is None:
+        return None
+    devices = [_device_for(index, config.model.device, host.gpus) for index in range(max(1, len(seats)))]
+    used = Counter(placement.device for placement in taken)
+    device = min(dict.fromkeys(devices), key=lambda device: used[device])
+    neighbours = max(Counter(devices)[device], used[device] + 1)
+    return Placement(host.name, host.address, role, cores, device, config.cache.memory_share / neighbours)
+
+
+# --- cores
+
+Seat = tuple[Role, int]
+"""A node that a machine is expected to hold, and how many of the machine's cores are for it."""
+
+
+def _seats(host: Host, pools: PoolsConfig) -> list[Seat]:
+    if host.slots is None:
+        counts = {role: max(pools.of(role).first_size, pools.of(role).max or 0) for role in _ROLE_ORDER}
+    else:
+        # Machines that offer places of every kind hold nodes of one layout all the same.
+        together = pools.aggregated.first_size > 0
+        counts = {
+            role: host.slots.get(role, 0) if (role is Role.AGGREGATED) is together else 0
+            for role in _ROLE_ORDER
+        }
+    roles = [role for role in _ROLE_ORDER for _ in range(counts[role])]
+    return list(zip(roles, _divide(len(host.cores), roles, pools), strict=True))
+
+
+def _divide(cores: int, roles: list[Role], pools: PoolsConfig) -> list[int]:
+    if cores == 0:
+        return [0] * len(roles)  # unknown: bound to none
+    wanted = [pools.of(role).threads for role in roles]
+    fixed = sum(threads or 0 for threads in wanted)
+    sharing = wanted.count(None)
+    free = cores - fixed
+    if free < 0 or (sharing and free == 0):
+        rest = f" and {counted(sharing, 'node')} more needs at least one" if sharing else ""
+        raise ConfigurationError(
+            f"pools.*.threads ask for {counted(fixed, 'core')}{rest}, but this machine offers {cores}: "
+            "ask for fewer threads or fewer nodes"
+        )
+    size, odd = divmod(free, sharing) if sharing else (0, 0)
+    # The first nodes get what is left over; fewer cores than nodes are taken in turns.
+    shares = iter([max(1, size + (index < odd)) for index in range(sharing)])
+    return [next(shares) if threads is None else threads for threads in wanted]
+
+
+def _choose_cores(
+    cores: tuple[int, ...], seats: Sequence[Seat], taken: Sequence[Placement], role: Role, threads: int | None
+) -> tuple[int, ...] | None:
+    """Cores that nobody has, then those with the fewest nodes. A pool that asks for a number gets that many of its
+    own, or none at all."""
+    if not cores:
+        return ()
+    used = Counter(core for placement in taken for core in placement.cores)
+    free = [core for core in cores if not used[core]]
+    if threads is not None:
+        return tuple(free[:threads]) if len(free) >= threads else None
+    size = _free_seat(seats, taken, role)
+    if free:
+        return tuple(free[:size])
+    order = {core: index for index, core in enumerate(cores)}
+    emptiest = sorted(cores, key=lambda core: (used[core], order[core]))[:size]
+    return tuple(sorted(emptiest, key=order.__getitem__))
+
+
+def _free_seat(seats: Sequence[Seat], taken: Sequence[Placement], role: Role) -> int:
+    """The size of the largest seat of this role that nobody has; of the smallest seat, when all are taken."""
+    sizes = sorted((size for seat, size in seats if seat is role), reverse=True)
+    for placement in taken:
+        if placement.slot is role and len(placement.cores) in sizes:
+            sizes.remove(len(placement.cores))
+    return sizes[0] if sizes else min((size for _, size in seats), default=1)
+
+
+def _device_for(index: int, device: str, gpus: int) -> str:
+    if device in ("auto", "cuda") and gpus > 0:
+        return f"cuda:{index % gpus}"
+    return device
+
+
+# --- what a process is told
+
+
+def node_config(config: TandemConfig, node_id: str, role: Role, placement: Placement) -> NodeConfig:
+    replace = msgspec.structs.replace
+    engine = config.engine
+    return NodeConfig(
+        node_id=node_id,
+        role=role,
+        host=placement.address,
+        engine=replace(
+            engine,
+            model=replace(
+                engine.model, device=placement.device, threads=engine.model.threads or len(placement.cores)
+            ),
+            cache=replace(engine.cache, memory_share=placement.memory_share),
+        ),
+        transfer=None if role is Role.AGGREGATED else config.transfer,
+        timeouts=config.timeouts.nodes,
+        cores=list(placement.cores),
+    )
+
+
+def router_config(config: RouterConfig, host: Host) -> RouterConfig:
+    """On another machine than the configuration was written for: addresses of its own."""
+    everywhere = config.host in ("0.0.0.0", "::")
+    return msgspec.structs.replace(
+        config, host=config.host if everywhere else host.address, inbox_host=host.address
+    )
+
+
+# --- reading the machine
+
+
+def this_machine() -> Machine:
+    return Machine(cores=ordered_cores(os.sched_getaffinity(0)), gpus=visible_gpus(os.environ))
+
+
+def ordered_cores(usable: set[int], sysfs: Path = Path("/sys/devices/system/cpu")) -> tuple[int, ...]:
+    def position(cpu: int) -> tuple[int, int, int]:
+        topology = sysfs / f"cpu{cpu}" / "topology"
+        try:
+            package = int((topology / "physical_package_id").read_text())
+            core = int((topology / "core_id").read_text())
+        except (OSError, ValueError):
+            return (0, cpu, cpu)  # a kernel that does not tell: by number
+        return (package, core, cpu)
+
+    return tuple(sorted(usable, key=position))
+
+
+def visible_gpus(environ: os._Environ[str] | dict[str, str], devices: Path = Path("/dev")) -> int:
+    """Without asking torch, which takes seconds to import."""
+    if importlib.metadata.version("torch").endswith("+cpu"):
+        return 0
+    present = sum(1 for device in devices.glob("nvidia*") if re.fullmatch(r"nvidia\d+", device.name))
+    listed = environ.get("CUDA_VISIBLE_DEVICES")
+    if listed is None:
+        return present
+    named = [entry for entry in listed.split(",") if entry.strip()]
+    usable = named[: named.index("-1")] if "-1" in named else named  # CUDA stops reading at the first -1
+    return min(present, len(usable))

@@ -1,0 +1,111 @@
+"""What to do next, so that the pools become what they should be. Pure: the state and the machines in, one change out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from cluster.config import TandemConfig
+from cluster.hosts import Host
+from cluster.pools.placement import place
+from cluster.pools.state import ClusterState, NodeRecord, Placement
+from wire.nodes import Role
+
+Rank = Callable[[NodeRecord], int]
+"""How little a node would be missed: of a pool that shrinks, the one with the highest rank goes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """The pool wants one more node. It waits until a machine has room for it."""
+
+    role: Role
+
+    def apply(self, state: ClusterState) -> ClusterState:
+        return state.with_new_node(self.role)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """There is room for a node that waits."""
+
+    node: NodeRecord
+    placement: Placement
+
+    def apply(self, state: ClusterState) -> ClusterState:
+        return state.with_node(msgspec.structs.replace(self.node, placement=self.placement))
+
+
+@dataclass(frozen=True, slots=True)
+class Retire:
+    """The pool has become smaller."""
+
+    node: NodeRecord
+
+    def apply(self, state: ClusterState) -> ClusterState:
+        return state.with_node(msgspec.structs.replace(self.node, leaving=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Lose:
+    """Its machine is gone, and so is the node."""
+
+    node: NodeRecord
+
+    def apply(self, state: ClusterState) -> ClusterState:
+        return state.without(self.node.node_id)
+
+
+Change = Add | Place | Retire | Lose
+
+
+def next_change(
+    config: TandemConfig, state: ClusterState, hosts: Sequence[Host], rank: Rank
+) -> Change | None:
+    present = {host.name for host in hosts}
+    for node in state.nodes:
+        if node.placement is not None and node.placement.host not in present:
+            return Lose(node)
+    for role in Role:
+        staying = state.staying(role)
+        wanted = wanted_size(state, hosts, role)
+        if len(staying) > wanted:
+            return Retire(max(staying, key=lambda node: (node.placement is None, rank(node), _index(node))))
+        if len(staying) < wanted:
+            return Add(role)
+    for node in state.nodes:
+        if node.placement is None and not node.leaving:
+            placement = place(config, hosts, state.nodes, node.role, state.closed)
+            if placement is not None:
+                return Place(node, placement)
+    return None
+
+
+def _index(node: NodeRecord) -> int:
+    return int(node.node_id.rpartition("-")[2])
+
+
+def wanted_size(state: ClusterState, hosts: Sequence[Host], role: Role) -> int:
+    size = state.sizes[role]
+    if size is not None:
+        return size
+    offered = sum(1 if host.slots is None else host.slots.get(role, 0) for host in hosts)
+    present = {host.name for host in hosts}
+    offered -= sum(slot.role is role and slot.host in present for slot in state.closed)
+    # A node whose role was changed stays in its place, and none of the old role comes for it.
+    moved = [
+        node
+        for node in state.nodes
+        if node.placement is not None and node.role is not node.placement.slot and not node.leaving
+    ]
+    came = sum(node.role is role for node in moved)
+    left = sum(node.placement is not None and node.placement.slot is role for node in moved)
+    return max(0, offered + came - left)
+
+
+def needed_slots(state: ClusterState) -> dict[Role, int]:
+    """The room that all nodes take together, with those that wait for it and those that are about to go."""
+    return dict(Counter(node.placement.slot if node.placement else node.role for node in state.nodes))

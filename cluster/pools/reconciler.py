@@ -1,0 +1,221 @@
+"""What is wanted and what there is, and the one task that makes the second like the first, one change at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from cluster.clock import Clock, cancel
+from cluster.config import TandemConfig
+from cluster.control import Decision
+from cluster.describe import counted
+from cluster.events import Events
+from cluster.hosts import Host, Hosts, StateStore
+from cluster.launcher import Launcher
+from cluster.pools import plan, state
+from cluster.pools.fleet import Fleet
+from cluster.pools.state import ClusterState, NodeRecord
+from cluster.pools.supervisor import Phase
+from cluster.tasks import Bell, Tasks
+from wire.errors import DeadlineExceeded, TandemError
+from wire.nodes import NodeInfo, Role
+
+logger = logging.getLogger(__name__)
+
+_DECISIONS_KEPT = 20
+_LOOK_AGAIN_S = 5.0  # at the machines, although nobody said that they changed
+
+
+class Reconciler:
+    """`state` is replaced through `keep` alone, by whoever holds `writing`. Everything is kept before it is done."""
+
+    def __init__(
+        self,
+        config: TandemConfig,
+        hosts: Hosts,
+        launcher: Launcher,
+        store: StateStore,
+        events: Events,
+        clock: Clock,
+        tasks: Tasks,
+    ) -> None:
+        self._config = config
+        self._hosts = hosts
+        self._store = store
+        self._clock = clock
+        self._tasks = tasks
+        self._wake = asyncio.Event()
+        self._asked_for: dict[Role, int] | None = None
+        self.state = state.first_state(config.pools)
+        self.writing = asyncio.Lock()
+        self.changed = Bell()  # anything that a view tells
+        self.machines: list[Host] = []
+        self.has_looked = False  # at the whole, once
+        self.retiring: dict[str, asyncio.Task[bool]] = {}
+        self.decisions: deque[Decision] = deque(maxlen=_DECISIONS_KEPT)
+        self.fleet = Fleet(config, launcher, events, clock, tasks, self.changed, self._remember)
+
+    async def take_over(self) -> None:
+        """Routers that run are told at first what they were told last: to them nothing has happened."""
+        kept = await self._store.load()
+        if kept is None:
+            return
+        self.state = state.decode(kept)
+        machines = {host.name: host for host in await self._machines_of(self.state)}
+        for record in self.state.nodes:
+            host = machines.get(record.placement.host) if record.placement else None
+            if record.placement is None or host is None:
+                continue
+            if record.info is not None:
+                await self.fleet.membership.announce(record.info)
+            self.fleet.launch_node(record, record.placement, host)
+        for record in self.state.nodes:
+            if record.leaving:
+                self.begin_to_retire(record.node_id, self._config.timeouts.nodes.drain_s)
+        self.note(f"took over {counted(len(self.fleet.nodes), 'node')} from an earlier controller")
+
+    async def _machines_of(self, known: ClusterState) -> list[Host]:
+        """Those that nodes run on may take a while to be seen again, when all of Ray's head was started anew."""
+        needed = {record.placement.host for record in known.nodes if record.placement is not None}
+        deadline = self._clock.now() + self._config.timeouts.unresponsive_s
+        while True:
+            left = deadline - self._clock.now()
+            try:
+                machines = await self._hosts.present()
+            except TandemError:
+                if left <= 0:
+                    raise
+                await self._clock.sleep(self._config.timeouts.heartbeat_s)
+                continue
+            if left <= 0 or needed <= {host.name for host in machines}:
+                return machines
+            with contextlib.suppress(DeadlineExceeded):
+                await self._clock.within(left, self._hosts.changed(left), "a change of the machines")
+
+    # --- what is kept
+
+    async def _update(self, change: Callable[[ClusterState], ClusterState]) -> None:
+        async with self.writing:
+            await self.keep(change(self.state))
+
+    async def keep(self, new: ClusterState) -> None:
+        """Holding `writing`. What could not be kept has not happened."""
+        if new != self.state:
+            await self._store.save(state.encode(new))
+            self.state = new
+            self.changed.ring()
+
+    async def _remember(self, info: NodeInfo) -> None:
+        def with_info(current: ClusterState) -> ClusterState:
+            record = current.find(info.node_id)
+            return (
+                current if record is None else current.with_node(msgspec.structs.replace(record, info=info))
+            )
+
+        try:
+            await self._update(with_info)
+        except TandemError as error:
+            # Until it is kept, the next controller takes it for a node that it does not know yet: a short detour.
+            logger.warning("%s serves, but that could not be kept: %s", info.node_id, error)
+
+    def note(self, text: str) -> None:
+        logger.info("%s", text)
+        self.decisions.append(Decision(time.time(), text))
+        self.changed.ring()
+
+    # --- towards what is wanted
+
+    def wake(self) -> None:
+        """What is wanted has changed."""
+        self._wake.set()
+
+    async def run(self) -> None:
+        while True:
+            self._wake.clear()
+            try:
+                self.machines = await self._hosts.present()
+                self.fleet.sync_routers(self.machines)
+                await self._converge()
+                await self._ask_for_machines()
+                self.has_looked = True
+                self.changed.ring()
+                await self._until_woken()
+            except TandemError as error:
+                logger.warning("cannot look after the pools: %s", error)
+                await self._clock.sleep(self._config.timeouts.heartbeat_s)
+
+    async def _until_woken(self) -> None:
+        wake = asyncio.ensure_future(self._wake.wait())
+        changed = asyncio.ensure_future(self._hosts.changed(_LOOK_AGAIN_S))
+        try:
+            either: list[asyncio.Future[Any]] = [wake, changed]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if changed.done():
+                changed.result()
+        finally:
+            await cancel(wake)
+            await cancel(changed)
+
+    async def _converge(self) -> None:
+        while True:
+            async with self.writing:
+                change = plan.next_change(self._config, self.state, self.machines, self._rank)
+                if change is None:
+                    return
+                await self.keep(change.apply(self.state))
+                self._carry_out(change)
+
+    def _rank(self, record: NodeRecord) -> int:
+        supervisor = self.fleet.nodes.get(record.node_id)
+        phase = supervisor.phase if supervisor is not None else Phase.STARTING
+        return {Phase.READY: 0, Phase.LEFT_OUT: 2}.get(phase, 1)
+
+    def _carry_out(self, change: plan.Change) -> None:
+        match change:
+            case plan.Place(node, placement):
+                host = next(host for host in self.machines if host.name == placement.host)
+                self.fleet.launch_node(node, placement, host)
+            case plan.Retire(node):
+                self.begin_to_retire(node.node_id, self._config.timeouts.nodes.drain_s)
+            case plan.Lose(node):
+                address = node.placement.address if node.placement else ""
+                self.note(f"{node.node_id} is lost: its machine {address} is gone")
+                self._tasks.spawn(self.fleet.end_node(node.node_id), f"end {node.node_id}")
+            case plan.Add():
+                pass  # it gets a machine with the next change, or waits for one
+
+    async def _ask_for_machines(self) -> None:
+        needed = plan.needed_slots(self.state)
+        if needed != self._asked_for:
+            await self._hosts.want(needed)
+            self._asked_for = needed
+
+    # --- nodes that go
+
+    def begin_to_retire(self, node_id: str, limit_s: float) -> asyncio.Task[bool]:
+        task = self._tasks.spawn(self._retire(node_id, limit_s), f"retire {node_id}")
+        self.retiring[node_id] = task
+        task.add_done_callback(lambda _: self.retiring.pop(node_id, None))
+        return task
+
+    async def _retire(self, node_id: str, limit_s: float) -> bool:
+        supervisor = self.fleet.nodes.get(node_id)
+        finished = supervisor is None or await supervisor.leave(limit_s)
+        await self.fleet.end_node(node_id)
+        while True:
+            try:
+                await self._update(lambda current: current.without(node_id))
+                break
+            except TandemError as error:
+                logger.warning("%s is gone, but that could not be kept: %s", node_id, error)
+                await self._clock.sleep(self._config.timeouts.heartbeat_s)
+        self.note(f"{node_id} is gone" + ("" if finished else "; what it had not finished goes on elsewhere"))
+        self._wake.set()
+        return finished

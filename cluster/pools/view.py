@@ -1,0 +1,91 @@
+"""What the controller tells of its cluster, put together from what it keeps and what its supervisors see."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cluster.config import PoolConfig, TandemConfig
+from cluster.control import ClusterView, Decision, NodeView, PoolView, RouterView
+from cluster.hosts import Host
+from cluster.pools.autoscaling import Pool
+from cluster.pools.fleet import Fleet
+from cluster.pools.plan import wanted_size
+from cluster.pools.state import ClusterState, NodeRecord
+from cluster.pools.supervisor import Phase
+from wire.nodes import Role
+
+_WAITING = "waiting"
+
+
+def cluster_view(
+    config: TandemConfig,
+    state: ClusterState,
+    hosts: Sequence[Host],
+    fleet: Fleet,
+    decisions: list[Decision],
+    failure: str,
+) -> ClusterView:
+    nodes = [_node(record, fleet) for record in state.nodes]
+    pools = [_pool(role, config, state, hosts, nodes) for role in Role]
+    return ClusterView(
+        model=config.router.model_name,
+        pools=[pool for pool in pools if pool.wanted or any(node.role is pool.role for node in nodes)],
+        nodes=nodes,
+        routers=[
+            RouterView(name, router.url, router.phase.value, router.detail, router.restarts)
+            for name, router in fleet.routers.items()
+        ],
+        decisions=decisions,
+        failure=failure,
+    )
+
+
+def _node(record: NodeRecord, fleet: Fleet) -> NodeView:
+    supervisor = fleet.nodes.get(record.node_id)
+    if record.placement is None or supervisor is None:
+        role = record.role.value
+        detail = f"no machine has room for another {role} node" if record.placement is None else "it goes"
+        return NodeView(
+            record.node_id, record.role, "", _WAITING if not record.leaving else "draining", detail, 0
+        )
+    return NodeView(
+        node_id=record.node_id,
+        role=record.role,
+        host=record.placement.address,
+        phase=supervisor.phase.value,
+        detail=supervisor.detail,
+        restarts=supervisor.restarts,
+        status=supervisor.status,
+    )
+
+
+def _pool(
+    role: Role, config: TandemConfig, state: ClusterState, hosts: Sequence[Host], nodes: Sequence[NodeView]
+) -> PoolView:
+    pool = config.pools.of(role)
+    mine = [node for node in nodes if node.role is role]
+    return PoolView(
+        role=role,
+        wanted=wanted_size(state, hosts, role),
+        ready=sum(node.phase == Phase.READY for node in mine),
+        min_nodes=pool.min,
+        max_nodes=pool.max or 0,
+        waiting_for_machines=sum(node.phase == _WAITING for node in mine),
+    )
+
+
+def scaled_pool(role: Role, pool: PoolConfig, state: ClusterState, fleet: Fleet) -> Pool:
+    """A pool of fixed size with limits, as the autoscaler sees it."""
+    records = [record for record in state.nodes if record.role is role]
+    supervisors = [node for record in records if (node := fleet.nodes.get(record.node_id)) is not None]
+    wanted = state.sizes[role] or 0
+    return Pool(
+        role=role,
+        wanted=wanted,
+        min_nodes=pool.min,
+        max_nodes=wanted if pool.max is None else pool.max,
+        is_settled=len(state.staying(role)) == wanted
+        and not any(record.leaving for record in records)
+        and all(node.phase in (Phase.READY, Phase.LEFT_OUT) for node in supervisors),
+        is_waiting=any(record.placement is None for record in records),
+    )

@@ -1,0 +1,53 @@
+"""What commands leave behind in files: JSON, and pictures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from wire.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_PICTURES = (".png", ".svg")
+
+
+def as_json(value: object) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"
+
+
+def write_json(value: object, file: Path) -> None:
+    try:
+        file.write_bytes(as_json(value))
+    except OSError as error:
+        raise ConfigurationError(f"{file} cannot be written: {error}") from error
+
+
+def check_picture(file: Path, option: str) -> None:
+    """Refuses what `save_picture` would refuse, before the work that the picture is to show."""
+    if file.suffix.lower() not in _PICTURES:
+        raise ConfigurationError(f"{option} {file}: must end in {' or '.join(_PICTURES)}")
+    new_figure(1, 1)
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """A figure that never looks for a screen. Needs matplotlib, which nothing else does: the `bench` extra."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure as MatplotlibFigure
+    except ImportError as error:
+        raise ConfigurationError("a picture needs matplotlib: pip install 'tandem-serve[bench]'") from error
+    figure = MatplotlibFigure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def save_picture(figure: Figure, file: Path) -> None:
+    """The format is the file's ending."""
+    try:
+        figure.savefig(file, dpi=120)
+    except OSError as error:
+        raise ConfigurationError(f"{file} cannot be written: {error}") from error

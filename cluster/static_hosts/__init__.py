@@ -1,0 +1,1 @@
+"""Machines that one has, as pools for `ray up` and Ray's autoscaler: `provider` is what Ray calls a node provider."""

@@ -1,0 +1,112 @@
+"""What the operator writes about static hosts, checked, and what Ray needs to know that follows from it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from cluster.static_hosts.shell import SshSettings
+from wire.errors import ConfigurationError
+
+KEY_ON_HEAD = "~/ray_bootstrap_key.pem"  # where `ray up` puts the operator's key for the head's use
+
+
+class StaticProvider(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The file's `provider` section, with what Ray and `bootstrap` add to it."""
+
+    type: str
+    module: str
+    head_ip: str
+    external_head_ip: str | None = None  # where the head is reached from outside, if not at head_ip
+    stop_command: str = "ray stop"
+    ssh: SshSettings | None = None  # from `auth`; nobody writes it
+    use_internal_ips: bool = False
+    disable_node_updaters: bool = False
+    disable_launch_config_check: bool = True
+    config_cache_path: str | None = msgspec.field(default=None, name="_config_cache_path")
+
+
+class PoolHosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A worker type's `node_config`."""
+
+    hosts: tuple[str, ...]
+    standby: int = 0  # so many are started only when the load asks for them
+
+
+def read_provider(section: Mapping[str, Any]) -> StaticProvider:
+    provider: StaticProvider = _convert(section, StaticProvider, "provider")
+    return provider
+
+
+def pools_of(config: Mapping[str, Any]) -> dict[str, PoolHosts]:
+    """By node type. Raises ConfigurationError where no cluster can come of it."""
+    head_ip = read_provider(config["provider"]).head_ip
+    pools: dict[str, PoolHosts] = {}
+    claimed: dict[str, str] = {head_ip: "the head (provider.head_ip)"}
+    for name, node_type in config["available_node_types"].items():
+        where = f"available_node_types.{name}"
+        node_config = node_type.get("node_config") or {}
+        if name == config["head_node_type"]:
+            if node_config:
+                raise ConfigurationError(
+                    f"{where}.node_config must be {{}}: the head's host is provider.head_ip"
+                )
+            continue
+        pool = _convert(node_config, PoolHosts, f"{where}.node_config")
+        if not 0 <= pool.standby <= len(pool.hosts):
+            raise ConfigurationError(
+                f"{where}.node_config.standby must be from 0 to the number of hosts ({len(pool.hosts)}), not {pool.standby}"
+            )
+        for host in pool.hosts:
+            if host in claimed:
+                raise ConfigurationError(
+                    f"{where}.node_config.hosts lists {host}, which is {claimed[host]} already: a host is one Ray "
+                    "node; to have more on it, give its type more resources"
+                )
+            claimed[host] = f"one of {where}"
+        pools[name] = pool
+    return pools
+
+
+def bootstrapped(config: Mapping[str, Any]) -> dict[str, Any]:
+    """With the numbers of nodes that follow from the hosts, and with what the provider needs to reach them.
+
+    A pool starts all its hosts but the ones on standby. `min_workers` and `max_workers` may still say otherwise,
+    within what there is.
+    """
+    filled: dict[str, Any] = copy.deepcopy(dict(config))
+    pools = pools_of(filled)
+    for name, pool in pools.items():
+        node_type = filled["available_node_types"][name]
+        most = min(len(pool.hosts), node_type.get("max_workers", len(pool.hosts)))
+        least = node_type.get("min_workers") or min(most, len(pool.hosts) - pool.standby)
+        if least > most:
+            raise ConfigurationError(
+                f"available_node_types.{name}.min_workers is {least}, but the pool can have {most}: "
+                "list more hosts, or raise max_workers"
+            )
+        node_type["min_workers"], node_type["max_workers"] = least, most
+    filled["max_workers"] = sum(filled["available_node_types"][name]["max_workers"] for name in pools)
+    filled["provider"]["ssh"] = msgspec.to_builtins(ssh_settings(filled["auth"]))
+    return filled
+
+
+def ssh_settings(auth: Mapping[str, Any]) -> SshSettings:
+    if not auth.get("ssh_user"):
+        raise ConfigurationError("auth.ssh_user must name the user that Ray runs as on every host")
+    return SshSettings(auth["ssh_user"], auth.get("ssh_private_key"), auth.get("ssh_proxy_command"))
+
+
+def ssh_settings_on_head(settings: SshSettings) -> SshSettings:
+    """The same user, with the key where `ray up` puts it, and without the way in from outside."""
+    return SshSettings(settings.user, KEY_ON_HEAD if settings.private_key else None)
+
+
+def _convert(section: Mapping[str, Any], kind: type[Any], where: str) -> Any:
+    try:
+        return msgspec.convert(dict(section), kind)
+    except msgspec.ValidationError as error:
+        raise ConfigurationError(f"{where}: {error}") from error

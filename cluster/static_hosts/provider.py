@@ -1,0 +1,245 @@
+"""Hosts that are simply there, as pools for `ray up` and Ray's autoscaler.
+
+    provider: {type: external, module: cluster.static_hosts.provider.StaticHostsProvider, head_ip: 10.0.0.10}
+
+Ray asks two instances of this class the same questions: one where `ray up` and `ray down` are typed, one in the
+autoscaler on the head. Both answer from the record on the head's host. To launch a node is to take a free host of
+its type and give it a fresh id; Ray itself then copies files there and runs the start commands. To terminate one
+is to stop Ray on its host and to give the host back.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+from collections.abc import Collection, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+from ray.autoscaler.node_provider import NodeProvider
+from ray.autoscaler.tags import (
+    NODE_KIND_HEAD,
+    STATUS_UP_TO_DATE,
+    TAG_RAY_NODE_KIND,
+    TAG_RAY_NODE_STATUS,
+    TAG_RAY_USER_NODE_TYPE,
+)
+
+from cluster.static_hosts.config import bootstrapped, pools_of, read_provider, ssh_settings
+from cluster.static_hosts.reach import Reach, reach_from_here, resolve
+from cluster.static_hosts.record import (
+    ClusterRecord,
+    NodeRecord,
+    new_node_id,
+    stranded_nodes,
+    with_hosts,
+    with_node,
+    with_tags,
+    without_nodes,
+)
+from cluster.static_hosts.shell import CONNECT_TIMEOUT_S, ScriptFailed
+from wire.errors import NodeLost, TandemError, Unavailable
+
+_PROBE_TIMEOUT_S = CONNECT_TIMEOUT_S + 5.0
+_DRAIN_S = 60.0  # for what runs on a host that is taken out of the file
+_DRAIN_TIMEOUT_S = _DRAIN_S + 60.0
+_STOP_TIMEOUT_S = 60.0  # `ray stop` itself waits for its processes before it kills them
+_AT_ONCE = 16  # hosts that are spoken to at the same time
+
+logger = logging.getLogger(__name__)
+
+
+class StaticHostsProvider(NodeProvider):  # type: ignore[misc]
+    def __init__(
+        self, provider_config: dict[str, Any], cluster_name: str, reach: Reach | None = None
+    ) -> None:
+        super().__init__(provider_config, cluster_name)
+        self._settings = read_provider(provider_config)
+        self._reach = reach or reach_from_here(self._settings, cluster_name)
+        self._store = self._reach.store
+        if self._reach.on_head:
+            self._record_head_under_ray()
+
+    def _record_head_under_ray(self) -> None:
+        """In the autoscaler the head is a node, whatever became of the record: nothing is started before the
+        head was seen, by the id that Ray was started with."""
+        node_id, node_type = os.environ.get("RAY_CLOUD_INSTANCE_ID"), os.environ.get("RAY_NODE_TYPE_NAME")
+        if not node_id or not node_type:
+            return
+        head = self._head_node(
+            node_id,
+            {
+                TAG_RAY_NODE_KIND: NODE_KIND_HEAD,
+                TAG_RAY_USER_NODE_TYPE: node_type,
+                TAG_RAY_NODE_STATUS: STATUS_UP_TO_DATE,
+            },
+        )
+
+        def with_head(record: ClusterRecord) -> ClusterRecord:
+            if node_id in record.nodes:
+                return record
+            return with_node(
+                without_nodes(record, record.matching({TAG_RAY_NODE_KIND: NODE_KIND_HEAD})), head
+            )
+
+        self._store.update(with_head)
+
+    def _head_node(self, node_id: str, tags: Mapping[str, str]) -> NodeRecord:
+        return NodeRecord(node_id, self._settings.head_ip, self._reach.head_address, pool="", tags=dict(tags))
+
+    # --- what there is
+
+    def non_terminated_nodes(self, tag_filters: dict[str, str]) -> list[str]:
+        return self._store.read().matching(tag_filters)
+
+    def is_running(self, node_id: str) -> bool:
+        return node_id in self._store.last_read().nodes
+
+    def is_terminated(self, node_id: str) -> bool:
+        return not self.is_running(node_id)
+
+    def node_tags(self, node_id: str) -> dict[str, str]:
+        """Of a node that has just ended: none, which Ray takes for a node that is not its own."""
+        node = self._store.last_read().nodes.get(node_id)
+        return dict(node.tags) if node is not None else {}
+
+    def set_node_tags(self, node_id: str, tags: dict[str, str]) -> None:
+        self._store.update(lambda record: with_tags(record, node_id, tags))
+
+    def internal_ip(self, node_id: str) -> str:
+        return self._node(node_id).address
+
+    def external_ip(self, node_id: str) -> str:
+        return self._address_from_here(self._node(node_id))
+
+    def _address_from_here(self, node: NodeRecord) -> str:
+        return node.address if node.pool else self._reach.entrance
+
+    def _node(self, node_id: str) -> NodeRecord:
+        node = self._store.last_read().nodes.get(node_id)
+        if node is None:
+            raise NodeLost(f"{node_id} is not a node of cluster {self.cluster_name} any more")
+        return node
+
+    # --- launching
+
+    def create_node(self, node_config: dict[str, Any], tags: dict[str, str], count: int) -> dict[str, Any]:
+        if tags[TAG_RAY_NODE_KIND] == NODE_KIND_HEAD:
+            head = self._head_node(new_node_id(self._reach.head_address), tags)
+            self._store.update(lambda record: with_node(record, head))
+            return {head.node_id: {}}
+        return self._launch_workers(tags, count)
+
+    def _launch_workers(self, tags: Mapping[str, str], count: int) -> dict[str, Any]:
+        pool = tags[TAG_RAY_USER_NODE_TYPE]
+        nodes, silent = self._answering(self._store.read().free_hosts(pool), pool, tags)
+        claimed: dict[str, Any] = {}
+
+        def claim(record: ClusterRecord) -> ClusterRecord:
+            claimed.clear()
+            free = record.free_hosts(pool)
+            for node in [node for node in nodes if node.host in free][:count]:
+                record = with_node(record, node)
+                claimed[node.node_id] = {}
+            return record
+
+        self._store.update(claim)
+        if len(claimed) < count:
+            why = "; ".join(silent) if silent else "every host of that type is in use"
+            raise Unavailable(f"{pool}: {len(claimed)} of {count} nodes launched: {why}")
+        return claimed
+
+    def _answering(
+        self, hosts: list[str], pool: str, tags: Mapping[str, str]
+    ) -> tuple[list[NodeRecord], list[str]]:
+        def probe(host: str) -> NodeRecord | TandemError:
+            try:
+                address = resolve(host)
+                self._reach.to_workers.run(address, "true", timeout_s=_PROBE_TIMEOUT_S)
+            except TandemError as error:
+                return error
+            return NodeRecord(new_node_id(address), host, address, pool, dict(tags))
+
+        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="probe") as threads:
+            answers = list(threads.map(probe, hosts))
+        return (
+            [answer for answer in answers if isinstance(answer, NodeRecord)],
+            [str(answer) for answer in answers if isinstance(answer, TandemError)],
+        )
+
+    # --- ending
+
+    def terminate_node(self, node_id: str) -> None:
+        self.terminate_nodes([node_id])
+
+    def terminate_nodes(self, node_ids: list[str]) -> None:
+        nodes = self._store.read().nodes
+        self._end([nodes[node_id] for node_id in node_ids if node_id in nodes])
+
+    def _end(self, nodes: Iterable[NodeRecord]) -> None:
+        """A host that does not answer is given back all the same: nothing is launched on it before it answers
+        again, and then the start commands begin by stopping what is left of the old node."""
+        nodes = list(nodes)
+
+        def stop(node: NodeRecord) -> None:
+            shell = self._reach.to_workers if node.pool else self._reach.to_head
+            script = stop_script(self._settings.stop_command)
+            try:
+                shell.run(self._address_from_here(node), script, timeout_s=_STOP_TIMEOUT_S)
+            except Unavailable as error:
+                logger.warning("Ray could not be stopped on %s: %s", node.host, error)
+            except ScriptFailed as error:
+                logger.warning("`%s` failed: %s", self._settings.stop_command, error)
+
+        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="stop") as threads:
+            list(threads.map(stop, nodes))
+        self._store.update(lambda record: without_nodes(record, [node.node_id for node in nodes]))
+
+    def _drain(self, nodes: Collection[NodeRecord]) -> None:
+        """What runs there is finished first, as long as somebody is there to see to it."""
+        heads = self._store.last_read().matching({TAG_RAY_NODE_KIND: NODE_KIND_HEAD})
+        if not nodes or not heads:
+            return
+        script = drain_script([node.address for node in nodes])
+        try:
+            said = self._reach.to_head.run(self._reach.entrance, script, timeout_s=_DRAIN_TIMEOUT_S)
+            print(said.decode(errors="replace"), end="", flush=True)
+        except (Unavailable, ScriptFailed) as error:
+            print(f"it could not be drained, requests there go on elsewhere: {error}", flush=True)
+
+    # --- `ray up`
+
+    @staticmethod
+    def bootstrap_config(cluster_config: dict[str, Any]) -> dict[str, Any]:
+        return bootstrapped(cluster_config)
+
+    def prepare_for_head_node(self, cluster_config: dict[str, Any]) -> dict[str, Any]:
+        """The last that is done here before the file goes to the head. Hosts that it no longer lists are let go
+        first: the autoscaler would otherwise find one node too many, and stop one of its own choice."""
+        hosts = {name: pool.hosts for name, pool in pools_of(cluster_config).items()}
+        leaving = stranded_nodes(self._store.update(lambda record: with_hosts(record, hosts)))
+        for node in leaving:
+            print(f"{node.host} is no longer listed for {node.pool}: stopping Ray there", flush=True)
+        self._drain(leaving)
+        self._end(leaving)
+        cluster_config["provider"]["ssh"] = msgspec.to_builtins(ssh_settings(cluster_config["auth"]))
+        # They are in worker_setup_commands by now, and would be put there a second time.
+        cluster_config["setup_commands"] = []
+        return cluster_config
+
+
+def stop_script(command: str) -> str:
+    return _in_rays_shell(command)
+
+
+def drain_script(addresses: Iterable[str]) -> str:
+    """All at once. One where no node runs is no reason not to drain the others."""
+    drains = " & ".join(f"tandem drain {address} --timeout {_DRAIN_S:.0f}" for address in addresses)
+    return _in_rays_shell(f"export RAY_AUTH_MODE=token; {drains} & wait")
+
+
+def _in_rays_shell(command: str) -> str:
+    """The shell in which Ray runs the start commands, so that `ray` and `tandem` are found in the same place."""
+    return f"bash --login -i -c {shlex.quote(f'source ~/.bashrc; {command}')} </dev/null"

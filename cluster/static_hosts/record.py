@@ -1,0 +1,91 @@
+"""Which hosts a static cluster has, and which Ray node each of them is now. Pure: a record in, a record out.
+
+One record per cluster, kept on the head's host (`store`). Whoever asks, the autoscaler on the head or
+`ray down` on somebody's laptop, reads and changes that one, so they cannot disagree about what runs where.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from wire.errors import ConfigurationError
+
+
+class NodeRecord(msgspec.Struct, frozen=True):
+    """One launch. A host that is launched again is a new node: Ray never forgets an id that has ended."""
+
+    node_id: str
+    host: str  # as the operator's file names it
+    address: str
+    pool: str  # its node type; "" for the head, which is in none
+    tags: dict[str, str]
+
+
+class ClusterRecord(msgspec.Struct, frozen=True):
+    hosts: dict[str, tuple[str, ...]] = {}  # by node type, as of the last `ray up`
+    nodes: dict[str, NodeRecord] = {}  # by node id, in the order of their launches
+
+    def matching(self, tags: Mapping[str, str]) -> list[str]:
+        return [
+            node.node_id
+            for node in self.nodes.values()
+            if all(node.tags.get(name) == value for name, value in tags.items())
+        ]
+
+    def free_hosts(self, pool: str) -> list[str]:
+        taken = {node.host for node in self.nodes.values()}
+        return [host for host in self.hosts.get(pool, ()) if host not in taken]
+
+
+def new_node_id(address: str) -> str:
+    """Everything before the last dash is the address: start commands take it from there."""
+    return f"{address}-{secrets.token_hex(4)}"
+
+
+def with_node(record: ClusterRecord, node: NodeRecord) -> ClusterRecord:
+    return msgspec.structs.replace(record, nodes=record.nodes | {node.node_id: node})
+
+
+def without_nodes(record: ClusterRecord, node_ids: Iterable[str]) -> ClusterRecord:
+    gone = set(node_ids)
+    kept = {node_id: node for node_id, node in record.nodes.items() if node_id not in gone}
+    return msgspec.structs.replace(record, nodes=kept)
+
+
+def with_tags(record: ClusterRecord, node_id: str, tags: Mapping[str, str]) -> ClusterRecord:
+    """A node that has ended meanwhile stays ended."""
+    node = record.nodes.get(node_id)
+    if node is None:
+        return record
+    return with_node(record, msgspec.structs.replace(node, tags=node.tags | dict(tags)))
+
+
+def with_hosts(record: ClusterRecord, hosts: Mapping[str, tuple[str, ...]]) -> ClusterRecord:
+    return msgspec.structs.replace(record, hosts=dict(hosts))
+
+
+def stranded_nodes(record: ClusterRecord) -> list[NodeRecord]:
+    """Nodes on hosts that the operator's file no longer gives to their pool."""
+    return [
+        node
+        for node in record.nodes.values()
+        if node.pool and node.host not in record.hosts.get(node.pool, ())
+    ]
+
+
+def encode(record: ClusterRecord) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n"
+
+
+def decode(content: bytes, where: str) -> ClusterRecord:
+    if not content.strip():
+        return ClusterRecord()
+    try:
+        return msgspec.json.decode(content, type=ClusterRecord)
+    except msgspec.DecodeError as error:
+        raise ConfigurationError(
+            f"{where} is not a cluster record ({error}): run `ray stop` on the cluster's hosts and delete the file"
+        ) from error

@@ -1,0 +1,119 @@
+"""Where a cluster's record is kept: in one file on the head's host, changed under one lock by everybody.
+
+On the head the file is simply opened. From anywhere else it is read over ssh, and written only if it is still
+what was read: a change that met another one is made again on top of it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from cluster.static_hosts.record import ClusterRecord, decode, encode
+from cluster.static_hosts.shell import ScriptFailed, Shell
+from wire.errors import ConfigurationError, Unavailable
+
+_FOLDER = ".tandem/clusters"
+_CHANGED_MEANWHILE = 75
+_ATTEMPTS = 10
+
+Change = Callable[[ClusterRecord], ClusterRecord]
+
+
+class RecordStore(Protocol):
+    def read(self) -> ClusterRecord: ...
+
+    def last_read(self) -> ClusterRecord:
+        """What is known without asking over the network."""
+        ...
+
+    def update(self, change: Change) -> ClusterRecord:
+        """`change` may be called more than once, and must have no effect but its result."""
+        ...
+
+
+def record_file(cluster_name: str) -> str:
+    """Relative to the home of the user that Ray runs as."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", cluster_name):
+        raise ConfigurationError(
+            f"cluster_name must be letters, digits, '-', '_' and '.', not {cluster_name!r}: a file is named after it"
+        )
+    return f"{_FOLDER}/{cluster_name}.json"
+
+
+class LocalStore:
+    def __init__(self, cluster_name: str, home: Path | None = None) -> None:
+        self._path = (home or Path.home()) / record_file(cluster_name)
+
+    def read(self) -> ClusterRecord:
+        try:
+            content = self._path.read_bytes()
+        except FileNotFoundError:
+            content = b""
+        return decode(content, str(self._path))
+
+    def last_read(self) -> ClusterRecord:
+        return self.read()
+
+    def update(self, change: Change) -> ClusterRecord:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with open(f"{self._path}.lock", "wb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            before = self.read()
+            after = change(before)
+            if after != before:
+                fresh = Path(f"{self._path}.new")
+                fresh.write_bytes(encode(after))
+                os.replace(fresh, self._path)
+        return after
+
+
+class RemoteStore:
+    def __init__(self, cluster_name: str, shell: Shell, head: str) -> None:
+        self._file = record_file(cluster_name)
+        self._shell = shell
+        self._head = head
+        self._content: bytes | None = None
+
+    def read(self) -> ClusterRecord:
+        self._content = self._shell.run(self._head, f'cat "$HOME"/{self._file} 2>/dev/null || true')
+        return self._decode(self._content)
+
+    def last_read(self) -> ClusterRecord:
+        return self.read() if self._content is None else self._decode(self._content)
+
+    def update(self, change: Change) -> ClusterRecord:
+        for _ in range(_ATTEMPTS):
+            before = self.last_read()
+            after = change(before)
+            if after == before or self._replace(self._content or b"", encode(after)):
+                return after
+            self._content = None
+        raise Unavailable(f"{self._head}: ~/{self._file} is changed by others without a pause: try again")
+
+    def _replace(self, old: bytes, new: bytes) -> bool:
+        script = f"""
+            set -e; umask 077
+            file="$HOME"/{self._file}; mkdir -p "${{file%/*}}"
+            command -v flock >/dev/null || {{ echo "flock (util-linux) is not installed" >&2; exit 1; }}
+            exec 9>"$file.lock"; flock -w 10 9
+            now=$(cat "$file" 2>/dev/null | sha256sum)
+            [ "${{now%% *}}" = {hashlib.sha256(old).hexdigest()} ] || exit {_CHANGED_MEANWHILE}
+            cat >"$file.new"; mv "$file.new" "$file"
+        """
+        try:
+            self._shell.run(self._head, script, stdin=new)
+        except ScriptFailed as error:
+            if error.status == _CHANGED_MEANWHILE:
+                return False
+            raise
+        self._content = new
+        return True
+
+    def _decode(self, content: bytes) -> ClusterRecord:
+        return decode(content, f"{self._head}:~/{self._file}")

@@ -1,0 +1,138 @@
+"""A conversation in the terminal, against a server that a test plays."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+from rich.console import Console
+
+from cluster.commands.chat import ChatClient, chat
+from wire.errors import Unavailable
+
+
+def events(*contents: str, done: bool = True) -> str:
+    lines = [json.dumps({"choices": [{"delta": {"content": content}}]}) for content in contents]
+    return "".join(f"data: {line}\n\n" for line in [*lines, *(["[DONE]"] if done else [])])
+
+
+class Server:
+    """Answers in order; keeps what it was asked."""
+
+    def __init__(self, *answers: httpx.Response) -> None:
+        self.answers = list(answers)
+        self.asked: list[dict[str, Any]] = []
+        self.headers: list[httpx.Headers] = []
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        self.headers.append(request.headers)
+        if request.url.path == "/v1/models":
+            return httpx.Response(200, json={"data": [{"id": "tiny"}]})
+        self.asked.append(json.loads(request.content))
+        return self.answers.pop(0)
+
+    def messages(self, turn: int) -> list[tuple[str, str]]:
+        return [(message["role"], message["content"]) for message in self.asked[turn]["messages"]]
+
+
+def typed(*lines: str | type[BaseException]) -> Callable[[str], str]:
+    waiting: Iterator[str | type[BaseException]] = iter(lines)
+
+    def read_line(prompt: str) -> str:
+        line = next(waiting, EOFError)
+        if isinstance(line, str):
+            return line
+        raise line
+
+    return read_line
+
+
+def converse(server: Callable[[httpx.Request], httpx.Response], *lines: Any, **options: Any) -> str:
+    out = io.StringIO()
+    client = ChatClient("http://tandem", options.pop("key", None), httpx.MockTransport(server))
+    assert chat(client, Console(file=out, width=200), read_line=typed(*lines), **options) == 0
+    client.close()
+    return out.getvalue()
+
+
+def ok(*contents: str, done: bool = True) -> httpx.Response:
+    return httpx.Response(200, text=events(*contents, done=done))
+
+
+def test_a_reply_is_shown_and_remembered() -> None:
+    server = Server(ok("Hel", "lo"), ok("again"))
+    shown = converse(server, "hi", "and now?")
+    assert "Hello" in shown
+    assert server.messages(1) == [("user", "hi"), ("assistant", "Hello"), ("user", "and now?")]
+    assert server.asked[0]["stream"] is True
+    assert server.asked[0]["model"] == "tiny"
+
+
+def test_reset_forgets_all_but_the_system_message() -> None:
+    server = Server(ok("a"), ok("b"))
+    converse(server, "hi", "/reset", "fresh", system="be brief")
+    assert server.messages(1) == [("system", "be brief"), ("user", "fresh")]
+
+
+def test_sampling_and_key_are_passed_on() -> None:
+    server = Server(ok("a"))
+    converse(server, "hi", key="k3y", sampling={"max_tokens": 7, "temperature": 0.5})
+    assert (server.asked[0]["max_tokens"], server.asked[0]["temperature"]) == (7, 0.5)
+    assert server.headers[-1]["authorization"] == "Bearer k3y"
+
+
+def test_empty_lines_ask_nothing_and_quit_leaves() -> None:
+    server = Server()
+    converse(server, "", "  ", "/help", "/quit", "never asked")
+    assert server.asked == []
+
+
+def test_ctrl_c_at_the_prompt_leaves() -> None:
+    converse(Server(), KeyboardInterrupt)
+
+
+def test_ctrl_c_stops_a_reply_and_the_conversation_goes_on() -> None:
+    class Interrupted(httpx.SyncByteStream):
+        closed = False
+
+        def __iter__(self) -> Iterator[bytes]:
+            yield events("Once upon", done=False).encode()
+            raise KeyboardInterrupt
+
+        def close(self) -> None:
+            Interrupted.closed = True
+
+    server = Server(httpx.Response(200, stream=Interrupted()), ok("yes"))
+    shown = converse(server, "a story", "still there?")
+    assert "(stopped)" in shown
+    assert Interrupted.closed, "the server is told that nobody listens any more"
+    assert server.messages(1)[1] == ("assistant", "Once upon")
+
+
+def test_an_error_is_shown_and_the_question_is_not_remembered() -> None:
+    error = {"error": {"message": "no node is ready"}}
+    server = Server(httpx.Response(503, json=error), ok("fine"))
+    shown = converse(server, "first", "second")
+    assert "503: no node is ready" in shown
+    assert server.messages(1) == [("user", "second")]
+
+
+def test_an_error_in_the_middle_of_a_stream_is_shown() -> None:
+    body = events("half", done=False) + 'data: {"error": {"message": "node lost"}}\n\n'
+    assert "broke off: node lost" in converse(Server(httpx.Response(200, text=body)), "hi")
+
+
+def test_a_stream_that_just_ends_is_an_error() -> None:
+    assert "closed the stream" in converse(Server(ok("half", done=False)), "hi")
+
+
+def test_a_server_that_is_not_there_is_said_with_what_to_do() -> None:
+    def refuse(request: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectError("connection refused")
+
+    with pytest.raises(Unavailable, match=r"http://tandem does not answer.*tandem serve.*--url"):
+        converse(refuse, "hi")

@@ -1,0 +1,146 @@
+"""What the doctor says of machines that it is shown."""
+
+from __future__ import annotations
+
+import io
+import resource
+import socket
+from pathlib import Path
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from cluster.commands import doctor
+from cluster.commands.doctor import Finding, Level
+from cluster.config import PoolConfig, PoolsConfig, TandemConfig
+from engine.config import CacheConfig
+from kvtransfer.nixl_check import transports_in
+
+GIB = 1 << 30
+replace = msgspec.structs.replace
+
+
+def printed(*findings: Finding) -> str:
+    out = io.StringIO()
+    doctor.show(findings, Console(file=out, width=200))
+    return out.getvalue()
+
+
+def test_every_finding_has_its_level_and_advice_only_when_something_is_wrong() -> None:
+    text = printed(
+        Finding("ray", Level.OK, "2.60.0", "not shown"),
+        Finding("shm", Level.WARN, "64 MiB", "give it more"),
+        Finding("port", Level.FAIL, "8000", "choose another"),
+    )
+    assert "OK   ray" in text
+    assert "WARN shm" in text
+    assert "→ give it more" in text
+    assert "FAIL port" in text
+    assert "not shown" not in text
+    assert "cannot run here" in text
+
+
+def test_the_verdict_follows_from_the_worst_finding() -> None:
+    assert "Tandem can run here." in printed(Finding("a", Level.OK, "fine"))
+    assert "with the limits above" in printed(Finding("a", Level.WARN, "hm", "do this"))
+
+
+def test_a_check_that_breaks_is_a_finding_and_the_others_go_on() -> None:
+    def broken() -> Finding:
+        raise RuntimeError("oops")
+
+    found = doctor.run_checks({"a": broken, "b": lambda: Finding("b", Level.OK, "fine")})
+    assert [(finding.subject, finding.level) for finding in found] == [("a", Level.FAIL), ("b", Level.OK)]
+    assert "RuntimeError: oops" in found[0].what
+
+
+def test_everything_that_can_be_wrong_has_a_check() -> None:
+    subjects = set(doctor.checks_for(TandemConfig()))
+    assert subjects == {
+        "python", "ray", "nixl", "torch", "compiler", "cores", "memory", "shm", "disk", "files", "port", "model",
+    }  # fmt: skip
+
+
+def test_too_little_memory_fails_with_the_figures() -> None:
+    assert doctor.check_memory(TandemConfig(), 2 * GIB).level is Level.FAIL
+    assert doctor.check_memory(TandemConfig(), 8 * GIB).level is Level.OK
+    greedy = TandemConfig(cache=CacheConfig(memory_bytes=8 * GIB))
+    found = doctor.check_memory(greedy, 8 * GIB)
+    assert found.level is Level.FAIL
+    assert "--kv-memory" in found.advice
+
+
+def test_available_memory_is_read_from_the_kernel(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal:  100 kB\nMemAvailable:   42 kB\n")
+    assert doctor.available_memory(meminfo) == 42 * 1024
+
+
+@pytest.mark.parametrize(
+    ("content", "quota"), [("max 100000", None), ("150000 100000", 1.5), ("nonsense", None)]
+)
+def test_a_container_quota_is_read(tmp_path: Path, content: str, quota: float | None) -> None:
+    file = tmp_path / "cpu.max"
+    file.write_text(content)
+    assert doctor.cpu_quota(file) == quota
+    assert doctor.cpu_quota(tmp_path / "missing") is None
+
+
+def test_few_open_files_are_worth_a_warning() -> None:
+    assert doctor.check_open_files(1024).level is Level.WARN
+    assert doctor.check_open_files(65536).level is Level.OK
+    assert doctor.check_open_files(resource.RLIM_INFINITY).level is Level.OK
+
+
+def test_a_missing_shared_memory_folder_is_worth_a_warning(tmp_path: Path) -> None:
+    assert doctor.check_shared_memory(tmp_path / "shm").level is Level.WARN
+
+
+def test_a_cache_that_cannot_be_written_fails() -> None:
+    assert doctor.check_disk(Path("/proc/nobody/writes/here")).level in (Level.FAIL, Level.WARN)
+
+
+def test_a_taken_port_fails_with_what_to_do() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        config = TandemConfig()
+        config = replace(config, router=replace(config.router, port=listener.getsockname()[1]))
+        found = doctor.check_port(config)
+    assert found.level is Level.FAIL
+    assert "--port" in found.advice
+
+
+def test_cores_that_are_not_there_fail() -> None:
+    config = TandemConfig(pools=PoolsConfig(prefill=PoolConfig(nodes=1, threads=9999)))
+    assert doctor.check_cores(config).level is Level.FAIL
+
+
+def test_a_model_that_cannot_be_fails_and_one_to_be_fetched_does_not(tmp_path: Path) -> None:
+    assert doctor.check_model("/no/such/model").level is Level.FAIL
+    assert doctor.check_model("org/name").level is Level.OK
+
+
+def test_no_compiler_is_worth_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    found = doctor.check_compiler()
+    assert found.level is Level.WARN
+    assert "g++" in found.advice
+
+
+@pytest.mark.slow
+def test_nixl_is_tried_and_not_only_looked_for() -> None:
+    """Slow: a process of its own loads NIXL and moves a megabyte."""
+    found = doctor.check_nixl()
+    assert found.level in (Level.OK, Level.WARN), found
+    assert "UCX moves host memory at" in found.what
+
+
+def test_transports_are_read_from_what_ucx_logs() -> None:
+    log = (
+        "ucp_worker.c:1997 UCX  INFO    A self cfg#0 rma_am(sysv/memory)  am(sysv/memory)\n"
+        "ucp_worker.c:1997 UCX  INFO    A intra-node cfg#1 rma_am(tcp/lo)  am(tcp/lo cma/memory)  ka(tcp/lo)\n"
+        "ucp_context.c:2753 UCX  INFO  Version 1.23.0 (loaded from somewhere)\n"
+    )
+    assert transports_in(log) == ["cma/memory", "tcp/lo"]

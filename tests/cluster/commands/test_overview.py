@@ -1,0 +1,175 @@
+"""`tandem status` and the commands that change a cluster, without one."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from cluster.commands.operate import drain_nodes, end_cluster, parse_role, parse_sizes
+from cluster.commands.overview import show_overview
+from cluster.control import ClusterView, Decision, NodeView, PoolView, RouterView
+from tests.cluster.pools.helpers import in_loop
+from wire.errors import ConfigurationError, DeadlineExceeded, Unavailable
+from wire.nodes import NodeState, Role
+from wire.requests import NodeCounters, NodeStatus
+
+STATUS = NodeStatus(
+    node_id="decode-0",
+    role=Role.DECODE,
+    epoch=1,
+    state=NodeState.READY,
+    free_blocks=60,
+    total_blocks=100,
+    running=3,
+    waiting=2,
+    waiting_tokens=40,
+    transfers=1,
+    held_blocks=0,
+    step_age_s=0.0,
+    counters=NodeCounters(transfer_bytes_received=3 << 20),
+)
+VIEW = ClusterView(
+    model="smollm2",
+    pools=[PoolView(Role.PREFILL, 1, 0, 1, 4), PoolView(Role.DECODE, 2, 1, 0, 0, waiting_for_machines=1)],
+    nodes=[
+        NodeView("prefill-0", Role.PREFILL, "10.0.0.2", "left out", "no memory", 0),
+        NodeView("decode-0", Role.DECODE, "10.0.0.3", "ready", "", 1, STATUS),
+        NodeView("decode-1", Role.DECODE, "", "waiting", "no machine has room for it", 0),
+    ],
+    routers=[RouterView("router", "http://10.0.0.1:8000", "ready", "", 0)],
+    decisions=[Decision(0.0, "decode: from 1 to 2, 1 node more")],
+)
+
+
+def router_answer(**fields: Any) -> dict[str, Any]:
+    return {"router": {"unhealthy": "", "running": 3, "queued": 1, "draining": False, **fields}, "nodes": []}
+
+
+def shown(view: ClusterView, answer: dict[str, Any] | Exception) -> tuple[str, int]:
+    def fetch(url: str, key: str | None) -> dict[str, Any]:
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    text = io.StringIO()
+    status = show_overview(view, None, Console(file=text, width=160), fetch)
+    return text.getvalue(), status
+
+
+def test_one_screen_says_how_everything_is() -> None:
+    text, status = shown(VIEW, router_answer())
+    assert status == 0
+    lines = text.splitlines()
+    assert "serving, 3 requests running, 1 queued" in lines[1]
+    assert lines[2] == "prefill: 0 of 1 node ready, between 1 and 4"
+    assert lines[3] == "decode: 1 of 2 nodes ready, 1 node without a machine"
+    (row,) = [line for line in lines if line.startswith("decode-0")]
+    assert row.split()[:8] == ["decode-0", "decode", "10.0.0.3", "ready", "3", "2", "60/100", "1"]
+    assert row.rstrip().endswith("3.0 MiB")
+    assert "! prefill-0: left out: no memory" in lines
+    assert "! decode-1: waiting: no machine has room for it" in lines
+    assert lines[-1].endswith("decode: from 1 to 2, 1 node more")
+
+
+def test_a_cluster_that_answers_nobody_fails() -> None:
+    text, status = shown(VIEW, router_answer(unhealthy="no node can decode"))
+    assert status == 1
+    assert "unavailable: no node can decode" in text
+    router = RouterView("router", "http://r", "restarting", "killed", 1)
+    text, status = shown(ClusterView("m", [], [], [router], []), router_answer())
+    assert status == 1
+    assert "restarting: killed" in text
+
+
+def test_a_router_out_of_reach_from_here_is_said_and_is_no_failure_of_the_cluster() -> None:
+    text, status = shown(VIEW, Unavailable("http://10.0.0.1:8000 does not answer"))
+    assert status == 0
+    assert "does not answer" in text
+
+
+def test_sizes_are_read_from_the_command_line() -> None:
+    assert parse_sizes(["prefill=3", "decode=0"]) == {Role.PREFILL: 3, Role.DECODE: 0}
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["prefil=3"], "there is no pool 'prefil': it must be one of prefill, decode, aggregated"),
+        (["prefill"], "write prefill=N"),
+        (["prefill=-1"], "write prefill=N"),
+        (["prefill=x"], "write prefill=N"),
+        (["decode=1", "decode=2"], "decode is there twice"),
+    ],
+)
+def test_sizes_that_make_no_sense_are_refused(words: list[str], why: str) -> None:
+    with pytest.raises(ConfigurationError, match=why):
+        parse_sizes(words)
+
+
+def test_a_role_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="one of prefill, decode"):
+        parse_role("decoder")
+
+
+class FakeController:
+    def __init__(self) -> None:
+        self.drained: list[str] = []
+        self.finishes = True
+        self.silent = False
+        self.ended = False
+
+    async def view(self) -> ClusterView:
+        return VIEW
+
+    async def drain_node(self, node_id: str, timeout_s: float) -> bool:
+        self.drained.append(node_id)
+        return self.finishes
+
+    async def configuration(self) -> Any:
+        from cluster.config import TandemConfig
+
+        if self.silent:
+            raise DeadlineExceeded("the controller did not say what it runs")
+        return TandemConfig()
+
+    async def drain(self, timeout_s: float) -> bool:
+        return self.finishes
+
+    async def end(self, timeout_s: float) -> None:
+        self.ended = True
+
+
+@in_loop
+async def test_nodes_are_drained_by_name_or_by_the_address_of_their_machine() -> None:
+    controller = FakeController()
+    said: list[str] = []
+    assert await drain_nodes(controller, ["decode-1", "10.0.0.3"], 5, said.append) == 0  # type: ignore[arg-type]
+    assert sorted(controller.drained) == ["decode-0", "decode-1"]
+    assert "decode-0: everything was finished" in said
+    controller.finishes = False
+    assert await drain_nodes(controller, ["decode-0"], 5, said.append) == 1  # type: ignore[arg-type]
+
+
+@in_loop
+async def test_a_node_that_is_not_there_is_said_and_nothing_is_drained() -> None:
+    controller = FakeController()
+    with pytest.raises(
+        ConfigurationError, match="no node or machine decode-9: the nodes are prefill-0, decode-0"
+    ):
+        await drain_nodes(controller, ["decode-0", "decode-9"], 5, print)  # type: ignore[arg-type]
+    assert controller.drained == []
+
+
+@in_loop
+async def test_down_finishes_what_runs_and_ends_also_a_controller_that_says_nothing() -> None:
+    said: list[str] = []
+    polite, silent, hurried = FakeController(), FakeController(), FakeController()
+    silent.silent = True
+    assert await end_cluster(polite, now=False, say=said.append)  # type: ignore[arg-type]
+    assert not await end_cluster(silent, now=False, say=said.append)  # type: ignore[arg-type]
+    assert not await end_cluster(hurried, now=True, say=said.append)  # type: ignore[arg-type]
+    assert all(controller.ended for controller in (polite, silent, hurried))
+    assert "cannot be drained" in said[-1]

@@ -1,0 +1,73 @@
+"""The cluster on one screen."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import httpx
+import pytest
+from rich.console import Console
+
+from cluster.commands.status import fetch_status, show_status
+from wire.errors import InternalError, Unavailable
+
+
+def cluster(**router: Any) -> dict[str, Any]:
+    node = {
+        "node_id": "decode-0",
+        "role": "decode",
+        "epoch": 1234567890123,
+        "state": "ready",
+        "unusable": None,
+        "running": 3,
+        "waiting": 1,
+        "free_blocks": 90,
+        "total_blocks": 100,
+        "transfers": 2,
+        "detail": "",
+        "counters": {"transfer_bytes_sent": 0, "transfer_bytes_received": 3 << 20},
+    }
+    silent = {
+        "node_id": "prefill-0",
+        "role": "prefill",
+        "epoch": 5,
+        "state": "unknown",
+        "unusable": "not heard of yet",
+    }
+    defaults = {"model": "tiny", "running": 1, "queued": 0, "draining": False, "unhealthy": None}
+    return {"router": defaults | router, "nodes": [silent, node]}
+
+
+def shown(content: dict[str, Any]) -> tuple[int, str]:
+    out = io.StringIO()
+    return show_status(content, Console(file=out, width=80)), out.getvalue()
+
+
+def test_every_node_has_a_line_that_fits_and_trouble_has_a_reason() -> None:
+    status, text = shown(cluster())
+    assert status == 0
+    assert "tiny: serving; 1 request running, 0 queued" in text
+    (line,) = [line for line in text.splitlines() if line.startswith("decode-0")]
+    assert all(part in line for part in ("ready", "90/100", "3.0 MiB"))
+    assert "prefill-0: not heard of yet" in text
+    assert all(len(line) <= 80 for line in text.splitlines())
+
+
+def test_a_cluster_that_cannot_serve_says_why_and_fails() -> None:
+    status, text = shown(cluster(unhealthy="no decode node", draining=True))
+    assert status == 1
+    assert "unavailable: no decode node" in text
+    assert "draining" in text
+
+
+def test_what_is_fetched_is_checked() -> None:
+    content = cluster()
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, json=content))
+    assert fetch_status("http://tandem", "k", transport) == content
+    for answer, error in [
+        (httpx.Response(401, text="who are you"), Unavailable),
+        (httpx.Response(200, json={"other": 1}), InternalError),
+    ]:
+        with pytest.raises(error):
+            fetch_status("http://tandem", None, httpx.MockTransport(lambda request, answer=answer: answer))

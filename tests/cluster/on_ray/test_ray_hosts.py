@@ -1,0 +1,132 @@
+"""Ray's nodes as machines with places, without Ray."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cluster.on_ray.hosts import RayHosts
+from cluster.pools.cores import Found
+from tests.cluster.pools.helpers import in_loop
+from wire.errors import Unavailable
+from wire.nodes import Role
+
+
+class Kept:
+    def __init__(self) -> None:
+        self.value: bytes | None = None
+
+    async def load(self) -> bytes | None:
+        return self.value
+
+    async def save(self, state: bytes) -> None:
+        self.value = state
+
+
+def ray_node(name: str, address: str, *, alive: bool = True, **resources: float) -> dict[str, Any]:
+    return {"NodeID": name, "NodeManagerAddress": address, "Alive": alive, "Resources": resources}
+
+
+class World:
+    """A Ray cluster in a test's hands."""
+
+    def __init__(self, *nodes: dict[str, Any]) -> None:
+        self.nodes = list(nodes)
+        self.machines: dict[str, Found] = {}
+        self.silent: set[str] = set()
+        self.asked: list[str] = []
+        self.requested: list[list[dict[str, float]]] = []
+        self.store = Kept()
+
+    def find_out(self, name: str) -> Found:
+        self.asked.append(name)
+        if name in self.silent:
+            raise Unavailable(f"{name} says nothing")
+        return self.machines.get(name, Found(name, (0, 1)))
+
+    def hosts(self, **needs: dict[str, float]) -> RayHosts:
+        wanted = {Role(role): amounts for role, amounts in needs.items()}
+        return RayHosts(
+            self.store,
+            wanted,
+            lambda: list(self.nodes),
+            self.find_out,
+            self.requested.append,
+            look_again_s=0.001,
+        )
+
+
+HEAD = ray_node("head", "10.0.0.1", **{"node:__internal_head__": 1.0})
+PREFILL = ray_node("p", "10.0.0.2", prefill=1.0)
+DECODE = ray_node("d", "10.0.0.3", decode=2.0, GPU=4.0)
+
+
+@in_loop
+async def test_ray_nodes_that_offer_a_role_are_hosts_with_places() -> None:
+    world = World(DECODE, PREFILL, HEAD, ray_node("dead", "10.0.0.9", alive=False, decode=1.0))
+    world.machines["d"] = Found("d", (0, 1), gpus=4)
+    hosts = {host.name: host for host in await world.hosts().present()}
+    assert hosts["p"].slots == {Role.PREFILL: 1}
+    assert hosts["d"].slots == {Role.DECODE: 2}
+    assert (hosts["d"].address, hosts["d"].gpus, hosts["d"].cores) == ("10.0.0.3", 4, (0, 1))
+    assert "dead" not in hosts
+    assert [host.name for host in hosts.values() if host.head] == ["head"]
+    assert hosts["head"].slots == {}
+    assert world.asked.count("head") == 0, "nothing runs there that would have to know its cores"
+
+
+@in_loop
+async def test_a_place_without_what_a_node_needs_is_none() -> None:
+    world = World(DECODE, PREFILL)
+    hosts = {host.name: host for host in await world.hosts(decode={"GPU": 4}, prefill={"GPU": 1}).present()}
+    assert hosts["d"].slots == {Role.DECODE: 1}
+    assert "p" not in hosts
+
+
+@in_loop
+async def test_each_machine_is_asked_once_and_one_that_is_silent_again() -> None:
+    world = World(PREFILL, DECODE)
+    world.silent.add("d")
+    hosts = world.hosts()
+    assert [host.name for host in await hosts.present()] == ["p"]
+    world.silent.clear()
+    await hosts.changed(60)  # at once: somebody is still to be asked
+    assert {host.name for host in await hosts.present()} == {"p", "d"}
+    await hosts.present()
+    assert world.asked.count("p") == 1
+    assert world.asked.count("d") == 2
+
+
+@in_loop
+async def test_cores_are_the_same_for_a_controller_that_comes_back() -> None:
+    world = World(PREFILL)
+    world.machines = {name: Found("one", (0, 1)) for name in ("p", "d")}
+    hosts = world.hosts()
+    await hosts.present()
+    world.nodes.append(DECODE)
+    before = await hosts.present()
+    assert await world.hosts().present() == before
+
+
+@in_loop
+async def test_a_machine_that_comes_or_goes_is_noticed() -> None:
+    world = World(PREFILL)
+    hosts = world.hosts()
+    await hosts.present()
+    world.nodes.append(DECODE)
+    await hosts.changed(60)
+    await hosts.present()
+    world.nodes.remove(PREFILL)
+    await hosts.changed(60)
+    assert [host.name for host in await hosts.present()] == ["d"]
+    await hosts.changed(0.01)  # nothing has changed: the time is over
+
+
+@in_loop
+async def test_the_autoscaler_is_asked_for_what_is_needed_in_all_and_only_when_that_changes() -> None:
+    world = World()
+    hosts = world.hosts(decode={"GPU": 1})
+    for _ in range(2):
+        await hosts.want({Role.PREFILL: 1, Role.DECODE: 2})
+    await hosts.want({})
+    needs = {"decode": 1.0, "GPU": 1}
+    assert world.requested == [[{"prefill": 1.0}, needs, needs], []]

@@ -1,0 +1,396 @@
+"""A cluster without processes: a launcher whose nodes do what a test tells them, and a clock that a test moves."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import heapq
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+from typing import Any
+
+import msgspec
+
+from cluster.clock import Clock
+from cluster.config import ClusterTimeouts, PoolConfig, PoolsConfig, TandemConfig
+from cluster.hosts import Host, StateStore
+from cluster.launcher import Report
+from cluster.pools.controller import Controller
+from cluster.pools.state import MemoryStore
+from engine.node_config import NodeConfig, NodeTimeouts
+from router.config import RouterConfig
+from wire.errors import NodeLost, TandemError, Unavailable
+from wire.nodes import NodeInfo, NodeState, Role
+from wire.requests import NodeCounters, NodeStatus
+
+PATIENCE_S = 10.0
+
+TIMEOUTS = ClusterTimeouts(
+    start_s=100.0,
+    heartbeat_s=1.0,
+    silence_s=3.0,
+    unresponsive_s=10.0,
+    step_s=50.0,
+    restart_backoff_s=1.0,
+    restart_backoff_max_s=8.0,
+    stop_s=5.0,
+    nodes=NodeTimeouts(drain_s=30.0),
+)
+
+
+def in_loop(scenario: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Runs an async test, within a deadline, and fails it when it leaves a task behind."""
+
+    @functools.wraps(scenario)
+    def test(*args: Any, **kwargs: Any) -> None:
+        async def run() -> None:
+            async with asyncio.timeout(PATIENCE_S):
+                await scenario(*args, **kwargs)
+            left = asyncio.all_tasks() - {asyncio.current_task()}
+            assert not left, f"the test left tasks behind: {left}"
+
+        asyncio.run(run())
+
+    return test
+
+
+async def settle() -> None:
+    """Lets everything run that can run without time passing."""
+    ready = asyncio.get_running_loop()._ready  # type: ignore[attr-defined]  # what the loop would run next
+    await asyncio.sleep(0)
+    for _ in range(1000):
+        if not ready:
+            return
+        await asyncio.sleep(0)
+    raise AssertionError("it does not come to rest")
+
+
+class FakeClock(Clock):
+    def __init__(self) -> None:
+        self._now = 0.0
+        self._sleepers: list[tuple[float, int, asyncio.Future[None]]] = []
+        self._order = itertools.count()
+
+    def now(self) -> float:
+        return self._now
+
+    async def sleep(self, seconds: float) -> None:
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._sleepers, (self._now + seconds, next(self._order), done))
+        await done
+
+    async def advance(self, seconds: float) -> None:
+        await settle()
+        end = self._now + seconds
+        while self._sleepers and self._sleepers[0][0] <= end:
+            self._now, _, done = heapq.heappop(self._sleepers)
+            if not done.done():
+                done.set_result(None)
+                await settle()
+        self._now = end
+
+
+class FakeProcess:
+    """What nodes and routers have in common: it starts, it may die, it is stopped."""
+
+    def __init__(self) -> None:
+        self.start_error: TandemError | None = None
+        self.starts_at_once = True
+        self.may_start = asyncio.Event()
+        self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.stopped = False
+        self.drained_with: float | None = None
+        self.drains = True
+        self.may_finish = asyncio.Event()
+        self.may_finish.set()
+        self.may_stop = asyncio.Event()
+        self.may_stop.set()
+        self.on_stop: Callable[[], None] = lambda: None
+        self.mute = asyncio.Event()  # set: it answers nothing any more, like a stopped process
+
+    async def _begin(self) -> None:
+        if not self.starts_at_once:
+            await self.may_start.wait()
+        if self.start_error is not None:
+            raise self.start_error
+
+    async def _answer(self) -> None:
+        if self.died.done():
+            raise NodeLost(self.died.result())
+        if self.mute.is_set():
+            await asyncio.Event().wait()
+
+    def die(self, why: str = "killed by the test") -> None:
+        self.died.set_result(why)
+
+    async def ended(self) -> str:
+        return await asyncio.shield(self.died)
+
+    async def drain(self, timeout_s: float) -> bool:
+        await self._answer()
+        self.drained_with = timeout_s
+        await self.may_finish.wait()
+        return self.drains
+
+    async def stop(self) -> None:
+        if not self.stopped:
+            self.on_stop()
+        await self.may_stop.wait()
+        self.stopped = True
+        if not self.died.done():
+            self.died.set_result("it was stopped")
+
+
+def node_info(config: NodeConfig, epoch: int) -> NodeInfo:
+    return NodeInfo(
+        node_id=config.node_id,
+        role=config.role,
+        epoch=epoch,
+        request_endpoint=f"tcp://{config.node_id}:{epoch}",
+        peer_endpoint="",
+        model="fake",
+        max_model_len=100,
+        block_size=16,
+    )
+
+
+class FakeNode(FakeProcess):
+    def __init__(self, config: NodeConfig, host: Host, slot: Role, epochs: Iterator[int]) -> None:
+        super().__init__()
+        self.config = config
+        self.host = host
+        self.slot = slot
+        self.state = NodeState.READY
+        self.step_age_s = 0.0
+        self.free_blocks = 90
+        self._epochs = epochs
+        self._begin_epoch()
+
+    def _begin_epoch(self) -> None:
+        self.info = node_info(self.config, next(self._epochs))
+        self.epoch_in_status = self.info.epoch
+
+    async def drain(self, timeout_s: float) -> bool:
+        self.state = NodeState.DRAINING
+        return await super().drain(timeout_s)
+
+    async def change_role(self, config: NodeConfig) -> NodeInfo:
+        await self._answer()
+        if self.drained_with is None or not self.drains:
+            raise Unavailable("it still has work")
+        self.config, self.state, self.drained_with = config, NodeState.READY, None
+        self._begin_epoch()
+        return self.info
+
+    async def start(self, report: Report) -> NodeInfo:
+        report("loading the weights", 0.5)
+        await self._begin()
+        return self.info
+
+    async def status(self) -> NodeStatus:
+        await self._answer()
+        return NodeStatus(
+            node_id=self.info.node_id,
+            role=self.info.role,
+            epoch=self.epoch_in_status,
+            state=self.state,
+            free_blocks=self.free_blocks,
+            total_blocks=100,
+            running=0,
+            waiting=0,
+            waiting_tokens=0,
+            transfers=0,
+            held_blocks=0,
+            step_age_s=self.step_age_s,
+            counters=NodeCounters(),
+            detail="out of luck" if self.state is NodeState.FAILED else "",
+        )
+
+
+class FakeRouter(FakeProcess):
+    def __init__(self, name: str, config: RouterConfig, host: Host | None) -> None:
+        super().__init__()
+        self.name = name
+        self.config = config
+        self.host = host
+        self.memberships: list[list[NodeInfo]] = []
+        self.on_members: Callable[[], None] = lambda: None
+
+    async def start(self, report: Report) -> str:
+        await self._begin()
+        return f"http://{self.config.host}:{self.config.port}"
+
+    async def set_members(self, members: list[NodeInfo]) -> None:
+        await self._answer()
+        self.memberships.append(members)
+        self.on_members()
+
+    @property
+    def node_ids(self) -> set[str]:
+        return {member.node_id for member in self.memberships[-1]}
+
+
+Prepare = Callable[[FakeProcess, int], None]
+"""Called with every new process and how many there were before it under its name."""
+
+
+class FakeLauncher:
+    """Keeps every process that it ever launched, by name. One that runs already is adopted."""
+
+    def __init__(self) -> None:
+        self.nodes: defaultdict[str, list[FakeNode]] = defaultdict(list)
+        self.routers: list[FakeRouter] = []
+        self.prepare: dict[str, Prepare] = {}
+        self._epochs = itertools.count(1)
+
+    def launch_node(self, config: NodeConfig, host: Host, slot: Role) -> FakeNode:
+        earlier = self.nodes[config.node_id]
+        if earlier and not earlier[-1].died.done():
+            assert earlier[-1].host == host, "a node cannot be adopted on another machine"
+            return earlier[-1]
+        node = FakeNode(config, host, slot, self._epochs)
+        self._prepare(config.node_id, node, len(earlier))
+        earlier.append(node)
+        return node
+
+    def launch_router(self, name: str, config: RouterConfig, host: Host | None) -> FakeRouter:
+        earlier = [router for router in self.routers if router.name == name]
+        if earlier and not earlier[-1].died.done():
+            return earlier[-1]
+        router = FakeRouter(name, config, host)
+        self._prepare(name, router, len(earlier))
+        self.routers.append(router)
+        return router
+
+    def _prepare(self, name: str, process: FakeProcess, earlier: int) -> None:
+        if name in self.prepare:
+            self.prepare[name](process, earlier)
+
+    def node(self, node_id: str) -> FakeNode:
+        """The latest incarnation."""
+        return self.nodes[node_id][-1]
+
+    @property
+    def router(self) -> FakeRouter:
+        return self.routers[-1]
+
+    @property
+    def everything(self) -> list[FakeProcess]:
+        return [*self.routers, *itertools.chain.from_iterable(self.nodes.values())]
+
+    @property
+    def running(self) -> list[FakeNode]:
+        return [node for nodes in self.nodes.values() for node in nodes if not node.died.done()]
+
+
+def one_machine(cores: int = 4) -> Host:
+    return Host("this machine", "127.0.0.1", tuple(range(cores)), head=True)
+
+
+class FakeHosts:
+    """Machines that a test adds and takes away."""
+
+    def __init__(self, *hosts: Host) -> None:
+        self.hosts = list(hosts)
+        self.wanted: dict[Role, int] = {}
+        self._changed = asyncio.Event()
+
+    async def present(self) -> list[Host]:
+        return list(self.hosts)
+
+    async def changed(self, timeout_s: float) -> None:
+        """Time is the test's: only a change ends it."""
+        await self._changed.wait()
+        self._changed.clear()
+
+    async def want(self, slots: dict[Role, int]) -> None:
+        self.wanted = slots
+
+    def forget_waiters(self) -> None:
+        """Who waited is gone; what happened meanwhile, the next one sees for itself."""
+        self._changed = asyncio.Event()
+
+    def join(self, host: Host) -> None:
+        self.hosts.append(host)
+        self._changed.set()
+
+    def leave(self, name: str) -> Host:
+        (host,) = [host for host in self.hosts if host.name == name]
+        self.hosts.remove(host)
+        self._changed.set()
+        return host
+
+
+class RecordedEvents:
+    def __init__(self) -> None:
+        self.happened: list[tuple[str, str, str]] = []
+
+    def progress(self, name: str, what: str, fraction: float) -> None:
+        self.happened.append(("progress", name, what))
+
+    def ready(self, name: str, what: str) -> None:
+        self.happened.append(("ready", name, what))
+
+    def trouble(self, name: str, what: str) -> None:
+        self.happened.append(("trouble", name, what))
+
+    def gave_up(self, name: str, why: str) -> None:
+        self.happened.append(("gave_up", name, why))
+
+    def of(self, kind: str, name: str) -> list[str]:
+        return [what for k, n, what in self.happened if (k, n) == (kind, name)]
+
+
+def pools_of(nodes: Iterable[tuple[str, Role]]) -> PoolsConfig:
+    counts = Counter(role for _, role in nodes)
+    return PoolsConfig(**{role.value: PoolConfig(nodes=counts[role]) for role in Role})
+
+
+class Rig:
+    """A controller with everything around it in a test's hands."""
+
+    def __init__(
+        self,
+        *nodes: tuple[str, Role],
+        pools: PoolsConfig | None = None,
+        hosts: FakeHosts | None = None,
+        config: TandemConfig | None = None,
+    ) -> None:
+        self.launcher = FakeLauncher()
+        self.clock = FakeClock()
+        self.events = RecordedEvents()
+        self.hosts = hosts or FakeHosts(one_machine())
+        self.store: StateStore = MemoryStore()
+        config = config or TandemConfig(router=RouterConfig(tokenizer_path="model", model_name="fake"))
+        self.config = msgspec.structs.replace(config, pools=pools or pools_of(nodes), timeouts=TIMEOUTS)
+        self.controller = self.new_controller()
+
+    def new_controller(self) -> Controller:
+        return Controller(self.config, self.hosts, self.launcher, self.store, self.events, self.clock)
+
+    async def kill_controller(self) -> None:
+        """As its process ends: nothing that it began goes on, nothing that it launched is touched."""
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self.controller = self.new_controller()
+
+    async def __aenter__(self) -> Rig:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.controller.stop()
+        assert all(process.died.done() for process in self.launcher.everything), (
+            "stop() left something running"
+        )
+
+    @property
+    def routed(self) -> set[str]:
+        """The nodes that the router was last told of."""
+        return self.launcher.router.node_ids
+
+
+async def eventually(future: Awaitable[Any]) -> Any:
+    return await asyncio.wait_for(asyncio.ensure_future(future), PATIENCE_S)

@@ -1,0 +1,34 @@
+"""Pools and machines as tests of the controller name them."""
+
+from __future__ import annotations
+
+from cluster.config import PoolConfig, PoolsConfig
+from cluster.hosts import Host
+from tests.cluster.pools.helpers import TIMEOUTS, Rig
+from wire.nodes import Role
+
+PD = (("prefill-0", Role.PREFILL), ("decode-0", Role.DECODE))
+DRAIN_S = TIMEOUTS.nodes.drain_s
+
+
+def machine(name: str, *, prefill: int = 0, decode: int = 0, cores: int = 4) -> Host:
+    slots = {Role.PREFILL: prefill, Role.DECODE: decode}
+    return Host(
+        name, f"10.0.0.{name}", tuple(range(cores)), slots={role: n for role, n in slots.items() if n}
+    )
+
+
+def pools(prefill: PoolConfig | int | None, decode: PoolConfig | int | None) -> PoolsConfig:
+    def pool(given: PoolConfig | int | None) -> PoolConfig:
+        return given if isinstance(given, PoolConfig) else PoolConfig(nodes=given)
+
+    return PoolsConfig(prefill=pool(prefill), decode=pool(decode))
+
+
+async def phases(rig: Rig) -> dict[str, str]:
+    return {node.node_id: node.phase for node in (await rig.controller.view()).nodes}
+
+
+async def pool_of(rig: Rig, role: Role):
+    (pool,) = [pool for pool in (await rig.controller.view()).pools if pool.role is role]
+    return pool

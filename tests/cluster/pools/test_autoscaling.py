@@ -1,0 +1,253 @@
+"""Pools that scale by themselves: against simulated loads, and each rule alone."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.clock import cancel
+from cluster.config import AutoscalingConfig, SloConfig
+from cluster.pools.autoscaling import Breach, Load, Pool, decide
+from tests.cluster.pools.helpers import in_loop
+from tests.cluster.pools.pool_simulation import PROMPT, READS_PER_S, Simulation
+from wire.nodes import Role
+
+SLO = SloConfig(ttft_s=2.0, inter_token_s=0.1)
+CONFIG = AutoscalingConfig(period_s=1.0, grow_after_s=5.0, shrink_after_s=20.0, settle_s=3.0)
+ONE_NODE_READS = READS_PER_S / PROMPT  # requests in a second
+
+
+async def pass_time(simulation: Simulation, seconds: int) -> None:
+    autoscaler = asyncio.create_task(simulation.autoscaler.run())
+    for _ in range(seconds):
+        simulation.second()
+        await simulation.clock.advance(1.0)
+        assert not autoscaler.done(), autoscaler.exception()
+    await cancel(autoscaler)
+
+
+# --- whole loads
+
+
+SOME_LOAD = {
+    "requests_per_s": st.floats(0.5, 60.0),
+    "answer_s": st.floats(2.0, 20.0),
+    "prefill": st.integers(1, 8),
+    "decode": st.integers(1, 8),
+}
+
+
+@pytest.mark.slow  # an hour of each load
+@settings(max_examples=4, deadline=None)
+@given(**SOME_LOAD)
+@in_loop
+async def test_under_a_steady_load_pools_find_their_size_and_stay(
+    requests_per_s: float, answer_s: float, prefill: int, decode: int
+) -> None:
+    simulation = Simulation(
+        lambda _: requests_per_s, answer_s=answer_s, seed=None, prefill=(prefill, 1, 8), decode=(decode, 1, 8)
+    )
+    # Eight times seven sizes down, two minutes each, is the longest way.
+    await pass_time(simulation, 2100)
+    found, decided = simulation.sizes(), len(simulation.decisions)
+    await pass_time(simulation, 600)
+    assert (simulation.sizes(), len(simulation.decisions)) == (found, decided)
+    for role in found:
+        assert simulation.turns(role) <= 1, "it may have grown too far at first, and gone back once"
+    reading = simulation.pools[Role.PREFILL]
+    if found[Role.PREFILL] < reading.maximum:
+        assert reading.waiting_tokens / (reading.size * READS_PER_S) < 2.0, "prompts are read in time"
+
+
+@pytest.mark.slow  # an hour of each load
+@settings(max_examples=4, deadline=None)
+@given(seed=st.integers(0, 1000), **SOME_LOAD)
+@in_loop
+async def test_chance_makes_no_pool_go_up_and_down(
+    requests_per_s: float, answer_s: float, prefill: int, decode: int, seed: int
+) -> None:
+    """Requests that come by chance may show late that a pool is too small; they never make it swing."""
+    simulation = Simulation(
+        lambda _: requests_per_s, answer_s=answer_s, seed=seed, prefill=(prefill, 1, 8), decode=(decode, 1, 8)
+    )
+    await pass_time(simulation, 2700)
+    for role in (Role.PREFILL, Role.DECODE):
+        assert simulation.turns(role) <= 1, simulation.decisions
+
+
+@in_loop
+async def test_a_load_that_grows_and_goes_takes_the_pools_up_and_down_again_once() -> None:
+    def ramp(now: float) -> float:
+        return max(0.2, 40 * min(now, 3600 - now) / 1800)
+
+    simulation = Simulation(ramp)
+    await pass_time(simulation, 1800)
+    at_the_top = simulation.sizes()
+    assert at_the_top[Role.PREFILL] >= 4
+    assert at_the_top[Role.DECODE] >= 8
+    await pass_time(simulation, 1800 + 1200)
+    assert simulation.sizes() == {Role.PREFILL: 1, Role.DECODE: 1}
+    assert simulation.turns(Role.PREFILL) == simulation.turns(Role.DECODE) == 1
+
+
+@in_loop
+async def test_a_burst_is_answered_and_forgotten() -> None:
+    simulation = Simulation(lambda now: 40.0 if 300 <= now < 400 else 2.0)
+    await pass_time(simulation, 450)
+    assert simulation.sizes()[Role.PREFILL] > 1
+    await pass_time(simulation, 1800)
+    assert simulation.sizes() == {Role.PREFILL: 1, Role.DECODE: 1}
+
+
+@in_loop
+async def test_idle_pools_go_to_their_minimum_and_no_further() -> None:
+    simulation = Simulation(lambda _: 0.0, prefill=(4, 2, 8), decode=(5, 1, 8))
+    await pass_time(simulation, 1500)
+    assert simulation.sizes() == {Role.PREFILL: 2, Role.DECODE: 1}
+    assert all("would have been 0% loaded" in resize.why for _, resize, _ in simulation.decisions)
+
+
+@in_loop
+async def test_no_load_takes_a_pool_above_its_maximum() -> None:
+    simulation = Simulation(lambda _: 10 * ONE_NODE_READS, prefill=(1, 1, 3), decode=(1, 1, 2))
+    await pass_time(simulation, 600)
+    assert simulation.sizes() == {Role.PREFILL: 3, Role.DECODE: 2}
+    assert sorted(line.partition(": ")[2].partition(":")[0] for line in simulation.said) == [
+        "2 are too few, and pools.decode.max allows no more",
+        "3 are too few, and pools.prefill.max allows no more",
+    ], "said once, not every second"
+
+
+# --- each rule
+
+
+def pool(role: Role = Role.DECODE, **fields: object) -> Pool:
+    given = {"wanted": 2, "min_nodes": 1, "max_nodes": 4, "is_settled": True, "is_waiting": False}
+    return Pool(role=role, **{**given, **fields})  # type: ignore[arg-type]
+
+
+def loads(role: Role = Role.DECODE, seconds: int = 60, nodes: int = 2, **fields: float) -> list[Load]:
+    return [
+        Load(
+            at=float(at),
+            nodes=nodes,
+            reads_prompts=role is not Role.DECODE,
+            writes_tokens=role is not Role.PREFILL,
+            **fields,
+        )
+        for at in range(seconds + 1)
+    ]
+
+
+def decided(pool: Pool, history: list[Load], changed_at: float = 0.0, breaches: list[Breach] | None = None):
+    known = {pool.role: breaches or []}
+    return decide(history[-1].at, changed_at, {pool.role: history}, [pool], known, SLO, CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("role", "measured", "why"),
+    [
+        (Role.DECODE, {"blocks": 0.97}, "decode: from 2 to 3: 97% of its blocks are taken, 90% may be"),
+        (
+            Role.DECODE,
+            {"step_s": 0.15},
+            "decode: from 2 to 3: a token takes 150 ms, slo.inter_token_s is 100 ms",
+        ),
+        (
+            Role.PREFILL,
+            {"queue_s": 1.5, "busy": 1.0},
+            "prefill: from 2 to 3: prompts wait 1.5 s, 1.0 s of slo.ttft_s (2 s) may be waiting",
+        ),
+        (
+            Role.AGGREGATED,
+            {"queue_s": 1.5},
+            "aggregated: from 2 to 3: prompts wait 1.5 s, 1.0 s of slo.ttft_s (2 s) may be waiting",
+        ),
+        (
+            Role.PREFILL,
+            {"busy": 0.5},
+            None,
+        ),
+        (
+            Role.PREFILL,
+            {"busy": 0.3},
+            "prefill: from 2 to 1: in 20 s 1 would have been 60% loaded at most",
+        ),
+    ],
+)
+def test_every_decision_says_why(role: Role, measured: dict[str, float], why: str | None) -> None:
+    resize = decided(pool(role), loads(role, **measured))
+    assert (resize.why if resize else None) == why
+
+
+def test_what_a_decode_pool_computes_all_the_time_is_no_load() -> None:
+    assert decided(pool(wanted=2), loads(busy=1.0, blocks=0.1)).size == 1
+
+
+def test_a_moment_is_no_reason() -> None:
+    history = loads(blocks=0.5)
+    history[-2:] = [Load(load.at, 2, False, True, blocks=0.99) for load in history[-2:]]
+    assert decided(pool(), history) is None
+
+
+def test_nothing_is_decided_while_something_changes_or_has_just_changed() -> None:
+    crowded = loads(blocks=0.99)
+    assert decided(pool(is_settled=False), crowded) is None
+    assert decided(pool(is_waiting=True), crowded) is None
+    just = crowded[-1].at - CONFIG.settle_s - CONFIG.grow_after_s + 2
+    assert decided(pool(), crowded, changed_at=just) is None
+    assert decided(pool(), crowded, changed_at=just - 3) is not None
+
+
+def test_of_two_pools_the_one_in_greater_need_comes_first() -> None:
+    history = {
+        Role.PREFILL: loads(Role.PREFILL, queue_s=1.2),
+        Role.DECODE: loads(Role.DECODE, step_s=0.19),
+    }
+    both = [pool(Role.PREFILL), pool(Role.DECODE)]
+    resize = decide(60.0, 0.0, history, both, {}, SLO, CONFIG)
+    assert resize is not None
+    assert resize.role is Role.DECODE
+
+
+def test_a_great_need_is_answered_with_more_than_one_node() -> None:
+    crowded = loads(Role.PREFILL, nodes=6, queue_s=5.0)
+    assert decided(pool(Role.PREFILL, wanted=6, max_nodes=20), crowded).size == 9
+    assert decided(pool(Role.PREFILL, wanted=6, max_nodes=7), crowded).size == 7
+
+
+def test_a_size_that_proved_too_small_is_not_tried_again_under_the_same_load() -> None:
+    calm = loads(blocks=0.27)  # 0.6 nodes' worth: one node could do it by that measure
+    assert decided(pool(), calm).size == 1
+    assert decided(pool(), calm, breaches=[Breach(nodes=1, demand=0.6)]) is None
+    assert decided(pool(), calm, breaches=[Breach(nodes=1, demand=0.9)]).size == 1
+
+
+SHARES = st.floats(0.0, 1.0)
+
+
+@given(
+    st.lists(st.builds(Load, st.just(0.0), st.integers(1, 9), st.booleans(), st.booleans(),
+                       st.floats(0, 100), SHARES, SHARES, st.floats(0, 2)), min_size=1, max_size=40),
+    st.sampled_from([Role.PREFILL, Role.DECODE]), st.integers(1, 9), st.integers(0, 4), st.integers(0, 9),
+    st.lists(st.builds(Breach, st.integers(1, 9), st.floats(0, 10))),
+)  # fmt: skip
+def test_whatever_is_measured_limits_are_kept_and_a_breach_is_remembered_with_its_size(
+    measured: list[Load], role: Role, wanted: int, minimum: int, more: int, breaches: list[Breach]
+) -> None:
+    history = [msgspec.structs.replace(load, at=float(at)) for at, load in enumerate(measured, 10)]
+    asked = pool(role, wanted=wanted, min_nodes=minimum, max_nodes=max(1, minimum) + more)
+    resize = decided(asked, history, breaches=breaches)
+    if resize is None:
+        return
+    if resize.size > wanted:
+        assert resize.size <= asked.max_nodes
+        assert resize.breach is not None
+        assert resize.breach.nodes == wanted
+    else:
+        assert max(1, minimum) <= resize.size == wanted - 1
+        assert resize.breach is None

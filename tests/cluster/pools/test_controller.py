@@ -1,0 +1,314 @@
+"""Starting, watching, replacing, draining and stopping, against a launcher without processes."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from cluster.config import ClusterTimeouts
+from tests.cluster.pools.helpers import TIMEOUTS, FakeProcess, Rig, in_loop, settle
+from wire.errors import ConfigurationError, InternalError, TandemError, Unavailable
+from wire.nodes import NodeState, Role
+
+PD = (("prefill-0", Role.PREFILL), ("decode-0", Role.DECODE))
+
+
+def failing(error: TandemError, times: int = 1000):
+    def prepare(process: FakeProcess, earlier: int) -> None:
+        if earlier < times:
+            process.start_error = error
+
+    return prepare
+
+
+def waiting(process: FakeProcess, earlier: int) -> None:
+    process.starts_at_once = False
+
+
+@in_loop
+async def test_everything_starts_at_once_and_the_router_learns_of_all_nodes() -> None:
+    async with Rig(*PD) as rig:
+        for name in ("prefill-0", "decode-0", "router"):
+            rig.launcher.prepare[name] = waiting
+        start = asyncio.create_task(rig.controller.start())
+        await settle()
+        assert len(rig.launcher.everything) == 3, "all were launched before any was ready"
+        assert not start.done()
+        for process in rig.launcher.everything:
+            process.may_start.set()
+        await start
+        await settle()
+        assert rig.routed == {"prefill-0", "decode-0"}
+        assert rig.controller.url == "http://127.0.0.1:8000"
+        assert rig.events.of("progress", "decode-0") == ["loading the weights"]
+
+
+@in_loop
+async def test_a_node_that_dies_is_out_at_once_and_comes_back_with_a_new_epoch() -> None:
+    async with Rig(*PD) as rig:
+        await rig.controller.start()
+        await settle()
+        first = rig.launcher.node("decode-0")
+        first.die("signal 9")
+        await settle()
+        assert rig.routed == {"prefill-0"}, "no time has passed"
+        assert first.stopped
+        await rig.clock.advance(TIMEOUTS.restart_backoff_s)
+        assert rig.routed == {"prefill-0", "decode-0"}
+        members = {member.node_id: member for member in rig.controller.members}
+        assert members["decode-0"].epoch != first.info.epoch
+        assert any("signal 9" in what for what in rig.events.of("trouble", "decode-0"))
+
+
+@in_loop
+async def test_restarts_of_a_node_that_keeps_dying_come_ever_later() -> None:
+    async with Rig(*PD) as rig:
+        await rig.controller.start()
+        expected = 1.0
+        for earlier in range(1, 6):
+            rig.launcher.node("decode-0").die()
+            await rig.clock.advance(expected - 0.01)
+            assert len(rig.launcher.nodes["decode-0"]) == earlier
+            await rig.clock.advance(0.02)
+            assert len(rig.launcher.nodes["decode-0"]) == earlier + 1
+            expected = min(2 * expected, TIMEOUTS.restart_backoff_max_s)
+
+
+@in_loop
+async def test_a_node_that_has_served_for_long_is_restarted_quickly_again() -> None:
+    async with Rig(*PD) as rig:
+        await rig.controller.start()
+        for _ in range(3):
+            rig.launcher.node("decode-0").die()
+            await rig.clock.advance(TIMEOUTS.restart_backoff_max_s)
+        await rig.clock.advance(10 * TIMEOUTS.restart_backoff_max_s)
+        rig.launcher.node("decode-0").die()
+        await rig.clock.advance(TIMEOUTS.restart_backoff_s)
+        assert len(rig.launcher.nodes["decode-0"]) == 5
+
+
+@in_loop
+async def test_three_failures_in_a_row_at_start_leave_a_node_out_while_the_rest_serves() -> None:
+    async with Rig(*PD) as rig:
+        rig.launcher.prepare["prefill-0"] = failing(Unavailable("no memory"))
+        start = asyncio.create_task(rig.controller.start())
+        await rig.clock.advance(100)
+        await start
+        await settle()
+        assert len(rig.launcher.nodes["prefill-0"]) == 3
+        assert rig.routed == {"decode-0"}
+        (reason,) = rig.events.of("gave_up", "prefill-0")
+        assert "3 times in a row" in reason
+        assert "no memory" in reason
+
+
+@in_loop
+async def test_two_failures_at_start_are_forgiven() -> None:
+    async with Rig(*PD) as rig:
+        rig.launcher.prepare["prefill-0"] = failing(Unavailable("not yet"), times=2)
+        start = asyncio.create_task(rig.controller.start())
+        await rig.clock.advance(10)
+        await start
+        await settle()
+        assert rig.routed == {"prefill-0", "decode-0"}
+        assert not rig.events.of("gave_up", "prefill-0")
+
+
+@in_loop
+async def test_a_mistake_in_the_settings_is_not_tried_again() -> None:
+    async with Rig(*PD) as rig:
+        rig.launcher.prepare["prefill-0"] = failing(ConfigurationError("no such model"))
+        await rig.controller.start()
+        assert len(rig.launcher.nodes["prefill-0"]) == 1
+        assert rig.events.of("gave_up", "prefill-0") == ["no such model"]
+
+
+@in_loop
+async def test_start_fails_with_the_reason_when_nobody_can_write_answers() -> None:
+    async with Rig(*PD) as rig:
+        rig.launcher.prepare["decode-0"] = failing(ConfigurationError("no such model"))
+        with pytest.raises(Unavailable, match=r"decode-0: no such model"):
+            await rig.controller.start()
+
+
+@in_loop
+async def test_start_fails_with_the_reason_when_the_router_cannot_start() -> None:
+    async with Rig(*PD) as rig:
+        rig.launcher.prepare["router"] = failing(ConfigurationError("port 8000 is taken"))
+        with pytest.raises(Unavailable, match=r"router cannot start: port 8000 is taken"):
+            await rig.controller.start()
+
+
+@in_loop
+async def test_a_start_that_never_ends_is_a_failed_start() -> None:
+    async with Rig(*PD) as rig:
+        rig.launcher.prepare["prefill-0"] = waiting
+        start = asyncio.create_task(rig.controller.start())
+        await rig.clock.advance(3 * (TIMEOUTS.start_s + TIMEOUTS.restart_backoff_max_s))
+        await start
+        assert len(rig.launcher.nodes["prefill-0"]) == 3
+        assert all(node.stopped for node in rig.launcher.nodes["prefill-0"])
+
+
+@in_loop
+async def test_a_process_that_dies_while_it_starts_is_noticed_at_once() -> None:
+    async with Rig(*PD) as rig:
+        rig.launcher.prepare["decode-0"] = lambda process, earlier: (
+            waiting(process, earlier) if not earlier else None
+        )
+        start = asyncio.create_task(rig.controller.start())
+        await settle()
+        rig.launcher.node("decode-0").die("killed by the kernel")
+        await rig.clock.advance(TIMEOUTS.restart_backoff_s)
+        await start
+        assert any("killed by the kernel" in what for what in rig.events.of("trouble", "decode-0"))
+
+
+@in_loop
+async def test_a_silent_node_is_hidden_from_routers_until_it_answers_again() -> None:
+    async with Rig(*PD) as rig:
+        await rig.controller.start()
+        node = rig.launcher.node("decode-0")
+        node.mute.set()
+        await rig.clock.advance(TIMEOUTS.heartbeat_s + TIMEOUTS.silence_s + 0.1)
+        assert rig.routed == {"prefill-0"}
+        node.mute.clear()
+        await rig.clock.advance(TIMEOUTS.heartbeat_s + TIMEOUTS.silence_s)
+        assert rig.routed == {"prefill-0", "decode-0"}
+        assert len(rig.launcher.nodes["decode-0"]) == 1, "a pause is no reason to end it"
+
+
+def test_a_node_that_freezes_is_out_of_view_within_three_seconds() -> None:
+    """It may freeze just after an answer; then comes a pause, a question, and the longest wait for its answer."""
+    default = ClusterTimeouts()
+    assert default.heartbeat_s + default.silence_s < 3.0
+
+
+@in_loop
+async def test_a_node_that_stays_silent_is_replaced() -> None:
+    async with Rig(*PD) as rig:
+        await rig.controller.start()
+        first = rig.launcher.node("decode-0")
+        first.mute.set()
+        await rig.clock.advance(TIMEOUTS.unresponsive_s + 2 * (TIMEOUTS.silence_s + TIMEOUTS.heartbeat_s))
+        assert first.stopped
+        assert rig.routed == {"prefill-0", "decode-0"}
+        assert len(rig.launcher.nodes["decode-0"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (lambda node: setattr(node, "state", NodeState.FAILED), "it failed: out of luck"),
+        (lambda node: setattr(node, "step_age_s", TIMEOUTS.step_s + 1), "in one step for 51 s"),
+        (lambda node: setattr(node, "epoch_in_status", 999), "answers with epoch 999"),
+    ],
+)
+@in_loop
+async def test_a_node_that_cannot_be_trusted_is_replaced(spoil, why: str) -> None:
+    async with Rig(*PD) as rig:
+        await rig.controller.start()
+        first = rig.launcher.node("decode-0")
+        spoil(first)
+        await rig.clock.advance(TIMEOUTS.heartbeat_s + TIMEOUTS.restart_backoff_s + 0.1)
+        assert first.stopped
+        assert rig.launcher.node("decode-0") is not first
+        assert any(why in what for what in rig.events.of("trouble", "decode-0"))
+
+
+@in_loop
+async def test_a_new_router_learns_the_nodes_that_there_are() -> None:
+    async with Rig(*PD) as rig:
+        await rig.controller.start()
+        rig.launcher.router.die()
+        await rig.clock.advance(TIMEOUTS.restart_backoff_s)
+        assert len(rig.launcher.routers) == 2
+        assert rig.routed == {"prefill-0", "decode-0"}
+        assert len(rig.launcher.nodes["decode-0"]) == 1, "nodes are not disturbed"
+
+
+@in_loop
+async def test_a_router_that_has_worked_is_never_given_up() -> None:
+    async with Rig(*PD) as rig:
+        await rig.controller.start()
+        rig.launcher.prepare["router"] = failing(ConfigurationError("port 8000 is taken"), times=6)
+        rig.launcher.router.die()
+        await rig.clock.advance(10 * TIMEOUTS.restart_backoff_max_s)
+        await settle()
+        assert len(rig.launcher.routers) == 7
+        assert rig.routed == {"prefill-0", "decode-0"}
+
+
+@in_loop
+async def test_a_router_that_does_not_answer_is_replaced() -> None:
+    async with Rig(*PD) as rig:
+        await rig.controller.start()
+        rig.launcher.router.mute.set()
+        await rig.clock.advance(TIMEOUTS.unresponsive_s + 2 * (TIMEOUTS.silence_s + TIMEOUTS.heartbeat_s))
+        assert len(rig.launcher.routers) == 2
+
+
+@in_loop
+async def test_drain_lets_the_router_finish_first_and_then_every_node() -> None:
+    async with Rig(*PD) as rig:
+        await rig.controller.start()
+        assert await rig.controller.drain()
+        assert rig.launcher.router.drained_with == TIMEOUTS.nodes.drain_s
+        assert all(rig.launcher.node(name).drained_with is not None for name, _ in PD)
+
+
+@in_loop
+async def test_drain_says_when_something_was_not_finished() -> None:
+    async with Rig(*PD) as rig:
+        await rig.controller.start()
+        rig.launcher.node("decode-0").drains = False
+        assert not await rig.controller.drain()
+
+
+@in_loop
+async def test_drain_ends_although_a_node_does_not_answer() -> None:
+    async with Rig(*PD) as rig:
+        await rig.controller.start()
+        rig.launcher.node("decode-0").mute.set()
+        drain = asyncio.create_task(rig.controller.drain())
+        await rig.clock.advance(TIMEOUTS.nodes.drain_s + TIMEOUTS.stop_s + 1)
+        assert not await drain
+
+
+@in_loop
+async def test_stop_while_everything_is_still_starting_ends_all_of_it() -> None:
+    async with Rig(*PD) as rig:
+        for name in ("prefill-0", "decode-0", "router"):
+            rig.launcher.prepare[name] = waiting
+        start = asyncio.create_task(rig.controller.start())
+        await settle()
+        start.cancel()
+        await asyncio.gather(start, return_exceptions=True)
+        await rig.controller.stop()
+        assert len(rig.launcher.everything) == 3
+        await rig.controller.stop()
+
+
+@in_loop
+async def test_a_bug_in_supervision_fails_the_controller_instead_of_hiding() -> None:
+    async with Rig(*PD) as rig:
+        await rig.controller.start()
+
+        async def broken() -> None:
+            raise RuntimeError("a bug")
+
+        rig.launcher.node("decode-0").status = broken  # type: ignore[assignment, method-assign]
+        failed = asyncio.create_task(rig.controller.failed())
+        await rig.clock.advance(TIMEOUTS.heartbeat_s)
+        assert "a bug" in await failed
+
+
+@in_loop
+async def test_a_bug_while_starting_ends_start() -> None:
+    async with Rig(*PD) as rig:
+        rig.launcher.prepare["decode-0"] = lambda process, earlier: (_ for _ in ()).throw(
+            RuntimeError("a bug")
+        )
+        with pytest.raises(InternalError, match="a bug"):
+            await rig.controller.start()

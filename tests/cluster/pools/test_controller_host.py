@@ -1,0 +1,230 @@
+"""The controller's process, asked by several commands, without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from cluster.commands.following import Follower
+from cluster.config import PoolConfig, PoolsConfig, TandemConfig
+from cluster.control import ClusterView, PoolView
+from cluster.events import Events
+from cluster.pools.controller_host import Account, Change, ControllerHost, Stage
+from tests.cluster.pools.helpers import RecordedEvents, in_loop, settle
+from wire.errors import InternalError, InvalidRequest, NodeLost, TandemError, Unavailable
+from wire.nodes import Role
+
+encode = msgspec.msgpack.encode
+decode = msgspec.msgpack.decode
+replace = msgspec.structs.replace
+
+
+class FakeControl:
+    def __init__(self) -> None:
+        self.sizes = {Role.PREFILL: 1, Role.DECODE: 1, Role.AGGREGATED: 0}
+        self.drained: list[tuple[str, float]] = []
+        self.roles: list[tuple[str, Role]] = []
+
+    async def view(self) -> ClusterView:
+        pools = [PoolView(role, size, size, size, size) for role, size in self.sizes.items()]
+        return ClusterView("fake", pools, [], [], [])
+
+    async def scale(self, wanted: dict[Role, int]) -> list[str]:
+        if wanted.get(Role.DECODE) == 0:
+            raise InvalidRequest("somebody must write answers")
+        self.sizes |= wanted
+        return [f"{role.value}: {size}" for role, size in wanted.items()]
+
+    async def drain_node(self, node_id: str, timeout_s: float) -> bool:
+        self.drained.append((node_id, timeout_s))
+        return True
+
+    async def change_role(self, node_id: str, role: Role) -> None:
+        self.roles.append((node_id, role))
+
+
+class FakeDeployment:
+    def __init__(self, events: Events) -> None:
+        self.events = events
+        self.control = FakeControl()
+        self.url = "http://router"
+        self.model_name = "fake"
+        self.may_start = asyncio.Event()
+        self.error: Exception | None = None
+        self.failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.stopped = False
+        self.drained = False
+
+    async def start(self) -> None:
+        self.events.progress("decode-0", "loading", 0.5)
+        await self.may_start.wait()
+        if self.error is not None:
+            raise self.error
+        self.events.ready("decode-0", "decode")
+
+    async def failed(self) -> str:
+        return await asyncio.shield(self.failure)
+
+    async def drain(self) -> bool:
+        self.drained = True
+        return True
+
+    async def stop(self) -> None:
+        self.stopped = True
+
+
+class Rig:
+    def __init__(self, on_failure: Callable[[], None] = lambda: None) -> None:
+        self.deployment: FakeDeployment
+        self.host = ControllerHost(encode(TandemConfig()), self._make, on_failure)
+        self.events = RecordedEvents()
+        self.follower = Follower(self, self.events)
+
+    def _make(self, config: TandemConfig, events: Events) -> FakeDeployment:
+        self.deployment = FakeDeployment(events)
+        return self.deployment
+
+    async def account_after(self, seen: int, stage: Stage) -> Account:
+        return decode(await self.host.account_after(seen, stage.value, 60.0), type=Account)
+
+    async def __aenter__(self) -> Rig:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.host.stop()
+        assert self.deployment.stopped
+
+
+@in_loop
+async def test_who_follows_sees_what_happens_until_it_serves() -> None:
+    async with Rig() as rig:
+        following = asyncio.create_task(rig.follower.until_serving())
+        await settle()
+        assert rig.events.of("progress", "decode-0") == ["loading"]
+        assert not following.done()
+        rig.deployment.may_start.set()
+        account = await following
+        assert (account.url, account.model) == ("http://router", "fake")
+        assert rig.events.of("ready", "decode-0") == ["decode"]
+
+
+@pytest.mark.parametrize(
+    ("error", "seen_as"), [(Unavailable("no memory"), Unavailable), (KeyError("a bug"), InternalError)]
+)
+@in_loop
+async def test_a_start_that_fails_is_told_to_who_follows(
+    error: Exception, seen_as: type[TandemError]
+) -> None:
+    async with Rig() as rig:
+        rig.deployment.error = error
+        rig.deployment.may_start.set()
+        with pytest.raises(seen_as):
+            await rig.follower.until_serving()
+
+
+@in_loop
+async def test_a_controller_that_can_do_nothing_any_more_says_so_and_ends() -> None:
+    ended = asyncio.Event()
+    async with Rig(ended.set) as rig:
+        rig.deployment.may_start.set()
+        await rig.follower.until_serving()
+        rig.deployment.failure.set_result("supervise decode-0 died")
+        await ended.wait()
+        assert "supervise decode-0 died" in str(await rig.follower.until_over())
+
+
+@in_loop
+async def test_a_cluster_that_another_command_ends_is_no_failure() -> None:
+    async with Rig() as rig:
+        rig.deployment.may_start.set()
+        await rig.follower.until_serving()
+        over = asyncio.create_task(rig.follower.until_over())
+        await asyncio.sleep(0)
+        await rig.host.stop()
+        assert await over is None
+        with pytest.raises(Unavailable, match="has been stopped"):
+            await rig.host.view()
+
+
+@in_loop
+async def test_what_is_asked_reaches_the_controller() -> None:
+    async with Rig() as rig:
+        control = rig.deployment.control
+        assert await rig.host.scale(encode({Role.DECODE: 3})) == ["decode: 3"]
+        assert await rig.host.drain_node("decode-0", 5.0)
+        await rig.host.change_role("prefill-0", "decode")
+        assert control.drained == [("decode-0", 5.0)]
+        assert control.roles == [("prefill-0", Role.DECODE)]
+        view = decode(await rig.host.view(), type=ClusterView)
+        assert {pool.role: pool.wanted for pool in view.pools}[Role.DECODE] == 3
+        assert not await rig.host.drain(), "it does not serve yet"
+        rig.deployment.may_start.set()
+        await rig.follower.until_serving()
+        assert await rig.host.drain()
+
+
+@in_loop
+async def test_the_same_configuration_again_changes_nothing_and_other_sizes_are_applied() -> None:
+    async with Rig() as rig:
+        assert await configure(rig, TandemConfig()) == Change([], [])
+        more = TandemConfig(pools=PoolsConfig(decode=PoolConfig(nodes=2)))
+        assert await configure(rig, more) == Change(["decode: 2"], [])
+        assert await configure(rig, more) == Change([], [])
+
+
+@in_loop
+async def test_what_somebody_scaled_stays_when_the_same_configuration_is_given_again() -> None:
+    async with Rig() as rig:
+        await rig.host.scale(encode({Role.DECODE: 3}))
+        assert await configure(rig, TandemConfig()) == Change([], [])
+        assert rig.deployment.control.sizes[Role.DECODE] == 3
+
+
+@in_loop
+async def test_what_cannot_be_applied_is_named_without_its_value() -> None:
+    async with Rig() as rig:
+        config = TandemConfig()
+        other = replace(
+            config,
+            model=replace(config.model, path="another"),
+            router=replace(config.router, api_keys_file="/secret/file"),
+        )
+        change = await configure(rig, other)
+        assert change.applied == []
+        assert [line.split()[0] for line in change.refused] == ["model.path", "router.api_keys_file"]
+        assert all("tandem down" in line and "secret" not in line for line in change.refused)
+
+
+async def configure(rig: Rig, config: TandemConfig) -> Change:
+    return decode(await rig.host.configure(encode(config)), type=Change)
+
+
+class Restarting:
+    """A controller that is lost once; the next one begins its numbers afresh."""
+
+    def __init__(self, before: list[Account | TandemError]) -> None:
+        self.answers = before
+
+    async def account_after(self, seen: int, stage: Stage) -> Account:
+        answer = self.answers.pop(0)
+        if isinstance(answer, TandemError):
+            raise answer
+        return answer
+
+
+@in_loop
+async def test_a_controller_that_is_lost_is_followed_into_its_next_life() -> None:
+    serving = Account(Stage.SERVING, [], latest=7, url="http://router", model="fake")
+    events = RecordedEvents()
+    follower = Follower(Restarting([NodeLost("killed"), serving]), events)
+    assert await follower.until_serving() == serving
+    assert "killed" in events.of("trouble", "controller")[0]
+
+
+@in_loop
+async def test_a_controller_that_does_not_come_back_was_ended_by_somebody() -> None:
+    follower = Follower(Restarting([NodeLost("killed"), NodeLost("killed")]), RecordedEvents())
+    assert await follower.until_over() is None

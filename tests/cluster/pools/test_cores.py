@@ -1,0 +1,57 @@
+"""Hosts that share a machine share out its cores."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.pools.cores import Found, share_cores
+
+MACHINES = st.dictionaries(
+    st.integers(0, 9).map("host-{}".format),
+    st.sampled_from([Found("a", (0, 1, 2, 3)), Found("b", (0, 1)), Found("c", (5,))]),
+)
+
+
+def test_a_host_alone_has_all_cores_of_its_machine() -> None:
+    assert share_cores({"h": Found("a", (0, 4, 1, 5))}, {}) == {"h": (0, 4, 1, 5)}
+
+
+def test_hosts_that_come_together_get_equal_parts_and_the_first_the_odd_core() -> None:
+    found = {name: Found("a", (0, 1, 2)) for name in "pd"}
+    assert share_cores(found, {}) == {"p": (0, 1), "d": (2,)}
+
+
+def test_hosts_on_different_machines_have_nothing_to_share() -> None:
+    assert share_cores({"p": Found("a", (0, 1)), "d": Found("b", (0, 1))}, {}) == {"p": (0, 1), "d": (0, 1)}
+
+
+def test_more_hosts_than_cores_take_them_in_turns() -> None:
+    found = {name: Found("a", (0, 1)) for name in "abcde"}
+    assert share_cores(found, {}) == {"a": (0,), "b": (1,), "c": (0,), "d": (1,), "e": (0,)}
+
+
+def test_one_that_comes_later_takes_what_is_used_least() -> None:
+    found = {name: Found("a", (0, 1, 2, 3)) for name in "pd"}
+    given_ = share_cores(found, {})
+    later = share_cores(found | {"x": Found("a", (0, 1, 2, 3))}, given_ | {"gone": (0, 1)})
+    assert later == given_ | {"x": (0,)}
+
+
+@given(MACHINES, MACHINES)
+def test_everybody_has_cores_nobody_loses_any_and_they_are_used_evenly(
+    before: dict[str, Found], came: dict[str, Found]
+) -> None:
+    given_ = share_cores(before, {})
+    found = came | before
+    shares = share_cores(found, given_)
+    assert shares.keys() == found.keys()
+    assert all(shares[name] == given_[name] for name in before)
+    for name, one in found.items():
+        assert shares[name]
+        assert set(shares[name]) <= set(one.cores)
+    for machine in {one.machine for one in before.values()}:
+        used = Counter(core for name in before if before[name].machine == machine for core in given_[name])
+        assert max(used.values()) - min(used.values()) <= 1, "cores shared while others lie idle"

@@ -1,0 +1,72 @@
+"""Events, numbered, as another process follows them."""
+
+from __future__ import annotations
+
+import asyncio
+
+from cluster.pools.event_log import KEPT, EventLog, Kind, replay
+from tests.cluster.pools.helpers import RecordedEvents, in_loop
+
+
+@in_loop
+async def test_who_follows_sees_each_event_once_and_in_order() -> None:
+    log = EventLog(RecordedEvents())
+    log.progress("decode-0", "loading", 0.1)
+    log.ready("router", "http://r")
+    first = log.after(0)
+    assert [(one.number, one.kind) for one in first] == [(1, Kind.PROGRESS), (2, Kind.READY)]
+    log.trouble("decode-0", "died")
+    log.gave_up("decode-0", "no memory")
+    assert [one.kind for one in log.after(first[-1].number)] == [Kind.TROUBLE, Kind.GAVE_UP]
+    assert log.after(log.latest) == []
+
+
+@in_loop
+async def test_of_a_name_s_progress_only_the_latest_is_kept() -> None:
+    log = EventLog(RecordedEvents())
+    for step in range(3):
+        log.progress("decode-0", f"step {step}", step / 3)
+        log.progress("prefill-0", f"step {step}", step / 3)
+    assert [(one.name, one.what) for one in log.after(0)] == [("decode-0", "step 2"), ("prefill-0", "step 2")]
+
+
+@in_loop
+async def test_who_waits_is_woken_by_what_is_new_and_else_by_the_time() -> None:
+    log = EventLog(RecordedEvents())
+    await log.wait_after(0, 0.01)
+    assert log.after(0) == []
+    waiting = asyncio.create_task(log.wait_after(0, 60))
+    await asyncio.sleep(0)
+    log.ready("router", "http://r")
+    await waiting
+    await log.wait_after(0, 60)  # something newer is there already
+
+
+@in_loop
+async def test_who_followed_an_earlier_controller_sees_all_of_this_one() -> None:
+    log = EventLog(RecordedEvents())
+    log.ready("router", "http://r")
+    await log.wait_after(99, 60)
+    assert [one.number for one in log.after(99)] == [1]
+
+
+@in_loop
+async def test_old_events_are_forgotten_and_the_log_stays_small() -> None:
+    log = EventLog(RecordedEvents())
+    for number in range(2 * KEPT):
+        log.trouble("decode-0", str(number))
+    kept = log.after(0)
+    assert len(kept) == KEPT
+    assert kept[-1].number == 2 * KEPT
+
+
+@in_loop
+async def test_replaying_says_what_was_said_there() -> None:
+    there, here = RecordedEvents(), RecordedEvents()
+    log = EventLog(there)
+    log.progress("router", "loading", 0.5)
+    log.ready("router", "http://r")
+    log.trouble("router", "died")
+    log.gave_up("prefill-0", "no model")
+    replay(log.after(0), here)
+    assert here.happened == there.happened

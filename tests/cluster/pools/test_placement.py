@@ -1,0 +1,219 @@
+"""Cores, devices and memory, shared out so that no two nodes tread on each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.config import PoolConfig, PoolsConfig, TandemConfig
+from cluster.hosts import Host
+from cluster.pools.placement import (
+    Machine,
+    node_config,
+    ordered_cores,
+    place,
+    place_nodes,
+    router_config,
+    visible_gpus,
+)
+from cluster.pools.state import ClosedSlot, NodeRecord, Placement
+from engine.config import CacheConfig, ModelConfig
+from router.config import RouterConfig
+from wire.errors import ConfigurationError
+from wire.nodes import Role
+
+
+def config(
+    prefill: int = 0, decode: int = 0, aggregated: int = 0, threads: dict[str, int] | None = None
+) -> TandemConfig:
+    counts = {"prefill": prefill, "decode": decode, "aggregated": aggregated}
+    return TandemConfig(
+        pools=PoolsConfig(
+            **{
+                name: PoolConfig(nodes=count, threads=(threads or {}).get(name))
+                for name, count in counts.items()
+            }
+        )
+    )
+
+
+def placed_on(asked: TandemConfig, machine: Machine) -> dict[str, Placement]:
+    placed = {node.node_id: node.placement for node in place_nodes(asked, machine)}
+    return {node_id: placement for node_id, placement in placed.items() if placement is not None}
+
+
+def cores_of(nodes: list[NodeRecord]) -> dict[str, tuple[int, ...]]:
+    return {node.node_id: node.placement.cores for node in nodes if node.placement is not None}
+
+
+def machine(cores: int, gpus: int = 0) -> Machine:
+    return Machine(tuple(range(cores)), gpus)
+
+
+def test_one_prefill_and_one_decode_node_on_two_cores_get_one_each() -> None:
+    assert cores_of(place_nodes(config(1, 1), machine(2))) == {"prefill-0": (0,), "decode-0": (1,)}
+
+
+def test_a_single_aggregated_node_gets_everything() -> None:
+    assert cores_of(place_nodes(config(aggregated=1), machine(4))) == {"aggregated-0": (0, 1, 2, 3)}
+
+
+def test_the_odd_core_goes_to_whoever_reads_prompts() -> None:
+    assert cores_of(place_nodes(config(1, 1), machine(5))) == {"prefill-0": (0, 1, 2), "decode-0": (3, 4)}
+
+
+def test_a_pool_with_a_count_of_its_own_leaves_the_rest_to_the_others() -> None:
+    placed = cores_of(place_nodes(config(2, 1, threads={"prefill": 1}), machine(8)))
+    assert placed == {"prefill-0": (0,), "prefill-1": (1,), "decode-0": (2, 3, 4, 5, 6, 7)}
+
+
+def test_more_nodes_than_cores_take_turns() -> None:
+    placed = cores_of(place_nodes(config(2, 2), machine(2)))
+    assert placed == {"prefill-0": (0,), "prefill-1": (1,), "decode-0": (0,), "decode-1": (1,)}
+
+
+@pytest.mark.parametrize(
+    "asked", [config(1, 1, threads={"prefill": 3, "decode": 3}), config(1, 1, threads={"prefill": 4})]
+)
+def test_more_cores_than_there_are_is_a_mistake_that_names_both_numbers(asked: TandemConfig) -> None:
+    with pytest.raises(ConfigurationError, match=r"ask for \d cores.* this machine offers 4"):
+        place_nodes(asked, machine(4))
+
+
+@given(st.integers(0, 5), st.integers(0, 5), st.integers(1, 40))
+def test_with_enough_cores_every_core_has_exactly_one_node(prefill: int, decode: int, cores: int) -> None:
+    placed = place_nodes(config(prefill, decode), machine(cores))
+    shares = cores_of(placed).values()
+    assert len(shares) == len(placed)
+    given_out = [core for share in shares for core in share]
+    if 0 < prefill + decode <= cores:
+        assert sorted(given_out) == list(range(cores))
+    assert all(shares)
+    sizes = [len(share) for share in shares]
+    assert not sizes or max(sizes) - min(sizes) <= 1
+
+
+SLOTS = st.fixed_dictionaries({Role.PREFILL: st.integers(0, 3), Role.DECODE: st.integers(0, 3)})
+
+
+@given(SLOTS, st.integers(0, 5), st.lists(st.tuples(st.sampled_from(Role), st.integers(0, 5), st.booleans())))
+def test_nodes_that_come_and_go_on_a_machine_never_share_its_cores(
+    slots: dict[Role, int], spare: int, moves: list[tuple[Role, int, bool]]
+) -> None:
+    cores = tuple(range(max(1, sum(slots.values()) + spare)))
+    host = Host("h", "10.0.0.1", cores, slots=slots)
+    nodes: list[NodeRecord] = []
+    closed: list[ClosedSlot] = []
+    for number, (role, which, comes) in enumerate(moves):
+        if comes:
+            placement = place(config(1, 1), [host], nodes, role, closed)
+            room = slots.get(role, 0) - sum(slot.role is role for slot in closed)
+            assert (placement is not None) == (sum(node.role is role for node in nodes) < room)
+            if placement is not None:
+                nodes.append(NodeRecord(str(number), role, placement))
+        elif which < len(nodes):
+            gone = nodes.pop(which)
+            if which % 2:
+                closed.append(ClosedSlot("h", gone.role))
+        elif closed:
+            closed.clear()
+        given_out = [core for node in nodes if node.placement for core in node.placement.cores]
+        assert len(given_out) == len(set(given_out))
+        assert all(node.placement and node.placement.cores for node in nodes)
+
+
+def test_a_machine_with_places_of_every_kind_gives_its_cores_to_the_layout_that_is_used() -> None:
+    slots = {Role.PREFILL: 1, Role.DECODE: 1, Role.AGGREGATED: 1}
+    host = Host("h", "10.0.0.1", (0, 1, 2, 3), slots=slots)
+    together = place(config(aggregated=1), [host], [], Role.AGGREGATED)
+    apart = place(config(1, 1), [host], [], Role.DECODE)
+    assert together is not None
+    assert apart is not None
+    assert (together.cores, len(apart.cores)) == ((0, 1, 2, 3), 2)
+
+
+def test_the_emptiest_machine_comes_first() -> None:
+    hosts = [Host(name, name, (0, 1), slots={Role.DECODE: 2}) for name in ("a", "b")]
+    nodes: list[NodeRecord] = []
+    for number in range(4):
+        nodes.append(NodeRecord(str(number), Role.DECODE, place(config(0, 4), hosts, nodes, Role.DECODE)))
+    assert [node.placement.host for node in nodes if node.placement] == ["a", "b", "a", "b"]
+    assert place(config(0, 4), hosts, nodes, Role.DECODE) is None
+
+
+def test_nodes_take_turns_on_gpus_and_share_the_memory_of_each() -> None:
+    placed = list(placed_on(config(2, 1), machine(8, gpus=2)).values())
+    assert [placement.device for placement in placed] == ["cuda:0", "cuda:1", "cuda:0"]
+    assert [placement.memory_share for placement in placed] == [0.25, 0.5, 0.25]
+
+
+def test_a_device_that_was_named_is_kept() -> None:
+    asked = msgspec.structs.replace(config(1, 1), model=ModelConfig(path="m", device="cuda:3"))
+    assert {placement.device for placement in placed_on(asked, machine(2, gpus=8)).values()} == {"cuda:3"}
+
+
+def test_nodes_of_one_machine_divide_its_memory() -> None:
+    asked = msgspec.structs.replace(config(1, 3), cache=CacheConfig(memory_share=0.8))
+    assert {placement.memory_share for placement in placed_on(asked, machine(4)).values()} == {0.2}
+
+
+def test_a_node_is_told_its_cores_threads_and_share() -> None:
+    asked = config(1, 1)
+    place = msgspec.structs.replace(placed_on(asked, machine(4))["prefill-0"], address="10.0.0.1")
+    told = node_config(asked, "prefill-0", Role.PREFILL, place)
+    assert (told.node_id, told.role, told.host) == ("prefill-0", Role.PREFILL, "10.0.0.1")
+    assert (told.cores, told.engine.model.threads) == ([0, 1], 2)
+    assert told.engine.cache.memory_share == 0.25
+    assert told.transfer == asked.transfer
+    assert told.timeouts == asked.timeouts.nodes
+
+
+def test_an_aggregated_node_has_no_transfer() -> None:
+    asked = config(aggregated=1)
+    (place,) = placed_on(asked, machine(1)).values()
+    assert node_config(asked, "aggregated-0", Role.AGGREGATED, place).transfer is None
+
+
+def test_hardware_threads_of_one_core_stay_together(tmp_path: Path) -> None:
+    for cpu, core in enumerate([0, 1, 2, 0, 1, 2]):
+        folder = tmp_path / f"cpu{cpu}" / "topology"
+        folder.mkdir(parents=True)
+        (folder / "physical_package_id").write_text("0\n")
+        (folder / "core_id").write_text(f"{core}\n")
+    assert ordered_cores({0, 1, 2, 3, 4, 5}, tmp_path) == (0, 3, 1, 4, 2, 5)
+    assert ordered_cores({5, 1, 2}, tmp_path) == (1, 2, 5)
+
+
+def test_cores_are_in_order_where_the_kernel_does_not_tell(tmp_path: Path) -> None:
+    assert ordered_cores({3, 1, 2}, tmp_path) == (1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("listed", "count"), [(None, 2), ("", 0), ("0", 1), ("0,1", 2), ("-1", 0), ("0,-1,1", 1), ("0,1,2,3", 2)]
+)
+def test_only_gpus_that_this_process_may_use_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listed: str | None, count: int
+) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda package: "2.13.0+cu130")
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    environ = {} if listed is None else {"CUDA_VISIBLE_DEVICES": listed}
+    assert visible_gpus(environ, tmp_path) == count
+
+
+def test_a_torch_without_cuda_has_no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda package: "2.13.0+cpu")
+    (tmp_path / "nvidia0").touch()
+    assert visible_gpus({}, tmp_path) == 0
+
+
+def test_a_router_on_another_machine_has_that_machine_s_addresses() -> None:
+    config = RouterConfig(tokenizer_path="m", model_name="m", host="10.0.0.1", inbox_host="10.0.0.1")
+    there = router_config(config, Host(name="b", address="10.0.0.2"))
+    assert (there.host, there.inbox_host) == ("10.0.0.2", "10.0.0.2")
+    everywhere = router_config(msgspec.structs.replace(config, host="0.0.0.0"), Host("b", "10.0.0.2"))
+    assert (everywhere.host, everywhere.inbox_host) == ("0.0.0.0", "10.0.0.2")

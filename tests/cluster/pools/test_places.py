@@ -1,0 +1,37 @@
+"""Places for nodes, and what is said when there are too few."""
+
+from __future__ import annotations
+
+from cluster.config import PoolConfig, PoolsConfig, TandemConfig
+from cluster.pools.places import lacking, places
+from wire.nodes import Role
+
+
+def config(prefill: PoolConfig, decode: PoolConfig) -> TandemConfig:
+    return TandemConfig(pools=PoolsConfig(prefill=prefill, decode=decode))
+
+
+def test_a_machine_has_as_many_places_as_its_scarcest_resource_allows() -> None:
+    offers = {"prefill": 1.0, "decode": 3.0, "GPU": 4.0}
+    assert places(offers, {}) == {Role.PREFILL: 1, Role.DECODE: 3}
+    assert places(offers, {Role.DECODE: {"GPU": 2}}) == {Role.PREFILL: 1, Role.DECODE: 2}
+    assert places({"decode": 1.0}, {Role.DECODE: {"GPU": 1}}) == {}
+
+
+def test_enough_machines_are_nothing_to_speak_of() -> None:
+    one = PoolConfig(nodes=1)
+    assert lacking(config(one, one), [{"prefill": 1.0}, {"decode": 2.0}]) == []
+
+
+def test_what_no_machine_offers_is_said_with_how_to_offer_it() -> None:
+    wanted = config(PoolConfig(nodes=2), PoolConfig(nodes=1, resources={"GPU": 1}))
+    prefill, decode = lacking(wanted, [{"prefill": 1.0, "decode": 4.0}])
+    assert "pools.prefill wants 2 nodes, and the cluster's machines have room for 1" in prefill
+    assert "no room for any" in decode
+    assert """ray start --resources '{"decode": 1, "GPU": 1}'""" in decode
+
+
+def test_a_pool_that_follows_the_machines_needs_one_that_writes_answers() -> None:
+    following = PoolConfig(nodes=None)
+    (said,) = lacking(config(following, following), [])
+    assert "pools.decode wants 1 node" in said

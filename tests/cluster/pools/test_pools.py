@@ -1,0 +1,256 @@
+"""Pools that grow, shrink and follow the machines, against a launcher without processes."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from cluster.config import PoolConfig
+from cluster.pools.supervisor import Phase
+from tests.cluster.pools.helpers import TIMEOUTS, FakeHosts, Rig, in_loop, settle
+from tests.cluster.pools.pools_rig import DRAIN_S, PD, machine, phases, pool_of, pools
+from wire.errors import ConfigurationError
+from wire.nodes import Role
+
+# --- scaling
+
+
+@in_loop
+async def test_a_pool_that_grows_gets_a_node_that_routers_learn_of() -> None:
+    async with Rig(*PD) as rig:
+        await rig.controller.start()
+        assert await rig.controller.scale({Role.DECODE: 3}) == ["decode: from 1 to 3, 2 nodes more"]
+        await settle()
+        assert rig.routed == {"prefill-0", "decode-0", "decode-1", "decode-2"}
+        assert (await rig.controller.view()).decisions[-1].text == "decode: from 1 to 3, 2 nodes more"
+
+
+@in_loop
+async def test_a_pool_that_shrinks_drains_its_youngest_node_before_it_ends() -> None:
+    async with Rig(*PD) as rig:
+        await rig.controller.start()
+        await rig.controller.scale({Role.DECODE: 2})
+        await settle()
+        going = rig.launcher.node("decode-1")
+        going.may_finish.clear()
+        await rig.controller.scale({Role.DECODE: 1})
+        await settle()
+        assert (await phases(rig))["decode-1"] == Phase.DRAINING
+        assert "decode-1" in rig.routed, "its streams go on: routers know that it drains from its own status"
+        assert not going.stopped
+        going.may_finish.set()
+        await settle()
+        assert going.stopped
+        assert rig.routed == {"prefill-0", "decode-0"}
+        assert "decode-1" not in await phases(rig)
+
+
+@in_loop
+async def test_what_a_node_does_not_finish_in_time_is_moved_before_the_node_ends() -> None:
+    async with Rig(*PD) as rig:
+        await rig.controller.start()
+        await rig.controller.scale({Role.DECODE: 2})
+        await settle()
+        going = rig.launcher.node("decode-1")
+        going.drains = False
+        order: list[str] = []
+        rig.launcher.router.on_members = lambda: (
+            order.append("routers told") if "decode-1" not in rig.routed else None
+        )
+        going.on_stop = lambda: order.append("stopped")
+        assert not await rig.controller.drain_node("decode-1", 7.0)
+        await settle()
+        assert going.drained_with == 7.0
+        assert order == ["routers told", "stopped"]
+
+
+@in_loop
+async def test_a_node_that_is_still_starting_goes_before_one_that_serves() -> None:
+    async with Rig(*PD) as rig:
+        await rig.controller.start()
+        rig.launcher.prepare["decode-1"] = lambda process, _: setattr(process, "starts_at_once", False)
+        await rig.controller.scale({Role.DECODE: 2})
+        await settle()
+        await rig.controller.scale({Role.DECODE: 1})
+        await settle()
+        assert rig.launcher.node("decode-1").stopped
+        assert rig.routed == {"prefill-0", "decode-0"}
+
+
+@in_loop
+async def test_ids_are_never_given_twice() -> None:
+    async with Rig(*PD) as rig:
+        await rig.controller.start()
+        for size in (2, 1, 2):
+            await rig.controller.scale({Role.DECODE: size})
+            await settle()
+        assert rig.routed == {"prefill-0", "decode-0", "decode-2"}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "why"),
+    [
+        ({Role.DECODE: 0}, "pools.decode.min is 1"),
+        ({Role.DECODE: 4}, "pools.decode.max is 3"),
+        ({Role.PREFILL: -1}, "pools.prefill.min is 0"),
+    ],
+)
+@in_loop
+async def test_limits_are_kept(wanted: dict[Role, int], why: str) -> None:
+    asked = pools(1, PoolConfig(nodes=1, min=1, max=3))
+    async with Rig(pools=asked) as rig:
+        await rig.controller.start()
+        with pytest.raises(ConfigurationError, match=why):
+            await rig.controller.scale(wanted)
+        assert (await pool_of(rig, Role.DECODE)).max_nodes == 3
+
+
+@in_loop
+async def test_the_last_node_that_writes_answers_stays() -> None:
+    async with Rig(*PD) as rig:
+        await rig.controller.start()
+        with pytest.raises(ConfigurationError, match="nobody could write answers"):
+            await rig.controller.scale({Role.DECODE: 0})
+        with pytest.raises(ConfigurationError, match="the last node that can write answers"):
+            await rig.controller.drain_node("decode-0", DRAIN_S)
+        with pytest.raises(ConfigurationError, match="the last node that can write answers"):
+            await rig.controller.change_role("decode-0", Role.PREFILL)
+        with pytest.raises(
+            ConfigurationError, match="there is no node decode-9; there are: prefill-0, decode-0"
+        ):
+            await rig.controller.drain_node("decode-9", DRAIN_S)
+
+
+# --- draining
+
+
+@in_loop
+async def test_a_drained_node_is_not_replaced_and_draining_it_twice_is_draining_it_once() -> None:
+    async with Rig(("decode-0", Role.DECODE), ("decode-1", Role.DECODE)) as rig:
+        await rig.controller.start()
+        going = rig.launcher.node("decode-0")
+        going.may_finish.clear()
+        both = [asyncio.create_task(rig.controller.drain_node("decode-0", DRAIN_S)) for _ in range(2)]
+        await settle()
+        going.may_finish.set()
+        assert await asyncio.gather(*both) == [True, True]
+        await settle()
+        assert rig.routed == {"decode-1"}
+        assert (await pool_of(rig, Role.DECODE)).wanted == 1
+
+
+@in_loop
+async def test_a_node_that_dies_while_it_drains_is_not_brought_back() -> None:
+    async with Rig(("decode-0", Role.DECODE), ("decode-1", Role.DECODE)) as rig:
+        await rig.controller.start()
+        going = rig.launcher.node("decode-0")
+        going.may_finish.clear()
+        drain = asyncio.create_task(rig.controller.drain_node("decode-0", DRAIN_S))
+        await settle()
+        going.die()
+        await rig.clock.advance(DRAIN_S + TIMEOUTS.stop_s + 1)
+        assert not await drain
+        assert len(rig.launcher.nodes["decode-0"]) == 1
+        assert rig.routed == {"decode-1"}
+
+
+@in_loop
+async def test_a_node_that_is_just_being_ended_does_not_outlive_the_controller() -> None:
+    async with Rig(("decode-0", Role.DECODE), ("decode-1", Role.DECODE)) as rig:
+        await rig.controller.start()
+        going = rig.launcher.node("decode-1")
+        going.may_stop.clear()
+        await rig.controller.scale({Role.DECODE: 1})
+        await settle()
+        stop = asyncio.create_task(rig.controller.stop())
+        await settle()
+        going.may_stop.set()
+        await stop
+        assert going.stopped
+
+
+# --- machines
+
+
+@in_loop
+async def test_nodes_without_a_machine_wait_are_counted_and_asked_for() -> None:
+    hosts = FakeHosts(machine("1", prefill=1), machine("2", decode=1))
+    async with Rig(pools=pools(1, 3), hosts=hosts) as rig:
+        await rig.controller.start()
+        await settle()
+        assert hosts.wanted == {Role.PREFILL: 1, Role.DECODE: 3}
+        decode = await pool_of(rig, Role.DECODE)
+        assert (decode.wanted, decode.ready, decode.waiting_for_machines) == (3, 1, 2)
+        assert (await phases(rig))["decode-1"] == "waiting"
+        hosts.join(machine("3", decode=1))
+        await settle()
+        assert rig.routed == {"prefill-0", "decode-0", "decode-1"}
+        assert rig.launcher.node("decode-1").host.name == "3"
+        await rig.controller.scale({Role.DECODE: 2})
+        await settle()
+        assert hosts.wanted == {Role.PREFILL: 1, Role.DECODE: 2}
+
+
+@in_loop
+async def test_start_waits_for_the_machine_of_the_first_node_that_writes() -> None:
+    hosts = FakeHosts(machine("1", prefill=1))
+    async with Rig(pools=pools(1, 1), hosts=hosts) as rig:
+        start = asyncio.create_task(rig.controller.start())
+        await rig.clock.advance(TIMEOUTS.machines_s / 2)
+        assert not start.done()
+        hosts.join(machine("2", decode=1))
+        await settle()
+        await start
+        assert rig.controller.url
+
+
+@in_loop
+async def test_a_machine_that_is_lost_takes_its_nodes_out_at_once_and_others_come_where_there_is_room() -> (
+    None
+):
+    hosts = FakeHosts(machine("1", prefill=1), machine("2", decode=1), machine("3", decode=1))
+    async with Rig(pools=pools(1, 2), hosts=hosts) as rig:
+        await rig.controller.start()
+        await settle()
+        hosts.leave("2")
+        await settle()
+        assert rig.routed == {"prefill-0", "decode-1"}, "no time has passed"
+        assert (await pool_of(rig, Role.DECODE)).waiting_for_machines == 1
+        hosts.join(machine("4", decode=1))
+        await settle()
+        assert rig.routed == {"prefill-0", "decode-1", "decode-2"}
+        assert any("its machine 10.0.0.2 is gone" in d.text for d in (await rig.controller.view()).decisions)
+
+
+@in_loop
+async def test_a_pool_without_a_size_follows_the_machines() -> None:
+    hosts = FakeHosts(machine("1", prefill=1), machine("2", decode=2))
+    async with Rig(pools=pools(None, None), hosts=hosts) as rig:
+        await rig.controller.start()
+        await settle()
+        assert rig.routed == {"prefill-0", "decode-0", "decode-1"}
+        hosts.join(machine("3", prefill=1, decode=1))
+        await settle()
+        assert rig.routed == {"prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2"}
+        hosts.leave("2")
+        await settle()
+        assert rig.routed == {"prefill-0", "prefill-1", "decode-2"}
+        assert (await pool_of(rig, Role.DECODE)).waiting_for_machines == 0
+        assert await rig.controller.drain_node("prefill-1", DRAIN_S)
+        await settle()
+        assert rig.routed == {"prefill-0", "decode-2"}, "its place stays empty"
+        hosts.join(machine("4", prefill=1))
+        await settle()
+        assert rig.routed == {"prefill-0", "prefill-2", "decode-2"}
+
+
+@in_loop
+async def test_nodes_of_one_machine_do_not_share_cores() -> None:
+    hosts = FakeHosts(machine("1", prefill=1, decode=2, cores=8))
+    async with Rig(pools=pools(1, 1), hosts=hosts) as rig:
+        await rig.controller.start()
+        await rig.controller.scale({Role.DECODE: 2})
+        await settle()
+        cores = [core for node in rig.launcher.running for core in node.config.cores]
+        assert sorted(cores) == list(range(8))

@@ -1,0 +1,165 @@
+"""Nodes that change their role, routers on every machine, pools that scale by themselves: what the controller does."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from cluster.config import PoolConfig, TandemConfig
+from cluster.hosts import Host
+from cluster.pools.supervisor import Phase
+from router.config import RouterConfig, RouterPlacement
+from tests.cluster.pools.helpers import TIMEOUTS, FakeHosts, Rig, in_loop, settle
+from tests.cluster.pools.pools_rig import DRAIN_S, PD, machine, phases, pool_of, pools
+from wire.errors import Unavailable
+from wire.nodes import Role
+
+# --- roles
+
+
+@in_loop
+async def test_a_node_changes_its_role_in_its_own_process() -> None:
+    async with Rig(*PD, ("prefill-1", Role.PREFILL)) as rig:
+        await rig.controller.start()
+        node = rig.launcher.node("prefill-1")
+        before = node.info
+        node.may_finish.clear()
+        change = asyncio.create_task(rig.controller.change_role("prefill-1", Role.DECODE))
+        await settle()
+        assert (await phases(rig))["prefill-1"] == Phase.DRAINING
+        assert not change.done()
+        node.may_finish.set()
+        await change
+        await settle()
+        (member,) = [
+            member for member in rig.launcher.router.memberships[-1] if member.node_id == "prefill-1"
+        ]
+        assert (member.role, member.epoch != before.epoch) == (Role.DECODE, True)
+        assert len(rig.launcher.nodes["prefill-1"]) == 1, "nothing was loaded again"
+        view = await rig.controller.view()
+        assert {pool.role: (pool.wanted, pool.ready) for pool in view.pools} == {
+            Role.PREFILL: (1, 1),
+            Role.DECODE: (2, 2),
+        }
+        await rig.clock.advance(3 * TIMEOUTS.heartbeat_s)
+        assert "prefill-1" in rig.routed, "it is watched under its new epoch"
+        await rig.controller.change_role("prefill-1", Role.DECODE)
+        assert node.info == member, "asked for twice, done once"
+
+
+@in_loop
+async def test_a_node_that_does_not_come_to_rest_is_started_anew_in_its_new_role() -> None:
+    async with Rig(*PD, ("prefill-1", Role.PREFILL)) as rig:
+        await rig.controller.start()
+        stuck = rig.launcher.node("prefill-1")
+        stuck.drains = False
+        change = asyncio.create_task(rig.controller.change_role("prefill-1", Role.DECODE))
+        await rig.clock.advance(TIMEOUTS.restart_backoff_s + 1)
+        await change
+        assert stuck.stopped
+        assert rig.launcher.node("prefill-1").info.role is Role.DECODE
+
+
+@in_loop
+async def test_routers_are_not_told_again_of_a_node_whose_streams_they_moved() -> None:
+    async with Rig(*PD, ("prefill-1", Role.PREFILL)) as rig:
+        await rig.controller.start()
+        rig.launcher.node("prefill-1").may_finish.clear()
+        change = asyncio.create_task(rig.controller.change_role("prefill-1", Role.DECODE))
+        await rig.clock.advance(DRAIN_S + TIMEOUTS.stop_s + 3 * TIMEOUTS.heartbeat_s)
+        assert rig.routed == {"prefill-0", "decode-0"}, "though it still answers"
+        await rig.clock.advance(60)
+        await change
+        assert "prefill-1" in rig.routed
+
+
+@in_loop
+async def test_a_node_that_changed_its_role_keeps_its_place() -> None:
+    hosts = FakeHosts(machine("1", prefill=2), machine("2", decode=1))
+    async with Rig(pools=pools(2, 1), hosts=hosts) as rig:
+        await rig.controller.start()
+        await rig.controller.change_role("prefill-1", Role.DECODE)
+        await settle()
+        assert hosts.wanted == {Role.PREFILL: 2, Role.DECODE: 1}
+        rig.launcher.node("prefill-1").die()
+        await rig.clock.advance(TIMEOUTS.restart_backoff_s)
+        again = rig.launcher.node("prefill-1")
+        assert (again.config.role, again.slot, again.host.name) == (Role.DECODE, Role.PREFILL, "1")
+
+
+@in_loop
+async def test_only_a_node_that_is_ready_changes_its_role() -> None:
+    async with Rig(*PD) as rig:
+        rig.launcher.prepare["prefill-0"] = lambda process, _: setattr(process, "starts_at_once", False)
+        start = asyncio.create_task(rig.controller.start())
+        await settle()
+        with pytest.raises(Unavailable, match="prefill-0 is starting"):
+            await rig.controller.change_role("prefill-0", Role.DECODE)
+        rig.launcher.node("prefill-0").may_start.set()
+        await start
+
+
+# --- scaling by itself
+
+
+@in_loop
+async def test_a_crowded_pool_grows_by_itself_and_says_why() -> None:
+    asked = pools(1, PoolConfig(nodes=1, min=1, max=2))
+    async with Rig(pools=asked) as rig:
+        await rig.controller.start()
+        rig.launcher.node("decode-0").free_blocks = 2
+        await rig.clock.advance(60)
+        assert rig.routed == {"prefill-0", "decode-0", "decode-1"}
+        texts = [decision.text for decision in (await rig.controller.view()).decisions]
+        assert texts == ["decode: from 1 to 2: 98% of its blocks are taken, 90% may be"]
+        await rig.clock.advance(300)
+        assert (await pool_of(rig, Role.DECODE)).wanted == 2, "no room to spare, and not above its maximum"
+
+
+@in_loop
+async def test_a_pool_without_a_maximum_is_left_alone() -> None:
+    async with Rig(*PD) as rig:
+        await rig.controller.start()
+        rig.launcher.node("decode-0").free_blocks = 2
+        await rig.clock.advance(120)
+        assert (await pool_of(rig, Role.DECODE)).wanted == 1
+
+
+@in_loop
+async def test_an_idle_pool_shrinks_to_its_minimum_without_a_failed_request() -> None:
+    asked = pools(1, PoolConfig(nodes=3, min=2, max=4))
+    async with Rig(pools=asked) as rig:
+        await rig.controller.start()
+        await rig.clock.advance(600)
+        assert (await pool_of(rig, Role.DECODE)).wanted == 2
+        assert rig.launcher.node("decode-2").drained_with is not None
+
+
+# --- routers
+
+
+@in_loop
+async def test_every_host_has_a_router_where_that_is_asked_for() -> None:
+    on_head = Host("h", "10.0.0.9", (0, 1), slots={}, head=True)
+    hosts = FakeHosts(on_head, machine("1", prefill=1), machine("2", decode=1))
+    router = RouterConfig(tokenizer_path="model", model_name="fake", placement=RouterPlacement.EVERY_HOST)
+    async with Rig(pools=pools(1, 1), hosts=hosts, config=TandemConfig(router=router)) as rig:
+        await rig.controller.start()
+        await settle()
+        by_name = {process.name: process for process in rig.launcher.routers}
+        assert set(by_name) == {"router", "router-10.0.0.1", "router-10.0.0.2"}
+        assert by_name["router"].host is None
+        assert by_name["router-10.0.0.1"].config.inbox_host == "10.0.0.1", "where nodes reach it"
+        assert all(process.node_ids == {"prefill-0", "decode-0"} for process in by_name.values())
+        hosts.join(machine("3", decode=1))
+        await rig.controller.scale({Role.DECODE: 2})
+        await settle()
+        (latest,) = [process for process in rig.launcher.routers if process.name == "router-10.0.0.3"]
+        assert latest.node_ids == {"prefill-0", "decode-0", "decode-1"}
+        hosts.leave("1")
+        await settle()
+        assert by_name["router-10.0.0.1"].stopped
+        assert by_name["router-10.0.0.2"].node_ids == {"decode-0", "decode-1"}
+        view = await rig.controller.view()
+        assert {router.name for router in view.routers} == {"router", "router-10.0.0.2", "router-10.0.0.3"}

@@ -1,0 +1,352 @@
+"""The provider as Ray's cluster launcher and Ray's autoscaler use it, on hosts that are only noted down."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.on_ray.runtime import import_ray
+from cluster.static_hosts.config import bootstrapped, read_provider
+from cluster.static_hosts.reach import Reach, is_own_address, reach_from_here, resolve
+from cluster.static_hosts.shell import HostUnreachable, LocalShell, ScriptFailed, ThroughHead
+from cluster.static_hosts.store import LocalStore, RemoteStore
+from wire.errors import ConfigurationError, NodeLost, Unavailable
+
+import_ray()  # Ray reads its environment when it is first imported
+from ray.autoscaler._private.providers import _get_node_provider_cls  # noqa: E402
+from ray.autoscaler.v2.instance_manager.config import AutoscalingConfig, IConfigReader  # noqa: E402
+from ray.autoscaler.v2.instance_manager.node_provider import LaunchNodeError, NodeProviderAdapter  # noqa: E402
+
+from cluster.static_hosts.provider import StaticHostsProvider, drain_script, stop_script  # noqa: E402
+
+HEAD = {"ray-node-type": "head", "ray-user-node-type": "head"}
+DECODE = {"ray-node-type": "worker", "ray-user-node-type": "decode"}
+CONFIG: dict[str, Any] = {
+    "cluster_name": "tandem",
+    "max_workers": 1000,
+    "provider": {
+        "type": "external",
+        "module": "cluster.static_hosts.provider.StaticHostsProvider",
+        "head_ip": "10.0.0.10",
+    },
+    "auth": {"ssh_user": "ubuntu", "ssh_private_key": "~/key"},
+    "head_node_type": "head",
+    "available_node_types": {
+        "head": {"node_config": {}, "resources": {}},
+        "prefill": {"node_config": {"hosts": ["10.0.0.11"]}, "resources": {"prefill": 1}},
+        "decode": {"node_config": {"hosts": ["10.0.0.21", "10.0.0.22"]}, "resources": {"decode": 1}},
+    },
+    "setup_commands": ["install"],
+}
+
+
+class NotedHosts:
+    """Every host answers, but for the ones in `silent`."""
+
+    def __init__(self) -> None:
+        self.silent: set[str] = set()
+        self.failing: set[str] = set()
+        self.ran: list[tuple[str, str]] = []
+        self._lock = threading.Lock()
+
+    def run(self, address: str, script: str, *, stdin: bytes = b"", timeout_s: float = 60.0) -> bytes:
+        if address in self.silent:
+            raise HostUnreachable(f"{address} does not answer over ssh: timed out")
+        with self._lock:
+            self.ran.append((address, script))
+        if address in self.failing:
+            raise ScriptFailed(address, "ray: command not found", 127)
+        return b""
+
+    def stopped(self) -> list[str]:
+        return sorted(address for address, script in self.ran if script == stop_script("ray stop"))
+
+
+@pytest.fixture
+def hosts() -> NotedHosts:
+    return NotedHosts()
+
+
+@pytest.fixture
+def config() -> dict[str, Any]:
+    return bootstrapped(copy.deepcopy(CONFIG))
+
+
+@pytest.fixture
+def provider(hosts: NotedHosts, config: dict[str, Any], tmp_path: Path) -> StaticHostsProvider:
+    """After the first half of `ray up`: the head is launched and the file's hosts are known."""
+    reach = Reach("10.0.0.10", "203.0.113.7", False, hosts, hosts, LocalStore("tandem", tmp_path))
+    provider = StaticHostsProvider(config["provider"], "tandem", reach)
+    provider.create_node({}, HEAD, 1)
+    provider.prepare_for_head_node(copy.deepcopy(config))
+    return provider
+
+
+def hosts_of(provider: StaticHostsProvider, tags: dict[str, str]) -> list[str]:
+    return sorted(provider.internal_ip(node_id) for node_id in provider.non_terminated_nodes(tags))
+
+
+# --- what Ray is told
+
+
+def test_ray_finds_the_class_by_the_name_in_the_manifest() -> None:
+    assert _get_node_provider_cls(CONFIG["provider"]) is StaticHostsProvider
+
+
+def test_the_head_is_found_by_its_tags_and_reached_where_it_is(provider: StaticHostsProvider) -> None:
+    (head,) = provider.non_terminated_nodes({"ray-node-type": "head"})
+    assert head.startswith("10.0.0.10-")
+    assert provider.is_running(head)
+    assert not provider.is_terminated(head)
+    assert provider.internal_ip(head) == "10.0.0.10"
+    assert provider.external_ip(head) == "203.0.113.7"
+
+
+def test_tags_are_kept(provider: StaticHostsProvider) -> None:
+    (head,) = provider.non_terminated_nodes({})
+    provider.set_node_tags(head, {"ray-node-status": "up-to-date"})
+    assert provider.node_tags(head) == HEAD | {"ray-node-status": "up-to-date"}
+
+
+def test_a_node_that_was_never_there_has_ended(provider: StaticHostsProvider) -> None:
+    assert provider.is_terminated("10.0.0.99-0")
+    assert provider.node_tags("10.0.0.99-0") == {}
+    provider.set_node_tags("10.0.0.99-0", {"a": "b"})
+    provider.terminate_node("10.0.0.99-0")
+    with pytest.raises(NodeLost, match="is not a node of cluster tandem"):
+        provider.internal_ip("10.0.0.99-0")
+
+
+# --- launching
+
+
+def test_workers_get_hosts_of_their_own_pool(provider: StaticHostsProvider) -> None:
+    provider.create_node({}, DECODE, 2)
+    assert hosts_of(provider, DECODE) == ["10.0.0.21", "10.0.0.22"]
+    (first, _) = provider.non_terminated_nodes(DECODE)
+    assert provider.external_ip(first) == provider.internal_ip(first)
+
+
+def test_a_host_that_does_not_answer_is_passed_over(provider: StaticHostsProvider, hosts: NotedHosts) -> None:
+    hosts.silent = {"10.0.0.21"}
+    provider.create_node({}, DECODE, 1)
+    assert hosts_of(provider, DECODE) == ["10.0.0.22"]
+
+
+def test_what_can_be_launched_is_launched_and_the_rest_is_explained(
+    provider: StaticHostsProvider, hosts: NotedHosts
+) -> None:
+    hosts.silent = {"10.0.0.21"}
+    with pytest.raises(Unavailable, match=r"decode: 1 of 2 nodes launched: 10\.0\.0\.21 does not answer"):
+        provider.create_node({}, DECODE, 2)
+    assert hosts_of(provider, DECODE) == ["10.0.0.22"]
+    hosts.silent = set()
+    provider.create_node({}, DECODE, 1)
+    with pytest.raises(Unavailable, match="decode: 0 of 1 nodes launched: every host of that type is in use"):
+        provider.create_node({}, DECODE, 1)
+
+
+def test_a_host_that_is_launched_again_is_a_new_node(provider: StaticHostsProvider) -> None:
+    provider.create_node({}, DECODE, 2)
+    before = set(provider.non_terminated_nodes(DECODE))
+    provider.terminate_nodes(list(before))
+    provider.create_node({}, DECODE, 2)
+    after = set(provider.non_terminated_nodes(DECODE))
+    assert len(after) == 2
+    assert not before & after
+
+
+def test_launches_at_the_same_time_never_share_a_host(provider: StaticHostsProvider) -> None:
+    together = threading.Barrier(4)
+
+    def launch() -> None:
+        together.wait(timeout=10)
+        try:
+            provider.create_node({}, DECODE, 1)
+        except Unavailable:
+            return
+
+    launches = [threading.Thread(target=launch) for _ in range(4)]
+    for thread in launches:
+        thread.start()
+    for thread in launches:
+        thread.join(timeout=10)
+    assert hosts_of(provider, DECODE) == ["10.0.0.21", "10.0.0.22"]
+
+
+# --- ending
+
+
+def test_ending_a_node_stops_ray_on_its_host_and_no_other(
+    provider: StaticHostsProvider, hosts: NotedHosts
+) -> None:
+    provider.create_node({}, DECODE, 2)
+    first, second = provider.non_terminated_nodes(DECODE)
+    provider.terminate_node(first)
+    assert hosts.stopped() == ["10.0.0.21"]
+    assert provider.non_terminated_nodes(DECODE) == [second]
+
+
+@pytest.mark.parametrize("trouble", ["silent", "failing"])
+def test_a_host_where_ray_cannot_be_stopped_is_given_back_and_named(
+    provider: StaticHostsProvider, hosts: NotedHosts, trouble: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    provider.create_node({}, DECODE, 2)
+    getattr(hosts, trouble).add("10.0.0.21")
+    provider.terminate_nodes(provider.non_terminated_nodes(DECODE))
+    assert provider.non_terminated_nodes(DECODE) == []
+    assert "10.0.0.21" in caplog.text
+
+
+def test_ending_the_head_stops_ray_where_the_head_is_reached(
+    provider: StaticHostsProvider, hosts: NotedHosts
+) -> None:
+    provider.terminate_nodes(provider.nodes_for_teardown({"ray-node-type": "head"}))
+    assert hosts.stopped() == ["203.0.113.7"]
+    assert provider.non_terminated_nodes({}) == []
+
+
+# --- `ray up` again
+
+
+def test_a_host_that_is_added_can_be_launched(provider: StaticHostsProvider, config: dict[str, Any]) -> None:
+    provider.create_node({}, DECODE, 2)
+    config["available_node_types"]["decode"]["node_config"]["hosts"].append("10.0.0.23")
+    provider.prepare_for_head_node(config)
+    provider.create_node({}, DECODE, 1)
+    assert hosts_of(provider, DECODE) == ["10.0.0.21", "10.0.0.22", "10.0.0.23"]
+
+
+def test_a_host_that_is_taken_out_is_stopped_and_no_other(
+    provider: StaticHostsProvider,
+    config: dict[str, Any],
+    hosts: NotedHosts,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    provider.create_node({}, DECODE, 2)
+    config["available_node_types"]["decode"]["node_config"]["hosts"].remove("10.0.0.21")
+    provider.prepare_for_head_node(config)
+    assert hosts.stopped() == ["10.0.0.21"]
+    assert hosts_of(provider, {}) == ["10.0.0.10", "10.0.0.22"]
+    assert "10.0.0.21 is no longer listed for decode" in capsys.readouterr().out
+
+
+def test_what_runs_on_a_host_that_is_taken_out_is_finished_before_ray_is_stopped_there(
+    provider: StaticHostsProvider, config: dict[str, Any], hosts: NotedHosts
+) -> None:
+    provider.create_node({}, DECODE, 2)
+    config["available_node_types"]["decode"]["node_config"]["hosts"].clear()
+    hosts.ran.clear()
+    provider.prepare_for_head_node(config)
+    drain = ("203.0.113.7", drain_script(["10.0.0.21", "10.0.0.22"]))
+    assert hosts.ran[0] == drain, "on the head, and first"
+    assert hosts.stopped() == ["10.0.0.21", "10.0.0.22"]
+    assert "tandem drain 10.0.0.21 --timeout 60 & tandem drain 10.0.0.22 --timeout 60 & wait" in drain[1]
+
+
+def test_a_head_that_cannot_drain_does_not_keep_hosts_from_leaving(
+    provider: StaticHostsProvider,
+    config: dict[str, Any],
+    hosts: NotedHosts,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    provider.create_node({}, DECODE, 2)
+    config["available_node_types"]["decode"]["node_config"]["hosts"].remove("10.0.0.21")
+    hosts.silent.add("203.0.113.7")
+    provider.prepare_for_head_node(config)
+    assert hosts.stopped() == ["10.0.0.21"]
+    assert "could not be drained" in capsys.readouterr().out
+
+
+def test_the_head_gets_a_file_that_works_there(provider: StaticHostsProvider, config: dict[str, Any]) -> None:
+    config["auth"]["ssh_private_key"] = "~/ray_bootstrap_key.pem"  # Ray does this before it asks
+    prepared = provider.prepare_for_head_node(config)
+    assert prepared["provider"]["ssh"]["private_key"] == "~/ray_bootstrap_key.pem"
+    assert prepared["setup_commands"] == []  # or Ray would run them twice
+    read_provider(prepared["provider"])
+
+
+# --- where it is asked
+
+
+def test_under_ray_on_the_head_the_head_is_a_node_even_without_a_record(
+    hosts: NotedHosts, config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_CLOUD_INSTANCE_ID", "10.0.0.10-cafe")
+    monkeypatch.setenv("RAY_NODE_TYPE_NAME", "head")
+    store = LocalStore("tandem", tmp_path)
+    reach = Reach("10.0.0.10", "10.0.0.10", True, hosts, hosts, store)
+    for _ in range(2):
+        provider = StaticHostsProvider(config["provider"], "tandem", reach)
+        assert provider.non_terminated_nodes(HEAD) == ["10.0.0.10-cafe"]
+    monkeypatch.setenv("RAY_CLOUD_INSTANCE_ID", "10.0.0.10-beef")  # it was launched again
+    provider = StaticHostsProvider(config["provider"], "tandem", reach)
+    assert provider.non_terminated_nodes({}) == ["10.0.0.10-beef"]
+
+
+def test_the_head_opens_the_record_and_others_ask_it_for_it(config: dict[str, Any]) -> None:
+    section = config["provider"] | {"head_ip": "127.0.0.1"}
+    here = reach_from_here(read_provider(section), "tandem")
+    assert (type(here.to_head), type(here.store)) == (LocalShell, LocalStore)
+    section = config["provider"] | {"head_ip": "192.0.2.1", "external_head_ip": "192.0.2.2"}
+    there = reach_from_here(read_provider(section), "tandem")
+    assert (type(there.to_workers), type(there.store)) == (ThroughHead, RemoteStore)
+    assert (there.head_address, there.entrance) == ("192.0.2.1", "192.0.2.2")
+
+
+def test_an_address_is_our_own_when_it_can_be_bound() -> None:
+    assert is_own_address("127.0.0.1")
+    assert not is_own_address("192.0.2.1")  # reserved for documentation
+
+
+def test_a_name_that_does_not_resolve_is_refused() -> None:
+    assert resolve("127.0.0.1") == "127.0.0.1"
+    with pytest.raises(ConfigurationError, match=r"no-such-host\.invalid is neither"):
+        resolve("no-such-host.invalid")
+
+
+def test_a_file_that_did_not_come_through_ray_up_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"provider\.ssh is missing"):
+        StaticHostsProvider(CONFIG["provider"], "tandem")
+
+
+# --- under Ray's autoscaler
+
+
+class FixedConfig(IConfigReader):  # type: ignore[misc]
+    def __init__(self, config: AutoscalingConfig) -> None:
+        self._config = config
+
+    def get_cached_autoscaling_config(self) -> AutoscalingConfig:
+        return self._config
+
+    def refresh_cached_autoscaling_config(self) -> None:
+        return
+
+
+def test_rays_autoscaler_launches_and_ends_through_it(
+    provider: StaticHostsProvider, hosts: NotedHosts, config: dict[str, Any], tmp_path: Path
+) -> None:
+    key = tmp_path / "key"
+    key.touch()
+    config["auth"]["ssh_private_key"] = str(key)
+    for name in ("file_mounts", "cluster_synced_files", "initialization_commands"):
+        config[name] = {} if name == "file_mounts" else []
+    for name in ("head_setup_commands", "worker_setup_commands"):
+        config[name] = []
+    adapter = NodeProviderAdapter(provider, FixedConfig(AutoscalingConfig(config, skip_content_hash=True)))
+    hosts.silent = {"10.0.0.22"}
+    adapter._launch_nodes_by_type("decode", 2, "request-1")
+    nodes = adapter.get_non_terminated()
+    launched = [node for node in nodes.values() if node.node_type == "decode"]
+    assert [(node.is_running, node.request_id) for node in launched] == [(True, "request-1")]
+    (error,) = adapter.poll_errors()
+    assert isinstance(error, LaunchNodeError)
+    assert "10.0.0.22 does not answer" in repr(error)
+    adapter._do_terminate([launched[0].cloud_instance_id], "request-2")
+    assert [node.node_type for node in adapter.get_non_terminated().values()] == ["head"]
+    assert adapter.poll_errors() == []

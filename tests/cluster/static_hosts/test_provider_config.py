@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from cluster.static_hosts.config import (
+    KEY_ON_HEAD,
+    PoolHosts,
+    bootstrapped,
+    pools_of,
+    ssh_settings,
+    ssh_settings_on_head,
+)
+from cluster.static_hosts.shell import SshSettings
+from wire.errors import ConfigurationError
+
+CONFIG: dict[str, Any] = {
+    "cluster_name": "tandem",
+    "max_workers": 1000,
+    "provider": {
+        "type": "external",
+        "module": "cluster.static_hosts.provider.StaticHostsProvider",
+        "head_ip": "10.0.0.10",
+    },
+    "auth": {"ssh_user": "ubuntu", "ssh_private_key": "~/key"},
+    "head_node_type": "head",
+    "available_node_types": {
+        "head": {"node_config": {}, "resources": {}},
+        "prefill": {"node_config": {"hosts": ["10.0.0.11"]}, "resources": {"prefill": 1}},
+        "decode": {
+            "node_config": {"hosts": ["10.0.0.21", "10.0.0.22", "10.0.0.23"]},
+            "resources": {"decode": 1},
+        },
+    },
+}
+
+
+@pytest.fixture
+def config() -> dict[str, Any]:
+    return copy.deepcopy(CONFIG)
+
+
+def workers(config: dict[str, Any], pool: str) -> tuple[int, int]:
+    node_type = bootstrapped(config)["available_node_types"][pool]
+    return node_type["min_workers"], node_type["max_workers"]
+
+
+def test_every_listed_host_is_started(config: dict[str, Any]) -> None:
+    assert workers(config, "decode") == (3, 3)
+    assert workers(config, "prefill") == (1, 1)
+    assert bootstrapped(config)["max_workers"] == 4
+
+
+def test_hosts_on_standby_wait_for_the_load(config: dict[str, Any]) -> None:
+    config["available_node_types"]["decode"]["node_config"]["standby"] = 2
+    assert workers(config, "decode") == (1, 3)
+
+
+def test_numbers_in_the_file_hold_within_what_there_is(config: dict[str, Any]) -> None:
+    config["available_node_types"]["decode"] |= {"min_workers": 1, "max_workers": 2}
+    assert workers(config, "decode") == (1, 2)
+    config["available_node_types"]["decode"] |= {"min_workers": 0, "max_workers": 1000}
+    assert workers(config, "decode") == (3, 3)
+
+
+def test_the_operators_file_is_left_alone(config: dict[str, Any]) -> None:
+    bootstrapped(config)
+    assert config == CONFIG
+
+
+def test_the_provider_learns_how_the_hosts_are_reached(config: dict[str, Any]) -> None:
+    assert bootstrapped(config)["provider"]["ssh"] == {
+        "user": "ubuntu",
+        "private_key": "~/key",
+        "proxy_command": None,
+    }
+
+
+def test_the_head_uses_the_key_where_ray_up_puts_it_and_no_way_in_from_outside() -> None:
+    outside = ssh_settings(
+        {"ssh_user": "ubuntu", "ssh_private_key": "~/key", "ssh_proxy_command": "nc %h %p"}
+    )
+    assert ssh_settings_on_head(outside) == SshSettings("ubuntu", KEY_ON_HEAD, None)
+    assert ssh_settings_on_head(SshSettings("ubuntu")) == SshSettings("ubuntu", None, None)
+
+
+def test_the_head_is_in_no_pool(config: dict[str, Any]) -> None:
+    assert pools_of(config) == {
+        "prefill": PoolHosts(hosts=("10.0.0.11",)),
+        "decode": PoolHosts(hosts=("10.0.0.21", "10.0.0.22", "10.0.0.23")),
+    }
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "sentence"),
+    [
+        (("provider", "head_ip"), None, "provider: .*head_ip"),
+        (("provider", "hed_ip"), "10.0.0.10", "provider: .*hed_ip"),
+        (("auth", "ssh_user"), "", "auth.ssh_user must name the user"),
+        (("available_node_types", "head", "node_config"), {"hosts": ["10.0.0.10"]}, "the head's host is provider.head_ip"),
+        (("available_node_types", "decode", "node_config"), {}, r"decode\.node_config: .*hosts"),
+        (("available_node_types", "decode", "node_config"), {"host": ["10.0.0.21"]}, r"decode\.node_config: .*host"),
+        (("available_node_types", "decode", "node_config", "hosts"), "10.0.0.21", r"decode\.node_config: Expected `array`"),
+        (("available_node_types", "decode", "node_config", "hosts"), ["10.0.0.11"], "10.0.0.11, which is one of .*prefill"),
+        (("available_node_types", "decode", "node_config", "hosts"), ["10.0.0.10"], "10.0.0.10, which is the head"),
+        (("available_node_types", "decode", "node_config", "hosts"), ["d", "d"], "d, which is one of .*decode"),
+        (("available_node_types", "decode", "node_config", "standby"), 4, r"standby must be from 0 to .*\(3\), not 4"),
+        (("available_node_types", "decode", "min_workers"), 4, "min_workers is 4, but the pool can have 3"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, tuple) else None,
+)  # fmt: skip
+def test_what_cannot_become_a_cluster_is_refused_in_a_sentence(
+    config: dict[str, Any], where: tuple[str, ...], value: object, sentence: str
+) -> None:
+    section = config
+    for name in where[:-1]:
+        section = section[name]
+    section[where[-1]] = value
+    with pytest.raises(ConfigurationError, match=sentence):
+        bootstrapped(config)

@@ -1,0 +1,121 @@
+"""The record's file, opened on the head and changed from elsewhere: the same scripts that ssh would run, in sh."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from cluster.static_hosts.record import ClusterRecord, NodeRecord, with_hosts, with_node
+from cluster.static_hosts.shell import LocalShell
+from cluster.static_hosts.store import LocalStore, RecordStore, RemoteStore, record_file
+from wire.errors import ConfigurationError, Unavailable
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path
+
+
+class CountingShell(LocalShell):
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def run(self, address: str, script: str, *, stdin: bytes = b"", timeout_s: float = 60.0) -> bytes:
+        self.calls += 1
+        return super().run(address, script, stdin=stdin, timeout_s=timeout_s)
+
+
+def remote() -> RemoteStore:
+    return RemoteStore("tandem", LocalShell(), "head")
+
+
+def added(name: str) -> NodeRecord:
+    return NodeRecord(name, name, name, "decode", {})
+
+
+def test_a_cluster_that_never_was_is_an_empty_record() -> None:
+    assert LocalStore("tandem").read() == remote().read() == ClusterRecord()
+
+
+def test_what_one_writes_the_other_reads() -> None:
+    here, there = LocalStore("tandem"), remote()
+    there.update(lambda record: with_hosts(record, {"decode": ("d1",)}))
+    here.update(lambda record: with_node(record, added("d1-1")))
+    expected = ClusterRecord(hosts={"decode": ("d1",)}, nodes={"d1-1": added("d1-1")})
+    assert here.read() == there.read() == expected
+
+
+def test_the_file_is_readable_by_its_owner_alone_when_written_from_elsewhere(home: Path) -> None:
+    remote().update(lambda record: with_node(record, added("d1-1")))
+    assert (home / record_file("tandem")).stat().st_mode & 0o077 == 0
+
+
+def test_a_change_that_meets_another_is_made_on_top_of_it() -> None:
+    there, other = remote(), LocalStore("tandem")
+    there.read()
+    other.update(lambda record: with_node(record, added("first")))
+    record = there.update(lambda record: with_node(record, added("second")))
+    assert set(record.nodes) == {"first", "second"}
+    assert other.read() == record
+
+
+def test_a_record_that_never_stands_still_is_given_up_on() -> None:
+    there, other = remote(), LocalStore("tandem")
+    turns = iter(range(1000))
+
+    def change(record: ClusterRecord) -> ClusterRecord:
+        other.update(lambda record: with_node(record, added(f"other-{next(turns)}")))
+        return with_node(record, added("mine"))
+
+    with pytest.raises(Unavailable, match="try again"):
+        there.update(change)
+
+
+def test_what_was_read_is_known_without_asking_again() -> None:
+    shell = CountingShell()
+    there = RemoteStore("tandem", shell, "head")
+    there.update(lambda record: with_node(record, added("d1-1")))
+    asked = shell.calls
+    assert set(there.last_read().nodes) == {"d1-1"}
+    there.update(lambda record: with_node(record, added("d1-1")))  # changes nothing
+    assert shell.calls == asked
+
+
+def test_nothing_is_lost_when_everybody_writes_at_once() -> None:
+    failures: list[BaseException] = []
+
+    def writer(store: RecordStore, name: str) -> None:
+        try:
+            for turn in range(5):
+                store.update(lambda record, turn=turn: with_node(record, added(f"{name}-{turn}")))
+        except BaseException as error:
+            failures.append(error)
+
+    stores: list[RecordStore] = [LocalStore("tandem"), LocalStore("tandem"), remote(), remote()]
+    writers = [
+        threading.Thread(target=writer, args=(store, f"writer{index}")) for index, store in enumerate(stores)
+    ]
+    for thread in writers:
+        thread.start()
+    for thread in writers:
+        thread.join(timeout=30)
+    assert failures == []
+    assert len(LocalStore("tandem").read().nodes) == 20
+
+
+@pytest.mark.parametrize("name", ["../etc", "a b", "", "$(id)"])
+def test_a_name_that_is_no_file_name_is_refused(name: str) -> None:
+    with pytest.raises(ConfigurationError, match="cluster_name"):
+        record_file(name)
+
+
+def test_a_file_that_somebody_spoiled_is_named(home: Path) -> None:
+    LocalStore("tandem").update(lambda record: with_node(record, added("d1-1")))
+    (home / record_file("tandem")).write_text("[]")
+    with pytest.raises(ConfigurationError, match=r"tandem\.json is not a cluster record"):
+        LocalStore("tandem").read()
+    with pytest.raises(ConfigurationError, match=r"head:~/\.tandem/clusters/tandem\.json"):
+        remote().read()
