@@ -47,6 +47,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     header_bytes: int = 32 << 10
     body_bytes: int = 16 << 20
     json_depth: int = 64
+    json_containers: int = 100_000  # objects and arrays in one body
     connections: int = 4096
     prompts_per_request: int = 128
     choices_per_request: int = 128  # prompts times max(n, best_of)

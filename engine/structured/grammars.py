@@ -19,6 +19,8 @@ _KEPT = 256
 # costliest that passes takes tens of milliseconds once; schemas as people write them take a fraction of one.
 _LIMITS = LLParserLimits(initial_lexer_fuel=200_000, step_lexer_fuel=20_000, step_max_items=5_000)
 _WORD = 32
+# What the library calls by a name of its own.
+_PLAIN = {"NoExtensionBias": "no text can follow it, such as one that refers to itself without an end"}
 
 BitMask = npt.NDArray[np.uint32]
 """A bit for each token of the vocabulary, the lowest first."""
@@ -35,11 +37,13 @@ class GrammarPosition:
 
     def follow(self, token_ids: list[int]) -> int:
         """Goes on over these tokens, and returns how many of them the grammar allowed. It stops before the first
-        that it did not."""
+        that it did not. Raises InvalidRequest for a grammar that costs more to follow than it may."""
         # A token of the vocabulary's padding would be refused for good, with all that follows.
         known = list(itertools.takewhile(lambda token: token < self._vocab_size, token_ids))
         taken: int = self._matcher.try_consume_tokens(known)
         self.num_tokens += taken
+        if taken < len(known) and self._matcher.is_error():
+            raise InvalidRequest(f"the answer's grammar failed: {self._why()}")
         return taken
 
     def go_back(self, num_tokens: int) -> None:
@@ -59,7 +63,9 @@ class GrammarPosition:
 
     def _why(self) -> str:
         lines = str(self._matcher.get_error()).strip().splitlines()
-        return lines[0][:300] if lines else "it is in no state to go on"
+        if not lines:
+            return "it is in no state to go on"
+        return _PLAIN.get(lines[0], lines[0][:300])
 
 
 class Grammars:

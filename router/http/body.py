@@ -1,17 +1,21 @@
-"""A request's body: of the right type, not too large, not too slow; then parsed."""
+"""A request's body: of the right type, not too large, not too slow; then parsed and checked."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import TypeVar
 
+import msgspec
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope
 
 from router.config import Limits, Timeouts
 from router.http.errors import BodyTimeout, BodyTooLarge, UnsupportedContentType
 from router.http.json_body import parse_object
+from router.openai.checking import read_request
 from wire.errors import Cancelled, InvalidRequest
+
+R = TypeVar("R", bound=msgspec.Struct)
 
 # Parsing more than this takes a millisecond or more.
 INLINE_BYTES = 64 << 10
@@ -20,14 +24,18 @@ LINGER_BYTES = 64 << 20
 LINGER_S = 2.0
 
 
-async def read_json_object(
-    scope: Scope, receive: Receive, limits: Limits, timeouts: Timeouts
-) -> dict[str, Any]:
+async def read_body(
+    scope: Scope, receive: Receive, request_type: type[R], limits: Limits, timeouts: Timeouts
+) -> R:
     _check_type(scope)
     body = await _read(scope, receive, limits, timeouts)
     if len(body) <= INLINE_BYTES:
-        return parse_object(body, limits.json_depth)
-    return await asyncio.to_thread(parse_object, body, limits.json_depth)
+        return _request_of(body, request_type, limits)
+    return await asyncio.to_thread(_request_of, body, request_type, limits)
+
+
+def _request_of(body: bytes, request_type: type[R], limits: Limits) -> R:
+    return read_request(parse_object(body, limits.json_depth, limits.json_containers), request_type)
 
 
 def _header(scope: Scope, wanted: bytes) -> bytes | None:

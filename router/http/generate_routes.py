@@ -10,7 +10,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from router.dispatch import Generation, RequestLife
-from router.http.body import read_json_object
+from router.http.body import read_body
 from router.http.disconnect import until_disconnect
 from router.http.errors import Draining
 from router.http.event_stream import EventStream
@@ -19,7 +19,6 @@ from router.http.services import Services
 from router.openai.answer import AnswerHead
 from router.openai.chat_answer import ChatStream, whole_chat
 from router.openai.chat_request import ChatRequest
-from router.openai.checking import read_request
 from router.openai.choice import Choice, Delta
 from router.openai.completion_answer import CompletionStream, whole_completion
 from router.openai.completion_request import CompletionRequest
@@ -66,8 +65,7 @@ class GenerateRoute:
         if services.draining:
             raise Draining("this router is shutting down; another takes new requests")
         limits, timeouts = services.config.limits, services.config.timeouts
-        body = await read_json_object(scope, receive, limits, timeouts)
-        request = read_request(body, self._endpoint.request_type)
+        request = await read_body(scope, receive, self._endpoint.request_type, limits, timeouts)
         services.model.check_name(request.model)
         trace = exchange.trace = services.traces.begin(exchange.request_id, scope["headers"])
         read_at = time.monotonic()

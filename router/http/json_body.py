@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from wire.errors import InvalidRequest
 
 
-def parse_object(body: bytes, max_depth: int) -> dict[str, Any]:
+def parse_object(body: bytes, max_depth: int, max_containers: int) -> dict[str, Any]:
     if not body.strip():
         raise InvalidRequest("the body is empty; it must be a JSON object")
     try:
@@ -36,7 +36,7 @@ def parse_object(body: bytes, max_depth: int) -> dict[str, Any]:
         ) from None
     if not isinstance(value, dict):
         raise InvalidRequest("the body must be a JSON object")
-    _check(value, max_depth, surrogates="\\u" in text)
+    _check(value, max_depth, max_containers, surrogates="\\u" in text)
     return value
 
 
@@ -68,14 +68,17 @@ def _integer(text: str) -> int:
     return int(text)
 
 
-def _check(value: dict[str, Any], max_depth: int, *, surrogates: bool) -> None:
-    """Level by level, without recursion: depth, and strings that are not Unicode text."""
+def _check(value: dict[str, Any], max_depth: int, max_containers: int, *, surrogates: bool) -> None:
+    """Level by level, without recursion: depth, the number of objects and arrays, and strings that are not text."""
     level: list[Any] = [value]
-    depth = 0
+    depth = containers = 0
     while level:
         depth += 1
         if depth > max_depth:
             raise InvalidRequest(f"the body is nested deeper than {max_depth} levels")
+        containers += len(level)
+        if containers > max_containers:
+            raise InvalidRequest(f"the body has more than {max_containers} objects and arrays")
         deeper: list[Any] = []
         for item in level:
             if surrogates and isinstance(item, dict):

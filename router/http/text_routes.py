@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 from starlette.types import Receive, Scope, Send
 
-from router.http.body import read_json_object
+from router.http.body import read_body
 from router.http.respond import send_json
 from router.http.services import Services
-from router.openai.chat_request import (
-    ChatMessage,
-    ChatRequest,
-    Tool,
-    messages_for_template,
-    tool_for_template,
-)
-from router.openai.checking import read_request
+from router.openai.chat_prompt import render_chat
+from router.openai.chat_request import ChatMessage, Tool
 from router.openai.fields import JsonObject, TokenId
+from router.text.tokenizer import Tokenizer
 from wire.errors import InvalidRequest
 
 
@@ -48,8 +44,8 @@ class TokenizeRoute:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         services, model = self._services, self._services.model
-        body = await read_json_object(scope, receive, services.config.limits, services.config.timeouts)
-        request = read_request(body, TokenizeRequest)
+        limits, timeouts = services.config.limits, services.config.timeouts
+        request = await read_body(scope, receive, TokenizeRequest, limits, timeouts)
         if request.model is not None:
             model.check_name(request.model)
         if (request.prompt is None) == (request.messages is None):
@@ -59,30 +55,34 @@ class TokenizeRoute:
             ids = await model.tokenizer.encode_async(request.prompt, special=special)
         else:
             ids = await model.tokenizer.encode_async(
-                self._render(request), special=bool(request.add_special_tokens)
+                await self._render(request), special=bool(request.add_special_tokens)
             )
-        pieces = [model.tokenizer.token_bytes(i).decode("utf-8", "replace") for i in ids]
+        pieces = await asyncio.to_thread(_pieces, ids, model.tokenizer) if request.return_token_strs else None
         answer = {
             "count": len(ids),
             "max_model_len": model.max_model_len,
             "tokens": ids,
-            "token_strs": pieces if request.return_token_strs else None,
+            "token_strs": pieces,
         }
         await send_json(send, answer)
 
-    def _render(self, request: TokenizeRequest) -> str:
+    async def _render(self, request: TokenizeRequest) -> str:
         template = self._services.model.template
         if template is None or request.messages is None:
             raise InvalidRequest("messages: this model has no chat template", "messages")
-        chat = ChatRequest(model="", messages=request.messages)
         continues = bool(request.continue_final_message)
-        return template.render(
-            messages_for_template(chat),
-            tools=[tool_for_template(tool) for tool in request.tools] if request.tools else None,
+        return await render_chat(
+            template,
+            request.messages,
+            request.tools,
             add_generation_prompt=not continues and request.add_generation_prompt is not False,
             continue_final_message=continues,
             extra=request.chat_template_kwargs,
         )
+
+
+def _pieces(token_ids: list[int], tokenizer: Tokenizer) -> list[str]:
+    return [tokenizer.token_bytes(token_id).decode("utf-8", "replace") for token_id in token_ids]
 
 
 class DetokenizeRoute:
@@ -91,14 +91,12 @@ class DetokenizeRoute:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         services, model = self._services, self._services.model
-        body = await read_json_object(scope, receive, services.config.limits, services.config.timeouts)
-        request = read_request(body, DetokenizeRequest)
+        limits, timeouts = services.config.limits, services.config.timeouts
+        request = await read_body(scope, receive, DetokenizeRequest, limits, timeouts)
         if request.model is not None:
             model.check_name(request.model)
-        size = model.tokenizer.vocab_size
-        for token_id in request.tokens:
-            if token_id >= size:
-                raise InvalidRequest(
-                    f"tokens: {token_id} is outside the vocabulary of {size} tokens", "tokens"
-                )
-        await send_json(send, {"prompt": model.tokenizer.decode(request.tokens)})
+        unknown = model.tokenizer.first_unknown(request.tokens)
+        if unknown is not None:
+            size = model.tokenizer.vocab_size
+            raise InvalidRequest(f"tokens: {unknown} is outside the vocabulary of {size} tokens", "tokens")
+        await send_json(send, {"prompt": await model.tokenizer.decode_async(request.tokens)})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -80,9 +81,9 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fiel
     continue_final_message: bool | None = None
 
 
-def messages_for_template(request: ChatRequest) -> list[dict[str, Any]]:
+def messages_for_template(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     """Plain dictionaries with text content, as chat templates expect them."""
-    return [_plain(message, f"messages[{index}]") for index, message in enumerate(request.messages)]
+    return [_plain(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
 def _plain(message: ChatMessage, where: str) -> dict[str, Any]:
@@ -141,14 +142,8 @@ def _arguments(call: ToolCall, where: str) -> Any:
         raise InvalidRequest(f"{where}.function.arguments: must be JSON: {error}", where) from error
 
 
-def tools_for_template(request: ChatRequest) -> list[dict[str, Any]] | None:
-    """As the client wrote them, without what it left out. None when the model is to know of none."""
-    if not request.tools or request.tool_choice == "none":
-        return None
-    return [tool_for_template(tool) for tool in request.tools]
-
-
 def tool_for_template(tool: Tool) -> dict[str, Any]:
+    """As the client wrote it, without what it left out."""
     function = {
         name: value for name, value in msgspec.to_builtins(tool.function).items() if value is not None
     }

@@ -8,12 +8,13 @@ import msgspec
 
 from router.config import RouterConfig
 from router.dispatch import Generation, SequenceSpec
-from router.openai.chat_request import ChatRequest, messages_for_template, tools_for_template
+from router.openai.chat_prompt import render_chat
+from router.openai.chat_request import ChatRequest
 from router.openai.choice import Choice
 from router.openai.completion_request import CompletionRequest, prompts_of
 from router.openai.fields import SamplingFields
 from router.openai.grammar import grammar_of_format, grammar_of_structured_outputs
-from router.openai.sampling import sampling_params, seed_of_choice, stop_strings
+from router.openai.sampling import bad_word_ids, sampling_params, seed_of_choice, stop_strings
 from router.openai.tool_calls import Format, format_of
 from router.openai.tool_grammar import grammar_of_calls
 from router.text.chat_template import ChatTemplate
@@ -139,6 +140,7 @@ async def plan_completion(request: CompletionRequest, model: ServedModel, caller
         prompt_logprobs=request.logprobs if echo else None,
         show_logprobs=shows,
         grammar=await grammar_of_structured_outputs(request.structured_outputs),
+        bad_words=await bad_word_ids(request.bad_words, model.tokenizer),
     )
 
 
@@ -163,18 +165,20 @@ async def plan_chat(request: ChatRequest, model: ServedModel, caller: Caller) ->
     _check_stream_options(request)
     n = request.n or 1
     _check_counts(1, n, model.config)
-    tools = tools_for_template(request)
+    # None when the model is to know of none.
+    tools = request.tools if request.tools and request.tool_choice != "none" else None
     _check_tools(request, model)
     grammar = await _chat_grammar(request, model)
-    text = model.template.render(
-        messages_for_template(request),
-        tools=tools,
+    text = await render_chat(
+        model.template,
+        request.messages,
+        tools,
         add_generation_prompt=not continues and request.add_generation_prompt is not False,
         continue_final_message=continues,
         extra=request.chat_template_kwargs,
     )
     # The template writes the special tokens itself.
-    token_ids = await model.tokenizer.encode_async(text, special=False)
+    token_ids = await _encode(text, "messages", model, special=False)
     if not token_ids:
         raise InvalidRequest("messages: the chat template makes an empty prompt of them", "messages")
     max_tokens = (
@@ -194,6 +198,7 @@ async def plan_chat(request: ChatRequest, model: ServedModel, caller: Caller) ->
         show_logprobs=bool(request.logprobs),
         tool_format=model.tool_format if tools else None,
         grammar=grammar,
+        bad_words=await bad_word_ids(request.bad_words, model.tokenizer),
     )
 
 
@@ -212,6 +217,7 @@ def _plan(
     show_logprobs: bool,
     tool_format: Format | None = None,
     grammar: str | None = None,
+    bad_words: list[list[int]],
 ) -> Plan:
     context = model.max_model_len
     specs: list[SequenceSpec] = []
@@ -230,6 +236,7 @@ def _plan(
                 logprobs=logprobs,
                 prompt_logprobs=prompt_logprobs,
                 grammar=grammar,
+                bad_words=bad_words,
             )
         for index in range(best_of):
             specs.append(
@@ -334,19 +341,29 @@ def _check_stream_options(request: SamplingFields) -> None:
 async def _prompt_ids(
     prompt: str | list[int], index: int, request: CompletionRequest, model: ServedModel
 ) -> list[int]:
-    tokenizer = model.tokenizer
     if isinstance(prompt, str):
-        ids = await tokenizer.encode_async(prompt, special=request.add_special_tokens is not False)
+        ids = await _encode(prompt, "prompt", model, special=request.add_special_tokens is not False)
         if not ids:
             raise InvalidRequest("prompt: must not be empty", "prompt")
         return ids
-    for token_id in prompt:
-        if token_id >= tokenizer.vocab_size:
-            raise InvalidRequest(
-                f"prompt: token id {token_id} is outside the vocabulary of {tokenizer.vocab_size} tokens",
-                "prompt",
-            )
+    unknown = model.tokenizer.first_unknown(prompt)
+    if unknown is not None:
+        size = model.tokenizer.vocab_size
+        raise InvalidRequest(
+            f"prompt: token id {unknown} is outside the vocabulary of {size} tokens", "prompt"
+        )
     return prompt
+
+
+async def _encode(text: str, param: str, model: ServedModel, *, special: bool) -> list[int]:
+    """What cannot fit into the context is not tokenized to find out by how much."""
+    context = model.max_model_len
+    if context is not None and len(text) > model.tokenizer.most_characters(context):
+        raise PromptTooLong(
+            f"{param}: {len(text)} characters are more than the model's context of {context} tokens can hold",
+            param,
+        )
+    return await model.tokenizer.encode_async(text, special=special)
 
 
 def _echo_text(prompt: str | list[int], model: ServedModel) -> str:

@@ -20,6 +20,7 @@ def sampling_params(
     logprobs: int | None,
     prompt_logprobs: int | None = None,
     grammar: str | None = None,
+    bad_words: list[list[int]],
 ) -> SamplingParams:
     min_tokens = request.min_tokens or 0
     if min_tokens > max_tokens:
@@ -48,7 +49,7 @@ def sampling_params(
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
         logit_bias=_logit_bias(request.logit_bias, tokenizer.vocab_size),
-        bad_words=_bad_words(request.bad_words, tokenizer),
+        bad_words=bad_words,
         stop_token_ids=stop_token_ids,
         ignore_eos=bool(request.ignore_eos),
         seed=seed & _SEED_MASK,
@@ -88,12 +89,11 @@ def _logit_bias(bias: dict[str, float] | None, vocab_size: int) -> dict[int, flo
     return checked
 
 
-def _bad_words(words: list[str] | None, tokenizer: Tokenizer) -> list[list[int]]:
+async def bad_word_ids(words: list[str] | None, tokenizer: Tokenizer) -> list[list[int]]:
     """Each as it is tokenized at the start of a text and behind a space: the model may write either."""
+    texts = [text for word in words or [] for text in (word, " " + word.lstrip())]
     sequences: list[list[int]] = []
-    for word in words or []:
-        for text in (word, " " + word.lstrip()):
-            token_ids = tokenizer.encode(text, special=False)
-            if token_ids and token_ids not in sequences:
-                sequences.append(token_ids)
+    for token_ids in await tokenizer.encode_all_async(texts, special=False):
+        if token_ids and token_ids not in sequences:
+            sequences.append(token_ids)
     return sequences

@@ -102,7 +102,7 @@ class ChatTemplate:
             template = self._templates.get("default") or next(iter(self._templates.values()))
         try:
             text = template.render(
-                **{
+                {
                     **self._variables,
                     **(extra or {}),
                     "messages": messages,

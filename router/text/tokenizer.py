@@ -19,6 +19,9 @@ from wire.errors import ConfigurationError
 
 # Above this an encoding takes over a millisecond, and is worth a hop to a thread.
 INLINE_CHARACTERS = 2_000
+INLINE_TOKENS = 2_000
+# Composed characters, of which NFC makes one of up to four; other normalizers seldom do as much.
+_SHRINKS_AT_MOST = 4
 
 
 class Tokenizer:
@@ -33,6 +36,7 @@ class Tokenizer:
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         vocabulary = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        self._longest_piece = max(map(len, vocabulary), default=1)
         self._bytes: list[bytes] | None = None
         if _decodes_bytes(backend):
             self._bytes = [b""] * self.vocab_size
@@ -62,20 +66,42 @@ class Tokenizer:
         found: int | None = self._backend.token_to_id(text)
         return found
 
+    def most_characters(self, num_tokens: int) -> int:
+        """No text with more than these has so few tokens, unless most of it is nothing that a token stands for, such
+        as white space that the tokenizer drops."""
+        is_exact = self._bytes is not None and self._backend.normalizer is None
+        return num_tokens * self._longest_piece * (1 if is_exact else _SHRINKS_AT_MOST)
+
     def encode(self, text: str, *, special: bool) -> list[int]:
         """`special` lets the tokenizer add what it adds by itself, such as a beginning-of-sequence token."""
-        ids: list[int] = self._backend.encode(text, add_special_tokens=special).ids
-        return ids
+        return self._encode_all([text], special)[0]
 
     async def encode_async(self, text: str, *, special: bool) -> list[int]:
         """Like `encode`, but a long text does not hold up everybody else's stream."""
-        if len(text) <= INLINE_CHARACTERS:
-            return self.encode(text, special=special)
-        return await asyncio.to_thread(self.encode, text, special=special)
+        return (await self.encode_all_async([text], special=special))[0]
+
+    async def encode_all_async(self, texts: list[str], *, special: bool) -> list[list[int]]:
+        if sum(map(len, texts)) <= INLINE_CHARACTERS:
+            return self._encode_all(texts, special)
+        return await asyncio.to_thread(self._encode_all, texts, special)
+
+    def _encode_all(self, texts: list[str], special: bool) -> list[list[int]]:
+        # Never the library's way for a single text: it keeps the interpreter to itself until it is done.
+        return [found.ids for found in self._backend.encode_batch_fast(texts, add_special_tokens=special)]
 
     def decode(self, token_ids: list[int], *, skip_special: bool = False) -> str:
-        text: str = self._backend.decode(token_ids, skip_special_tokens=skip_special)
+        text: str = self._backend.decode_batch([token_ids], skip_special_tokens=skip_special)[0]
         return text
+
+    async def decode_async(self, token_ids: list[int]) -> str:
+        if len(token_ids) <= INLINE_TOKENS:
+            return self.decode(token_ids)
+        return await asyncio.to_thread(self.decode, token_ids)
+
+    def first_unknown(self, token_ids: list[int]) -> int | None:
+        """One that is outside the vocabulary. None of them is negative."""
+        largest = max(token_ids, default=0)
+        return largest if largest >= self.vocab_size else None
 
     def token_bytes(self, token_id: int) -> bytes:
         """What one token contributes to the text: for logprobs, where a token is shown by itself."""

@@ -63,7 +63,7 @@ SHARED: dict[str, list[Any]] = {
     "seed": ["x", 1.5, True, 2**63, -(2**63) - 1, []],
     "top_k": [-2, 1.5, "5", True, 2**31],
     "min_p": [-0.1, 1.1, "x"],
-    "repetition_penalty": [0, -1, 11, "x"],
+    "repetition_penalty": [0, 1e-300, -1, 11, "x"],
     "min_tokens": [-1, 3, "x", 1.5],
     "stop_token_ids": [[-1], ["x"], 5, [10**6], [1.5], [0] * 129],
     "include_stop_str_in_output": ["x", 1],

@@ -46,6 +46,11 @@ def test_messages_cannot_reach_out_of_the_sandbox() -> None:
         template("{{ ''.__class__.__mro__[1].__subclasses__() }}").render(HELLO)
 
 
+def test_a_clients_variable_may_have_any_name() -> None:
+    extra = {"self": 1, "environment": 2, "thinking": "hard"}
+    assert template("{{ thinking }} {{ environment }}").render(HELLO, extra=extra) == "hard 2"
+
+
 def test_a_final_message_to_go_on_with_ends_where_its_text_ends() -> None:
     source = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
     messages = [*HELLO, {"role": "assistant", "content": "The answer is "}]

@@ -12,6 +12,7 @@ from router.http.json_body import parse_object
 from wire.errors import InvalidRequest
 
 DEPTH = 8
+CONTAINERS = 1000
 
 
 @pytest.mark.parametrize(
@@ -34,6 +35,7 @@ DEPTH = 8
         (b'{"a": 1e400}', "too large"),
         (b'{"a": ' + b"9" * 5000 + b"}", "too large"),
         (b'{"a": "\\ud800"}', "surrogate"),
+        (b'{"a": [' + b"[]," * CONTAINERS + b"[]]}", "objects and arrays"),
         (b'{"a": ["\\udc00\\ud800"]}', "surrogate"),
         (b'{"\\ud83d": 1}', "surrogate"),
         (b'{"a": "\xff"}', "not UTF-8"),
@@ -47,16 +49,16 @@ DEPTH = 8
 )
 def test_refuses(body: bytes, complaint: str) -> None:
     with pytest.raises(InvalidRequest, match=complaint):
-        parse_object(body, DEPTH)
+        parse_object(body, DEPTH, CONTAINERS)
 
 
 def test_the_deepest_that_is_allowed() -> None:
     body = b'{"a": ' + b"[" * (DEPTH - 1) + b"]" * (DEPTH - 1) + b"}"
-    parse_object(body, DEPTH)
+    parse_object(body, DEPTH, CONTAINERS)
 
 
 def test_a_whole_surrogate_pair_is_a_character() -> None:
-    assert parse_object(b'{"a": "\\ud83d\\ude00"}', DEPTH) == {"a": "😀"}
+    assert parse_object(b'{"a": "\\ud83d\\ude00"}', DEPTH, CONTAINERS) == {"a": "😀"}
 
 
 JSON = st.recursive(
@@ -72,10 +74,10 @@ JSON = st.recursive(
 
 @given(st.dictionaries(st.text(), JSON, max_size=4))
 def test_reads_what_json_writes(value: dict[str, Any]) -> None:
-    assert parse_object(json.dumps(value).encode(), 100) == value
+    assert parse_object(json.dumps(value).encode(), 100, CONTAINERS) == value
 
 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_an_object_or_a_clear_refusal(body: bytes) -> None:
     with contextlib.suppress(InvalidRequest):
-        assert isinstance(parse_object(body, DEPTH), dict)
+        assert isinstance(parse_object(body, DEPTH, CONTAINERS), dict)

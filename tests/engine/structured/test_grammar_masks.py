@@ -178,6 +178,20 @@ def test_a_grammar_that_costs_more_than_it_may_is_refused_where_it_does() -> Non
     assert position.num_tokens > 3
 
 
+def test_a_grammar_that_breaks_while_it_is_followed_is_the_clients_own() -> None:
+    """A text that it does not allow is an answer; that it can no longer tell is not."""
+    position = grammars().begin("start: /(a?){1000}a{1000}/")
+    assert position.follow(encode("b")) == 0
+    with pytest.raises(InvalidRequest, match="grammar failed"):
+        position.follow(encode("aaaa"))
+
+
+@pytest.mark.parametrize("grammar", ["start: a\na: b\nb: a", 'start: %json {"$ref": "#"}'])
+def test_a_grammar_without_an_end_is_told_in_words(grammar: str) -> None:
+    with pytest.raises(InvalidRequest, match="no text can follow it"):
+        grammars().begin(grammar)
+
+
 def test_a_schema_as_large_as_people_write_them_is_within_the_limits() -> None:
     part = {
         "type": "object",

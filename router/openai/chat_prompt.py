@@ -1,0 +1,48 @@
+"""The prompt that a chat's messages make."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from router.openai.chat_request import ChatMessage, Tool, messages_for_template, tool_for_template
+from router.text.chat_template import ChatTemplate
+
+# Rendering more takes milliseconds, and is worth a hop to a thread.
+INLINE_ITEMS = 50
+
+
+async def render_chat(
+    template: ChatTemplate,
+    messages: Sequence[ChatMessage],
+    tools: Sequence[Tool] | None,
+    *,
+    add_generation_prompt: bool,
+    continue_final_message: bool,
+    extra: Mapping[str, Any] | None,
+) -> str:
+    """A long chat does not hold up everybody else's stream."""
+    render = functools.partial(
+        _render,
+        template,
+        messages,
+        tools or (),
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+        extra=extra,
+    )
+    if len(messages) + len(tools or ()) <= INLINE_ITEMS:
+        return render()
+    return await asyncio.to_thread(render)
+
+
+def _render(
+    template: ChatTemplate, messages: Sequence[ChatMessage], tools: Sequence[Tool], **options: Any
+) -> str:
+    return template.render(
+        messages_for_template(messages),
+        tools=[tool_for_template(tool) for tool in tools] or None,
+        **options,
+    )
