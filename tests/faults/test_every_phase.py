@@ -24,6 +24,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from msgspec.structs import replace
 
 from tests.faults.processes import actors, busiest, send
 from tests.faults.test_lost_nodes import SAMPLINGS, until_whole
@@ -62,7 +63,10 @@ recoveries: dict[Phase, list[float]] = {}
 
 @pytest.fixture(scope="module")
 def server(deploy: Deploy, smollm2_path: Path, expected: list[Expected]) -> Iterator[Running]:
-    with deploy(float32_config(smollm2_path, prefill=2, decode=2)) as running:
+    config = float32_config(smollm2_path, prefill=2, decode=2)
+    # One node is killed again and again: a supervisor takes it for one that cannot live, and waits before each start.
+    config = replace(config, timeouts=replace(config.timeouts, restart_backoff_max_s=0.5))
+    with deploy(config) as running:
         yield running
     for phase, seconds in recoveries.items():
         print(
