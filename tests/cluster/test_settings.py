@@ -143,6 +143,10 @@ MISTAKES = [
     ("cache: {prefix_caching: 1}", "FILE: cache.prefix_caching must be true or false, not 1"),
     ("scheduler: {max_num_seqs: 0}", "FILE: scheduler.max_num_seqs must be at least 1, not 0"),
     ("transfer: {lease_s: .inf}", "FILE: transfer.lease_s must be a finite number"),
+    (
+        "transfer: {lease_s: 86400}",
+        "FILE: transfer.lease_s must be above 0 and at most 3600, not 86400.0",
+    ),
     ("transfer: {direction: sideways}", "FILE: transfer.direction must be one of push, pull, not 'sideways'"),
     ("timeouts: {start_s: 0}", "FILE: timeouts.start_s must be above 0, not 0.0"),
     (
