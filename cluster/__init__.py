@@ -4,7 +4,7 @@
     config        everything that can be set; settings, rules, describe: read, checked, and its mistakes named at once;
                   changes: what of it a cluster that runs can take on
     control, hosts, launcher, events   the contracts between what follows; clock, tasks, saving: what
-                  several of them need
+                  several of them need; api_client: a router, asked by a command
     pools/        keeps every pool what it should be: controller, placement, supervision, scaling. Knows no Ray
     on_ray/       those contracts on Ray: machines, processes, memory, and the controller as an actor
     static_hosts/ machines that one has, as pools for `ray up`

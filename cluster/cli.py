@@ -211,9 +211,10 @@ def _bench(options: argparse.Namespace) -> int:
 def _chat(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from cluster.commands.chat import ChatClient, chat, key_from_environment
+    from cluster.api_client import key_from_environment
+    from cluster.commands.chat import ChatClient, chat
 
-    client = ChatClient(options.url.rstrip("/"), key_from_environment())
+    client = ChatClient(options.url, key_from_environment())
     try:
         sampling = {"temperature": options.temperature, "max_tokens": options.max_tokens}
         given = {name: value for name, value in sampling.items() if value is not None}
@@ -225,11 +226,11 @@ def _chat(options: argparse.Namespace) -> int:
 def _trace(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from cluster.commands.chat import key_from_environment
+    from cluster.api_client import key_from_environment
     from cluster.trace.command import run
     from cluster.trace.fetch import TraceClient
 
-    client = TraceClient(options.url.rstrip("/"), key_from_environment())
+    client = TraceClient(options.url, key_from_environment())
     try:
         return run(client, Console(), options.request, options.picture, options.json)
     finally:

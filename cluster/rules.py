@@ -9,6 +9,7 @@ import msgspec
 
 from cluster.config import AutoscalingConfig, ClusterTimeouts, PoolConfig, SloConfig, TandemConfig
 from engine.node_config import NodeTimeouts
+from kvtransfer.protocol.settings import MAX_LEASE_S
 from wire.nodes import Role
 
 Path = tuple[str, ...]
@@ -71,7 +72,10 @@ _RANGES: dict[Path, tuple[Callable[[Any], bool], str]] = {
     ("router", "host"): _NOT_EMPTY,
     ("transfer", "connector"): _NOT_EMPTY,
     ("transfer", "direction"): _one_of(_DIRECTIONS),
-    ("transfer", "lease_s"): _ABOVE_ZERO,
+    ("transfer", "lease_s"): (
+        (lambda value: 0 < value <= MAX_LEASE_S),
+        f"must be above 0 and at most {MAX_LEASE_S:g}",
+    ),
     ("transfer", "timeout_s"): _ABOVE_ZERO,
     ("transfer", "handshake_timeout_s"): _ABOVE_ZERO,
     **_timeouts(SloConfig, ("slo",)),

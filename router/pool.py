@@ -27,7 +27,6 @@ class Member:
 
     def __init__(self, info: NodeInfo, now: float) -> None:
         self.info = info
-        self.joined_at = now
         self.status: NodeStatus | None = None
         self.status_at = 0.0
         self.heard_at: float | None = None

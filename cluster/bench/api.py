@@ -96,12 +96,24 @@ async def served_models(http: HttpClient) -> list[ServedModel]:
     try:
         async with asyncio.timeout(MODELS_TIMEOUT_S):
             await http.exchange("GET", "/v1/models", b"", answer)
+        if answer.status == 401:
+            raise ConfigurationError(
+                f"{http.authority} wants a key: TANDEM_API_KEY or OPENAI_API_KEY must hold it"
+            )
         if answer.status != 200:
-            raise ConfigurationError(f"/v1/models answered {answer.status}: name the model with --model")
+            raise ConfigurationError(
+                f"{http.authority}/v1/models answered {answer.status}: name the model with --model"
+            )
         return msgspec.json.decode(answer.content, type=_ModelList).data
     except RequestFailure as failure:
-        raise ConfigurationError(f"the server does not answer: {failure}") from failure
+        raise ConfigurationError(
+            f"{http.authority} does not answer ({failure}): name another server with --url"
+        ) from failure
     except TimeoutError as error:
-        raise ConfigurationError(f"the server did not answer within {MODELS_TIMEOUT_S:g} s") from error
+        raise ConfigurationError(
+            f"{http.authority} did not answer within {MODELS_TIMEOUT_S:g} s: name another server with --url"
+        ) from error
     except msgspec.MsgspecError as error:
-        raise ConfigurationError("/v1/models is not a list of models: name the model with --model") from error
+        raise ConfigurationError(
+            f"{http.authority}/v1/models is not a list of models: name the model with --model"
+        ) from error

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
+from cluster.api_client import key_from_environment
 from cluster.bench.api import Api, ServedModel, served_models
 from cluster.bench.connections import Address, HttpClient
 from cluster.bench.load import Load
@@ -53,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _measure(options: Options, errors: Console) -> int:
-    key = os.environ.get("OPENAI_API_KEY")
+    key = key_from_environment() or os.environ.get("OPENAI_API_KEY")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     async with HttpClient(Address.of_url(options.url), headers) as http:
         model = await _model(options, http)

@@ -60,6 +60,10 @@ class HttpClient:
         self._headers = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
         self._idle: list[_Connection] = []
 
+    @property
+    def authority(self) -> str:
+        return self._address.authority
+
     async def __aenter__(self) -> HttpClient:
         return self
 

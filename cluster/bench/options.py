@@ -105,7 +105,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     server = parser.add_argument_group("server")
     server.add_argument(
-        "--url", default="http://127.0.0.1:8000", help="any OpenAI-compatible server (%(default)s)"
+        "--url",
+        default="http://127.0.0.1:8000",
+        help="any OpenAI-compatible server (%(default)s); TANDEM_API_KEY or OPENAI_API_KEY holds its key",
     )
     server.add_argument(
         "--model", help="the name it serves the model under (default: the first one it lists)"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
@@ -11,6 +10,7 @@ import httpx
 from rich.console import Console
 from rich.markup import escape
 
+from cluster.api_client import ApiClient
 from wire.errors import TandemError, Unavailable
 
 _HELP = "/quit leaves, /reset forgets the conversation, Ctrl-C stops a reply"
@@ -24,17 +24,12 @@ class ChatClient:
     def __init__(
         self, url: str, key: str | None = None, transport: httpx.BaseTransport | None = None
     ) -> None:
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
         # A long prompt may take a while until its first token; a stream that has begun does not pause for long.
-        timeout = httpx.Timeout(10.0, read=180.0)
-        self._url = url
-        self._http = httpx.Client(
-            base_url=url, headers=headers, timeout=timeout, transport=transport, trust_env=False
-        )
+        self._api = ApiClient(url, key, transport, httpx.Timeout(10.0, read=180.0))
 
     def model(self) -> str:
         """The first model that the server has."""
-        data = self._checked(lambda: self._http.get("/v1/models")).json()["data"]
+        data = self._api.get("/v1/models").json()["data"]
         return str(data[0]["id"])
 
     def reply(
@@ -43,30 +38,16 @@ class ChatClient:
         """The answer, piece by piece. Closing the iterator cancels the request."""
         body = {"model": model, "messages": messages, "stream": True, **sampling}
         try:
-            with self._http.stream("POST", "/v1/chat/completions", json=body) as response:
+            with self._api.http.stream("POST", "/v1/chat/completions", json=body) as response:
                 if response.is_error:
                     response.read()
-                    raise _error_of(response)
+                    raise self._api.refused(response)
                 yield from _pieces(response.iter_lines())
         except httpx.HTTPError as error:
-            raise self._unreachable(error) from error
-
-    def _checked(self, ask: Callable[[], httpx.Response]) -> httpx.Response:
-        try:
-            response = ask()
-        except httpx.HTTPError as error:
-            raise self._unreachable(error) from error
-        if response.is_error:
-            raise _error_of(response)
-        return response
-
-    def _unreachable(self, error: httpx.HTTPError) -> Unavailable:
-        return Unavailable(
-            f"{self._url} does not answer ({error}): is `tandem serve` running there? Name another with --url"
-        )
+            raise self._api.unreachable(error) from error
 
     def close(self) -> None:
-        self._http.close()
+        self._api.close()
 
 
 def _pieces(lines: Iterator[str]) -> Iterator[str]:
@@ -85,14 +66,6 @@ def _pieces(lines: Iterator[str]) -> Iterator[str]:
             yield choice["delta"].get("content") or ""
     if not ended:
         raise Unavailable("the reply broke off: the server closed the stream")
-
-
-def _error_of(response: httpx.Response) -> TandemError:
-    try:
-        message = response.json()["error"]["message"]
-    except (ValueError, KeyError, TypeError):
-        message = response.text or "no reason given"
-    return Unavailable(f"the server answered {response.status_code}: {message}")
 
 
 def chat(
@@ -148,7 +121,3 @@ def _show_reply(pieces: Generator[str, None, None], console: Console) -> str:
     finally:
         pieces.close()  # a reply that was stopped is cancelled on the server
     return "".join(said)
-
-
-def key_from_environment() -> str | None:
-    return os.environ.get("TANDEM_API_KEY") or None

@@ -53,12 +53,12 @@ def _add_address(parser: argparse.ArgumentParser) -> None:
 def _status(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from cluster.commands.chat import key_from_environment
+    from cluster.api_client import key_from_environment
     from cluster.commands.status import fetch_status, show_status
 
     key = key_from_environment()
     if options.url:
-        return show_status(fetch_status(options.url.rstrip("/"), key), Console())
+        return show_status(fetch_status(options.url, key), Console())
     from cluster.commands.operate import with_controller
     from cluster.commands.overview import show_overview
 

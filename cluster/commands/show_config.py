@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -11,7 +11,11 @@ import yaml
 from cluster.config import DERIVED
 from cluster.settings import Path, Settings, fields_of, section_type
 
-_SECRET = {("router", "api_keys")}
+_HIDDEN = "(hidden)"
+_SECRET: dict[Path, Callable[[Any], Any]] = {
+    ("router", "api_keys"): lambda keys: [{**key, "key": _HIDDEN} for key in keys],
+    ("router", "tracing", "otlp_headers"): lambda headers: dict.fromkeys(headers, _HIDDEN),
+}
 
 
 def render(settings: Settings) -> str:
@@ -37,6 +41,6 @@ def _lines(section: msgspec.Struct, prefix: Path, origins: dict[Path, str]) -> I
 def _scalar(path: Path, value: Any) -> str:
     plain = msgspec.to_builtins(value)
     if path in _SECRET:
-        plain = [{**entry, "key": "(hidden)"} for entry in plain]
+        plain = _SECRET[path](plain)
     text = yaml.safe_dump(plain, default_flow_style=True, width=10**6, allow_unicode=True)
     return text.removesuffix("\n").removesuffix("...").strip()

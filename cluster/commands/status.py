@@ -9,24 +9,21 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from cluster.api_client import ApiClient
 from cluster.describe import counted, format_size
-from wire.errors import InternalError, Unavailable
+from wire.errors import InternalError
 
 _COLUMNS = ("node", "state", "run", "wait", "blocks free", "moving", "KV sent", "received")
 
 
 def fetch_status(url: str, key: str | None, transport: httpx.BaseTransport | None = None) -> dict[str, Any]:
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    api = ApiClient(url, key, transport)
     try:
-        with httpx.Client(transport=transport, timeout=5.0, trust_env=False) as client:
-            response = client.get(f"{url}/cluster", headers=headers)
-    except httpx.HTTPError as error:
-        raise Unavailable(
-            f"{url} does not answer ({error}): is `tandem serve` running there? Name another with --url"
-        ) from error
-    if response.is_error:
-        raise Unavailable(f"{url}/cluster answered {response.status_code}: {response.text}")
-    cluster = response.json()
+        cluster = api.get("/cluster").json()
+    except ValueError:
+        cluster = None
+    finally:
+        api.close()
     if not isinstance(cluster, dict) or not isinstance(cluster.get("nodes"), list):
         raise InternalError(f"{url}/cluster does not look like a Tandem router's")
     return cluster

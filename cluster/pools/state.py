@@ -84,16 +84,3 @@ def encode(state: ClusterState) -> bytes:
 
 def decode(data: bytes) -> ClusterState:
     return msgspec.msgpack.decode(data, type=ClusterState)
-
-
-class MemoryStore:
-    """A `cluster.hosts.StateStore` for a controller whose nodes end with it."""
-
-    def __init__(self) -> None:
-        self._state: bytes | None = None
-
-    async def load(self) -> bytes | None:
-        return self._state
-
-    async def save(self, state: bytes) -> None:
-        self._state = state

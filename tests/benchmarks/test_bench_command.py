@@ -258,8 +258,27 @@ def test_a_run_in_which_nothing_succeeds_has_failed(
 
 
 def test_nobody_there_is_said_at_once() -> None:
-    with pytest.raises(ConfigurationError, match="does not answer"):
+    with pytest.raises(ConfigurationError, match=r"127\.0\.0\.1:1 does not answer .* --url"):
         run(arguments("--url", "http://127.0.0.1:1"))
+
+
+@pytest.mark.parametrize("variable", ["TANDEM_API_KEY", "OPENAI_API_KEY"])
+def test_the_key_comes_from_the_environment(
+    variable: str, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def answer_whom_it_knows(exchange: Exchange) -> None:
+        if exchange.headers.get("authorization") == "Bearer s3cr3t":
+            await answer_as_a_server(exchange)
+        else:
+            await exchange.respond(401, {"error": {"message": "who are you"}})
+
+    monkeypatch.delenv("TANDEM_API_KEY", raising=False)
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    with served_in_a_thread(answer_whom_it_knows) as server:
+        with pytest.raises(ConfigurationError, match="TANDEM_API_KEY or OPENAI_API_KEY"):
+            bench(server, "--tokenizer", str(tokenizer), "--requests", "1")
+        monkeypatch.setenv(variable, "s3cr3t")
+        assert bench(server, "--tokenizer", str(tokenizer), "--requests", "1") == 0
 
 
 @pytest.mark.parametrize(

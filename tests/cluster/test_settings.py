@@ -143,6 +143,10 @@ MISTAKES = [
     ("cache: {prefix_caching: 1}", "FILE: cache.prefix_caching must be true or false, not 1"),
     ("scheduler: {max_num_seqs: 0}", "FILE: scheduler.max_num_seqs must be at least 1, not 0"),
     ("transfer: {lease_s: .inf}", "FILE: transfer.lease_s must be a finite number"),
+    (
+        "transfer: {lease_s: 86400}",
+        "FILE: transfer.lease_s must be above 0 and at most 3600, not 86400.0",
+    ),
     ("transfer: {direction: sideways}", "FILE: transfer.direction must be one of push, pull, not 'sideways'"),
     ("timeouts: {start_s: 0}", "FILE: timeouts.start_s must be above 0, not 0.0"),
     (
@@ -265,9 +269,11 @@ def test_what_config_prints_is_a_file_that_makes_the_same_config(tmp_path: Path)
 
 
 def test_config_hides_keys(tmp_path: Path) -> None:
-    found = settings(tmp_path, "router: {api_keys: [{name: me, key: s3cr3t}]}")
-    assert "s3cr3t" not in render(found)
-    assert "me" in render(found)
+    keys = "api_keys: [{name: me, key: s3cr3t}], tracing: {otlp_headers: {x-team: s3cr3t}}"
+    printed = render(settings(tmp_path, f"router: {{{keys}}}"))
+    assert "s3cr3t" not in printed
+    assert "me" in printed
+    assert "x-team" in printed
 
 
 def test_a_refused_value_that_may_hold_a_key_is_not_repeated(tmp_path: Path) -> None:

@@ -198,7 +198,7 @@ def test_mistakes_are_said_in_words(tmp_path: Path) -> None:
         client(away).find("x")
     with pytest.raises(RequestError, match="no trace of 'x'"):
         client(lambda request: httpx.Response(404, json=refused)).find("x")
-    with pytest.raises(RequestError, match="answered 502"):
+    with pytest.raises(Unavailable, match="answered 502: bad gateway"):
         client(lambda request: httpx.Response(502, text="bad gateway")).find("x")
     with pytest.raises(InternalError, match="Tandem router"):
         client(lambda request: httpx.Response(200, json={"other": 1})).find("x")

@@ -88,9 +88,6 @@ class StaticCluster:
             self._probe = Probe(self.head)
         return self._probe
 
-    def autoscaler_log(self) -> str:
-        return self.head.run("sh", "-c", "tail -n 60 /tmp/ray/session_latest/logs/monitor.log 2>&1 || true")
-
 
 class Probe:
     """One process on the head that stays connected to Ray; a question is a line, an answer is a line."""

@@ -22,10 +22,10 @@ from cluster.on_ray.runtime import start_ray, stop_ray
 from cluster.pools.deployment import Deployment
 from cluster.pools.local_hosts import ThisMachine
 from cluster.pools.placement import this_machine
-from cluster.pools.state import MemoryStore
 from engine.config import CacheConfig, ModelConfig
 from kvtransfer.base import TransferConfig
 from router.config import LocalPrefill
+from tests.cluster.pools.memory_store import MemoryStore
 from tests.integration.reference import Expected, greedy_answers, make_prompts
 
 PATIENCE_S = 60.0

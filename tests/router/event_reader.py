@@ -103,16 +103,6 @@ class EventReader:
             found.append(data if data == "[DONE]" else json.loads(data))
         return found
 
-    def read_body(self) -> Any:
-        """An answer in one piece, by its content-length."""
-        if self.status is None:
-            self.read_header()
-        length = int(self.headers["content-length"])
-        while len(self._buffer) < length:
-            if not self._more():
-                break
-        return json.loads(self._buffer[:length])
-
     def close(self) -> None:
         self.socket.close()
 

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from cluster.commands.chat import ChatClient, chat
-from wire.errors import Unavailable
+from wire.errors import ConfigurationError, RequestError, Unavailable
 
 
 def events(*contents: str, done: bool = True) -> str:
@@ -128,6 +128,19 @@ def test_an_error_in_the_middle_of_a_stream_is_shown() -> None:
 
 def test_a_stream_that_just_ends_is_an_error() -> None:
     assert "closed the stream" in converse(Server(ok("half", done=False)), "hi")
+
+
+def test_a_key_that_is_missing_is_asked_for_by_the_name_of_its_variable() -> None:
+    def refuse(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(401, json={"error": {"message": "no key"}})
+
+    with pytest.raises(RequestError, match=r"http://tandem answered 401: no key .*TANDEM_API_KEY"):
+        converse(refuse, "hi")
+
+
+def test_what_is_no_url_is_refused_in_words() -> None:
+    with pytest.raises(ConfigurationError, match="'http://a:port' is no URL .*Invalid port"):
+        ChatClient("http://a:port")
 
 
 def test_a_server_that_is_not_there_is_said_with_what_to_do() -> None:

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from cluster.commands.status import fetch_status, show_status
-from wire.errors import InternalError, Unavailable
+from wire.errors import InternalError, RequestError
 
 
 def cluster(**router: Any) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def test_what_is_fetched_is_checked() -> None:
     transport = httpx.MockTransport(lambda request: httpx.Response(200, json=content))
     assert fetch_status("http://tandem", "k", transport) == content
     for answer, error in [
-        (httpx.Response(401, text="who are you"), Unavailable),
+        (httpx.Response(401, text="who are you"), RequestError),
         (httpx.Response(200, json={"other": 1}), InternalError),
     ]:
         with pytest.raises(error):

@@ -7,7 +7,7 @@ import functools
 import heapq
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -17,9 +17,9 @@ from cluster.config import ClusterTimeouts, PoolConfig, PoolsConfig, TandemConfi
 from cluster.hosts import Host, StateStore
 from cluster.launcher import Report
 from cluster.pools.controller import Controller
-from cluster.pools.state import MemoryStore
 from engine.node_config import NodeConfig, NodeTimeouts
 from router.config import RouterConfig
+from tests.cluster.pools.memory_store import MemoryStore
 from wire.errors import NodeLost, TandemError, Unavailable
 from wire.nodes import NodeInfo, NodeState, Role
 from wire.requests import NodeCounters, NodeStatus
@@ -390,7 +390,3 @@ class Rig:
     def routed(self) -> set[str]:
         """The nodes that the router was last told of."""
         return self.launcher.router.node_ids
-
-
-async def eventually(future: Awaitable[Any]) -> Any:
-    return await asyncio.wait_for(asyncio.ensure_future(future), PATIENCE_S)

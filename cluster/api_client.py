@@ -1,0 +1,70 @@
+"""A running router, asked over HTTP by a command."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import httpx
+
+from wire.errors import ConfigurationError, RequestError, TandemError, Unavailable
+
+KEY = "TANDEM_API_KEY"
+ANSWER_S = 5.0
+
+
+def key_from_environment(environ: Mapping[str, str] = os.environ) -> str | None:
+    return environ.get(KEY) or None
+
+
+class ApiClient:
+    def __init__(
+        self,
+        url: str,
+        key: str | None = None,
+        transport: httpx.BaseTransport | None = None,
+        timeout: httpx.Timeout | float = ANSWER_S,
+    ) -> None:
+        self.url = url.rstrip("/")
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        try:
+            self.http = httpx.Client(
+                base_url=self.url, headers=headers, timeout=timeout, transport=transport, trust_env=False
+            )
+        except httpx.InvalidURL as error:
+            raise ConfigurationError(
+                f"{url!r} is no URL ({error}): it must be one such as http://127.0.0.1:8000"
+            ) from error
+
+    def get(self, path: str) -> httpx.Response:
+        """Raises what an operator can read for everything but a good answer."""
+        try:
+            response = self.http.get(path)
+        except httpx.HTTPError as error:
+            raise self.unreachable(error) from error
+        if response.is_error:
+            raise self.refused(response)
+        return response
+
+    def unreachable(self, error: httpx.HTTPError) -> Unavailable:
+        return Unavailable(
+            f"{self.url} does not answer ({error}): is `tandem serve` running there? Name another with --url"
+        )
+
+    def refused(self, response: httpx.Response) -> TandemError:
+        """The answer must have been read."""
+        advice = f" ({KEY} holds the key that commands show)" if response.status_code == 401 else ""
+        text = f"{self.url} answered {response.status_code}: {_message(response)}{advice}"
+        return RequestError(text) if response.is_client_error else Unavailable(text)
+
+    def close(self) -> None:
+        self.http.close()
+
+
+def _message(response: httpx.Response) -> str:
+    try:
+        body: Any = response.json()
+        return str(body["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        return response.text[:300] or "no reason given"
