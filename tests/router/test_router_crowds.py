@@ -8,9 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import httpx
+import msgspec
 import pytest
 
 from router.config import Limits, Timeouts
+from router.policy import Decision, RoutingRequest
+from router.prefixes import PromptHashes
 from tests.router.conftest import Running, StartRouter
 from tests.router.event_reader import EventReader
 
@@ -95,3 +98,20 @@ def test_a_crowd_that_sends_its_headers_slowly(router: Running) -> None:
             )
             connection.sendall(b"POST /v1/completions HTTP/1.1\r\nx-slow: ")
         answers_are_right(router)
+
+
+def test_however_long_the_reasons_of_many_choices_are_the_answer_is_sent(
+    router: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They go into a header, which is cut; one that ends in a space cannot be sent at all."""
+    dispatcher = router.server.services.dispatcher
+    choose = dispatcher.choose
+
+    def explain(routing: RoutingRequest, hashes: PromptHashes) -> Decision:
+        decision = choose(routing, hashes)
+        return msgspec.structs.replace(decision, reason="x" * 1023 + " and so on")
+
+    monkeypatch.setattr(dispatcher, "choose", explain)
+    answer = router.complete(max_tokens=2)
+    assert answer.status_code == 200
+    assert answer.headers["x-tandem-decision"] == "x" * 1023
