@@ -31,7 +31,7 @@ from engine.scheduling.stats import SchedulerStats
 from engine.scheduling.update import RequestUpdate
 from engine.structured.desk import GrammarDesk, GrammarReady
 from engine.structured.grammars import Grammars
-from engine.tracing import Tracer
+from engine.tracing import FinishedTrace, Tracer
 from wire.errors import (
     DeadlineExceeded,
     InternalError,
@@ -51,7 +51,7 @@ from wire.requests import (
     ToNode,
 )
 from wire.sampling import FinishReason, SamplingParams
-from wire.tracing import ClockReading, NodeTrace, Span
+from wire.tracing import ClockReading, NodeTrace
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +137,7 @@ class NodeService:
         self._quiet.set()
         worker = engine.worker
         self._tracer = Tracer(
-            clock, worker.spans_of if worker is not None else lambda request_id: (), self._send_trace
+            clock, worker.trace_of if worker is not None else lambda request_id: None, self._send_trace
         )
         self.loop: EngineLoop[Item] = EngineLoop(engine, mailbox, self, clock, config.cores)
 
@@ -383,8 +383,11 @@ class NodeService:
         """After its tokens were sent: whoever waits for those waits no longer for this."""
         self._tracer.ended(request_id, is_held=self._engine.scheduler.holds_blocks_of(request_id))
 
-    def _send_trace(self, submit: Submit, spans: list[Span], dropped: int) -> None:
-        trace = NodeTrace(self._config.node_id, self._epoch, submit.request_id, spans, dropped)
+    def _send_trace(self, done: FinishedTrace) -> None:
+        submit = done.submit
+        trace = NodeTrace(
+            self._config.node_id, self._epoch, submit.request_id, done.spans, done.dropped, done.transfer
+        )
         self._routers.tell(submit.reply_to, trace)
 
     def _send_chunks(self, reply_to: str, chunks: list[TokenChunk]) -> None:

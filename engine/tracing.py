@@ -6,23 +6,31 @@ A trace is handed on once: when its request has ended here, and with it the tran
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from engine.scheduling.output import ModelOutput, SchedulerOutput
 from kvtransfer.base import ConnectorOutput
 from wire.requests import Submit
-from wire.tracing import Phase, Span
+from wire.tracing import Phase, Span, TransferRecord, TransferTrace
 
 # A step is two spans, so this is an answer of 2,000 tokens; what comes after it is counted.
 MAX_SPANS = 4096
 # A transfer ends by its lease at the latest. Nobody waits longer for the traces of more requests than this.
 MAX_AWAITED = 64
 
-SpansOf = Callable[[str], Sequence[Span]]
+TraceOf = Callable[[str], TransferTrace | None]
 """What is known of a request's transfer, once it is over."""
 
-Done = Callable[[Submit, list[Span], int], None]
-"""Takes a finished trace: whose, what, and how many spans there was no room for."""
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class FinishedTrace:
+    submit: Submit
+    spans: list[Span]
+    dropped: int  # spans that there was no room for
+    transfer: TransferRecord | None
+
+
+Done = Callable[[FinishedTrace], None]
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -39,6 +47,7 @@ class _Traced:
     admitted_at: float
     spans: list[Span] = dataclasses.field(default_factory=list)
     dropped: int = 0
+    transfer: TransferRecord | None = None
     waits_since: float | None = None  # for its next step; None while it has one
     waits_as: Phase = Phase.QUEUE
     writes: bool = False  # its prompt is through: steps write its answer from here on
@@ -53,9 +62,9 @@ class _Traced:
 class Tracer:
     """`arrived` may be called from any thread, everything else from the step thread."""
 
-    def __init__(self, clock: Callable[[], float], spans_of: SpansOf, done: Done) -> None:
+    def __init__(self, clock: Callable[[], float], trace_of: TraceOf, done: Done) -> None:
         self.clock = clock
-        self._spans_of = spans_of
+        self._trace_of = trace_of
         self._done = done
         self._arrivals: dict[str, float] = {}
         self._live: dict[str, _Traced] = {}
@@ -103,7 +112,7 @@ class Tracer:
         traced.add(Span(phase, times.forward_began, times.forward_ended, tokens, beside))
 
     def _on_received(self, request_id: str, traced: _Traced, *, complete: bool, now: float) -> None:
-        spans = self._spans_of(request_id)
+        spans = self._transfer_spans(request_id, traced)
         asked = min((span.start for span in spans), default=now)
         traced.add(Span(Phase.QUEUE, traced.admitted_at, max(asked, traced.admitted_at)))
         for span in spans:
@@ -126,6 +135,13 @@ class Tracer:
             self._conclude(oldest, self._awaited.pop(oldest))
 
     def _conclude(self, request_id: str, traced: _Traced) -> None:
-        for span in self._spans_of(request_id):
+        for span in self._transfer_spans(request_id, traced):
             traced.add(span)
-        self._done(traced.submit, traced.spans, traced.dropped)
+        self._done(FinishedTrace(traced.submit, traced.spans, traced.dropped, traced.transfer))
+
+    def _transfer_spans(self, request_id: str, traced: _Traced) -> list[Span]:
+        transfer = self._trace_of(request_id)
+        if transfer is None:
+            return []
+        traced.transfer = transfer.record
+        return transfer.spans

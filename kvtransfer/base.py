@@ -41,8 +41,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from wire.requests import KVTransferParams
-from wire.tracing import Span
+from wire.requests import KVTransferParams, Waits
+from wire.tracing import TransferRecord, TransferTrace
 
 if TYPE_CHECKING:
     import torch
@@ -130,32 +130,6 @@ class ConnectorOutput(msgspec.Struct):
         )
 
 
-class Timing(msgspec.Struct, frozen=True):
-    """How long something took, over all transfers since start."""
-
-    count: int = 0
-    total_s: float = 0.0
-    max_s: float = 0.0
-    last_s: float = 0.0
-
-    def plus(self, seconds: float) -> Timing:
-        return Timing(self.count + 1, self.total_s + seconds, max(self.max_s, seconds), seconds)
-
-
-class TransferRecord(msgspec.Struct, frozen=True):
-    """One transfer that has ended, as its producer saw it. What it never came to is None."""
-
-    request_id: str
-    outcome: str
-    num_bytes: int
-    blocks: int
-    descriptors: int
-    bytes_overlapped: int  # complete before the prompt's last forward pass was
-    first_byte_s: float | None  # from both halves of the plan being there to the first write
-    last_byte_s: float | None  # from the first write to the end of the last one
-    handover_s: float | None  # from the end of the last forward pass to the consumer's acceptance
-
-
 class TransferStats(msgspec.Struct):
     """Totals since start. The worker half keeps them; the node reports them."""
 
@@ -173,9 +147,7 @@ class TransferStats(msgspec.Struct):
     # A producer's blocks that became free, by what freed them: see `protocol.statistics.Freed`.
     blocks_freed: dict[str, int] = msgspec.field(default_factory=dict)
     recent: list[TransferRecord] = msgspec.field(default_factory=list)  # the newest at the end, a few dozen
-    timings: dict[str, Timing] = msgspec.field(
-        default_factory=dict
-    )  # handshake, register, first_byte, last_byte ...
+    waits: dict[str, Waits] = msgspec.field(default_factory=dict)  # by stage: see TransferRecord.waits
 
 
 class LoadFailurePolicy(enum.StrEnum):
@@ -334,10 +306,10 @@ class WorkerConnector(abc.ABC):
         """A snapshot; may be called from any thread."""
         return TransferStats()
 
-    def spans_of(self, request_id: str) -> Sequence[Span]:
-        """Where the time of its transfer went: asked once at most, when the transfer is over, from the step thread.
-        Nobody need ask, so what is kept for it has a bound."""
-        return ()
+    def trace_of(self, request_id: str) -> TransferTrace | None:
+        """What became of its transfer, and where the time went: asked once at most, when the transfer is over, from
+        the step thread. Nobody need ask, so what is kept for it has a bound."""
+        return None
 
     def shutdown(self) -> None:
         """Stop every thread, close every socket, give back every registration. Idempotent."""

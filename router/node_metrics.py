@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 
 import msgspec
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from router.links import NodeLinks
 from router.pool import Member, Pool
 from router.supervision import Supervisor
-from wire.requests import NodeCounters, NodeStatus
+from wire.requests import WAIT_BOUNDS_S, NodeCounters, NodeStatus
 
 _GAUGES = {
     "free_blocks": "KV cache blocks that are free",
@@ -29,8 +30,6 @@ _PER_LABEL = {
     "transfers_finished": "outcome",
     "transfer_refusals": "reason",
     "transfer_blocks_freed": "by",
-    "transfer_waits": "stage",
-    "transfer_wait_seconds": "stage",
 }
 
 
@@ -90,6 +89,9 @@ def _gauges(reporting: list[tuple[Member, NodeStatus]]) -> Iterable[Metric]:
 def _counters(reporting: list[tuple[Member, NodeStatus]]) -> Iterable[Metric]:
     """Every field of NodeCounters: one that is added there appears here."""
     for field in msgspec.structs.fields(NodeCounters):
+        if field.name == "transfer_wait_seconds":
+            yield _transfer_waits(reporting)
+            continue
         label = _PER_LABEL.get(field.name)
         family = CounterMetricFamily(
             f"tandem_node_{field.name}",
@@ -104,3 +106,18 @@ def _counters(reporting: list[tuple[Member, NodeStatus]]) -> Iterable[Metric]:
                 for key, count in value.items():
                     family.add_metric([*_labels(member), key], count)
         yield family
+
+
+def _transfer_waits(reporting: list[tuple[Member, NodeStatus]]) -> Metric:
+    family = HistogramMetricFamily(
+        "tandem_node_transfer_wait_seconds",
+        "Of the node since its epoch began: how long its KV transfers waited, by stage",
+        labels=["node", "role", "stage"],
+    )
+    bounds = [*(str(bound) for bound in WAIT_BOUNDS_S), "+Inf"]
+    for member, status in reporting:
+        for stage, waits in status.counters.transfer_wait_seconds.items():
+            if len(waits.counts) == len(bounds):  # else it runs other code, with other bounds
+                buckets = list(zip(bounds, itertools.accumulate(waits.counts), strict=True))
+                family.add_metric([*_labels(member), stage], buckets, waits.total_s)
+    return family

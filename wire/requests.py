@@ -7,6 +7,7 @@ NodeStatus to every router that pinged it lately, and aborts the requests of one
 
 from __future__ import annotations
 
+import bisect
 import enum
 
 import msgspec
@@ -88,6 +89,25 @@ class TokenBatch(msgspec.Struct, frozen=True, tag="tokens"):
     chunks: list[TokenChunk]
 
 
+WAIT_BOUNDS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0, 20.0)
+
+
+class Waits(msgspec.Struct, frozen=True):
+    """How long something took, each time: `counts[i]` took at most WAIT_BOUNDS_S[i], the last of them longer."""
+
+    total_s: float = 0.0
+    counts: tuple[int, ...] = (0,) * (len(WAIT_BOUNDS_S) + 1)
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
+
+    def plus(self, seconds: float) -> Waits:
+        index = bisect.bisect_left(WAIT_BOUNDS_S, seconds)
+        counts = (*self.counts[:index], self.counts[index] + 1, *self.counts[index + 1 :])
+        return Waits(self.total_s + seconds, counts)
+
+
 class NodeCounters(msgspec.Struct, frozen=True):
     """Totals since the node's epoch began. Only ever grow."""
 
@@ -111,9 +131,8 @@ class NodeCounters(msgspec.Struct, frozen=True):
     transfer_bytes_overlapped: int = 0  # of those sent: complete before the prompt's last forward pass was
     transfer_refusals: dict[str, int] = {}  # messages of peers that were not acted on, by reason
     transfer_blocks_freed: dict[str, int] = {}  # blocks kept for a transfer, by what freed them
-    # By what was waited for (handshake, register, first_byte, last_byte, handover, receive): how often, and for how long.
-    transfer_waits: dict[str, int] = {}
-    transfer_wait_seconds: dict[str, float] = {}
+    # By stage (handshake, register, receive, first_byte, last_byte, handover): how long transfers waited.
+    transfer_wait_seconds: dict[str, Waits] = {}
     speculative_drafted: int = 0
     speculative_accepted: int = 0
     model_errors: int = 0  # requests ended because the model computed something that is no number

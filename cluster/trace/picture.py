@@ -25,6 +25,7 @@ _COLORS = {
     Phase.PREFILL: "#2f6fde",
     Phase.DECODE: "#2e9e5b",
     Phase.RESUME: "#f0803c",
+    Phase.HANDSHAKE: "#c8a2e8",
     Phase.REGISTER: "#d6a2e8",
     Phase.PLAN: "#e4c1f9",
     Phase.WRITE: "#9b59b6",

@@ -11,7 +11,7 @@ from rich.text import Text
 from cluster.describe import format_size
 from cluster.trace.account import Item, Row, a_step, end_of, first_token_s, handover, rows, way_to_first_token
 from router.tracing.record import TraceList, TraceRecord
-from wire.tracing import Phase
+from wire.tracing import Phase, TransferRecord
 
 _BAR = 40
 _COLORS = {
@@ -27,7 +27,9 @@ _COLORS = {
 
 
 def show_trace(console: Console, record: TraceRecord) -> None:
-    console.print(Group(*_head(record), _timeline(record), *_accounts(record), *_remarks(record)))
+    console.print(
+        Group(*_head(record), _timeline(record), *_accounts(record), *_transfers(record), *_remarks(record))
+    )
 
 
 def _head(record: TraceRecord) -> list[RenderableType]:
@@ -103,6 +105,26 @@ def _account(title: str, items: list[Item], adds_up: bool) -> Table | None:
     if adds_up:
         table.add_row(Text(f"{_ms(sum(item.seconds for item in items))} ms", style="bold"), "together")
     return table
+
+
+def _transfers(record: TraceRecord) -> list[Text]:
+    return [
+        Text(f"{part.node_id}'s KV transfer: {_transfer(part.transfer)}")
+        for part in record.nodes
+        if part.transfer is not None
+    ]
+
+
+def _transfer(transfer: TransferRecord) -> str:
+    parts = [transfer.outcome.replace("_", " ")]
+    if transfer.num_bytes:
+        parts.append(f"{format_size(transfer.num_bytes)} in {transfer.blocks} blocks")
+    if transfer.descriptors:
+        overlapped = transfer.bytes_overlapped / max(transfer.num_bytes, 1)
+        parts.append(f"{transfer.descriptors} descriptors")
+        parts.append(f"{overlapped:.0%} while the prompt was computed")
+    parts += [f"{stage.replace('_', ' ')} {_ms(seconds)} ms" for stage, seconds in transfer.waits().items()]
+    return ", ".join(parts)
 
 
 def _remarks(record: TraceRecord) -> list[Text]:

@@ -11,19 +11,24 @@ them; a test drives them with a clock and a network that it made up.
     transport   what must be able to move blocks
     commands    what the scheduler half plans and the worker half carries out
     sending     one transfer, producer's side: which blocks are due, in flight, sent
-    writing     push: posting writes, looking after them
     handshakes  the consumers that a producer knows
     ledger      which transfers a producer knows, and how others ended
     registrations   what consumers ask of a producer before anything moves
-    producer    pairs registrations with requests, from plan to notice to the end
+    outgoing    the life of a producer's transfers, from the plan to the end
+    progress    what the producer's forward passes have computed
+    writing     push: one transfer's writes, posted and looked after
+    pushing     push: all transfers that move, and connections that break
+    producer    what a producer is told, by its engine and by consumers
     receiving   one transfer, consumer's side
-    reading     pull: posting reads, looking after them
     links       what a consumer knows of a producer: handshake, stamps, silence
     registering a consumer's registrations and leases
+    incoming    the life of a consumer's transfers, until they are handed over or safely failed
+    reading     pull: one transfer's reads, posted and looked after
+    pulling     pull: all transfers that are read, and connections that break
+    consumer    what a consumer is told, by its engine and by producers
     stamps      what a producer's leases are counted from
     answers     what is said to a message that cannot be acted on
     declined    transfers that a consumer will not take
-    consumer    from a destination to a verified handoff, or to a failure that is safe
     endpoint    producer and consumer of one node behind one address
     loop        the thread that runs an endpoint
     channel     the sockets between endpoints

@@ -7,10 +7,14 @@ from collections.abc import Callable
 
 import msgspec
 
-from kvtransfer.base import ConnectorMetadata
+from kvtransfer.base import NULL_BLOCK_ID, ConnectorMetadata
 from wire.nodes import PeerAddress
 
 BlockTable = list[list[int]]
+
+
+def count_blocks(table: BlockTable) -> int:
+    return sum(block != NULL_BLOCK_ID for ids in table for block in ids)
 
 
 class BeginReceive(msgspec.Struct, frozen=True):

@@ -93,9 +93,7 @@ class Endpoint:
                 self.producer.plan(command)
             case commands.ExtendSend():
                 self.producer.extend(command)
-            case commands.LayersComputed():
-                self.producer.computing(command)
-            case commands.Computed():
+            case commands.LayersComputed() | commands.Computed():
                 self.producer.computed(command)
             case commands.Preempted():
                 self.producer.preempted(command)

@@ -6,13 +6,13 @@ import dataclasses
 import enum
 
 from kvtransfer.base import NULL_BLOCK_ID
-from kvtransfer.protocol.commands import BeginReceive, BlockTable
+from kvtransfer.protocol.commands import BeginReceive, BlockTable, count_blocks
 from kvtransfer.protocol.identity import PeerKey
 from kvtransfer.protocol.mapping import Mapping, Place
 from kvtransfer.protocol.statistics import Outcome
 from kvtransfer.protocol.transport import HandleId
 from wire.handoff import HandoffNotice
-from wire.tracing import Phase, Span
+from wire.tracing import Phase, Span, TransferRecord, TransferTrace
 
 
 class Stage(enum.Enum):
@@ -36,6 +36,7 @@ class Receiving:
     stage: Stage = Stage.CONNECTING
     # Until when, by our clock, the producer may take our word that it holds a lease: see wire.handoff on stamps.
     leased_until: float | None = None
+    connected_at: float | None = None  # we know the producer's memory
     confirmed_at: float | None = None  # the producer has said that it knows our blocks
     asked_at: float = 0.0  # when the last question about this transfer alone was sent
     outcome: Outcome = Outcome.RECEIVED
@@ -56,7 +57,7 @@ class Receiving:
 
     @property
     def num_blocks(self) -> int:
-        return sum(block != NULL_BLOCK_ID for ids in self.command.block_ids for block in ids)
+        return count_blocks(self.command.block_ids)
 
     @property
     def is_registered(self) -> bool:
@@ -66,12 +67,24 @@ class Receiving:
     def extend_lease(self, until: float) -> None:
         self.leased_until = max(self.leased_until or 0.0, until)
 
-    def spans(self, now: float) -> list[Span]:
-        """Where its time went, at its end."""
-        spans = [Span(Phase.RECEIVE, self.began_at, now, self.command.num_tokens - self.command.local_tokens)]
-        if self.confirmed_at is not None:
-            spans.append(Span(Phase.REGISTER, self.began_at, self.confirmed_at))
-        return spans
+    def trace(self, now: float, received: HandoffNotice | None) -> TransferTrace:
+        """At its end. `received`: None when it failed."""
+        began, connected, confirmed = self.began_at, self.connected_at, self.confirmed_at
+        spans = [Span(Phase.RECEIVE, began, now, self.command.num_tokens - self.command.local_tokens)]
+        if connected is not None and connected > began:
+            spans.append(Span(Phase.HANDSHAKE, began, connected))
+        if connected is not None and confirmed is not None:
+            spans.append(Span(Phase.REGISTER, connected, confirmed))
+        record = TransferRecord(
+            request_id=self.command.request_id,
+            outcome=self.outcome.value,
+            num_bytes=received.num_bytes if received is not None else 0,
+            blocks=received.num_blocks if received is not None else 0,
+            handshake_s=connected - began if connected is not None else None,
+            register_s=confirmed - connected if connected is not None and confirmed is not None else None,
+            receive_s=now - began if received is not None else None,
+        )
+        return TransferTrace(record, spans)
 
     def mismatch(self, notice: HandoffNotice, block_bytes: int) -> str | None:
         """Why the notice is not about what was asked for; None when it is."""

@@ -45,17 +45,21 @@ class Registrar:
         link = self._links.get(receiving.peer)
         if receiving.stage is not Stage.CONNECTING or link is None or not link.is_ready:
             return
-        if link.has_fresh_stamp(self._clock()):
+        now = self._clock()
+        if receiving.connected_at is None:
+            receiving.connected_at = now
+        if link.has_fresh_stamp(now):
             receiving.stage = Stage.REGISTERING
             self._register(receiving, link)
         elif link.owed_since is None:
             self._renew(link)
 
-    def register_again(self, receiving: Receiving) -> None:
-        """The answer is overdue."""
+    def remind(self, receiving: Receiving) -> None:
+        """Register it again, if the answer is overdue."""
         link = self._links.get(receiving.peer)
         now = self._clock()
-        if link is None:
+        overdue = now >= receiving.asked_at + self._settings.retry_s
+        if link is None or receiving.stage is not Stage.REGISTERING or not overdue:
             return
         if link.has_fresh_stamp(now):
             self._register(receiving, link)

@@ -11,14 +11,14 @@ import dataclasses
 import enum
 
 from kvtransfer.base import NULL_BLOCK_ID
-from kvtransfer.protocol.commands import BlockTable, PlanSend
+from kvtransfer.protocol.commands import BlockTable, PlanSend, count_blocks
 from kvtransfer.protocol.identity import PeerKey, key_of
 from kvtransfer.protocol.mapping import Mapping, Place
 from kvtransfer.protocol.statistics import Outcome
 from kvtransfer.protocol.transport import HandleId
 from wire.handoff import RegisterDestination
 from wire.tracing import Phase as Traced
-from wire.tracing import Span
+from wire.tracing import Span, TransferRecord, TransferTrace
 
 Position = tuple[int, int]
 """(KV cache group, index of the grain in the request)."""
@@ -56,7 +56,7 @@ class Destination:
 
     @property
     def num_blocks(self) -> int:
-        return sum(block != NULL_BLOCK_ID for ids in self.block_ids for block in ids)
+        return count_blocks(self.block_ids)
 
     def is_same(self, message: RegisterDestination) -> bool:
         return (key_of(message.envelope), message.num_tokens, message.token_hash) == (
@@ -289,8 +289,23 @@ class Sending:
             write.done_at = now
             self.arrived.append(write)
 
-    def spans(self, now: float) -> list[Span]:
-        """Where its time went, at its end."""
+    def trace(self, now: float) -> TransferTrace:
+        """At its end."""
+        tally = self.tally
+        record = TransferRecord(
+            request_id=self.request_id or "",
+            outcome=self.outcome.value,
+            num_bytes=tally.num_bytes,
+            blocks=tally.blocks,
+            descriptors=tally.descriptors,
+            bytes_overlapped=tally.bytes_overlapped,
+            first_byte_s=tally.first_byte_s,
+            last_byte_s=tally.last_byte_s,
+            handover_s=tally.handover_s,
+        )
+        return TransferTrace(record, self._spans(now))
+
+    def _spans(self, now: float) -> list[Span]:
         spans = [Span(Traced.PLAN, self.created_at, self.paired_at if self.paired_at is not None else now)]
         grain = self.destination.mapping.grain if self.destination is not None else 0
         for write in self.arrived:
@@ -303,7 +318,7 @@ class Sending:
         return spans
 
     def blocks_changed(self, final: BlockTable) -> bool:
-        """Whether a block that was sent is no longer where the request's final table says: it may have been
+        """Whether a block that was sent, or is being sent, is no longer where the request's final table says: it may have been
         given to somebody else while it was read."""
         source, destination = self.source, self.destination
         if source is None or destination is None:
@@ -311,7 +326,8 @@ class Sending:
         parts = destination.mapping.our_parts
         return any(
             _at(source.block_ids, group, index // parts) != _at(final, group, index // parts)
-            for write in self.arrived
+            for write in (*self.arrived, *self.in_flight)
+            if not write.tainted
             for group, index in write.positions
         )
 

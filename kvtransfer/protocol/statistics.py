@@ -5,13 +5,13 @@ from __future__ import annotations
 import enum
 import threading
 from collections import Counter, OrderedDict, deque
-from collections.abc import Sequence
 
-from kvtransfer.base import Timing, TransferRecord, TransferStats
-from wire.tracing import Span
+from kvtransfer.base import TransferStats
+from wire.requests import Waits
+from wire.tracing import TransferRecord, TransferTrace
 
-# Of as many transfers the spans are kept until somebody asks for them.
-REMEMBERED_SPANS = 256
+# So many transfers' traces are kept until somebody asks for them.
+REMEMBERED_TRACES = 256
 
 
 class Outcome(enum.StrEnum):
@@ -59,8 +59,8 @@ class Recorder:
         self._stats = TransferStats()
         self._outcomes: Counter[str] = Counter()
         self._refused: Counter[str] = Counter()
-        self._timings: dict[str, Timing] = {}
-        self._spans: OrderedDict[str, Sequence[Span]] = OrderedDict()  # by request
+        self._waits: dict[str, Waits] = {}
+        self._traces: OrderedDict[str, TransferTrace] = OrderedDict()  # by request
         self._freed: Counter[str] = Counter()
         self._recent: deque[TransferRecord] = deque(maxlen=RECENT)
 
@@ -68,30 +68,28 @@ class Recorder:
         with self._lock:
             self._stats.in_progress += 1
 
-    def ended(self, outcome: Outcome) -> None:
+    def ended(self, trace: TransferTrace) -> None:
         """Before anybody is told: who knows of the end sees it counted."""
+        record = trace.record
         with self._lock:
             self._stats.in_progress -= 1
-            self._outcomes[outcome.value] += 1
+            self._outcomes[record.outcome] += 1
+            self._stats.leases_expired += record.outcome == Outcome.LEASE_EXPIRED
+            for stage, seconds in record.waits().items():
+                self._waits[stage] = self._waits.get(stage, Waits()).plus(seconds)
+            self._recent.append(record)
+            if record.request_id:
+                self._traces[record.request_id] = trace
+            if len(self._traces) > REMEMBERED_TRACES:
+                self._traces.popitem(last=False)
 
     def refused(self, why: str) -> None:
         with self._lock:
             self._refused[why] += 1
 
-    def took(self, what: str, seconds: float) -> None:
+    def take_trace(self, request_id: str) -> TransferTrace | None:
         with self._lock:
-            self._timings[what] = self._timings.get(what, Timing()).plus(seconds)
-
-    def keep_spans(self, request_id: str, spans: Sequence[Span]) -> None:
-        """Before anybody is told of the transfer's end."""
-        with self._lock:
-            self._spans[request_id] = spans
-            if len(self._spans) > REMEMBERED_SPANS:
-                self._spans.popitem(last=False)
-
-    def take_spans(self, request_id: str) -> Sequence[Span]:
-        with self._lock:
-            return self._spans.pop(request_id, ())
+            return self._traces.pop(request_id, None)
 
     def sent(self, blocks: int, num_bytes: int, *, descriptors: int = 0, overlapped: int = 0) -> None:
         with self._lock:
@@ -108,14 +106,6 @@ class Recorder:
     def freed(self, blocks: int, outcome: Outcome) -> None:
         with self._lock:
             self._freed[_FREED_BY.get(outcome, Freed.FAILED).value] += blocks
-
-    def record(self, transfer: TransferRecord) -> None:
-        with self._lock:
-            self._recent.append(transfer)
-
-    def lease_expired(self) -> None:
-        with self._lock:
-            self._stats.leases_expired += 1
 
     def snapshot(self, malformed_frames: int) -> TransferStats:
         with self._lock:
@@ -134,5 +124,5 @@ class Recorder:
                 refused=dict(self._refused),
                 blocks_freed=dict(self._freed),
                 recent=list(self._recent),
-                timings=dict(self._timings),
+                waits=dict(self._waits),
             )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
 
 from kvtransfer.base import (
     ConnectorContext,
@@ -28,7 +27,7 @@ from kvtransfer.protocol.side import Side
 from kvtransfer.protocol.statistics import Recorder
 from kvtransfer.protocol.transport import Direction, Transport
 from wire.errors import InternalError
-from wire.tracing import Span
+from wire.tracing import TransferTrace
 
 STOP_GRACE_S = 1.0
 
@@ -171,8 +170,8 @@ class WorkerHalf(WorkerConnector):
     def stats(self) -> TransferStats:
         return self._recorder.snapshot(self._channel.malformed + self._transport.malformed_frames)
 
-    def spans_of(self, request_id: str) -> Sequence[Span]:
-        return self._recorder.take_spans(request_id)
+    def trace_of(self, request_id: str) -> TransferTrace | None:
+        return self._recorder.take_trace(request_id)
 
     def shutdown(self) -> None:
         if self._closed:

@@ -64,7 +64,6 @@ class Writer:
         if sending.first_posted_at is None:
             sending.first_posted_at = now
             sending.tally.first_byte_s = now - max(destination.registered_at, sending.created_at)
-            self._recorder.took("first_byte", sending.tally.first_byte_s)
         sending.in_flight.append(
             Write(handle, positions, now, move.num_bytes, len(move.local), slots, is_last)
         )

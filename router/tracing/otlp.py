@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import Any
 
 from router.tracing.record import NodePart, TraceRecord
-from wire.tracing import Phase, Span
+from wire.tracing import Phase, Span, TransferRecord
 
 _INTERNAL, _SERVER = 1, 2
 _ERROR = 2
@@ -87,10 +87,24 @@ def _node_spans(record: TraceRecord, part: NodePart, clock: _Clock) -> list[Json
     about: dict[str, Any] = {"tandem.node_request_id": part.request_id}
     if part.clock_error_s is not None:
         about["tandem.clock_error_s"] = part.clock_error_s
+    if part.transfer is not None:
+        about |= _transfer_attributes(part.transfer)
     own = _new_id()
     began, ended = min(span.start for span in part.spans), max(span.end for span in part.spans)
     whole = _span(record, own, record.span_id, part.node_id, began, ended, about, clock)
     return [whole, *_children(record, own, part.spans, clock)]
+
+
+def _transfer_attributes(transfer: TransferRecord) -> dict[str, Any]:
+    about: dict[str, Any] = {
+        "outcome": transfer.outcome,
+        "bytes": transfer.num_bytes,
+        "blocks": transfer.blocks,
+        "descriptors": transfer.descriptors,
+        "bytes_overlapped": transfer.bytes_overlapped,
+        **{f"{stage}_s": seconds for stage, seconds in transfer.waits().items()},
+    }
+    return {f"tandem.transfer.{name}": value for name, value in about.items()}
 
 
 def _children(record: TraceRecord, parent: str, spans: Iterable[Span], clock: _Clock) -> list[Json]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from wire.tracing import Span
+from wire.tracing import Span, TransferRecord
 
 
 class NodePart(msgspec.Struct, frozen=True):
@@ -17,6 +17,7 @@ class NodePart(msgspec.Struct, frozen=True):
     clock_offset_s: float  # what was taken off the node's own times
     clock_error_s: float | None  # how wrong that may be; None: nothing is known, and nothing was taken off
     dropped: int = 0
+    transfer: TransferRecord | None = None  # of its KV, to or from this node
 
 
 class Arrival(msgspec.Struct, frozen=True, array_like=True):

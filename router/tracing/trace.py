@@ -111,6 +111,7 @@ class RequestTrace:
                 off,
                 offset.error_s if offset is not None else None,
                 told.dropped,
+                told.transfer,
             )
         )
         return True

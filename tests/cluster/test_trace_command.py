@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 from rich.console import Console
 
 from cluster.cli import main
@@ -20,7 +21,7 @@ from cluster.trace.fetch import TraceClient
 from cluster.trace.text import show_trace
 from router.tracing.record import Arrival, NodePart, TraceList, TraceRecord, TraceSummary
 from wire.errors import ConfigurationError, InternalError, RequestError, Unavailable
-from wire.tracing import Phase, Span
+from wire.tracing import Phase, Span, TransferRecord
 
 
 def record(**fields: Any) -> TraceRecord:
@@ -145,6 +146,19 @@ def test_the_terminal_shows_every_phase_once_and_folds_steps() -> None:
     assert "1.0 MiB" in text
     assert "d0's times are right to within 0.40 ms" in text
     assert "handover" in text
+
+
+def test_the_terminal_says_what_became_of_the_kv() -> None:
+    sent = TransferRecord("r-1", "sent", 2 << 20, 32, 40, 1 << 20, first_byte_s=0.0002, handover_s=0.006)
+    failed = TransferRecord("r-1", "peer_lost", 0, 0, handshake_s=0.0, register_s=0.002)
+    prefill, decode = record().nodes
+    nodes = [structs.replace(prefill, transfer=sent), structs.replace(decode, transfer=failed)]
+    text = " ".join(shown(record(nodes=nodes)).split())
+    assert (
+        "p0's KV transfer: sent, 2.0 MiB in 32 blocks, 40 descriptors, 50% while the prompt was computed, "
+        "first byte 0.20 ms, handover 6.00 ms" in text
+    )
+    assert "d0's KV transfer: peer lost, handshake 0.00 ms, register 2.00 ms" in text
 
 
 def test_what_is_missing_is_said() -> None:

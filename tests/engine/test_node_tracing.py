@@ -14,16 +14,17 @@ from engine.loop import Mailbox
 from engine.node_config import NodeConfig
 from engine.scheduling.output import CachedRequestData, ModelOutput, SchedulerOutput
 from engine.service import NodeService
-from engine.tracing import MAX_AWAITED, MAX_SPANS, StepTimes, Tracer
+from engine.tracing import MAX_AWAITED, MAX_SPANS, FinishedTrace, StepTimes, Tracer
 from kvtransfer.base import ConnectorOutput, Handoff, LoadFailure
 from tests.engine.engine_fakes import FakeRunner, make_scheduler
 from wire.nodes import Role
 from wire.requests import Cancel, Ping, Submit
 from wire.sampling import SamplingParams
-from wire.tracing import ClockReading, NodeTrace, Phase, Span
+from wire.tracing import ClockReading, NodeTrace, Phase, Span, TransferRecord, TransferTrace
 
 PATIENCE_S = 5.0
 ROUTER = "tcp://router:1"
+TRANSFER = TransferRecord("r", "received", 99, 1)
 
 
 class Now:
@@ -45,12 +46,15 @@ class Traced:
     def __init__(self, transfer: list[Span] | None = None) -> None:
         self.now = Now()
         self.done: dict[str, tuple[list[Span], int]] = {}
-        kept = {"r": transfer or []}
-        self.tracer = Tracer(self.now, lambda request_id: kept.pop(request_id, []), self._done)
+        self.transfers: dict[str, TransferRecord | None] = {}
+        kept = {"r": TransferTrace(TRANSFER, transfer)} if transfer else {}
+        self.tracer = Tracer(self.now, lambda request_id: kept.pop(request_id, None), self._done)
 
-    def _done(self, submit: Submit, spans: list[Span], dropped: int) -> None:
-        assert submit.request_id not in self.done, "told twice"
-        self.done[submit.request_id] = (spans, dropped)
+    def _done(self, done: FinishedTrace) -> None:
+        request_id = done.submit.request_id
+        assert request_id not in self.done, "told twice"
+        self.done[request_id] = (done.spans, done.dropped)
+        self.transfers[request_id] = done.transfer
 
     def begin(self, arrives: float, admitted: float, request_id: str = "r") -> None:
         self.now.at = arrives
@@ -115,6 +119,7 @@ def test_a_request_whose_kv_came_decodes_at_once_and_one_whose_kv_did_not_reads_
     assert spans[:2] == [(Phase.INBOX, 1, 2, 0, 0), (Phase.QUEUE, 2, 4, 0, 0)]
     assert (Phase.RECEIVE, 4, 40, 3, 0) in spans
     assert spans[4] == (Phase.RESUME if complete else Phase.QUEUE, 40, 50, 0, 0)
+    assert traced.transfers["r"] == TRANSFER
     assert spans[-1] == (Phase.DECODE if complete else Phase.PREFILL, 51, 58, 1, 0)
 
 
@@ -129,6 +134,7 @@ def test_a_request_whose_blocks_are_still_being_sent_is_told_of_when_they_are() 
     traced.step(20, {"other": 3})
     traced.step(30, {}, transfers=ConnectorOutput(finished_sending={"r", "somebody else"}))
     assert traced.done["r"][0][-1] == write
+    assert traced.transfers["r"] == TRANSFER
     assert not traced.tracer.active
 
 

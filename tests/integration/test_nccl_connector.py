@@ -29,4 +29,4 @@ def test_the_nccl_connector_gives_the_same_tokens(
         assert server.counters("prefill")["transfer_bytes_sent"] == decode["transfer_bytes_received"] > 0
         metrics = server.http.get("/metrics").text
         assert 'tandem_node_transfer_blocks_freed_total{by="sent"' in metrics
-        assert "tandem_node_transfer_wait_seconds_total{node" in metrics
+        assert "tandem_node_transfer_wait_seconds_bucket{le" in metrics

@@ -9,7 +9,14 @@ import pytest
 from kv_fake_network import SETTINGS, Node, Receive, Send, World, first_token_of
 
 from kvtransfer.base import Handoff
-from kvtransfer.protocol.commands import AbandonSend, BeginReceive, CancelReceive, DeclineTransfer, Preempted
+from kvtransfer.protocol.commands import (
+    AbandonSend,
+    BeginReceive,
+    CancelReceive,
+    DeclineTransfer,
+    FinishSend,
+    Preempted,
+)
 from kvtransfer.protocol.identity import token_hash
 from kvtransfer.protocol.transport import Direction
 from wire.handoff import (
@@ -155,15 +162,38 @@ def test_finished_blocks_are_written_while_the_prompt_is_still_being_computed(pu
     assert stats.bytes_overlapped * 3 == stats.bytes_sent
 
 
+@pytest.mark.parametrize("arrived", [True, False])
+def test_a_block_that_was_given_up_while_it_was_read_makes_the_transfer_worthless(
+    push: Pair, arrived: bool
+) -> None:
+    """As a window that moves on does, where the consumer's larger block begins before it."""
+    receive, send = push.receive(), push.send()
+    push.world.deliver_all()
+    push.producer.compute(send, len(TOKENS))
+    push.world.pump()
+    if arrived:
+        push.move_everything()
+    assert bool(push.world.moves()) is not arrived
+    given_up, kept = send.blocks[0], [0, *send.blocks[1:]]
+    push.producer.memory.scribble(given_up)
+    send.ended = send.kept = True
+    push.producer.endpoint.execute(FinishSend("r1", first_token_of(TOKENS), [kept]))
+    push.world.settle(1.0)
+    assert receive.failed is not None
+    assert push.outcomes() == ({"mismatched": 1}, {"closed_by_peer": 1})
+
+
 def test_the_handshake_is_made_once(pair: Pair) -> None:
     for name in ("r1", "r2", "r3"):
         pair.receive(name=name)
+        pair.world.now += 0.125  # before the answer, if there is a question
         send = pair.send(name=name)
         pair.producer.compute(send, 30)
         pair.producer.finish_send(send)
         pair.world.settle(0.2)
     assert pair.outcomes() == ({"sent": 3}, {"received": 3})
-    assert pair.consumer.recorder.snapshot(0).timings["handshake"].count == 1
+    received = pair.consumer.recorder.snapshot(0).recent
+    assert [record.handshake_s for record in received] == [0.125, 0.0, 0.0]
 
 
 def test_a_registration_after_a_long_silence_gets_a_fresh_stamp_first(pair: Pair) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from kv_fake_network import BLOCK_BYTES, Node, Receive, Send, World
 
-from kvtransfer.protocol.statistics import REMEMBERED_SPANS, Recorder
-from wire.tracing import Phase, Span
+from kvtransfer.protocol.statistics import REMEMBERED_TRACES, Recorder
+from wire.tracing import Phase, TransferRecord, TransferTrace
 
 TOKENS = list(range(50, 72))  # five full blocks and half of one
 
@@ -17,6 +17,10 @@ def handed_over() -> tuple[Node, Node]:
     consumer.start_receive(Receive("r1", "t-r1", TOKENS, 0, []), producer.address)
     send = Send("r1", "t-r1", TOKENS, consumer.address, [])
     producer.start_send(send)
+    world.now += 0.25  # the handshake
+    world.deliver()
+    world.deliver()
+    world.now += 0.5  # the registration
     world.deliver_all()
     for tokens, seconds in ((8, 1.0), (len(TOKENS), 2.0)):
         producer.compute(send, tokens)
@@ -33,27 +37,51 @@ def handed_over() -> tuple[Node, Node]:
 
 def test_a_producer_tells_of_every_piece_that_it_wrote_and_of_the_notice() -> None:
     producer, _ = handed_over()
-    spans = producer.recorder.take_spans("r1")
+    trace = producer.recorder.take_trace("r1")
+    assert trace is not None
+    spans = trace.spans
     writes = [span for span in spans if span.phase is Phase.WRITE]
     assert sum(span.num_bytes for span in writes) == 6 * BLOCK_BYTES
     assert all(span.end >= span.start for span in spans)
     assert [span.phase for span in spans if span.phase is not Phase.WRITE] == [Phase.PLAN, Phase.NOTICE]
-    assert not producer.recorder.take_spans("r1"), "taken once"
+    assert producer.recorder.take_trace("r1") is None, "taken once"
+    record = trace.record
+    assert (record.outcome, record.num_bytes, record.blocks, record.descriptors) == (
+        "sent",
+        6 * BLOCK_BYTES,
+        6,
+        6,
+    )
+    assert record.bytes_overlapped == 2 * BLOCK_BYTES
+    assert record.last_byte_s is not None
+    assert record.last_byte_s >= 3.0
+    assert set(record.waits()) == {"first_byte", "last_byte", "handover"}
 
 
 def test_a_consumer_tells_how_long_it_waited_and_how_long_until_the_producer_knew() -> None:
     _, consumer = handed_over()
-    receive, register = consumer.recorder.take_spans("r1")
+    trace = consumer.recorder.take_trace("r1")
+    assert trace is not None
+    receive, handshake, register = trace.spans
     assert (receive.phase, receive.tokens) == (Phase.RECEIVE, len(TOKENS))
     assert receive.seconds >= 3.0
-    assert register.phase is Phase.REGISTER
-    assert register.start == receive.start
-    assert register.seconds < receive.seconds
+    assert (handshake.phase, handshake.start, handshake.seconds) == (Phase.HANDSHAKE, receive.start, 0.25)
+    assert (register.phase, register.start, register.seconds) == (Phase.REGISTER, handshake.end, 0.5)
+    assert trace.record == TransferRecord(
+        "r1",
+        "received",
+        6 * BLOCK_BYTES,
+        6,
+        handshake_s=0.25,
+        register_s=0.5,
+        receive_s=receive.seconds,
+    )
 
 
-def test_spans_that_nobody_asks_for_are_forgotten() -> None:
+def test_traces_that_nobody_asks_for_are_forgotten() -> None:
     recorder = Recorder()
-    for index in range(REMEMBERED_SPANS + 1):
-        recorder.keep_spans(f"r{index}", [Span(Phase.PLAN, 0, 1)])
-    assert not recorder.take_spans("r0")
-    assert recorder.take_spans("r1")
+    for index in range(REMEMBERED_TRACES + 1):
+        recorder.began()
+        recorder.ended(TransferTrace(TransferRecord(f"r{index}", "sent", 0, 0)))
+    assert recorder.take_trace("r0") is None
+    assert recorder.take_trace("r1") is not None

@@ -19,7 +19,7 @@ from router.tracing.export import OtlpExporter
 from router.tracing.otlp import export_request
 from router.tracing.record import Arrival, NodePart, TraceRecord
 from tests.router.conftest import StartRouter
-from wire.tracing import Phase, Span
+from wire.tracing import Phase, Span, TransferRecord
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
@@ -119,6 +119,17 @@ def test_the_request_is_the_callers_child_and_everything_else_is_the_requests() 
     assert plain(decode["attributes"])["tandem.steps"] == "2", "steps that follow one another are one span"
     assert (int(decode["endTimeUnixNano"]) - int(decode["startTimeUnixNano"])) == 6_000_000_000
     assert plain(node["resource"]["attributes"])["tandem.role"] == "decode"
+
+
+def test_a_transfer_is_told_with_the_node_that_took_part() -> None:
+    transfer = TransferRecord("req-1", "received", 4096, 2, handshake_s=0.25, register_s=0.5)
+    nodes = [NodePart("d0", "decode", "req-1", [Span(Phase.INBOX, 101, 102)], 0.0, 0.0, transfer=transfer)]
+    _, node = export_request([record(nodes=nodes)], "tandem")["resourceSpans"]
+    about = plain(node["scopeSpans"][0]["spans"][0]["attributes"])
+    assert about["tandem.transfer.outcome"] == "received"
+    assert about["tandem.transfer.bytes"] == "4096"
+    assert (about["tandem.transfer.handshake_s"], about["tandem.transfer.register_s"]) == (0.25, 0.5)
+    assert "tandem.transfer.first_byte_s" not in about
 
 
 @pytest.mark.parametrize("status", [500, 503, None])

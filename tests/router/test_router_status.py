@@ -12,7 +12,7 @@ from tests.router.conftest import Running, StartRouter
 from tests.router.fake_node import FakeNode
 from wire.errors import ConfigurationError
 from wire.nodes import NodeState, Role
-from wire.requests import NodeCounters
+from wire.requests import NodeCounters, Waits
 
 
 def test_cluster_shows_every_node(start_router: StartRouter) -> None:
@@ -51,7 +51,13 @@ def test_cluster_shows_every_node(start_router: StartRouter) -> None:
 
 def test_metrics_show_the_router_and_every_node(start_router: StartRouter) -> None:
     router = start_router()
-    router.nodes["d0"].set(counters=NodeCounters(output_tokens=11, requests_finished={"stop": 2}))
+    router.nodes["d0"].set(
+        counters=NodeCounters(
+            output_tokens=11,
+            requests_finished={"stop": 2},
+            transfer_wait_seconds={"register": Waits().plus(0.003).plus(0.25).plus(90.0)},
+        )
+    )
     router.complete(max_tokens=4)
     router.wait_for(
         lambda: router.metric("tandem_node_output_tokens_total", node="d0", role="decode") == 11, "here"
@@ -66,6 +72,11 @@ def test_metrics_show_the_router_and_every_node(start_router: StartRouter) -> No
         "tandem_num_requests_running 0.0",
         'tandem_node_up{node="d0",role="decode"} 1.0',
         'tandem_node_requests_finished_total{node="d0",reason="stop",role="decode"} 2.0',
+        'tandem_node_transfer_wait_seconds_bucket{le="0.002",node="d0",role="decode",stage="register"} 0.0',
+        'tandem_node_transfer_wait_seconds_bucket{le="0.005",node="d0",role="decode",stage="register"} 1.0',
+        'tandem_node_transfer_wait_seconds_bucket{le="+Inf",node="d0",role="decode",stage="register"} 3.0',
+        'tandem_node_transfer_wait_seconds_count{node="d0",role="decode",stage="register"} 3.0',
+        'tandem_node_transfer_wait_seconds_sum{node="d0",role="decode",stage="register"} 90.253',
         'tandem_node_free_blocks{node="p0",role="prefill"} 1000.0',
         'tandem_http_requests_total{route="/v1/completions",status="200"} 1.0',
     ):

@@ -27,6 +27,8 @@ def _values(info: inspect.Type) -> st.SearchStrategy[Any]:
             return st.dictionaries(_values(key), _values(value), max_size=3)
         case inspect.TupleType(item_types=items):
             return st.tuples(*[_values(item) for item in items])
+        case inspect.VarTupleType(item_type=item):
+            return st.lists(_values(item), max_size=3).map(tuple)
         case inspect.EnumType(cls=cls):
             return st.sampled_from(list(cls))
         case inspect.IntType():

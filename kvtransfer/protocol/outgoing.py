@@ -1,0 +1,168 @@
+"""A producer's transfers, from the moment when both halves of one are there to its end.
+
+Who frees what: a transfer that the engine `kept` is named in `finished_sending` exactly once, when its phase
+becomes CLOSED, and it becomes CLOSED only with nothing in flight. The ways there are an acceptance, the
+consumer's cancellation, our own request's end without a first token, the end of the lease, the peer's death, a
+failed write, and a registration that does not fit; each is counted under its `Outcome`.
+
+The notice is a message of the side channel, sent when every write's handle is done, which with these transports
+means that the bytes are at the consumer. It is not a notification of the transport's: those arrive by being
+polled for, and one that is attached to a write may overtake another write of the same transfer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvtransfer.protocol.answers import Answers, Ending
+from kvtransfer.protocol.handshakes import Handshakes
+from kvtransfer.protocol.identity import PeerKey
+from kvtransfer.protocol.ledger import Ledger
+from kvtransfer.protocol.sending import Destination, Phase, Sending
+from kvtransfer.protocol.side import Side
+from kvtransfer.protocol.statistics import Outcome
+from kvtransfer.protocol.transport import Direction
+from wire.handoff import Envelope, HandoffNotice, RefusalCode, TransferClosed
+
+
+class Outgoing:
+    def __init__(
+        self,
+        side: Side,
+        ledger: Ledger,
+        handshakes: Handshakes,
+        answers: Answers,
+        *,
+        finished_sending: Callable[[str], None],
+    ) -> None:
+        self._side = side
+        self._ledger = ledger
+        self._handshakes = handshakes
+        self._answers = answers
+        self._writes = side.direction is Direction.PUSH
+        self._finished_sending = finished_sending
+
+    def pair(self, sending: Sending) -> None:
+        """Both halves may be there now: do they belong together?"""
+        source, destination = sending.source, sending.destination
+        if source is None or destination is None:
+            return
+        if not sending.belongs_to(destination.consumer):
+            sending.drop_destination()
+            envelope = Envelope(*destination.consumer, self._side.me.epoch, destination.endpoint)
+            self._answers.refuse(
+                envelope, sending.transfer_id, RefusalCode.FOREIGN, "this transfer is for another node"
+            )
+        elif (source.plan.num_tokens, source.plan.token_hash) != (
+            destination.num_tokens,
+            destination.token_hash,
+        ):
+            self._side.recorder.refused("token_hash")
+            self.close(sending, Outcome.MISMATCHED, "the two nodes were given different tokens")
+        else:
+            sending.paired_at = self._side.clock()
+            self.conclude(sending)
+
+    def conclude(self, sending: Sending) -> None:
+        """Take the steps that have become possible."""
+        if (
+            sending.phase is Phase.OPEN
+            and sending.source is not None
+            and sending.source.is_complete
+            and sending.everything_arrived
+        ):
+            sending.phase = Phase.NOTIFYING
+            if sending.first_posted_at is not None:
+                sending.tally.last_byte_s = self._side.clock() - sending.first_posted_at
+            self._notify(sending)
+        elif sending.phase is Phase.CLOSING and not sending.in_flight:
+            destination = sending.destination
+            if destination is None or not self._handshakes.is_leaving(destination.consumer):
+                self._end(sending)
+        if sending.phase is Phase.CLOSED and (sending.request_ended or sending.source is None):
+            self._forget(sending)
+
+    def accepted(self, sending: Sending) -> None:
+        self._record_handover(sending)
+        self.close(sending, Outcome.SENT, "handed over")
+
+    def close(self, sending: Sending, outcome: Outcome, reason: str) -> None:
+        """It is over as soon as nothing is in flight. What is said first counts."""
+        if not sending.is_over:
+            sending.phase = Phase.CLOSING
+            sending.outcome = outcome
+            sending.reason = reason
+        self.conclude(sending)
+
+    def close_all_to(self, key: PeerKey, outcome: Outcome, reason: str) -> None:
+        for sending in self._ledger.to(key):
+            self.close(sending, outcome, reason)
+
+    def tick(self) -> None:
+        now, settings = self._side.clock(), self._side.settings
+        for sending in self._ledger:
+            destination, since = sending.destination, sending.waiting_since
+            if sending.is_over:
+                continue
+            if destination is not None and now >= destination.lease_until:
+                self.close(sending, Outcome.LEASE_EXPIRED, "the consumer did not renew its lease")
+            elif destination is None and since is not None and now >= since + settings.lease_s:
+                self.close(sending, Outcome.LEASE_EXPIRED, "no consumer registered")
+            elif sending.notice_sent_at is not None and now >= sending.notice_sent_at + settings.retry_s:
+                self._notify(sending)
+
+    def _notify(self, sending: Sending) -> None:
+        source, destination = sending.source, sending.destination
+        if source is None or destination is None or source.first_token is None:
+            return
+        sending.notice_sent_at = self._side.clock()
+        blocks = destination.num_blocks
+        self._side.send(
+            destination.endpoint,
+            HandoffNotice(
+                self._side.me.envelope(destination.consumer.epoch),
+                sending.transfer_id,
+                source.plan.num_tokens,
+                source.plan.token_hash,
+                source.first_token,
+                blocks * _block_bytes_of(destination),
+                blocks,
+                [] if self._writes else source.blocks_for(destination),
+            ),
+        )
+
+    def _record_handover(self, sending: Sending) -> None:
+        source, destination = sending.source, sending.destination
+        if source is not None and source.fully_computed_at is not None:
+            sending.tally.handover_s = self._side.clock() - source.fully_computed_at
+        if destination is not None and not self._writes:
+            positions = destination.positions()
+            num_bytes = len(positions) * destination.mapping.grain_bytes
+            sending.tally.num_bytes, sending.tally.blocks = num_bytes, destination.num_blocks
+            self._side.recorder.sent(destination.num_blocks, num_bytes)
+
+    def _end(self, sending: Sending) -> None:
+        sending.phase = Phase.CLOSED
+        self._side.recorder.ended(sending.trace(self._side.clock()))
+        handed_over = sending.outcome is Outcome.SENT
+        self._ledger.ended(sending.transfer_id, Ending(sending.reason, handed_over))
+        destination = sending.destination
+        if destination is not None and not handed_over:
+            self._side.send(
+                destination.endpoint,
+                TransferClosed(
+                    self._side.me.envelope(destination.consumer.epoch), sending.transfer_id, sending.reason
+                ),
+            )
+
+    def _forget(self, sending: Sending) -> None:
+        """CLOSED, and no command will name the request any more."""
+        self._ledger.forget(sending)
+        if sending.kept and sending.request_id is not None:
+            sending.kept = False
+            self._side.recorder.freed(sending.num_kept, sending.outcome)
+            self._finished_sending(sending.request_id)
+
+
+def _block_bytes_of(destination: Destination) -> int:
+    return destination.mapping.grain_bytes * destination.mapping.their_parts

@@ -1,0 +1,100 @@
+"""Pull: every transfer whose blocks are being read."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from kvtransfer.protocol.identity import PeerKey
+from kvtransfer.protocol.incoming import Incoming
+from kvtransfer.protocol.links import ProducerLinks
+from kvtransfer.protocol.reading import Reader
+from kvtransfer.protocol.receiving import Receiving, Stage
+from kvtransfer.protocol.side import Side
+from kvtransfer.protocol.statistics import Outcome
+from kvtransfer.protocol.transport import Activity
+from wire.errors import TransferError
+from wire.handoff import CacheMemory, HandoffNotice
+
+logger = logging.getLogger(__name__)
+
+
+class Pulling:
+    """`broken` is called when a connection with a producer can no longer be trusted."""
+
+    def __init__(
+        self,
+        side: Side,
+        links: ProducerLinks,
+        incoming: Incoming,
+        *,
+        broken: Callable[[PeerKey, str], None],
+    ) -> None:
+        self._geometry = side.geometry
+        self._links = links
+        self._incoming = incoming
+        self._reader = Reader(side.transport, side.settings)
+        self._broken = broken
+
+    @property
+    def has_leaving(self) -> bool:
+        return self._reader.has_leaving
+
+    def connect(self, key: PeerKey, memory: CacheMemory) -> None:
+        """Or a TransferError."""
+        self._reader.connect(key, memory)
+
+    def leave(self, key: PeerKey) -> None:
+        self._reader.leave(key)
+
+    def begin(self, receiving: Receiving, notice: HandoffNotice) -> str | None:
+        """Read what the notice names; or why that is not what was asked for."""
+        link = self._links.get(receiving.peer)
+        if link is None or link.memory is None or link.mapping is None:
+            return None  # it is being given up
+        mapping, source = link.mapping, notice.source_block_ids
+        problem = self._geometry.check_table(
+            receiving.command.num_tokens,
+            receiving.first_blocks(mapping),
+            source,
+            link.block_size,
+            link.memory,
+        )
+        if problem is not None:
+            return problem
+        places = receiving.places_in(source, mapping)
+        if places is None:
+            return "blocks are missing"
+        receiving.stage = Stage.READING
+        receiving.notice = notice
+        receiving.mapping = mapping
+        receiving.unread = places[::-1]
+        return None
+
+    def pump(self) -> Activity:
+        activity = Activity.NONE
+        for receiving in self._incoming:
+            if receiving.stage is Stage.READING or receiving.in_flight:
+                self._read_on(receiving)
+            if receiving.stage is Stage.READING and receiving.unread:
+                activity = Activity.DUE
+            elif receiving.in_flight:
+                activity = max(activity, Activity.IN_FLIGHT)
+        if self._reader.has_leaving:
+            self._reader.close_idle({other.peer for other in self._incoming if other.in_flight})
+        return activity
+
+    def _read_on(self, receiving: Receiving) -> None:
+        try:
+            self._reader.advance(receiving)
+        except TransferError as error:
+            logger.warning("reading KV from %s failed: %s", receiving.peer.node_id, error)
+            self._broken(receiving.peer, str(error))
+            self._incoming.give_up(receiving, Outcome.MOVE_FAILED, str(error))
+        if receiving.in_flight or receiving.unread:
+            return
+        if receiving.stage is Stage.READING:
+            receiving.stage = Stage.CONFIRMING
+            self._incoming.accept(receiving)
+        elif receiving.is_safe and receiving in self._incoming:
+            self._incoming.end(receiving, receiving.outcome, receiving.reason)

@@ -1,0 +1,97 @@
+"""Push: every transfer that has something to write, or has something in flight."""
+
+from __future__ import annotations
+
+import logging
+
+from kvtransfer.protocol.handshakes import ConsumerLink, Handshakes
+from kvtransfer.protocol.identity import PeerKey
+from kvtransfer.protocol.ledger import Ledger
+from kvtransfer.protocol.outgoing import Outgoing
+from kvtransfer.protocol.sending import Phase, Sending
+from kvtransfer.protocol.side import Side
+from kvtransfer.protocol.statistics import Outcome
+from kvtransfer.protocol.transport import Activity
+from kvtransfer.protocol.writing import MissingBlocks, Writer
+from wire.errors import TransferError
+
+logger = logging.getLogger(__name__)
+
+
+class Pushing:
+    def __init__(
+        self, side: Side, ledger: Ledger, handshakes: Handshakes, outgoing: Outgoing, writer: Writer
+    ) -> None:
+        self._clock = side.clock
+        self._ledger = ledger
+        self._handshakes = handshakes
+        self._outgoing = outgoing
+        self._writer = writer
+        # Most transfers only wait, and are not looked at.
+        self._moving: dict[str, Sending] = {}
+
+    def watch(self, sending: Sending) -> None:
+        """There may be something to write now."""
+        self._moving[sending.transfer_id] = sending
+
+    def pump(self) -> Activity:
+        """Post what is due, one operation per transfer, and look after what is in flight."""
+        activity = Activity.NONE
+        for sending in list(self._moving.values()):
+            self.poll(sending)
+            if sending.phase is Phase.OPEN and sending.has_due:
+                self._post(sending)
+            self._outgoing.conclude(sending)
+            if sending.phase is Phase.OPEN and self._writer.can_post(sending):
+                activity = Activity.DUE
+            elif sending.in_flight:
+                activity = max(activity, Activity.IN_FLIGHT)
+            else:
+                del self._moving[sending.transfer_id]
+        self.close_idle_links()
+        return activity
+
+    def poll(self, sending: Sending) -> None:
+        try:
+            self._writer.poll(sending)
+        except TransferError as error:
+            link = self._handshakes.get(sending.destination.consumer) if sending.destination else None
+            if link is not None:
+                self._on_failed(link, error)
+            else:
+                self._outgoing.close(sending, Outcome.MOVE_FAILED, str(error))
+
+    def close_idle_links(self) -> None:
+        """Whose last write has ended. Transfers that waited for that can end now."""
+        if self._handshakes.has_leaving:
+            self._handshakes.close_idle(self._in_use)
+            for sending in self._ledger:
+                self._outgoing.conclude(sending)
+
+    def _in_use(self, key: PeerKey) -> bool:
+        return any(sending.in_flight for sending in self._ledger.to(key))
+
+    def _post(self, sending: Sending) -> None:
+        destination = sending.destination
+        if destination is None:
+            return
+        if self._clock() >= destination.lease_until:
+            self._outgoing.close(sending, Outcome.LEASE_EXPIRED, "the consumer did not renew its lease")
+            return
+        link = self._handshakes.get(destination.consumer)
+        if link is None or link.remote is None:
+            self._outgoing.close(sending, Outcome.PEER_LOST, "the consumer is gone")
+            return
+        try:
+            self._writer.post(sending, link.remote)
+        except MissingBlocks as error:
+            self._outgoing.close(sending, Outcome.MISMATCHED, str(error))
+        except TransferError as error:
+            self._on_failed(link, error)
+
+    def _on_failed(self, link: ConsumerLink, error: TransferError) -> None:
+        """A connection with an error is not trusted again: everything through it ends, and it is closed before
+        anybody is told that nothing is in flight."""
+        logger.warning("writing KV to %s failed: %s", link.key.node_id, error)
+        self._handshakes.leave(link.key)
+        self._outgoing.close_all_to(link.key, Outcome.MOVE_FAILED, str(error))

@@ -1,0 +1,109 @@
+"""Engines with a real model in one process, without Ray, and a request that goes from one to another."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import threading
+import time
+from pathlib import Path
+
+from engine.config import CacheConfig, ModelConfig, SchedulerConfig
+from engine.core import Engine
+from engine.model.loading import load_runner
+from engine.request import Request
+from engine.scheduling.scheduler import Scheduler
+from kvtransfer.base import ConnectorContext, TransferConfig, TransferStats
+from kvtransfer.registry import create_connector
+from wire.nodes import PeerAddress
+from wire.requests import KVTransferParams, TransferRole
+from wire.sampling import SamplingParams
+
+PATIENCE_S = 60.0
+epochs = itertools.count(900)
+
+
+@dataclasses.dataclass
+class OneEngine:
+    engine: Engine
+    woken: threading.Event
+    address: PeerAddress | None
+
+    @classmethod
+    def start(
+        cls,
+        model: Path,
+        name: str,
+        block_size: int,
+        transfer: TransferConfig | None,
+        *,
+        scheduler: SchedulerConfig | None = None,
+        memory_bytes: int = 512 << 20,
+        prefix_caching: bool = False,
+    ) -> OneEngine:
+        woken, epoch = threading.Event(), next(epochs)
+        cache = CacheConfig(block_size=block_size, memory_bytes=memory_bytes, prefix_caching=prefix_caching)
+        scheduler = scheduler or SchedulerConfig()
+        runner = load_runner(ModelConfig(path=str(model), dtype="float32", threads=1), cache, scheduler)
+        planner, mover = None, None
+        if transfer is not None:
+            context = ConnectorContext(name, epoch, "127.0.0.1", block_size, transfer, woken.set)
+            planner, mover = create_connector(context)
+        info = runner.info
+        made = Scheduler(
+            scheduler, cache, info.groups, info.num_blocks, info.max_model_len, connector=planner
+        )
+        address = PeerAddress(name, epoch, mover.peer_endpoint) if mover is not None else None
+        return cls(Engine(made, runner, mover), woken, address)
+
+    def add(self, name: str, prompt: list[int], count: int, transfer: KVTransferParams | None) -> None:
+        sampling = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
+        self.engine.add_request(Request(name, prompt, sampling, transfer=transfer))
+
+    def run(self, name: str, tokens: list[int], until: float) -> bool:
+        """One step. True when the request has ended."""
+        self.woken.clear()
+        result = self.engine.step()
+        for update in result.updates:
+            assert update.error is None, update.error
+            tokens += update.token_ids
+            if update.finish is not None:
+                return True
+        assert time.monotonic() < until, f"{name} has {len(tokens)} tokens"
+        if not result.progressed and not self.engine.scheduler.has_work():
+            self.woken.wait(0.01)  # the other one may have something to do
+        return False
+
+    def stats(self) -> TransferStats:
+        assert self.engine.worker is not None
+        return self.engine.worker.stats()
+
+    def answer(self, name: str, prompt: list[int], count: int) -> list[int]:
+        """On its own."""
+        tokens: list[int] = []
+        until = time.monotonic() + PATIENCE_S
+        self.add(name, prompt, count, None)
+        while not self.run(name, tokens, until):
+            pass
+        return tokens
+
+
+def hand_over(
+    producer: OneEngine, consumer: OneEngine, name: str, prompt: list[int], count: int
+) -> list[int]:
+    """What `consumer` answers to a prompt that `producer` reads. Returns when nothing of it is held any more."""
+    assert producer.address
+    assert consumer.address
+    until = time.monotonic() + PATIENCE_S
+    consume = KVTransferParams(f"t-{name}", TransferRole.CONSUME, producer.address)
+    produce = KVTransferParams(f"t-{name}", TransferRole.PRODUCE, consumer.address)
+    tokens: list[int] = []
+    first: list[int] = []
+    consumer.add(name, prompt, count, consume)
+    consumer.run(name, tokens, until)
+    producer.add(name, prompt, 1, produce)
+    while not consumer.run(name, tokens, until):
+        producer.run(name, first, until)
+    while producer.engine.scheduler.stats().held_blocks:
+        producer.run(name, first, until)
+    return tokens

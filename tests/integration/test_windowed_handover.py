@@ -1,0 +1,97 @@
+"""Models whose attention has a window: both nodes give up the blocks behind it, each when it sees fit, and the answer is that
+of one engine all the same. Random weights, so that a wrong position of the KV changes the answer."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from engine.config import SchedulerConfig
+from kvtransfer.base import TransferConfig
+from tests.engine.model import tiny
+from tests.integration.one_engine import OneEngine, hand_over
+
+NEW_TOKENS = 12
+CHUNK = 24  # tokens of a step: longer prompts are read in several
+# Around the window, the block and the chunk, and far beyond all of them.
+LENGTHS = (5, tiny.WINDOW - 1, tiny.WINDOW, tiny.WINDOW + 1, CHUNK, CHUNK + 1, 61, 64, 130, 199)
+
+
+def start(model: Path, name: str, block_size: int, transfer: TransferConfig | None) -> OneEngine:
+    return OneEngine.start(
+        model,
+        name,
+        block_size,
+        transfer,
+        scheduler=SchedulerConfig(max_num_batched_tokens=CHUNK),
+        memory_bytes=4 << 20,
+        prefix_caching=transfer is not None,
+    )
+
+
+def prompts() -> list[list[int]]:
+    """Each twice as a beginning: the second finds a part of itself in both nodes' prefix caches."""
+    chance = random.Random(5)
+    found = []
+    for length in LENGTHS:
+        prompt = [chance.randrange(3, tiny.VOCAB) for _ in range(length)]
+        found += [prompt, prompt[: length * 2 // 3] + [chance.randrange(3, tiny.VOCAB) for _ in range(20)]]
+    return found
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, list[list[int]]]]:
+    """Of one engine alone."""
+
+    @functools.cache
+    def answer(architecture: str) -> tuple[Path, list[list[int]]]:
+        path = tiny.save(architecture, tmp_path_factory.mktemp("models"))
+        alone = start(path, "alone", 4, None)
+        given = [alone.answer(f"r{index}", prompt, NEW_TOKENS) for index, prompt in enumerate(prompts())]
+        alone.engine.shutdown()
+        return path, given
+
+    return answer
+
+
+EQUAL = [
+    (model, connector, direction, (4, 4))
+    for model in ("mistral-window", "gemma3", "gpt-oss")
+    for connector, direction in (("nixl", "push"), ("nixl", "pull"), ("nccl", "push"), ("nccl", "pull"))
+]
+UNEQUAL = [
+    ("gemma3", "nixl", direction, blocks) for direction in ("push", "pull") for blocks in ((8, 4), (4, 8))
+]
+
+
+@pytest.mark.parametrize(("model", "connector", "direction", "blocks"), EQUAL + UNEQUAL)
+def test_the_tokens_are_those_of_one_engine(
+    answers: Callable[[str], tuple[Path, list[list[int]]]],
+    model: str,
+    connector: str,
+    direction: str,
+    blocks: tuple[int, int],
+) -> None:
+    path, expected = answers(model)
+    config = TransferConfig(connector=connector, direction=direction)
+    producer, consumer = (
+        start(path, name, block_size, config) for name, block_size in zip("pc", blocks, strict=True)
+    )
+    try:
+        for index, (prompt, answer) in enumerate(zip(prompts(), expected, strict=True)):
+            tokens = hand_over(producer, consumer, f"r{index}", prompt, NEW_TOKENS)
+            assert tokens == answer, f"{len(prompt)} tokens"
+        outcomes = consumer.stats().outcomes
+        if blocks[0] >= blocks[1]:
+            assert set(outcomes) == {"received"}
+            assert consumer.engine.scheduler.stats().prompt_tokens_computed == 0
+        else:
+            # A block of the consumer's may begin before the window, where the producer has given its own up.
+            assert outcomes["received"] > len(expected) // 2, outcomes
+    finally:
+        producer.engine.shutdown()
+        consumer.engine.shutdown()
