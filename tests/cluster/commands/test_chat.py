@@ -139,7 +139,7 @@ def test_a_key_that_is_missing_is_asked_for_by_the_name_of_its_variable() -> Non
 
 
 def test_what_is_no_url_is_refused_in_words() -> None:
-    with pytest.raises(ConfigurationError, match="'http://a:port' is no URL .*Invalid port"):
+    with pytest.raises(ConfigurationError, match=r"'http://a:port' is no URL .*Invalid port"):
         ChatClient("http://a:port")
 
 
