@@ -246,7 +246,7 @@ class TestStructure:
             model=model,
             messages=[{"role": "user", "content": "A JSON object with one key, please."}],
             temperature=0,
-            max_completion_tokens=200,
+            max_completion_tokens=48,
             response_format={"type": "json_object"},
         )
         choice = answer.choices[0]
