@@ -90,8 +90,9 @@ def test_the_file_in_the_current_folder_is_read_unless_another_is_named(tmp_path
 
 
 def test_mistakes_are_printed_and_fail(capsys: pytest.CaptureFixture[str]) -> None:
-    said = fail(capsys, "config", "--prefill", "two", "--set", "router.prot=1", "novalue")
-    assert "3 mistakes" in said
+    said = fail(capsys, "config", "--prefill", "two", "--set", "router.prot=1", "novalue", "debug")
+    assert "4 mistakes" in said
+    assert "--set: debug has no value: write debug=VALUE" in said
     assert "--prefill: pools.prefill.nodes must be a whole number or null, not 'two'" in said
     assert "did you mean router.port?" in said
 
