@@ -1,1 +1,18 @@
-"""Every figure that is claimed anywhere, each made by one command from the repository's root."""
+"""Every figure that is claimed anywhere, each made by one command, `python -m benchmarks.NAME`, from the repository's root.
+
+    suite            the short form of those below, one after another, beside their floors: `make bench`
+    disaggregation   Tandem both ways on one machine, beside vLLM both ways (side_by_side/)
+    soak             half an hour of everything that clients do (soaking/): `make soak`
+    scheduler, scheduler_parity    its speed; whether it decides as the one that it follows
+    engine           the engine alone (engine_work, engine_tandem, engine_vllm, engine_costs)
+    native_kernels   where a step's time goes in the native library
+    gpu              the engine on a GPU (gpu_models, gpu_parity)
+    transfer         KV through a connector, beside the transport alone (transfer_nodes)
+    router, router_crowds, router_peers
+                     the router alone, beside clients that behave badly, beside others'
+                     (router_engines, router_load, router_relay)
+    policies         routing policies in a simulator
+    load_generator   whether `tandem bench` measures right (paced_server)
+
+`machine` is what the machine can do at best, `ending` how a command ends.
+"""

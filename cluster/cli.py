@@ -168,10 +168,10 @@ def read_settings(options: argparse.Namespace) -> Settings:
     elif Path(DEFAULT_FILE).exists():
         layers.append(read_file(Path(DEFAULT_FILE)))
     layers.append(read_environment(os.environ))
-    assignments: list[tuple[str, str, str]] = []
+    assignments: list[tuple[str, str | None, str]] = []
     for text in options.set:
-        name, _, value = text.partition("=")
-        assignments.append((name.strip(), value.strip(), "--set"))
+        name, given, value = text.partition("=")
+        assignments.append((name.strip(), value.strip() if given else None, "--set"))
     for flag, (setting, _, _) in _SETTING_FLAGS.items():
         value = getattr(options, flag.removeprefix("--").replace("-", "_"))
         if value is not None:

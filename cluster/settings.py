@@ -203,8 +203,8 @@ def read_environment(environ: Mapping[str, str]) -> Layer:
     return layer
 
 
-def read_assignments(assignments: Iterable[tuple[str, str, str]]) -> Layer:
-    """(setting, text, origin): what flags say."""
+def read_assignments(assignments: Iterable[tuple[str, str | None, str]]) -> Layer:
+    """(setting, text, origin): what flags say; no text where a flag left it out."""
     layer = Layer()
     addressable = {dotted(path): path for path in _addressable()}
     for name, value, origin in assignments:
@@ -213,6 +213,8 @@ def read_assignments(assignments: Iterable[tuple[str, str, str]]) -> Layer:
             layer.mistakes.append(
                 f"{origin}: {name or 'an empty name'} is not a setting{_did_you_mean(name, addressable)}"
             )
+        elif value is None:
+            layer.mistakes.append(f"{origin}: {name} has no value: write {name}=VALUE")
         else:
             _give_text(layer, path, value, origin)
     return layer

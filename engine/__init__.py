@@ -5,7 +5,10 @@ request     a request and its life
 cache/      which block belongs to whom, and what is in it
 scheduling/ who computes how many tokens in the next step
 model/      from a scheduled step to sampled tokens
+structured/ answers that follow a grammar
 core        the step that joins them
-loop        the thread that steps, and the mailbox that feeds it
+loop        the thread that steps, and the mailbox that feeds it; affinity: on which cores
 service     what a prefill node and a decode node share above the loop
+routers, counters, tracing   whom the service answers, and what it tells of itself
+node, node_config, hosting   all of it put together; what it is told; as the process that holds it sees it
 """

@@ -3,13 +3,18 @@
 Floor 2: imports wire and nothing else of ours. It knows neither engine nor transfer.
 
     config      what a router can be told
+    keys        who a request belongs to, and what they may still ask for
     http/       the application: routes, limits, keys, error bodies, server-sent events
     openai/     the API's own types, their checks, and the answers
     text/       tokenizer, chat template, incremental detokenization, stop strings
     pool        who is in the cluster and how each node says it is doing
+    rates, prefixes   what was measured of the nodes, and what each has likely cached
     policy/     pure functions from a snapshot of the pools to a decision that explains itself
     dispatch/   a request's life: queue, submission to both nodes, deadlines, failover, cancellation
     links       the sockets to the nodes, bridged into asyncio
     server      everything above, started, drained and stopped as one
-    actor       the same, as a Ray actor
+    hosting     the same, as the process that holds it sees it
+    tracing/    where a request's time went
+    metrics, node_metrics   the router's own, and what the nodes report
+    supervision background tasks that cannot die unnoticed
 """

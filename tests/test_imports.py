@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -68,6 +70,7 @@ def source_files(package: str) -> Iterator[Path]:
     return (path for path in sorted((ROOT / package).rglob("*.py")) if "__pycache__" not in path.parts)
 
 
+@cache
 def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
@@ -104,6 +107,7 @@ def is_type_checking(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
 
 
+@cache
 def all_imports(package: str) -> list[Import]:
     return [
         found
@@ -152,6 +156,18 @@ def test_a_folder_of_cluster_imports_only_from_those_below_it(folder: str) -> No
     ]
     allowed = ", ".join(sorted(WITHIN_CLUSTER[folder])) or "no other folder of it"
     fail_with(offences, f"in cluster/, {folder}/ may import {allowed}:")
+
+
+@pytest.mark.parametrize(
+    "folder", sorted(path.parent.relative_to(ROOT).as_posix() for path in ROOT.glob("*/**/__init__.py"))
+)
+def test_a_package_says_where_everything_in_it_is(folder: str) -> None:
+    """A package of more than two files is found one's way in by its docstring."""
+    there = {path.stem for path in (ROOT / folder).glob("*.py")} - {"__init__"}
+    there |= {path.parent.name for path in (ROOT / folder).glob("*/__init__.py")}
+    said = set(re.findall(r"\w+", ast.get_docstring(parse(ROOT / folder / "__init__.py")) or ""))
+    missing = sorted(there - said)
+    assert len(there) <= 2 or not missing, f"{folder}/__init__.py does not say what these are: {missing}"
 
 
 def test_ray_stands_only_where_it_is_the_subject() -> None:

@@ -4,6 +4,9 @@ processes    everything that one command started, however it detached itself, an
 systems      how each server is started, and when it is ready
 loads        what they are asked
 experiment   every system under every load, in turns
+bystanders   who else used the machine meanwhile
+handovers    where the time of a few handovers went
+resume       going on where a run was interrupted
 outcome      medians, spread, and the floors that they are held to
 show         one table, one picture
 """

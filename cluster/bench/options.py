@@ -103,6 +103,13 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_server(parser)
+    _add_what_is_asked(parser)
+    _add_when_it_is_asked(parser)
+    _add_what_is_shown(parser)
+
+
+def _add_server(parser: argparse.ArgumentParser) -> None:
     server = parser.add_argument_group("server")
     server.add_argument(
         "--url",
@@ -122,6 +129,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--timeout", type=float, default=600.0, metavar="S", help="for one request (%(default)s)"
     )
 
+
+def _add_what_is_asked(parser: argparse.ArgumentParser) -> None:
     asked = parser.add_argument_group("what is asked")
     asked.add_argument(
         "--tokenizer",
@@ -188,6 +197,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seed", type=int, default=0, metavar="N", help="of prompts, lengths and arrivals (%(default)s)"
     )
 
+
+def _add_when_it_is_asked(parser: argparse.ArgumentParser) -> None:
     when = parser.add_argument_group("when it is asked")
     when.add_argument(
         "--concurrency",
@@ -204,6 +215,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="unmeasured requests before, that share nothing with the measured ones (as many as users)",
     )
 
+
+def _add_what_is_shown(parser: argparse.ArgumentParser) -> None:
     shown = parser.add_argument_group("what is shown")
     shown.add_argument(
         "--slo",

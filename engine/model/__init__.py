@@ -1,9 +1,11 @@
 """What turns a scheduler's output into tokens.
 
-loading         from configuration to a runner: source, checkpoint, paths, memory, threads
-runner          the contract; torch_runner keeps it: states, batching, sampling/, ngram
+loading         from configuration to a runner: source, checkpoint, paths, memory, prefault, threads
+runner          the contract; torch_runner keeps it: states, batching, passes, staging, sampling/, ngram
 batch, forward  the seam between the runner, which knows requests, and what computes rows
 native/         the Llama family on CPUs, in C++
 general, probe, attention/, transformers_forward
                 everything else: transformers' models over our paged attention, checked before they serve
+decode_graphs, decode_inputs, cuda
+                decode steps recorded once per shape and replayed
 """

@@ -2,6 +2,7 @@
 
 agent      NIXL's interface and errors, translated into ours
 transport  the agent as a `kvtransfer.protocol.transport.Transport`
+options    `transfer.options` of this connector
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ them; a test drives them with a clock and a network that it made up.
     settings    durations and limits
     identity    who we are; what a request's tokens are known by
     geometry    what our KV cache looks like, and whether a peer's fits it
+    mapping     which bytes of one cache are which bytes of another
+    options     what an operator may say of every connector under this protocol
     statistics  counters
     transport   what must be able to move blocks
     commands    what the scheduler half plans and the worker half carries out

@@ -1,1 +1,11 @@
-"""The OpenAI API: its request types and their checks, sampling, and the answers, streamed or whole."""
+"""The OpenAI API: its request types and their checks, sampling, and the answers, streamed or whole.
+
+fields, chat_request, completion_request   what may be asked
+checking, sampling, grammar, chat_prompt   from JSON to a checked request, and what crosses several fields
+plan           a checked request, tokenized: what is to be generated
+choice, reading    one choice as its tokens come; a generation read to its end
+answer, chat_answer, completion_answer, logprobs, usage
+               what is answered; answer_types: its shapes, for the API's document
+tool_calls, tool_grammar, tool_stream
+               calls found in a text, enforced, and shown while they are written
+"""

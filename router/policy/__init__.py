@@ -1,4 +1,10 @@
-"""Where a request goes: pure functions from a snapshot of the pools to a decision that explains itself."""
+"""Where a request goes: pure functions from a snapshot of the pools to a decision that explains itself.
+
+types         what a policy sees, and what it answers
+choose        the policies by name
+costs         expected waits, from what was measured
+conditional   when a prompt is better read where it will be decoded
+"""
 
 from router.policy.choose import Policy, make_policy
 from router.policy.types import Decision, NodeView, PoolSnapshot, RoutingRequest

@@ -1,1 +1,7 @@
-"""Between text and token ids: tokenizer, chat template, incremental detokenization, stop strings."""
+"""Between text and token ids.
+
+tokenizer       a model's own, from its folder
+chat_template   messages to a prompt
+token_bytes, detokenizer    ids to text, as they come
+stops           stop strings, across tokens
+"""

@@ -7,6 +7,7 @@ import json
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import httpx
@@ -177,6 +178,28 @@ class Running:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
         self._loop.close()
+
+
+@contextmanager
+def bombarded(model_folder: str, end_token: int, **node: Any) -> Iterator[Running]:
+    """A router with one node of each role. Whatever is sent to it in the block, it answers afterwards, and nothing is
+    left behind, and none of its tasks has died."""
+    config = RouterConfig(
+        tokenizer_path=model_folder,
+        model_name="fake",
+        port=0,
+        heartbeat=Heartbeat(ping_interval=0.1, silence=5),
+        local_prefill=LocalPrefill.NEVER,
+    )
+    running = Running(config, LETTERS, end_token)
+    running.add("p0", Role.PREFILL, **node)
+    running.add("d0", Role.DECODE, **node)
+    running.wait_ready()
+    yield running
+    assert running.complete(max_tokens=3).status_code == 200
+    running.wait_for(running.idle, "nothing is left behind")
+    assert running.look(lambda: running.server.services.supervisor.failed) == {}
+    running.close()
 
 
 StartRouter = Callable[..., Running]

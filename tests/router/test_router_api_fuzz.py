@@ -20,10 +20,8 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from router.config import Heartbeat, LocalPrefill, RouterConfig
 from router.http.api_document import make_document
-from tests.router.conftest import LETTERS, Running
-from wire.nodes import Role
+from tests.router.conftest import Running, bombarded
 
 CHECKS = [
     not_a_server_error,
@@ -35,22 +33,8 @@ CHECKS = [
 
 @pytest.fixture(scope="module")
 def router(model_folder: str, end_token: int) -> Iterator[Running]:
-    config = RouterConfig(
-        tokenizer_path=model_folder,
-        model_name="fake",
-        port=0,
-        heartbeat=Heartbeat(ping_interval=0.1, silence=5),
-        local_prefill=LocalPrefill.NEVER,
-    )
-    running = Running(config, LETTERS, end_token)
-    running.add("p0", Role.PREFILL, max_model_len=64)
-    running.add("d0", Role.DECODE, max_model_len=64)
-    running.wait_ready()
-    yield running
-    running.wait_for(running.idle, "nothing is left behind")
-    assert running.complete(max_tokens=3).status_code == 200
-    assert running.look(lambda: running.server.services.supervisor.failed) == {}
-    running.close()
+    with bombarded(model_folder, end_token, max_model_len=64) as running:
+        yield running
 
 
 def operations() -> list[Any]:

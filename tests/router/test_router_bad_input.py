@@ -7,33 +7,16 @@ from typing import Any
 import httpx
 import pytest
 
-from router.config import Heartbeat, LocalPrefill, RouterConfig
 from tests.router.bad_inputs import CHAT, COMPLETIONS, VALID, Bad, all_bad
-from tests.router.conftest import LETTERS, Running
-from wire.nodes import Role
+from tests.router.conftest import Running, bombarded
 
 BAD = list(all_bad())
 
 
 @pytest.fixture(scope="module")
 def router(model_folder: str, end_token: int) -> Iterator[Running]:
-    config = RouterConfig(
-        tokenizer_path=model_folder,
-        model_name="fake",
-        port=0,
-        heartbeat=Heartbeat(ping_interval=0.05, silence=0.4),
-        local_prefill=LocalPrefill.NEVER,
-    )
-    running = Running(config, LETTERS, end_token)
-    running.add("p0", Role.PREFILL)
-    running.add("d0", Role.DECODE)
-    running.wait_ready()
-    yield running
-    # After all of it the server still answers, and nothing is left behind.
-    assert running.complete(max_tokens=3).status_code == 200
-    running.wait_for(running.idle, "nothing is left behind")
-    assert running.look(lambda: running.server.services.supervisor.failed) == {}
-    running.close()
+    with bombarded(model_folder, end_token) as running:
+        yield running
 
 
 def error_of(answer: httpx.Response) -> dict[str, Any]:

@@ -11,13 +11,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from router.config import Heartbeat, LocalPrefill, RouterConfig
 from router.openai.answer_types import ChatCompletion, Completion, ErrorBody
 from router.openai.chat_request import ChatRequest
 from router.openai.completion_request import CompletionRequest
 from tests.router.bad_inputs import CHAT, COMPLETIONS, VALID
-from tests.router.conftest import LETTERS, Running
-from wire.nodes import Role
+from tests.router.conftest import Running, bombarded
 
 ANSWERS: dict[str, Any] = {COMPLETIONS: Completion, CHAT: ChatCompletion}
 FIELDS = {COMPLETIONS: CompletionRequest.__struct_fields__, CHAT: ChatRequest.__struct_fields__}
@@ -44,21 +42,8 @@ ANYTHING = st.recursive(
 
 @pytest.fixture(scope="module")
 def router(model_folder: str, end_token: int) -> Iterator[Running]:
-    config = RouterConfig(
-        tokenizer_path=model_folder,
-        model_name="fake",
-        port=0,
-        heartbeat=Heartbeat(ping_interval=0.1, silence=2),
-        local_prefill=LocalPrefill.NEVER,
-    )
-    running = Running(config, LETTERS, end_token)
-    running.add("p0", Role.PREFILL, max_model_len=64)
-    running.add("d0", Role.DECODE, max_model_len=64)
-    running.wait_ready()
-    yield running
-    running.wait_for(running.idle, "nothing is left behind")
-    assert running.complete(max_tokens=3).status_code == 200
-    running.close()
+    with bombarded(model_folder, end_token, max_model_len=64) as running:
+        yield running
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])

@@ -1,1 +1,8 @@
-"""Attention over the paged KV cache, reached from any transformers model through its attention interface."""
+"""Attention over the paged KV cache, reached from any transformers model through its attention interface.
+
+interface            how a model's layers come here
+layers               what one layer does, and where its KV lies
+steps                attention as the forward pass sees it, whichever of these computes it:
+gathered, kernel     blocks copied together, then torch
+flashinfer, pages    kernels that read the cache where it lies
+"""

@@ -1,0 +1,89 @@
+"""What the documents tell a reader to open or to type is there."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster.cli import make_parser
+
+ROOT = Path(__file__).parent.parent
+PAGES = {
+    page.name: page.read_text(encoding="utf-8") for page in (ROOT / "README.md", *ROOT.glob("docs/*.md"))
+}
+# Where a path begins: at the root, or in the package that a section is about.
+BEGINNINGS = (ROOT, ROOT / "cluster", ROOT / "engine")
+_PATH = re.compile(r"[A-Za-z][\w.*/-]*/(?:[\w.*-]+\.(?:py|yaml|md))?")
+_CODE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+
+
+def inline(page: str) -> Iterator[str]:
+    """What stands between backticks, also where a line ends in it."""
+    for found in re.findall(r"`([^`]+)`", _CODE.sub("", page)):
+        yield " ".join(found.split())
+
+
+def typed(page: str) -> Iterator[str]:
+    """The lines of the blocks that show commands: those of no other language."""
+    for block in _CODE.findall(page):
+        language, _, lines = block.removeprefix("```").removesuffix("```").partition("\n")
+        if language in ("", "sh"):
+            yield from lines.splitlines()
+
+
+def page_of(target: str, near: str) -> Path:
+    return (ROOT / target) if near == "README.md" else (ROOT / "docs" / target)
+
+
+def anchors(text: str) -> set[str]:
+    return {
+        re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+        for title in re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    }
+
+
+@pytest.mark.parametrize("name", sorted(PAGES))
+def test_links_lead_somewhere(name: str) -> None:
+    for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", _CODE.sub("", PAGES[name])):
+        target, _, anchor = link.partition("#")
+        file = page_of(target or name.removeprefix("docs/"), name)
+        assert file.exists(), link
+        assert not anchor or anchor in anchors(file.read_text(encoding="utf-8")), link
+
+
+@pytest.mark.parametrize("name", sorted(PAGES))
+def test_the_files_that_are_named_exist(name: str) -> None:
+    for path in filter(_PATH.fullmatch, inline(PAGES[name])):
+        assert any(next(folder.glob(path.rstrip("/")), None) for folder in BEGINNINGS), path
+
+
+@pytest.mark.parametrize("name", sorted(PAGES))
+def test_the_commands_are_ones_that_there_are(name: str) -> None:
+    """A line of a block is taken as it stands; between backticks a command may stand without its arguments."""
+    for line in typed(PAGES[name]):
+        if line.startswith("tandem "):
+            make_parser().parse_args(shlex.split(line, comments=True)[1:])
+    helps = make_parser().format_help()
+    for command in inline(PAGES[name]):
+        if found := re.match(r"tandem ([a-z]+)", command):
+            assert re.search(rf"^    {found[1]} ", helps, re.MULTILINE), command
+
+
+@pytest.mark.parametrize("name", sorted(PAGES))
+def test_what_is_made_can_be_made(name: str) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    commands = [*inline(PAGES[name]), *typed(PAGES[name])]
+    assert {found[1] for command in commands if (found := re.match(r"make ([a-z-]+)", command))} <= targets
+
+
+@pytest.mark.parametrize("name", sorted(PAGES))
+def test_the_benchmarks_take_the_flags_that_are_shown(name: str) -> None:
+    for command in [*inline(PAGES[name]), *typed(PAGES[name])]:
+        if found := re.match(r"(?:python -m )?benchmarks\.(\w+)(.*)", command):
+            source = (ROOT / "benchmarks" / f"{found[1]}.py").read_text(encoding="utf-8")
+            for flag in re.findall(r"--[a-z-]+", found[2]):
+                assert f'"{flag}"' in source, command
