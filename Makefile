@@ -1,6 +1,8 @@
 # make serve    a model on this machine: one prefill node, one decode node, an OpenAI-compatible API on port 8000
 # make test     units, then real Ray, NIXL, HTTP and SmolLM2
-# make test-faults   nodes killed and frozen in the middle of requests (about 10 minutes); KILLS=30 in each phase
+# make test-faults   nodes killed and frozen in the middle of requests (about 10 minutes; KILLS=15 kills thirty in each
+#                    phase, half greedy, half seeded). Then every fault of a KV transfer, 100 times for each connector and
+#                    direction (about 15 minutes)
 # make test-hosts    `ray up` on several hosts made of network namespaces; needs root (about 15 minutes)
 # make bench    every part measured, short, in one table beside the floors (about ten minutes; alone on the machine)
 # make soak     half an hour of everything that clients do, on two prefill and two decode nodes; MINUTES=3 KILL_EVERY=120
@@ -44,7 +46,8 @@ test: install
 test-faults: install
 	@$(BIN)/tandem models fetch > /dev/null
 	TANDEM_KILLS=$(or $(KILLS),1) $(BIN)/python -m pytest -v -s tests/faults
-	TANDEM_FAULT_ROUNDS=100 TANDEM_PEER_ROUNDS=25 TANDEM_FRAMES=100000 $(BIN)/python -m pytest -q --timeout 3600 \
+	TANDEM_FAULT_ROUNDS=100 TANDEM_PEER_ROUNDS=100 TANDEM_FRAMES=100000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q \
+		-n 6 --dist worksteal --timeout 3600 \
 		tests/kvtransfer/test_faults.py tests/kvtransfer/test_peer_faults.py tests/kvtransfer/test_random_frames.py
 
 test-hosts: install

@@ -4,11 +4,13 @@
                                   [--connector NAME] [--raw-script PATH]
 
 Two processes, each one side of a transfer, no model: blocks shaped like SmolLM2-135M's (30 layers, 3 KV heads of 64, 16
-tokens, bf16: 360 KiB). `raw` is the NIXL agent that the connector uses, without protocol: one operation for the same
-blocks. Times between processes are CLOCK_MONOTONIC, which all processes of a machine share.
+tokens, bf16: 360 KiB). `raw` is the NIXL agent that the connector uses, without protocol, in the same two processes: one
+operation for the same blocks of the same memory. Times between processes are CLOCK_MONOTONIC, which all processes of a
+machine share.
 
     throughput   GB/s from "the prompt is computed" to "the consumer's scheduler knows", for 16 to 16,384 tokens and 1 to
-                 16 requests at once; best of several, raw and ours in turn
+                 16 requests at once; best of several, raw and ours in turn. The largest batch is 5.6 GiB on either side:
+                 what does not fit into the memory that is free is left out, and said
     handover     512 tokens computed in one forward pass: from its end to the consumer's scheduler
     overlap      2,048 tokens in chunks: bytes that had arrived before the last chunk was computed; a chunk goes layer by layer
     cpu          CPU seconds per GB, which mean the same on a machine that has other things to do
@@ -29,6 +31,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -41,27 +44,56 @@ FLOOR_HANDOVER_MS = 10.0
 FLOOR_HANDOVER_TO_RAW = 2.0
 FLOOR_OVERLAP = 0.8
 
+# (tokens of each request, requests at once)
+QUICK_CASES = [(tokens, 1) for tokens in (16, 64, 256, 512, 1024, 4096)]
+QUICK_CASES += [(512, 4), (512, 16), (1024, 4), (1024, 16)]
+CASES = [*QUICK_CASES, (4096, 4), (4096, 16), (16_384, 1), (16_384, 4), (16_384, 16)]
+
+
+def _blocks(tokens: int, requests: int) -> int:
+    return tokens // BLOCK_SIZE * requests
+
+
+def _blocks_of_one_node(device: str) -> int:
+    """Of two, which leave two fifths of what is free to everybody else."""
+    if device == "cpu":
+        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        free = int(lines["MemAvailable"].split()[0]) * 1024
+    else:
+        free = torch.cuda.mem_get_info(device)[0]
+    return int(0.3 * free) // BLOCK_BYTES
+
 
 class Benchmark:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.repeats = 3 if options.quick else 7
-        self.largest = 4096 if options.quick else 16_384
-        blocks = 1 + 16 * 64 if options.quick else 1 + max(self.largest // BLOCK_SIZE, 16 * 64)
+        wanted = QUICK_CASES if options.quick else CASES
+        room = _blocks_of_one_node(options.device)
+        self.cases = [case for case in wanted if _blocks(*case) <= room]
+        self.left_out = [case for case in wanted if _blocks(*case) > room]
+        blocks = 1 + max(_blocks(*case) for case in self.cases)
         config = TransferConfig(connector=options.connector, direction=options.direction)
-        self.producer = Remote("node", "p", 1, blocks, config, options.device)
-        self.consumer = Remote("node", "c", 2, blocks, config, options.device)
-        self.raw = [Remote("raw", name, blocks, options.device) for name in ("raw-p", "raw-c")]
+        self.producer = Remote("p", 1, blocks, config, options.device)
+        self.consumer = Remote("c", 2, blocks, config, options.device)
         self.addresses = {
             "p": PeerAddress("p", 1, self.producer.call("endpoint")),
             "c": PeerAddress("c", 2, self.consumer.call("endpoint")),
         }
-        # The consumer reads and the producer writes: whoever moves connects to the other.
-        self.mover, other = self.raw if options.direction == "push" else self.raw[::-1]
-        self.mover.call("connect", other.call("describe"))
+        # The consumer reads and the producer writes.
+        self.mover, self.moved = self.producer, self.consumer
+        if options.direction == "pull":
+            self.mover, self.moved = self.moved, self.mover
         self._names = (f"r{number}" for number in range(1_000_000))
         self.transfer(16, 1)
-        self.mover.call("move", options.direction, 1)
+
+    def open_raw(self) -> None:
+        self.mover.call("open_raw")
+        self.mover.call("connect_raw", self.moved.call("open_raw"))
+        self.move_raw(1)
+
+    def move_raw(self, blocks: int) -> float:
+        return float(self.mover.call("move_raw", self.options.direction, blocks))
 
     def transfer(self, tokens: int, at_once: int, chunks: int = 1, compute_s: float = 0.0) -> float:
         names = [next(self._names) for _ in range(at_once)]
@@ -73,17 +105,11 @@ class Benchmark:
         return float(arrived_at - computed_at)
 
     def throughput(self) -> list[dict[str, Any]]:
-        cases = [(tokens, 1) for tokens in (16, 64, 256, 512, 1024, 4096, 16_384) if tokens <= self.largest]
-        cases += [(512, 4), (512, 16), (1024, 4), (1024, 16)]
-        cases += [] if self.options.quick else [(4096, 4)]
         rows = []
-        for tokens, at_once in cases:
-            blocks = tokens // BLOCK_SIZE * at_once
+        for tokens, at_once in self.cases:
+            blocks = _blocks(tokens, at_once)
             # Alternating, so that what else happens on the machine hits both.
-            pairs = [
-                (self.mover.call("move", self.options.direction, blocks), self.transfer(tokens, at_once))
-                for _ in range(self.repeats)
-            ]
+            pairs = [(self.move_raw(blocks), self.transfer(tokens, at_once)) for _ in range(self.repeats)]
             raw_s, ours_s = (min(seconds) for seconds in zip(*pairs, strict=True))
             size = blocks * BLOCK_BYTES
             rows.append(
@@ -103,7 +129,7 @@ class Benchmark:
     def handover(self) -> dict[str, float]:
         samples, raw = [], []
         for _ in range(5 * self.repeats):
-            raw.append(self.mover.call("move", self.options.direction, 512 // BLOCK_SIZE))
+            raw.append(self.move_raw(_blocks(512, 1)))
             samples.append(self.transfer(512, 1))
         return {
             "raw_ms_p50": round(1e3 * statistics.median(raw), 2),
@@ -125,16 +151,17 @@ class Benchmark:
         }
 
     def cpu(self) -> dict[str, float]:
-        processes = {"producer": self.producer, "consumer": self.consumer, "raw": self.mover}
-        before = {name: process.call("cpu_seconds") for name, process in processes.items()}
+        spent = dict.fromkeys(("producer", "consumer", "raw"), 0.0)
         for _ in range(self.repeats):
+            before = [node.call("cpu_seconds") for node in (self.producer, self.consumer, self.mover)]
             self.transfer(2048, 1)
-            self.mover.call("move", self.options.direction, 2048 // BLOCK_SIZE)
-        gigabytes = self.repeats * 2048 // BLOCK_SIZE * BLOCK_BYTES / 1e9
-        return {
-            f"{name}_s_per_gb": round((process.call("cpu_seconds") - before[name]) / gigabytes, 3)
-            for name, process in processes.items()
-        }
+            between = [node.call("cpu_seconds") for node in (self.producer, self.consumer, self.mover)]
+            self.move_raw(_blocks(2048, 1))
+            spent["producer"] += between[0] - before[0]
+            spent["consumer"] += between[1] - before[1]
+            spent["raw"] += self.mover.call("cpu_seconds") - between[2]
+        gigabytes = self.repeats * _blocks(2048, 1) * BLOCK_BYTES / 1e9
+        return {f"{name}_s_per_gb": round(seconds / gigabytes, 3) for name, seconds in spent.items()}
 
     def step_cost(self) -> dict[str, float]:
         cost = {}
@@ -158,14 +185,17 @@ class Benchmark:
         }
 
     def run(self) -> dict[str, Any]:
+        idle = self.idle()
+        self.open_raw()
         results: dict[str, Any] = {
             "connector": self.options.connector,
             "direction": self.options.direction,
             "device": self.options.device,
             "block_bytes": BLOCK_BYTES,
-            "idle": self.idle(),
+            "idle": idle,
             "handover_512": self.handover(),
             "throughput": self.throughput(),
+            "left_out": self.left_out,
             "overlap_2048": [self.overlap(chunk) for chunk in (256, 512, 2048)],
             "cpu": self.cpu(),
             "step": self.step_cost(),
@@ -177,7 +207,7 @@ class Benchmark:
         return results
 
     def close(self) -> None:
-        for node in (self.producer, self.consumer, *self.raw):
+        for node in (self.producer, self.consumer):
             node.close()
 
 
@@ -188,6 +218,8 @@ def show(console: Console, results: dict[str, Any]) -> None:
     for row in results["throughput"]:
         table.add_row(*(str(value) for value in row.values()))
     console.print(table)
+    for tokens, requests in results["left_out"]:
+        console.print(f"left out: {requests} × {tokens} tokens do not fit into the memory that is free")
     for name in ("handover_512", "cpu", "idle", "step"):
         console.print(f"{name}: " + ", ".join(f"{key} {value}" for key, value in results[name].items()))
     for row in results["overlap_2048"]:

@@ -1,4 +1,4 @@
-"""The processes of `benchmarks.transfer`: nodes without a model, and the transport alone."""
+"""The processes of `benchmarks.transfer`: nodes without a model, each with the transport alone beside."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from kvtransfer.nixl.options import NixlOptions
 from kvtransfer.nixl.transport import NixlTransport
 from kvtransfer.protocol.transport import Move, Operation
 from kvtransfer.registry import find_connector
+from wire.handoff import CacheMemory
 from wire.nodes import PeerAddress
 from wire.requests import KVTransferParams, TransferRole
 
@@ -60,7 +61,9 @@ class Node:
     def __init__(
         self, node_id: str, epoch: int, num_blocks: int, config: TransferConfig, device: str
     ) -> None:
-        self.cache = torch.zeros(
+        self.node_id = node_id
+        self.raw: RawMover | None = None
+        self.cache = torch.empty(
             num_blocks, LAYERS, 2, KV_HEADS, BLOCK_SIZE, HEAD_DIM, dtype=torch.bfloat16, device=device
         )
         self.cache.fill_(1.0)  # touched: a page that was never written is mapped during the first transfer
@@ -165,41 +168,49 @@ class Node:
         stats = self.mover.stats()
         return stats.bytes_overlapped, stats.bytes_sent
 
+    def open_raw(self) -> CacheMemory:
+        self.raw = RawMover(f"raw-{self.node_id}", self.cache)
+        return self.raw.memory
+
+    def connect_raw(self, memory: CacheMemory) -> None:
+        self._raw().connect(memory)
+
+    def move_raw(self, direction: str, blocks: int) -> float:
+        return self._raw().move(direction, blocks)
+
+    def _raw(self) -> RawMover:
+        if self.raw is None:
+            raise RuntimeError("open_raw comes first")
+        return self.raw
+
     def close(self) -> None:
+        if self.raw is not None:
+            self.raw.close()
         self.mover.shutdown()
 
 
-class RawNode:
-    """The transport alone: the NIXL agent that the connector uses, without protocol, threads or side channel."""
+class RawMover:
+    """The transport alone: the NIXL agent that the connector uses, without protocol, threads or side channel, for the
+    same memory."""
 
-    def __init__(self, node_id: str, num_blocks: int, device: str) -> None:
-        self.cache = torch.zeros(
-            num_blocks, LAYERS, 2, KV_HEADS, BLOCK_SIZE, HEAD_DIM, dtype=torch.bfloat16, device=device
-        )
-        self.cache.fill_(1.0)
-        self.transport = NixlTransport(NixlAgent(node_id, NixlOptions()))
-        self.memory = self.transport.register(KVCacheMemory(self.cache, "benchmark", LAYERS, 1))
+    def __init__(self, node_id: str, cache: torch.Tensor) -> None:
+        self._transport = NixlTransport(NixlAgent(node_id, NixlOptions()))
+        self.memory = self._transport.register(KVCacheMemory(cache, "benchmark", LAYERS, 1))
 
-    def describe(self) -> Any:
-        return self.memory
-
-    def connect(self, memory: Any) -> None:
-        self.remote = self.transport.connect(memory)
+    def connect(self, memory: CacheMemory) -> None:
+        self._remote = self._transport.connect(memory)
 
     def move(self, direction: str, blocks: int) -> float:
         ids = np.arange(1, blocks + 1)
         began = time.perf_counter()
         operation = Operation.WRITE if direction == "push" else Operation.READ
-        handle = self.transport.post(self.remote, Move(operation, "raw", BLOCK_BYTES, ids, ids))
-        while not self.transport.is_done(handle):
+        handle = self._transport.post(self._remote, Move(operation, "raw", BLOCK_BYTES, ids, ids))
+        while not self._transport.is_done(handle):
             pass
         return time.perf_counter() - began
 
-    def cpu_seconds(self) -> float:
-        return time.process_time()
-
     def close(self) -> None:
-        self.transport.close()
+        self._transport.close()
 
 
 def _compute(seconds: float) -> None:
@@ -211,9 +222,9 @@ def _compute(seconds: float) -> None:
         torch.mm(matrix, matrix)
 
 
-def _serve(calls: Connection, kind: str, args: tuple[Any, ...]) -> None:
+def _serve(calls: Connection, args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
-    node: Any = {"node": Node, "raw": RawNode}[kind](*args)
+    node: Any = Node(*args)
     while True:
         name, arguments = calls.recv()
         calls.send(getattr(node, name)(*arguments))
@@ -222,10 +233,12 @@ def _serve(calls: Connection, kind: str, args: tuple[Any, ...]) -> None:
 
 
 class Remote:
-    def __init__(self, kind: str, *args: Any) -> None:
+    """A Node in a process of its own."""
+
+    def __init__(self, *args: Any) -> None:
         context = multiprocessing.get_context("spawn")
         self._calls, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, kind, args), daemon=True)
+        self._process = context.Process(target=_serve, args=(theirs, args), daemon=True)
         self._process.start()
 
     def begin(self, name: str, *args: Any) -> None:

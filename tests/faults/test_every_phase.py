@@ -1,9 +1,9 @@
 """A node is killed in every phase of a request's life, many times over: nothing is lost and nothing is wrong.
 
-`TANDEM_KILLS=30` makes it thirty of each phase and sampling; without it there is one. What is killed has a healthy peer, and
-the next fault comes when the pools are whole again. What the answers must be is asked before the first kill, while the pools
-are whole; a salt of its own keeps each trial from what the caches know. Recovery, from the kill to the next token, is printed
-at the end.
+`TANDEM_KILLS=15` makes it thirty in each phase, half of them greedy, half seeded; without it there is one of each. What is
+killed has a healthy peer, and the next fault comes when the pools are whole again. What the answers must be is asked before
+a kill, while the pools are whole; a salt of its own keeps each trial from what the caches know. Recovery, from the kill to
+the next token, is printed at the end.
 """
 
 from __future__ import annotations

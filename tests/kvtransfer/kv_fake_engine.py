@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -145,6 +146,9 @@ class FakeEngine:
 
     def num_free(self) -> int:
         return len(self.free)
+
+    def num_descriptors(self) -> int:
+        return len(os.listdir("/proc/self/fd"))
 
     def stats(self) -> TransferStats:
         return self.mover.stats()

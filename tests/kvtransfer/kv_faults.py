@@ -54,6 +54,7 @@ class FaultyTransport(Transport):
         self._stuck: dict[HandleId, float] = {}
         self._doomed: set[HandleId] = set()
         self.live: set[HandleId] = set()
+        self.disconnects = 0
 
     def register(self, memory: KVCacheMemory) -> CacheMemory:
         return self._inner.register(memory)
@@ -64,6 +65,7 @@ class FaultyTransport(Transport):
         return self._inner.connect(memory)
 
     def disconnect(self, remote: RemoteId) -> None:
+        self.disconnects += 1
         self._inner.disconnect(remote)
 
     def post(self, remote: RemoteId, move: Move) -> HandleId:

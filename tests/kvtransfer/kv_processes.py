@@ -22,6 +22,9 @@ _context.set_forkserver_preload(["torch", "nixl._bindings", "kvtransfer.nixl", "
 def _serve(calls: Connection, connector: str, node_id: str, epoch: int, config: dict[str, Any]) -> None:
     import torch
     from kv_fake_engine import BLOCK_SIZE, FakeEngine
+    from kv_pulse import Pulse
+
+    pulse = Pulse()
 
     torch.set_num_threads(1)
     dtype = getattr(torch, config.pop("dtype", "float32"))
@@ -47,7 +50,8 @@ def _serve(calls: Connection, connector: str, node_id: str, epoch: int, config: 
         except EOFError:
             name, args, kwargs = "close", (), {}
         try:
-            result, error = getattr(engine, name)(*args, **kwargs), None
+            asked = pulse if name == "lost_s" else engine
+            result, error = getattr(asked, name)(*args, **kwargs), None
         except BaseException:
             result, error = None, traceback.format_exc()
         calls.send((result, error))

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from kv_fake_engine import FakeEngine, consume, first_token_of, produce
 from kv_faults import Faults, inject
+from kv_pulse import Pulse
 
 from kvtransfer.base import Handoff, TransferConfig
 from wire.nodes import PeerAddress
@@ -25,6 +26,7 @@ pytestmark = pytest.mark.slow
 ROUNDS = int(os.environ.get("TANDEM_FAULT_ROUNDS", "2"))
 AT_ONCE = 3
 LEASE_S = 1.0
+PATIENCE_S = 30.0  # far beyond every deadline of the protocol: the machine may be busy
 
 FAULTS: dict[str, dict[str, float]] = {
     "none": {},
@@ -60,20 +62,24 @@ class Pair:
         )
         self.producer = FakeEngine(connector, "p", 1, config, num_blocks=64)
         self.consumer = FakeEngine(connector, "c", 2, config, num_blocks=64)
+        self.pulse = Pulse()
+        self._engines = (self.producer, self.consumer)
         self._count = 0
-        assert set(self.run(0, aborts=0.0)) == {"loaded"}
-        self.settle()
+        self.expect_served()
         self._resources = self._count_resources()
 
     def _count_resources(self) -> tuple[int, int]:
-        # UCX keeps two descriptors of every connection that was given up until its agent ends.
-        files = len(os.listdir("/proc/self/fd")) if self._transport == "nccl" else 0
+        files = len(os.listdir("/proc/self/fd"))
+        if self._transport == "nixl":
+            # Of a connection that was given up while both nodes live UCX keeps a socket on either side, and both
+            # sides are this process.
+            files -= 2 * sum(self._faulty(engine).faulty_transport.disconnects for engine in self._engines)
         return threading.active_count(), files
 
     def expect_nothing_leaked(self) -> None:
         """What a connection that broke still holds goes with its threads, which end soon."""
         threads, files = self._resources
-        until = time.monotonic() + 5
+        until = time.monotonic() + PATIENCE_S
         while any(
             now > before for now, before in zip(self._count_resources(), (threads, files + 2), strict=True)
         ):
@@ -81,11 +87,12 @@ class Pair:
             time.sleep(0.01)
 
     def close(self) -> None:
+        self.pulse.stop()
         self.producer.close()
         self.consumer.close()
 
     def inject(self, faults: dict[str, float], seed: int) -> None:
-        for number, engine in enumerate((self.producer, self.consumer)):
+        for number, engine in enumerate(self._engines):
             inject(engine.mover, Faults(seed=seed * 2 + number, **faults))
 
     def run(self, seed: int, *, aborts: float) -> list[str]:
@@ -111,7 +118,7 @@ class Pair:
             for engine in (self.producer, self.consumer)
             if chance.random() < aborts
         ]
-        until = time.monotonic() + 10
+        until = time.monotonic() + PATIENCE_S
         while time.monotonic() < until:
             if doomed and chance.random() < 0.3:
                 engine, name = doomed.pop()
@@ -131,6 +138,20 @@ class Pair:
             self.producer.finish(name)
         return ends
 
+    def expect_all_loaded(self, seed: int) -> list[str]:
+        """Unless the machine lets this process stand still for a good part of a lease."""
+        lost_s = self.pulse.lost_s()
+        ends = self.run(seed, aborts=0.0)
+        assert set(ends) == {"loaded"} or self.pulse.lost_s() - lost_s > LEASE_S / 4, ends
+        return ends
+
+    def expect_served(self) -> None:
+        """Whoever comes next."""
+        until = time.monotonic() + PATIENCE_S
+        while set(self.expect_all_loaded(0)) != {"loaded"}:
+            assert time.monotonic() < until
+        self.settle()
+
     def _step(self, chance: random.Random) -> None:
         chance.choice((self.producer, self.consumer)).step()
         time.sleep(chance.uniform(0.0, 0.002))
@@ -138,14 +159,16 @@ class Pair:
     def settle(self) -> None:
         """Without faults: everything that is still held comes back within the lease and a little."""
         self.inject({}, 0)
-        for engine in (self.producer, self.consumer):
-            faulty: Any = engine.mover
-            faulty.faulty_send.join()
-        for engine in (self.producer, self.consumer):
+        for engine in self._engines:
+            self._faulty(engine).faulty_send.join()
+        for engine in self._engines:
             engine.run_until_free(63, timeout_s=LEASE_S + 2)
-            faulty = engine.mover
-            assert not faulty.faulty_transport.live
+            assert not self._faulty(engine).faulty_transport.live
             assert engine.stats().in_progress == 0
+
+    @staticmethod
+    def _faulty(engine: FakeEngine) -> Any:
+        return engine.mover
 
 
 @pytest.fixture(
@@ -163,15 +186,12 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
 @pytest.mark.parametrize("aborts", [0.0, 0.3], ids=["", "with aborts"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_every_request_ends_once_and_right_or_with_a_reason(pair: Pair, fault: str, aborts: float) -> None:
+    is_harmless = fault in ("none", "moves are stuck for a while", "messages are doubled")
     ends: list[str] = []
     for seed in range(ROUNDS):
         pair.inject(FAULTS[fault], seed)
-        ends += pair.run(seed, aborts=aborts)
+        ends += pair.expect_all_loaded(seed) if is_harmless and not aborts else pair.run(seed, aborts=aborts)
+    assert "loaded" in ends
     pair.settle()
-    if fault in ("none", "moves are stuck for a while", "messages are doubled") and not aborts:
-        assert set(ends) == {"loaded"}
-    else:
-        assert "loaded" in ends
-    assert set(pair.run(0, aborts=0.0)) == {"loaded"}
-    pair.settle()
+    pair.expect_served()
     pair.expect_nothing_leaked()
