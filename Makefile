@@ -1,5 +1,5 @@
 # make serve    a model on this machine: one prefill node, one decode node, an OpenAI-compatible API on port 8000
-# make test     every test: units, then real Ray, NIXL, HTTP and SmolLM2
+# make test     units, then real Ray, NIXL, HTTP and SmolLM2
 # make test-faults   nodes killed and frozen in the middle of requests (about 10 minutes); KILLS=30 in each phase
 # make test-hosts    `ray up` on several hosts made of network namespaces; needs root (about 15 minutes)
 # make bench    every part measured, short, in one table beside the floors (about ten minutes; alone on the machine)

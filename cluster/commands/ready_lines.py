@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
 
 from rich.markup import escape
 
@@ -17,17 +23,27 @@ def ready_lines(
 ) -> list[str]:
     url, name = account.url, account.model
     pools = ", ".join(counted(pool.ready, f"{pool.role.value} node") for pool in view.pools if pool.wanted)
-    end = ["look:    tandem status", "stop:    tandem down"] if detached else ["stop:    Ctrl-C"]
+    tandem = escape(own_command())
+    end = [f"look:    {tandem} status", f"stop:    {tandem} down"] if detached else ["stop:    Ctrl-C"]
     return [
         "",
         f"[bold green]ready[/] after {seconds:.1f} s: {escape(name)} on {pools}",
         f"API:     {url}/v1",
         f"try it:  {escape(curl_line(url, name, with_key=bool(config.router.api_keys)))}",
-        f"or:      tandem chat --url {url}",
+        f"or:      {tandem} chat --url {url}",
         f"logs:    {logs}",
         *end,
         "",
     ]
+
+
+def own_command(environ: Mapping[str, str] = os.environ) -> str:
+    """What to type for `tandem`: where no shell finds it (an environment that is not activated), its path."""
+    script = Path(sys.prefix) / "bin" / "tandem"
+    if shutil.which("tandem", path=environ.get("PATH")) or not script.exists():
+        return "tandem"
+    here = Path.cwd()
+    return shlex.quote(str(script.relative_to(here) if script.is_relative_to(here) else script))
 
 
 def curl_line(url: str, model: str, *, with_key: bool) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cluster.cli import main, make_parser, read_settings
-from cluster.commands.ready_lines import curl_line
+from cluster.commands.ready_lines import curl_line, own_command
 
 HEAVY = ["ray", "torch", "transformers", "httpx", "rich", "yaml", "msgspec"]
 
@@ -111,6 +111,20 @@ def test_config_prints_the_whole_configuration(capsys: pytest.CaptureFixture[str
 def test_a_server_that_is_not_there_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert "does not answer" in fail(capsys, "status", "--url", "http://127.0.0.1:1")
     assert "does not answer" in fail(capsys, "chat", "--url", "http://127.0.0.1:1")
+
+
+def test_the_command_is_named_as_this_shell_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / ".venv" / "bin" / "tandem"
+    script.parent.mkdir(parents=True)
+    script.touch(mode=0o755)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    assert own_command({"PATH": str(script.parent)}) == "tandem"
+    assert own_command({"PATH": "/nowhere"}) == str(script)
+    monkeypatch.chdir(tmp_path)
+    assert own_command({"PATH": "/nowhere"}) == ".venv/bin/tandem"
 
 
 def test_the_curl_line_is_one_that_a_shell_understands() -> None:
