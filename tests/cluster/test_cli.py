@@ -118,7 +118,9 @@ def test_the_command_is_named_as_this_shell_finds_it(tmp_path: Path, monkeypatch
     script.parent.mkdir(parents=True)
     script.touch(mode=0o755)
     monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
-    monkeypatch.chdir("/")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
     assert own_command({"PATH": str(script.parent)}) == "tandem"
     assert own_command({"PATH": "/nowhere"}) == str(script)
     monkeypatch.chdir(tmp_path)
