@@ -109,7 +109,7 @@ class FakeEngine:
         self.layerwise_steps = 0
         self.free = list(range(1, num_blocks))
         self.requests: dict[str, FakeRequest] = {}
-        self.reported: list[tuple[str, str]] = []
+        self.reported: set[tuple[str, str]] = set()
         self._woken = threading.Event()
         self._preempt_next: set[str] = set()
         self.planner, self.mover = find_connector(connector)(
@@ -219,6 +219,14 @@ class FakeEngine:
         else:
             self._release(request)
 
+    def forget_freed(self) -> None:
+        """A step looks at every request that there ever was."""
+        self.requests = {
+            request_id: request
+            for request_id, request in self.requests.items()
+            if request.state is not State.FREED
+        }
+
     def preempt(self, request_id: str) -> None:
         """Take a running request's blocks and scribble over them, as whoever gets them would."""
         request = self.requests[request_id]
@@ -318,7 +326,7 @@ class FakeEngine:
 
     def _report(self, request_id: str, kind: str) -> None:
         assert (request_id, kind) not in self.reported, f"{request_id} was reported twice"
-        self.reported.append((request_id, kind))
+        self.reported.add((request_id, kind))
 
     def _take(self, count: int) -> list[int]:
         taken, self.free = self.free[:count], self.free[count:]

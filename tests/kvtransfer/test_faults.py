@@ -165,6 +165,7 @@ class Pair:
             engine.run_until_free(63, timeout_s=LEASE_S + 2)
             assert not self._faulty(engine).faulty_transport.live
             assert engine.stats().in_progress == 0
+            engine.forget_freed()
 
     @staticmethod
     def _faulty(engine: FakeEngine) -> Any:

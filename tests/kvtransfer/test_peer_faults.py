@@ -144,5 +144,7 @@ def test_a_peer_that(nodes: Nodes, victim: str, fault: str) -> None:
         elif fault == "dies":
             nodes.running[victim] = nodes.start(victim)
         nodes.expect_served(chance)
-    # What the survivor held of those that ended is gone, whatever it held of them.
-    assert max(descriptors) <= descriptors[0] + SLACK, descriptors
+    # What the survivor held of those that ended is gone. Of one that lives on, UCX keeps a socket for each time that it was
+    # given up.
+    kept = ROUNDS if fault == "stops answering" and nodes.connector == "nixl" else 0
+    assert max(descriptors) <= descriptors[0] + SLACK + kept, descriptors
