@@ -15,7 +15,10 @@ ANSWER_S = 5.0
 
 
 def key_from_environment(environ: Mapping[str, str] = os.environ) -> str | None:
-    return environ.get(KEY) or None
+    key = environ.get(KEY) or None
+    if key is not None and not (key.isascii() and key.isprintable()):
+        raise ConfigurationError(f"{KEY} has characters that no key has: set it again")
+    return key
 
 
 class ApiClient:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import logging
 import os
 import sys
@@ -34,6 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from wire.errors import TandemError
 
     options = make_parser().parse_args(arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that lacks a character is no reason to end
     logging.basicConfig(
         level=logging.DEBUG if options.verbose else logging.ERROR,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
@@ -154,7 +158,9 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
 
 def _add_server(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--url", default=DEFAULT_URL, help=f"where the router listens (default {DEFAULT_URL})"
+        "--url",
+        default=DEFAULT_URL,
+        help=f"where the router listens (default {DEFAULT_URL})",
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,10 +27,17 @@ def write_json(value: object, file: Path) -> None:
         raise ConfigurationError(f"{file} cannot be written: {error}") from error
 
 
+def check_file(file: Path) -> None:
+    """Refuses what cannot be written, before the work that it is to hold."""
+    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise ConfigurationError(f"{file} cannot be written: name another file")
+
+
 def check_picture(file: Path, option: str) -> None:
     """Refuses what `save_picture` would refuse, before the work that the picture is to show."""
     if file.suffix.lower() not in _PICTURES:
         raise ConfigurationError(f"{option} {file}: must end in {' or '.join(_PICTURES)}")
+    check_file(file)
     new_figure(1, 1)
 
 

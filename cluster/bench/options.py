@@ -10,7 +10,7 @@ import msgspec
 
 from cluster.bench.shape import Endpoint
 from cluster.bench.slo import ServiceLevel, parse_service_level
-from cluster.saving import check_picture
+from cluster.saving import check_file, check_picture
 from wire.errors import ConfigurationError
 
 _DEFAULT_REQUESTS = 100
@@ -93,6 +93,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         for name, value in (("warmup", self.warmup), ("seed", self.seed), ("think", self.think)):
             if value is not None and value < 0:
                 raise ConfigurationError(f"--{name} must not be negative, not {value:g}")
+        if self.json is not None and self.json != Path("-"):
+            check_file(self.json)
         for picture, option in ((self.plot, "--plot"), (self.timeline, "--timeline")):
             if picture is not None:
                 check_picture(picture, option)

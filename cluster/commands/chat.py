@@ -18,6 +18,9 @@ _HELP = "/quit leaves, /reset forgets the conversation, Ctrl-C stops a reply"
 Message = dict[str, str]
 
 
+_NOT_WHAT_IT_SHOULD_BE = (ValueError, LookupError, TypeError, AttributeError)
+
+
 class ChatClient:
     """One server, one model."""
 
@@ -29,8 +32,13 @@ class ChatClient:
 
     def model(self) -> str:
         """The first model that the server has."""
-        data = self._api.get("/v1/models").json()["data"]
-        return str(data[0]["id"])
+        response = self._api.get("/v1/models")
+        try:
+            return str(response.json()["data"][0]["id"])
+        except _NOT_WHAT_IT_SHOULD_BE as error:
+            raise Unavailable(
+                f"{self._api.url} answers, but does not say which models it has: is it an OpenAI-compatible server?"
+            ) from error
 
     def reply(
         self, model: str, messages: list[Message], sampling: dict[str, Any]
@@ -59,11 +67,15 @@ def _pieces(lines: Iterator[str]) -> Iterator[str]:
         if data == "[DONE]":
             ended = True
             break
-        event = json.loads(data)
-        if "error" in event:
-            raise Unavailable(f"the reply broke off: {event['error']['message']}")
-        for choice in event.get("choices", ()):
-            yield choice["delta"].get("content") or ""
+        try:
+            event = json.loads(data)
+            failure = event["error"]["message"] if "error" in event else None
+            pieces = [choice["delta"].get("content") or "" for choice in event.get("choices", ())]
+        except _NOT_WHAT_IT_SHOULD_BE as error:
+            raise Unavailable(f"the reply broke off: {data[:200]!r} is no piece of one") from error
+        if failure is not None:
+            raise Unavailable(f"the reply broke off: {failure}")
+        yield from pieces
     if not ended:
         raise Unavailable("the reply broke off: the server closed the stream")
 

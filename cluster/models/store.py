@@ -39,27 +39,44 @@ class Model:
 
 def models_folder(environ: Mapping[str, str] = os.environ) -> Path:
     root = environ.get("TANDEM_CACHE")
-    return (Path(root) if root else Path.home() / ".cache" / "tandem") / "models"
+    if root:
+        return Path(root) / "models"
+    try:
+        return Path.home() / ".cache" / "tandem" / "models"
+    except RuntimeError:
+        raise ConfigurationError(
+            "this user has no home folder to keep models in: name another with TANDEM_CACHE"
+        ) from None
 
 
 def check_name(name: str) -> None:
     """Refuses at once what cannot be a model, before anything is fetched or started."""
-    if name in PACKAGED:
+    if name in PACKAGED or local_folder(name) is not None:
         return
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise ConfigurationError(
-                f"model.path {name!r} is a folder without config.json: name the folder that save_pretrained wrote"
-            )
-        return
-    if folder.exists():
-        raise ConfigurationError(f"model.path {name!r} is a file: name the folder it is in")
     if name.startswith((".", "/", "~")) or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         raise ConfigurationError(
             f"model.path {name!r} is not there: name a folder, a Hugging Face model (owner/name), "
             f"or one of {', '.join(PACKAGED)}"
         )
+
+
+def local_folder(name: str) -> Path | None:
+    """The folder that it names; None if there is none. Raises ConfigurationError for one that holds no model."""
+    if not name:
+        raise ConfigurationError("model.path is empty: name a folder or a Hugging Face model (owner/name)")
+    try:
+        path = Path(name).expanduser()
+        if path.is_dir():
+            if (path / "config.json").is_file():
+                return path.resolve()
+            raise ConfigurationError(
+                f"model.path {name!r} is a folder without config.json: name the folder that save_pretrained wrote"
+            )
+        if path.exists():
+            raise ConfigurationError(f"model.path {name!r} is a file: name the folder it is in")
+    except (OSError, RuntimeError) as error:  # not ours to read, too long, somebody's home who is not there
+        raise ConfigurationError(f"model.path {name[:200]!r} cannot be read: {error}") from error
+    return None
 
 
 def find_model(name: str, folder: Path | None = None) -> Model | None:
@@ -69,10 +86,8 @@ def find_model(name: str, folder: Path | None = None) -> Model | None:
     if packaged is not None:
         target = (folder or models_folder()) / packaged.name
         return Model(str(target), packaged.name) if is_complete(target, packaged) else None
-    local = Path(name).expanduser()
-    if local.is_dir():
-        return Model(str(local.resolve()), local.resolve().name)
-    return None
+    local = local_folder(name)
+    return None if local is None else Model(str(local), local.name)
 
 
 def name_to_serve(name: str) -> str:
@@ -80,8 +95,8 @@ def name_to_serve(name: str) -> str:
     check_name(name)
     if name in PACKAGED:
         return PACKAGED[name].name
-    local = Path(name).expanduser()
-    return local.resolve().name if local.is_dir() else name
+    local = local_folder(name)
+    return name if local is None else local.name
 
 
 def is_complete(target: Path, packaged: PackagedModel) -> bool:

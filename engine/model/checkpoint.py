@@ -62,8 +62,9 @@ class translated_errors:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, Exception) and not isinstance(error, ConfigurationError):
-            lines = str(error).strip().splitlines()
-            why = lines[0] if lines else type(error).__name__
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            # What is wrong stands behind the line that says where.
+            why = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1]) or type(error).__name__
             raise ConfigurationError(f"{self._name} cannot be loaded: {why}") from error
 
 

@@ -76,11 +76,16 @@ class ChatTemplate:
         if isinstance(declared, str):
             sources["default"] = declared
         elif isinstance(declared, list):
-            sources.update({str(entry["name"]): str(entry["template"]) for entry in declared})
+            try:
+                sources.update({str(entry["name"]): str(entry["template"]) for entry in declared})
+            except (TypeError, LookupError) as error:
+                raise ConfigurationError(
+                    f"{path / 'tokenizer_config.json'}: chat_template must be text, or a list of names and templates"
+                ) from error
         if (file := path / "chat_template.jinja").exists():
-            sources["default"] = file.read_text(encoding="utf-8")
+            sources["default"] = _read_text(file)
         for named in sorted((path / "additional_chat_templates").glob("*.jinja")):
-            sources[named.stem] = named.read_text(encoding="utf-8")
+            sources[named.stem] = _read_text(named)
         if not sources:
             return None
         return cls(sources, _special_tokens(path, settings))
@@ -121,6 +126,13 @@ class ChatTemplate:
                 "messages",
             ) from error
         return _cut_after(text, messages[-1]) if continue_final_message else text
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"{file} cannot be read: {error}") from error
 
 
 def _cut_after(text: str, message: Mapping[str, Any]) -> str:

@@ -128,6 +128,8 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
+    except OSError as error:
+        raise ConfigurationError(f"{path} cannot be read: {error}") from error
     except ValueError as error:
         raise ConfigurationError(f"{path} is not JSON: {error}") from error
     if not isinstance(value, dict):

@@ -292,6 +292,8 @@ def test_the_key_comes_from_the_environment(
         ("--workload", "trace"),
         ("--trace", "x"),
         ("--endpoint", "chat", "--prompt-format", "ids"),
+        ("--json", "/nowhere/at/all.json"),
+        ("--plot", "/nowhere/at/all.png"),
     ],
 )
 def test_flags_that_make_no_run_are_refused(flags: tuple[str, ...]) -> None:

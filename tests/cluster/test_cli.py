@@ -139,3 +139,11 @@ def test_the_curl_line_is_one_that_a_shell_understands() -> None:
     assert words[1] == "http://127.0.0.1:8000/v1/chat/completions"
     assert "Authorization: Bearer k" in words
     assert '"model": "it\'s a model"' in words[-1]
+
+
+@pytest.mark.parametrize("command", ["chat", "trace", "status"])
+@pytest.mark.parametrize("url", ["nonsense", "http://[::1", "ftp://host", "http://host:x"])
+def test_what_is_no_url_of_a_server_is_a_sentence(
+    capsys: pytest.CaptureFixture[str], command: str, url: str
+) -> None:
+    assert url in fail(capsys, command, "--url", url)

@@ -40,6 +40,7 @@ class Serve:
             start_new_session=True,
         )
         self.said: list[str] = []
+        self._reads = True
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -47,7 +48,14 @@ class Serve:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self._lines.put(line.rstrip("\n"))
+            if not self._reads:
+                self.process.stdout.close()
+                break
         self._lines.put(None)
+
+    def stop_reading(self) -> None:
+        """At the next line, as `head` does."""
+        self._reads = False
 
     def until(self, pattern: str, timeout_s: float) -> re.Match[str]:
         deadline = time.monotonic() + timeout_s
@@ -176,11 +184,32 @@ def test_a_second_signal_ends_at_once_what_is_still_running(serve: Any) -> None:
     assert command.ended() == 0
 
 
-def test_a_signal_while_it_starts_ends_it_and_leaves_nothing(serve: Any) -> None:
+@pytest.mark.parametrize("moment", ["ray: starting", "ray: ready"])
+def test_a_signal_while_it_starts_ends_it_and_leaves_nothing(serve: Any, moment: str) -> None:
     command = serve()
-    command.until(r"ray: ready", START_S)
+    command.until(moment, START_S)
     command.process.send_signal(signal.SIGTERM)
     assert command.ended() == 130
+
+
+def test_a_signal_to_its_whole_group_while_it_starts_is_no_different(serve: Any) -> None:
+    """As `timeout` sends it, and whoever else stops a group of processes: Ray must not be the first to go."""
+    command = serve()
+    command.until(r"router: loading", START_S)
+    began = time.monotonic()
+    os.killpg(command.process.pid, signal.SIGTERM)
+    assert command.ended() == 130
+    assert time.monotonic() - began < 30, "nobody waits for a Ray that is gone"
+
+
+def test_a_command_whose_output_nobody_reads_any_more_serves_on(serve: Any) -> None:
+    command = serve("--aggregated", "1")
+    command.until(r"^API: ", START_S)
+    line = command.until(r"^try it: +(curl .*)$", 10)[1]
+    command.stop_reading()
+    assert "Paris" in ask(shlex.split(line))["choices"][0]["message"]["content"]
+    command.process.send_signal(signal.SIGTERM)
+    assert command.ended() == 0
 
 
 def test_a_command_that_is_killed_takes_everything_with_it(serve: Any) -> None:

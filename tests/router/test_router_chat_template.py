@@ -82,3 +82,20 @@ def test_where_a_folder_keeps_its_template(tmp_path: Path) -> None:
 def test_a_template_that_does_not_compile_is_the_operators_fault() -> None:
     with pytest.raises(ConfigurationError, match="does not compile"):
         template("{% for %}")
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("chat_template.jinja", b"\xff\xfe"),
+        ("tokenizer_config.json", b'{"chat_template": [5]}'),
+        ("tokenizer_config.json", b'{"chat_template": [{"name": "default"}]}'),
+        ("tokenizer_config.json", b"\xff"),
+    ],
+)
+def test_files_that_hold_no_template_are_the_operators_fault(
+    tmp_path: Path, file: str, content: bytes
+) -> None:
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(ConfigurationError, match=file):
+        ChatTemplate.from_folder(str(tmp_path))

@@ -76,7 +76,12 @@ def _find_compiler() -> str:
 
 def _cache_folder() -> Path:
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "tandem" / "native"
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "tandem" / "native"
+    except RuntimeError:
+        raise BuildFailed(
+            "this user has no home folder to keep the native library in: name another with XDG_CACHE_HOME"
+        ) from None
 
 
 def _sources(suffix: str) -> list[Path]:

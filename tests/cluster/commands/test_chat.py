@@ -11,6 +11,7 @@ import httpx
 import pytest
 from rich.console import Console
 
+from cluster.api_client import key_from_environment
 from cluster.commands.chat import ChatClient, chat
 from wire.errors import ConfigurationError, RequestError, Unavailable
 
@@ -149,3 +150,23 @@ def test_a_server_that_is_not_there_is_said_with_what_to_do() -> None:
 
     with pytest.raises(Unavailable, match=r"http://tandem does not answer.*tandem serve.*--url"):
         converse(refuse, "hi")
+
+
+@pytest.mark.parametrize(
+    "answer", [httpx.Response(200, text="<html>"), httpx.Response(200, json=[]), httpx.Response(200, json={})]
+)
+def test_a_server_of_another_kind_is_said_to_be_one(answer: httpx.Response) -> None:
+    with pytest.raises(Unavailable, match="OpenAI-compatible"):
+        converse(lambda request: answer)
+
+
+@pytest.mark.parametrize("data", ["<html>", "5", '{"choices": [5]}', '{"error": "no"}'])
+def test_a_reply_of_another_kind_is_an_error_and_the_conversation_goes_on(data: str) -> None:
+    server = Server(httpx.Response(200, text=f"data: {data}\n\n"), httpx.Response(200, text=events("fine")))
+    assert "broke off" in converse(server, "hello", "and now?")
+    assert len(server.asked) == 2
+
+
+def test_a_key_that_no_header_can_carry_is_said() -> None:
+    with pytest.raises(ConfigurationError, match="TANDEM_API_KEY"):
+        key_from_environment({"TANDEM_API_KEY": "schlüssel\n"})

