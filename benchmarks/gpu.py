@@ -110,7 +110,7 @@ def measure(
         decode_steps=8 if quick else 32,
     )
     scheduler = Scheduler(config, cache, info.groups, info.num_blocks, info.max_model_len)
-    engine = Engine(scheduler, runner, None)
+    engine = Engine(scheduler, runner, None, ahead=config.plans_ahead(info.device))
     times = run_tandem(engine, work, say)
     say("the card's limits")
     dtype = getattr(torch, info.dtype)

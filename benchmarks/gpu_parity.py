@@ -39,7 +39,10 @@ class Side:
         runner = load_runner(model, cache, config, native=native)
         info = runner.info
         self._engine = Engine(
-            Scheduler(config, cache, info.groups, info.num_blocks, info.max_model_len), runner, None
+            Scheduler(config, cache, info.groups, info.num_blocks, info.max_model_len),
+            runner,
+            None,
+            ahead=config.plans_ahead(info.device),
         )
         self._count = 0
 

@@ -21,6 +21,14 @@ class HashAlgorithm(enum.StrEnum):
     XXHASH_CBOR = "xxhash_cbor"
 
 
+class AsyncScheduling(enum.StrEnum):
+    """Whether a step is planned while the one before it runs."""
+
+    AUTO = "auto"  # where the device runs by itself, and not where the step is the CPU's own work
+    ALWAYS = "always"
+    NEVER = "never"
+
+
 class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     path: str = ""  # a Hugging Face folder or name
     served_name: str = ""  # what clients call it; the folder's name when empty
@@ -56,11 +64,22 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reserve_full_sequence: bool = False  # admit a request only when all that it may ever need is free
     num_speculative_tokens: int = 0
     max_loras: int | None = None
+    async_scheduling: AsyncScheduling = AsyncScheduling.AUTO
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"scheduler.{name} must be at least 1, not {getattr(self, name)}")
+        if self.async_scheduling is AsyncScheduling.ALWAYS and self.num_speculative_tokens:
+            raise ConfigurationError(
+                "scheduler.async_scheduling cannot be always with scheduler.num_speculative_tokens above 0: "
+                "what is drafted follows from the last token"
+            )
+
+    def plans_ahead(self, device: str) -> bool:
+        if self.async_scheduling is AsyncScheduling.AUTO:
+            return device.startswith("cuda") and not self.num_speculative_tokens
+        return self.async_scheduling is AsyncScheduling.ALWAYS
 
 
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

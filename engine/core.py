@@ -1,7 +1,10 @@
 """One step: the scheduler plans, the connector sets transfers in motion, the model computes, the results are booked.
 
 Everything here runs in one thread, the one that steps. There is no other state than the scheduler's, the
-runner's and the connector's; the engine only fixes the order in which they are called.
+runner's and the connector's; the engine only fixes the order in which they are called. Steps run in the order in which
+they were planned. Ahead of time, the next is planned and started before the results of the last are read:
+
+    plan 1, start 1 │ plan 2, start 2, book 1 │ plan 3, start 3, book 2 │ ...
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from engine.model.runner import ModelRunner
+from engine.model.runner import Computed, ModelRunner, StartedStep
 from engine.request import Request, RequestStatus
 from engine.scheduling.output import ModelOutput, SchedulerOutput
 from engine.scheduling.scheduler import Scheduler
@@ -30,6 +33,14 @@ class StepResult:
     ask_again: bool = False
 
 
+@dataclasses.dataclass(slots=True)
+class _Started:
+    plan: SchedulerOutput
+    computing: StartedStep
+    began: float  # by the tracer's clock, as long as there is one
+    forward_began: float
+
+
 class Engine:
     def __init__(
         self,
@@ -37,13 +48,18 @@ class Engine:
         runner: ModelRunner,
         worker: WorkerConnector | None,
         *,
+        ahead: bool = False,
         debug: bool = False,
     ) -> None:
+        """`ahead`: a step is planned while the one before it runs, wherever it can be."""
         self.scheduler = scheduler
         self.runner = runner
         self.worker = worker
         self.tracer: Tracer | None = None  # there while a request is traced; set between steps
+        self._ahead = ahead
         self._debug = debug
+        self._open: _Started | None = None  # runs while the next step is planned
+        self._last_booked = 0.0
         if worker is not None:
             info = runner.info
             worker.register_kv_caches(
@@ -63,9 +79,29 @@ class Engine:
         self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
 
     def step(self) -> StepResult:
-        tracer = self.tracer
-        began = tracer.clock() if tracer is not None else 0.0
+        """Plans and starts one step, and books the one before, this one, or both."""
+        began = self._now()
         plan = self.scheduler.schedule()
+        before, self._open = self._open, None
+        result = StepResult([], bool(plan.total_num_scheduled_tokens or plan.preempted_req_ids or before))
+        if before is not None and plan.begins_loads:
+            # Connectors know nothing of the device's order, and the open step may use blocks that came free since.
+            self._book(before, result)
+            before = None
+        started = self._start(plan, began)
+        if before is not None:
+            self._book(before, result)
+        if self._ahead and self.scheduler.leave_open(plan):
+            self._open = started
+        else:
+            self._book(started, result)
+        if not result.progressed:
+            result.ask_again = self.scheduler.has_work()
+            if self._debug:
+                self.scheduler.check_integrity()
+        return result
+
+    def _start(self, plan: SchedulerOutput, began: float) -> _Started:
         worker = self.worker
         if worker is not None:
             if plan.connector_metadata is None:
@@ -74,31 +110,43 @@ class Engine:
             if plan.preempted_req_ids:
                 worker.handle_preemptions()
             worker.start_load_kv()
-        forward_began = tracer.clock() if tracer is not None else 0.0
-        output = self._compute(plan)
-        forward_ended = tracer.clock() if tracer is not None else 0.0
-        transfers = _NO_TRANSFERS
+        forward_began = self._now()
+        # The runner also has to hear of requests that ended or were preempted when there is nothing to compute.
+        if plan.total_num_scheduled_tokens or plan.finished_req_ids or plan.preempted_req_ids:
+            hooks = worker if worker is not None and worker.layerwise else None
+            computing = self.runner.start(plan, hooks)
+        else:
+            computing = Computed(ModelOutput(sampled_token_ids={}))
         if worker is not None:
             worker.wait_for_save()
-            transfers = worker.get_finished(plan.finished_req_ids)
-        updates = self.scheduler.update_from_output(plan, output, transfers)
-        progressed = bool(
-            plan.total_num_scheduled_tokens or updates or plan.preempted_req_ids or not transfers.is_empty
-        )
-        if tracer is not None:
-            times = StepTimes(began, forward_began, forward_ended, tracer.clock())
-            tracer.on_step(plan, output, transfers, times)
-        if self._debug and not progressed:
-            self.scheduler.check_integrity()
-        return StepResult(updates, progressed, ask_again=not progressed and self.scheduler.has_work())
+        return _Started(plan, computing, began, forward_began)
 
-    def _compute(self, plan: SchedulerOutput) -> ModelOutput:
-        # The runner also has to hear of requests that ended or were preempted when there is nothing to compute.
-        if not (plan.total_num_scheduled_tokens or plan.finished_req_ids or plan.preempted_req_ids):
-            return ModelOutput(sampled_token_ids={})
-        hooks = self.worker if self.worker is not None and self.worker.layerwise else None
-        return self.runner.execute(plan, hooks)
+    def _book(self, started: _Started, result: StepResult) -> None:
+        """Transfers first: they say which of the model's results can't be right."""
+        plan, output = started.plan, started.computing.finish()
+        forward_ended = self._now()
+        transfers = _NO_TRANSFERS
+        if self.worker is not None:
+            transfers = self.worker.get_finished(plan.finished_req_ids)
+        updates = self.scheduler.update_from_output(plan, output, transfers)
+        result.updates += updates
+        result.progressed = result.progressed or bool(updates) or not transfers.is_empty
+        if self.tracer is not None:
+            # While the step before was under way this one waited for the device.
+            began = max(started.began, self._last_booked)
+            forward_began = max(started.forward_began, self._last_booked)
+            self._last_booked = self.tracer.clock()
+            times = StepTimes(began, forward_began, forward_ended, self._last_booked)
+            self.tracer.on_step(plan, output, transfers, times)
+
+    def _now(self) -> float:
+        return self.tracer.clock() if self.tracer is not None else 0.0
 
     def shutdown(self) -> None:
-        if self.worker is not None:
-            self.worker.shutdown()
+        started, self._open = self._open, None
+        try:
+            if started is not None:
+                started.computing.finish()  # the device uses the cache until then
+        finally:
+            if self.worker is not None:
+                self.worker.shutdown()

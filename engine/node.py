@@ -102,7 +102,13 @@ class Node:
             if config.transfer
             else LoadFailurePolicy.RECOMPUTE,
         )
-        self._engine = Engine(scheduler, runner, mover, debug=config.engine.debug)
+        self._engine = Engine(
+            scheduler,
+            runner,
+            mover,
+            ahead=config.engine.scheduler.plans_ahead(info.device),
+            debug=config.engine.debug,
+        )
         service = NodeService(
             config,
             self.epoch,

@@ -66,6 +66,17 @@ class BlockHasher(Protocol):
         ...
 
 
+def _reads_history(sampling: SamplingParams) -> bool:
+    return bool(
+        sampling.grammar is not None
+        or sampling.bad_words
+        or sampling.prompt_logprobs is not None
+        or sampling.repetition_penalty != 1.0
+        or sampling.presence_penalty
+        or sampling.frequency_penalty
+    )
+
+
 class Request:
     """Identity and inputs never change; tokens only grow; the counters are the scheduler's.
 
@@ -86,6 +97,7 @@ class Request:
         "length_limit",
         "lora",
         "media",
+        "needs_its_last_token",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_external_tokens",
@@ -140,7 +152,7 @@ class Request:
         self.spec_token_ids: list[int] = []  # drafts, to be verified in the next step
 
         self.num_computed_tokens = 0
-        self.num_output_placeholders = 0  # tokens of steps that are still under way (asynchronous scheduling)
+        self.num_output_placeholders = 0  # tokens of the open step, which is still under way
         self.num_external_tokens = 0  # promised by the connector
         self.valid_load_tokens: int | None = None  # a load under way has spoilt all tokens behind these
         self.num_cached_tokens = -1  # found in the prefix cache when first admitted; -1 before
@@ -148,6 +160,8 @@ class Request:
         self.has_loaded = False  # KV came from outside, or tried to: it is never asked for again
 
         self.status = RequestStatus.WAITING
+        # What it may be given next is decided on the host, from all that it has: its steps run one after the other.
+        self.needs_its_last_token = _reads_history(sampling)
         # Set by `limit`, when a scheduler accepts the request.
         self.length_limit = self.num_prompt_tokens + sampling.max_tokens
         self.stop_token_ids: frozenset[int] = frozenset()

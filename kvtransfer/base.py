@@ -19,6 +19,10 @@ A step may have nothing to compute; the worker half is driven all the same, so t
 completions come in. When something happens between steps (a block run arrived, a peer was lost), the
 connector calls `ConnectorContext.wake`, and the engine steps.
 
+An engine that plans ahead has begun the next step, up to `wait_for_save`, when it asks `get_finished` about this one
+and books it. But when `start_load_kv` begins a load, no step that was planned before is still under way: what a
+peer writes from there on nobody else does.
+
 **Who owns a block.** A block belongs to its request until the request ends. Then:
 
 - *Producer*: `request_finished` returns True to keep the request's blocks: the connector still sends them.

@@ -170,9 +170,12 @@ class KVCacheManager:
                     break
         return first
 
-    def free(self, request: Request) -> None:
+    def forget_uncomputed(self, request: Request) -> None:
         """Blocks that were filed for tokens that were never computed are not found any more."""
         self.coordinator.forget_after(request.request_id, request.num_computed_tokens)
+
+    def free(self, request: Request) -> None:
+        self.forget_uncomputed(request)
         self.coordinator.free(request.request_id)
         request.allocation_horizon = 0
 

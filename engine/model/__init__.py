@@ -1,7 +1,7 @@
 """What turns a scheduler's output into tokens.
 
 loading         from configuration to a runner: source, checkpoint, paths, memory, prefault, threads
-runner          the contract; torch_runner keeps it: states, batching, passes, staging, sampling/, ngram
+runner          the contract; torch_runner keeps it: states, batching, passes, started, staging, sampling/, ngram
 batch, forward  the seam between the runner, which knows requests, and what computes rows
 native/         the Llama family on CPUs, in C++
 general, probe, attention/, transformers_forward

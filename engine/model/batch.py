@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HostBatch:
-    """A batch's arrays in host memory; what they mean stands at Batch."""
+    """What the host knows of a batch, in its memory; what it means stands at Batch. The tokens are not among it: the
+    newest may be on the device alone."""
 
-    token_ids: np.ndarray
     positions: np.ndarray
     query_start: np.ndarray
     context_lens: np.ndarray

@@ -11,6 +11,17 @@ import torch
 from engine.model.batch import Batch, HostBatch
 from engine.model.staging import to_device_together
 from engine.model.states import RequestRows
+from wire.errors import InternalError
+
+_NONE = np.zeros(0, np.int64)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Unread:
+    """Tokens that a step has sampled and the host does not know yet."""
+
+    rows: npt.NDArray[np.int64]  # whose they are; each once
+    tokens: torch.Tensor  # int64, on the device; below 0 where there could be none
 
 
 @dataclasses.dataclass(slots=True)
@@ -23,6 +34,7 @@ class Scheduled:
     samples: npt.NDArray[np.bool_]  # the request's newest token is in this step, so another follows it
     first_sample: npt.NDArray[np.int64]  # where its logits begin among the batch's; it has num_drafts + 1
     query_start: npt.NDArray[np.int32]
+    logit_rows: npt.NDArray[np.int64]  # the batch's, in host memory
 
 
 def build_batch(
@@ -32,8 +44,10 @@ def build_batch(
     wants_prompt_logprobs: set[int],
     block_size: int,
     device: torch.device,
+    unread: Unread | None = None,
 ) -> tuple[Batch, Scheduled]:
-    """`wants_prompt_logprobs` are rows of requests whose prompt positions need logits, too."""
+    """`wants_prompt_logprobs` are rows of requests whose prompt positions need logits, too. With `unread` tokens there
+    are no drafts, and whatever stands behind the known tokens is one of those."""
     req_ids = list(num_scheduled)
     rows = requests.rows(req_ids)
     lengths = np.fromiter(num_scheduled.values(), np.int64, len(req_ids))
@@ -76,12 +90,17 @@ def build_batch(
         wanted[start:end] |= predicts_prompt
     logit_index = np.cumsum(wanted) - 1
 
-    host = HostBatch(token_ids, positions, query_start, contexts.astype(np.int32), slots, tables)
+    host = HostBatch(positions, query_start, contexts.astype(np.int32), slots, tables)
     groups = len(slots)
-    tensors = to_device_together(
-        [token_ids, positions, query_start, host.context_lens, np.flatnonzero(wanted), *slots, *tables],
+    logit_rows = np.flatnonzero(wanted)
+    places, sources = _places_of_unread(requests, unread, row_of_token, positions)
+    *tensors, to, source = to_device_together(
+        [token_ids, positions, query_start, host.context_lens, logit_rows, *slots, *tables, places, sources],
         device,
     )
+    if unread is not None and places.size:
+        # A request without a token ends when it is read. Until then it goes on with any.
+        tensors[0][to] = unread.tokens[source].clamp_(min=0)
     batch = Batch(
         token_ids=tensors[0],
         positions=tensors[1],
@@ -104,8 +123,27 @@ def build_batch(
         samples=samples,
         first_sample=logit_index[first],
         query_start=query_start,
+        logit_rows=logit_rows,
     )
     return batch, scheduled
+
+
+def _places_of_unread(
+    requests: RequestRows,
+    unread: Unread | None,
+    row_of_token: npt.NDArray[np.int64],
+    positions: npt.NDArray[np.int64],
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Which of the batch's tokens the host does not know, and where among the unread each is."""
+    if unread is None:
+        return _NONE, _NONE
+    places = np.flatnonzero(positions >= requests.num_tokens[row_of_token])
+    where = np.full(len(requests.num_tokens), -1, np.int64)
+    where[unread.rows] = np.arange(len(unread.rows))
+    sources = where[row_of_token[places]]
+    if (sources < 0).any():
+        raise InternalError("a step computes a token that nobody has sampled")
+    return places, sources
 
 
 def _members(rows: npt.NDArray[np.int64], wanted: set[int]) -> list[int]:

@@ -51,7 +51,7 @@ class _Recorded:
         )
 
     def run(self, batch: Batch) -> torch.Tensor:
-        self.inputs.load(batch.host)
+        self.inputs.load(batch)
         self._fixed.prepare(batch.host)
         self._replay()
         return self._logits

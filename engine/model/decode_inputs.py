@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from engine.model.batch import HostBatch
+from engine.model.batch import Batch
 from engine.model.staging import to_device_together
 
 _FEWEST_COLUMNS = 8
@@ -72,14 +72,14 @@ class DecodeInputs:
         """bool [size]: rows that write to the null block. Part of what is recorded."""
         return self._numbers[3] < self._block_size
 
-    def load(self, host: HostBatch | None) -> None:
-        """The next replay's inputs. None: every row pads."""
+    def load(self, batch: Batch | None) -> None:
+        """The next replay's inputs, of a batch with a host's side. None: every row pads."""
         numbers = np.zeros(self._numbers.shape, np.int64)
         numbers[2] = 1
         tables = np.zeros(self._tables.shape, np.int32)
+        host = batch.host if batch is not None else None
         if host is not None:
-            count = len(host.token_ids)
-            numbers[0, :count] = host.token_ids
+            count = len(host.positions)
             numbers[1, :count] = host.positions
             numbers[2, :count] = host.context_lens
             for group in range(self.num_groups):
@@ -89,3 +89,5 @@ class DecodeInputs:
         staged = to_device_together([numbers, tables], self._numbers.device)
         self._numbers.copy_(staged[0], non_blocking=True)
         self._tables.copy_(staged[1], non_blocking=True)
+        if batch is not None:
+            self.token_ids[: batch.num_tokens] = batch.token_ids

@@ -38,6 +38,25 @@ class LayerHooks(Protocol):
     def save_kv_layer(self, layer: int) -> None: ...
 
 
+class StartedStep(Protocol):
+    """A step that has been given to the device. Steps run, and are finished, in the order in which they were started;
+    at most one is unfinished when the next is started, and none when it holds drafts."""
+
+    def finish(self) -> ModelOutput:
+        """Waits for the sampled tokens. To be called once."""
+        ...
+
+
+class Computed:
+    """A step that is over."""
+
+    def __init__(self, output: ModelOutput) -> None:
+        self._output = output
+
+    def finish(self) -> ModelOutput:
+        return self._output
+
+
 class ModelRunner(Protocol):
     """Owns the weights and the KV cache tensor. Used from the engine's step thread only."""
 
@@ -54,7 +73,9 @@ class ModelRunner(Protocol):
         """What compiles grammars for this model's tokenizer; None where none are served."""
         ...
 
-    def execute(self, step: SchedulerOutput, hooks: LayerHooks | None = None) -> ModelOutput: ...
+    def start(self, step: SchedulerOutput, hooks: LayerHooks | None = None) -> StartedStep:
+        """Does not wait for the device. Tokens that the unfinished step samples are fed to this one there."""
+        ...
 
     def forget_requests(self) -> None:
         """Between two engines: the next one knows none of the last one's. Only when no step is under way."""

@@ -1,4 +1,4 @@
-"""From host arrays to the model's device without making the device wait.
+"""Between the host and the model's device, without making either wait for more than it must.
 
 A copy from ordinary host memory waits for everything that the device still has to do. One from page-locked memory
 only takes its place in line; torch keeps that memory until the copy is through, and hands it out again.
@@ -21,8 +21,13 @@ _ALIGNMENT = 16
 
 def to_device(array: Array, device: torch.device) -> torch.Tensor:
     """On a CPU a view of the array, elsewhere a copy that may still be under way: later work there sees it whole."""
+    return page_locked(array, device).to(device, non_blocking=True)
+
+
+def page_locked(array: Array, device: torch.device) -> torch.Tensor:
+    """In host memory, from where the device can be left to copy it."""
     tensor = torch.from_numpy(array)
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+    return tensor if device.type == "cpu" else tensor.pin_memory()
 
 
 def to_device_together(arrays: Sequence[Array], device: torch.device) -> list[torch.Tensor]:
@@ -33,6 +38,27 @@ def to_device_together(arrays: Sequence[Array], device: torch.device) -> list[to
     host = torch.empty(places[-1], dtype=torch.uint8, pin_memory=True)
     pack(arrays, places, host.numpy())
     return unpack(arrays, places, host.to(device, non_blocking=True))
+
+
+class HostCopy:
+    """A tensor of the device on its way to the host. Reading it waits for what was given to the device before the copy,
+    not for what came after."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        """On a CPU no copy is made: nobody may change the tensor."""
+        self._event: torch.cuda.Event | None = None
+        if tensor.device.type == "cpu":
+            self._host = tensor
+            return
+        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._host.copy_(tensor, non_blocking=True)
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record(torch.cuda.current_stream(tensor.device))
+
+    def read(self) -> torch.Tensor:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host
 
 
 def _places(arrays: Sequence[Array]) -> list[int]:

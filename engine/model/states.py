@@ -6,6 +6,8 @@ batches are read with one indexed load instead of a loop over requests.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -19,6 +21,7 @@ class RequestRows:
 
     def __init__(self, capacity: int, max_tokens: int, block_size: int, num_groups: int) -> None:
         self._row_of: dict[str, int] = {}
+        self._num_added = 0
         self._free = list(range(capacity - 1, -1, -1))
         max_blocks = -(-max_tokens // block_size)
         # Fresh zero pages cost nothing until they are written.
@@ -26,6 +29,8 @@ class RequestRows:
         self.num_tokens: IntArray = np.zeros(capacity, np.int32)
         self.num_prompt_tokens: IntArray = np.zeros(capacity, np.int32)
         self.num_computed: IntArray = np.zeros(capacity, np.int32)
+        # A number for each time that a request got a row: who keeps it can tell later whether the row is still its.
+        self.tenancies: npt.NDArray[np.int64] = np.zeros(capacity, np.int64)
         self.tables: list[IntArray] = [np.zeros((capacity, max_blocks), np.int32) for _ in range(num_groups)]
         self._num_blocks: list[IntArray] = [np.zeros(capacity, np.int32) for _ in range(num_groups)]
 
@@ -55,6 +60,8 @@ class RequestRows:
         self.tokens[row, : len(token_ids)] = token_ids
         self.num_tokens[row] = len(token_ids)
         self.num_prompt_tokens[row] = num_prompt_tokens
+        self._num_added += 1
+        self.tenancies[row] = self._num_added
         self._clear_tables(row)
         self.append_blocks(row, block_ids)
         return row
@@ -75,6 +82,7 @@ class RequestRows:
         row = self._row_of.pop(req_id, None)
         if row is not None:
             self._clear_tables(row)
+            self.tenancies[row] = 0
             self._free.append(row)
         return row
 
@@ -85,14 +93,14 @@ class RequestRows:
 
     def _grow(self) -> None:
         old = len(self.num_tokens)
-        for name in ("tokens", "num_tokens", "num_prompt_tokens", "num_computed"):
+        for name in ("tokens", "num_tokens", "num_prompt_tokens", "num_computed", "tenancies"):
             setattr(self, name, _doubled(getattr(self, name)))
         self.tables = [_doubled(table) for table in self.tables]
         self._num_blocks = [_doubled(counts) for counts in self._num_blocks]
         self._free.extend(range(2 * old - 1, old - 1, -1))
 
 
-def _doubled(array: IntArray) -> IntArray:
+def _doubled(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     grown = np.zeros((2 * array.shape[0], *array.shape[1:]), array.dtype)
     grown[: array.shape[0]] = array
     return grown

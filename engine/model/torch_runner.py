@@ -5,19 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from engine.model.batch import Batch
-from engine.model.batching import Scheduled, build_batch
+from engine.model.batching import Scheduled, Unread, build_batch
 from engine.model.forward import Forward
 from engine.model.ngram import propose
 from engine.model.passes import cut_for_logits, hooks_of_pass
 from engine.model.runner import LayerHooks, ModelInfo
-from engine.model.sampling.logprobs import token_logprobs
+from engine.model.sampling.logprobs import ComputedLogprobs
 from engine.model.sampling.sampler import Sampler
 from engine.model.sampling.table import SamplingTable
-from engine.model.staging import to_device
+from engine.model.staging import HostCopy, to_device
+from engine.model.started import PromptPiece, Sampled, Started
 from engine.model.states import RequestRows
 from engine.scheduling.output import ModelOutput, SchedulerOutput
 from engine.structured.grammars import Grammars
@@ -60,6 +60,7 @@ class TorchRunner:
         self._sampler = Sampler(info.vocab_size, info.eos_token_ids, self._device, masks)
         self._preempted: dict[str, tuple[SamplingParams, int]] = {}
         self._prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
+        self._unfinished: Started | None = None  # the newest step, until its tokens are read
 
     @property
     def info(self) -> ModelInfo:
@@ -83,27 +84,36 @@ class TorchRunner:
         self._preempted.clear()
         self._prompt_logprobs.clear()
 
-    def execute(self, step: SchedulerOutput, hooks: LayerHooks | None = None) -> ModelOutput:
+    def start(self, step: SchedulerOutput, hooks: LayerHooks | None = None) -> Started:
         with torch.inference_mode():
             self._update(step)
-            output = ModelOutput({})
+            started = Started(self._finish)
             if not step.num_scheduled_tokens:
-                return output
+                return started
             if step.new_block_ids_to_zero:
                 self._kv_cache[step.new_block_ids_to_zero] = 0
             unreported = self._unreported_prompts()
+            unread = self._unfinished.unread if self._unfinished is not None else None
             passes = cut_for_logits(self._requests, step.num_scheduled_tokens, unreported)
             for index, counts in enumerate(passes):
                 last = index + 1 == len(passes)
                 drafts = step.spec_token_ids if last else {}
                 batch, scheduled = build_batch(
-                    self._requests, counts, drafts, unreported, self._block_size, self._device
+                    self._requests, counts, drafts, unreported, self._block_size, self._device, unread
                 )
                 logits = self._forward(batch, hooks_of_pass(hooks, index == 0, last))
-                self._collect(batch, scheduled, logits, output)
+                if unreported:
+                    started.pieces += self._pieces_of_prompts(unreported, batch, scheduled, logits)
+                if scheduled.samples.any():
+                    self._sample(batch, scheduled, logits, started)
                 if not last:
                     self._requests.num_computed[scheduled.rows] += np.diff(scheduled.query_start)
-            return output
+            self._unfinished = started
+            return started
+
+    def execute(self, step: SchedulerOutput, hooks: LayerHooks | None = None) -> ModelOutput:
+        """The whole of a step, with nothing under way before or behind it."""
+        return self.start(step, hooks).finish()
 
     def _unreported_prompts(self) -> set[int]:
         """Rows whose prompt's log-probabilities are still to come. With the first token they have been told, be it
@@ -158,12 +168,8 @@ class TorchRunner:
             self._table.clear(row)
         self._prompt_logprobs.pop(req_id, None)
 
-    def _collect(self, batch: Batch, scheduled: Scheduled, logits: torch.Tensor, output: ModelOutput) -> None:
-        if unreported := self._unreported_prompts():
-            self._collect_prompt_logprobs(unreported, batch, scheduled, logits, output)
+    def _sample(self, batch: Batch, scheduled: Scheduled, logits: torch.Tensor, started: Started) -> None:
         which = np.flatnonzero(scheduled.samples)
-        if not which.size:
-            return
         lengths = scheduled.num_drafts[which] + 1
         starts = np.concatenate(([0], np.cumsum(lengths)))
         # Row i of a request's sampled rows chooses the token at `context - drafts + i`.
@@ -171,31 +177,64 @@ class TorchRunner:
         logit_index = np.repeat(scheduled.first_sample[which], lengths) + behind
         first_position = batch.host_context_lens[which] - scheduled.num_drafts[which]
         positions = np.repeat(first_position, lengths).astype(np.int64) + behind
-        rows = np.repeat(scheduled.rows[which], lengths)
+        rows = scheduled.rows[which]
         if len(logit_index) != logits.shape[0]:
             logits = logits[to_device(logit_index, logits.device)]
-        chosen = self._sampler.sample(logits, rows, positions, self._requests, self._table)
-        tokens = chosen.tolist()
-        for index, start, length in zip(which.tolist(), starts.tolist(), lengths.tolist(), strict=False):
-            req_id, row = scheduled.req_ids[index], int(scheduled.rows[index])
-            if failed := self._sampler.failed.get(row):
+        tokens = self._sampler.sample(
+            logits, np.repeat(rows, lengths), positions, self._requests, self._table
+        )
+        wanted = self._table.logprobs
+        logprobs = {
+            row: ComputedLogprobs(logits[start : start + length], tokens[start : start + length], wanted[row])
+            for row, start, length in zip(rows.tolist(), starts.tolist(), lengths.tolist(), strict=False)
+            if row in wanted
+        }
+        started.unread = Unread(rows, tokens)
+        started.sampled = Sampled(
+            req_ids=[scheduled.req_ids[index] for index in which.tolist()],
+            rows=rows,
+            tenancies=self._requests.tenancies[rows],
+            lengths=lengths,
+            tokens=HostCopy(tokens),
+            failed=self._sampler.failed,
+            logprobs=logprobs,
+        )
+
+    def _finish(self, started: Started) -> ModelOutput:
+        if self._unfinished is started:
+            self._unfinished = None
+        output = ModelOutput({})
+        self._read_prompts(started.pieces, output)
+        if started.sampled is not None:
+            self._read_sampled(started.sampled, output)
+        return output
+
+    def _read_sampled(self, sampled: Sampled, output: ModelOutput) -> None:
+        tokens: list[int] = sampled.tokens.read().tolist()
+        # A request that left since, and came back or not, is told its tokens when it comes back.
+        here = self._requests.tenancies[sampled.rows] == sampled.tenancies
+        start = 0
+        for req_id, row, length, is_here in zip(
+            sampled.req_ids, sampled.rows.tolist(), sampled.lengths.tolist(), here.tolist(), strict=True
+        ):
+            of_request = tokens[start : start + length]
+            start += length
+            if not is_here:
+                continue
+            if failed := sampled.failed.get(row):
                 output.errors[req_id] = failed
                 continue
-            sampled = tokens[start : start + length]
             if length > 1:
-                sampled = sampled[: self._accepted(row, sampled) + 1]
-            if sampled[-1] < 0:
+                of_request = of_request[: self._accepted(row, of_request) + 1]
+            if of_request[-1] < 0:
                 output.errors[req_id] = InvalidLogits(
                     "the model's output is no number: infinite, undefined, or nothing may follow"
                 )
                 continue
-            if row in self._table.logprobs:
-                end = start + len(sampled)
-                output.logprobs[req_id] = token_logprobs(
-                    logits[start:end], chosen[start:end], self._table.logprobs[row]
-                )
-            self._requests.append_tokens(row, sampled)
-            output.sampled_token_ids[req_id] = sampled
+            if (computed := sampled.logprobs.get(row)) is not None:
+                output.logprobs[req_id] = computed.read()[: len(of_request)]
+            self._requests.append_tokens(row, of_request)
+            output.sampled_token_ids[req_id] = of_request
             if self._num_drafts:
                 drafts = self._propose(row)
                 if drafts:
@@ -219,33 +258,38 @@ class TorchRunner:
         room = min(self._num_drafts, self._info.max_model_len - known - 1)
         return propose(self._requests.tokens[row, :known], room) if room > 0 else []
 
-    def _collect_prompt_logprobs(
-        self,
-        unreported: set[int],
-        batch: Batch,
-        scheduled: Scheduled,
-        logits: torch.Tensor,
-        output: ModelOutput,
-    ) -> None:
+    def _pieces_of_prompts(
+        self, unreported: set[int], batch: Batch, scheduled: Scheduled, logits: torch.Tensor
+    ) -> list[PromptPiece]:
         """Logits of prompt positions come chunk by chunk; the whole list is reported with the last of them."""
-        wanted: npt.NDArray[np.int64] = batch.logit_rows.cpu().numpy()
+        pieces: list[PromptPiece] = []
         for index, row in enumerate(scheduled.rows.tolist()):
             if row not in unreported:
                 continue
             num_prompt = int(self._requests.num_prompt_tokens[row])
             context = int(batch.host_context_lens[index])
             start, end = int(scheduled.query_start[index]), int(scheduled.query_start[index + 1])
-            first = context - (end - start)
-            req_id = scheduled.req_ids[index]
-            collected = self._prompt_logprobs.setdefault(req_id, [None] * num_prompt)
-            count = min(context, num_prompt - 1) - first
+            first = context - (end - start) + 1
+            count = min(context, num_prompt - 1) - first + 1
+            computed = None
             if count > 0:
-                low = int(np.searchsorted(wanted, start))
-                following = torch.from_numpy(
-                    self._requests.tokens[row, first + 1 : first + 1 + count].astype(np.int64)
+                low = int(np.searchsorted(scheduled.logit_rows, start))
+                following = self._requests.tokens[row, first : first + count].astype(np.int64)
+                computed = ComputedLogprobs(
+                    logits[low : low + count],
+                    to_device(following, logits.device),
+                    self._table.prompt_logprobs[row],
                 )
-                collected[first + 1 : first + 1 + count] = token_logprobs(
-                    logits[low : low + count], following.to(logits.device), self._table.prompt_logprobs[row]
-                )
-            if context >= num_prompt:
-                output.prompt_logprobs[req_id] = self._prompt_logprobs.pop(req_id)
+            pieces.append(
+                PromptPiece(scheduled.req_ids[index], first, num_prompt, context >= num_prompt, computed)
+            )
+        return pieces
+
+    def _read_prompts(self, pieces: list[PromptPiece], output: ModelOutput) -> None:
+        for piece in pieces:
+            collected = self._prompt_logprobs.setdefault(piece.req_id, [None] * piece.num_prompt)
+            if piece.logprobs is not None:
+                found = piece.logprobs.read()
+                collected[piece.first : piece.first + len(found)] = found
+            if piece.is_last:
+                output.prompt_logprobs[piece.req_id] = self._prompt_logprobs.pop(piece.req_id)

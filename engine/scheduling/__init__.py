@@ -10,6 +10,7 @@ step            what has been decided of a step so far
 output          what the runner is told and what it answers
 results         the model's answer, booked
 transfers       the connector's news, booked; invalid_blocks is its hardest case
+open_step       planning a step while the one before it runs
 lifecycle       how a request begins, loses its turn and ends
 stopping        when a token is the last
 update          what is reported of a step

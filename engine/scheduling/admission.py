@@ -95,7 +95,7 @@ class AdmissionPhase:
         request.num_computed_tokens = prefix.num_hit_tokens
         self._note_prefix(request, prefix)
         self._tell_connector(request, prefix)
-        step.moved = True
+        step.moved = step.begins_loads = True
         return _Verdict.NEXT
 
     def _admit(self, request: Request, prefix: _Prefix, step: StepPlan) -> _Verdict:
@@ -121,6 +121,8 @@ class AdmissionPhase:
         step.token_budget -= num_new
         if prefix.hits is not None:
             self._note_prefix(request, prefix)
+            if prefix.num_external_tokens:
+                step.begins_loads = step.reads_loads = True
             received = min(num_computed, request.num_prompt_tokens) - prefix.num_hit_tokens
             if prefix.num_external_tokens and received > 0:
                 state.totals.prompt_tokens_received += received

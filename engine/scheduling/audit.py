@@ -12,6 +12,7 @@ def check_integrity(state: SchedulerState) -> None:
     _check_places(state)
     for request in state.requests.values():
         _check_counters(state, request)
+        _check_placeholders(state, request)
     _check_queued_tokens(state)
     state.cache.check_integrity(_owners(state))
 
@@ -52,6 +53,17 @@ def _check_counters(state: SchedulerState, request: Request) -> None:
         raise InternalError(f"{request!r} goes on behind its end")
     if request.spec_token_ids and request.status is not RequestStatus.RUNNING:
         raise InternalError(f"{request!r} has drafts and does not run")
+
+
+def _check_placeholders(state: SchedulerState, request: Request) -> None:
+    """A token that is not here yet is being computed by the open step."""
+    if not request.num_output_placeholders:
+        return
+    step, request_id = state.open_step, request.request_id
+    if step is None or request_id not in step.num_scheduled_tokens or request_id in step.void_req_ids:
+        raise InternalError(f"{request!r} waits for a token that nobody computes")
+    if request.num_output_placeholders > 1 or request.num_tokens + 1 > request.length_limit:
+        raise InternalError(f"{request!r} waits for more tokens than a step samples")
 
 
 def _owners(state: SchedulerState) -> dict[str, Request]:

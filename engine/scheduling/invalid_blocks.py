@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from engine.request import Request, RequestStatus
 from engine.scheduling.lifecycle import Lifecycle
+from engine.scheduling.open_step import leave_steps
 from engine.scheduling.state import SchedulerState
 from engine.scheduling.update import RequestUpdate, failure_of
 from kvtransfer.base import LoadFailurePolicy
@@ -78,6 +79,7 @@ class InvalidBlocks:
 
     def _fail(self, request: Request, valid: int) -> RequestUpdate:
         # The connector is asked about its blocks, and must not take for computed what is wrong.
+        leave_steps(self._state, request)
         request.num_computed_tokens = valid
         self._lifecycle.end(request, RequestStatus.FINISHED_ERROR)
         return failure_of(request, TransferError("blocks of the request's KV did not arrive whole"))

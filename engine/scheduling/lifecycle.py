@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from engine.request import Request, RequestStatus
+from engine.scheduling.open_step import leave_steps
 from engine.scheduling.state import SchedulerState
 from wire.errors import ContextLengthExceeded, InvalidRequest
 
@@ -66,10 +67,10 @@ class Lifecycle:
         state = self._state
         request.status = RequestStatus.PREEMPTED
         request.spec_token_ids = []
-        request.num_output_placeholders = 0
         request.num_preemptions += 1
         state.totals.preemptions += 1
         state.preempted_req_ids.add(request.request_id)
+        leave_steps(state, request)
         state.waiting.put_back(request)
 
     def take_blocks_of_waiting(self, besides: Request) -> bool:
@@ -112,6 +113,9 @@ class Lifecycle:
         request_id = request.request_id
         request.status = status
         request.spec_token_ids = []
+        # Nobody is to begin from what may turn out void, or to be told of it.
+        request.num_computed_tokens = max(request.num_computed_tokens - leave_steps(state, request), 0)
+        state.cache.forget_uncomputed(request)
         del state.requests[request_id]
         state.finished_req_ids.add(request_id)
         state.settled = False

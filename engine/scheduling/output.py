@@ -55,6 +55,14 @@ class SchedulerOutput:
     finished_req_ids: set[str]  # ended since the last step: the runner forgets them
     preempted_req_ids: set[str]
     new_block_ids_to_zero: list[int] = dataclasses.field(default_factory=list)
+    # A connector writes to blocks of this plan as soon as it hears of it: of one who waits, or of one who is computed.
+    begins_loads: bool = False
+    # The latter: whether all of it came is known when the step is over.
+    reads_loads: bool = False
+    # Planned while another step ran, it found too few blocks: who gives up theirs is decided when that one is booked.
+    ran_short: bool = False
+    # Ended or were interrupted since it was planned: nothing that it computes is theirs.
+    void_req_ids: set[str] = dataclasses.field(default_factory=set)
     connector_metadata: ConnectorMetadata | None = None
     _grown: dict[str, BlockIds] | None = dataclasses.field(default=None, repr=False, compare=False)
 

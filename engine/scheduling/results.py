@@ -22,18 +22,18 @@ class ModelResults:
     def apply(self, step: SchedulerOutput, output: ModelOutput) -> list[RequestUpdate]:
         """Requests that ended or were interrupted since the step was planned get nothing of it."""
         state = self._state
-        requests, drafts = state.requests, step.spec_token_ids
+        requests, void, drafts = state.requests, step.void_req_ids, step.spec_token_ids
         logprobs, prompt_logprobs = output.logprobs, output.prompt_logprobs
         updates = [
             self._fail(request, error)
             for request_id, error in output.errors.items()
-            if (request := requests.get(request_id)) is not None and request.status is _RUNNING
+            if request_id not in void and (request := requests.get(request_id)) is not None
         ]
         ended = bool(updates)
         num_tokens = 0
         for request_id, tokens in output.sampled_token_ids.items():
             request = requests.get(request_id)
-            if request is None or request.status is not _RUNNING or not tokens:
+            if request is None or request_id in void or not tokens:
                 continue
             start = request.num_tokens - request.num_prompt_tokens
             status: RequestStatus | None = None
@@ -41,6 +41,8 @@ class ModelResults:
                 token = tokens[0]
                 request.all_token_ids.append(token)
                 request.num_tokens += 1
+                if request.num_output_placeholders:
+                    request.num_output_placeholders -= 1
                 if request.num_tokens >= request.length_limit or token in request.stop_token_ids:
                     status = status_after(request, token)
                 if drafts and request_id in drafts:

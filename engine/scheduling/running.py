@@ -23,7 +23,13 @@ class RunningPhase:
         while index < len(running) and token_budget > 0:
             request = running[index]
             num_computed = request.num_computed_tokens
-            num_new = request.num_tokens + request.num_output_placeholders - num_computed
+            num_tokens = request.num_tokens
+            if request.num_output_placeholders:
+                num_tokens += request.num_output_placeholders
+                if num_tokens >= request.length_limit:
+                    index += 1  # the token that it waits for is its last
+                    continue
+            num_new = num_tokens - num_computed
             if num_new != 1 or request.spec_token_ids:
                 num_new = self._cap(request, num_new + len(request.spec_token_ids), token_budget)
                 if num_new <= 0:
@@ -56,13 +62,17 @@ class RunningPhase:
         self, request: Request, num_new: int, index: int, step: StepPlan
     ) -> tuple[Tables | None, int, int]:
         """Blocks for the request, preempting others for as long as there are too few; None when it was preempted
-        itself, which ends the step's first half. Then its index among those that are left, and the tokens that
+        itself, or nobody may be, which ends the step's first half. Then its index among those that are left, and the tokens that
         victims had been given in this step."""
         state, regained = self._state, 0
         while True:
             blocks = state.cache.extend_slots(request, num_new)
             if blocks is not None:
                 return blocks, index, regained
+            if state.open_step is not None:
+                # The step that runs may end somebody. Before that is known nobody loses what it has computed.
+                step.ran_short = True
+                return None, index, regained
             victim_index = state.policy.victim(state.running)
             victim = state.running[victim_index]
             if victim is request and self._lifecycle.take_blocks_of_waiting(besides=request):

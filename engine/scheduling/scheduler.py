@@ -19,6 +19,7 @@ from engine.request import Request, RequestStatus
 from engine.scheduling.admission import AdmissionPhase
 from engine.scheduling.audit import check_integrity
 from engine.scheduling.lifecycle import Lifecycle
+from engine.scheduling.open_step import leave_open
 from engine.scheduling.output import CachedRequestData, ModelOutput, NewRequestData, SchedulerOutput
 from engine.scheduling.policies import make_policy
 from engine.scheduling.results import ModelResults
@@ -37,7 +38,7 @@ __all__ = ["PauseState", "Scheduler"]
 
 class Scheduler:
     """Used from one thread. A step is `schedule`, then the model, then `update_from_output`; requests come and go
-    between steps."""
+    between steps. The next step can be scheduled while the model is at work, if `leave_open` says so."""
 
     def __init__(
         self,
@@ -130,13 +131,14 @@ class Scheduler:
         step = StepPlan(token_budget=0 if paused else state.config.max_num_batched_tokens)
         self._running_phase.plan(step)
         # Whoever is admitted while others lose their blocks would only take them for a moment.
-        if not step.preempted and state.pause is PauseState.UNPAUSED:
+        if not (step.preempted or step.ran_short) and state.pause is PauseState.UNPAUSED:
             self._admission_phase.plan(step)
         output = self._output_of(step)
         if state.connector is not None:
             output.connector_metadata = state.connector.build_connector_meta(output)
         self._advance(step)
         state.totals.steps += 1
+        state.planned = output
         state.settled = not (step.num_scheduled or step.preempted or step.moved or step.deferred)
         return output
 
@@ -164,6 +166,9 @@ class Scheduler:
             num_common_prefix_blocks=self._common_prefix_blocks(),
             finished_req_ids=state.finished_req_ids,
             preempted_req_ids=state.preempted_req_ids,
+            begins_loads=step.begins_loads,
+            reads_loads=step.reads_loads,
+            ran_short=step.ran_short,
         )
         # The output keeps the sets, so new ones are begun.
         state.finished_req_ids, state.preempted_req_ids = set(), set()
@@ -200,6 +205,11 @@ class Scheduler:
             request.num_computed_tokens += num_tokens
         self._state.totals.prompt_tokens_computed += of_prompts
 
+    def leave_open(self, step: SchedulerOutput) -> bool:
+        """Whether the next step may be planned before `step`, the newest, is booked. Then it has to be, and is booked
+        after that. Every request that gets a token of it counts as having that token from here on."""
+        return leave_open(self._state, step)
+
     def update_from_output(
         self,
         step: SchedulerOutput,
@@ -207,12 +217,19 @@ class Scheduler:
         connector_output: ConnectorOutput | None = None,
     ) -> list[RequestUpdate]:
         """Books a step. Transfers first: they say which of the model's results can't be right."""
+        state = self._state
         updates: list[RequestUpdate] = []
         if connector_output is not None:
-            if self._state.connector is not None:
-                self._state.connector.update_connector_output(connector_output)
+            if state.connector is not None:
+                state.connector.update_connector_output(connector_output)
             if not connector_output.is_empty:
                 updates = self._transfers.apply(connector_output)
+        # From here on it counts as computed.
+        if state.open_step is step:
+            state.open_step = None
+            state.settled = False
+        if state.planned is step:
+            state.planned = None
         updates += self._results.apply(step, model_output)
         return updates
 
@@ -227,7 +244,7 @@ class Scheduler:
         """Whether a step could do anything now. False while everything waits for an event: a transfer (whose
         connector then wakes the engine), blocks that a connector holds, the end of a pause."""
         state = self._state
-        if state.finished_req_ids or state.preempted_req_ids:
+        if state.finished_req_ids or state.preempted_req_ids or state.open_step is not None:
             return True
         if state.connector is not None and state.connector.has_pending_work():
             return True

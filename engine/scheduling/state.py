@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from engine.cache.manager import KVCacheManager
 from engine.config import SchedulerConfig
 from engine.request import Request, RequestStatus
+from engine.scheduling.output import SchedulerOutput
 from engine.scheduling.policies import Policy
 from engine.scheduling.stats import Totals
 from engine.scheduling.waiting import WaitingRequests
@@ -39,6 +40,9 @@ class SchedulerState:
     held: dict[str, Request] = dataclasses.field(default_factory=dict)
     pause: PauseState = PauseState.UNPAUSED
     totals: Totals = dataclasses.field(default_factory=Totals)
+    # The step that was planned last, and the one that runs while the next is planned, if there is one.
+    planned: SchedulerOutput | None = None
+    open_step: SchedulerOutput | None = None
     # What the runner and the connector's worker half have not been told of yet.
     finished_req_ids: set[str] = dataclasses.field(default_factory=set)
     preempted_req_ids: set[str] = dataclasses.field(default_factory=set)

@@ -22,6 +22,10 @@ class StepPlan:
     moved: bool = False
     # A connector wants to be asked again.
     deferred: bool = False
+    # See SchedulerOutput.
+    begins_loads: bool = False
+    reads_loads: bool = False
+    ran_short: bool = False
 
     def take_back(self, request: Request) -> int:
         """Undoes what `request`, which ran before, was given in this step; returns how many tokens that was."""

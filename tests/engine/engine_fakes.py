@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine.cache.groups import AttentionKind, KVCacheGroup
 from engine.config import CacheConfig, SchedulerConfig
-from engine.model.runner import LayerHooks, ModelInfo
+from engine.model.runner import Computed, LayerHooks, ModelInfo
 from engine.scheduling.output import ModelOutput, SchedulerOutput
 from engine.scheduling.scheduler import Scheduler
 from kvtransfer.base import SchedulerConnector
@@ -43,7 +43,10 @@ class FakeRunner:
     def forget_requests(self) -> None:
         self.tokens.clear()
 
-    def execute(self, step: SchedulerOutput, hooks: LayerHooks | None = None) -> ModelOutput:
+    def start(self, step: SchedulerOutput, hooks: LayerHooks | None = None) -> Computed:
+        return Computed(self._execute(step))
+
+    def _execute(self, step: SchedulerOutput) -> ModelOutput:
         if self.error is not None:
             raise self.error
         for req_id in step.finished_req_ids:

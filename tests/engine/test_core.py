@@ -8,7 +8,9 @@ import pytest
 
 from engine.core import Engine
 from engine.loop import EngineLoop, Mailbox
+from engine.model.runner import Computed, LayerHooks
 from engine.request import Request
+from engine.scheduling.output import ModelOutput, SchedulerOutput
 from engine.scheduling.scheduler import PauseState
 from engine.scheduling.update import RequestUpdate
 from kvtransfer.base import ConnectorMetadata, ConnectorOutput, KVCacheMemory, WorkerConnector
@@ -31,6 +33,38 @@ class Mover(WorkerConnector):
 
     def get_finished(self, finished_req_ids: set[str]) -> ConnectorOutput:
         return ConnectorOutput()
+
+
+class Ordered(FakeRunner):
+    """A runner whose steps take until they are asked for; it and its mover note what is called when."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+        self.count = 0
+
+    def start(self, step: SchedulerOutput, hooks: LayerHooks | None = None) -> Computed:
+        self.count += 1
+        return Slow(self, self.count, super().start(step, hooks))
+
+
+class Slow(Computed):
+    def __init__(self, runner: Ordered, number: int, computed: Computed) -> None:
+        self._runner, self._number, self._computed = runner, number, computed
+        runner.calls.append(f"start {number}")
+
+    def finish(self) -> ModelOutput:
+        self._runner.calls.append(f"finish {self._number}")
+        return self._computed.finish()
+
+
+class Loading(Mover):
+    def __init__(self, runner: Ordered) -> None:
+        super().__init__()
+        self._runner = runner
+
+    def start_load_kv(self) -> None:
+        self._runner.calls.append("load")
 
 
 class Deferring(FakeConnector):
@@ -69,6 +103,43 @@ def test_plans_that_wait_for_a_step_ask_for_one() -> None:
     engine, _ = engine_with(connector)
     connector.pending = True
     assert engine.step().ask_again
+
+
+def ahead_with(connector: FakeConnector) -> tuple[Engine, Ordered]:
+    runner = Ordered()
+    return Engine(make_scheduler(runner, connector), runner, Loading(runner), ahead=True), runner
+
+
+def test_ahead_a_step_is_started_before_the_last_one_is_read() -> None:
+    engine, runner = ahead_with(FakeConnector())
+    engine.add_request(request(max_tokens=3))
+    updates = [engine.step().updates for _ in range(4)]
+    assert [len(of_step) for of_step in updates] == [0, 1, 1, 1]
+    assert [call for call in runner.calls if call != "load"] == [
+        *("start 1", "start 2", "finish 1", "start 3", "finish 2", "finish 3"),
+    ]
+    assert not engine.step().progressed  # the runner hears of the end
+
+
+def test_the_open_step_is_over_before_anything_is_loaded_from_outside() -> None:
+    """It may use blocks that came free while it ran, and that the load was given."""
+    connector = FakeConnector()
+    connector.offers["b"] = (2, True)
+    engine, runner = ahead_with(connector)
+    engine.add_request(request("a", max_tokens=9))
+    engine.step()
+    engine.add_request(request("b"))
+    runner.calls.clear()
+    engine.step()
+    assert runner.calls == ["finish 1", "load", "start 2"]
+
+
+def test_a_step_that_cannot_be_left_open_is_booked_at_once() -> None:
+    engine, runner = ahead_with(FakeConnector())
+    penalized = SamplingParams(max_tokens=3, presence_penalty=0.5)
+    engine.add_request(Request("r", [5, 6, 7], penalized))
+    assert [len(engine.step().updates) for _ in range(3)] == [1, 1, 1]
+    assert runner.calls[:3] == ["load", "start 1", "finish 1"]
 
 
 class Ends:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 from collections.abc import Iterator
 
@@ -167,10 +168,10 @@ class Sent:
             self.clocks.put(message)
 
 
-@pytest.fixture
-def node() -> Iterator[tuple[NodeService, Sent, Engine]]:
+@pytest.fixture(params=[False, True], ids=["", "ahead"])
+def node(request: pytest.FixtureRequest) -> Iterator[tuple[NodeService, Sent, Engine]]:
     runner, sent, mailbox = FakeRunner(num_blocks=30_000, max_model_len=100_000), Sent(), Mailbox()
-    engine = Engine(make_scheduler(runner), runner, None, debug=True)
+    engine = Engine(make_scheduler(runner), runner, None, ahead=request.param, debug=True)
     config = NodeConfig(node_id="n0", role=Role.DECODE)
     service = NodeService(config, 7, DecodeRules(Role.DECODE), engine, mailbox, sent.send)
     service.start()
@@ -189,6 +190,8 @@ def test_a_node_tells_once_of_a_request_that_is_traced_and_never_of_another(node
     assert phases[:4] == [Phase.INBOX, Phase.QUEUE, Phase.STEP, Phase.PREFILL]
     assert phases.count(Phase.DECODE) == 2
     assert all(span.end >= span.start for span in trace.spans)
+    steps = [span for span in trace.spans if span.phase is Phase.STEP]
+    assert all(one.end <= other.start for one, other in itertools.pairwise(steps)), "no time is told twice"
     service.drain(PATIENCE_S)
     assert sent.traces.empty()
     assert engine.tracer is None, "when nobody is traced, the engine does not look at a clock"

@@ -73,6 +73,7 @@ class Node:
         status_period_s: float = 0.02,
         grammars: Grammars | None = None,
         grammar_s: float = 10.0,
+        ahead: bool = False,
     ) -> None:
         # A context so long that a request without an end of its own outlives any test.
         self.runner = FakeRunner(num_blocks=30_000, max_model_len=100_000)
@@ -85,7 +86,7 @@ class Node:
             NodeConfig(node_id="n0", role=rules.role, timeouts=timeouts),
             epoch=7,
             rules=rules,
-            engine=Engine(make_scheduler(self.runner), self.runner, None, debug=True),
+            engine=Engine(make_scheduler(self.runner), self.runner, None, ahead=ahead, debug=True),
             mailbox=mailbox,
             send=self.outgoing.send,
             grammars=grammars,
@@ -106,9 +107,9 @@ class Node:
         )
 
 
-@pytest.fixture
-def node() -> Iterator[Node]:
-    made = Node(DecodeRules(Role.DECODE))
+@pytest.fixture(params=[False, True], ids=["", "ahead"])
+def node(request: pytest.FixtureRequest) -> Iterator[Node]:
+    made = Node(DecodeRules(Role.DECODE), ahead=request.param)
     yield made
     made.service.stop()
 

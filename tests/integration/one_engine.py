@@ -54,7 +54,8 @@ class OneEngine:
             scheduler, cache, info.groups, info.num_blocks, info.max_model_len, connector=planner
         )
         address = PeerAddress(name, epoch, mover.peer_endpoint) if mover is not None else None
-        return cls(Engine(made, runner, mover), woken, address)
+        ahead = scheduler.plans_ahead(info.device)
+        return cls(Engine(made, runner, mover, ahead=ahead), woken, address)
 
     def add(self, name: str, prompt: list[int], count: int, transfer: KVTransferParams | None) -> None:
         sampling = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)

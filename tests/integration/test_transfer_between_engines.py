@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.config import AsyncScheduling, SchedulerConfig
 from kvtransfer.base import TransferConfig
 from tests.integration.one_engine import OneEngine, hand_over
 
@@ -26,22 +27,31 @@ def alone(smollm2_path: Path) -> Iterator[OneEngine]:
 
 
 @pytest.mark.parametrize(
-    ("connector", "direction", "blocks"),
+    ("connector", "direction", "blocks", "ahead"),
     [
-        ("nixl", "push", (16, 16)),
-        ("nixl", "push", (16, 32)),
-        ("nixl", "push", (32, 16)),
-        ("nixl", "pull", (16, 32)),
-        ("nccl", "push", (16, 16)),
-        ("nccl", "pull", (32, 16)),
+        ("nixl", "push", (16, 16), False),
+        ("nixl", "push", (16, 32), False),
+        ("nixl", "push", (32, 16), False),
+        ("nixl", "pull", (16, 32), False),
+        ("nccl", "push", (16, 16), False),
+        ("nccl", "pull", (32, 16), False),
+        ("nixl", "push", (16, 16), True),
+        ("nixl", "pull", (32, 16), True),
     ],
 )
 def test_the_tokens_are_those_of_one_engine(
-    smollm2_path: Path, alone: OneEngine, connector: str, direction: str, blocks: tuple[int, int]
+    smollm2_path: Path,
+    alone: OneEngine,
+    connector: str,
+    direction: str,
+    blocks: tuple[int, int],
+    ahead: bool,
 ) -> None:
+    """`ahead`: both plan a step while the one before it runs."""
     config = TransferConfig(connector=connector, direction=direction)
+    scheduler = SchedulerConfig(async_scheduling=AsyncScheduling.ALWAYS if ahead else AsyncScheduling.NEVER)
     producer, consumer = (
-        OneEngine.start(smollm2_path, name, block_size, config)
+        OneEngine.start(smollm2_path, name, block_size, config, scheduler=scheduler)
         for name, block_size in zip("pc", blocks, strict=True)
     )
     try:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import SchedulerConfig
+from engine.config import AsyncScheduling, SchedulerConfig
 from kvtransfer.base import TransferConfig
 from tests.engine.model import tiny
 from tests.integration.one_engine import OneEngine, hand_over
@@ -21,13 +21,18 @@ CHUNK = 24  # tokens of a step: longer prompts are read in several
 LENGTHS = (5, tiny.WINDOW - 1, tiny.WINDOW, tiny.WINDOW + 1, CHUNK, CHUNK + 1, 61, 64, 130, 199)
 
 
-def start(model: Path, name: str, block_size: int, transfer: TransferConfig | None) -> OneEngine:
+def start(
+    model: Path, name: str, block_size: int, transfer: TransferConfig | None, ahead: bool = False
+) -> OneEngine:
     return OneEngine.start(
         model,
         name,
         block_size,
         transfer,
-        scheduler=SchedulerConfig(max_num_batched_tokens=CHUNK),
+        scheduler=SchedulerConfig(
+            max_num_batched_tokens=CHUNK,
+            async_scheduling=AsyncScheduling.ALWAYS if ahead else AsyncScheduling.NEVER,
+        ),
         memory_bytes=4 << 20,
         prefix_caching=transfer is not None,
     )
@@ -59,27 +64,32 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[P
 
 
 EQUAL = [
-    (model, connector, direction, (4, 4))
+    (model, connector, direction, (4, 4), False)
     for model in ("mistral-window", "gemma3", "gpt-oss")
     for connector, direction in (("nixl", "push"), ("nixl", "pull"), ("nccl", "push"), ("nccl", "pull"))
 ]
 UNEQUAL = [
-    ("gemma3", "nixl", direction, blocks) for direction in ("push", "pull") for blocks in ((8, 4), (4, 8))
+    ("gemma3", "nixl", direction, blocks, False)
+    for direction in ("push", "pull")
+    for blocks in ((8, 4), (4, 8))
 ]
+AHEAD = [("gemma3", "nixl", direction, (4, 4), True) for direction in ("push", "pull")]
 
 
-@pytest.mark.parametrize(("model", "connector", "direction", "blocks"), EQUAL + UNEQUAL)
+@pytest.mark.parametrize(("model", "connector", "direction", "blocks", "ahead"), EQUAL + UNEQUAL + AHEAD)
 def test_the_tokens_are_those_of_one_engine(
     answers: Callable[[str], tuple[Path, list[list[int]]]],
     model: str,
     connector: str,
     direction: str,
     blocks: tuple[int, int],
+    ahead: bool,
 ) -> None:
+    """`ahead`: both plan a step while the one before it runs."""
     path, expected = answers(model)
     config = TransferConfig(connector=connector, direction=direction)
     producer, consumer = (
-        start(path, name, block_size, config) for name, block_size in zip("pc", blocks, strict=True)
+        start(path, name, block_size, config, ahead) for name, block_size in zip("pc", blocks, strict=True)
     )
     try:
         for index, (prompt, answer) in enumerate(zip(prompts(), expected, strict=True)):

@@ -19,7 +19,7 @@ from engine.model.attention.layers import AttentionLayer, CachePlan
 from engine.model.attention.pages import Pages, padded, pages_of
 from engine.model.batch import Batch, HostBatch
 from engine.model.decode_inputs import DecodeInputs
-from engine.model.staging import to_device
+from engine.model.staging import page_locked, to_device
 from wire.errors import InternalError
 
 log = logging.getLogger(__name__)
@@ -117,6 +117,7 @@ class FlashInferAttention:
         self._wrappers = [self._wrapper() for _ in self.kinds]
         self._max_pages = -(-max_model_len // plan.block_size)
         self._page_buffers: list[torch.Tensor] = []
+        self._plans_taken: torch.cuda.Event | None = None
 
     def _wrapper(self, **options: Any) -> Any:
         return self._library.BatchPrefillWithPagedKVCacheWrapper(
@@ -126,9 +127,7 @@ class FlashInferAttention:
     def begin(self, batch: Batch) -> _Step:
         if batch.host is None:
             raise InternalError("attention is planned on the host, and the batch has nothing there")
-        for kind, wrapper in zip(self.kinds, self._wrappers, strict=True):
-            pages = pages_of(batch.host, kind.group, kind.window, self.plan.block_size)
-            self.plan_wrapper(wrapper, kind, pages)
+        self.plan_all(self._wrappers, [self.pages_of(batch.host, kind) for kind in self.kinds])
         return _Step(self, self._wrappers, batch.slot_mapping)
 
     def fixed(self, inputs: DecodeInputs) -> _Fixed:
@@ -155,13 +154,28 @@ class FlashInferAttention:
             )
         return _Fixed(self, inputs, wrappers)
 
-    def plan_wrapper(self, wrapper: Any, kind: _Kind, pages: Pages) -> None:
+    def pages_of(self, host: HostBatch, kind: _Kind) -> Pages:
+        return pages_of(host, kind.group, kind.window, self.plan.block_size)
+
+    def plan_all(self, wrappers: list[Any], pages: list[Pages]) -> None:
+        """For each kind. The library copies a plan to the device from one page-locked buffer per wrapper, which it
+        writes anew for the next: the last step's copies have to be through."""
+        if self._plans_taken is not None:
+            self._plans_taken.synchronize()
+        for kind, wrapper, of_kind in zip(self.kinds, wrappers, pages, strict=True):
+            self._plan(wrapper, kind, of_kind)
+        if self.tensor.is_cuda:
+            self._plans_taken = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._plans_taken.record(torch.cuda.current_stream(self.tensor.device))
+
+    def _plan(self, wrapper: Any, kind: _Kind, pages: Pages) -> None:
         """Sizes and starts are taken from the host: from the device, planning would wait for it."""
+        device = self.tensor.device
         wrapper.plan(
-            torch.from_numpy(pages.query_start),
-            torch.from_numpy(pages.page_start),
-            to_device(pages.pages, self.tensor.device),
-            torch.from_numpy(pages.last_page_len),
+            page_locked(pages.query_start, device),
+            page_locked(pages.page_start, device),
+            to_device(pages.pages, device),
+            page_locked(pages.last_page_len, device),
             page_size=self.plan.block_size,
             q_data_type=self.tensor.dtype,
             kv_data_type=self.tensor.dtype,
@@ -174,15 +188,14 @@ class FlashInferAttention:
         one = np.ones(1, np.int32)
         groups = len(self.plan.groups)
         host = HostBatch(
-            token_ids=zero,
             positions=zero,
             query_start=np.array([0, 1], np.int32),
             context_lens=one,
             slot_mapping=(zero,) * groups,
             block_tables=(np.zeros((1, 1), np.int32),) * groups,
         )
+        self.plan_all(self._wrappers, [self.pages_of(host, kind) for kind in self.kinds])
         for kind, wrapper in zip(self.kinds, self._wrappers, strict=True):
-            self.plan_wrapper(wrapper, kind, pages_of(host, kind.group, kind.window, self.plan.block_size))
             query = torch.zeros(
                 1, kind.query_heads, kind.dim, dtype=self.tensor.dtype, device=self.tensor.device
             )
@@ -203,11 +216,9 @@ class _Fixed:
         self._wrappers = wrappers
 
     def prepare(self, host: HostBatch | None) -> None:
-        attention = self._attention
-        size = attention.plan.block_size
-        for kind, wrapper in zip(attention.kinds, self._wrappers, strict=True):
-            pages = None if host is None else pages_of(host, kind.group, kind.window, size)
-            attention.plan_wrapper(wrapper, kind, padded(pages, self._inputs.size))
+        attention, size = self._attention, self._inputs.size
+        pages = [None if host is None else attention.pages_of(host, kind) for kind in attention.kinds]
+        attention.plan_all(self._wrappers, [padded(of_kind, size) for of_kind in pages])
 
     def begin(self) -> _Step:
         return _Step(self._attention, self._wrappers, self._inputs.slot_mapping, self._inputs.padding)

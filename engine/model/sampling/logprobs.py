@@ -4,34 +4,47 @@ from __future__ import annotations
 
 import torch
 
+from engine.model.staging import HostCopy
 from wire.sampling import TokenLogprobs
 
 # Rows converted to float32 at once: a long prompt's logits take hundreds of megabytes already.
 _ROWS = 128
 
 
-def token_logprobs(logits: torch.Tensor, chosen: torch.Tensor, num_top: int) -> list[TokenLogprobs]:
-    """For rows [N, V] and the token [N] that stands after each."""
-    result: list[TokenLogprobs] = []
-    for start in range(0, logits.shape[0], _ROWS):
-        result.extend(_some(logits[start : start + _ROWS].float(), chosen[start : start + _ROWS], num_top))
-    return result
+class ComputedLogprobs:
+    """Computed on the device, and on their way to the host."""
+
+    def __init__(self, logits: torch.Tensor, chosen: torch.Tensor, num_top: int) -> None:
+        """For rows [N, V] and the token [N] that stands after each. A token below 0 is none: it has no probability."""
+        self._parts: list[list[HostCopy]] = []
+        for start in range(0, logits.shape[0], _ROWS):
+            rows = slice(start, start + _ROWS)
+            self._parts.append(
+                [HostCopy(found) for found in _some(logits[rows].float(), chosen[rows], num_top)]
+            )
+
+    def read(self) -> list[TokenLogprobs]:
+        result: list[TokenLogprobs] = []
+        for part in self._parts:
+            tokens, values, ranks, *top = (copy.read().tolist() for copy in part)
+            if not top:
+                result.extend(TokenLogprobs(*row) for row in zip(tokens, values, ranks, strict=True))
+                continue
+            result.extend(
+                TokenLogprobs(token, value, rank, list(zip(best, of_best, strict=True)))
+                for token, value, rank, best, of_best in zip(tokens, values, ranks, *top, strict=True)
+            )
+        return result
 
 
-def _some(logits: torch.Tensor, chosen: torch.Tensor, num_top: int) -> list[TokenLogprobs]:
+def _some(logits: torch.Tensor, chosen: torch.Tensor, num_top: int) -> list[torch.Tensor]:
+    """The tokens, what they have, their ranks; then the most likely ones, if any are asked for, and what those have."""
     total = logits.logsumexp(dim=1, keepdim=True)
-    own = logits.gather(1, chosen[:, None])
-    ranks = (logits > own).sum(dim=1).add_(1).tolist()
-    own_values = (own - total).squeeze(1).tolist()
-    tokens = chosen.tolist()
+    own = logits.gather(1, chosen.clamp(min=0)[:, None])
+    ranks = (logits > own).sum(dim=1).add_(1)
+    found = [chosen, (own - total).squeeze(1), ranks]
     num_top = min(num_top, logits.shape[1])
-    if num_top == 0:
-        return [TokenLogprobs(*row) for row in zip(tokens, own_values, ranks, strict=True)]
-    top_values, top_tokens = logits.topk(num_top, dim=1)
-    top_values -= total
-    return [
-        TokenLogprobs(token, value, rank, list(zip(best, values, strict=True)))
-        for token, value, rank, best, values in zip(
-            tokens, own_values, ranks, top_tokens.tolist(), top_values.tolist(), strict=True
-        )
-    ]
+    if num_top:
+        values, tokens = logits.topk(num_top, dim=1)
+        found += [tokens, values - total]
+    return found

@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-_LOOKS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal", "is_nonzero", "item")
+LOOKS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal", "is_nonzero", "item")
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -31,7 +31,7 @@ class _Recording(TorchDispatchMode):
         by_mask = name.startswith("index") and any(
             isinstance(t, torch.Tensor) and t.dtype == torch.bool for t in tree_leaves(args[1:2])
         )
-        if name in _LOOKS or by_mask:
+        if name in LOOKS or by_mask:
             raise RuntimeError(f"{name} is not permitted while recording")
         result = func(*args, **kwargs)
         given = {_storage(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}

@@ -162,13 +162,16 @@ class Driver:
         self, step: SchedulerOutput, output: ModelOutput, transfers: ConnectorOutput | None = None
     ) -> list[RequestUpdate]:
         updates = self.scheduler.update_from_output(step, output, transfers)
+        self.record(updates)
+        return updates
+
+    def record(self, updates: list[RequestUpdate]) -> None:
         for update in updates:
             self.updates.setdefault(update.request_id, []).append(update)
             tokens = self.outputs[update.request_id]
             assert update.start == len(tokens)
             tokens += update.token_ids
         self.scheduler.check_integrity()
-        return updates
 
     def step(self, transfers: ConnectorOutput | None = None) -> tuple[SchedulerOutput, list[RequestUpdate]]:
         step = self.schedule()

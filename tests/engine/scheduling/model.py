@@ -16,6 +16,7 @@ from engine.cache.groups import AttentionKind, KVCacheGroup
 from engine.scheduling.output import ModelOutput, SchedulerOutput
 
 VOCABULARY = 50
+WRONG = -99  # sampled from something misread: no request may ever be given it
 
 
 def kv_chain(token_ids: Sequence[int], salt: object = None) -> list[int]:
@@ -58,8 +59,7 @@ class FakeModel:
         self.known: dict[str, Known] = {}
         self.salts: dict[str, object] = {}  # a request's salt and adapter, which the runner is not told
         self.propose: Callable[[str, list[int]], list[int]] = lambda request_id, tokens: []
-        self.before_forward: Callable[[], None] = lambda: None
-        # With `tolerant` a wrong read is not an error but noted: whoever did it must not get a token for it.
+        # With `tolerant` a wrong read is not an error, but what is sampled from it is WRONG.
         self.tolerant = False
         self.misread: set[str] = set()
 
@@ -87,7 +87,6 @@ class FakeModel:
 
     def execute(self, step: SchedulerOutput) -> ModelOutput:
         self._update(step)
-        self.before_forward()
         computed = {request.req_id: request.num_computed_tokens for request in step.new_reqs}
         computed.update(zip(step.cached_reqs.req_ids, step.cached_reqs.num_computed_tokens, strict=True))
         assert computed.keys() == step.num_scheduled_tokens.keys()
@@ -135,7 +134,7 @@ class FakeModel:
                 return
 
     def _sample(self, request_id: str, known: Known, drafts: list[int], output: ModelOutput) -> None:
-        sampled = [next_token(known.tokens)]
+        sampled = [WRONG if request_id in self.misread else next_token(known.tokens)]
         for draft in drafts:
             if draft != sampled[-1]:
                 break

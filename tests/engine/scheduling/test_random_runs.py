@@ -21,10 +21,12 @@ BATCHES = 12
 REMEMBERED = (171, 3687)  # each was the only one of thousands to show something
 
 
-def random_world(draw: random.Random) -> World:
+def random_world(draw: random.Random, *, ahead: bool, quick_peers: bool) -> World:
     groups = draw.choice(list(GROUPS))
     return World(
         groups,
+        ahead=ahead,
+        quick_peers=quick_peers,
         policy=draw.choice(["fcfs", "priority"]),
         caching=draw.random() < 0.85,
         num_blocks=draw.choice([9, 12, 16, 40]),
@@ -39,10 +41,10 @@ def random_world(draw: random.Random) -> World:
     )
 
 
-def run(number: int) -> None:
+def run(number: int, ahead: bool) -> None:
     draw = random.Random(number)
-    world = random_world(draw)
-    if draw.random() < 0.5:
+    world = random_world(draw, ahead=ahead, quick_peers=number % 2 == 0)
+    if draw.random() < 0.5 and not ahead:
         world.model.propose = lambda request_id, tokens: [
             *([next_token(tokens)] if draw.random() < 0.6 else []),
             *draw.choices(range(5), k=draw.randrange(2)),
@@ -85,17 +87,19 @@ def run(number: int) -> None:
     world.settle()
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("number", REMEMBERED)
-def test_runs_that_once_went_wrong(number):
-    run(number)
+def test_runs_that_once_went_wrong(number, ahead):
+    run(number, ahead)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("batch", range(BATCHES))
-def test_every_random_run_ends_as_it_must(batch):
+def test_every_random_run_ends_as_it_must(batch, ahead):
     for number in range(batch, RUNS, BATCHES):
         try:
-            run(number)
+            run(number, ahead)
         except BaseException as error:
             error.add_note(f"random run {number}")
             raise

@@ -33,6 +33,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget=st.integers(1, 40),
         threshold=st.sampled_from([0, 3]),
         reserve=st.booleans(),
+        ahead=st.booleans(),
+        quick_peers=st.booleans(),
         on_failure=st.sampled_from(list(LoadFailurePolicy)),
     )
     def begin(
@@ -45,10 +47,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget: int,
         threshold: int,
         reserve: bool,
+        ahead: bool,
+        quick_peers: bool,
         on_failure: LoadFailurePolicy,
     ) -> None:
         self.world = World(
             groups,
+            ahead=ahead,
+            quick_peers=quick_peers,
             policy=policy,
             caching=caching,
             num_blocks=num_blocks,

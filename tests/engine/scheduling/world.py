@@ -10,20 +10,27 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Sequence
+from typing import Any
 
 from engine.cache.groups import KVCacheGroup
+from engine.core import Engine
+from engine.model.runner import LayerHooks, ModelInfo
 from engine.request import Request, RequestStatus
+from engine.scheduling.output import ModelOutput, SchedulerOutput
 from engine.scheduling.scheduler import PauseState
 from kvtransfer.base import (
     BlockIds,
+    ConnectorMetadata,
     ConnectorOutput,
     Handoff,
+    KVCacheMemory,
     LoadFailure,
     LoadFailurePolicy,
     TransferRequest,
+    WorkerConnector,
 )
 from tests.engine.scheduling.driving import FULL, Driver, FakeConnector, consume, produce, sliding
-from tests.engine.scheduling.model import alone, kv_chain, next_token
+from tests.engine.scheduling.model import VOCABULARY, WRONG, alone, kv_chain, next_token
 from wire.errors import RequestError
 from wire.sampling import FinishReason, SamplingParams
 
@@ -55,6 +62,7 @@ class Load:
     tables: list[list[int]]
     start: int
     end: int
+    written: bool | None = None  # whether what was written last is right; None: nothing was
 
 
 class WorldConnector(FakeConnector):
@@ -63,7 +71,7 @@ class WorldConnector(FakeConnector):
         self.sources: dict[str, Source] = {}
         self.deferrals: dict[str, int] = {}
         self.loads: dict[str, Load] = {}  # under way
-        self.loads_at_once: list[Load] = []  # of this step
+        self.loads_at_once: list[Load] = []  # of the step that is being planned
         self.found: dict[str, int] = {}
         self.kept: dict[str, tuple[Request, list[list[int]]]] = {}  # producers' blocks
 
@@ -112,11 +120,86 @@ class WorldConnector(FakeConnector):
         return False
 
 
+class LazyDevice:
+    """A model runner whose steps run as late as they can: when their results are wanted. Until then whatever was true
+    when they were planned must stay true."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._queue: list[_Queued] = []
+        self.num_with_work = 0
+        self.kv_cache: Any = None
+        self.grammars = None
+        self.info = ModelInfo(
+            name="fake",
+            dtype="float32",
+            device="cpu",
+            vocab_size=VOCABULARY,
+            max_model_len=driver.scheduler.max_model_len,
+            eos_token_ids=frozenset({EOS}),
+            num_layers=1,
+            num_kv_heads=1,
+            head_dim=1,
+            groups=tuple(driver.model.groups),
+            num_blocks=driver.scheduler.stats().total_blocks + 1,
+        )
+
+    def start(self, step: SchedulerOutput, hooks: LayerHooks | None = None) -> _Queued:
+        if (
+            not step.spec_token_ids
+        ):  # a request whose drafts are being verified is computed further than it reaches
+            self._driver.scheduler.check_integrity()
+        self.num_with_work += bool(step.num_scheduled_tokens)
+        assert sum(job.step.total_num_scheduled_tokens > 0 for job in self._queue) <= 1
+        job = _Queued(self, step)
+        self._queue.append(job)
+        return job
+
+    def run_until(self, last: _Queued) -> None:
+        while last.output is None:
+            job = self._queue.pop(0)
+            job.output = self._driver.model.execute(job.step)
+
+    def run_all(self) -> None:
+        if self._queue:
+            self.run_until(self._queue[-1])
+
+    def forget_requests(self) -> None: ...
+
+
+@dataclasses.dataclass
+class _Queued:
+    device: LazyDevice
+    step: SchedulerOutput
+    output: ModelOutput | None = None
+
+    def finish(self) -> ModelOutput:
+        self.device.run_until(self)
+        assert self.output is not None
+        return self.output
+
+
+class WorldWorker(WorkerConnector):
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def register_kv_caches(self, memory: KVCacheMemory) -> None: ...
+    def bind_connector_metadata(self, metadata: ConnectorMetadata) -> None: ...
+
+    def start_load_kv(self) -> None:
+        self._world.begin_loads()
+
+    def get_finished(self, finished_req_ids: set[str]) -> ConnectorOutput:
+        return self._world.take_news()
+
+
 class World:
     def __init__(
         self,
         groups: str = "full",
         *,
+        ahead: bool = False,
+        quick_peers: bool = False,
         on_failure: LoadFailurePolicy = LoadFailurePolicy.RECOMPUTE,
         with_connector: bool = True,
         **options: object,
@@ -132,13 +215,15 @@ class World:
         self.scheduler = self.driver.scheduler
         self.model = self.driver.model
         self.model.tolerant = True
-        self.model.before_forward = self._load_at_once
+        self.device = LazyDevice(self.driver)
+        worker = WorldWorker(self) if with_connector else None
+        self.engine = Engine(self.scheduler, self.device, worker, ahead=ahead)
         self.on_failure = on_failure
+        self.quick_peers = quick_peers  # they write at once when a load begins, and maybe again
         self.requests: dict[str, Request] = {}
         self.aborted: set[str] = set()
         self.news = ConnectorOutput()
         self.spoil_next = False  # whether the next load at once goes wrong
-        self._spoiled: set[int] = set()
 
     # --- what can happen
 
@@ -183,6 +268,7 @@ class World:
         if loads:
             load = self.connector.loads[loads[which % len(loads)]]
             self._write(load, load.start, load.end, good)
+            load.written = good
 
     def conclude(self, which: int, num_valid: int | None = None, *, spoil: bool = False) -> None:
         """A load ends: well, or with its first `num_valid` tokens only. `spoil`: a block of it is wrong."""
@@ -191,7 +277,8 @@ class World:
             return
         load = self.connector.loads.pop(loads[which % len(loads)])
         request_id = load.request.request_id
-        self._write(load, load.start, load.end, good=True)
+        if not load.written:  # once is enough: nobody else writes there
+            self._write(load, load.start, load.end, good=True)
         if num_valid is not None:
             valid = load.start + num_valid % (load.end - load.start + 1)
             self._write(load, valid, load.end, good=False)
@@ -208,6 +295,7 @@ class World:
         kept = sorted(self.connector.kept)
         if not kept:
             return
+        self.device.run_all()  # it sends nothing before that is computed
         request_id = kept[which % len(kept)]
         request, tables = self.connector.kept.pop(request_id)
         chain = kv_chain(request.all_token_ids, self.model.salts[request_id])
@@ -228,24 +316,14 @@ class World:
         assert self.scheduler.reset_prefix_cache() == (stats.free_blocks == stats.total_blocks)
 
     def step(self) -> None:
-        idle = not self.scheduler.has_work()
-        step = self.driver.schedule()
-        assert not (idle and step.num_scheduled_tokens), "a step did work where there was none"
-        output = self.model.execute(step)
-        misread = set(self.model.misread)
-        self.connector.loads_at_once.clear()
-        news, self.news = self.news, ConnectorOutput()
-        news.invalid_block_ids |= self._spoiled
-        self._spoiled = set()
-        for update in self.driver.book(step, output, news):
-            assert not (update.token_ids and update.request_id in misread), f"{update} was read from wrong KV"
+        idle, before = not self.scheduler.has_work(), self.device.num_with_work
+        updates = self.engine.step().updates
+        assert not (idle and self.device.num_with_work > before), "a step did work where there was none"
+        self.driver.record(updates)
+        for update in updates:
+            assert WRONG not in update.token_ids, f"{update} was read from wrong KV"
             if update.finish is FinishReason.ERROR:
                 assert self.on_failure is LoadFailurePolicy.FAIL
-        for request_id in misread:
-            request = self.scheduler.requests.get(request_id)
-            assert request is None or request.status is not RequestStatus.RUNNING, (
-                f"{request!r} goes on wrong"
-            )
 
     def settle(self) -> None:
         """Everything that is under way ends well; then every request must end too, and nothing be left."""
@@ -298,9 +376,19 @@ class World:
             self.model.kv[block, position % group.block_size] = GARBAGE
         return block
 
-    def _load_at_once(self) -> None:
+    def begin_loads(self) -> None:
+        if self.quick_peers:
+            for load in self.connector.loads.values():
+                if load.written is None:
+                    self._write(load, load.start, load.end, good=True)
+                    load.written = True
         for load in self.connector.loads_at_once:
             self._write(load, load.start, load.end, good=True)
             if self.spoil_next:
                 self.spoil_next = False
-                self._spoiled.add(self._spoil(load))
+                self.news.invalid_block_ids.add(self._spoil(load))
+        self.connector.loads_at_once.clear()
+
+    def take_news(self) -> ConnectorOutput:
+        news, self.news = self.news, ConnectorOutput()
+        return news

@@ -1,0 +1,315 @@
+"""The engine with a real model, its steps planned ahead or not: the same tokens, whatever comes and goes meanwhile."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from engine.config import AsyncScheduling, CacheConfig, ModelConfig, SchedulerConfig
+from engine.core import Engine
+from engine.model.batch import Batch
+from engine.model.loading import load_runner
+from engine.model.runner import LayerHooks
+from engine.model.started import Started
+from engine.model.torch_runner import TorchRunner
+from engine.request import Request
+from engine.scheduling.output import SchedulerOutput
+from engine.scheduling.scheduler import Scheduler
+from tests.engine.model import tiny
+from tests.engine.model.recording import LOOKS
+from tests.engine.model.test_decode_graphs import graphed
+from tests.engine.model.test_invalid_logits import Spoiling
+from wire.errors import ConfigurationError
+from wire.sampling import FinishReason, SamplingParams, TokenLogprobs
+
+BLOCK = 4
+STOPS = tuple(range(3, tiny.VOCAB, 17))
+KINDS = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.0, stop_token_ids=list(STOPS), min_tokens=2),
+    SamplingParams(seed=11, stop_token_ids=list(STOPS)),
+    SamplingParams(seed=12, top_p=0.9, top_k=40, logprobs=2),
+    SamplingParams(seed=13, logit_bias={7: 2.0}, temperature=0.7),
+    SamplingParams(temperature=0.0, repetition_penalty=1.2),
+    SamplingParams(seed=14, presence_penalty=0.5, bad_words=[[9, 10], [12]]),
+    SamplingParams(temperature=0.0, prompt_logprobs=1, logprobs=0),
+]
+# What every request of a life may be: those that let steps be planned ahead, or any.
+PLAIN, ALL = KINDS[:5], KINDS
+
+
+@dataclasses.dataclass
+class Told:
+    """What was said of one request."""
+
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    finish: FinishReason | None = None
+    stop_token: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrival:
+    at_step: int
+    prompt: list[int]
+    sampling: SamplingParams
+    aborted_at: int | None
+
+
+def draw_life(seed: int, kinds: list[SamplingParams], count: int, aborts: float) -> list[Arrival]:
+    rng = random.Random(seed)
+    shared = [rng.randrange(3, tiny.VOCAB) for _ in range(24)]
+    arrivals = []
+    for _ in range(count):
+        at = rng.randrange(40)
+        prompt = shared[: rng.choice([0, 9, 20])] + [
+            rng.randrange(3, tiny.VOCAB) for _ in range(rng.randrange(1, 30))
+        ]
+        sampling = msgspec.structs.replace(rng.choice(kinds), max_tokens=rng.randrange(1, 24))
+        aborted_at = at + rng.randrange(12) if rng.random() < aborts else None
+        arrivals.append(Arrival(at, prompt, sampling, aborted_at))
+    return arrivals
+
+
+class Counting:
+    """A runner that counts how often a step was started before the one before it had been read."""
+
+    def __init__(self, runner: TorchRunner) -> None:
+        self._runner = runner
+        self.num_ahead = 0
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._runner, name)
+
+    def start(self, step: SchedulerOutput, hooks: LayerHooks | None = None) -> object:
+        self.num_ahead += bool(step.num_scheduled_tokens) and self._runner._unfinished is not None
+        return self._runner.start(step, hooks)
+
+
+def live(runner: TorchRunner, arrivals: list[Arrival], *, ahead: bool) -> tuple[dict[str, Told], Engine]:
+    config = SchedulerConfig(max_num_seqs=5, max_num_batched_tokens=24, max_model_len=64)
+    cache = CacheConfig(block_size=BLOCK, hash_seed="tests")
+    num_blocks = 32 * len(runner.info.groups)
+    scheduler = Scheduler(config, cache, runner.info.groups, num_blocks, 64, frozenset({2}))
+    engine = Engine(scheduler, Counting(runner), None, ahead=ahead)  # type: ignore[arg-type]
+    told = {f"r{index}": Told() for index in range(len(arrivals))}
+    for step in range(2000):
+        for index, arrival in enumerate(arrivals):
+            if arrival.at_step == step:
+                engine.add_request(Request(f"r{index}", arrival.prompt, arrival.sampling))
+            if arrival.aborted_at == step:
+                engine.abort_requests([f"r{index}"])
+        for update in engine.step().updates:
+            request = told[update.request_id]
+            assert request.finish is None
+            assert update.start == len(request.tokens)
+            assert update.error is None
+            request.tokens += update.token_ids
+            request.logprobs += update.logprobs or []
+            request.prompt_logprobs = update.prompt_logprobs or request.prompt_logprobs
+            request.finish, request.stop_token = update.finish, update.stop_token
+        scheduler.check_integrity()
+        if step > 60 and not scheduler.has_work():
+            break
+    stats = scheduler.stats()
+    assert stats.free_blocks == stats.total_blocks
+    assert not scheduler.has_unfinished_requests()
+    engine.shutdown()
+    runner.forget_requests()
+    return told, engine
+
+
+def assert_same(sync: dict[str, Told], ahead: dict[str, Told], arrivals: list[Arrival]) -> None:
+    for arrival, one, other in zip(arrivals, sync.values(), ahead.values(), strict=True):
+        if arrival.aborted_at is not None:
+            common = min(len(one.tokens), len(other.tokens))
+            assert one.tokens[:common] == other.tokens[:common]
+            continue
+        assert one.tokens == other.tokens
+        assert (one.finish, one.stop_token) == (other.finish, other.stop_token)
+        assert one.finish is not None
+        assert [entry.logprob for entry in one.logprobs] == pytest.approx(
+            [entry.logprob for entry in other.logprobs], abs=2e-4
+        )
+        assert (one.prompt_logprobs is None) == (other.prompt_logprobs is None)
+
+
+def load(path: Path, native: bool) -> TorchRunner:
+    return load_runner(
+        ModelConfig(path=str(path), dtype="float32", device="cpu", threads=1),
+        CacheConfig(block_size=BLOCK, memory_bytes=4 << 20),
+        SchedulerConfig(max_num_seqs=5),
+        native=native,
+    )
+
+
+VARIANTS = ["llama-native", "llama", "llama-recorded", "gemma3", "mistral-window-recorded"]
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TorchRunner:
+    name, native = request.param.removesuffix("-native"), request.param.endswith("-native")
+    name, recorded = name.removesuffix("-recorded"), name.endswith("-recorded")
+    loaded = load(tiny.save(name, tmp_path_factory.mktemp("models")), native)
+    if recorded:
+        graphed(loaded)
+    return loaded
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_the_tokens_are_those_of_steps_one_after_the_other(runner: TorchRunner, seed: int) -> None:
+    """In chunks, with shared prefixes, and with too few blocks for all."""
+    arrivals = draw_life(seed, PLAIN, count=14, aborts=0.0)
+    expected, sync = live(runner, arrivals, ahead=False)
+    found, ahead = live(runner, arrivals, ahead=True)
+    assert_same(expected, found, arrivals)
+    assert sync.runner.num_ahead == 0  # type: ignore[attr-defined]
+    assert ahead.runner.num_ahead > 20  # type: ignore[attr-defined]
+    if runner.info.name == "llama":  # the others' windows need few blocks, and what they say may hold no stop
+        stats = ahead.scheduler.stats()
+        assert stats.preemptions > 0
+        assert stats.prompt_tokens_cached > 0
+        assert stats.requests_finished.keys() == {"stop", "length"}
+
+
+@pytest.mark.parametrize("seed", range(2, 4))
+def test_requests_that_need_their_last_token_get_it(runner: TorchRunner, seed: int) -> None:
+    """Penalties, bad words and log-probabilities of prompts, beside others."""
+    arrivals = draw_life(seed, ALL, count=14, aborts=0.0)
+    expected, _ = live(runner, arrivals, ahead=False)
+    found, ahead = live(runner, arrivals, ahead=True)
+    assert_same(expected, found, arrivals)
+    assert ahead.runner.num_ahead > 0  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("seed", range(4, 6))
+def test_a_storm_of_aborts_changes_nobody_elses_answer(runner: TorchRunner, seed: int) -> None:
+    arrivals = draw_life(seed, ALL, count=30, aborts=0.6)
+    expected, _ = live(runner, arrivals, ahead=False)
+    found, _ = live(runner, arrivals, ahead=True)
+    assert_same(expected, found, arrivals)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> TorchRunner:
+    return load(tiny.save("llama", tmp_path_factory.mktemp("models")), native=False)
+
+
+def plain_engine(runner: TorchRunner, *, ahead: bool = True) -> Engine:
+    scheduler = Scheduler(SchedulerConfig(), CacheConfig(block_size=BLOCK), runner.info.groups, 60, 64)
+    return Engine(scheduler, runner, None, ahead=ahead)
+
+
+def test_logits_that_are_no_numbers_end_their_request_though_the_next_step_runs(llama: TorchRunner) -> None:
+    spoiling = Spoiling(llama)
+    llama._forward = spoiling
+    spoiling.context, spoiling.where, spoiling.value = 6, slice(None), float("nan")
+    try:
+        engine = plain_engine(llama)
+        greedy = SamplingParams(temperature=0.0, max_tokens=8)
+        engine.add_request(Request("bad", [5, 6, 7, 8], greedy))
+        engine.add_request(Request("good", [5, 6, 7, 8, 9, 10, 11], greedy))
+        told: dict[str, Told] = {"bad": Told(), "good": Told()}
+        while engine.scheduler.has_work():
+            for update in engine.step().updates:
+                told[update.request_id].tokens += update.token_ids
+                told[update.request_id].finish = update.finish
+            engine.scheduler.check_integrity()
+        assert (len(told["bad"].tokens), told["bad"].finish) == (2, FinishReason.ERROR)
+        assert (len(told["good"].tokens), told["good"].finish) == (8, FinishReason.LENGTH)
+    finally:
+        llama._forward = spoiling._forward
+        llama.forget_requests()
+
+
+def test_starting_a_step_reads_no_token_of_the_one_before(llama: TorchRunner) -> None:
+    """The host's copy of a token that is not read yet is made a token that the model does not have."""
+    engine = plain_engine(llama)
+    engine.add_request(Request("r", [5, 6, 7], SamplingParams(temperature=0.0, max_tokens=6)))
+    forward, seen = llama.forward, []
+
+    def looking(batch: Batch, hooks: LayerHooks | None) -> torch.Tensor:
+        seen.append(batch.token_ids.tolist())
+        return forward(batch, hooks)
+
+    llama._forward = looking
+    tokens: list[int] = []
+    try:
+        while engine.scheduler.has_work():
+            if "r" in llama._requests:
+                row = llama._requests.row("r")
+                llama._requests.tokens[row, llama._requests.num_tokens[row] :] = 10**6
+            for update in engine.step().updates:
+                tokens += update.token_ids
+    finally:
+        llama._forward = forward
+        llama.forget_requests()
+    assert len(tokens) == 6
+    assert seen == [[5, 6, 7], *([token] for token in tokens[:-1])]
+
+
+class Blind(TorchDispatchMode):
+    """What would make the host wait for a device is an error. (Of a CPU's tensors this sees no `tolist`.)"""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func.__name__.split(".")[0] not in LOOKS, f"{func} waits for a result"
+        return func(*args, **(kwargs or {}))
+
+
+def test_starting_a_step_looks_at_no_result(llama: TorchRunner) -> None:
+    engine = plain_engine(llama)
+    start = llama.start
+
+    def blind(step: SchedulerOutput, hooks: LayerHooks | None = None) -> Started:
+        with Blind():
+            return start(step, hooks)
+
+    llama.start = blind  # type: ignore[method-assign]
+    try:
+        for index, sampling in enumerate((KINDS[0], SamplingParams(seed=11, logprobs=2), KINDS[4])):
+            sampling = msgspec.structs.replace(sampling, max_tokens=5)
+            engine.add_request(Request(f"r{index}", [5, 6, 7, index], sampling))
+        while engine.scheduler.has_work():
+            engine.step()
+    finally:
+        llama.start = start  # type: ignore[method-assign]
+        llama.forget_requests()
+    assert engine.scheduler.stats().output_tokens == 15
+
+
+def test_a_step_under_way_is_finished_before_the_engine_ends(llama: TorchRunner) -> None:
+    engine = plain_engine(llama)
+    engine.add_request(Request("r", [5, 6, 7], SamplingParams(max_tokens=6)))
+    assert engine.step().updates == []
+    assert llama._unfinished is not None
+    engine.shutdown()
+    assert llama._unfinished is None
+    llama.forget_requests()
+
+
+@pytest.mark.parametrize(
+    ("setting", "device", "drafts", "expected"),
+    [
+        ("auto", "cuda:1", 0, True),
+        ("auto", "cuda", 2, False),
+        ("auto", "cpu", 0, False),
+        ("always", "cpu", 0, True),
+        ("never", "cuda", 0, False),
+    ],
+)
+def test_when_steps_are_planned_ahead(setting: str, device: str, drafts: int, expected: bool) -> None:
+    config = SchedulerConfig(async_scheduling=AsyncScheduling(setting), num_speculative_tokens=drafts)
+    assert config.plans_ahead(device) is expected
+
+
+def test_drafts_and_planning_ahead_exclude_each_other() -> None:
+    with pytest.raises(ConfigurationError, match="async_scheduling"):
+        SchedulerConfig(async_scheduling=AsyncScheduling.ALWAYS, num_speculative_tokens=1)
