@@ -2,7 +2,8 @@
 //
 // Weights lie in panels of 32 outputs: for each 32 inputs two tiles, each of 16 outputs and 16 pairs of inputs, side
 // by side; plain (1 KiB a tile) or compact (compact.h). Few rows stream the weights through, once; many rows reuse a
-// panel from the first-level cache while the activations pass by.
+// panel from the first-level cache while the activations pass by. What a product's rows still need when their sums are
+// complete is done between the tile instructions of the next rows.
 #pragma once
 
 #include "compact.h"
@@ -19,7 +20,10 @@ constexpr int kRowsPerTask = 512;
 constexpr int kRowBytesPerTask = 5 << 18;  // of a task's activations: they stay in the second-level cache
 constexpr int kTasksPerThread = 4;         // at least, so that threads finish together,
 constexpr int kFewestRows = 64;            // unless this many rows would be fewer
-constexpr int kBlocksToFetchFar = 4;
+constexpr int kBlocksToFetchFar = 4;       // with more than these, a panel is fetched while the one before is used;
+constexpr int kLinesToFetchNear = 2;       // with fewer only a part of it, so many lines a step:
+constexpr int kNear = 4096;                // what lies behind its beginning, which the streams fetch
+constexpr int kStepsToSettle = 2;          // after these, sums that were stored can be loaded without waiting
 constexpr int kRing = 4;                   // expanded pairs of tiles: one is in use, another is written
 
 int64_t panel_bytes(int k, int outliers) {
@@ -136,9 +140,52 @@ class CachedStream {
   int lines_;
 };
 
+// Rows whose sums are complete, and what makes a product of them: a few rows at a time, between the tile instructions
+// of the next block, which leave the vector units idle. Never passed on: so that the compiler keeps it in registers.
+class Finisher {
+ public:
+  TANDEM_INLINE Finisher(const Gemm& g, float* space) : g_(g), space_(space), free_(space) {}
+
+  // Where a block's sums go, while those of the one before may still wait: rows of kPanel floats.
+  TANDEM_INLINE float* sums() const { return free_; }
+
+  // The block in sums() is complete. The one before must have been finished.
+  TANDEM_INLINE void add(int row, int rows, int panel) {
+    waiting_ = free_;
+    free_ = free_ == space_ ? space_ + kBlock : space_;
+    row_ = row;
+    left_ = rows;
+    column_ = panel * kPanel;
+  }
+
+  TANDEM_INLINE void finish(int most) {
+    const int rows = min_int(most, left_);
+    if (rows == 0) return;
+    finish_product(g_, row_, rows, column_, waiting_, kPanel);
+    waiting_ += rows * kPanel;
+    row_ += rows;
+    left_ -= rows;
+  }
+
+  TANDEM_INLINE void finish_all() { finish(left_); }
+
+  static constexpr int kBlock = 32 * kPanel;
+
+ private:
+  const Gemm& g_;
+  float *const space_, *free_, *waiting_ = nullptr;
+  int row_ = 0, left_ = 0, column_ = 0;
+};
+
+// How many rows to finish in a step, so that 32 are finished in all of them.
+TANDEM_INLINE int rows_per_step(int tiles) {
+  return tiles > kStepsToSettle ? (31 + tiles - kStepsToSettle) / (tiles - kStepsToSettle) : 32;
+}
+
 // Up to 16 rows by a panel.
 template <typename Stream>
-TANDEM_INLINE void multiply_16(const char* x, int tiles, Stream& weights, float* block) {
+TANDEM_INLINE void multiply_16(const char* x, int tiles, Stream& weights, Finisher& finisher) {
+  const int rows = rows_per_step(tiles);
   TILE_ZERO(0);
   TILE_ZERO(1);
   for (int t = 0; t < tiles; t++) {
@@ -146,17 +193,20 @@ TANDEM_INLINE void multiply_16(const char* x, int tiles, Stream& weights, float*
     TILE_LOAD(4, x + static_cast<int64_t>(t) * 1024, 64);
     TILE_LOAD(6, pair, 64);
     TILE_MULTIPLY(0, 4, 6);
+    if (t >= kStepsToSettle) finisher.finish(rows);
     TILE_LOAD(7, pair + 1024, 64);
     TILE_MULTIPLY(1, 4, 7);
   }
-  TILE_STORE(0, block, 128);
-  TILE_STORE(1, block + 16, 128);
+  finisher.finish_all();
+  TILE_STORE(0, finisher.sums(), 128);
+  TILE_STORE(1, finisher.sums() + 16, 128);
 }
 
 // 32 rows by a panel.
 template <typename Stream>
-TANDEM_INLINE void multiply_32(const char* x, int tiles, Stream& weights, float* block) {
+TANDEM_INLINE void multiply_32(const char* x, int tiles, Stream& weights, Finisher& finisher) {
   const int64_t below = static_cast<int64_t>(tiles) * 1024;  // the next 16 rows
+  const int rows = rows_per_step(tiles);
   TILE_ZERO(0);
   TILE_ZERO(1);
   TILE_ZERO(2);
@@ -170,43 +220,48 @@ TANDEM_INLINE void multiply_32(const char* x, int tiles, Stream& weights, float*
     TILE_MULTIPLY(1, 4, 7);
     TILE_LOAD_ONCE(5, x + below, 64);
     TILE_MULTIPLY(2, 5, 6);
+    if (t >= kStepsToSettle) finisher.finish(rows);
     TILE_MULTIPLY(3, 5, 7);
   }
-  TILE_STORE(0, block, 128);
-  TILE_STORE(1, block + 16, 128);
-  TILE_STORE(2, block + 512, 128);
-  TILE_STORE(3, block + 528, 128);
+  finisher.finish_all();
+  TILE_STORE(0, finisher.sums(), 128);
+  TILE_STORE(1, finisher.sums() + 16, 128);
+  TILE_STORE(2, finisher.sums() + 512, 128);
+  TILE_STORE(3, finisher.sums() + 528, 128);
 }
 
 template <typename Stream>
-TANDEM_INLINE void multiply_block(const Gemm& g, int row, int rows, int panel, const char* x, Stream weights) {
+TANDEM_INLINE void multiply_block(const Gemm& g, int row, int rows, int panel, const char* x, Stream weights,
+                                  Finisher& finisher) {
   const int tiles = static_cast<int>(tiles_along(g.w.k));
-  alignas(64) float block[32 * 32];
   if (rows <= 16)
-    multiply_16(x, tiles, weights, block);
+    multiply_16(x, tiles, weights, finisher);
   else
-    multiply_32(x, tiles, weights, block);
-  finish_product(g, row, rows, panel * kPanel, block, 32);
+    multiply_32(x, tiles, weights, finisher);
+  finisher.add(row, rows, panel);
 }
 
-void multiply_panel(const Gemm& g, int row_begin, int row_end, int panel, const char* x) {
+TANDEM_INLINE void multiply_panel(const Gemm& g, int row_begin, int row_end, int panel, const char* x,
+                                  Finisher& finisher) {
   const int tiles = static_cast<int>(tiles_along(g.w.k)), blocks = (row_end - row_begin + 31) / 32;
   const bool compact = g.w.outliers >= 0;
   const char* stored = static_cast<const char*>(g.w.panels) + panel * g.w.panel_bytes;
   const char *plain = compact ? g.scratch : stored, *ahead = stored + g.w.panel_bytes;
-  // Many blocks leave time to fetch the whole next panel meanwhile; few do better to fetch as they go.
+  // Many blocks leave time to fetch the whole next panel meanwhile. Between few, so much would keep the activations,
+  // which come from the second-level cache, waiting behind it.
   const bool far = blocks > kBlocksToFetchFar;
   const int64_t lines = g.w.panel_bytes / 64, times = static_cast<int64_t>(blocks) * tiles;
-  const int share = far ? static_cast<int>((lines + times - 1) / times) : 0;
-  for (int i = 0; i < blocks; i++, x += tiles * kPair, ahead += share * tiles * 64) {
+  const int share = far ? static_cast<int>((lines + times - 1) / times) : kLinesToFetchNear;
+  for (int i = 0; i < blocks; i++, x += tiles * kPair) {
     const int row = row_begin + i * 32, rows = min_int(32, row_end - row);
+    const int64_t fetched = static_cast<int64_t>(far ? i : i - 1) * share * tiles * 64 + (far ? 0 : kNear);
     if (i > 0)
-      multiply_block(g, row, rows, panel, x, CachedStream(plain, ahead, share));
+      multiply_block(g, row, rows, panel, x, CachedStream(plain, ahead + fetched, share), finisher);
     else if (compact)
       multiply_block(g, row, rows, panel, x,
-                     CompactStream(stored, g.w.outliers, tiles, g.scratch, blocks > 1 ? tiles : kRing, !far));
+                     CompactStream(stored, g.w.outliers, tiles, g.scratch, blocks > 1 ? tiles : kRing, !far), finisher);
     else
-      multiply_block(g, row, rows, panel, x, PlainStream(stored, !far));
+      multiply_block(g, row, rows, panel, x, PlainStream(stored, !far), finisher);
   }
 }
 
@@ -238,8 +293,11 @@ void gemm(const Gemm& g, int task) {
   const int rows = row_end - row_begin;
   const char* x = static_cast<const char*>(g.x) + row_begin / 16 * tiles_along(g.w.k) * 1024;
   const int first = task % d.groups * d.panels, last = min_int(panels(g.w.n), first + d.panels);
+  alignas(64) float space[2 * Finisher::kBlock];
+  Finisher finisher(g, space);
   for (int panel = first; rows > 0 && panel < last; panel++)
-    multiply_panel(g, row_begin, row_end, panel, x);
+    multiply_panel(g, row_begin, row_end, panel, x, finisher);
+  finisher.finish_all();
 }
 
 }  // namespace
