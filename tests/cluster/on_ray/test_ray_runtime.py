@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from cluster.ray_runtime import import_ray, start_ray
+from cluster.on_ray.runtime import import_ray, start_ray
 from wire.errors import Unavailable
 
 
