@@ -3,6 +3,7 @@
 serve         preflight, progress, following, ready_lines: checked, shown while it starts, and followed to its end
 operate       scale, drain, role, down; operate_options: their arguments; address, address_record: which cluster
 overview, status     `tandem status`, from the controller and from one router
-doctor, chat, show_config
+doctor, machine_checks   what this machine offers; one check for each subject
+chat, show_config
 output        what libraries print
 """

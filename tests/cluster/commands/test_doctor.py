@@ -11,8 +11,8 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from cluster.commands import doctor
-from cluster.commands.doctor import Finding, Level
+from cluster.commands import doctor, machine_checks
+from cluster.commands.machine_checks import Finding, Level
 from cluster.config import PoolConfig, PoolsConfig, TandemConfig
 from engine.config import CacheConfig
 from kvtransfer.nixl_check import transports_in
@@ -55,18 +55,20 @@ def test_a_check_that_breaks_is_a_finding_and_the_others_go_on() -> None:
     assert "RuntimeError: oops" in found[0].what
 
 
-def test_everything_that_can_be_wrong_has_a_check() -> None:
-    subjects = set(doctor.checks_for(TandemConfig()))
-    assert subjects == {
-        "python", "ray", "nixl", "torch", "compiler", "cores", "memory", "shm", "disk", "files", "port", "model",
-    }  # fmt: skip
+@pytest.mark.slow
+def test_a_machine_that_runs_these_tests_is_well_enough() -> None:
+    """Everything but NIXL, which has a test of its own. Slow: processes of their own start Ray and import torch."""
+    config = replace(TandemConfig(), router=replace(TandemConfig().router, port=0))
+    checks = machine_checks.checks_for(config)
+    del checks["nixl"]
+    assert [finding for finding in doctor.run_checks(checks) if finding.level is Level.FAIL] == []
 
 
 def test_too_little_memory_fails_with_the_figures() -> None:
-    assert doctor.check_memory(TandemConfig(), 2 * GIB).level is Level.FAIL
-    assert doctor.check_memory(TandemConfig(), 8 * GIB).level is Level.OK
+    assert machine_checks.check_memory(TandemConfig(), 2 * GIB).level is Level.FAIL
+    assert machine_checks.check_memory(TandemConfig(), 8 * GIB).level is Level.OK
     greedy = TandemConfig(cache=CacheConfig(memory_bytes=8 * GIB))
-    found = doctor.check_memory(greedy, 8 * GIB)
+    found = machine_checks.check_memory(greedy, 8 * GIB)
     assert found.level is Level.FAIL
     assert "--kv-memory" in found.advice
 
@@ -74,7 +76,7 @@ def test_too_little_memory_fails_with_the_figures() -> None:
 def test_available_memory_is_read_from_the_kernel(tmp_path: Path) -> None:
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal:  100 kB\nMemAvailable:   42 kB\n")
-    assert doctor.available_memory(meminfo) == 42 * 1024
+    assert machine_checks.available_memory(meminfo) == 42 * 1024
 
 
 @pytest.mark.parametrize(
@@ -83,22 +85,22 @@ def test_available_memory_is_read_from_the_kernel(tmp_path: Path) -> None:
 def test_a_container_quota_is_read(tmp_path: Path, content: str, quota: float | None) -> None:
     file = tmp_path / "cpu.max"
     file.write_text(content)
-    assert doctor.cpu_quota(file) == quota
-    assert doctor.cpu_quota(tmp_path / "missing") is None
+    assert machine_checks.cpu_quota(file) == quota
+    assert machine_checks.cpu_quota(tmp_path / "missing") is None
 
 
 def test_few_open_files_are_worth_a_warning() -> None:
-    assert doctor.check_open_files(1024).level is Level.WARN
-    assert doctor.check_open_files(65536).level is Level.OK
-    assert doctor.check_open_files(resource.RLIM_INFINITY).level is Level.OK
+    assert machine_checks.check_open_files(1024).level is Level.WARN
+    assert machine_checks.check_open_files(65536).level is Level.OK
+    assert machine_checks.check_open_files(resource.RLIM_INFINITY).level is Level.OK
 
 
 def test_a_missing_shared_memory_folder_is_worth_a_warning(tmp_path: Path) -> None:
-    assert doctor.check_shared_memory(tmp_path / "shm").level is Level.WARN
+    assert machine_checks.check_shared_memory(tmp_path / "shm").level is Level.WARN
 
 
 def test_a_cache_that_cannot_be_written_fails() -> None:
-    assert doctor.check_disk(Path("/proc/nobody/writes/here")).level in (Level.FAIL, Level.WARN)
+    assert machine_checks.check_disk(Path("/proc/nobody/writes/here")).level in (Level.FAIL, Level.WARN)
 
 
 def test_a_taken_port_fails_with_what_to_do() -> None:
@@ -107,24 +109,24 @@ def test_a_taken_port_fails_with_what_to_do() -> None:
         listener.listen()
         config = TandemConfig()
         config = replace(config, router=replace(config.router, port=listener.getsockname()[1]))
-        found = doctor.check_port(config)
+        found = machine_checks.check_port(config)
     assert found.level is Level.FAIL
     assert "--port" in found.advice
 
 
 def test_cores_that_are_not_there_fail() -> None:
     config = TandemConfig(pools=PoolsConfig(prefill=PoolConfig(nodes=1, threads=9999)))
-    assert doctor.check_cores(config).level is Level.FAIL
+    assert machine_checks.check_cores(config).level is Level.FAIL
 
 
 def test_a_model_that_cannot_be_fails_and_one_to_be_fetched_does_not(tmp_path: Path) -> None:
-    assert doctor.check_model("/no/such/model").level is Level.FAIL
-    assert doctor.check_model("org/name").level is Level.OK
+    assert machine_checks.check_model("/no/such/model").level is Level.FAIL
+    assert machine_checks.check_model("org/name").level is Level.OK
 
 
 def test_no_compiler_is_worth_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: None)
-    found = doctor.check_compiler()
+    found = machine_checks.check_compiler()
     assert found.level is Level.WARN
     assert "g++" in found.advice
 
@@ -132,7 +134,7 @@ def test_no_compiler_is_worth_a_warning(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.slow
 def test_nixl_is_tried_and_not_only_looked_for() -> None:
     """Slow: a process of its own loads NIXL and moves a megabyte."""
-    found = doctor.check_nixl()
+    found = machine_checks.check_nixl()
     assert found.level in (Level.OK, Level.WARN), found
     assert "UCX moves host memory at" in found.what
 

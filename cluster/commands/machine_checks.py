@@ -1,0 +1,276 @@
+"""What can be wrong with a machine: one function for each subject, which says what is there and what to do about it."""
+
+from __future__ import annotations
+
+import enum
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster.commands.preflight import check_address
+from cluster.config import TandemConfig
+from cluster.describe import counted, format_size
+from cluster.models.store import find_model, models_folder
+from cluster.pools.placement import place_nodes, this_machine
+from wire.errors import TandemError
+
+_CHECK_TIMEOUT_S = 90.0
+_GIB = 1 << 30
+
+
+class Level(enum.StrEnum):
+    OK = "OK"
+    WARN = "WARN"
+    FAIL = "FAIL"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    subject: str
+    level: Level
+    what: str
+    advice: str = ""  # what to do about it, unless it is OK
+
+
+Check = Callable[[], Finding]
+
+
+def checks_for(config: TandemConfig) -> dict[str, Check]:
+    return {
+        "python": check_python,
+        "ray": check_ray,
+        "nixl": check_nixl,
+        "torch": check_torch,
+        "compiler": check_compiler,
+        "cores": lambda: check_cores(config),
+        "memory": lambda: check_memory(config, available_memory()),
+        "shm": lambda: check_shared_memory(Path("/dev/shm")),
+        "disk": lambda: check_disk(models_folder()),
+        "files": lambda: check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
+        "port": lambda: check_port(config),
+        "model": lambda: check_model(config.model.path),
+    }
+
+
+def check_python() -> Finding:
+    what = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    if platform.system() != "Linux":
+        return Finding("python", Level.FAIL, what, "run it on Linux, or in a Linux container")
+    return Finding("python", Level.OK, what)
+
+
+def check_ray() -> Finding:
+    """Starts one: what hinders Ray is rarely visible before."""
+    script = (
+        "from cluster.on_ray.runtime import ray_version, start_ray, stop_ray\n"
+        "start_ray(); stop_ray(); print(ray_version())"
+    )
+    child = _python(script)
+    if child.returncode == 0:
+        return Finding("ray", Level.OK, f"{child.stdout.strip()}, starts and stops")
+    return Finding(
+        "ray",
+        Level.FAIL,
+        _last_line(child),
+        "see /tmp/ray/session_latest/logs; Ray needs to write to /tmp/ray and ~/.ray, and to listen on local ports",
+    )
+
+
+def check_nixl() -> Finding:
+    from kvtransfer.nixl_check import check
+
+    report = check(_CHECK_TIMEOUT_S)
+    if report.error:
+        return Finding(
+            "nixl",
+            Level.FAIL,
+            f"{report.version or 'missing'}: {report.error}",
+            "install the package nixl again; without it only aggregated nodes can serve",
+        )
+    what = (
+        f"{report.version}, UCX moves host memory at {report.gigabytes_per_s:.1f} GB/s over "
+        f"{', '.join(report.transports) or 'an unknown transport'}; plug-ins: {', '.join(report.plugins)}"
+    )
+    if report.transports and all(transport.startswith("tcp/") for transport in report.transports):
+        return Finding(
+            "nixl",
+            Level.WARN,
+            what,
+            "between processes of this machine only TCP works: allow process_vm_writev (ptrace) in the container",
+        )
+    return Finding("nixl", Level.OK, what)
+
+
+def check_torch() -> Finding:
+    script = (
+        "import torch\n"
+        "names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]\n"
+        "print(torch.__version__, '|', torch.backends.cpu.get_cpu_capability(), '|', '; '.join(names))"
+    )
+    child = _python(script)
+    if child.returncode != 0:
+        return Finding(
+            "torch", Level.FAIL, _last_line(child), "install the package torch again, for this machine"
+        )
+    version, instructions, gpus = (part.strip() for part in child.stdout.strip().split("|"))
+    what = f"{version}, CPU with {instructions}" + (f", {gpus}" if gpus else "")
+    if not gpus and Path("/proc/driver/nvidia/gpus").exists():
+        return Finding(
+            "torch",
+            Level.WARN,
+            f"{what}; there is a GPU that it cannot use",
+            "install a torch build with CUDA",
+        )
+    return Finding("torch", Level.OK, what)
+
+
+def check_compiler() -> Finding:
+    """Compiles the native kernels, unless this machine has done so before."""
+    from engine.model.native.build import BuildFailed, library_path
+
+    try:
+        return Finding("compiler", Level.OK, f"native kernels: {library_path()}")
+    except BuildFailed as error:
+        return Finding(
+            "compiler",
+            Level.WARN,
+            str(error),
+            "install g++ with its standard library; without native kernels CPU nodes are several times slower",
+        )
+
+
+def check_cores(config: TandemConfig) -> Finding:
+    machine = this_machine()
+    what = counted(len(machine.cores), "core") + f", {counted(machine.gpus, 'usable GPU')}"
+    try:
+        place_nodes(config, machine)
+    except TandemError as error:
+        return Finding("cores", Level.FAIL, what, str(error))
+    quota = cpu_quota(Path("/sys/fs/cgroup/cpu.max"))
+    if quota is not None and quota < len(machine.cores):
+        return Finding(
+            "cores",
+            Level.WARN,
+            f"{what}, but a quota of {quota:g} core's time",
+            "give the container as much CPU time as cores: nodes that are throttled stall for tenths of a second",
+        )
+    if config.pools.total > len(machine.cores) and not machine.gpus:
+        return Finding(
+            "cores",
+            Level.WARN,
+            f"{what} for {counted(config.pools.total, 'node')}",
+            "nodes will share cores and slow each other down: ask for fewer nodes",
+        )
+    return Finding("cores", Level.OK, what)
+
+
+def cpu_quota(file: Path) -> float | None:
+    """Cores' worth of time that the container may use; None when it is not limited."""
+    try:
+        limit, period = file.read_text().split()
+        return None if limit == "max" else int(limit) / int(period)
+    except (OSError, ValueError):
+        return None
+
+
+def available_memory(meminfo: Path = Path("/proc/meminfo")) -> int:
+    for line in meminfo.read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def check_memory(config: TandemConfig, available: int) -> Finding:
+    nodes = config.pools.total
+    # An interpreter with torch and a small model, twice for the moment when weights are read, and Ray itself.
+    needed = nodes * (_GIB + (config.cache.memory_bytes or 0)) + _GIB
+    what = f"{format_size(available)} free, {counted(nodes, 'node')} and Ray need about {format_size(needed)} and the weights"
+    if available < needed:
+        return Finding(
+            "memory",
+            Level.FAIL,
+            what,
+            "ask for fewer nodes or less KV memory (--kv-memory), or end something else",
+        )
+    return Finding("memory", Level.OK, what)
+
+
+def check_shared_memory(folder: Path) -> Finding:
+    try:
+        size = shutil.disk_usage(folder).total
+    except OSError:
+        return Finding("shm", Level.WARN, f"{folder} is not there", f"mount a tmpfs on {folder}")
+    what = f"{folder} holds {format_size(size)}"
+    if size < 256 << 20:
+        return Finding("shm", Level.WARN, what, "give it at least 256 MiB (docker run --shm-size=1g)")
+    return Finding("shm", Level.OK, what)
+
+
+def check_disk(folder: Path) -> Finding:
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    free = shutil.disk_usage(existing).free
+    what = f"{format_size(free)} free for models in {folder}"
+    if not os.access(existing, os.W_OK):
+        return Finding(
+            "disk", Level.FAIL, f"{existing} cannot be written", "set TANDEM_CACHE to a folder that can"
+        )
+    if free < 2 * _GIB:
+        return Finding(
+            "disk", Level.WARN, what, "make room, or set TANDEM_CACHE to a folder on a larger disk"
+        )
+    return Finding("disk", Level.OK, what)
+
+
+def check_open_files(limit: int) -> Finding:
+    what = "no limit on open files" if limit == resource.RLIM_INFINITY else f"up to {limit} open files"
+    if limit != resource.RLIM_INFINITY and limit < 4096:
+        return Finding(
+            "files", Level.WARN, what, "raise it: ulimit -n 65536; every client and every worker takes some"
+        )
+    return Finding("files", Level.OK, what)
+
+
+def check_port(config: TandemConfig) -> Finding:
+    host, port = config.router.host, config.router.port
+    try:
+        check_address(host, port)
+    except TandemError as error:
+        return Finding("port", Level.FAIL, f"{host}:{port}", str(error))
+    return Finding("port", Level.OK, f"{host}:{port} is free" if port else "any free port")
+
+
+def check_model(name: str) -> Finding:
+    try:
+        found = find_model(name)
+    except TandemError as error:
+        return Finding("model", Level.FAIL, name, str(error))
+    if found is None:
+        return Finding(
+            "model", Level.OK, f"{name} will be fetched at the first start (tandem models fetch {name})"
+        )
+    return Finding("model", Level.OK, found.path)
+
+
+def _python(script: str) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            [sys.executable, "-c", script],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_CHECK_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess([], 1, "", f"nothing happened within {_CHECK_TIMEOUT_S:.0f} s")
+
+
+def _last_line(child: subprocess.CompletedProcess[str]) -> str:
+    lines = child.stderr.strip().splitlines()
+    return lines[-1] if lines else f"it ended with status {child.returncode}"
