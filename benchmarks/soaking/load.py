@@ -27,10 +27,15 @@ class SoakLoad:
 
     async def fill(self) -> None:
         """Every node's KV cache several times over, whichever way the router sends them."""
+        places = asyncio.Semaphore(self._users)
+
+        async def ask_in_turn(client: httpx.AsyncClient, question: Question) -> None:
+            async with places:
+                await ask(client, question)
+
         async with self._client() as client:
-            answers = (ask(client, question) for question in self._questions.fillers())
             try:
-                await asyncio.gather(*answers)
+                await asyncio.gather(*(ask_in_turn(client, one) for one in self._questions.fillers()))
             except Failed as failure:
                 raise Unavailable(f"a question asked in peace is not answered: {failure}") from failure
 
