@@ -30,6 +30,9 @@ class Relay:
             "127.0.0.1", ToRouter, self._on_message, name="relay"
         )
 
+    async def listen(self) -> None:
+        await self._inbox.listen()
+
     def add(self, transport: asyncio.Transport) -> None:
         request_id = f"relay-{id(transport)}"
         self._clients[request_id] = transport
@@ -63,6 +66,7 @@ def serve_relay(pipe: Connection, decode: NodeInfo, tokens: int) -> None:
 
 async def _serve(pipe: Connection, decode: NodeInfo, tokens: int) -> None:
     relay = Relay(decode, tokens)
+    await relay.listen()
     server = await asyncio.get_running_loop().create_server(lambda: _Client(relay), "127.0.0.1", 0)
     pipe.send(server.sockets[0].getsockname()[1])
     while True:

@@ -33,6 +33,9 @@ class NodeLinks:
         self._outbox = Outbox()
         self._inbox: LoopInbox[ToRouter] = LoopInbox(host, ToRouter, self._receive, name="router-inbox")
 
+    async def listen(self) -> None:
+        await self._inbox.listen()
+
     def _receive(self, message: ToRouter) -> None:
         if isinstance(message, TokenBatch):
             self._on_tokens(message)
@@ -52,11 +55,6 @@ class NodeLinks:
     @property
     def handler_errors(self) -> int:
         return self._inbox.handler_errors
-
-    @property
-    def died(self) -> str | None:
-        """Why no node is heard any more."""
-        return self._inbox.died
 
     def submit(self, node: NodeInfo, submit: Submit) -> None:
         """Raises NodeLost when the node has not been reading for long."""

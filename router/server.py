@@ -69,6 +69,7 @@ class RouterServer:
             tokenizer = await asyncio.to_thread(Tokenizer.from_folder, config.tokenizer_path)
             template = await asyncio.to_thread(ChatTemplate.from_folder, config.tokenizer_path)
             self._services = self._assemble(KeyRing(keys, time.monotonic), tokenizer, template)
+            await self._services.links.listen()
             await self._serve(listener)
         except BaseException:
             listener.close()

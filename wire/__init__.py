@@ -10,4 +10,5 @@ Floor 1: imports nothing of ours. Everything is msgspec; nothing here or above e
     handoff     node -> node: how a prefill node and a decode node agree on a KV transfer
     sockets     Inbox (receives, in its own thread) and Outbox (sends, from any thread)
     loop_inbox  an Inbox on an asyncio event loop
+    zmtp        what such an Inbox hears, as bytes in and messages out
 """
