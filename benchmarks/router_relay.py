@@ -12,10 +12,10 @@ from multiprocessing.connection import Connection
 import uvloop
 
 from wire.loop_inbox import LoopInbox
+from wire.loop_outbox import LoopOutbox
 from wire.nodes import NodeInfo
 from wire.requests import NodeStatus, Submit, TokenBatch, ToRouter
 from wire.sampling import SamplingParams
-from wire.sockets import Outbox
 
 EVENT = b"data: " + b"x" * 150 + b"\n\n"
 
@@ -24,7 +24,7 @@ class Relay:
     def __init__(self, decode: NodeInfo, tokens: int) -> None:
         self._decode = decode
         self._tokens = tokens
-        self._outbox = Outbox()
+        self._outbox = LoopOutbox()
         self._clients: dict[str, asyncio.Transport] = {}
         self._inbox: LoopInbox[TokenBatch | NodeStatus] = LoopInbox(
             "127.0.0.1", ToRouter, self._on_message, name="relay"

@@ -16,7 +16,7 @@ import msgspec
 
 from wire.errors import ConfigurationError
 from wire.sockets import MAX_FRAME_BYTES, decode_frames
-from wire.zmtp import OPENING, MessageReader, ProtocolError
+from wire.zmtp import PULL_OPENING, MessageReader, ProtocolError
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class _Peer(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
-        self._transport.write(OPENING)
+        self._transport.write(PULL_OPENING)
         self._loop.call_later(GREETING_TIMEOUT_S, self._expect_greeting)
         self._inbox.connected(self)
 

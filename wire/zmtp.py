@@ -1,7 +1,8 @@
-"""What a ZMQ PULL socket hears over TCP, as bytes in and messages out: ZMTP 3.0 (rfc.zeromq.org/spec/23), without I/O.
+"""What ZMQ's PUSH and PULL sockets say to each other over TCP: ZMTP 3.0 (rfc.zeromq.org/spec/23), without I/O.
 
 Both sides greet each other in 64 bytes that say which version and which security they speak (here none), and name their
-kind of socket in a READY command. Then the PUSH side sends frames: a byte of flags, the length in one byte or eight, the body.
+kind of socket in a READY command. When the PUSH side has heard the other's, it sends frames: a byte of flags, the length
+in one byte or eight, the body.
 """
 
 from __future__ import annotations
@@ -14,18 +15,28 @@ _SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
 _VERSION = b"\x03\x00"
 _MECHANISM = b"NULL".ljust(20, b"\0")
 _GREETING_BYTES = 64
-_READY = b"\x05READY\x0bSocket-Type\x00\x00\x00\x04PULL"
 
-# All that is ever sent: a peer may be told at once, before it has said anything.
-OPENING = (
-    (_SIGNATURE + _VERSION + _MECHANISM).ljust(_GREETING_BYTES, b"\0")
-    + bytes([_COMMAND, len(_READY)])
-    + _READY
-)
+
+def _opening(socket_type: bytes) -> bytes:
+    """What one side may say at once, before it has heard anything."""
+    greeting = (_SIGNATURE + _VERSION + _MECHANISM).ljust(_GREETING_BYTES, b"\0")
+    ready = b"\x05READY\x0bSocket-Type\x00\x00\x00\x04" + socket_type
+    return greeting + bytes([_COMMAND, len(ready)]) + ready
+
+
+PULL_OPENING = _opening(b"PULL")
+PUSH_OPENING = _opening(b"PUSH")
+
+
+def message(body: bytes) -> bytes:
+    """Of one frame."""
+    if len(body) < 256:
+        return b"\0%c%b" % (len(body), body)
+    return bytes([_LONG]) + len(body).to_bytes(8, "big") + body
 
 
 class ProtocolError(TandemError):
-    """Not what a PUSH socket says. Nothing after it on the same connection can be trusted."""
+    """Not what such a socket says. Nothing after it on the same connection can be trusted."""
 
 
 class MessageReader:
@@ -37,6 +48,7 @@ class MessageReader:
         self._at = 0  # everything before it has been read
         self._frames: list[bytes] = []  # of a message that goes on
         self.greeted = False
+        self.ready = False  # the other side has introduced itself, and listens
 
     def feed(self, data: bytes) -> None:
         del self._buffer[: self._at]
@@ -57,7 +69,8 @@ class MessageReader:
             body = bytes(self._buffer[begin:end])
             self._at = end
             if flags & _COMMAND:
-                continue  # READY, or what a later version may add: nothing that is told here asks for anything
+                self.ready = True  # the first is READY, and later ones ask for nothing
+                continue
             self._frames.append(body)
             if not flags & _MORE:
                 frames, self._frames = self._frames, []

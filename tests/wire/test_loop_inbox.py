@@ -13,7 +13,7 @@ from wire.errors import ConfigurationError
 from wire.loop_inbox import MESSAGES_PER_TURN, LoopInbox
 from wire.requests import Cancel, Ping, ToNode
 from wire.sockets import MAX_FRAME_BYTES, Outbox
-from wire.zmtp import OPENING
+from wire.zmtp import PULL_OPENING, PUSH_OPENING
 
 
 class Listener:
@@ -120,11 +120,14 @@ def test_an_exception_in_the_handler_is_counted_and_the_stream_goes_on() -> None
 def test_a_peer_that_breaks_the_protocol_is_cut_off_and_the_others_are_heard() -> None:
     async def work(listener: Listener) -> None:
         host, _, port = listener.inbox.endpoint.removeprefix("tcp://").rpartition(":")
-        for said in (b"GET / HTTP/1.1\r\n\r\n", OPENING + b"\x02" + (MAX_FRAME_BYTES + 1).to_bytes(8, "big")):
+        for said in (
+            b"GET / HTTP/1.1\r\n\r\n",
+            PUSH_OPENING + b"\x02" + (MAX_FRAME_BYTES + 1).to_bytes(8, "big"),
+        ):
             reader, writer = await asyncio.open_connection(host, int(port))
             writer.write(said)
             with contextlib.suppress(ConnectionError):
-                assert await reader.read() == OPENING
+                assert await reader.read() == PULL_OPENING
             writer.close()
         listener.outbox.send(listener.inbox.endpoint, Ping("after"))
         await listener.wait(1)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wire.zmtp import OPENING, MessageReader, ProtocolError
+from wire.zmtp import PUSH_OPENING, MessageReader, ProtocolError
 
 LIMIT = 1000
 READY = b"\x04\x06\x05READY"
@@ -36,7 +36,7 @@ def read(data: bytes, cuts: list[int]) -> list[list[bytes]]:
 def test_messages_are_the_same_however_the_bytes_are_cut(
     messages: list[list[bytes]], long: bool, cuts: list[int]
 ) -> None:
-    data = OPENING + READY
+    data = PUSH_OPENING + READY
     for frames in messages:
         data += b"".join(frame(body, more=True, long=long) for body in frames[:-1])
         data += frame(frames[-1], long=long)
@@ -44,7 +44,7 @@ def test_messages_are_the_same_however_the_bytes_are_cut(
 
 
 def test_every_byte_by_itself() -> None:
-    data = OPENING + frame(b"a") + frame(b"") + frame(b"b" * 300)
+    data = PUSH_OPENING + frame(b"a") + frame(b"") + frame(b"b" * 300)
     assert read(data, list(range(len(data)))) == [[b"a"], [b""], [b"b" * 300]]
 
 
@@ -54,10 +54,10 @@ def test_every_byte_by_itself() -> None:
         b"\xfe",
         b"GET / HTTP/1.1\r\n",
         b"\xff" + bytes(8) + b"\x7e",
-        OPENING[:10] + b"\x02" + OPENING[11:],  # another version
-        OPENING[:12] + b"PLAIN".ljust(20, b"\0") + OPENING[32:],  # another mechanism
-        OPENING + frame(bytes(LIMIT + 1))[:9],  # said to be too large is enough
-        OPENING + frame(bytes(LIMIT), more=True) + frame(b"x"),  # in pieces, too
+        PUSH_OPENING[:10] + b"\x02" + PUSH_OPENING[11:],  # another version
+        PUSH_OPENING[:12] + b"PLAIN".ljust(20, b"\0") + PUSH_OPENING[32:],  # another mechanism
+        PUSH_OPENING + frame(bytes(LIMIT + 1))[:9],  # said to be too large is enough
+        PUSH_OPENING + frame(bytes(LIMIT), more=True) + frame(b"x"),  # in pieces, too
     ],
 )
 def test_what_is_no_push_socket_is_refused(data: bytes) -> None:
@@ -68,4 +68,4 @@ def test_what_is_no_push_socket_is_refused(data: bytes) -> None:
 @given(st.binary(max_size=200), st.booleans())
 def test_no_bytes_do_more_than_be_refused(data: bytes, greeted: bool) -> None:
     with contextlib.suppress(ProtocolError):
-        read(OPENING + data if greeted else data, [])
+        read(PUSH_OPENING + data if greeted else data, [])
