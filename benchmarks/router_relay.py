@@ -12,10 +12,10 @@ from multiprocessing.connection import Connection
 import uvloop
 
 from wire.loop_inbox import LoopInbox
+from wire.loop_outbox import LoopOutbox
 from wire.nodes import NodeInfo
 from wire.requests import NodeStatus, Submit, TokenBatch, ToRouter
 from wire.sampling import SamplingParams
-from wire.sockets import Outbox
 
 EVENT = b"data: " + b"x" * 150 + b"\n\n"
 
@@ -24,11 +24,14 @@ class Relay:
     def __init__(self, decode: NodeInfo, tokens: int) -> None:
         self._decode = decode
         self._tokens = tokens
-        self._outbox = Outbox()
+        self._outbox = LoopOutbox()
         self._clients: dict[str, asyncio.Transport] = {}
         self._inbox: LoopInbox[TokenBatch | NodeStatus] = LoopInbox(
             "127.0.0.1", ToRouter, self._on_message, name="relay"
         )
+
+    async def listen(self) -> None:
+        await self._inbox.listen()
 
     def add(self, transport: asyncio.Transport) -> None:
         request_id = f"relay-{id(transport)}"
@@ -63,6 +66,7 @@ def serve_relay(pipe: Connection, decode: NodeInfo, tokens: int) -> None:
 
 async def _serve(pipe: Connection, decode: NodeInfo, tokens: int) -> None:
     relay = Relay(decode, tokens)
+    await relay.listen()
     server = await asyncio.get_running_loop().create_server(lambda: _Client(relay), "127.0.0.1", 0)
     pipe.send(server.sockets[0].getsockname()[1])
     while True:

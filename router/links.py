@@ -1,4 +1,4 @@
-"""The router's sockets: one inbox that every node answers to, one Outbox to them all, on the event loop."""
+"""The router's sockets: one inbox that every node answers to, one outbox to them all, on the event loop."""
 
 from __future__ import annotations
 
@@ -9,37 +9,45 @@ from collections.abc import Callable
 
 from wire.errors import NodeLost
 from wire.loop_inbox import LoopInbox
+from wire.loop_outbox import LoopOutbox
 from wire.nodes import NodeInfo
 from wire.requests import Cancel, NodeStatus, Ping, Submit, TokenBatch, ToRouter
-from wire.sockets import Outbox
 from wire.tracing import ClockReading, NodeTrace
 
 logger = logging.getLogger(__name__)
 
 
 class NodeLinks:
-    def __init__(
+    """It can send at once, and hears what is sent to it from `listen` on."""
+
+    def __init__(self, host: str) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._cancels: dict[NodeInfo, list[str]] = {}
+        self._outbox = LoopOutbox()
+        self._inbox: LoopInbox[ToRouter] = LoopInbox(host, ToRouter, self._receive, name="router-inbox")
+
+    async def listen(
         self,
-        host: str,
         on_tokens: Callable[[TokenBatch], None],
         on_status: Callable[[NodeStatus], None],
-        on_trace: Callable[[NodeTrace | ClockReading], None],
+        on_trace: Callable[[NodeTrace], None],
+        on_clock: Callable[[ClockReading], None],
     ) -> None:
-        self._loop = asyncio.get_running_loop()
         self._on_tokens = on_tokens
         self._on_status = on_status
         self._on_trace = on_trace
-        self._cancels: dict[NodeInfo, list[str]] = {}
-        self._outbox = Outbox()
-        self._inbox: LoopInbox[ToRouter] = LoopInbox(host, ToRouter, self._receive, name="router-inbox")
+        self._on_clock = on_clock
+        await self._inbox.listen()
 
     def _receive(self, message: ToRouter) -> None:
         if isinstance(message, TokenBatch):
             self._on_tokens(message)
         elif isinstance(message, NodeStatus):
             self._on_status(message)
-        else:
+        elif isinstance(message, NodeTrace):
             self._on_trace(message)
+        else:
+            self._on_clock(message)
 
     @property
     def endpoint(self) -> str:
@@ -52,11 +60,6 @@ class NodeLinks:
     @property
     def handler_errors(self) -> int:
         return self._inbox.handler_errors
-
-    @property
-    def died(self) -> str | None:
-        """Why no node is heard any more."""
-        return self._inbox.died
 
     def submit(self, node: NodeInfo, submit: Submit) -> None:
         """Raises NodeLost when the node has not been reading for long."""
@@ -90,4 +93,4 @@ class NodeLinks:
         """Idempotent. What was sent just before still leaves, if somebody reads it."""
         self._send_cancels()
         self._inbox.close()
-        await asyncio.to_thread(self._outbox.close)
+        await self._outbox.close()

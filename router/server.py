@@ -28,8 +28,6 @@ from router.tracing.export import OtlpExporter
 from router.tracing.traces import Traces
 from wire.errors import InternalError, Unavailable
 from wire.nodes import NodeInfo
-from wire.requests import NodeStatus, TokenBatch
-from wire.tracing import ClockReading, NodeTrace
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +67,7 @@ class RouterServer:
             tokenizer = await asyncio.to_thread(Tokenizer.from_folder, config.tokenizer_path)
             template = await asyncio.to_thread(ChatTemplate.from_folder, config.tokenizer_path)
             self._services = self._assemble(KeyRing(keys, time.monotonic), tokenizer, template)
+            await self._listen_to_nodes()
             await self._serve(listener)
         except BaseException:
             listener.close()
@@ -88,22 +87,9 @@ class RouterServer:
             on_change=lambda: dispatcher.on_pool_change(),
         )
 
-        def on_tokens(batch: TokenBatch) -> None:
-            dispatcher.on_tokens(batch)
-
-        def on_status(status: NodeStatus) -> None:
-            dispatcher.on_status(status)
-
         exporter = OtlpExporter(config.tracing, metrics) if config.tracing.otlp_endpoint else None
         traces = Traces(config.tracing, config.model_name, exporter.offer if exporter is not None else None)
-
-        def on_trace(message: NodeTrace | ClockReading) -> None:
-            if isinstance(message, NodeTrace):
-                traces.on_node_trace(message)
-            else:
-                traces.on_clock(message)
-
-        links = NodeLinks(config.inbox_host, on_tokens, on_status, on_trace)
+        links = NodeLinks(config.inbox_host)
         dispatcher = Dispatcher(
             config, links, pool, make_policy(config.policy, config.local_prefill), metrics
         )
@@ -122,6 +108,12 @@ class RouterServer:
             slow_readers=SlowReaderWatch(config.timeouts.slow_reader, metrics.slow_readers_cut.inc),
             traces=traces,
             exporter=exporter,
+        )
+
+    async def _listen_to_nodes(self) -> None:
+        dispatcher, traces = self.services.dispatcher, self.services.traces
+        await self.services.links.listen(
+            dispatcher.on_tokens, dispatcher.on_status, traces.on_node_trace, traces.on_clock
         )
 
     async def _serve(self, listener: socket.socket) -> None:

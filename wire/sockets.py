@@ -28,10 +28,10 @@ MAX_FRAME_BYTES = 64 << 20
 SEND_QUEUE_FRAMES = 100_000
 
 
-def bind_pull_socket(
+def _bind_pull_socket(
     context: zmq.Context[zmq.Socket[bytes]], host: str, port: int, name: str
 ) -> zmq.Socket[bytes]:
-    """What every Inbox receives on. Ends the context when the address cannot be had."""
+    """Ends the context when the address cannot be had."""
     socket = context.socket(zmq.PULL)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
@@ -83,7 +83,7 @@ class Inbox(Generic[M]):
         self.handler_errors = 0
         self.died: str | None = None  # why the thread ended although nobody closed the Inbox
         self._context = zmq.Context()
-        self._socket = bind_pull_socket(self._context, host, port, name)
+        self._socket = _bind_pull_socket(self._context, host, port, name)
         self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         # An inproc pair, so that close() wakes the thread instead of a timeout polling for it.
         stop_address = f"inproc://stop-{id(self)}"

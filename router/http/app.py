@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import BaseRoute, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router.http.api_document import DocumentRoute, TryRoute
@@ -36,23 +31,17 @@ def _route(path: str, app: ASGIApp, *methods: str) -> BaseRoute:
     return Route(path, _Named(path, app), methods=list(methods))
 
 
-def _cors(origins: tuple[str, ...]) -> list[Middleware]:
+def _with_cors(app: ASGIApp, origins: tuple[str, ...]) -> ASGIApp:
     """Before the gate: a browser asks for permission without showing its key."""
     if not origins:
-        return []
-    return [
-        Middleware(
-            CORSMiddleware,
-            allow_origins=origins,
-            allow_methods=["GET", "POST"],
-            allow_headers=["*"],
-            expose_headers=["x-request-id", "x-tandem-nodes", "x-tandem-decision", "retry-after"],
-        )
-    ]
-
-
-async def _to_the_gate(request: Request, error: Exception) -> Response:
-    raise error
+        return app
+    return CORSMiddleware(
+        app,
+        allow_origins=origins,
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        expose_headers=["x-request-id", "x-tandem-nodes", "x-tandem-decision", "retry-after"],
+    )
 
 
 def make_app(services: Services) -> ASGIApp:
@@ -71,11 +60,8 @@ def make_app(services: Services) -> ASGIApp:
         _route("/openapi.json", DocumentRoute(services.keys.required), "GET"),
         _route("/docs", TryRoute(), "GET"),
     ]
-    gate = Middleware(Gate, limits=services.config.limits, keys=services.keys, metrics=services.metrics)
-    app = Starlette(
-        routes=routes,
-        middleware=[*_cors(services.config.cors_origins), gate],
-        exception_handlers={HTTPException: _to_the_gate},
+    # Without Starlette's application around them: its layers turn errors into answers, which is what the gate is for.
+    gate = Gate(
+        Router(routes, redirect_slashes=False), services.config.limits, services.keys, services.metrics
     )
-    app.router.redirect_slashes = False
-    return app
+    return _with_cors(gate, services.config.cors_origins)

@@ -4,27 +4,35 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Protocol
 
-from starlette.types import Receive
+from starlette.types import Scope
 
 from wire.errors import Cancelled
 
 
-async def until_disconnect(receive: Receive, work: Callable[[], Awaitable[None]]) -> None:
+class Connection(Protocol):
+    """What the server's own protocol offers beyond ASGI: without it, watching would take a task per request."""
+
+    def watch(self, on_lost: Callable[[], None]) -> None: ...
+
+    def unwatch(self) -> None: ...
+
+
+async def until_disconnect(scope: Scope, work: Callable[[], Awaitable[None]]) -> None:
     """Run `work` in this task; if the client goes away first, cancel it and raise Cancelled."""
+    connection: Connection = scope["state"]["connection"]
     task = asyncio.current_task()
     if task is None:
         raise RuntimeError("until_disconnect() outside a task")
     went_away = False
 
-    async def watch() -> None:
+    def on_lost() -> None:
         nonlocal went_away
-        while (await receive())["type"] != "http.disconnect":
-            pass
         went_away = True
         task.cancel()
 
-    watcher = asyncio.create_task(watch())
+    connection.watch(on_lost)
     try:
         await work()
     except asyncio.CancelledError:
@@ -32,4 +40,4 @@ async def until_disconnect(receive: Receive, work: Callable[[], Awaitable[None]]
             raise
         raise Cancelled("the client went away") from None
     finally:
-        watcher.cancel()
+        connection.unwatch()

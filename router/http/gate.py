@@ -73,6 +73,7 @@ class Gate:
             return
         headers: list[tuple[bytes, bytes]] = scope["headers"]
         exchange = scope["exchange"] = _open(headers)
+        scope["app"] = self  # where there is one, routes raise what they would answer themselves
         began = time.monotonic()
 
         async def send_noted(message: Message) -> None:

@@ -91,7 +91,7 @@ class GenerateRoute:
             await self._answer(scope, send, exchange, request, plan, generation)
 
         try:
-            await until_disconnect(receive, work)
+            await until_disconnect(scope, work)
         finally:
             if generation is not None:
                 generation.cancel()

@@ -9,6 +9,7 @@ import asyncio
 import http
 import logging
 import sys
+from collections.abc import Callable
 from typing import Any, cast
 
 import h11
@@ -21,6 +22,22 @@ from router.http.errors import error_body
 logger = logging.getLogger(__name__)
 
 _CODES = {408: "request_timeout", 431: "header_too_large", 501: "not_implemented", 503: "overloaded"}
+
+
+class _HeadWithBody(h11.Connection):
+    """Holds an answer's head back until something of its body comes: one packet for both, and one system call."""
+
+    head = b""
+
+    def send(self, event: h11.Event) -> bytes | None:
+        data = super().send(event)
+        if isinstance(event, h11.Response):
+            self.head = data or b""
+            return b""
+        if not self.head:
+            return data
+        head, self.head = self.head, b""
+        return head + (data or b"")
 
 
 class GuardedProtocol(H11Protocol):
@@ -37,6 +54,8 @@ class GuardedProtocol(H11Protocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
+        self.conn: _HeadWithBody = _HeadWithBody(h11.SERVER, config.h11_max_incomplete_event_size or 0)
+        self._on_lost: Callable[[], None] | None = None
         self._header_timer: asyncio.TimerHandle | None = None
         self._heard = False  # anything at all
 
@@ -69,6 +88,18 @@ class GuardedProtocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_header_timer()
         super().connection_lost(exc)
+        if self._on_lost is not None:
+            self._on_lost()
+
+    def watch(self, on_lost: Callable[[], None]) -> None:
+        """Calls it when the client is gone, which is only noticed while there is reading. Of one request at a time."""
+        self._on_lost = on_lost
+        self.flow.resume_reading()
+        if self.cycle.disconnected:
+            on_lost()
+
+    def unwatch(self) -> None:
+        self._on_lost = None
 
     def timeout_keep_alive_handler(self) -> None:
         """The answer has been there for long. If the client has not read it, closing would wait for it forever."""
@@ -92,7 +123,7 @@ class GuardedProtocol(H11Protocol):
         Through h11 every token would cost as much again: its state machine does not move within a body, so there is
         nothing in it to be told.
         """
-        if self.flow.write_paused:
+        if self.flow.write_paused or self.conn.head:
             return False
         if not self.cycle.disconnected and data:
             self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))

@@ -36,8 +36,6 @@ class Services:
         """Why a new request would be refused, or None."""
         if self.draining:
             return "the router is draining"
-        if self.links.died is not None:
-            return f"the socket that hears the nodes died: {self.links.died}"
         if self.supervisor.failed:
             return "; ".join(
                 f"task {name} died: {why}" for name, why in sorted(self.supervisor.failed.items())

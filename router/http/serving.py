@@ -55,6 +55,7 @@ class HttpServer(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
+                proxy_headers=False,  # nothing here asks who the client is
             )
         )
         self._listening = asyncio.Event()

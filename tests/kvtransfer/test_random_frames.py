@@ -90,7 +90,9 @@ def routers_loop() -> Iterator[Listening]:
     thread.start()
 
     async def make() -> LoopInbox[Any]:
-        return LoopInbox("127.0.0.1", ToRouter, lambda message: listening.take(message), name="test")
+        made = LoopInbox[Any]("127.0.0.1", ToRouter, lambda message: listening.take(message), name="test")
+        await made.listen()
+        return made
 
     async def close() -> None:
         inbox.close()
@@ -98,7 +100,6 @@ def routers_loop() -> Iterator[Listening]:
     inbox = asyncio.run_coroutine_threadsafe(make(), loop).result(5)
     listening = Listening(inbox.endpoint, lambda: inbox.malformed, a_status())
     yield listening
-    assert inbox.died is None
     asyncio.run_coroutine_threadsafe(close(), loop).result(5)
     loop.call_soon_threadsafe(loop.stop)
     thread.join(5)

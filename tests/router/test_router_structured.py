@@ -189,6 +189,23 @@ class TestTools:
         assert follows('{"name": "Bob", "age": 7}')
         assert not follows(f"<tool_call>\n{WRITTEN_NOW}\n</tool_call>")
 
+    def test_under_auto_a_strict_function_holds_from_where_a_call_begins(
+        self, router: Running, follows: Follows
+    ) -> None:
+        tools = [{**WEATHER, "function": {**WEATHER["function"], "strict": True}}, NOW]
+        weather = f"<tool_call>\n{WRITTEN_WEATHER}\n</tool_call>"
+        now = f"<tool_call>\n{WRITTEN_NOW}\n</tool_call>"
+        assert router.chat(tools=tools, max_tokens=3).status_code == 200
+        for text in ("", "It is sunny.", 'A <tool, {"name": 1}', weather, f"I look. {weather}\n{now}\nSo!"):
+            assert follows(text), text
+        for text in ("<tool_call>", weather[:-1], weather.replace("weather", "whether")):
+            assert not follows(text), text
+        assert not follows(weather.replace('"Paris"', "5"))
+        assert not follows(f"{weather} And <tool_call> is how I call.")
+        assert router.chat(tools=tools, parallel_tool_calls=False, max_tokens=3).status_code == 200
+        assert follows(f"I look. {weather}")
+        assert not follows(f"{weather}\n{now}")
+
     def test_definitions_inside_parameters_keep_their_meaning(
         self, router: Running, follows: Follows
     ) -> None:
@@ -228,6 +245,48 @@ class TestTools:
         answer = router.chat(tools=[NOW], **fields)
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "good", "bad"),
+    [
+        (
+            ToolFormat.LLAMA3,
+            [
+                "It is late, {now}.",
+                '{"name": "now", "parameters": {}}',
+                'Look: <|python_tag|>{"name": "now", "parameters": {}}; {"name": "now", "parameters": {}}',
+            ],
+            ['{"name": "then", "parameters": {}}', ' {"a": 1}', '<|python_tag|>print("now")'],
+        ),
+        (
+            ToolFormat.MISTRAL,
+            ["[1]", f"[TOOL_CALLS][{WRITTEN_NOW}]", f"Look: [TOOL_CALLS][{WRITTEN_NOW}, {WRITTEN_NOW}]"],
+            [
+                "[TOOL_CALLS]",
+                "[TOOL_CALLS][]",
+                f"[TOOL_CALLS][{WRITTEN_NOW}] So!",
+                f"[TOOL_CALLS]{WRITTEN_NOW}",
+            ],
+        ),
+    ],
+)
+def test_under_auto_each_format_is_held_to_strict_functions(
+    start_router: StartRouter,
+    folder_with_tools: str,
+    tool_format: ToolFormat,
+    good: list[str],
+    bad: list[str],
+) -> None:
+    router = start_router(tokenizer_path=folder_with_tools, tool_format=tool_format)
+    tool = {
+        "type": "function",
+        "function": {"name": "now", "strict": True, "parameters": {"additionalProperties": False}},
+    }
+    assert router.chat(tools=[tool], max_tokens=3).status_code == 200
+    follows = Follows(router, folder_with_tools)
+    assert [text for text in good if not follows(text)] == []
+    assert [text for text in bad if follows(text)] == []
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from router.text.tokenizer import Tokenizer
 from tests.router.conftest import CHAT_TEMPLATE, StartRouter
 from tests.router.fake_node import scripted
 
-WEATHER = {
+WEATHER: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "weather",

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -11,7 +12,8 @@ import zmq
 from wire.errors import ConfigurationError
 from wire.loop_inbox import MESSAGES_PER_TURN, LoopInbox
 from wire.requests import Cancel, Ping, ToNode
-from wire.sockets import Outbox
+from wire.sockets import MAX_FRAME_BYTES, Outbox
+from wire.zmtp import PULL_OPENING, PUSH_OPENING
 
 
 class Listener:
@@ -40,6 +42,7 @@ class Listener:
 def run(work: Callable[[Listener], Awaitable[None]]) -> None:
     async def main() -> None:
         listener = Listener()
+        await listener.inbox.listen()
         try:
             async with asyncio.timeout(10):
                 await work(listener)
@@ -63,8 +66,6 @@ def test_messages_arrive_in_order_on_the_loop_itself() -> None:
 
 
 def test_bursts_with_pauses_between_are_all_noticed() -> None:
-    """The descriptor tells of changes only: a message that came while another was read must not be left there."""
-
     async def work(listener: Listener) -> None:
         expected = 0
         for burst in [1, 2, 1, 40, 1, MESSAGES_PER_TURN, MESSAGES_PER_TURN + 1, 1]:
@@ -112,21 +113,70 @@ def test_an_exception_in_the_handler_is_counted_and_the_stream_goes_on() -> None
             listener.outbox.send(listener.inbox.endpoint, Ping(text))
         await listener.wait(2)
         assert listener.inbox.handler_errors == 1
-        assert listener.inbox.died is None
 
     run(work)
 
 
-def test_a_socket_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_breaks_the_protocol_is_cut_off_and_the_others_are_heard() -> None:
     async def work(listener: Listener) -> None:
-        def broken(flags: int) -> bytes:
-            raise zmq.ZMQError(zmq.ENOTSOCK)
+        host, _, port = listener.inbox.endpoint.removeprefix("tcp://").rpartition(":")
+        for said in (
+            b"GET / HTTP/1.1\r\n\r\n",
+            PUSH_OPENING + b"\x02" + (MAX_FRAME_BYTES + 1).to_bytes(8, "big"),
+        ):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(said)
+            with contextlib.suppress(ConnectionError):
+                assert await reader.read() == PULL_OPENING
+            writer.close()
+        listener.outbox.send(listener.inbox.endpoint, Ping("after"))
+        await listener.wait(1)
+        assert listener.messages == [Ping("after")]
 
-        monkeypatch.setattr(listener.inbox._socket, "recv", broken)
-        listener.outbox.send(listener.inbox.endpoint, Ping("x"))
-        while listener.inbox.died is None:  # noqa: ASYNC110 (nothing is told of it)
+    run(work)
+
+
+def test_a_peer_that_never_greets_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wire.loop_inbox.GREETING_TIMEOUT_S", 0.01)
+
+    async def work(listener: Listener) -> None:
+        host, _, port = listener.inbox.endpoint.removeprefix("tcp://").rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        with contextlib.suppress(ConnectionError):
+            await reader.read()  # returns at its end
+        writer.close()
+
+    run(work)
+
+
+def test_who_connects_before_it_listens_waits() -> None:
+    async def main() -> None:
+        heard = asyncio.get_running_loop().create_future()
+        inbox: LoopInbox[Any] = LoopInbox("127.0.0.1", ToNode, heard.set_result, name="test")
+        outbox = Outbox()
+        outbox.send(inbox.endpoint, Ping("early"))
+        await inbox.listen()
+        async with asyncio.timeout(10):
+            assert await heard == Ping("early")
+        outbox.close()
+        inbox.close()
+
+    asyncio.run(main())
+
+
+def test_after_closing_nothing_more_is_handled() -> None:
+    async def work(listener: Listener) -> None:
+        def on_message(message: Any) -> None:
+            listener.messages.append(message)
+            listener.inbox.close()
+
+        listener.inbox._on_message = on_message
+        for index in range(10):
+            listener.outbox.send(listener.inbox.endpoint, Ping(str(index)))
+        while not listener.messages:  # noqa: ASYNC110 (the handler is ours)
             await asyncio.sleep(0)
-        assert "ZMQError" in listener.inbox.died
+        await asyncio.sleep(0)
+        assert listener.messages == [Ping("0")]
 
     run(work)
 
