@@ -161,7 +161,8 @@ def main() -> int:
 def _run(only: Sequence[str] | None, model: str, folder: Path, console: Console) -> int:
     unknown = set(only or ()) - {part.name for part in PARTS}
     if unknown:
-        raise ConfigurationError(f"--only {' '.join(sorted(unknown))}: there is no such part")
+        known = ", ".join(part.name for part in PARTS)
+        raise ConfigurationError(f"--only {' '.join(sorted(unknown))}: there are only {known}")
     folder.mkdir(parents=True, exist_ok=True)
     path = prepare_model(model, lambda what, share: None).path
     suite = Suite(datetime.now(UTC).isoformat(timespec="seconds"), Machine.here())

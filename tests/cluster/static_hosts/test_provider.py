@@ -14,6 +14,7 @@ from cluster.static_hosts.config import bootstrapped, read_provider
 from cluster.static_hosts.reach import Reach, is_own_address, reach_from_here, resolve
 from cluster.static_hosts.shell import HostUnreachable, LocalShell, ScriptFailed, ThroughHead
 from cluster.static_hosts.store import LocalStore, RemoteStore
+from tests.cluster.static_hosts.cluster_file import cluster_file
 from wire.errors import ConfigurationError, NodeLost, Unavailable
 
 import_ray()  # Ray reads its environment when it is first imported
@@ -25,23 +26,7 @@ from cluster.static_hosts.provider import StaticHostsProvider, drain_script, sto
 
 HEAD = {"ray-node-type": "head", "ray-user-node-type": "head"}
 DECODE = {"ray-node-type": "worker", "ray-user-node-type": "decode"}
-CONFIG: dict[str, Any] = {
-    "cluster_name": "tandem",
-    "max_workers": 1000,
-    "provider": {
-        "type": "external",
-        "module": "cluster.static_hosts.provider.StaticHostsProvider",
-        "head_ip": "10.0.0.10",
-    },
-    "auth": {"ssh_user": "ubuntu", "ssh_private_key": "~/key"},
-    "head_node_type": "head",
-    "available_node_types": {
-        "head": {"node_config": {}, "resources": {}},
-        "prefill": {"node_config": {"hosts": ["10.0.0.11"]}, "resources": {"prefill": 1}},
-        "decode": {"node_config": {"hosts": ["10.0.0.21", "10.0.0.22"]}, "resources": {"decode": 1}},
-    },
-    "setup_commands": ["install"],
-}
+CONFIG = cluster_file("10.0.0.21", "10.0.0.22") | {"setup_commands": ["install"]}
 
 
 class NotedHosts:

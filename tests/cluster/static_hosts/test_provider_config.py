@@ -14,27 +14,10 @@ from cluster.static_hosts.config import (
     ssh_settings_on_head,
 )
 from cluster.static_hosts.shell import SshSettings
+from tests.cluster.static_hosts.cluster_file import cluster_file
 from wire.errors import ConfigurationError
 
-CONFIG: dict[str, Any] = {
-    "cluster_name": "tandem",
-    "max_workers": 1000,
-    "provider": {
-        "type": "external",
-        "module": "cluster.static_hosts.provider.StaticHostsProvider",
-        "head_ip": "10.0.0.10",
-    },
-    "auth": {"ssh_user": "ubuntu", "ssh_private_key": "~/key"},
-    "head_node_type": "head",
-    "available_node_types": {
-        "head": {"node_config": {}, "resources": {}},
-        "prefill": {"node_config": {"hosts": ["10.0.0.11"]}, "resources": {"prefill": 1}},
-        "decode": {
-            "node_config": {"hosts": ["10.0.0.21", "10.0.0.22", "10.0.0.23"]},
-            "resources": {"decode": 1},
-        },
-    },
-}
+CONFIG = cluster_file("10.0.0.21", "10.0.0.22", "10.0.0.23")
 
 
 @pytest.fixture
