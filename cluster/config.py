@@ -61,9 +61,7 @@ class ClusterTimeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     start_s: float = 300.0  # for one node to load its model and answer
     heartbeat_s: float = 0.5  # between two questions to a node
-    # An answer later than this takes the node out of the routers' view until it answers: with the heartbeat's period
-    # and the way to the routers that is less than 3 s after it froze.
-    silence_s: float = 2.0
+    silence_s: float = 2.0  # for an answer; one that comes later is none
     unresponsive_s: float = 15.0  # silent for this long: ended and replaced
     step_s: float = 120.0  # one engine step longer than this is a wedged engine: ended and replaced
     restart_backoff_s: float = 0.5  # before the first restart; doubles up to `restart_backoff_max_s`

@@ -70,8 +70,9 @@ class Timeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    ping_interval: float = 1.0
-    silence: float = 3.0  # a node that said nothing for so long is lost
+    ping_interval: float = 0.5
+    # A node that said nothing for so long is lost. With the time until that is noticed it is less than 3 s.
+    silence: float = 2.5
     wedged: float = 60.0  # a node whose engine has not completed a step for so long gets nothing new
 
 

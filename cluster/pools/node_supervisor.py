@@ -91,10 +91,11 @@ class NodeSupervisor(Supervisor[NodeHandle, NodeInfo]):
     # --- watching
 
     async def _watch(self, handle: NodeHandle, info: NodeInfo) -> str:
-        """A late answer takes the node out of the routers' view until it answers again; only a long silence,
-        a failure that it admits, or an engine that is stuck gets it replaced."""
+        """Only a long silence, a failure that it admits, or an engine that is stuck gets it replaced. After a late
+        answer it stays a member: routers hear from it themselves, and notice a silence sooner. What one of them is
+        still being told must not be given up because an answer to us is late."""
         timeouts = self._timeouts
-        last_answer = self._clock.now()
+        last_answer, answers = self._clock.now(), True
         while True:
             if self._role_change.is_set():
                 self._role_change.clear()
@@ -107,13 +108,14 @@ class NodeSupervisor(Supervisor[NodeHandle, NodeInfo]):
                     timeouts.silence_s, handle.status(), f"{self.name}'s status"
                 )
             except TandemError as error:
-                if await self._membership.withdraw(info):
-                    self._events.trouble(self.name, f"does not answer, routers leave it alone: {error}")
+                if answers:
+                    self._events.trouble(self.name, f"does not answer: {error}")
+                answers = False
                 silence = self._clock.now() - last_answer
                 if silence >= timeouts.unresponsive_s:
                     return f"it has not answered for {silence:.0f} s"
             else:
-                last_answer = self._clock.now()
+                last_answer, answers = self._clock.now(), True
                 reason = self._unfit(status, info)
                 if reason is not None:
                     return reason

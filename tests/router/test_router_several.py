@@ -53,7 +53,9 @@ def test_both_are_asked_at_once_and_nothing_is_mixed_up(start_router: StartRoute
             assert text == expected
     for router in routers:
         router.wait_for(router.idle, "nothing is left behind")
-        assert router.metric("tandem_stray_chunks_total") == 0
+        assert router.metric("tandem_foreign_chunks_total") == 0
+        # A prefill node's one word may come when the decode node has said everything. Another router's would be many.
+        assert router.metric("tandem_stray_chunks_total") <= 20
 
 
 def test_one_dies_in_the_middle_and_the_others_streams_go_on(start_router: StartRouter) -> None:

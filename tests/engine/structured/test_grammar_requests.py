@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from decode_node.rules import DecodeRules
-from engine.scheduling.output import ModelOutput, SchedulerOutput
+from engine.model.runner import Computed
+from engine.scheduling.output import SchedulerOutput
 from engine.structured.grammars import Grammars
 from tests.engine.structured.grammar_walks import END, backend, vocabulary
 from tests.engine.test_service import PATIENCE_S, ROUTER, Node
@@ -108,15 +109,15 @@ def test_what_is_no_grammar_ends_its_request(node: Node, held: Held, grammar: st
 
 
 def test_a_request_whose_grammar_breaks_in_a_step_ends_alone(node: Node, monkeypatch) -> None:
-    execute = node.runner.execute
+    start = node.runner.start
 
-    def breaks(step: SchedulerOutput, hooks=None) -> ModelOutput:
-        output = execute(step, hooks)
+    def breaks(step: SchedulerOutput, hooks=None) -> Computed:
+        output = start(step, hooks).finish()
         if output.sampled_token_ids.pop("breaks", None):
             output.errors["breaks"] = InternalError("the answer does not follow its grammar")
-        return output
+        return Computed(output)
 
-    monkeypatch.setattr(node.runner, "execute", breaks)
+    monkeypatch.setattr(node.runner, "start", breaks)
     node.submit("breaks")
     node.submit("runs")
     (chunk,) = node.outgoing.until_finished("breaks")
