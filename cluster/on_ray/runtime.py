@@ -33,6 +33,28 @@ _ENVIRONMENT = {
 }
 
 
+class _Apart:
+    """Processes that are forked meanwhile get process groups of their own: a signal to our whole group, as `timeout`
+    and service managers send it, would end Ray before it is told to stop, and leave everybody waiting for it."""
+
+    def __init__(self) -> None:
+        self._entered = False
+        os.register_at_fork(after_in_child=self._in_child)
+
+    def __enter__(self) -> None:
+        self._entered = True
+
+    def __exit__(self, *_: object) -> None:
+        self._entered = False
+
+    def _in_child(self) -> None:
+        if self._entered:
+            os.setpgid(0, 0)
+
+
+_apart = _Apart()  # what is registered stays registered, so there is one
+
+
 def start_ray() -> Path:
     """A Ray of our own, whatever else runs here. Returns the folder of its logs.
 
@@ -41,16 +63,17 @@ def start_ray() -> Path:
     ray = import_ray()
 
     try:
-        context = ray.init(
-            address="local",  # never a cluster that RAY_ADDRESS happens to name
-            namespace=NAMESPACE,
-            num_cpus=0,  # no idle workers; placement counts the cores
-            object_store_memory=OBJECT_STORE_BYTES,
-            include_dashboard=False,
-            log_to_driver=False,
-            configure_logging=False,
-            logging_level="ERROR",
-        )
+        with _apart:
+            context = ray.init(
+                address="local",  # never a cluster that RAY_ADDRESS happens to name
+                namespace=NAMESPACE,
+                num_cpus=0,  # no idle workers; placement counts the cores
+                object_store_memory=OBJECT_STORE_BYTES,
+                include_dashboard=False,
+                log_to_driver=False,
+                configure_logging=False,
+                logging_level="ERROR",
+            )
     except Exception as error:  # Ray raises bare ones, too, such as when the machine is too busy to start it
         raise Unavailable(
             f"Ray did not start: {error}. `tandem doctor` looks for the reason; its logs are in /tmp/ray/session_latest/logs"

@@ -184,11 +184,22 @@ def test_a_second_signal_ends_at_once_what_is_still_running(serve: Any) -> None:
     assert command.ended() == 0
 
 
-def test_a_signal_while_it_starts_ends_it_and_leaves_nothing(serve: Any) -> None:
+@pytest.mark.parametrize("moment", ["ray: starting", "ray: ready"])
+def test_a_signal_while_it_starts_ends_it_and_leaves_nothing(serve: Any, moment: str) -> None:
     command = serve()
-    command.until(r"ray: ready", START_S)
+    command.until(moment, START_S)
     command.process.send_signal(signal.SIGTERM)
     assert command.ended() == 130
+
+
+def test_a_signal_to_its_whole_group_while_it_starts_is_no_different(serve: Any) -> None:
+    """As `timeout` sends it, and whoever else stops a group of processes: Ray must not be the first to go."""
+    command = serve()
+    command.until(r"router: loading", START_S)
+    began = time.monotonic()
+    os.killpg(command.process.pid, signal.SIGTERM)
+    assert command.ended() == 130
+    assert time.monotonic() - began < 30, "nobody waits for a Ray that is gone"
 
 
 def test_a_command_whose_output_nobody_reads_any_more_serves_on(serve: Any) -> None:
