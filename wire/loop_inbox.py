@@ -1,7 +1,7 @@
 """An Inbox without a thread, for a process whose work is an asyncio event loop anyway.
 
 The loop itself accepts the peers' connections and reads them: between a message's arrival and its handler nobody else
-has to wake up. Through ZMQ's own thread a lone token costs a router a third more.
+has to wake up. Through ZMQ's own thread a lone token costs a router a quarter more.
 """
 
 from __future__ import annotations
