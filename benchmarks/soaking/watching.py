@@ -12,6 +12,8 @@ import msgspec
 # What of a series is the beginning: caches fill, pages are touched for the first time.
 WARM_UP = 1 / 3
 FEWEST_SAMPLES = 9
+# Who lived for less of the whole run has not told yet what is filling up and what is growing.
+YOUNG = 1 / 3
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -73,12 +75,14 @@ def look_at(process: int, at_s: float) -> Sample | None:
 
 
 def title_of(process: int) -> str:
-    """As Ray names its processes: longer than what the kernel keeps."""
+    """As Ray names its processes: longer than what the kernel keeps. What such a process is doing is no part of it."""
     try:
         words = (Path("/proc") / str(process) / "cmdline").read_bytes().split(b"\0")
     except OSError:
         return ""
     title = words[0].decode(errors="replace")
+    if title.startswith("ray::"):
+        title = title.partition(".")[0]
     return "tandem serve" if b"cluster.cli" in words and b"serve" in words else title
 
 
@@ -116,23 +120,33 @@ def gained(times: Sequence[float], values: Sequence[float]) -> float:
 
 
 class Watch:
-    """Every process that is of interest, by its title and number."""
+    """Every process that is of interest."""
 
     def __init__(self) -> None:
-        self.samples: dict[str, list[Sample]] = {}
+        self._samples: dict[int, list[Sample]] = {}
+        self._titles: dict[int, str] = {}  # the newest: Ray names a process when it knows what it is for
         self._began: float | None = None
+        self._ended = 0.0
 
     def look(self, processes: Sequence[int], at_s: float) -> None:
         if self._began is None:
             self._began = at_s
+        self._ended = at_s
         for process in processes:
             sample = look_at(process, at_s)
             if sample is not None:
-                self.samples.setdefault(f"{title_of(process)[:40]} {process}", []).append(sample)
+                self._samples.setdefault(process, []).append(sample)
+                self._titles[process] = title_of(process) or self._titles.get(process, "")
 
     def growths(self) -> list[Growth]:
+        """By title and number, of those that are not too young."""
+        began = self._began or 0.0
+        youngest = (self._ended - began) * YOUNG
         found = (
-            growth_of(process, samples, was_there=samples[0].at_s == self._began)
-            for process, samples in self.samples.items()
+            growth_of(
+                f"{self._titles[process][:40]} {process}", samples, was_there=samples[0].at_s == self._began
+            )
+            for process, samples in self._samples.items()
+            if samples[-1].at_s - samples[0].at_s >= youngest
         )
-        return [growth for growth in found if growth is not None]
+        return sorted((growth for growth in found if growth is not None), key=lambda growth: growth.process)

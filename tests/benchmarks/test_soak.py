@@ -55,6 +55,13 @@ class TestGrowth:
             watch.look([os.getpid(), os.getppid()], float(at))
         assert sorted(growth.was_there for growth in watch.growths()) == [False, True]
 
+    def test_who_came_late_has_not_told_yet_whether_it_grows(self) -> None:
+        watch = Watch()
+        for at in range(100):
+            watch.look([os.getpid()] if at < 80 else [os.getpid(), os.getppid()], float(at))
+        (growth,) = watch.growths()
+        assert growth.process.endswith(f" {os.getpid()}")
+
     def test_descriptors_and_threads_are_held_to_less(self) -> None:
         leaks = [Sample(float(at), MIB, 20 + at, 5 + at // 4) for at in range(60)]
         growth = growth_of("p", leaks)
