@@ -255,31 +255,19 @@ class TestStructure:
         else:
             assert (choice.message.content or "").lstrip().startswith("{")
 
-    @pytest.mark.parametrize(
-        "choice",
-        ["required", {"type": "function", "function": {"name": "get_weather"}}],
-        ids=["any", "named"],
-    )
-    def test_a_required_call_is_made_whole_and_streamed(
-        self, client: openai.OpenAI, model: str, choice: Any
+    def test_tools_are_refused_by_a_model_that_was_never_taught_to_call_them(
+        self, client: openai.OpenAI, model: str
     ) -> None:
-        fields: Any = {
-            "model": model,
-            "messages": [{"role": "user", "content": "Weather in Rome for three days?"}],
-            "tools": [WEATHER],
-            "tool_choice": choice,
-            "parallel_tool_calls": False,
-            "temperature": 0,
-            "max_completion_tokens": 80,
-        }
-        (call,) = client.chat.completions.create(**fields).choices[0].message.tool_calls or []
-        arguments = json.loads(call.function.arguments)
-        assert call.function.name == "get_weather"
-        assert arguments["city"] in ("Paris", "Rome")
-        assert 1 <= arguments["days"] <= 7
-        with client.chat.completions.stream(**fields) as stream:
-            (streamed,) = stream.get_final_completion().choices[0].message.tool_calls or []
-        assert json.loads(streamed.function.arguments) == arguments
+        """Its template leaves them out, so an answer would pretend to know of them."""
+        with pytest.raises(openai.BadRequestError, match="template knows no tools") as caught:
+            client.chat.completions.create(
+                model=model,
+                messages=CAPITAL,
+                tools=[WEATHER],
+                tool_choice="required",
+                max_completion_tokens=8,
+            )
+        assert caught.value.param == "tools"
 
     def test_no_call_is_made_where_none_is_wanted(self, client: openai.OpenAI, model: str) -> None:
         answer = client.chat.completions.create(
