@@ -34,6 +34,12 @@ WEATHER: Any = {
     },
 }
 
+# As Hermes' template writes calls.
+TOOLS_IN_TEMPLATE = (
+    "{% if tools %}<|im_start|>system\nFunctions: {{ tools | tojson }}. To call one, write "
+    '<tool_call>\n{"name": its name, "arguments": an object}\n</tool_call><|im_end|>\n{% endif %}'
+)
+
 
 class City(BaseModel):
     name: str
@@ -41,9 +47,22 @@ class City(BaseModel):
 
 
 @pytest.fixture(scope="module")
-def server(deploy: Deploy, smollm2_path: Path, expected: list[Expected]) -> Iterator[Running]:
+def taught(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2, whose own template knows no tools, with one that does."""
+    folder = tmp_path_factory.mktemp("taught")
+    for file in smollm2_path.iterdir():
+        (folder / file.name).symlink_to(file)
+    template = folder / "chat_template.jinja"
+    own = template.read_text()
+    template.unlink()
+    template.write_text(TOOLS_IN_TEMPLATE + own)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(deploy: Deploy, taught: Path, expected: list[Expected]) -> Iterator[Running]:
     """One prefill node and one decode node. `expected` is asked for first: it wants both cores."""
-    with deploy(float32_config(smollm2_path, prefill=1, decode=1)) as running:
+    with deploy(float32_config(taught, prefill=1, decode=1)) as running:
         yield running
         running.until_quiet()
 
@@ -255,19 +274,35 @@ class TestStructure:
         else:
             assert (choice.message.content or "").lstrip().startswith("{")
 
-    def test_tools_are_refused_by_a_model_that_was_never_taught_to_call_them(
-        self, client: openai.OpenAI, model: str
+    @pytest.mark.parametrize(
+        "tool_choice",
+        ["required", {"type": "function", "function": {"name": "get_weather"}}],
+        ids=["any", "named"],
+    )
+    def test_a_required_call_is_made_whole_and_streamed(
+        self, client: openai.OpenAI, model: str, tool_choice: Any
     ) -> None:
-        """Its template leaves them out, so an answer would pretend to know of them."""
-        with pytest.raises(openai.BadRequestError, match="template knows no tools") as caught:
-            client.chat.completions.create(
-                model=model,
-                messages=CAPITAL,
-                tools=[WEATHER],
-                tool_choice="required",
-                max_completion_tokens=8,
-            )
-        assert caught.value.param == "tools"
+        fields: Any = {
+            "model": model,
+            "messages": [{"role": "user", "content": "Weather in Rome for three days?"}],
+            "tools": [WEATHER],
+            "tool_choice": tool_choice,
+            "parallel_tool_calls": False,
+            "temperature": 0,
+            "max_completion_tokens": 80,
+        }
+        (call,) = client.chat.completions.create(**fields).choices[0].message.tool_calls or []
+        arguments = json.loads(call.function.arguments)
+        assert call.function.name == "get_weather"
+        assert arguments["city"] in ("Paris", "Rome")
+        assert 1 <= arguments["days"] <= 7
+        name, streamed = "", ""
+        for part in client.chat.completions.create(**fields, stream=True):
+            for choice in part.choices:
+                for piece in choice.delta.tool_calls or []:
+                    name += piece.function.name or ""
+                    streamed += piece.function.arguments or ""
+        assert (name, json.loads(streamed)) == ("get_weather", arguments)
 
     def test_no_call_is_made_where_none_is_wanted(self, client: openai.OpenAI, model: str) -> None:
         answer = client.chat.completions.create(
