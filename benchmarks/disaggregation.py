@@ -31,7 +31,7 @@ from cluster.bench.report import Machine
 from cluster.bench.slo import parse_service_level
 from cluster.bench.vocabulary import TextVocabulary, load_tokenizer
 from cluster.models.store import prepare_model
-from cluster.saving import check_picture, save_picture
+from cluster.saving import check_picture, results_folder, save_picture
 from wire.errors import ConfigurationError
 
 _TABLE_WIDTH = 160
@@ -73,10 +73,9 @@ def _run(options: argparse.Namespace, console: Console) -> int:
     slo = parse_service_level(options.slo)
     model = Path(prepare_model(options.model, lambda what, share: None).path)
     systems = _systems(options, model)
-    folder: Path = options.out.resolve()
+    folder = results_folder(options.out)
     picture = folder / "outcome.png"
     check_picture(picture, "--out")
-    folder.mkdir(parents=True, exist_ok=True)
     fresh = Outcome(
         made_at=datetime.now(UTC).isoformat(timespec="seconds"),
         machine=Machine.here(),

@@ -37,8 +37,8 @@ from benchmarks.soaking.watching import Watch
 from cluster.bench.report import Machine
 from cluster.bench.vocabulary import TextVocabulary, load_tokenizer
 from cluster.models.store import prepare_model
-from cluster.saving import write_json
-from wire.errors import ConfigurationError, TandemError
+from cluster.saving import results_folder, write_json
+from wire.errors import TandemError
 
 _NODES = ("--prefill", "2", "--decode", "2")
 _NODE_COUNT = 4
@@ -79,11 +79,7 @@ def _parse() -> argparse.Namespace:
 
 def _run(options: argparse.Namespace, console: Console) -> int:
     model = Path(prepare_model(options.model, lambda what, share: None).path)
-    folder: Path = options.out.resolve()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigurationError(f"--out {folder} cannot be made: {error}") from error
+    folder = results_folder(options.out)
     words = TextVocabulary(load_tokenizer(model)).words
     adopt_orphans()
     system = tandem_system("tandem", "Tandem 2P+2D", model, *_NODES, *_SETTINGS)

@@ -25,7 +25,7 @@ from rich.table import Table
 from benchmarks.ending import exit_status
 from cluster.bench.report import Machine
 from cluster.models.store import prepare_model
-from cluster.saving import write_json
+from cluster.saving import results_folder, write_json
 from wire.errors import ConfigurationError
 
 _WIDTH = 120
@@ -163,7 +163,7 @@ def _run(only: Sequence[str] | None, model: str, folder: Path, console: Console)
     if unknown:
         known = ", ".join(part.name for part in PARTS)
         raise ConfigurationError(f"--only {' '.join(sorted(unknown))}: there are only {known}")
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = results_folder(folder)
     path = prepare_model(model, lambda what, share: None).path
     suite = Suite(datetime.now(UTC).isoformat(timespec="seconds"), Machine.here())
     for part in PARTS:

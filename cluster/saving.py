@@ -27,6 +27,16 @@ def write_json(value: object, file: Path) -> None:
         raise ConfigurationError(f"{file} cannot be written: {error}") from error
 
 
+def results_folder(named: Path) -> Path:
+    """What `--out` names, made if it is not there."""
+    folder = named.resolve()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(f"--out {folder} cannot be made: {error}") from error
+    return folder
+
+
 def check_file(file: Path) -> None:
     """Refuses what cannot be written, before the work that it is to hold."""
     if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
