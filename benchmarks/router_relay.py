@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from multiprocessing.connection import Connection
+from typing import cast
 
 import uvloop
 
@@ -17,6 +18,7 @@ from wire.nodes import NodeInfo
 from wire.requests import NodeStatus, Submit, TokenBatch, ToRouter
 from wire.sampling import SamplingParams
 
+ANSWER_S = 60.0
 EVENT = b"data: " + b"x" * 150 + b"\n\n"
 
 
@@ -56,8 +58,7 @@ class _Client(asyncio.Protocol):
         self._relay = relay
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        if isinstance(transport, asyncio.Transport):
-            self._relay.add(transport)
+        self._relay.add(cast("asyncio.Transport", transport))  # uvloop's are of no class of asyncio's
 
 
 def serve_relay(pipe: Connection, decode: NodeInfo, tokens: int) -> None:
@@ -81,8 +82,9 @@ async def read_relay(port: int, count: int) -> None:
     async def one(index: int) -> None:
         await asyncio.sleep(index * 0.002)
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        while await reader.read(65536):
-            pass
+        async with asyncio.timeout(ANSWER_S):
+            while await reader.read(65536):
+                pass
         writer.close()
 
     await asyncio.gather(*(one(index) for index in range(count)))
