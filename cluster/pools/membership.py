@@ -25,13 +25,11 @@ class Membership:
             self._members[info.node_id] = info
             await self._publish()
 
-    async def withdraw(self, info: NodeInfo) -> bool:
-        """True when it was a member. Another incarnation under the same id stays."""
-        if self._members.get(info.node_id) != info:
-            return False
-        del self._members[info.node_id]
-        await self._publish()
-        return True
+    async def withdraw(self, info: NodeInfo) -> None:
+        """Another incarnation under the same id stays."""
+        if self._members.get(info.node_id) == info:
+            del self._members[info.node_id]
+            await self._publish()
 
     async def _publish(self) -> None:
         self.revision += 1

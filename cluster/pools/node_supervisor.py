@@ -52,13 +52,11 @@ class NodeSupervisor(Supervisor[NodeHandle, NodeInfo]):
         self._role_change = (
             asyncio.Event()
         )  # the process is drained, `config` is for another role than it has
-        self._withdrawn = False  # routers are to leave it alone, whatever it answers
 
     # --- starting
 
     def _launch(self) -> NodeHandle:
         self._role_change.clear()  # whatever starts now starts in the role that is wanted
-        self._withdrawn = False
         return self._launcher.launch_node(self.config, self.host, self.slot)
 
     async def _start(self, handle: NodeHandle) -> NodeInfo:
@@ -120,8 +118,6 @@ class NodeSupervisor(Supervisor[NodeHandle, NodeInfo]):
                 if reason is not None:
                     return reason
                 self.status = status
-                if not self._withdrawn:
-                    await self._membership.announce(info)
             await self._beat()
 
     async def _beat(self) -> None:
@@ -137,7 +133,6 @@ class NodeSupervisor(Supervisor[NodeHandle, NodeInfo]):
         new = await self._clock.within(
             self._timeouts.start_s, handle.change_role(self.config), f"changing the role of {self.name}"
         )
-        self._withdrawn = False
         self.status = None
         await self._announce(new)
         self._enter(Phase.READY, "")
@@ -188,7 +183,6 @@ class NodeSupervisor(Supervisor[NodeHandle, NodeInfo]):
             raise Unavailable(f"{self.name} did not start as a {config.role.value} node: {self.detail}")
 
     async def _withdraw(self) -> None:
-        self._withdrawn = True
         if self.info is not None:
             await self._membership.withdraw(self.info)
 
