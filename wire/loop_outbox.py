@@ -13,13 +13,11 @@ from urllib.parse import urlsplit
 import msgspec
 
 from wire.errors import NodeLost
-from wire.sockets import SEND_QUEUE_FRAMES
+from wire.sockets import RECONNECT_MAX_S, RECONNECT_S, SEND_QUEUE_FRAMES, queue_is_full
 from wire.zmtp import PUSH_OPENING, MessageReader, ProtocolError, message
 
 logger = logging.getLogger(__name__)
 
-RECONNECT_S = 0.05
-RECONNECT_MAX_S = 1.0
 MAX_HEARD_BYTES = 4096  # a PULL socket introduces itself, and says no more
 
 
@@ -126,7 +124,7 @@ class _Connection(asyncio.Protocol):
             self._transport.write(data)
             return
         if len(self._queue) >= SEND_QUEUE_FRAMES:
-            raise NodeLost(f"{self._endpoint} has not read {SEND_QUEUE_FRAMES} messages; it is gone or stuck")
+            raise queue_is_full(self._endpoint, SEND_QUEUE_FRAMES)
         self._queue.append(data)
 
     async def end(self, linger_s: float) -> None:

@@ -26,6 +26,13 @@ M = TypeVar("M")
 # A frame this large is a mistake or an attack: the longest legitimate one is a prompt of a few million ids.
 MAX_FRAME_BYTES = 64 << 20
 SEND_QUEUE_FRAMES = 100_000
+# Between two attempts to reach an endpoint, doubling from the one to the other.
+RECONNECT_S = 0.05
+RECONNECT_MAX_S = 1.0
+
+
+def queue_is_full(endpoint: str, num_messages: int) -> NodeLost:
+    return NodeLost(f"{endpoint} has not read {num_messages} messages; it is gone or stuck")
 
 
 def _bind_pull_socket(
@@ -165,17 +172,15 @@ class Outbox:
             try:
                 socket.send(frame, zmq.NOBLOCK)
             except zmq.Again:
-                raise NodeLost(
-                    f"{endpoint} has not read {SEND_QUEUE_FRAMES} messages; it is gone or stuck"
-                ) from None
+                raise queue_is_full(endpoint, SEND_QUEUE_FRAMES) from None
 
     def _connect(self, endpoint: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.PUSH)
         socket.setsockopt(zmq.IPV6, "[" in endpoint)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDHWM, SEND_QUEUE_FRAMES)
-        socket.setsockopt(zmq.RECONNECT_IVL, 50)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        socket.setsockopt(zmq.RECONNECT_IVL, int(RECONNECT_S * 1000))
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, int(RECONNECT_MAX_S * 1000))
         try:
             socket.connect(endpoint)
         except zmq.ZMQError as error:
