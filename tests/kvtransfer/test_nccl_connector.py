@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import msgspec
 import numpy as np
@@ -21,6 +21,7 @@ from kvtransfer.nccl.options import NcclOptions
 from kvtransfer.nccl.pair import Callee
 from kvtransfer.nccl.transport import NcclTransport
 from kvtransfer.protocol.transport import HandleId, Move, Operation, RemoteId
+from tests.kvtransfer.kv_waiting import until
 from wire.errors import ConfigurationError, TransferError
 from wire.handoff import CacheMemory
 
@@ -45,13 +46,6 @@ class Side:
 
     def finish(self, handle: HandleId, within_s: float = 8.0) -> None:
         until(lambda: self.transport.is_done(handle), within_s)
-
-
-def until(condition: Callable[[], bool], within_s: float = 8.0) -> None:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 def pair_threads() -> int:

@@ -88,6 +88,7 @@ def test_an_answer_that_ends_with_its_first_token_ends_on_both_nodes(
     answer = router.complete(max_tokens=9).json()
     assert answer["choices"][0] == {"index": 0, "text": "", "logprobs": None, "finish_reason": "stop"}
     decode = router.nodes["d0"]
+    decode.wait_until(lambda: bool(decode.submits), "told of the request, though it may be over already")
     request_id = decode.submits[0].request_id
     decode.wait_until(lambda: request_id in decode.cancels, "told that the request is over")
     decode.wait_until(lambda: not decode._running, "nothing runs")

@@ -1,0 +1,13 @@
+"""For what other threads do in their own time, and nobody tells."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+
+def until(condition: Callable[[], bool], within_s: float = 8.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
