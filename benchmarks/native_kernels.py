@@ -125,7 +125,6 @@ def make_batch(a: Architecture, requests: int, queries: int, context: int, block
         block_tables=(torch.from_numpy(tables),),
         logit_rows=torch.from_numpy(starts[1:].astype(np.int64) - 1),
         num_decodes=requests if queries == 1 else 0,
-        max_query_len=queries,
         max_context_len=context,
         host_query_start=starts,
         host_context_lens=contexts,

@@ -52,7 +52,6 @@ class Batch:
     block_tables: tuple[torch.Tensor, ...]  # per group, int32 [R, at least the longest request's blocks]
     logit_rows: torch.Tensor  # int64 [S], ascending: the rows whose logits are wanted; may be empty
     num_decodes: int  # the first requests, with one row each
-    max_query_len: int
     max_context_len: int
     # The same as query_start and context_lens, in host memory: reading them never waits for the device.
     host_query_start: np.ndarray  # int32 [R + 1]

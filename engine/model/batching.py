@@ -110,7 +110,6 @@ def build_batch(
         slot_mapping=tuple(tensors[5 : 5 + groups]),
         block_tables=tuple(tensors[5 + groups :]),
         num_decodes=int((lengths == 1).sum()),
-        max_query_len=int(lengths.max()),
         max_context_len=int(contexts.max()),
         host_query_start=query_start,
         host_context_lens=host.context_lens,

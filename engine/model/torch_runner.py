@@ -111,10 +111,6 @@ class TorchRunner:
             self._unfinished = started
             return started
 
-    def execute(self, step: SchedulerOutput, hooks: LayerHooks | None = None) -> ModelOutput:
-        """The whole of a step, with nothing under way before or behind it."""
-        return self.start(step, hooks).finish()
-
     def _unreported_prompts(self) -> set[int]:
         """Rows whose prompt's log-probabilities are still to come. With the first token they have been told, be it
         by us before a preemption or by another node."""

@@ -106,7 +106,6 @@ class FakeEngine:
             self.cache = made.permute(0, 1, 2, 4, 3, 5)
         else:
             self.cache = torch.zeros(num_blocks, SLOTS, 2, HEADS, block_size, DIM, dtype=dtype)
-        self.layerwise_steps = 0
         self.free = list(range(1, num_blocks))
         self.requests: dict[str, FakeRequest] = {}
         self.reported: set[tuple[str, str]] = set()
@@ -272,7 +271,6 @@ class FakeEngine:
     def _forward(self, step: FakeStep) -> None:
         """Layer by layer; the connector is told only if it asks for it."""
         layerwise = self.mover.layerwise
-        self.layerwise_steps += layerwise
         for layer in range(SLOTS):
             if layerwise:
                 self.mover.wait_for_layer_load(layer)

@@ -7,19 +7,9 @@ from typing import Any
 from cluster.on_ray.hosts import RayHosts
 from cluster.pools.cores import Found
 from tests.cluster.pools.helpers import in_loop
+from tests.cluster.pools.memory_store import MemoryStore
 from wire.errors import Unavailable
 from wire.nodes import Role
-
-
-class Kept:
-    def __init__(self) -> None:
-        self.value: bytes | None = None
-
-    async def load(self) -> bytes | None:
-        return self.value
-
-    async def save(self, state: bytes) -> None:
-        self.value = state
 
 
 def ray_node(name: str, address: str, *, alive: bool = True, **resources: float) -> dict[str, Any]:
@@ -35,7 +25,7 @@ class World:
         self.silent: set[str] = set()
         self.asked: list[str] = []
         self.requested: list[list[dict[str, float]]] = []
-        self.store = Kept()
+        self.store = MemoryStore()
 
     def find_out(self, name: str) -> Found:
         self.asked.append(name)

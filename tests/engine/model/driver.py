@@ -155,7 +155,7 @@ class Driver:
                 request.resumed = False
             else:
                 cached.new_block_ids.append(grown if any(grown) else None)
-        output = self.runner.execute(
+        started = self.runner.start(
             SchedulerOutput(
                 new_reqs=new,
                 cached_reqs=cached,
@@ -168,6 +168,7 @@ class Driver:
             ),
             hooks,
         )
+        output = started.finish()
         self._finished, self._preempted = set(), set()
         for req_id, count in scheduled.items():
             request = self.requests[req_id]

@@ -72,7 +72,6 @@ class Sequences:
             block_tables=tuple(torch.from_numpy(np.ascontiguousarray(t[members])) for t in self.tables),
             logit_rows=torch.tensor(rows, dtype=torch.int64),
             num_decodes=sum(length == 1 for length in lengths),
-            max_query_len=max(lengths),
             max_context_len=int(contexts.max()),
             host_query_start=starts,
             host_context_lens=contexts,
