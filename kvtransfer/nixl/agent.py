@@ -3,11 +3,15 @@
 The bindings are used directly: NIXL's own Python wrapper fixes the progress thread's delay at 0, which makes it
 spin. With a delay it sleeps in poll() until its sockets wake it; it has to exist all the same, because a peer's
 first write needs an answer from this process, and so does every write over TCP.
+
+That thread and ours take turns at UCX's lock, and whoever posts copies host memory under it, for milliseconds. UCX's
+own choice is to spin meanwhile: on the core that copies, or that computes a forward pass. Hence a mutex.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,6 +36,8 @@ def _translated(doing: str) -> Iterator[None]:
 
 
 def _load_bindings() -> Any:
+    # Read once, when the first agent is made; who sets it differently is obeyed.
+    os.environ.setdefault("UCX_USE_MT_MUTEX", "y")
     try:
         import nixl._bindings as bindings
     except ImportError as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Sequence
 
 from kvtransfer.base import NULL_BLOCK_ID
 from kvtransfer.protocol.commands import BlockTable, PlanSend, count_blocks
@@ -121,7 +122,7 @@ class Tally:
 class Layers:
     """A chunk that goes layer by layer. Its positions are no longer among the unsent."""
 
-    positions: list[Position]
+    positions: list[Position]  # of which something is still to be posted
     computed: int  # slots that may be posted
     posted: int = 0
 
@@ -207,28 +208,36 @@ class Sending:
 
     # ── what is due ──
 
-    def _is_within(self, position: Position, num_tokens: int) -> bool:
-        """Whether the first `num_tokens` tokens fill it. The last grain of a prompt is seldom full: it goes when the
-        whole prompt is computed."""
+    def _end_of(self, num_tokens: int) -> int:
+        """Grains below this one are filled by the first `num_tokens` tokens. The last grain of a prompt is seldom full: it
+        goes when the whole prompt is computed."""
         if self.source is None or self.destination is None:
-            return False
-        grain = self.destination.mapping.grain
-        return num_tokens >= self.source.plan.num_tokens or (position[1] + 1) * grain <= num_tokens
-
-    def _is_computed(self, position: Position) -> bool:
-        return self.source is not None and self._is_within(position, self.source.computed)
+            return 0
+        mapping = self.destination.mapping
+        if num_tokens >= self.source.plan.num_tokens:
+            return mapping.grains(self.source.plan.num_tokens)
+        return num_tokens // mapping.grain
 
     @property
     def has_due(self) -> bool:
         if self.layers is not None:
             return self.layers.posted < self.layers.computed
-        return bool(self._unsent) and self._is_computed(self._unsent[-1])
+        return self.source is not None and self._has_unsent_below(self._end_of(self.source.computed))
+
+    def _has_unsent_below(self, end: int) -> bool:
+        return bool(self._unsent) and self._unsent[-1][1] < end
 
     def take_due(self, limit: int) -> list[Position]:
-        due: list[Position] = []
-        while len(due) < limit and self.has_due:
-            due.append(self._unsent.pop())
-        return due
+        return self._take_below(self._end_of(self.source.computed), limit) if self.source is not None else []
+
+    def _take_below(self, end: int, limit: int) -> list[Position]:
+        """They are in order, so those that come after one that is not below `end` are not either."""
+        unsent, taken = self._unsent, 0
+        while taken < min(limit, len(unsent)) and unsent[-1 - taken][1] < end:
+            taken += 1
+        positions = unsent[len(unsent) - taken :][::-1]
+        del unsent[len(unsent) - taken :]
+        return positions
 
     def begin_layers(self, num_tokens: int, slots: int, limit: int) -> None:
         """A step that will have computed `num_tokens` tokens has done the first `slots` layers of them. Whatever was
@@ -236,39 +245,45 @@ class Sending:
         if self.layers is None:
             if self.has_due:
                 return
-            positions: list[Position] = []
-            while self._unsent and len(positions) < limit and self._is_within(self._unsent[-1], num_tokens):
-                positions.append(self._unsent.pop())
+            positions = self._take_below(self._end_of(num_tokens), limit)
             if not positions:
                 return
             self.layers = Layers(positions, 0)
         self.layers.computed = max(self.layers.computed, slots)
 
-    def take_layers(self, all_slots: int, batch: int) -> tuple[list[Position], tuple[int, int], bool]:
-        """What is due of the chunk, no more bytes than `batch` whole grains have, and whether that is the rest."""
+    def take_layers(self, all_slots: int, batch: int) -> tuple[list[Position], tuple[int, int] | None, bool]:
+        """What is due of the chunk, no more bytes than `batch` whole grains have: which layers of which positions (None: all),
+        and whether that is the rest of these positions."""
         layers = self.layers
         if layers is None:
-            return [], (0, 0), True
-        most = max(1, all_slots * batch // len(layers.positions))
-        slots = (layers.posted, min(layers.computed, layers.posted + most))
-        layers.posted = slots[1]
-        is_last = layers.posted >= all_slots
-        if is_last:
+            return [], None, True
+        if layers.computed < all_slots:
+            most = max(1, all_slots * batch // len(layers.positions))
+            slots = (layers.posted, min(layers.computed, layers.posted + most))
+            layers.posted = slots[1]
+            return layers.positions, slots, False
+        # Nothing is gained by going layer by layer any more: the fewer pieces the better.
+        most = max(1, all_slots * batch // (all_slots - layers.posted))
+        positions, layers.positions = layers.positions[:most], layers.positions[most:]
+        if not layers.positions:
             self.layers = None
-        return layers.positions, slots, is_last
+        return positions, (layers.posted, all_slots) if layers.posted else None, True
 
-    def place(self, position: Position) -> Place | None:
-        """Where the grain lies; None when we do not have its block."""
+    def places(self, positions: Sequence[Position]) -> list[Place] | None:
+        """Where the grains lie; None when we do not have a block of theirs."""
         source, destination = self.source, self.destination
         if source is None or destination is None:
             return None
-        group, index = position
         mapping = destination.mapping
-        ours = _at(source.block_ids, group, index // mapping.our_parts)
-        if ours == NULL_BLOCK_ID:
-            return None
-        theirs = destination.block_ids[group][index // mapping.their_parts - destination.first_block[group]]
-        return Place(ours, index % mapping.our_parts, theirs, index % mapping.their_parts)
+        our_parts, their_parts = mapping.our_parts, mapping.their_parts
+        places = []
+        for group, index in positions:
+            ours = _at(source.block_ids, group, index // our_parts)
+            if ours == NULL_BLOCK_ID:
+                return None
+            theirs = destination.block_ids[group][index // their_parts - destination.first_block[group]]
+            places.append(Place(ours, index % our_parts, theirs, index % their_parts))
+        return places
 
     @property
     def everything_arrived(self) -> bool:

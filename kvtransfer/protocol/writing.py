@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvtransfer.protocol.identity import Clock
-from kvtransfer.protocol.mapping import Mapping, Place
-from kvtransfer.protocol.sending import Position, Sending, Write
+from kvtransfer.protocol.mapping import Mapping
+from kvtransfer.protocol.sending import Sending, Write
 from kvtransfer.protocol.settings import Settings
 from kvtransfer.protocol.statistics import Recorder
 from kvtransfer.protocol.transport import Operation, RemoteId, Transport
@@ -56,9 +56,10 @@ class Writer:
             positions, slots, is_last = sending.take_layers(self._slots, self._batch(destination.mapping))
         else:
             positions = sending.take_due(self._batch(destination.mapping))
-        move = destination.mapping.move(
-            Operation.WRITE, sending.transfer_id, self._places(sending, positions), slots
-        )
+        places = sending.places(positions)
+        if places is None:
+            raise MissingBlocks("the consumer asked for blocks that are not kept here")
+        move = destination.mapping.move(Operation.WRITE, sending.transfer_id, places, slots)
         now = self._clock()
         handle = self._transport.post(remote, move)
         if sending.first_posted_at is None:
@@ -68,15 +69,6 @@ class Writer:
             Write(handle, positions, now, move.num_bytes, len(move.local), slots, is_last)
         )
         self.poll(sending)
-
-    def _places(self, sending: Sending, positions: list[Position]) -> list[Place]:
-        places = []
-        for position in positions:
-            place = sending.place(position)
-            if place is None:
-                raise MissingBlocks("the consumer asked for blocks that are not kept here")
-            places.append(place)
-        return places
 
     def poll(self, sending: Sending) -> None:
         """A TransferError leaves the other handles in flight."""

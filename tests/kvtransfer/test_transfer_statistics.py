@@ -104,6 +104,21 @@ def test_layers_that_arrived_while_the_next_was_computed_are_overlapped_bytes() 
     assert stats.recent[0].bytes_overlapped == stats.bytes_overlapped
 
 
+def test_a_chunk_of_which_no_layer_has_left_when_it_is_computed_goes_in_whole_blocks() -> None:
+    scene = Scene()
+    scene.consumer.start_receive(scene.receive, scene.producer.address)
+    scene.producer.start_send(scene.send)
+    scene.world.deliver_all()
+    scene.producer.begin_computing(scene.send, len(TOKENS))
+    scene.producer.tell_of_first_layer(scene.send)
+    scene.producer.end_computing(scene.send)
+    scene.producer.finish_send(scene.send)
+    scene.world.settle(0.5)
+    assert scene.receive.finished
+    stats = scene.sent()
+    assert (stats.bytes_sent, stats.blocks_sent, stats.descriptors_sent) == (6 * BLOCK_BYTES, 6, 6)
+
+
 def test_unequal_blocks_count_as_the_consumers_and_what_is_empty_is_not_moved() -> None:
     scene = Scene(consumer_block_size=8)
     scene.computed()
