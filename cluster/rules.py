@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 
 from cluster.config import AutoscalingConfig, ClusterTimeouts, PoolConfig, SloConfig, TandemConfig
+from cluster.setting_names import Path
 from engine.node_config import NodeTimeouts
 from kvtransfer.protocol.settings import MAX_LEASE_S
 from wire.nodes import Role
 
-Path = tuple[str, ...]
 Broken = tuple[Path, str]
 """Which setting, and what it must be instead: together a sentence."""
 
