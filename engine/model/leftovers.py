@@ -24,8 +24,11 @@ _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks?|blk)\.(\d+)\.")
 _HARMLESS = [
     # Constants that older checkpoints keep. They follow from the configuration.
     r"(^|\.)rotary_emb\.(inv_freq|original_inv_freq|cos_cached|sin_cached)$",
+    r"(^|\.)rope\.freqs$",
     r"(^|\.)position_ids$",
     r"(^|\.)(attn|attention)\.(masked_)?bias$",
+    # Scales of a KV cache in eight bits. Ours is in the model's own dtype.
+    r"\.(self_attn|attn|attention)\.([kv]_proj\.)?[kv]_scale$",
     # Guesses of further tokens, which are checked against the model in any case; nobody here makes them.
     r"(^|\.)mtp(_layers)?\.",
     # What reads pictures and sound. No request has any.
