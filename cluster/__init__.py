@@ -1,7 +1,8 @@
 """The composition root: from one configuration to a running deployment, and everything that keeps it running.
 
     cli           the `tandem` command; what its subcommands do is commands/, bench/ and trace/
-    config        everything that can be set; settings, rules, describe: read, checked, and its mistakes named at once;
+    config        everything that can be set; setting_names, setting_layers: found by name, read from each source;
+                  settings, rules, describe: put together, checked, its mistakes named at once;
                   changes: what of it a cluster that runs can take on
     control, hosts, launcher, events   the contracts between what follows; clock, tasks, saving: what
                   several of them need; api_client: a router, asked by a command

@@ -166,7 +166,8 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
 
 def read_settings(options: argparse.Namespace) -> Settings:
     """Defaults < file < environment < flags."""
-    from cluster.settings import Layer, read_assignments, read_environment, read_file, resolve
+    from cluster.setting_layers import Layer, read_assignments, read_environment, read_file
+    from cluster.settings import resolve
 
     layers: list[Layer] = []
     if options.config is not None:

@@ -28,11 +28,19 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """On one machine, which offers as many places as anyone asks for."""
         return 1 if self.nodes is None else self.nodes
 
+    @property
+    def last_size(self) -> int:
+        """As large as it may become by itself."""
+        return max(self.first_size, self.max or 0)
+
 
 class PoolsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefill: PoolConfig = PoolConfig(nodes=1)
     decode: PoolConfig = PoolConfig(nodes=1)
     aggregated: PoolConfig = PoolConfig()  # instead of the two: nodes that do both
+    # Of one machine, where no places are offered: more are refused. Four is the least layout that can lose a node of
+    # each pool, on a single core; beyond that nodes only take time from one another.
+    nodes_per_core: int = 4
 
     def of(self, role: Role) -> PoolConfig:
         return {Role.PREFILL: self.prefill, Role.DECODE: self.decode, Role.AGGREGATED: self.aggregated}[role]

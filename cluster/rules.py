@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 
 from cluster.config import AutoscalingConfig, ClusterTimeouts, PoolConfig, SloConfig, TandemConfig
+from cluster.setting_names import Path
 from engine.node_config import NodeTimeouts
 from kvtransfer.protocol.settings import MAX_LEASE_S
 from wire.nodes import Role
 
-Path = tuple[str, ...]
 Broken = tuple[Path, str]
 """Which setting, and what it must be instead: together a sentence."""
 
@@ -64,6 +64,7 @@ _RANGES: dict[Path, tuple[Callable[[Any], bool], str]] = {
     **{("pools", role.value, "min"): _at_least(0) for role in Role},
     **{("pools", role.value, "max"): _at_least(1) for role in Role},
     **{("pools", role.value, "resources"): _AMOUNTS for role in Role},
+    ("pools", "nodes_per_core"): _at_least(1),
     ("cache", "memory_bytes"): _at_least(1 << 20),
     ("scheduler", "max_model_len"): _at_least(1),
     ("scheduler", "long_prefill_token_threshold"): _at_least(0),

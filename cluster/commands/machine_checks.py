@@ -13,11 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.commands.preflight import check_address
+from cluster.commands.preflight import check_address, check_machine_memory
 from cluster.config import TandemConfig
 from cluster.describe import counted, format_size
 from cluster.models.store import find_model, models_folder
-from cluster.pools.placement import place_nodes, this_machine
+from cluster.pools.placement import Machine, place_nodes, this_machine
 from wire.errors import TandemError
 
 _CHECK_TIMEOUT_S = 90.0
@@ -49,7 +49,7 @@ def checks_for(config: TandemConfig) -> dict[str, Check]:
         "torch": check_torch,
         "compiler": check_compiler,
         "cores": lambda: check_cores(config),
-        "memory": lambda: check_memory(config, available_memory()),
+        "memory": lambda: check_memory(config, this_machine()),
         "shm": lambda: check_shared_memory(Path("/dev/shm")),
         "disk": lambda: check_disk(models_folder()),
         "files": lambda: check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
@@ -179,22 +179,19 @@ def cpu_quota(file: Path) -> float | None:
         return None
 
 
-def available_memory(meminfo: Path = Path("/proc/meminfo")) -> int:
-    for line in meminfo.read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return 0
-
-
-def check_memory(config: TandemConfig, available: int) -> Finding:
-    nodes = config.pools.total
+def check_memory(config: TandemConfig, machine: Machine) -> Finding:
+    nodes, available = config.pools.total, machine.free_memory or 0
     # An interpreter with torch and a small model, twice for the moment when weights are read, and Ray itself.
     needed = nodes * (_GIB + (config.cache.memory_bytes or 0)) + _GIB
     what = f"{format_size(available)} free, {counted(nodes, 'node')} and Ray need about {format_size(needed)} and the weights"
+    try:
+        check_machine_memory(config, machine)
+    except TandemError as error:
+        return Finding("memory", Level.FAIL, what, str(error))
     if available < needed:
         return Finding(
             "memory",
-            Level.FAIL,
+            Level.WARN,
             what,
             "ask for fewer nodes or less KV memory (--kv-memory), or end something else",
         )

@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import socket
 from collections.abc import Callable
+from pathlib import Path
 
 from cluster.config import TandemConfig
-from cluster.models.store import check_name
-from cluster.pools.placement import Machine, place_nodes
+from cluster.models.store import check_name, find_model
+from cluster.pools.placement import Machine, computes_on_cpu, place_nodes
+from cluster.pools.room import check_memory
 from cluster.settings import SettingsError
 from kvtransfer.registry import CONNECTORS, find_connector
 from wire.errors import ConfigurationError
@@ -20,6 +22,7 @@ def check_before_start(config: TandemConfig, machine: Machine) -> None:
         lambda: check_address(config.router.host, config.router.port),
         lambda: check_name(config.model.path),
         lambda: place_nodes(config, machine),
+        lambda: check_machine_memory(config, machine),
         lambda: _check_connector(config),
     )
 
@@ -38,6 +41,21 @@ def _raise_all(*checks: Callable[[], object]) -> None:
             reasons.append(str(error))
     if reasons:
         raise SettingsError(reasons)
+
+
+def check_machine_memory(config: TandemConfig, machine: Machine) -> None:
+    on_cpu = computes_on_cpu(config, machine)
+    check_memory(config, machine.free_memory, _weights_bytes(config.model.path), on_cpu=on_cpu)
+
+
+def _weights_bytes(name: str) -> int:
+    """0 where the model is not here yet, or cannot be: that is said by others."""
+    try:
+        found = find_model(name)
+        files = Path(found.path).glob("*.safetensors") if found is not None else ()
+        return sum(file.stat().st_size for file in files)
+    except (ConfigurationError, OSError):
+        return 0
 
 
 def _check_connector(config: TandemConfig) -> None:

@@ -9,7 +9,8 @@ import msgspec
 import yaml
 
 from cluster.config import DERIVED
-from cluster.settings import Path, Settings, fields_of, section_type
+from cluster.setting_names import Path, fields_of, section_type
+from cluster.settings import Settings
 
 _HIDDEN = "(hidden)"
 _SECRET: dict[Path, Callable[[Any], Any]] = {

@@ -3,7 +3,7 @@
 deployment, controller_host       a controller and the address that answers; as the process that holds it sees it
 controller, reconciler, plan      what may be asked for; the one task that changes things; what it changes next
 state, view                       what the next controller must know; what commands are told
-placement, places, cores          which machine, cores, device and share of memory a node gets
+placement, places, cores, room    which machine, cores, device and share of memory a node gets; too many of them
 fleet, membership                 the supervisors that there are; the nodes that routers are told of
 supervisor, node_supervisor, router_supervisor   one process: started, watched, replaced, left out
 autoscaling, load_meter, autoscaler              how large a pool should be; what is measured; the loop around both

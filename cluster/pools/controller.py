@@ -25,6 +25,7 @@ from cluster.pools.autoscaling import Pool, Resize
 from cluster.pools.fleet import HEAD_ROUTER
 from cluster.pools.placement import node_config
 from cluster.pools.reconciler import Reconciler
+from cluster.pools.room import too_many_for_cores
 from cluster.pools.state import ClosedSlot, ClusterState, NodeRecord
 from cluster.pools.supervisor import Phase
 from cluster.pools.view import cluster_view, scaled_pool
@@ -160,6 +161,7 @@ class Controller:
         """Holding `writing`."""
         new = self._pools.state.with_sizes(wanted)
         self._check_writers(new)
+        self._check_room(new)
         await self._pools.keep(new)
         self._autoscaler.changed()
         self._pools.wake()
@@ -274,6 +276,18 @@ class Controller:
     def _check_writers(self, new: ClusterState) -> None:
         if self._wanted_writers(new) < 1:
             raise ConfigurationError("nobody could write answers: keep at least 1 decode or aggregated node")
+
+    def _check_room(self, new: ClusterState) -> None:
+        """Of a machine that offers no places, so that it takes whatever it is asked to."""
+        machines = self._pools.machines
+        sizes = {role: plan.wanted_size(new, machines, role) for role in Role}
+        if sum(sizes.values()) <= sum(map(self._wanted, Role)):
+            return
+        for host in machines:
+            if host.slots is None:
+                reason = too_many_for_cores(sizes, len(host.cores), self._config.pools.nodes_per_core)
+                if reason is not None:
+                    raise ConfigurationError(f"{reason}; `tandem serve` sets how many")
 
     def _check_may_go(self, record: NodeRecord) -> None:
         """Its pool can do without it."""

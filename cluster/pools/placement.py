@@ -21,7 +21,9 @@ import msgspec
 from cluster.config import PoolsConfig, TandemConfig
 from cluster.describe import counted
 from cluster.hosts import Host
+from cluster.pools.room import check_cores
 from cluster.pools.state import ClosedSlot, NodeRecord, Placement
+from engine.host_memory import free_memory
 from engine.node_config import NodeConfig
 from router.config import RouterConfig
 from wire.errors import ConfigurationError
@@ -35,6 +37,7 @@ _ROLE_ORDER = (Role.PREFILL, Role.DECODE, Role.AGGREGATED)
 class Machine:
     cores: tuple[int, ...]  # those this process may use, hardware threads of one core side by side
     gpus: int = 0
+    free_memory: int | None = None  # bytes; None: unknown
 
 
 def this_host(machine: Machine, address: str) -> Host:
@@ -43,6 +46,7 @@ def this_host(machine: Machine, address: str) -> Host:
 
 def place_nodes(config: TandemConfig, machine: Machine) -> list[NodeRecord]:
     """What a deployment begins with on one machine. Raises ConfigurationError when that cannot be."""
+    check_cores(config.pools, len(machine.cores))
     host = this_host(machine, "")
     _seats(host, config.pools)
     nodes: list[NodeRecord] = []
@@ -103,7 +107,7 @@ Seat = tuple[Role, int]
 
 def _seats(host: Host, pools: PoolsConfig) -> list[Seat]:
     if host.slots is None:
-        counts = {role: max(pools.of(role).first_size, pools.of(role).max or 0) for role in _ROLE_ORDER}
+        counts = {role: pools.of(role).last_size for role in _ROLE_ORDER}
     else:
         # Machines that offer places of every kind hold nodes of one layout all the same.
         together = pools.aggregated.first_size > 0
@@ -162,6 +166,10 @@ def _free_seat(seats: Sequence[Seat], taken: Sequence[Placement], role: Role) ->
     return sizes[0] if sizes else min((size for _, size in seats), default=1)
 
 
+def computes_on_cpu(config: TandemConfig, machine: Machine) -> bool:
+    return _device_for(0, config.model.device, machine.gpus) in ("auto", "cpu")
+
+
 def _device_for(index: int, device: str, gpus: int) -> str:
     if device in ("auto", "cuda") and gpus > 0:
         return f"cuda:{index % gpus}"
@@ -203,7 +211,7 @@ def router_config(config: RouterConfig, host: Host) -> RouterConfig:
 
 
 def this_machine() -> Machine:
-    return Machine(cores=ordered_cores(os.sched_getaffinity(0)), gpus=visible_gpus(os.environ))
+    return Machine(ordered_cores(os.sched_getaffinity(0)), visible_gpus(os.environ), free_memory())
 
 
 def ordered_cores(usable: set[int], sysfs: Path = Path("/sys/devices/system/cpu")) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from transformers.utils import logging as transformers_logging
 
 from engine.model.attention.interface import PAGED
 from engine.model.checkpoint import gguf_options, translated_errors
+from engine.model.leftovers import refuse_gguf_leftovers, refuse_leftovers
 from engine.model.source import Progress, Source
 from wire.errors import ConfigurationError
 
@@ -35,6 +36,9 @@ def load_model(
     if absent:
         some = ", ".join(absent[:4]) + (f" and {len(absent) - 4} more" if len(absent) > 4 else "")
         raise ConfigurationError(f"{source.name} cannot be served: its checkpoint lacks {some}")
+    refuse_leftovers(source.name, report["unexpected_keys"], model.config)
+    if source.gguf_file is not None:
+        refuse_gguf_leftovers(source, model)
     model.eval()
     model.requires_grad_(False)
     return model

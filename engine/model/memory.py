@@ -1,16 +1,15 @@
-"""How much memory there is, and how many KV cache blocks fit into it."""
+"""How many KV cache blocks fit into the memory that there is, and the tensor that they are."""
 
 from __future__ import annotations
 
 import logging
 import mmap
-import os
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from engine.config import CacheConfig
+from engine.host_memory import free_memory
 from engine.model.attention.layers import CachePlan
 from wire.errors import ConfigurationError
 
@@ -27,7 +26,7 @@ def available_bytes(device: torch.device) -> int:
     """What could be allocated now without pushing anybody out."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return min(_machine_available(), _cgroup_available())
+    return free_memory()
 
 
 def size_block_pool(
@@ -84,67 +83,6 @@ def allocate_cache(
             log.debug("no huge pages for the KV cache: %s", error)
     # The tensor holds the only reference to the region, which is unmapped with it.
     return torch.frombuffer(region, dtype=dtype).view(shape)
-
-
-def _machine_available() -> int:
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _cgroup_available() -> int:
-    """The tightest limit of this process's control group and those above it, less what counts against it."""
-    tightest = 1 << 62
-    for group in _memory_groups():
-        limit = _number(group / "memory.max", group / "memory.limit_in_bytes")
-        used = _number(group / "memory.current", group / "memory.usage_in_bytes")
-        if limit is None or used is None:
-            continue
-        tightest = min(tightest, max(0, limit - used + _reclaimable(group)))
-    return tightest
-
-
-def _memory_groups() -> list[Path]:
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    groups: list[Path] = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        root = Path("/sys/fs/cgroup/memory" if controllers else "/sys/fs/cgroup")
-        inner = root / path.lstrip("/")
-        groups.extend(
-            [inner, *(parent for parent in inner.parents if parent == root or root in parent.parents)]
-        )
-    return groups
-
-
-def _reclaimable(group: Path) -> int:
-    """Files read and not in use: the kernel drops them before it refuses memory."""
-    try:
-        for line in (group / "memory.stat").read_text().splitlines():
-            if line.startswith(("inactive_file ", "total_inactive_file ")):
-                return int(line.split()[1])
-    except OSError:
-        pass
-    return 0
-
-
-def _number(*paths: Path) -> int | None:
-    for path in paths:
-        try:
-            text = path.read_text().strip()
-        except OSError:
-            continue
-        return int(text) if text.isdigit() else None
-    return None
 
 
 def _mib(size: int) -> str:

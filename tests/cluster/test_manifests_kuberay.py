@@ -18,7 +18,8 @@ import pytest
 import yaml
 
 from cluster.on_ray.runtime import import_ray
-from cluster.settings import read_file, resolve
+from cluster.setting_layers import read_file
+from cluster.settings import resolve
 
 import_ray()  # Ray reads its environment when it is first imported
 from ray import __version__ as ray_version  # noqa: E402

@@ -12,17 +12,9 @@ from hypothesis import strategies as st
 from cluster.commands.show_config import render
 from cluster.config import TandemConfig
 from cluster.describe import format_size, parse_size, ranges
-from cluster.settings import (
-    Layer,
-    Settings,
-    SettingsError,
-    dotted,
-    known_settings,
-    read_assignments,
-    read_environment,
-    read_file,
-    resolve,
-)
+from cluster.setting_layers import Layer, read_assignments, read_environment, read_file
+from cluster.setting_names import dotted, known_settings
+from cluster.settings import Settings, SettingsError, resolve
 from router.config import PolicyName
 
 

@@ -25,6 +25,9 @@ class Architecture(msgspec.Struct, frozen=True):
     vocab: int
     eps: float
     qk_norm: bool
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
     tied: bool  # the head is the embedding
 
 
@@ -60,6 +63,9 @@ def _rope_refusal(rope: dict[str, Any]) -> str | None:
 
 
 def describe(config: Any) -> Architecture:
+    kind = config.model_type
+    # Mistral has no biases, whatever is said; Qwen2 always has those of queries, keys and values, and no others.
+    biased = kind in ("llama", "qwen3") and bool(config.attention_bias)
     return Architecture(
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,
@@ -69,7 +75,10 @@ def describe(config: Any) -> Architecture:
         head_dim=head_size(config),
         vocab=config.vocab_size,
         eps=config.rms_norm_eps,
-        qk_norm=config.model_type == "qwen3",
+        qk_norm=kind == "qwen3",
+        qkv_bias=biased or kind == "qwen2",
+        output_bias=biased,
+        mlp_bias=kind == "llama" and bool(config.mlp_bias),
         tied=bool(config.tie_word_embeddings),
     )
 

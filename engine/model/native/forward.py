@@ -14,6 +14,7 @@ import torch
 
 from engine.cache.groups import KVCacheGroup
 from engine.model.batch import Batch
+from engine.model.leftovers import refuse_leftovers
 from engine.model.native import library
 from engine.model.native.architecture import describe, refusal
 from engine.model.native.build import BuildFailed
@@ -105,7 +106,9 @@ class NativeLlamaForward:
     ) -> NativeLlamaForward:
         """Straight from safetensors files, without a torch model."""
         files = Checkpoint(Path(folder))
-        return cls(config, files.take, dtype=dtype, threads=threads, progress=progress)
+        forward = cls(config, files.take, dtype=dtype, threads=threads, progress=progress)
+        refuse_leftovers("the model", files.left, config)
+        return forward
 
     @classmethod
     def from_module(
@@ -126,6 +129,8 @@ class NativeLlamaForward:
             if parameter is None:
                 return None
             data = parameter.data
+            if release and not data.numel():
+                return None  # given up already, under the other of its two names
             if release:
                 parameter.data = torch.empty(0, dtype=data.dtype)
             return data

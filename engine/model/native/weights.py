@@ -24,7 +24,6 @@ class Checkpoint:
 
     def __init__(self, folder: Path) -> None:
         self._files: dict[str, Any] = {}
-        self._folder = folder
         index = folder / "model.safetensors.index.json"
         try:
             names = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else None
@@ -33,10 +32,17 @@ class Checkpoint:
                 self._files.update((key, file) for key in file.keys())  # noqa: SIM118
         except (OSError, ValueError, KeyError, SafetensorError) as error:
             raise ConfigurationError(f"the weights in {folder} cannot be read: {error}") from error
+        self._left = set(self._files)
 
     def take(self, name: str) -> torch.Tensor | None:
         file = self._files.get(name)
+        self._left.discard(name)
         return None if file is None else file.get_tensor(name)
+
+    @property
+    def left(self) -> frozenset[str]:
+        """The names that nobody has taken."""
+        return frozenset(self._left)
 
 
 def load_weights(
@@ -51,22 +57,12 @@ def load_weights(
         tensor = _required(take, name, (size,))
         library.check(native.tandem_load_vector(model, which, layer, library.part(tensor)))
 
-    def linear(which: int, layer: int, inputs: int, outputs: dict[str, int]) -> None:
+    def linear(which: int, layer: int, inputs: int, outputs: dict[str, int], biased: bool) -> None:
         weights = [_required(take, f"{name}.weight", (rows, inputs)) for name, rows in outputs.items()]
-        biases = [_usable(take, f"{name}.bias", (rows,)) for name, rows in outputs.items()]
-        # Where only some of what is fused has a bias, the others' is zero.
-        filled = [
-            torch.zeros(weight.shape[0]) if bias is None else bias
-            for weight, bias in zip(weights, biases, strict=True)
-        ]
+        biases = [_required(take, f"{name}.bias", (rows,)) for name, rows in outputs.items() if biased]
         library.check(
             native.tandem_load_linear(
-                model,
-                which,
-                layer,
-                _parts(weights),
-                None if all(bias is None for bias in biases) else _parts(filled),
-                len(weights),
+                model, which, layer, _parts(weights), _parts(biases) if biased else None, len(weights)
             )
         )
 
@@ -79,19 +75,30 @@ def load_weights(
             vector(library.Q_NORM, layer, f"{attention}.q_norm.weight", a.head_dim)
             vector(library.K_NORM, layer, f"{attention}.k_norm.weight", a.head_dim)
         parts = {f"{attention}.q_proj": queries, f"{attention}.k_proj": keys, f"{attention}.v_proj": keys}
-        linear(library.QKV, layer, a.hidden, parts)
-        linear(library.OUTPUT, layer, queries, {f"{attention}.o_proj": a.hidden})
+        linear(library.QKV, layer, a.hidden, parts, a.qkv_bias)
+        linear(library.OUTPUT, layer, queries, {f"{attention}.o_proj": a.hidden}, a.output_bias)
         parts = {f"{mlp}.gate_proj": a.intermediate, f"{mlp}.up_proj": a.intermediate}
-        linear(library.GATE_UP, layer, a.hidden, parts)
-        linear(library.DOWN, layer, a.intermediate, {f"{mlp}.down_proj": a.hidden})
+        linear(library.GATE_UP, layer, a.hidden, parts, a.mlp_bias)
+        linear(library.DOWN, layer, a.intermediate, {f"{mlp}.down_proj": a.hidden}, a.mlp_bias)
         progress((layer + 1) / (a.layers + 1))
     vector(library.FINAL_NORM, 0, "model.norm.weight", a.hidden)
     embedding = _required(take, "model.embed_tokens.weight", (a.vocab, a.hidden))
-    head = embedding if a.tied else _required(take, "lm_head.weight", (a.vocab, a.hidden))
+    head = _head(take, a, embedding)
     library.check(native.tandem_load_linear(model, library.HEAD, 0, _parts([head]), None, 1))
     library.check(native.tandem_use_embedding(model, library.part(embedding)))
     progress(1.0)
     return embedding
+
+
+def _head(take: Take, a: Architecture, embedding: torch.Tensor) -> torch.Tensor:
+    """A checkpoint that holds a head of its own is not tied, whatever its configuration says: so transformers has it."""
+    name, shape = "lm_head.weight", (a.vocab, a.hidden)
+    if not a.tied:
+        return _required(take, name, shape)
+    own = _usable(take, name, shape)
+    if own is None or (own.dtype == embedding.dtype and torch.equal(own, embedding)):
+        return embedding
+    return own
 
 
 def _required(take: Take, name: str, shape: tuple[int, ...]) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from cluster.commands.preflight import check_address, check_before_start
 from cluster.config import PoolConfig, PoolsConfig, TandemConfig
 from cluster.pools.placement import Machine
 from cluster.settings import SettingsError
-from engine.config import ModelConfig
+from engine.config import CacheConfig, ModelConfig
 from kvtransfer.base import TransferConfig
 from wire.errors import ConfigurationError
 
@@ -77,3 +78,28 @@ def test_a_good_configuration_passes(tmp_path: Path) -> None:
     (tmp_path / "config.json").touch()
     config = TandemConfig(model=ModelConfig(path=str(tmp_path)))
     check_before_start(replace(config, router=replace(config.router, port=0)), Machine(cores=(0, 1)))
+
+
+def test_caches_that_the_machine_cannot_hold_are_found_before_a_node_loads(tmp_path: Path) -> None:
+    (tmp_path / "config.json").touch()
+    config = TandemConfig(model=ModelConfig(path=str(tmp_path)), cache=CacheConfig(memory_bytes=900 << 30))
+    config = replace(config, router=replace(config.router, port=0))
+    machine = Machine(cores=(0, 1), free_memory=20 << 30)
+    with pytest.raises(
+        SettingsError, match=r"20\.0 GiB is free on this machine: give each at most .*--kv-memory"
+    ):
+        check_before_start(config, machine)
+    check_before_start(config, dataclasses.replace(machine, gpus=1))
+    on_cpu = replace(config, model=replace(config.model, device="cpu"))
+    with pytest.raises(SettingsError, match="is free on this machine"):
+        check_before_start(on_cpu, dataclasses.replace(machine, gpus=1))
+
+
+def test_weights_that_are_here_are_weighed(tmp_path: Path) -> None:
+    (tmp_path / "config.json").touch()
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(40 << 30)  # a hole: it takes no space
+    config = TandemConfig(model=ModelConfig(path=str(tmp_path), device="cpu"))
+    config = replace(config, router=replace(config.router, port=0))
+    with pytest.raises(SettingsError, match=r"2 nodes need at least 61\.2 GiB"):
+        check_before_start(config, Machine(cores=(0, 1), free_memory=50 << 30))

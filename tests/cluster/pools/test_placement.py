@@ -86,7 +86,9 @@ def test_more_cores_than_there_are_is_a_mistake_that_names_both_numbers(asked: T
 
 @given(st.integers(0, 5), st.integers(0, 5), st.integers(1, 40))
 def test_with_enough_cores_every_core_has_exactly_one_node(prefill: int, decode: int, cores: int) -> None:
-    placed = place_nodes(config(prefill, decode), machine(cores))
+    asked = config(prefill, decode)
+    asked = msgspec.structs.replace(asked, pools=msgspec.structs.replace(asked.pools, nodes_per_core=10))
+    placed = place_nodes(asked, machine(cores))
     shares = cores_of(placed).values()
     assert len(shares) == len(placed)
     given_out = [core for share in shares for core in share]

@@ -1,0 +1,92 @@
+"""Whether one machine has room for all the nodes that it is to hold: by its cores, and by its memory. Pure.
+
+Only what cannot go well is refused. A machine that offers places has said itself how many nodes it takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from cluster.config import PoolsConfig, TandemConfig
+from cluster.describe import counted, format_size
+from wire.errors import ConfigurationError
+from wire.nodes import Role
+
+_MIB = 1 << 20
+_GIB = 1 << 30
+
+# At the very least, so that nobody is refused who could have been served. A node: an interpreter, torch, transformers
+# and Ray's worker, without weights and cache. Around the nodes: Ray, the controller, a router.
+NODE_BYTES = 384 * _MIB
+AROUND_BYTES = 512 * _MIB
+# A node keeps its own copy of the weights, which the native library packs to so much of what the files hold.
+_PACKED = 0.75
+
+
+def check_cores(pools: PoolsConfig, cores: int) -> None:
+    """Before anything starts. Raises ConfigurationError for more nodes than may share the cores."""
+    sizes = {role: pools.of(role).last_size for role in Role}
+    reason = too_many_for_cores(sizes, cores, pools.nodes_per_core)
+    if reason is not None:
+        raise ConfigurationError(
+            f"{reason}: ask for fewer ({_settings(pools)}), or allow more with "
+            f"--set pools.nodes_per_core={-(-sum(sizes.values()) // cores)}"
+        )
+
+
+def too_many_for_cores(sizes: Mapping[Role, int], cores: int, nodes_per_core: int) -> str | None:
+    """Why so many nodes are refused; None when they are not."""
+    most = cores * nodes_per_core
+    if not cores or sum(sizes.values()) <= most:
+        return None
+    nodes = " and ".join(counted(size, f"{role.value} node") for role, size in sizes.items() if size)
+    return (
+        f"{nodes} are too many for {counted(cores, 'core')}: nodes that share one compute in turns, and at most "
+        f"{nodes_per_core} may (pools.nodes_per_core), so there is room for {most}"
+    )
+
+
+def _settings(pools: PoolsConfig) -> str:
+    return ", ".join(
+        f"pools.{role.value}.max"
+        if pools.of(role).last_size > pools.of(role).first_size
+        else f"--{role.value}"
+        for role in Role
+        if pools.of(role).last_size
+    )
+
+
+def check_memory(config: TandemConfig, free: int | None, weights: int, *, on_cpu: bool) -> None:
+    """Raises ConfigurationError where the nodes need more than the machine has, by the least that they can need.
+    `weights` are the bytes of the model's files, 0 if unknown. On a GPU weights and cache are not in its memory."""
+    if free is None:
+        return
+    nodes = sum(config.pools.of(role).last_size for role in Role)
+    cache = (config.cache.memory_bytes or 0) if on_cpu else 0
+    without_cache = NODE_BYTES + (int(weights * _PACKED) if on_cpu else 0)
+    needed = AROUND_BYTES + nodes * (without_cache + cache)
+    if needed <= free:
+        return
+    each = f" with {format_size(cache)} of KV cache each" if cache else ""
+    raise ConfigurationError(
+        f"{counted(nodes, 'node')}{each} {'needs' if nodes == 1 else 'need'} at least {format_size(needed)} of memory, and "
+        f"{format_size(free)} is free on this machine: {_what_fits(config.pools, free, nodes, without_cache, cache)}"
+    )
+
+
+def _what_fits(pools: PoolsConfig, free: int, nodes: int, without_cache: int, cache: int) -> str:
+    room = free - AROUND_BYTES
+    left_for_cache = room // nodes - without_cache
+    fitting = max(0, room // (without_cache + cache))
+    ways = []
+    if cache and left_for_cache >= _MIB:
+        ways.append(f"give each at most {_rounded_down(left_for_cache)} (--kv-memory)")
+    if nodes > 1 and fitting == 1:
+        ways.append("serve with one node that does both (--aggregated 1)")
+    elif 1 < fitting < nodes:
+        ways.append(f"ask for at most {counted(fitting, 'node')} in all ({_settings(pools)})")
+    return ", or ".join(ways) or "end something else that runs here, or serve a smaller model"
+
+
+def _rounded_down(size: int) -> str:
+    return f"{size // (_GIB // 10) / 10:.1f}GiB" if size >= _GIB else f"{size // _MIB}MiB"

@@ -1,0 +1,72 @@
+"""The list of settings, read from the structs of `cluster.config`: their paths, their types, and what somebody meant who
+wrote another."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+
+import msgspec
+
+from cluster.config import SHORTHANDS, TandemConfig
+
+Path = tuple[str, ...]
+"""A setting's: ("router", "port")."""
+
+
+def section_type(annotation: Any) -> type[msgspec.Struct] | None:
+    return annotation if isinstance(annotation, type) and issubclass(annotation, msgspec.Struct) else None
+
+
+@cache
+def fields_of(section: type[msgspec.Struct]) -> dict[str, msgspec.structs.FieldInfo]:
+    return {info.encode_name: info for info in msgspec.structs.fields(section)}
+
+
+def leaves_of(section: type[msgspec.Struct], prefix: Path = ()) -> dict[Path, Any]:
+    """Every setting's path and type."""
+    leaves: dict[Path, Any] = {}
+    for name, info in fields_of(section).items():
+        inner = section_type(info.type)
+        if inner is not None:
+            leaves |= leaves_of(inner, (*prefix, name))
+        else:
+            leaves[(*prefix, name)] = info.type
+    return leaves
+
+
+@cache
+def known_settings() -> dict[Path, Any]:
+    return leaves_of(TandemConfig)
+
+
+@cache
+def addressable() -> frozenset[Path]:
+    """What a flag or a variable can name: every setting, and every section that has a shorthand."""
+    sections: set[Path] = set()
+
+    def walk(section: type[msgspec.Struct], prefix: Path) -> None:
+        for name, info in fields_of(section).items():
+            inner = section_type(info.type)
+            if inner is not None:
+                if inner in SHORTHANDS:
+                    sections.add((*prefix, name))
+                walk(inner, (*prefix, name))
+
+    walk(TandemConfig, ())
+    return frozenset(known_settings()) | sections
+
+
+def dotted(path: Iterable[str]) -> str:
+    return ".".join(path)
+
+
+def did_you_mean(name: str, candidates: Iterable[str]) -> str:
+    candidates = sorted(candidates)
+    close = difflib.get_close_matches(name, candidates, n=1, cutoff=0.6)
+    if not close:  # the right last word in the wrong section
+        last = name.rpartition(".")[2]
+        close = [c for c in candidates if c.rpartition(".")[2] == last][:1]
+    return f"; did you mean {close[0]}?" if close else ""

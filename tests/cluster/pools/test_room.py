@@ -1,0 +1,177 @@
+"""How many nodes one machine is trusted with, and what is said of more."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.config import PoolConfig, PoolsConfig, TandemConfig
+from cluster.describe import parse_size
+from cluster.pools.placement import Machine, place_nodes
+from cluster.pools.room import AROUND_BYTES, NODE_BYTES, check_memory
+from engine.config import CacheConfig
+from tests.cluster.pools.helpers import FakeHosts, Rig, in_loop
+from tests.cluster.pools.pools_rig import PD, machine, pools
+from wire.errors import ConfigurationError
+from wire.nodes import Role
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+
+def asked(
+    prefill: PoolConfig | int = 1, decode: PoolConfig | int = 1, kv: int | None = None, per_core: int = 4
+) -> TandemConfig:
+    wanted = pools(prefill, decode)
+    return TandemConfig(
+        pools=PoolsConfig(prefill=wanted.prefill, decode=wanted.decode, nodes_per_core=per_core),
+        cache=CacheConfig(memory_bytes=kv),
+    )
+
+
+def cores(count: int) -> Machine:
+    return Machine(tuple(range(count)))
+
+
+def said_of_cores(config: TandemConfig, count: int) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        place_nodes(config, cores(count))
+    return str(caught.value)
+
+
+def said_of_memory(config: TandemConfig, free: int, weights: int = 0, *, on_cpu: bool = True) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        check_memory(config, free, weights, on_cpu=on_cpu)
+    return str(caught.value)
+
+
+# --- cores
+
+
+def test_more_nodes_than_may_share_the_cores_are_refused_with_how_many_fit_and_what_changes_it() -> None:
+    assert said_of_cores(asked(64), 2) == (
+        "64 prefill nodes and 1 decode node are too many for 2 cores: nodes that share one compute in turns, and at "
+        "most 4 may (pools.nodes_per_core), so there is room for 8: ask for fewer (--prefill, --decode), or allow more "
+        "with --set pools.nodes_per_core=33"
+    )
+
+
+def test_what_the_sentence_proposes_is_accepted() -> None:
+    (per_core,) = re.findall(r"nodes_per_core=(\d+)", said_of_cores(asked(64), 2))
+    assert len(place_nodes(asked(64, per_core=int(per_core)), cores(2))) == 65
+    assert len(place_nodes(asked(7), cores(2))) == 8
+
+
+def test_two_nodes_of_each_pool_fit_on_a_single_core() -> None:
+    assert len(place_nodes(asked(2, 2), cores(1))) == 4
+
+
+def test_a_pool_that_may_grow_counts_as_large_as_it_may_become() -> None:
+    said = said_of_cores(asked(decode=PoolConfig(nodes=1, max=30)), 2)
+    assert "1 prefill node and 30 decode nodes" in said
+    assert "(--prefill, pools.decode.max)" in said
+
+
+def test_a_machine_that_does_not_say_how_many_cores_it_has_is_not_judged() -> None:
+    assert len(place_nodes(asked(9), Machine(cores=()))) == 10
+
+
+def test_absurd_numbers_are_refused_at_once() -> None:
+    assert "too many" in said_of_cores(asked(10**9), 2)
+
+
+@in_loop
+async def test_a_pool_is_not_scaled_beyond_what_the_cores_of_the_only_machine_take() -> None:
+    async with Rig(*PD) as rig:  # four cores
+        await rig.controller.start()
+        await rig.controller.scale({Role.DECODE: 15})
+        with pytest.raises(
+            ConfigurationError, match=r"1 prefill node and 16 decode nodes are too many for 4 cores"
+        ):
+            await rig.controller.scale({Role.DECODE: 16})
+        await rig.controller.scale({Role.DECODE: 1})
+
+
+@in_loop
+async def test_machines_that_offer_places_say_themselves_how_many_nodes_they_take() -> None:
+    async with Rig(*PD, hosts=FakeHosts(machine("1", prefill=1, decode=9, cores=1))) as rig:
+        await rig.controller.start()
+        await rig.controller.scale({Role.DECODE: 9})
+
+
+# --- memory
+
+
+def test_caches_that_the_machine_cannot_hold_are_refused_with_what_it_can() -> None:
+    said = said_of_memory(asked(kv=900 * GIB), 20 * GIB)
+    assert said == (
+        "2 nodes with 900.0 GiB of KV cache each need at least 1.8 TiB of memory, and 20.0 GiB is free on this machine: "
+        "give each at most 9.3GiB (--kv-memory)"
+    )
+
+
+def test_caches_that_fit_one_by_one_and_not_together_are_refused() -> None:
+    said = said_of_memory(asked(3, 1, kv=6 * GIB), 20 * GIB)
+    assert "4 nodes with 6.0 GiB of KV cache each need at least 26.0 GiB" in said
+    assert "or ask for at most 3 nodes in all (--prefill, --decode)" in said
+
+
+def test_nodes_that_need_more_than_there_is_without_any_cache_are_refused() -> None:
+    said = said_of_memory(asked(64, 2), 20 * GIB)
+    assert "66 nodes need at least 25.2 GiB of memory, and 20.0 GiB is free on this machine" in said
+    assert "at most 52 nodes in all" in said
+    assert "--kv-memory" not in said
+
+
+def test_where_two_nodes_are_too_many_one_that_does_both_is_proposed() -> None:
+    assert said_of_memory(asked(), 1100 * MIB).endswith(
+        "is free on this machine: serve with one node that does both (--aggregated 1)"
+    )
+
+
+def test_where_nothing_fits_the_rest_of_the_machine_has_to_give_way() -> None:
+    assert "end something else that runs here" in said_of_memory(asked(), 600 * MIB)
+    assert "end something else that runs here" in said_of_memory(asked(), 8 * GIB, weights=40 * GIB)
+
+
+def test_weights_count_for_every_node_that_holds_them() -> None:
+    check_memory(asked(), 20 * GIB, 8 * GIB, on_cpu=True)
+    assert "at least" in said_of_memory(asked(3, 1), 20 * GIB, 8 * GIB)
+
+
+def test_on_a_gpu_neither_weights_nor_cache_are_in_the_machine_s_memory() -> None:
+    check_memory(asked(kv=70 * GIB), 20 * GIB, 16 * GIB, on_cpu=False)
+    assert "64 prefill" not in said_of_memory(asked(64), 20 * GIB, on_cpu=False)
+
+
+def test_memory_that_is_unknown_is_left_to_the_nodes() -> None:
+    check_memory(asked(kv=900 * GIB), None, 0, on_cpu=True)
+
+
+@given(
+    st.integers(1, 9),
+    st.integers(1, 9),
+    st.integers(MIB, 1 << 42),
+    st.integers(1, 1 << 42),
+    st.integers(0, GIB),
+)
+def test_what_is_proposed_would_be_accepted(
+    prefill: int, decode: int, kv: int, free: int, weights: int
+) -> None:
+    try:
+        check_memory(asked(prefill, decode, kv), free, weights, on_cpu=True)
+    except ConfigurationError as error:
+        said = str(error)
+    else:
+        assert AROUND_BYTES + (prefill + decode) * (NODE_BYTES + kv) <= free
+        return
+    less = re.search(r"at most (\S+) \(--kv-memory\)", said)
+    fewer = re.search(r"at most (\d+) nodes in all", said)
+    if less:
+        check_memory(asked(prefill, decode, parse_size(less[1], "")), free, weights, on_cpu=True)
+    if fewer:
+        check_memory(asked(int(fewer[1]) - 1, 1, kv), free, weights, on_cpu=True)
+    assert less or fewer or "--aggregated 1" in said or "end something else" in said
