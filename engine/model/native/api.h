@@ -74,7 +74,7 @@ enum tandem_phase {
 TANDEM_API const char* tandem_error();
 
 // The instruction set that a model of this dtype would run on; null when there is none. `limit` ("amx",
-// "avx512", "avx2", "portable", or "") forbids everything above it.
+// "avx512bf16", "avx512", "avx2", "portable", or "") forbids everything above it.
 TANDEM_API const char* tandem_instruction_set(int32_t dtype, const char* limit);
 
 struct tandem_model;

@@ -39,6 +39,7 @@ _AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mpr
 _UNIT_FLAGS = {
     "unit_avx2.cpp": ["-mavx2", "-mfma"],
     "unit_avx512.cpp": _AVX512,
+    "unit_avx512bf16.cpp": [*_AVX512, "-mavx512bf16"],
     "unit_amx.cpp": [*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
 }
 _X86 = ("x86_64", "amd64")

@@ -1,6 +1,6 @@
 // What the instruction-set units and the rest of the library share: plain structs and one table of functions.
 //
-// Each unit (portable, avx2, avx512, amx) is compiled with its own flags. So nothing here may generate code: an
+// Each unit (portable, avx2, avx512, avx512bf16, amx) is compiled with its own flags. So nothing here may generate code: an
 // inline function compiled with AVX-512 flags could be the copy that the linker keeps for everybody.
 #pragma once
 
@@ -162,6 +162,7 @@ struct Kernels {
 const Kernels* portable_kernels(Dtype);
 const Kernels* avx2_kernels(Dtype);
 const Kernels* avx512_kernels(Dtype);
+const Kernels* avx512bf16_kernels(Dtype);
 const Kernels* amx_kernels(Dtype);
 
 }  // namespace tandem

@@ -111,7 +111,7 @@ def last_error() -> str:
 
 
 def instruction_set(dtype: torch.dtype, limit: str = "") -> str | None:
-    """What a model of this dtype would run on here: amx, avx512, avx2 or portable."""
+    """What a model of this dtype would run on here: amx, avx512bf16, avx512, avx2 or portable."""
     code = DTYPES.get(dtype)
     found: bytes | None = None if code is None else load().tandem_instruction_set(code, limit.encode())
     return found.decode() if found else None

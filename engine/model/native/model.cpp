@@ -42,10 +42,11 @@ float read_element(const void* data, int64_t i, Dtype dtype) {
 }
 
 const Kernels* choose_kernels(Dtype dtype, const char* limit) {
-  const Kernels* (*const units[])(Dtype) = {amx_kernels, avx512_kernels, avx2_kernels, portable_kernels};
-  const char* const names[] = {"amx", "avx512", "avx2", "portable"};
+  const Kernels* (*const units[])(Dtype) = {amx_kernels, avx512bf16_kernels, avx512_kernels, avx2_kernels,
+                                             portable_kernels};
+  const char* const names[] = {"amx", "avx512bf16", "avx512", "avx2", "portable"};
   bool allowed = limit == nullptr || *limit == 0;
-  for (int i = 0; i < 4; i++) {
+  for (int i = 0; i < 5; i++) {
     allowed = allowed || strcmp(limit, names[i]) == 0;
     if (const Kernels* k = allowed ? units[i](dtype) : nullptr) return k;
   }

@@ -165,6 +165,15 @@ TANDEM_INLINE __m512 power_of_two(__m512 x) {
 }
 #endif
 
+#if defined(__AVX512BF16__)
+// Two neighbouring bfloat16 in every lane.
+TANDEM_INLINE __m512bh broadcast_pair(const void* p) {
+  int32_t pair;
+  memcpy(&pair, p, sizeof pair);
+  return reinterpret_cast<__m512bh>(_mm512_set1_epi32(pair));
+}
+#endif
+
 // a x + b y, rounded the same way wherever it stands.
 TANDEM_INLINE vf combine(vf a, vf x, vf b, vf y) {
 #if defined(__AVX512F__)

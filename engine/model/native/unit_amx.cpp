@@ -7,25 +7,9 @@
 
 #include "activation_tiles.h"
 //
-#include "attention_amx_split.h"
-#include "attention_amx_tiles.h"
 #include "gemm_amx.h"
-
-namespace tandem {
-namespace {
-
-void attention(const Attention& a, const AttentionTask& task, const AttentionTask* next) {
-  AttentionScratch& s = *reinterpret_cast<AttentionScratch*>(a.scratch);
-  if (task.blocks > 0)
-    attend_split(a, task, next, s);
-  else
-    attend_tiles(a, task, s);
-}
-
-}  // namespace
-}  // namespace tandem
-
-#include "unit.h"
+//
+#include "unit_bf16.h"
 
 namespace tandem {
 namespace {
@@ -48,11 +32,7 @@ bool can_use_amx() {
 }
 
 constexpr Kernels amx_table() {
-  Kernels k = table("amx", Dtype::bf16);
-  k.panel_bytes = panel_bytes;
-  k.outliers = outliers;
-  k.pack = pack;
-  k.gemm = gemm;
+  Kernels k = bf16_table("amx");
   k.enter = tile_enter;
   k.leave = tile_leave;
   return k;

@@ -11,7 +11,8 @@ import torch
 
 from engine.model.native import library
 
-UNITS = ("amx", "avx512", "avx2", "portable")
+UNITS = ("amx", "avx512bf16", "avx512", "avx2", "portable")
+ROUNDING = ("amx", "avx512bf16")  # their activations are bfloat16; those of the others are float32
 STORE, ADD, SILU_MUL = range(3)
 
 

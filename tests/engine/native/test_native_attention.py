@@ -58,7 +58,7 @@ class Paged:
         return probes.attention(self.unit[1], self.cache, self.requests, self.q, self.window, threads)
 
     def expected(self) -> torch.Tensor:
-        q = self.q.to(torch.bfloat16) if self.unit[1] == "amx" else self.q
+        q = self.q.to(torch.bfloat16) if self.unit[1] in probes.ROUNDING else self.q
         out = []
         for request, rows in enumerate(q.double().split(self.requests.queries)):
             k, v = self.keys[request].double(), self.values[request].double()
@@ -75,7 +75,7 @@ class Paged:
         return torch.cat(out).float()
 
     def check(self, threads: int = 1) -> None:
-        tolerance = 1.5e-2 if self.unit[1] == "amx" else 1e-5
+        tolerance = 1.5e-2 if self.unit[1] in probes.ROUNDING else 1e-5
         torch.testing.assert_close(self.run(threads), self.expected(), rtol=tolerance, atol=tolerance)
 
 
@@ -165,5 +165,5 @@ def test_scores_far_apart_and_far_from_zero(unit: Unit) -> None:
     # One key takes nearly all the weight, so bfloat16 scores that differ by rounding may weigh differently.
     actual, expected = paged.run(), paged.expected()
     assert actual.isfinite().all()
-    if unit[1] != "amx":
+    if unit[1] not in probes.ROUNDING:
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)

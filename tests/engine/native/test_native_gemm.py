@@ -17,8 +17,8 @@ def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def activation(unit: Unit, x: torch.Tensor) -> torch.Tensor:
-    """As the unit keeps it: AMX in bfloat16, the others in float32."""
-    return rounded(x, torch.bfloat16) if unit[1] == "amx" else x
+    """As the unit keeps it."""
+    return rounded(x, torch.bfloat16) if unit[1] in probes.ROUNDING else x
 
 
 def operands(m: int, n: int, k: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -59,7 +59,7 @@ def test_gated_activation(unit: Unit, outputs: tuple[int, int], biased: bool) ->
     )
     expected = torch.nn.functional.silu(gate) * up
     actual = probes.gemm(*unit, probes.SILU_MUL, x, weights, biases if biased else None)
-    close(actual, expected, 8e-3 if unit[1] == "amx" else 1e-5)
+    close(actual, expected, 8e-3 if unit[1] in probes.ROUNDING else 1e-5)
 
 
 def test_fused_parts_lie_one_below_the_other(unit: Unit) -> None:
@@ -83,7 +83,7 @@ def test_halves_subnormal_infinite_and_not_a_number_are_read_right(unit: Unit) -
     )
     actual = probes.gemm(*unit, probes.STORE, torch.ones(1, 1), [w])[0]
     expected = w[:, 0].to(unit[0]).float()
-    # The AMX unit, like the instruction, takes bfloat16 subnormals for zero; these are not.
+    # Units that multiply bfloat16, like the instructions, take bfloat16 subnormals for zero; these are not.
     torch.testing.assert_close(actual, expected, equal_nan=True, rtol=0, atol=0)
 
 

@@ -18,7 +18,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def test_norm(unit: Unit, size: int) -> None:
     x, weight = torch.randn(19, size) * 3, torch.randn(size)
     expected = rms_norm(x.double(), weight.double(), 1e-5).float()
-    tolerance = 8e-3 if unit[1] == "amx" else 1e-5
+    tolerance = 8e-3 if unit[1] in probes.ROUNDING else 1e-5
     torch.testing.assert_close(probes.norm(*unit, x, weight, 1e-5), expected, rtol=tolerance, atol=tolerance)
 
 

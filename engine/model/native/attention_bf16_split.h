@@ -1,7 +1,7 @@
-// Attention of a request with few query rows over one key block: see attention_amx.h.
+// Attention of a request with few query rows over one key block: see attention_bf16.h.
 #pragma once
 
-#include "attention_amx.h"
+#include "attention_bf16.h"
 
 namespace tandem {
 namespace {
@@ -39,6 +39,7 @@ inline void score_dense(const Attention& a, const AttentionTask& task, const Att
   const int d = a.cache.head_dim, tiles = padded_dim(d) / 32;
   const bool as_they_lie = a.cache.block_shift >= 4 && d % 32 == 0;
   NextTask ahead(a, next, 0);
+  TILES;
   for (int step = steps.from; step < steps.to; step++) {
     const int first = steps.first + step * 32;
     if (!as_they_lie) pack_keys<false>(find_rows(a, task, first, steps.begin, steps.end), d, s.keys);
@@ -119,9 +120,11 @@ inline void soften_dense(const Attention& a, const Tile& tile, const Steps& step
 
 // The weighted sums of V, [lane][dim]. V is packed as it is used, in pieces that stay in the first-level cache.
 inline void weigh_dense(const Attention& a, const AttentionTask& task, const AttentionTask* next,
-                        const Steps& steps, AttentionScratch& s) {
+                        int lanes, const Steps& steps, AttentionScratch& s) {
   const int d = a.cache.head_dim, dim = padded_dim(d);
   NextTask ahead(a, next, a.cache.kv_stride);
+  TILES;
+  TILE_ROWS(lanes);
   for (int column = 0; column < dim; column += kColumnsAtOnce) {
     const int end = min_int(d, column + kColumnsAtOnce);
     const bool two = column + 32 < dim, whole = end % 32 == 0;
@@ -165,7 +168,7 @@ inline void attend_split(const Attention& a, const AttentionTask& task, const At
   pack_queries(a, tile, s.queries[0]);
   score_dense(a, task, next, tile, steps, s);
   soften_dense(a, tile, steps, s, out.highest, out.total);
-  weigh_dense(a, task, next, steps, s);
+  weigh_dense(a, task, next, tile.lanes, steps, s);
   memcpy(out.values, s.sums, static_cast<size_t>(tile.lanes) * padded_dim(a.cache.head_dim) * 4);
   finish_block(a, task, tile);
 }

@@ -1,14 +1,14 @@
-// Paged attention on AMX tiles: bfloat16 products, float32 softmax. This is what its two ways share.
+// Paged attention on tiles: bfloat16 products, float32 softmax. This is what its two ways share.
+// Needs tiles (tile_amx.h or tile_dot.h), included first.
 //
 // Scores come transposed, keys x query rows: K's rows are tile rows as they lie in the cache. From there:
-//  - attention_amx_tiles.h, prompts: query rows stay in the lanes; K and V are packed once per key block and used
+//  - attention_bf16_tiles.h, prompts: query rows stay in the lanes; K and V are packed once per key block and used
 //    by many tiles;
-//  - attention_amx_split.h, decodes: few query rows, so scores are stored without gaps, and K and V are read once.
+//  - attention_bf16_split.h, decodes: few query rows, so scores are stored without gaps, and K and V are read once.
 // The products and sums run in the same order either way, so that the bits are the same.
 #pragma once
 
 #include "attention_common.h"
-#include "tile.h"
 
 namespace tandem {
 namespace {

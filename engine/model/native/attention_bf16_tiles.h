@@ -1,7 +1,7 @@
-// Attention of prompts: tiles of 16 query rows, key blocks outside, tiles inside. See attention_amx.h.
+// Attention of prompts: tiles of 16 query rows, key blocks outside, tiles inside. See attention_bf16.h.
 #pragma once
 
-#include "attention_amx.h"
+#include "attention_bf16.h"
 
 namespace tandem {
 namespace {
@@ -27,6 +27,7 @@ inline void pack_block(const Attention& a, const AttentionTask& task, const Step
 // Scores of the block's keys, [key][16 lanes].
 inline void score_lanes(const char* queries, const Steps& steps, int dim, AttentionScratch& s) {
   const int half = dim * 32;
+  TILES;
   for (int step = steps.from; step < steps.to; step++) {
     const char* keys = s.keys + step * 2 * half;
     float* out = s.scores + step * 32 * kLanes;
@@ -93,6 +94,7 @@ TANDEM_INLINE __m512 soften_lanes(const Steps& steps, __m512 factor, __m512 shif
 // The weighted sums of V into s.sums, [dim][lane].
 inline void weigh_lanes(const Steps& steps, int dim, AttentionScratch& s) {
   const int columns = dim / 16;
+  TILES;
   for (int column = 0; column < columns; column += 4) {
     const bool two = column + 2 < columns;
     TILE_ZERO(0);

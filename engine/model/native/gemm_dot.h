@@ -1,0 +1,68 @@
+// Matrix products by vectors of bfloat16 pairs, up to 8 rows by a panel: as many sums as registers hold.
+#pragma once
+
+#include "rows.h"
+#include "weight_panels.h"
+
+namespace tandem {
+namespace {
+
+constexpr int kRowsPerBlock = 8;
+constexpr int kRowBytesPerTask = 1 << 19;  // of a task's activations: they stay in the second-level cache
+
+// Where a block's sums go. Its rows are finished at once: other instructions find room beside these anyway.
+class Finisher {
+ public:
+  TANDEM_INLINE Finisher(const Gemm& g, float* space) : g_(g), space_(space) {}
+
+  TANDEM_INLINE float* sums() const { return space_; }
+  TANDEM_INLINE void add(int row, int rows, int panel) { finish_product(g_, row, rows, panel * kPanel, space_, kPanel); }
+  TANDEM_INLINE void finish_all() {}
+
+  static constexpr int kBlock = kRowsPerBlock * kPanel;
+
+ private:
+  const Gemm& g_;
+  float* const space_;
+};
+
+template <int R, typename Stream>
+TANDEM_INLINE void multiply_few(const char* x, int tiles, Stream& weights, float* out) {
+  __m512 sums[R][2] = {};
+  for (int t = 0; t < tiles; t++, x += 1024) {
+    const char* pair = weights.next();
+#pragma GCC unroll 16
+    for (int i = 0; i < 64; i += 4) {
+      const __m512bh a = reinterpret_cast<__m512bh>(_mm512_load_si512(pair + i * 16));
+      const __m512bh b = reinterpret_cast<__m512bh>(_mm512_load_si512(pair + 1024 + i * 16));
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) {
+        const __m512bh v = broadcast_pair(x + r * 64 + i);
+        sums[r][0] = _mm512_dpbf16_ps(sums[r][0], v, a);
+        sums[r][1] = _mm512_dpbf16_ps(sums[r][1], v, b);
+      }
+    }
+  }
+  for (int r = 0; r < R; r++) {
+    _mm512_store_ps(out + r * kPanel, sums[r][0]);
+    _mm512_store_ps(out + r * kPanel + 16, sums[r][1]);
+  }
+}
+
+template <typename Stream>
+TANDEM_INLINE void multiply_block(const Gemm& g, int row, int rows, int panel, const char* x, Stream weights,
+                                  Finisher& finisher) {
+  const int tiles = static_cast<int>(tiles_along(g.w.k));
+  if (rows == 1)
+    multiply_few<1>(x, tiles, weights, finisher.sums());
+  else if (rows == 2)
+    multiply_few<2>(x, tiles, weights, finisher.sums());
+  else if (rows <= 4)
+    multiply_few<4>(x, tiles, weights, finisher.sums());
+  else
+    multiply_few<8>(x, tiles, weights, finisher.sums());
+  finisher.add(row, rows, panel);
+}
+
+}  // namespace
+}  // namespace tandem

@@ -1,0 +1,131 @@
+// Weights of the units that multiply bfloat16, and how they come back from memory.
+//
+// They lie in panels of 32 outputs: for each 32 inputs two tiles, each of 16 outputs and 16 pairs of inputs, side by
+// side; plain (1 KiB a tile) or compact (compact.h).
+#pragma once
+
+#include "compact.h"
+#include "packing.h"
+
+namespace tandem {
+namespace {
+
+constexpr int kPair = 2048;  // bytes of two tiles side by side
+constexpr int kRing = 4;     // expanded pairs of tiles: one is in use, another is written
+
+int64_t panel_bytes(int k, int outliers) {
+  if (outliers < 0) return tiles_along(k) * kPair;
+  const int64_t bytes = sizeof(CompactHeader) + outlier_bytes(outliers) + tiles_along(k) * 2 * kCompactTile;
+  return bytes;
+}
+
+size_t gemm_scratch(int k) { return static_cast<size_t>(max_int(kRing, static_cast<int>(tiles_along(k)))) * kPair; }
+
+// Columns [from, from + count) of a row, in bfloat16; the row may be missing.
+TANDEM_INLINE void read_row(const SourceRow& row, int from, int count, uint16_t* out) {
+  if (!row.data) {
+    memset(out, 0, static_cast<size_t>(count) * 2);
+  } else if (row.dtype == Dtype::bf16) {
+    memcpy(out, static_cast<const char*>(row.data) + (row.offset + from) * 2, static_cast<size_t>(count) * 2);
+  } else {
+    for (int i = 0; i < count; i++) out[i] = float_to_bf16(element(row.data, row.offset + from + i, row.dtype));
+  }
+}
+
+void pack_plain(const WeightPart* parts, int count, bool interleave, int k, int panel, char* out) {
+  for (int j = 0; j < kPanel; j++) {
+    const SourceRow source = source_row(parts, count, interleave, static_cast<int64_t>(panel) * kPanel + j, k);
+    char* first = out + j / 16 * 1024 + j % 16 * 4;
+    for (int from = 0; from < k; from += 32, first += kPair) {
+      uint16_t row[32] = {};
+      read_row(source, from, min_int(32, k - from), row);
+      for (int pair = 0; pair < 16; pair++) memcpy(first + pair * 64, row + pair * 2, 4);
+    }
+  }
+}
+
+int outliers(const WeightPart* parts, int count, bool interleave, int k, int panel) {
+  Histogram histogram;
+  histogram.add_zeros((tiles_along(k) * 32 - k) * kPanel);
+  for (int j = 0; j < kPanel; j++) {
+    const SourceRow source = source_row(parts, count, interleave, static_cast<int64_t>(panel) * kPanel + j, k);
+    uint16_t row[512];
+    for (int from = 0; from < k; from += 512) {
+      const int n = min_int(512, k - from);
+      read_row(source, from, n, row);
+      histogram.add(row, n);
+    }
+  }
+  uint8_t upper[16];
+  return histogram.choose(upper);
+}
+
+void pack(const Linear& w, const WeightPart* parts, int count, bool interleave, int panel, char* scratch) {
+  char* out = static_cast<char*>(const_cast<void*>(w.panels)) + panel * w.panel_bytes;
+  if (w.outliers < 0) return pack_plain(parts, count, interleave, w.k, panel, out);
+  pack_plain(parts, count, interleave, w.k, panel, scratch);
+  make_compact(reinterpret_cast<const uint16_t*>(scratch), tiles_along(w.k) * (kPair / 2), w.outliers, out);
+}
+
+// Where a product's tiles come from. Each hands out pair after pair. The first two read a panel from memory, and
+// fetch what comes a little later, if nobody has fetched it before.
+class PlainStream {
+ public:
+  PlainStream(const char* panel, bool fetches) : at_(panel), lines_(fetches ? kPair / 64 : 0) {}
+
+  TANDEM_INLINE const char* next() {
+    const char* pair = at_;
+    for (int i = 0; i < lines_; i++) __builtin_prefetch(pair + kPair + i * 64, 0, 2);
+    at_ += kPair;
+    return pair;
+  }
+
+ private:
+  const char* at_;
+  int lines_;
+};
+
+class CompactStream {
+ public:
+  // The panel has `pairs` pairs; `room` of them are expanded into `space` before the first is overwritten.
+  CompactStream(const char* panel, int outliers, int pairs, char* space, int room, bool fetches)
+      : expander_(panel, outliers), space_(space), room_(room), left_(pairs - 1), lines_(fetches ? kFetch : 0) {
+    expander_.expand(space_);
+  }
+
+  // One pair ahead, so that a tile load need not wait for stores that have just been made.
+  TANDEM_INLINE const char* next() {
+    for (int i = 0; i < lines_; i++) __builtin_prefetch(expander_.position() + 2 * kPair + i * 64, 0, 2);
+    const char* pair = space_ + slot_ * kPair;
+    if (++slot_ == room_) slot_ = 0;
+    if (left_-- > 0) expander_.expand(space_ + slot_ * kPair);
+    return pair;
+  }
+
+ private:
+  static constexpr int kFetch = 2 * kCompactTile / 64;
+
+  Expander expander_;
+  char* space_;
+  int room_, left_, lines_, slot_ = 0;
+};
+
+// A panel that lies plain in a cache. In between, `lines` lines are fetched of what comes next.
+class CachedStream {
+ public:
+  CachedStream(const char* panel, const char* ahead, int lines) : at_(panel), ahead_(ahead), lines_(lines) {}
+
+  TANDEM_INLINE const char* next() {
+    for (int i = 0; i < lines_; i++, ahead_ += 64) __builtin_prefetch(ahead_, 0, 2);
+    const char* pair = at_;
+    at_ += kPair;
+    return pair;
+  }
+
+ private:
+  const char *at_, *ahead_;
+  int lines_;
+};
+
+}  // namespace
+}  // namespace tandem
