@@ -21,13 +21,23 @@ from router.http.errors import error_body
 
 logger = logging.getLogger(__name__)
 
-_CODES = {408: "request_timeout", 431: "header_too_large", 501: "not_implemented", 503: "overloaded"}
+_CODES = {408: "request_timeout", 431: "header_too_large", 503: "overloaded"}
 
 
-class _HeadWithBody(h11.Connection):
-    """Holds an answer's head back until something of its body comes: one packet for both, and one system call."""
+class _Connection(h11.Connection):
+    """Refuses requests whose end two readers could see at two places: what one takes for the body's rest is the next
+    request to the other.
+
+    Holds an answer's head back until something of its body comes: one packet for both, and one system call.
+    """
 
     head = b""
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            _check_framing(event)
+        return event
 
     def send_with_data_passthrough(self, event: h11.Event) -> list[bytes] | None:
         """What `send` puts together."""
@@ -39,6 +49,17 @@ class _HeadWithBody(h11.Connection):
             return data
         head, self.head = self.head, b""
         return [head, *(data or [])]
+
+
+def _check_framing(request: h11.Request) -> None:
+    """What h11 lets pass. Lengths that differ or are none, and codings but `chunked`, it refuses itself."""
+    names = {name for name, _ in request.headers}
+    if b"transfer-encoding" not in names:
+        return
+    if b"content-length" in names:
+        raise h11.RemoteProtocolError("Transfer-Encoding and Content-Length together; send one of them")
+    if request.http_version < b"1.1":
+        raise h11.RemoteProtocolError("Transfer-Encoding in HTTP/1.0, which has none; send Content-Length")
 
 
 class GuardedProtocol(H11Protocol):
@@ -55,7 +76,7 @@ class GuardedProtocol(H11Protocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
-        self.conn: _HeadWithBody = _HeadWithBody(h11.SERVER, config.h11_max_incomplete_event_size or 0)
+        self.conn: _Connection = _Connection(h11.SERVER, config.h11_max_incomplete_event_size or 0)
         self._on_lost: Callable[[], None] | None = None
         self._header_timer: asyncio.TimerHandle | None = None
         self._heard = False  # anything at all
@@ -137,9 +158,11 @@ class GuardedProtocol(H11Protocol):
         self.transport.abort()
 
     def send_400_response(self, msg: str) -> None:
-        """Called by uvicorn for whatever h11 refuses; h11 knows better which status it is."""
+        """Called by uvicorn for whatever h11 refuses. h11 says when it is the header's size; its 501 for a coding that it
+        does not know is 400 here, because where such a body ends nobody can say."""
         error = sys.exc_info()[1]
-        status = error.error_status_hint if isinstance(error, h11.RemoteProtocolError) else 400
+        is_too_large = isinstance(error, h11.RemoteProtocolError) and error.error_status_hint == 431
+        status = 431 if is_too_large else 400
         self._refuse(status, f"not a request that HTTP/1.1 allows: {error or msg}")
 
     def _refuse(self, status: int, message: str, *, retry_after: bool = False) -> None:
