@@ -64,7 +64,7 @@ class Timeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     first_token: float = 120.0  # from submission to the first token
     token_idle: float = 30.0  # between two tokens; then somebody else goes on with the request
     total: float = 1800.0
-    slow_reader: float = 30.0  # a client that takes nothing of its stream for so long is cut off
+    slow_reader: float = 30.0  # a client that takes nothing of its answer for so long is cut off
     keep_alive: float = 75.0
     failover_wait: float = 10.0  # for a node to appear, when the last one was lost
 

@@ -161,7 +161,7 @@ class GenerateRoute:
         by_life = {choice.life: choice for choice in choices}
         unfinished = len(choices)
         unwritten: list[bytes] = []
-        stream = EventStream(scope, send, _routing_headers(generation), self._services.slow_readers)
+        stream = EventStream(scope, send, _routing_headers(generation))
 
         def read(life: RequestLife) -> bytes:
             nonlocal unfinished
@@ -185,28 +185,25 @@ class GenerateRoute:
             return False
 
         generation.show_with(show)
-        try:
-            while unfinished:
-                failure = None
-                news = await generation.news()
-                events = b"".join(unwritten)
-                unwritten.clear()
-                for life in news:
-                    events += read(life)
-                    failure = by_life[life].failed or failure
-                if failure is not None:
-                    if stream.begun:  # then every token that came is shown; else the failure is a status code
-                        await stream.write(events)
-                    raise failure
-                if events and unfinished:
+        while unfinished:
+            failure = None
+            news = await generation.news()
+            events = b"".join(unwritten)
+            unwritten.clear()
+            for life in news:
+                events += read(life)
+                failure = by_life[life].failed or failure
+            if failure is not None:
+                if stream.begun:  # then every token that came is shown; else the failure is a status code
                     await stream.write(events)
-                    if trace is not None:
-                        trace.flushed(time.monotonic())
-            await stream.write(events + answer.closing(), last=True)
-            if trace is not None:
-                trace.flushed(time.monotonic())
-        finally:
-            stream.close()
+                raise failure
+            if events and unfinished:
+                await stream.write(events)
+                if trace is not None:
+                    trace.flushed(time.monotonic())
+        await stream.write(events + answer.closing(), last=True)
+        if trace is not None:
+            trace.flushed(time.monotonic())
 
 
 def _unsalted(cache_salt: str | None) -> str | None:

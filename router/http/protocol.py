@@ -14,9 +14,10 @@ from typing import Any, cast
 
 import h11
 from uvicorn.config import Config
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from router.config import Limits, Timeouts
 from router.http.errors import error_body
 
 logger = logging.getLogger(__name__)
@@ -63,10 +64,11 @@ def _check_framing(request: h11.Request) -> None:
 
 
 class GuardedProtocol(H11Protocol):
-    """`header_timeout_s` and `max_connections` are set by `guarded`."""
+    """What it is told is set by `guarded`. No state that a client can leave it in lasts without one of its timers."""
 
-    header_timeout_s: float = 10.0
-    max_connections: int = 4096
+    limits: Limits
+    timeouts: Timeouts
+    on_cut: Callable[[], None]
 
     def __init__(
         self,
@@ -80,17 +82,20 @@ class GuardedProtocol(H11Protocol):
         self._on_lost: Callable[[], None] | None = None
         self._header_timer: asyncio.TimerHandle | None = None
         self._heard = False  # anything at all
+        self._rest_of: RequestResponseCycle | None = None  # answered, while its body is still coming
+        self._rest_timer: asyncio.TimerHandle | None = None
+        self._unsent_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(cast("asyncio.Transport", transport))
         self.app_state = {**self.app_state, "connection": self}  # for event streams
-        if len(self.connections) > self.max_connections:
-            self._refuse(503, f"more than {self.max_connections} connections", retry_after=True)
+        if len(self.connections) > self.limits.connections:
+            self._refuse(503, f"more than {self.limits.connections} connections", retry_after=True)
             return
         self._start_header_timer()
 
     def _start_header_timer(self) -> None:
-        self._header_timer = self.loop.call_later(self.header_timeout_s, self._on_slow_header)
+        self._header_timer = self.loop.call_later(self.timeouts.header, self._on_slow_header)
 
     def _stop_header_timer(self) -> None:
         if self._header_timer is not None:
@@ -106,9 +111,12 @@ class GuardedProtocol(H11Protocol):
         super().data_received(data)
         if self.conn.their_state is not h11.IDLE:
             self._stop_header_timer()
+        self._note_rest()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_header_timer()
+        self._stop_rest_timer()
+        self._stop_unsent_timer()
         super().connection_lost(exc)
         if self._on_lost is not None:
             self._on_lost()
@@ -122,6 +130,69 @@ class GuardedProtocol(H11Protocol):
 
     def unwatch(self) -> None:
         self._on_lost = None
+
+    def on_response_complete(self) -> None:
+        cycle, rest_comes = self.cycle, self.conn.their_state is h11.SEND_BODY
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self._watch_unsent()
+        elif rest_comes:
+            self._rest_of = cycle
+            self._rest_timer = self.loop.call_later(self.timeouts.body, self._on_endless_rest)
+
+    def _note_rest(self) -> None:
+        """The rest of a body that nobody wanted was read and dropped. From its end on the connection is idle."""
+        if self._rest_of is None:
+            return
+        is_next = self.cycle is not self._rest_of
+        if is_next or self.conn.their_state is not h11.SEND_BODY:
+            self._stop_rest_timer()
+        if not is_next and self.conn.their_state is h11.IDLE:
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
+
+    def _stop_rest_timer(self) -> None:
+        self._rest_of = None
+        if self._rest_timer is not None:
+            self._rest_timer.cancel()
+            self._rest_timer = None
+
+    def _on_endless_rest(self) -> None:
+        logger.info("%s: answered long ago, and its body still not complete: closed", self.client)
+        self.transport.abort()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_unsent()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if not self.transport.is_closing():
+            self._stop_unsent_timer()
+
+    def _watch_unsent(self) -> None:
+        """While the client is behind, and after the last answer: closing waits for all of it to be taken."""
+        unsent = self.transport.get_write_buffer_size()
+        self._stop_unsent_timer()
+        if unsent > 0:
+            self._unsent_timer = self.loop.call_later(self.timeouts.slow_reader, self._on_unsent, unsent)
+
+    def _stop_unsent_timer(self) -> None:
+        if self._unsent_timer is not None:
+            self._unsent_timer.cancel()
+            self._unsent_timer = None
+
+    def _on_unsent(self, before: int) -> None:
+        """Nothing is written while this waits, so what is less has been taken."""
+        if self.transport.get_write_buffer_size() < before:
+            self._watch_unsent()
+            return
+        logger.warning(
+            "%s took nothing of its answer for %g s and is cut off", self.client, self.timeouts.slow_reader
+        )
+        self.on_cut()
+        self.transport.abort()
 
     def timeout_keep_alive_handler(self) -> None:
         """The answer has been there for long. If the client has not read it, closing would wait for it forever."""
@@ -137,7 +208,7 @@ class GuardedProtocol(H11Protocol):
         if not self._heard:
             self.transport.close()
             return
-        self._refuse(408, f"the header was not complete within {self.header_timeout_s:g} s")
+        self._refuse(408, f"the header was not complete within {self.timeouts.header:g} s")
 
     def try_write_chunk(self, data: bytes) -> bool:
         """A piece of a chunked body that has begun, straight to the connection. False when it must wait.
@@ -152,10 +223,8 @@ class GuardedProtocol(H11Protocol):
         return True
 
     async def until_writable(self) -> None:
+        """Until then, or until the client is cut off."""
         await self.flow.drain()
-
-    def abort(self) -> None:
-        self.transport.abort()
 
     def send_400_response(self, msg: str) -> None:
         """Called by uvicorn for whatever h11 refuses. h11 says when it is the header's size; its 501 for a coding that it
@@ -181,10 +250,11 @@ class GuardedProtocol(H11Protocol):
         self.transport.close()
 
 
-def guarded(header_timeout_s: float, max_connections: int) -> type[GuardedProtocol]:
-    """uvicorn makes protocols from a class alone, so the settings are the class's."""
+def guarded(limits: Limits, timeouts: Timeouts, on_cut: Callable[[], None]) -> type[GuardedProtocol]:
+    """uvicorn makes protocols from a class alone, so the settings are the class's. `on_cut` is called for every client
+    that is cut off because it does not read."""
     return type(
         "ConfiguredProtocol",
         (GuardedProtocol,),
-        {"header_timeout_s": header_timeout_s, "max_connections": max_connections},
+        {"limits": limits, "timeouts": timeouts, "on_cut": staticmethod(on_cut)},
     )

@@ -6,7 +6,6 @@ import dataclasses
 
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
-from router.http.event_stream import SlowReaderWatch
 from router.keys import KeyRing
 from router.links import NodeLinks
 from router.metrics import RouterMetrics
@@ -27,7 +26,6 @@ class Services:
     keys: KeyRing
     metrics: RouterMetrics
     supervisor: Supervisor
-    slow_readers: SlowReaderWatch
     traces: Traces
     exporter: OtlpExporter | None
     draining: bool = False
