@@ -112,6 +112,8 @@ class GuardedProtocol(H11Protocol):
         if self.conn.their_state is not h11.IDLE:
             self._stop_header_timer()
         self._note_rest()
+        if self._on_lost is not None:
+            self._hear_hangup()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_header_timer()
@@ -124,12 +126,18 @@ class GuardedProtocol(H11Protocol):
     def watch(self, on_lost: Callable[[], None]) -> None:
         """Calls it when the client is gone, which is only noticed while there is reading. Of one request at a time."""
         self._on_lost = on_lost
-        self.flow.resume_reading()
+        self._hear_hangup()
         if self.cycle.disconnected:
             on_lost()
 
     def unwatch(self) -> None:
         self._on_lost = None
+
+    def _hear_hangup(self) -> None:
+        """uvicorn stops reading when the next request comes before its turn. Of that a header's size may lie here while
+        reading goes on."""
+        if self.flow.read_paused and len(self.conn.trailing_data[0]) <= self.limits.header_bytes:
+            self.flow.resume_reading()
 
     def on_response_complete(self) -> None:
         cycle, rest_comes = self.cycle, self.conn.their_state is h11.SEND_BODY
