@@ -11,6 +11,7 @@ import time
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
 from router.http.app import make_app
+from router.http.body_budget import BodyBudget
 from router.http.services import Services
 from router.http.serving import HttpServer, listen
 from router.keys import KeyRing, load_keys
@@ -104,6 +105,7 @@ class RouterServer:
             keys=keys,
             metrics=metrics,
             supervisor=supervisor,
+            bodies=BodyBudget(config.limits.body_bytes_at_once, metrics.refusals.labels(reason="bodies").inc),
             traces=traces,
             exporter=exporter,
         )

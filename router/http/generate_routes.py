@@ -11,6 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from router.dispatch import Generation, RequestLife
 from router.http.body import read_body
+from router.http.body_budget import BodyShare
 from router.http.disconnect import until_disconnect
 from router.http.errors import Draining
 from router.http.event_stream import EventStream
@@ -64,19 +65,8 @@ class GenerateRoute:
         arrived = time.monotonic()
         if services.draining:
             raise Draining("this router is shutting down; another takes new requests")
-        limits, timeouts = services.config.limits, services.config.timeouts
-        request = await read_body(scope, receive, self._endpoint.request_type, limits, timeouts)
-        services.model.check_name(request.model)
-        trace = exchange.trace = services.traces.begin(exchange.request_id, scope["headers"])
-        read_at = time.monotonic()
-        plan = await self._endpoint.plan(
-            request, services.model, self._caller(scope, exchange, request, arrived)
-        )
-        if trace is not None:
-            trace.began = arrived
-            trace.span(Phase.READ, arrived, read_at)
-            trace.prompt_tokens = plan.prompt_tokens
-            trace.span(Phase.TOKENIZE, read_at, time.monotonic(), plan.prompt_tokens)
+        with services.bodies.share() as share:
+            request, plan = await self._read(scope, receive, exchange, share, arrived)
         tenant = exchange.tenant
         if tenant is not None:
             tenant.enter()
@@ -104,6 +94,24 @@ class GenerateRoute:
                 services.metrics.e2e_latency.observe(time.monotonic() - arrived)
             if tenant is not None:
                 tenant.leave(used)
+
+    async def _read(
+        self, scope: Scope, receive: Receive, exchange: Exchange, share: BodyShare, arrived: float
+    ) -> tuple[Any, Plan]:
+        services = self._services
+        request = await read_body(scope, receive, self._endpoint.request_type, services.config, share)
+        services.model.check_name(request.model)
+        trace = exchange.trace = services.traces.begin(exchange.request_id, scope["headers"])
+        read_at = time.monotonic()
+        plan = await self._endpoint.plan(
+            request, services.model, self._caller(scope, exchange, request, arrived)
+        )
+        if trace is not None:
+            trace.began = arrived
+            trace.span(Phase.READ, arrived, read_at)
+            trace.prompt_tokens = plan.prompt_tokens
+            trace.span(Phase.TOKENIZE, read_at, time.monotonic(), plan.prompt_tokens)
+        return request, plan
 
     def _caller(self, scope: Scope, exchange: Exchange, request: SamplingFields, arrived: float) -> Caller:
         tenant = exchange.tenant

@@ -6,6 +6,7 @@ import dataclasses
 
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
+from router.http.body_budget import BodyBudget
 from router.keys import KeyRing
 from router.links import NodeLinks
 from router.metrics import RouterMetrics
@@ -26,6 +27,7 @@ class Services:
     keys: KeyRing
     metrics: RouterMetrics
     supervisor: Supervisor
+    bodies: BodyBudget
     traces: Traces
     exporter: OtlpExporter | None
     draining: bool = False
