@@ -46,6 +46,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     header_bytes: int = 32 << 10
     body_bytes: int = 16 << 20
+    body_bytes_at_once: int = 256 << 20  # of all requests that are being read
     json_depth: int = 64
     json_containers: int = 100_000  # objects and arrays in one body
     connections: int = 4096
@@ -64,7 +65,7 @@ class Timeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     first_token: float = 120.0  # from submission to the first token
     token_idle: float = 30.0  # between two tokens; then somebody else goes on with the request
     total: float = 1800.0
-    slow_reader: float = 30.0  # a client that takes nothing of its stream for so long is cut off
+    slow_reader: float = 30.0  # a client that takes nothing of its answer for so long is cut off
     keep_alive: float = 75.0
     failover_wait: float = 10.0  # for a node to appear, when the last one was lost
 
@@ -141,5 +142,10 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 if value <= 0:
                     kind = type(group).__name__.lower()
                     raise ConfigurationError(f"router.{kind}.{name} must be above 0, not {value}")
+        if self.limits.body_bytes_at_once < self.limits.body_bytes:
+            raise ConfigurationError(
+                "router.limits.body_bytes_at_once must be at least body_bytes, "
+                f"{self.limits.body_bytes}, not {self.limits.body_bytes_at_once}"
+            )
         if self.heartbeat.silence <= self.heartbeat.ping_interval:
             raise ConfigurationError("router.heartbeat.silence must be longer than ping_interval")

@@ -104,7 +104,7 @@ class RouterMetrics:
         self.failovers = counter("tandem_failovers", "Requests that went on elsewhere", "reason")
         self.deadlines = counter("tandem_deadlines_exceeded", "Requests that took too long", "phase")
         self.refusals = counter("tandem_requests_refused", "Requests that were not let in", "reason")
-        self.slow_readers_cut = counter("tandem_slow_readers_cut", "Streams whose client stopped reading")
+        self.slow_readers_cut = counter("tandem_slow_readers_cut", "Answers whose client stopped reading")
         self.token_mismatches = counter("tandem_token_mismatches", "Two nodes disagreed about a token")
         self.foreign_chunks = counter(
             "tandem_foreign_chunks", "Tokens from a node that the request is not on"

@@ -11,7 +11,7 @@ import time
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
 from router.http.app import make_app
-from router.http.event_stream import SlowReaderWatch
+from router.http.body_budget import BodyBudget
 from router.http.services import Services
 from router.http.serving import HttpServer, listen
 from router.keys import KeyRing, load_keys
@@ -105,7 +105,7 @@ class RouterServer:
             keys=keys,
             metrics=metrics,
             supervisor=supervisor,
-            slow_readers=SlowReaderWatch(config.timeouts.slow_reader, metrics.slow_readers_cut.inc),
+            bodies=BodyBudget(config.limits.body_bytes_at_once, metrics.refusals.labels(reason="bodies").inc),
             traces=traces,
             exporter=exporter,
         )
@@ -118,11 +118,10 @@ class RouterServer:
 
     async def _serve(self, listener: socket.socket) -> None:
         services = self.services
-        self._http = HttpServer(make_app(services), self._config)
+        self._http = HttpServer(make_app(services), self._config, services.metrics.slow_readers_cut.inc)
         serving = await self._http.begin(listener)
         serving.add_done_callback(self._on_http_end)
         services.supervisor.run("heartbeat", self._heartbeat)
-        services.supervisor.run("slow-readers", services.slow_readers.run)
         if services.exporter is not None:
             services.supervisor.run("otlp-export", services.exporter.run)
 

@@ -158,6 +158,35 @@ def test_a_folder_of_cluster_imports_only_from_those_below_it(folder: str) -> No
     fail_with(offences, f"in cluster/, {folder}/ may import {allowed}:")
 
 
+def module_of(file: str) -> str:
+    return file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def cycle_among(imports: dict[str, set[str]]) -> list[str]:
+    """Modules that import each other, each the next and the last the first; [] when there are none."""
+    left = {module: set(targets) for module, targets in imports.items()}
+    while free := [module for module, targets in left.items() if not targets & left.keys()]:
+        for module in free:
+            del left[module]
+    path: list[str] = []
+    module = min(left, default="")
+    while left and module not in path:
+        path.append(module)
+        module = min(left[module] & left.keys())
+    return path[path.index(module) :] if path else []
+
+
+@pytest.mark.parametrize("package", sorted(MAY_IMPORT))
+def test_no_modules_import_each_other(package: str) -> None:
+    """Under TYPE_CHECKING neither: two modules that must know each other's types are one, or lack a third."""
+    imports: dict[str, set[str]] = {module_of(found.file): set() for found in all_imports(package)}
+    for found in all_imports(package):
+        target = found.module if found.module in imports else found.module.rpartition(".")[0]
+        imports[module_of(found.file)].add(target)
+    cycle = cycle_among(imports)
+    assert not cycle, f"these import each other: {' → '.join([*cycle, cycle[0]])}"
+
+
 @pytest.mark.parametrize(
     "folder",
     sorted(
@@ -276,3 +305,8 @@ def test_the_table_refuses_what_is_not_in_it() -> None:
     assert not any(is_allowed(found, "engine") for source in forbidden for found in read(source))
     allowed = ["from kvtransfer.base import TransferConfig", "from engine.core import Engine", "import numpy"]
     assert all(is_allowed(found, "engine") for source in allowed for found in read(source))
+
+
+def test_modules_that_import_each_other_are_found() -> None:
+    assert cycle_among({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == ["b", "c"]
+    assert cycle_among({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []

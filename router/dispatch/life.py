@@ -6,11 +6,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+from router.config import RouterConfig
 from router.dispatch.attempt import Attempt, Source
 from router.dispatch.ledger import TokenLedger, TokenMismatch
 from router.dispatch.spec import SequenceSpec
+from router.metrics import RouterMetrics
 from router.policy import Decision, RoutingRequest
 from router.prefixes import PromptHashes
 from wire.errors import (
@@ -26,10 +28,35 @@ from wire.nodes import NodeInfo
 from wire.requests import TokenChunk
 from wire.sampling import FinishReason, TokenLogprobs
 
-if TYPE_CHECKING:
-    from router.dispatch.dispatcher import Dispatcher
-
 logger = logging.getLogger(__name__)
+
+
+class Host(Protocol):
+    """Whoever runs lives: does for them what touches nodes, and hears how they fare."""
+
+    config: RouterConfig
+    metrics: RouterMetrics
+
+    @property
+    def prefill_ids(self) -> frozenset[str]: ...
+
+    def choose(self, request: RoutingRequest, hashes: PromptHashes) -> Decision: ...
+
+    def submit(self, life: RequestLife, attempt: Attempt) -> None: ...
+
+    def withdraw(self, life: RequestLife, attempt: Attempt, ended_at: NodeInfo | None) -> None: ...
+
+    def wait_for_nodes(self, life: RequestLife) -> None: ...
+
+    def stop_waiting(self, life: RequestLife) -> None: ...
+
+    def on_prefill_reported(self, attempt: Attempt) -> None: ...
+
+    def on_decode_started(self, attempt: Attempt) -> None: ...
+
+    def on_first_token(self, life: RequestLife, attempt: Attempt) -> None: ...
+
+    def on_ended(self, life: RequestLife, attempt: Attempt | None) -> None: ...
 
 
 class RequestLife:
@@ -40,12 +67,12 @@ class RequestLife:
 
     def __init__(
         self,
-        dispatcher: Dispatcher,
+        host: Host,
         spec: SequenceSpec,
         on_news: Callable[[RequestLife], None],
         on_end: Callable[[RequestLife], None],
     ) -> None:
-        self._dispatcher = dispatcher
+        self._host = host
         self._loop = asyncio.get_running_loop()
         self._on_news = on_news
         self._on_end = on_end
@@ -92,7 +119,7 @@ class RequestLife:
         attempt = self.attempt
         source = attempt.source(node_id, epoch) if attempt is not None else None
         if attempt is None or source is None:
-            self._dispatcher.metrics.foreign_chunks.inc()
+            self._host.metrics.foreign_chunks.inc()
             return
         if chunk.finish is FinishReason.ERROR or chunk.finish is FinishReason.ABORT:
             self._on_node_error(attempt, source, chunk)
@@ -101,7 +128,7 @@ class RequestLife:
         try:
             news = self.ledger.accept(chunk)
         except TokenMismatch as error:
-            self._dispatcher.metrics.token_mismatches.inc()
+            self._host.metrics.token_mismatches.inc()
             logger.error("%s: %s (nodes %s)", self.spec.label, error, attempt.decision.node_names)
             self.fail(error)
             return
@@ -120,10 +147,10 @@ class RequestLife:
         if source is Source.DECODE:
             if not attempt.decode_started:
                 attempt.decode_started = True
-                self._dispatcher.on_decode_started(attempt)
+                self._host.on_decode_started(attempt)
         elif not attempt.prefill_reported:
             attempt.prefill_reported = True
-            self._dispatcher.on_prefill_reported(attempt)
+            self._host.on_prefill_reported(attempt)
         if chunk.cached_tokens is None and chunk.prompt_logprobs is None:
             return
         if source is Source.PREFILL or attempt.prefill is None:
@@ -135,14 +162,14 @@ class RequestLife:
     def _note_tokens(self, attempt: Attempt) -> None:
         now = time.monotonic()
         if self.last_token_at is not None:
-            self._dispatcher.metrics.inter_token_latency.observe(now - self.last_token_at)
+            self._host.metrics.inter_token_latency.observe(now - self.last_token_at)
         else:
             self.first_token_at = now
-            self._dispatcher.metrics.time_to_first_token.observe(now - self.started_at)
+            self._host.metrics.time_to_first_token.observe(now - self.started_at)
         self.last_token_at = now
         if attempt.first_token_at is None:
             attempt.first_token_at = now
-            self._dispatcher.on_first_token(self, attempt)
+            self._host.on_first_token(self, attempt)
             self._arm()  # the idle deadline may be nearer than the one for the first token was
 
     # --- failures ---------------------------------------------------------------------------------------------
@@ -200,14 +227,14 @@ class RequestLife:
         if len(self.ledger.tokens) >= self.spec.sampling.max_tokens:
             self._end(FinishReason.LENGTH, None)  # only the word that it had finished was lost
             return
-        if self.failovers >= self._dispatcher.config.max_failovers:
+        if self.failovers >= self._host.config.max_failovers:
             self.fail(error)
             return
         self.failovers += 1
-        self._dispatcher.metrics.failovers.labels(reason=error.code).inc()
+        self._host.metrics.failovers.labels(reason=error.code).inc()
         logger.warning(
             "%s: %s; going on elsewhere after %d tokens (failover %d of %d)",
-            self.spec.label, error, len(self.ledger.tokens), self.failovers, self._dispatcher.config.max_failovers,
+            self.spec.label, error, len(self.ledger.tokens), self.failovers, self._host.config.max_failovers,
         )  # fmt: skip
         self.ledger.drop_held()
         if isinstance(error, NodeLost | TransferError):
@@ -219,7 +246,7 @@ class RequestLife:
         """The node lives, and cannot take it now. Somebody else at once; the same one only later, and only for a
         request that has begun: one that has not is better told so."""
         try:
-            decision = self._dispatcher.choose(self._routing(frozenset(self._avoid)), self.hashes)
+            decision = self._host.choose(self._routing(frozenset(self._avoid)), self.hashes)
         except Unavailable:
             if self.ledger.tokens:
                 self._wait_for_nodes()
@@ -242,18 +269,18 @@ class RequestLife:
     def _wait_for_nodes(self) -> None:
         if self._waiting_since is None:
             self._waiting_since = time.monotonic()
-            self._dispatcher.wait_for_nodes(self)
+            self._host.wait_for_nodes(self)
             self._arm()
 
     def _choose(self) -> Decision:
         try:
-            return self._dispatcher.choose(self._routing(frozenset(self._avoid)), self.hashes)
+            return self._host.choose(self._routing(frozenset(self._avoid)), self.hashes)
         except Unavailable:
             if not self._avoid:
                 raise
             # Better the decode node that failed it before than nobody; never again the same prefill node.
-            avoid = self._dispatcher.prefill_ids & self._avoid
-            return self._dispatcher.choose(self._routing(avoid), self.hashes)
+            avoid = self._host.prefill_ids & self._avoid
+            return self._host.choose(self._routing(avoid), self.hashes)
 
     def _routing(self, avoid: frozenset[str]) -> RoutingRequest:
         done = len(self.ledger.tokens)
@@ -270,20 +297,20 @@ class RequestLife:
         self.decisions.append(decision)
         self.request_ids.append(attempt.request_id)
         self._waiting_since = None
-        self._dispatcher.stop_waiting(self)
+        self._host.stop_waiting(self)
         self._arm()
-        self._dispatcher.submit(self, attempt)
+        self._host.submit(self, attempt)
 
     def _abandon_attempt(self, ended_at: NodeInfo | None = None) -> None:
         if (attempt := self.attempt) is not None:
             self.attempt = None
-            self._dispatcher.withdraw(self, attempt, ended_at)
+            self._host.withdraw(self, attempt, ended_at)
 
     # --- deadlines --------------------------------------------------------------------------------------------
 
     def _next_deadline(self) -> tuple[float, str]:
         """The earliest of those that hold in the phase it is in, and what it is called."""
-        timeouts = self._dispatcher.config.timeouts
+        timeouts = self._host.config.timeouts
         deadlines = [(self.spec.deadline, "total")]
         attempt = self.attempt
         if attempt is None:
@@ -311,12 +338,12 @@ class RequestLife:
         if time.monotonic() < deadline:
             self._arm()
             return
-        self._dispatcher.metrics.deadlines.labels(phase=name).inc()
+        self._host.metrics.deadlines.labels(phase=name).inc()
         if name == "token_idle" and self.attempt is not None:
             # Before the handover either of the two may be to blame; after it, the decode node is.
             suspects = [self.attempt.decode] if self._handed_over(self.attempt) else self.attempt.nodes
             names = self.attempt.decision.node_names
-            idle = self._dispatcher.config.timeouts.token_idle
+            idle = self._host.config.timeouts.token_idle
             self._fail_over(
                 NodeLost(f"no token for {idle:g} s from {names}"), {node.node_id for node in suspects if node}
             )
@@ -340,7 +367,7 @@ class RequestLife:
             self._timer = None
         last = self.attempt
         self._abandon_attempt(ended_at)
-        self._dispatcher.stop_waiting(self)
-        self._dispatcher.on_ended(self, last)
+        self._host.stop_waiting(self)
+        self._host.on_ended(self, last)
         self._on_end(self)
         self._on_news(self)

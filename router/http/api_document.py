@@ -29,6 +29,7 @@ from router.tracing.record import TraceList, TraceRecord
 
 VERSION = "1"
 
+_TEXT_ERRORS = ("400", "401", "404", "408", "413", "415", "431", "503")
 _GENERATION_ERRORS = ("400", "401", "404", "408", "413", "415", "429", "431", "500", "502", "503", "504")
 _TYPES: tuple[type[msgspec.Struct], ...] = (
     CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, Completion, ChatCompletion,
@@ -75,15 +76,9 @@ def _paths() -> dict[str, Any]:
                 ],
             }
         },
-        "/tokenize": {
-            "post": _operation(
-                "Text to token ids", TokenizeRequest, Tokenized, ("400", "401", "404", "413", "415")
-            )
-        },
+        "/tokenize": {"post": _operation("Text to token ids", TokenizeRequest, Tokenized, _TEXT_ERRORS)},
         "/detokenize": {
-            "post": _operation(
-                "Token ids to text", DetokenizeRequest, Detokenized, ("400", "401", "404", "413", "415")
-            )
+            "post": _operation("Token ids to text", DetokenizeRequest, Detokenized, _TEXT_ERRORS)
         },
         "/health": {"get": _health()},
         "/metrics": {

@@ -9,7 +9,8 @@ import msgspec
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope
 
-from router.config import Limits, Timeouts
+from router.config import Limits, RouterConfig, Timeouts
+from router.http.body_budget import BodyShare
 from router.http.errors import BodyTimeout, BodyTooLarge, UnsupportedContentType
 from router.http.json_body import parse_object
 from router.openai.checking import read_request
@@ -25,16 +26,17 @@ LINGER_S = 2.0
 
 
 async def read_body(
-    scope: Scope, receive: Receive, request_type: type[R], limits: Limits, timeouts: Timeouts
+    scope: Scope, receive: Receive, request_type: type[R], config: RouterConfig, share: BodyShare
 ) -> R:
     _check_type(scope)
-    body = await _read(scope, receive, limits, timeouts)
+    limits = config.limits
+    body = await _read(scope, receive, limits, config.timeouts, share)
     if len(body) <= INLINE_BYTES:
         return _request_of(body, request_type, limits)
     return await asyncio.to_thread(_request_of, body, request_type, limits)
 
 
-def _request_of(body: bytes, request_type: type[R], limits: Limits) -> R:
+def _request_of(body: bytearray, request_type: type[R], limits: Limits) -> R:
     return read_request(parse_object(body, limits.json_depth, limits.json_containers), request_type)
 
 
@@ -63,27 +65,31 @@ def _check_type(scope: Scope) -> None:
         )
 
 
-async def _read(scope: Scope, receive: Receive, limits: Limits, timeouts: Timeouts) -> bytes:
+async def _read(
+    scope: Scope, receive: Receive, limits: Limits, timeouts: Timeouts, share: BodyShare
+) -> bytearray:
     declared = _header(scope, b"content-length")
     if declared is not None and (not declared.isdigit() or int(declared) > limits.body_bytes):
         if not declared.isdigit():
             raise InvalidRequest("content-length: must be a number")
         await _linger(receive)
         raise BodyTooLarge(f"the body has {int(declared)} bytes; at most {limits.body_bytes} are read")
-    chunks: list[bytes] = []
-    size = 0
-    more = True
+    body = bytearray()
+    more, fits = True, True
     try:
         async with asyncio.timeout(timeouts.body):
-            while more and size <= limits.body_bytes:
+            while more and fits:
                 message = await _next(receive)
-                chunks.append(message.get("body", b""))
-                size += len(chunks[-1])
+                data = message.get("body", b"")
                 more = message.get("more_body", False)
+                fits = len(body) + len(data) <= limits.body_bytes
+                if fits:
+                    share.take(len(data))
+                    body += data
     except TimeoutError:
         raise BodyTimeout(f"the body was not complete within {timeouts.body:g} s") from None
-    if size <= limits.body_bytes:
-        return b"".join(chunks)
+    if fits:
+        return body
     if more:
         await _linger(receive)
     raise BodyTooLarge(f"the body has more than the {limits.body_bytes} bytes that are read")

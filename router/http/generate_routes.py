@@ -11,6 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from router.dispatch import Generation, RequestLife
 from router.http.body import read_body
+from router.http.body_budget import BodyShare
 from router.http.disconnect import until_disconnect
 from router.http.errors import Draining
 from router.http.event_stream import EventStream
@@ -64,19 +65,8 @@ class GenerateRoute:
         arrived = time.monotonic()
         if services.draining:
             raise Draining("this router is shutting down; another takes new requests")
-        limits, timeouts = services.config.limits, services.config.timeouts
-        request = await read_body(scope, receive, self._endpoint.request_type, limits, timeouts)
-        services.model.check_name(request.model)
-        trace = exchange.trace = services.traces.begin(exchange.request_id, scope["headers"])
-        read_at = time.monotonic()
-        plan = await self._endpoint.plan(
-            request, services.model, self._caller(scope, exchange, request, arrived)
-        )
-        if trace is not None:
-            trace.began = arrived
-            trace.span(Phase.READ, arrived, read_at)
-            trace.prompt_tokens = plan.prompt_tokens
-            trace.span(Phase.TOKENIZE, read_at, time.monotonic(), plan.prompt_tokens)
+        with services.bodies.share() as share:
+            request, plan = await self._read(scope, receive, exchange, share, arrived)
         tenant = exchange.tenant
         if tenant is not None:
             tenant.enter()
@@ -104,6 +94,24 @@ class GenerateRoute:
                 services.metrics.e2e_latency.observe(time.monotonic() - arrived)
             if tenant is not None:
                 tenant.leave(used)
+
+    async def _read(
+        self, scope: Scope, receive: Receive, exchange: Exchange, share: BodyShare, arrived: float
+    ) -> tuple[Any, Plan]:
+        services = self._services
+        request = await read_body(scope, receive, self._endpoint.request_type, services.config, share)
+        services.model.check_name(request.model)
+        trace = exchange.trace = services.traces.begin(exchange.request_id, scope["headers"])
+        read_at = time.monotonic()
+        plan = await self._endpoint.plan(
+            request, services.model, self._caller(scope, exchange, request, arrived)
+        )
+        if trace is not None:
+            trace.began = arrived
+            trace.span(Phase.READ, arrived, read_at)
+            trace.prompt_tokens = plan.prompt_tokens
+            trace.span(Phase.TOKENIZE, read_at, time.monotonic(), plan.prompt_tokens)
+        return request, plan
 
     def _caller(self, scope: Scope, exchange: Exchange, request: SamplingFields, arrived: float) -> Caller:
         tenant = exchange.tenant
@@ -161,7 +169,7 @@ class GenerateRoute:
         by_life = {choice.life: choice for choice in choices}
         unfinished = len(choices)
         unwritten: list[bytes] = []
-        stream = EventStream(scope, send, _routing_headers(generation), self._services.slow_readers)
+        stream = EventStream(scope, send, _routing_headers(generation))
 
         def read(life: RequestLife) -> bytes:
             nonlocal unfinished
@@ -185,28 +193,25 @@ class GenerateRoute:
             return False
 
         generation.show_with(show)
-        try:
-            while unfinished:
-                failure = None
-                news = await generation.news()
-                events = b"".join(unwritten)
-                unwritten.clear()
-                for life in news:
-                    events += read(life)
-                    failure = by_life[life].failed or failure
-                if failure is not None:
-                    if stream.begun:  # then every token that came is shown; else the failure is a status code
-                        await stream.write(events)
-                    raise failure
-                if events and unfinished:
+        while unfinished:
+            failure = None
+            news = await generation.news()
+            events = b"".join(unwritten)
+            unwritten.clear()
+            for life in news:
+                events += read(life)
+                failure = by_life[life].failed or failure
+            if failure is not None:
+                if stream.begun:  # then every token that came is shown; else the failure is a status code
                     await stream.write(events)
-                    if trace is not None:
-                        trace.flushed(time.monotonic())
-            await stream.write(events + answer.closing(), last=True)
-            if trace is not None:
-                trace.flushed(time.monotonic())
-        finally:
-            stream.close()
+                raise failure
+            if events and unfinished:
+                await stream.write(events)
+                if trace is not None:
+                    trace.flushed(time.monotonic())
+        await stream.write(events + answer.closing(), last=True)
+        if trace is not None:
+            trace.flushed(time.monotonic())
 
 
 def _unsalted(cache_salt: str | None) -> str | None:

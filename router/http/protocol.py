@@ -14,20 +14,31 @@ from typing import Any, cast
 
 import h11
 from uvicorn.config import Config
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from router.config import Limits, Timeouts
 from router.http.errors import error_body
 
 logger = logging.getLogger(__name__)
 
-_CODES = {408: "request_timeout", 431: "header_too_large", 501: "not_implemented", 503: "overloaded"}
+_CODES = {408: "request_timeout", 431: "header_too_large", 503: "overloaded"}
 
 
-class _HeadWithBody(h11.Connection):
-    """Holds an answer's head back until something of its body comes: one packet for both, and one system call."""
+class _Connection(h11.Connection):
+    """Refuses requests whose end two readers could see at two places: what one takes for the body's rest is the next
+    request to the other.
+
+    Holds an answer's head back until something of its body comes: one packet for both, and one system call.
+    """
 
     head = b""
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            _check_framing(event)
+        return event
 
     def send_with_data_passthrough(self, event: h11.Event) -> list[bytes] | None:
         """What `send` puts together."""
@@ -41,11 +52,23 @@ class _HeadWithBody(h11.Connection):
         return [head, *(data or [])]
 
 
-class GuardedProtocol(H11Protocol):
-    """`header_timeout_s` and `max_connections` are set by `guarded`."""
+def _check_framing(request: h11.Request) -> None:
+    """What h11 lets pass. Lengths that differ or are none, and codings but `chunked`, it refuses itself."""
+    names = {name for name, _ in request.headers}
+    if b"transfer-encoding" not in names:
+        return
+    if b"content-length" in names:
+        raise h11.RemoteProtocolError("Transfer-Encoding and Content-Length together; send one of them")
+    if request.http_version < b"1.1":
+        raise h11.RemoteProtocolError("Transfer-Encoding in HTTP/1.0, which has none; send Content-Length")
 
-    header_timeout_s: float = 10.0
-    max_connections: int = 4096
+
+class GuardedProtocol(H11Protocol):
+    """What it is told is set by `guarded`. No state that a client can leave it in lasts without one of its timers."""
+
+    limits: Limits
+    timeouts: Timeouts
+    on_cut: Callable[[], None]
 
     def __init__(
         self,
@@ -55,21 +78,24 @@ class GuardedProtocol(H11Protocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
-        self.conn: _HeadWithBody = _HeadWithBody(h11.SERVER, config.h11_max_incomplete_event_size or 0)
+        self.conn: _Connection = _Connection(h11.SERVER, config.h11_max_incomplete_event_size or 0)
         self._on_lost: Callable[[], None] | None = None
         self._header_timer: asyncio.TimerHandle | None = None
         self._heard = False  # anything at all
+        self._rest_of: RequestResponseCycle | None = None  # answered, while its body is still coming
+        self._rest_timer: asyncio.TimerHandle | None = None
+        self._unsent_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(cast("asyncio.Transport", transport))
         self.app_state = {**self.app_state, "connection": self}  # for event streams
-        if len(self.connections) > self.max_connections:
-            self._refuse(503, f"more than {self.max_connections} connections", retry_after=True)
+        if len(self.connections) > self.limits.connections:
+            self._refuse(503, f"more than {self.limits.connections} connections", retry_after=True)
             return
         self._start_header_timer()
 
     def _start_header_timer(self) -> None:
-        self._header_timer = self.loop.call_later(self.header_timeout_s, self._on_slow_header)
+        self._header_timer = self.loop.call_later(self.timeouts.header, self._on_slow_header)
 
     def _stop_header_timer(self) -> None:
         if self._header_timer is not None:
@@ -85,9 +111,14 @@ class GuardedProtocol(H11Protocol):
         super().data_received(data)
         if self.conn.their_state is not h11.IDLE:
             self._stop_header_timer()
+        self._note_rest()
+        if self._on_lost is not None:
+            self._hear_hangup()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_header_timer()
+        self._stop_rest_timer()
+        self._stop_unsent_timer()
         super().connection_lost(exc)
         if self._on_lost is not None:
             self._on_lost()
@@ -95,12 +126,81 @@ class GuardedProtocol(H11Protocol):
     def watch(self, on_lost: Callable[[], None]) -> None:
         """Calls it when the client is gone, which is only noticed while there is reading. Of one request at a time."""
         self._on_lost = on_lost
-        self.flow.resume_reading()
+        self._hear_hangup()
         if self.cycle.disconnected:
             on_lost()
 
     def unwatch(self) -> None:
         self._on_lost = None
+
+    def _hear_hangup(self) -> None:
+        """uvicorn stops reading when the next request comes before its turn. Of that a header's size may lie here while
+        reading goes on."""
+        if self.flow.read_paused and len(self.conn.trailing_data[0]) <= self.limits.header_bytes:
+            self.flow.resume_reading()
+
+    def on_response_complete(self) -> None:
+        cycle, rest_comes = self.cycle, self.conn.their_state is h11.SEND_BODY
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self._watch_unsent()
+        elif rest_comes:
+            self._rest_of = cycle
+            self._rest_timer = self.loop.call_later(self.timeouts.body, self._on_endless_rest)
+
+    def _note_rest(self) -> None:
+        """The rest of a body that nobody wanted was read and dropped. From its end on the connection is idle."""
+        if self._rest_of is None:
+            return
+        is_next = self.cycle is not self._rest_of
+        if is_next or self.conn.their_state is not h11.SEND_BODY:
+            self._stop_rest_timer()
+        if not is_next and self.conn.their_state is h11.IDLE:
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
+
+    def _stop_rest_timer(self) -> None:
+        self._rest_of = None
+        if self._rest_timer is not None:
+            self._rest_timer.cancel()
+            self._rest_timer = None
+
+    def _on_endless_rest(self) -> None:
+        logger.info("%s: answered long ago, and its body still not complete: closed", self.client)
+        self.transport.abort()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_unsent()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if not self.transport.is_closing():
+            self._stop_unsent_timer()
+
+    def _watch_unsent(self) -> None:
+        """While the client is behind, and after the last answer: closing waits for all of it to be taken."""
+        unsent = self.transport.get_write_buffer_size()
+        self._stop_unsent_timer()
+        if unsent > 0:
+            self._unsent_timer = self.loop.call_later(self.timeouts.slow_reader, self._on_unsent, unsent)
+
+    def _stop_unsent_timer(self) -> None:
+        if self._unsent_timer is not None:
+            self._unsent_timer.cancel()
+            self._unsent_timer = None
+
+    def _on_unsent(self, before: int) -> None:
+        """Nothing is written while this waits, so what is less has been taken."""
+        if self.transport.get_write_buffer_size() < before:
+            self._watch_unsent()
+            return
+        logger.warning(
+            "%s took nothing of its answer for %g s and is cut off", self.client, self.timeouts.slow_reader
+        )
+        self.on_cut()
+        self.transport.abort()
 
     def timeout_keep_alive_handler(self) -> None:
         """The answer has been there for long. If the client has not read it, closing would wait for it forever."""
@@ -116,7 +216,7 @@ class GuardedProtocol(H11Protocol):
         if not self._heard:
             self.transport.close()
             return
-        self._refuse(408, f"the header was not complete within {self.header_timeout_s:g} s")
+        self._refuse(408, f"the header was not complete within {self.timeouts.header:g} s")
 
     def try_write_chunk(self, data: bytes) -> bool:
         """A piece of a chunked body that has begun, straight to the connection. False when it must wait.
@@ -131,15 +231,15 @@ class GuardedProtocol(H11Protocol):
         return True
 
     async def until_writable(self) -> None:
+        """Until then, or until the client is cut off."""
         await self.flow.drain()
 
-    def abort(self) -> None:
-        self.transport.abort()
-
     def send_400_response(self, msg: str) -> None:
-        """Called by uvicorn for whatever h11 refuses; h11 knows better which status it is."""
+        """Called by uvicorn for whatever h11 refuses. h11 says when it is the header's size; its 501 for a coding that it
+        does not know is 400 here, because where such a body ends nobody can say."""
         error = sys.exc_info()[1]
-        status = error.error_status_hint if isinstance(error, h11.RemoteProtocolError) else 400
+        is_too_large = isinstance(error, h11.RemoteProtocolError) and error.error_status_hint == 431
+        status = 431 if is_too_large else 400
         self._refuse(status, f"not a request that HTTP/1.1 allows: {error or msg}")
 
     def _refuse(self, status: int, message: str, *, retry_after: bool = False) -> None:
@@ -158,10 +258,11 @@ class GuardedProtocol(H11Protocol):
         self.transport.close()
 
 
-def guarded(header_timeout_s: float, max_connections: int) -> type[GuardedProtocol]:
-    """uvicorn makes protocols from a class alone, so the settings are the class's."""
+def guarded(limits: Limits, timeouts: Timeouts, on_cut: Callable[[], None]) -> type[GuardedProtocol]:
+    """uvicorn makes protocols from a class alone, so the settings are the class's. `on_cut` is called for every client
+    that is cut off because it does not read."""
     return type(
         "ConfiguredProtocol",
         (GuardedProtocol,),
-        {"header_timeout_s": header_timeout_s, "max_connections": max_connections},
+        {"limits": limits, "timeouts": timeouts, "on_cut": staticmethod(on_cut)},
     )

@@ -6,7 +6,7 @@ import dataclasses
 
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
-from router.http.event_stream import SlowReaderWatch
+from router.http.body_budget import BodyBudget
 from router.keys import KeyRing
 from router.links import NodeLinks
 from router.metrics import RouterMetrics
@@ -27,7 +27,7 @@ class Services:
     keys: KeyRing
     metrics: RouterMetrics
     supervisor: Supervisor
-    slow_readers: SlowReaderWatch
+    bodies: BodyBudget
     traces: Traces
     exporter: OtlpExporter | None
     draining: bool = False

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -43,11 +43,11 @@ def listen(host: str, port: int) -> socket.socket:
 class HttpServer(uvicorn.Server):
     """Signals belong to whoever runs the process."""
 
-    def __init__(self, app: ASGIApp, config: RouterConfig) -> None:
+    def __init__(self, app: ASGIApp, config: RouterConfig, on_cut: Callable[[], None]) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
-                http=guarded(config.timeouts.header, config.limits.connections),
+                http=guarded(config.limits, config.timeouts, on_cut),
                 h11_max_incomplete_event_size=config.limits.header_bytes,
                 timeout_keep_alive=max(1, int(config.timeouts.keep_alive)),
                 lifespan="off",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 from starlette.types import Receive, Scope, Send
 
 from router.http.body import read_body
+from router.http.body_budget import BodyShare
 from router.http.respond import send_json
 from router.http.services import Services
 from router.openai.chat_prompt import render_chat
@@ -43,9 +44,13 @@ class TokenizeRoute:
         self._services = services
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._services.bodies.share() as share:
+            answer = await self._answer(scope, receive, share)
+        await send_json(send, answer)
+
+    async def _answer(self, scope: Scope, receive: Receive, share: BodyShare) -> dict[str, Any]:
         services, model = self._services, self._services.model
-        limits, timeouts = services.config.limits, services.config.timeouts
-        request = await read_body(scope, receive, TokenizeRequest, limits, timeouts)
+        request = await read_body(scope, receive, TokenizeRequest, services.config, share)
         if request.model is not None:
             model.check_name(request.model)
         if (request.prompt is None) == (request.messages is None):
@@ -58,13 +63,12 @@ class TokenizeRoute:
                 await self._render(request), special=bool(request.add_special_tokens)
             )
         pieces = await asyncio.to_thread(_pieces, ids, model.tokenizer) if request.return_token_strs else None
-        answer = {
+        return {
             "count": len(ids),
             "max_model_len": model.max_model_len,
             "tokens": ids,
             "token_strs": pieces,
         }
-        await send_json(send, answer)
 
     async def _render(self, request: TokenizeRequest) -> str:
         template = self._services.model.template
@@ -90,13 +94,17 @@ class DetokenizeRoute:
         self._services = services
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._services.bodies.share() as share:
+            prompt = await self._prompt(scope, receive, share)
+        await send_json(send, {"prompt": prompt})
+
+    async def _prompt(self, scope: Scope, receive: Receive, share: BodyShare) -> str:
         services, model = self._services, self._services.model
-        limits, timeouts = services.config.limits, services.config.timeouts
-        request = await read_body(scope, receive, DetokenizeRequest, limits, timeouts)
+        request = await read_body(scope, receive, DetokenizeRequest, services.config, share)
         if request.model is not None:
             model.check_name(request.model)
         unknown = model.tokenizer.first_unknown(request.tokens)
         if unknown is not None:
             size = model.tokenizer.vocab_size
             raise InvalidRequest(f"tokens: {unknown} is outside the vocabulary of {size} tokens", "tokens")
-        await send_json(send, {"prompt": await model.tokenizer.decode_async(request.tokens)})
+        return await model.tokenizer.decode_async(request.tokens)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,9 @@ class ChatTemplate:
         template = self._templates.get("tool_use") if tools else None
         if template is None:
             template = self._templates.get("default") or next(iter(self._templates.values()))
+        mark = secrets.token_hex(16) if continue_final_message else ""
+        if mark:
+            messages = [*messages[:-1], _marked(messages[-1], mark)]
         try:
             text = template.render(
                 {
@@ -125,7 +129,7 @@ class ChatTemplate:
                 f"messages: the model's chat template cannot render them ({type(error).__name__}: {error})",
                 "messages",
             ) from error
-        return _cut_after(text, messages[-1]) if continue_final_message else text
+        return _cut_at(text, mark) if mark else text
 
 
 def _read_text(file: Path) -> str:
@@ -135,15 +139,26 @@ def _read_text(file: Path) -> str:
         raise ConfigurationError(f"{file} cannot be read: {error}") from error
 
 
-def _cut_after(text: str, message: Mapping[str, Any]) -> str:
-    """Drop what the template put behind the last message, so that the model goes on with it."""
-    content = str(message.get("content") or "").strip()
-    at = text.rfind(content)
-    if not content or at < 0:
+def _marked(message: Mapping[str, Any], mark: str) -> dict[str, Any]:
+    """With a mark at the end of its text, which nobody could have written: the text itself may stand in the
+    template's own words behind it, too."""
+    content = str(message.get("content") or "").rstrip()
+    if not content:
         raise InvalidRequest(
             "messages: with continue_final_message the last must have text to go on with", "messages"
         )
-    return text[: at + len(content)]
+    return {**message, "content": content + mark}
+
+
+def _cut_at(text: str, mark: str) -> str:
+    """Drop what the template put behind the last message, so that the model goes on with it."""
+    before, found, _ = text.rpartition(mark)
+    if not found:
+        raise InvalidRequest(
+            "messages: continue_final_message cannot be had, because the model's chat template leaves out the last",
+            "messages",
+        )
+    return before
 
 
 def _special_tokens(path: Path, settings: Mapping[str, Any]) -> dict[str, str]:

@@ -166,6 +166,10 @@ class Running:
         body = {"model": self.config.model_name, "prompt": "the fox", "stream": True, **fields}
         return EventReader(self.url, "/v1/completions", body)
 
+    def connections(self) -> int:
+        assert self.server._http is not None
+        return len(self.server._http.server_state.connections)
+
     def idle(self) -> bool:
         dispatcher = self.server.services.dispatcher
         return dispatcher.running == 0 and dispatcher.admission.held == 0 and dispatcher.admission.queued == 0

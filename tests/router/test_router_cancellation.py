@@ -104,3 +104,17 @@ def test_a_client_that_goes_away_before_its_body_is_complete(start_router: Start
     events.close()
     assert router.complete(max_tokens=2).status_code == 200
     router.wait_for(router.idle, "nothing is left of it")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_one_that_has_sent_its_next_request_already(start_router: StartRouter, stream: bool) -> None:
+    router = start_router()
+    router.nodes["d0"].set(pause_at=4)
+    events = router.stream(max_tokens=50, stream=stream)
+    router.nodes["d0"].wait_until(lambda: bool(router.nodes["d0"].submits), "submitted")
+    events.socket.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+    if stream:
+        assert len(events.text(count=4)) == 4
+    events.close()
+    cancelled(router, "p0", "d0")
+    router.nodes["d0"].resume()

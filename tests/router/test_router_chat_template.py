@@ -60,6 +60,23 @@ def test_a_final_message_to_go_on_with_ends_where_its_text_ends() -> None:
     )
 
 
+@pytest.mark.parametrize("text", ["<", "end", "|>", "assistant", "hello", "a"])
+def test_a_text_that_stands_in_the_templates_own_words_too(text: str) -> None:
+    source = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end of {{ m.role }}|>{% endfor %}"
+    messages = [*HELLO, {"role": "assistant", "content": text}]
+    rendered = template(source).render(messages, continue_final_message=True)
+    assert rendered == f"<|user|>hello<|end of user|><|assistant|>{text}"
+
+
+def test_a_last_message_that_cannot_be_gone_on_with() -> None:
+    source = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    for content, complaint in (("", "must have text"), ("hi", "leaves out the last")):
+        with pytest.raises(InvalidRequest, match=complaint):
+            template(source).render(
+                [*HELLO, {"role": "assistant", "content": content}], continue_final_message=True
+            )
+
+
 def test_a_template_for_tools_is_used_for_tools_alone() -> None:
     both = ChatTemplate({"default": "plain", "tool_use": "{{ tools[0].name }}"}, {})
     assert both.render(HELLO) == "plain"

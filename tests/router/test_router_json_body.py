@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -81,3 +82,28 @@ def test_reads_what_json_writes(value: dict[str, Any]) -> None:
 def test_any_bytes_are_an_object_or_a_clear_refusal(body: bytes) -> None:
     with contextlib.suppress(InvalidRequest):
         assert isinstance(parse_object(body, DEPTH, CONTAINERS), dict)
+
+
+def test_a_flood_of_objects_is_refused_before_they_are_made() -> None:
+    body = b'{"a":[' + b"[],{}," * 200_000 + b"[]]}"
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidRequest, match="more than 1000 objects and arrays"):
+            parse_object(body, 10, 1000)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 3 * len(body)
+
+
+@pytest.mark.parametrize("text", ["[" * 5000, '"[' * 5000, "\\[" * 5000, '\\"[' * 5000])
+def test_brackets_in_strings_are_no_arrays(text: str) -> None:
+    value = {"a": text, text: [[1], {"b": text}]}
+    assert parse_object(json.dumps(value).encode(), 10, 4) == value
+    with pytest.raises(InvalidRequest, match="more than 3 objects and arrays"):
+        parse_object(json.dumps(value).encode(), 10, 3)
+
+
+def test_a_string_without_an_end_is_looked_through_once() -> None:
+    with pytest.raises(InvalidRequest, match="not JSON"):
+        parse_object(b'{"a":"' + b"[" * 1000 + b'\\"' * 1_000_000, 10, 100)

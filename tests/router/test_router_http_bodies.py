@@ -1,0 +1,134 @@
+"""What all bodies take together while they are read."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import closing
+
+import pytest
+
+from router.config import Limits, RouterConfig, Timeouts
+from tests.router.conftest import Running, StartRouter
+from tests.router.raw_http import connect, post, read_answer, read_to_end
+from wire.errors import ConfigurationError
+
+LIMITS = Limits(body_bytes=10_000, body_bytes_at_once=25_000)
+MOST = 9_900  # of a body of 10 000
+
+
+def held(router: Running) -> int:
+    return router.server.services.bodies.held
+
+
+def body(size: int) -> bytes:
+    bare = json.dumps({"model": "fake", "prompt": "the fox", "max_tokens": 2}).encode()
+    return bare + b" " * (size - len(bare))
+
+
+@pytest.fixture
+def router(start_router: StartRouter) -> Iterator[Running]:
+    running = start_router(limits=LIMITS, timeouts=Timeouts(body=5))
+    yield running
+    running.wait_for(lambda: held(running) == 0, "all of it is given back")
+    assert running.complete(max_tokens=2).status_code == 200
+
+
+def begin(router: Running) -> socket.socket:
+    """A body of which all but a little is there."""
+    before = held(router)
+    connection = connect(router)
+    connection.sendall(post(body(10_000)[:MOST], content_length="10000"))
+    router.wait_for(lambda: held(router) == before + MOST, "received")
+    return connection
+
+
+def test_what_is_beyond_it_is_refused_and_may_come_again(router: Running) -> None:
+    first, second = begin(router), begin(router)
+    with closing(connect(router)) as third:
+        for _ in range(2):  # on the same connection: what comes of a refused body is dropped
+            third.sendall(post(body(9_000), content_length="9000"))
+            status, headers, answer = read_answer(third)
+            assert status == 503
+            assert headers["retry-after"] == "1"
+            assert answer["error"]["code"] == "overloaded"
+            assert "25000 bytes" in answer["error"]["message"]
+        assert router.metric("tandem_requests_refused_total", reason="bodies") == 2
+        assert router.complete(max_tokens=2).status_code == 200  # a small one fits beside them
+        first.sendall(body(10_000)[MOST:])
+        assert read_answer(first)[0] == 200
+        third.sendall(post(body(9_000), content_length="9000"))
+        assert read_answer(third)[0] == 200
+    second.close()
+    first.close()
+
+
+def test_one_that_is_refused_in_the_middle_gives_back_what_it_had(router: Running) -> None:
+    others = [begin(router), begin(router)]
+    with closing(connect(router)) as connection:
+        connection.sendall(post(b"", transfer_encoding="chunked") + b"fa0\r\n" + b" " * 4000 + b"\r\n")
+        router.wait_for(lambda: held(router) == 2 * MOST + 4000, "a part of it is there")
+        connection.sendall(b"fa0\r\n" + b" " * 4000 + b"\r\n")
+        assert read_answer(connection)[0] == 503
+        assert held(router) == 2 * MOST
+        connection.sendall(
+            b"fa0\r\n" + b" " * 4000 + b"\r\n0\r\n\r\n" + post(body(200), content_length="200")
+        )
+        assert read_answer(connection)[0] == 200
+    for other in others:
+        other.close()
+
+
+def hang_up(connection: socket.socket) -> None:
+    connection.close()
+
+
+def finish(connection: socket.socket) -> None:
+    connection.sendall(body(10_000)[MOST:])
+    assert read_answer(connection)[0] == 200
+
+
+def spoil(connection: socket.socket) -> None:
+    connection.sendall(b"}" * 100)
+    assert read_answer(connection)[0] == 400
+
+
+@pytest.mark.parametrize("end", [hang_up, finish, spoil])
+def test_it_is_given_back_on_every_way_out(router: Running, end: Callable[[socket.socket], None]) -> None:
+    connection = begin(router)
+    end(connection)
+    router.wait_for(lambda: held(router) == 0, "given back")
+    connection.close()
+
+
+def test_it_is_given_back_when_the_body_is_too_slow(start_router: StartRouter) -> None:
+    router = start_router(limits=LIMITS, timeouts=Timeouts(body=0.3))
+    with closing(begin(router)) as connection:
+        assert b"408" in read_to_end(connection)
+    assert held(router) == 0
+
+
+def test_it_is_given_back_while_the_answer_is_still_being_written(router: Running) -> None:
+    node = router.nodes["d0"]
+    node.set(pause_at=1)
+    with closing(connect(router)) as connection:
+        connection.sendall(post(body(9_000), content_length="9000"))
+        node.wait_until(lambda: bool(node.submits), "submitted")
+        assert held(router) == 0
+        node.resume()
+        assert read_answer(connection)[0] == 200
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize", "/v1/chat/completions"])
+def test_every_body_counts(router: Running, path: str) -> None:
+    with closing(connect(router)) as connection:
+        connection.sendall(post(b" " * 5000, path, content_length="6000"))
+        router.wait_for(lambda: held(router) == 5000, "received")
+
+
+def test_a_budget_that_no_body_would_fit_into() -> None:
+    with pytest.raises(
+        ConfigurationError, match="body_bytes_at_once must be at least body_bytes, 100, not 99"
+    ):
+        RouterConfig(tokenizer_path="x", model_name="x", limits=Limits(body_bytes=100, body_bytes_at_once=99))
