@@ -12,7 +12,7 @@ class NixlOptions(ProtocolOptions, frozen=True, forbid_unknown_fields=True):
     backend: str = "UCX"
     # How often NIXL's progress thread looks after itself although nothing woke it, in milliseconds. With 0, NIXL's
     # default, it spins and takes a core.
-    progress_ms: int = 20
+    progress_ms: int = 100
 
     @classmethod
     def parse(cls, options: Mapping[str, str]) -> NixlOptions:
