@@ -36,6 +36,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.transfer_nodes import BLOCK_BYTES, BLOCK_SIZE, Remote
+from engine.model.memory import available_bytes
 from kvtransfer.base import TransferConfig
 from wire.nodes import PeerAddress
 
@@ -56,12 +57,7 @@ def _blocks(tokens: int, requests: int) -> int:
 
 def _blocks_of_one_node(device: str) -> int:
     """Of two, which leave two fifths of what is free to everybody else."""
-    if device == "cpu":
-        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        free = int(lines["MemAvailable"].split()[0]) * 1024
-    else:
-        free = torch.cuda.mem_get_info(device)[0]
-    return int(0.3 * free) // BLOCK_BYTES
+    return int(0.3 * available_bytes(torch.device(device))) // BLOCK_BYTES
 
 
 class Benchmark:

@@ -222,22 +222,20 @@ class Sending:
     def has_due(self) -> bool:
         if self.layers is not None:
             return self.layers.posted < self.layers.computed
-        return self.source is not None and self._has_unsent_below(self._end_of(self.source.computed))
+        return bool(self._unsent) and self._unsent[-1][1] < self._due_end
 
-    def _has_unsent_below(self, end: int) -> bool:
-        return bool(self._unsent) and self._unsent[-1][1] < end
+    @property
+    def _due_end(self) -> int:
+        return self._end_of(self.source.computed) if self.source is not None else 0
 
     def take_due(self, limit: int) -> list[Position]:
-        return self._take_below(self._end_of(self.source.computed), limit) if self.source is not None else []
+        return self._take_below(self._due_end, limit)
 
     def _take_below(self, end: int, limit: int) -> list[Position]:
-        """They are in order, so those that come after one that is not below `end` are not either."""
-        unsent, taken = self._unsent, 0
-        while taken < min(limit, len(unsent)) and unsent[-1 - taken][1] < end:
-            taken += 1
-        positions = unsent[len(unsent) - taken :][::-1]
-        del unsent[len(unsent) - taken :]
-        return positions
+        taken: list[Position] = []
+        while self._unsent and len(taken) < limit and self._unsent[-1][1] < end:
+            taken.append(self._unsent.pop())
+        return taken
 
     def begin_layers(self, num_tokens: int, slots: int, limit: int) -> None:
         """A step that will have computed `num_tokens` tokens has done the first `slots` layers of them. Whatever was

@@ -22,11 +22,19 @@ class Scene:
 
     def computed(self) -> None:
         """The prompt is done, and its blocks are kept; nothing has arrived."""
+        self._both_begin()
+        self.producer.compute(self.send, len(TOKENS))
+        self.producer.finish_send(self.send)
+
+    def first_layer_computed(self) -> None:
+        self._both_begin()
+        self.producer.begin_computing(self.send, len(TOKENS))
+        self.producer.tell_of_first_layer(self.send)
+
+    def _both_begin(self) -> None:
         self.consumer.start_receive(self.receive, self.producer.address)
         self.producer.start_send(self.send)
         self.world.deliver_all()
-        self.producer.compute(self.send, len(TOKENS))
-        self.producer.finish_send(self.send)
 
     def sent(self) -> TransferStats:
         return self.producer.recorder.snapshot(0)
@@ -84,11 +92,7 @@ def test_blocks_that_could_not_be_moved() -> None:
 
 def test_layers_that_arrived_while_the_next_was_computed_are_overlapped_bytes() -> None:
     scene = Scene()
-    scene.consumer.start_receive(scene.receive, scene.producer.address)
-    scene.producer.start_send(scene.send)
-    scene.world.deliver_all()
-    scene.producer.begin_computing(scene.send, len(TOKENS))
-    scene.producer.tell_of_first_layer(scene.send)
+    scene.first_layer_computed()
     scene.world.settle(0.2)
     assert scene.sent().bytes_overlapped == scene.sent().bytes_sent > 0
     scene.producer.end_computing(scene.send)
@@ -106,11 +110,7 @@ def test_layers_that_arrived_while_the_next_was_computed_are_overlapped_bytes() 
 
 def test_a_chunk_of_which_no_layer_has_left_when_it_is_computed_goes_in_whole_blocks() -> None:
     scene = Scene()
-    scene.consumer.start_receive(scene.receive, scene.producer.address)
-    scene.producer.start_send(scene.send)
-    scene.world.deliver_all()
-    scene.producer.begin_computing(scene.send, len(TOKENS))
-    scene.producer.tell_of_first_layer(scene.send)
+    scene.first_layer_computed()
     scene.producer.end_computing(scene.send)
     scene.producer.finish_send(scene.send)
     scene.world.settle(0.5)

@@ -9,7 +9,7 @@
 namespace tandem {
 namespace {
 
-// Adds 16 rows by 16 columns in pieces of R rows: `a` has rows of 16 pairs, `b` 16 rows of pairs side by side.
+// Adds R rows of `a`, each of 16 pairs, times the 16 columns of `b`, which has 16 rows of pairs side by side.
 template <int R>
 TANDEM_INLINE void multiply_rows(float* sums, const char* a, int64_t a_stride, const char* b, int64_t b_stride) {
   __m512 s[R];
