@@ -20,6 +20,8 @@ from torch._C._distributed_c10d import TCPStore
 from wire.errors import ConfigurationError, TransferError
 
 DATA_TAG, ABORT_TAG = 0, 1
+# So often gloo tries to connect to a member that does not answer, each time for its whole time-out.
+GLOO_TRIES = 5
 
 
 @contextlib.contextmanager
@@ -73,12 +75,15 @@ class Group:
     """`rank` is 0 for the caller and 1 for the callee. Used by one thread, but for `abort`."""
 
     def __init__(self, backend: str, store: TCPStore, rank: int, host: str, timeout_s: float) -> None:
+        """The peer is waited for, and then the connection, each for at most `timeout_s`."""
         self._backend = backend
         self._peer = 1 - rank
-        timeout = timedelta(seconds=timeout_s)
+        with _translated("waiting for the peer"):
+            store.set(f"here/{rank}", "")
+            store.wait([f"here/{self._peer}"], timedelta(seconds=timeout_s))
         with _translated("making a group"):
             self._group: Any = (
-                _nccl(store, rank, timeout) if backend == "nccl" else _gloo(store, rank, host, timeout)
+                _nccl(store, rank, timeout_s) if backend == "nccl" else _gloo(store, rank, host, timeout_s)
             )
 
     def send(self, data: torch.Tensor, timeout_s: float) -> None:
@@ -102,20 +107,20 @@ class Group:
                 self._group.recv([nothing], self._peer, ABORT_TAG).wait(timedelta(milliseconds=1))
 
 
-def _gloo(store: TCPStore, rank: int, host: str, timeout: timedelta) -> Any:
+def _gloo(store: TCPStore, rank: int, host: str, timeout_s: float) -> Any:
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
-    options._timeout = timeout
+    options._timeout = timedelta(seconds=timeout_s / GLOO_TRIES)
     options._devices = [gloo.create_device(hostname=host)]
     return gloo(store, rank, 2, options)
 
 
-def _nccl(store: TCPStore, rank: int, timeout: timedelta) -> Any:
+def _nccl(store: TCPStore, rank: int, timeout_s: float) -> Any:
     # A wait blocks this thread and raises at its deadline. Left to itself NCCL's watchdog ends the process instead.
     os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
     nccl: Any = dist.ProcessGroupNCCL
     options = nccl.Options()
-    options._timeout = timeout
+    options._timeout = timedelta(seconds=timeout_s)
     return nccl(store, rank, 2, options)

@@ -10,7 +10,7 @@ from wire.errors import ConfigurationError
 
 class NcclOptions(ProtocolOptions, frozen=True, forbid_unknown_fields=True):
     backend: str = "auto"  # nccl where the cache is on a GPU, else gloo
-    connect_timeout_s: float = 5.0  # for two nodes to make their group
+    connect_timeout_s: float = 5.0  # for two nodes to find each other, and again to connect
     move_timeout_s: float = 10.0  # for one operation, which has at most 32 MiB; then the group is given up
     idle_s: float = (
         60.0  # a pair that has moved nothing for so long is taken down; the next transfer makes it anew

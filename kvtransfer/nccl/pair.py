@@ -14,15 +14,19 @@ pair down: its moves fail, and the next transfer with this peer makes another.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
 import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import msgspec
 import numpy as np
+import torch
+from torch._C._distributed_c10d import TCPStore
 
 from kvtransfer.nccl.gate import Gate
 from kvtransfer.nccl.group import Group, StoreServer, join_store
@@ -33,8 +37,6 @@ from kvtransfer.protocol.transport import HandleId, Move, Operation
 from wire.errors import TransferError
 
 logger = logging.getLogger(__name__)
-
-ABORT_S = 2.0
 
 
 class Node(msgspec.Struct, frozen=True):
@@ -50,33 +52,51 @@ class Node(msgspec.Struct, frozen=True):
 
 
 class End:
-    """What both ends have: a group that can be taken away from the thread that works with it."""
+    """What both ends have: a thread, which can be kept from the cache at any moment."""
 
     def __init__(self, node: Node) -> None:
         self.node = node
         self._closed = threading.Event()
-        self._working = threading.Lock()  # held while the thread touches the cache or the group
+        # Held while the thread touches the cache: some milliseconds, never while it waits for the peer.
+        self._touching = threading.Lock()
         self._group: Group | None = None
+        self._thread = threading.Thread(target=self._run, name=f"{node.name}-pair", daemon=True)
 
-    def _use(self, group: Group | None) -> None:
-        with self._working:
-            if self._closed.is_set():
-                raise TransferError("the pair is being taken down")
-            self._group = group
+    def start(self) -> None:
+        self._thread.start()
 
     def stop(self) -> None:
-        """When this returns, nothing of this pair touches the cache any more."""
+        """When this returns, nothing of this pair touches the cache any more. Its thread ends by itself: at once, or
+        when the group that it is just making has been made or has failed."""
         self._closed.set()
-        group = self._group
-        if group is not None and not self._working.acquire(blocking=False):
+        with self._touching:
+            group = self._group
+        if group is not None:
             group.abort()
-            if not self._working.acquire(timeout=ABORT_S):
-                logger.error("a group of %s did not end within %g s", self.node.name, ABORT_S)
-                return
-        elif group is None:
-            return
-        self._group = None
-        self._working.release()
+
+    def join(self, timeout_s: float) -> bool:
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    # ── its own thread ──
+
+    def _run(self) -> None:
+        raise NotImplementedError
+
+    def _make_group(self, store: TCPStore, rank: int) -> Group:
+        node = self.node
+        group = Group(node.backend, store, rank, node.host, node.options.connect_timeout_s)
+        with self._cache():
+            self._group = group
+        return group
+
+    @contextlib.contextmanager
+    def _cache(self) -> Iterator[Pool]:
+        """For as long as this is open the cache may be touched; a TransferError when it may not any more."""
+        with self._touching:
+            if self._closed.is_set():
+                raise TransferError("the pair is being taken down")
+            yield self.node.pool
 
 
 class Caller(End):
@@ -90,16 +110,12 @@ class Caller(End):
         self._reply_to = reply_to
         self._lock = threading.Lock()
         self._queue: queue.SimpleQueue[tuple[HandleId, Move] | None] = queue.SimpleQueue()
-        # When a move that has been sent must have landed; None while it is still to be carried out.
+        # By when a write that has begun must have landed; None for what can be taken back: a read, and what waits.
         self._open: dict[HandleId, float | None] = {}
         self._broken: str | None = None
         self._idle = False
-        self._thread = threading.Thread(target=self._run, name=f"{node.name}-pair", daemon=True)
 
     # ── the transport's thread ──
-
-    def start(self) -> None:
-        self._thread.start()
 
     def post(self, number: HandleId, move: Move) -> bool:
         """False: it has ended for want of work."""
@@ -124,14 +140,18 @@ class Caller(End):
                 raise TransferError(self._broken)
             return False
 
+    def cancel(self, number: HandleId) -> bool:
+        """Whether it is over with this. A write that has begun is not: the peer may be copying it."""
+        with self._touching, self._lock:
+            if self._open.get(number) is not None:
+                return False
+            self._open.pop(number, None)
+            return True
+
     def close(self) -> None:
         self._break("the connection has been closed")
         self._queue.put(None)
         self.stop()
-
-    def join(self, timeout_s: float) -> bool:
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
 
     # ── the inbox's thread ──
 
@@ -151,12 +171,11 @@ class Caller(End):
     def _run(self) -> None:
         node = self.node
         try:
-            timeout_s = node.options.connect_timeout_s
-            store = StoreServer(node.host, timeout_s)
+            store = StoreServer(node.host, node.options.connect_timeout_s)
             self._tell(Open(self.pair_id, self.peer.key, node.name, self._reply_to, store.host, store.port))
-            self._use(Group(node.backend, store.store, 0, node.host, timeout_s))
+            group = self._make_group(store.store, 0)
             staging = Staging(node.pool.device)
-            while self._serve_next(staging):
+            while self._serve_next(group, staging):
                 pass
             self._tell(Leave(self.pair_id))
         except TransferError as error:
@@ -165,13 +184,12 @@ class Caller(End):
             logger.exception("%s: a pair's thread died", node.name)
             self._break(f"a bug in the pair's thread: {error}")
         finally:
-            with self._working:
-                self._group = None
+            self._group = None
 
     def _tell(self, message: msgspec.Struct) -> None:
         self.node.send(self.peer.endpoint, message)
 
-    def _serve_next(self, staging: Staging) -> bool:
+    def _serve_next(self, group: Group, staging: Staging) -> bool:
         """False: the pair is no longer needed."""
         try:
             item = self._queue.get(timeout=self.node.options.idle_s)
@@ -179,32 +197,58 @@ class Caller(End):
             with self._lock:
                 self._idle = self._queue.empty() and not self._open
                 return not self._idle
-        if item is None:
+        if item is None or self._closed.is_set():
             return False
-        with self._working:
-            group = self._group
-            if self._closed.is_set() or group is None:
-                return False
-            self._carry_out(group, *item, staging)
-        return True
-
-    def _carry_out(self, group: Group, number: HandleId, move: Move, staging: Staging) -> None:
-        node, timeout_s = self.node, self.node.options.move_timeout_s
-        units = move.remote.tolist()
-        self._tell(Announce(self.pair_id, number, move.operation, move.transfer_id, move.unit_bytes, units))
+        number, move = item
         with staging.stream():
             room = staging.room(move.num_bytes)
             if move.operation is Operation.WRITE:
-                group.send(node.pool.gather(move.unit_bytes, move.local, room), timeout_s)
-                with self._lock:
-                    if number in self._open:
-                        self._open[number] = time.monotonic() + timeout_s
+                self._write(group, number, move, staging, room)
             else:
-                group.receive(room, timeout_s)
-                node.pool.scatter(move.unit_bytes, move.local, room)
-                staging.finish()
-                with self._lock:
-                    self._open.pop(number, None)
+                self._read(group, number, move, staging, room)
+        return True
+
+    def _write(
+        self, group: Group, number: HandleId, move: Move, staging: Staging, room: torch.Tensor
+    ) -> None:
+        timeout_s = self.node.options.move_timeout_s
+        with self._cache() as pool:
+            if not self._set_deadline(number, math.inf):
+                return
+            data = pool.gather(move.unit_bytes, move.local, room)
+            staging.finish()
+        self._announce(number, move)
+        group.send(data, timeout_s)
+        self._set_deadline(number, time.monotonic() + timeout_s)
+
+    def _read(self, group: Group, number: HandleId, move: Move, staging: Staging, room: torch.Tensor) -> None:
+        if not self._is_wanted(number):
+            return
+        self._announce(number, move)
+        group.receive(room, self.node.options.move_timeout_s)
+        with self._cache() as pool:
+            if not self._is_wanted(number):
+                return
+            pool.scatter(move.unit_bytes, move.local, room)
+            staging.finish()
+            with self._lock:
+                self._open.pop(number, None)
+
+    def _announce(self, number: HandleId, move: Move) -> None:
+        units = move.remote.tolist()
+        self._tell(Announce(self.pair_id, number, move.operation, move.transfer_id, move.unit_bytes, units))
+
+    def _is_wanted(self, number: HandleId) -> bool:
+        with self._lock:
+            return number in self._open
+
+    def _set_deadline(self, number: HandleId, deadline: float) -> bool:
+        """False: it is not wanted any more, or has landed already."""
+        with self._lock:
+            if number not in self._open:
+                return False
+            self._open[number] = deadline
+            return True
 
 
 class Callee(End):
@@ -215,8 +259,6 @@ class Callee(End):
         self._opened = opened
         self._ended = ended
         self._queue: queue.SimpleQueue[Announce | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=f"{node.name}-pair", daemon=True)
-        self._thread.start()
 
     def announce(self, message: Announce) -> None:
         self._queue.put(message)
@@ -225,21 +267,18 @@ class Callee(End):
         self._queue.put(None)
         self.stop()
 
-    def join(self, timeout_s: float) -> bool:
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+    # ── its own thread ──
 
     def _run(self) -> None:
         node, opened = self.node, self._opened
         try:
-            timeout_s = node.options.connect_timeout_s
-            store = join_store(opened.store_host, opened.store_port, timeout_s)
-            self._use(Group(node.backend, store, 1, node.host, timeout_s))
+            store = join_store(opened.store_host, opened.store_port, node.options.connect_timeout_s)
+            group = self._make_group(store, 1)
             staging = Staging(node.pool.device)
             while True:
                 # The caller takes an idle pair down; one that is not heard of for longer has died.
                 message = self._queue.get(timeout=2 * node.options.idle_s)
-                if message is None or not self._serve(message, staging):
+                if message is None or self._closed.is_set() or not self._serve(group, message, staging):
                     break
         except queue.Empty:
             logger.info("%s: %s has not been heard of for long", node.name, opened.caller)
@@ -249,43 +288,42 @@ class Callee(End):
         except BaseException:
             logger.exception("%s: a pair's thread died", node.name)
         finally:
-            with self._working:
-                self._group = None
+            self._group = None
             self._ended(self.pair_id)
 
-    def _serve(self, message: Announce, staging: Staging) -> bool:
+    def _serve(self, group: Group, message: Announce, staging: Staging) -> bool:
         node = self.node
         problem = node.pool.problem(message.unit_bytes, message.units)
-        with self._working:
-            group = self._group
-            if self._closed.is_set() or group is None:
-                return False
-            try:
-                if problem is None:
-                    problem = self._carry_out(group, message, staging)
-            except TransferError as error:
-                problem = str(error)
-                raise
-            finally:
-                if message.operation is Operation.WRITE:
-                    node.send(self._opened.reply_to, Landed(self.pair_id, message.number, problem or ""))
+        try:
+            if problem is None:
+                problem = self._carry_out(group, message, staging)
+        except TransferError as error:
+            problem = str(error)
+            raise
+        finally:
+            if message.operation is Operation.WRITE:
+                node.send(self._opened.reply_to, Landed(self.pair_id, message.number, problem or ""))
         # What was refused has been received all the same, but units that do not exist have not: nothing that comes
         # after them would be understood.
         return problem is None
 
     def _carry_out(self, group: Group, message: Announce, staging: Staging) -> str | None:
-        node, timeout_s = self.node, self.node.options.move_timeout_s
+        timeout_s = self.node.options.move_timeout_s
         units = np.asarray(message.units, dtype=np.int64)
         with staging.stream():
             room = staging.room(message.unit_bytes * len(units))
             if message.operation is Operation.READ:
-                group.send(node.pool.gather(message.unit_bytes, units, room), timeout_s)
+                with self._cache() as pool:
+                    data = pool.gather(message.unit_bytes, units, room)
+                    staging.finish()
+                group.send(data, timeout_s)
                 return None
             group.receive(room, timeout_s)
-            blocks = node.pool.blocks_of(message.unit_bytes, message.units)
-            with node.gate.landing(message.transfer_id, blocks) as allowed:
-                if not allowed:
-                    return "it is not expected here any more"
-                node.pool.scatter(message.unit_bytes, units, room)
-                staging.finish()
+            with self._cache() as pool:
+                blocks = pool.blocks_of(message.unit_bytes, message.units)
+                with self.node.gate.landing(message.transfer_id, blocks) as allowed:
+                    if not allowed:
+                        return "it is not expected here any more"
+                    pool.scatter(message.unit_bytes, units, room)
+                    staging.finish()
         return None

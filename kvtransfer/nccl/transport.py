@@ -126,6 +126,12 @@ class NcclTransport(Transport):
             del self._owners[handle]
         return done
 
+    def cancel(self, handle: HandleId) -> bool:
+        over = self._owners[handle].cancel(handle)
+        if over:
+            del self._owners[handle]
+        return over
+
     def expect(self, transfer_id: str, blocks: Sequence[int]) -> None:
         self._gate.expect(transfer_id, blocks)
 
@@ -199,4 +205,5 @@ class NcclTransport(Transport):
         for callee in before:  # it has been started anew, or gave its end up
             callee.close()
         with self._lock:
-            self._callees[message.pair_id] = Callee(node, message, self._on_ended)
+            callee = self._callees[message.pair_id] = Callee(node, message, self._on_ended)
+        callee.start()

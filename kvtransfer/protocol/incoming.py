@@ -128,6 +128,8 @@ class Incoming:
             receiving.outcome, receiving.reason = outcome, reason
         receiving.is_safe = True
         receiving.unread = []
+        cancel = self._side.transport.cancel
+        receiving.in_flight = [handle for handle in receiving.in_flight if not cancel(handle)]
         if receiving.in_flight:
             return
         self._forget(receiving, None)

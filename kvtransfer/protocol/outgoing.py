@@ -92,6 +92,8 @@ class Outgoing:
             sending.phase = Phase.CLOSING
             sending.outcome = outcome
             sending.reason = reason
+            cancel = self._side.transport.cancel
+            sending.in_flight = [write for write in sending.in_flight if not cancel(write.handle)]
         self.conclude(sending)
 
     def close_all_to(self, key: PeerKey, outcome: Outcome, reason: str) -> None:

@@ -84,6 +84,11 @@ class Transport(abc.ABC):
     def is_done(self, handle: HandleId) -> bool:
         """Whether every byte has arrived. True, or a TransferError, ends the handle's life."""
 
+    def cancel(self, handle: HandleId) -> bool:
+        """Nobody wants this move any more. True ends the handle's life: from now on it touches nobody's memory.
+        False: it cannot be taken back, and must be asked for until it is done."""
+        return False
+
     @abc.abstractmethod
     def close(self) -> None:
         """Give everything back. Idempotent."""

@@ -161,6 +161,12 @@ class FakeTransport(Transport):
             raise TransferError("the move failed")
         return True
 
+    def cancel(self, handle: HandleId) -> bool:
+        if not self.world.moves_can_be_taken_back:
+            return False
+        del self.moves[handle]
+        return True
+
     def close(self) -> None:
         pass
 
@@ -402,6 +408,7 @@ class World:
         self.closed_addresses: set[str] = set()
         self.nodes: dict[str, Node] = {}
         self.direction = direction
+        self.moves_can_be_taken_back = False
         self._decoder = msgspec.msgpack.Decoder(HandoffMessage)
 
     def add(

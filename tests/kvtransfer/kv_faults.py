@@ -91,6 +91,14 @@ class FaultyTransport(Transport):
                 raise TransferError("injected: the move failed")
         return done
 
+    def cancel(self, handle: HandleId) -> bool:
+        over = self._inner.cancel(handle)
+        if over:
+            self.live.discard(handle)
+            self._stuck.pop(handle, None)
+            self._doomed.discard(handle)
+        return over
+
     def expect(self, transfer_id: str, blocks: Sequence[int]) -> None:
         self._inner.expect(transfer_id, blocks)
 

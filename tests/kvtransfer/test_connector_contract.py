@@ -358,7 +358,6 @@ def test_a_killed_producer_fails_the_transfer_within_seconds(own: Pair, steps: i
     for _ in range(steps):
         own.producer.call("step")
     own.producer.kill()
-    # A group that was just being made is waited for, for its own 5 s: what may still write is not given back.
     state = own.consumer.call("run_until", name, ["failed", "loaded"], timeout_s=LEASE_S + 8)
     assert state == "failed" or steps == 6
     own.consumer.call("finish", name)

@@ -6,9 +6,12 @@ Everything here runs on gloo; on a GPU only the backend and where the tensors li
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -16,6 +19,7 @@ import pytest
 import torch
 
 from kvtransfer.base import KVCacheMemory
+from kvtransfer.nccl.group import Group, StoreServer
 from kvtransfer.nccl.messages import Announce, Open, Rendezvous
 from kvtransfer.nccl.options import NcclOptions
 from kvtransfer.nccl.pair import Callee
@@ -178,6 +182,100 @@ def test_a_connection_that_waits_can_be_given_up_at_once(
         assert here.transport.refused == 0
     finally:
         patient.transport.close()
+
+
+def test_what_waits_for_a_group_is_taken_back_at_once(
+    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, there = sides
+    never = threading.Event()
+    monkeypatch.setattr(Callee, "_make_group", lambda *_: never.wait(30))
+    patient = Side("patient", msgspec.structs.replace(FAST, connect_timeout_s=3.0))
+    remote = patient.transport.connect(there.memory)
+    for operation in Operation:
+        handle = patient.transport.post(remote, patient.move(operation, [3], [5]))
+        assert not patient.transport.is_done(handle)
+        assert patient.transport.cancel(handle)
+    never.set()
+    patient.transport.close()
+
+
+def test_a_read_can_be_taken_back_and_the_pair_goes_on(
+    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = sides
+    remote = here.transport.connect(there.memory)
+    there.tensor[5] = 5.0
+    heard, go_on = threading.Event(), threading.Event()
+    announce = Callee.announce
+
+    def late(self: Callee, message: Announce) -> None:
+        heard.set()
+        assert go_on.wait(5)
+        announce(self, message)
+
+    monkeypatch.setattr(Callee, "announce", late)
+    patient = here.transport.post(remote, here.move(Operation.READ, [3], [5]))
+    assert heard.wait(5)
+    assert here.transport.cancel(patient)
+    go_on.set()
+    here.finish(here.transport.post(remote, here.move(Operation.READ, [4], [5])))
+    assert (here.tensor[3] == 0.0).all()
+    assert (here.tensor[4] == 5.0).all()
+
+
+def test_a_write_that_has_begun_is_not_taken_back(
+    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = sides
+    remote = here.transport.connect(there.memory)
+    there.transport.expect("t", [5])
+    heard, go_on = threading.Event(), threading.Event()
+    announce = Callee.announce
+
+    def late(self: Callee, message: Announce) -> None:
+        heard.set()
+        assert go_on.wait(5)
+        announce(self, message)
+
+    monkeypatch.setattr(Callee, "announce", late)
+    handle = here.transport.post(remote, here.move(Operation.WRITE, [3], [5]))
+    assert heard.wait(5)
+    assert not here.transport.cancel(handle)
+    go_on.set()
+    here.finish(handle)
+
+
+A_MEMBER_THAT_DIES = """
+import os
+import torch.distributed as dist
+from kvtransfer.nccl.group import Group
+
+class Store(dist.Store):
+    def set(self, key, value):
+        if not key.startswith("here/"):  # where it can be reached
+            print(key, bytes(value).hex(), flush=True)
+            os._exit(0)
+
+    def wait(self, keys, timeout=None):
+        pass
+
+Group("gloo", Store(), 1, "127.0.0.1", 30.0)
+"""
+
+
+def test_a_member_that_dies_while_the_group_is_made_is_not_waited_for_again_and_again() -> None:
+    said = subprocess.run(
+        [sys.executable, "-c", A_MEMBER_THAT_DIES], stdout=subprocess.PIPE, text=True, check=True, timeout=60
+    ).stdout
+    key, address = said.split()
+    server: Any = StoreServer("127.0.0.1", 30.0).store
+    server.set("here/1", "")
+    server.set(key, bytes.fromhex(address))
+    began = time.monotonic()
+    with pytest.raises(TransferError, match="making a group"):
+        Group("gloo", server, 0, "127.0.0.1", 3.0)
+    assert time.monotonic() - began < 3 * 3.0  # gloo tries five times
 
 
 def test_nothing_is_left_behind() -> None:

@@ -33,9 +33,15 @@ REQUESTS = 4
 
 class History:
     def __init__(
-        self, direction: Direction, skew: float, block_sizes: tuple[int, int], choose: Callable[[int], int]
+        self,
+        direction: Direction,
+        skew: float,
+        block_sizes: tuple[int, int],
+        moves_can_be_taken_back: bool,
+        choose: Callable[[int], int],
     ) -> None:
         self.world = World(direction)
+        self.world.moves_can_be_taken_back = moves_can_be_taken_back
         self.producer: Node = self.world.add("p", 11, block_size=block_sizes[0])
         self.consumer: Node = self.world.add("c", 22, skew, block_size=block_sizes[1])
         self._choose = choose
@@ -227,11 +233,16 @@ def check(direction: Direction, examples: int) -> None:
     @given(
         skew=st.sampled_from([0.0, -500.0, 12345.6]),
         block_sizes=st.sampled_from([(4, 4), (4, 8), (8, 4)]),
+        moves_can_be_taken_back=st.booleans(),
         choices=st.lists(st.integers(0, 1 << 30), min_size=40, max_size=160),
     )
-    def histories(skew: float, block_sizes: tuple[int, int], choices: list[int]) -> None:
+    def histories(
+        skew: float, block_sizes: tuple[int, int], moves_can_be_taken_back: bool, choices: list[int]
+    ) -> None:
         drawn = iter(choices)
-        history = History(direction, skew, block_sizes, lambda options: next(drawn) % options)
+        history = History(
+            direction, skew, block_sizes, moves_can_be_taken_back, lambda options: next(drawn) % options
+        )
         try:
             while True:
                 history.happen()

@@ -389,6 +389,19 @@ def test_a_read_in_flight_is_waited_out_before_the_blocks_come_back(pull: Pair) 
     assert receive.failed
 
 
+def test_what_can_be_taken_back_is_not_waited_for(pair: Pair) -> None:
+    pair.world.moves_can_be_taken_back = True
+    _computed(pair)
+    pair.world.deliver_all()
+    assert pair.world.moves()
+    pair.consumer.endpoint.execute(CancelReceive("r1"))
+    pair.world.deliver_all()
+    assert pair.consumer.receives["r1"].failed
+    assert pair.producer.sends["r1"].reported == 1
+    assert not pair.world.moves()
+    assert pair.nothing_is_left()
+
+
 def test_a_late_registration_of_a_cancelled_transfer_is_not_honoured(push: Pair) -> None:
     push.receive()
     push.world.deliver()  # Hello
