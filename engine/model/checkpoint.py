@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from transformers import AutoConfig, GgufConfig
 
+from engine.model.plain_config import read_plain_config
 from engine.model.source import Source
 from wire.errors import ConfigurationError
 
@@ -22,11 +22,19 @@ def gguf_options(source: Source) -> dict[str, Any]:
     """What transformers must be told besides the folder."""
     if source.gguf_file is None:
         return {}
+    from transformers import GgufConfig
+
     return {"gguf_file": source.gguf_file, "quantization_config": GgufConfig(dequantize=True)}
 
 
 def read_config(source: Source) -> Any:
-    """The transformers configuration. Refuses what is known not to work before any weight is read."""
+    """The transformers configuration, or what is as good. Refuses what is known not to work before any weight is read."""
+    plain = read_plain_config(source.read_json("config.json")) if source.gguf_file is None else None
+    if plain is not None:
+        return plain
+    # Imported here because it costs seconds that a plain model need not wait for.
+    from transformers import AutoConfig
+
     options = {"gguf_file": source.gguf_file} if source.gguf_file else {}
     with translated_errors(source):
         config = AutoConfig.from_pretrained(source.folder, trust_remote_code=False, **options)

@@ -221,7 +221,7 @@ def test_missing_weights_are_an_error_and_not_a_random_model(llama: Path, native
 def test_a_broken_configuration_is_an_error_in_one_sentence(llama: Path) -> None:
     (llama / "config.json").write_text("{")
     message = refusal(llama)
-    assert "cannot be loaded" in message
+    assert "config.json cannot be read" in message
     assert "\n" not in message
 
 
