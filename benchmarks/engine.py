@@ -31,8 +31,8 @@ from benchmarks.engine_work import MAX_BATCHED_TOKENS, MAX_MODEL_LEN, Times, Wor
 from benchmarks.machine import Limits, measure_limits
 from engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from engine.core import Engine
+from engine.host_cores import usable_cores
 from engine.model.loading import load_runner
-from engine.model.threads import usable_cores
 from engine.scheduling.scheduler import Scheduler
 
 PREFILLS = (128, 512, 2048)

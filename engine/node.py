@@ -15,6 +15,7 @@ import msgspec
 
 from engine.affinity import bind, threads_here
 from engine.core import Engine
+from engine.host_cores import core_quota
 from engine.loop import Mailbox
 from engine.model.runner import ModelRunner
 from engine.node_config import NodeConfig
@@ -54,6 +55,10 @@ class Node:
     def __init__(
         self, config: NodeConfig, rules: RoleRules, open_channel: OpenChannel, make_connector: MakeConnector
     ) -> None:
+        if core_quota() is not None:
+            # How many threads compute matters then, and not where: other containers of the machine count its cores from
+            # the same end.
+            config = msgspec.structs.replace(config, cores=[])
         self.config = config
         self.epoch = new_epoch()
         self._rules = rules
