@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from typing import Protocol
 
 import msgspec
 
@@ -13,17 +14,34 @@ from wire.requests import NodeStatus
 
 logger = logging.getLogger(__name__)
 
-Send = Callable[[str, msgspec.Struct], None]
-"""Queues a message for an endpoint; raises NodeLost when nobody reads there."""
+
+class RouterLine(Protocol):
+    """The node's end of the line to its routers."""
+
+    @property
+    def malformed(self) -> int: ...
+    @property
+    def died(self) -> str | None:
+        """Why nothing is received any more, although nobody closed it."""
+        ...
+
+    def send(self, endpoint: str, message: msgspec.Struct) -> None:
+        """Queues a message; raises NodeLost when nobody reads there. The first one makes a connection, which is kept."""
+        ...
+
+    def forget(self, endpoint: str) -> None:
+        """Drops the connection, and whatever is queued on it."""
+        ...
 
 
 class Routers:
     """Every method may be called from any thread. A router that is silent for too long, or does not read, is lost:
-    `lost` is told once, and the router is a new one when it is heard again."""
+    `lost` is told once, and the router is a new one when it is heard again. Until then it is told nothing, and no
+    connection to it is kept: what it does not read would pile up."""
 
     def __init__(
         self,
-        send: Send,
+        line: RouterLine,
         status: Callable[[], NodeStatus],
         lost: Callable[[str], None],
         *,
@@ -31,7 +49,7 @@ class Routers:
         silence_s: float,
         clock: Callable[[], float],
     ) -> None:
-        self._send = send
+        self._line = line
         self._status = status
         self._lost = lost
         self._period_s = period_s
@@ -58,11 +76,15 @@ class Routers:
         return is_new
 
     def tell(self, reply_to: str, message: msgspec.Struct) -> None:
-        try:
-            self._send(reply_to, message)
-        except NodeLost as error:
-            logger.warning("router lost: %s", error)
-            self._forget(reply_to)
+        with self._lock:
+            if reply_to not in self._heard:
+                return
+            try:
+                self._line.send(reply_to, message)
+                return
+            except NodeLost as error:
+                logger.warning("router lost: %s", error)
+        self._forget(reply_to)
 
     def tell_status(self, reply_to: str) -> None:
         self.tell(reply_to, self._status())
@@ -90,4 +112,5 @@ class Routers:
     def _forget(self, reply_to: str) -> None:
         with self._lock:
             self._heard.pop(reply_to, None)
+            self._line.forget(reply_to)
         self._lost(reply_to)

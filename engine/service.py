@@ -1,6 +1,6 @@
 """What a prefill node and a decode node share above the loop: requests in, token batches out, an honest status.
 
-Transport-free: messages come in through `receive` and leave through a `send` function. A role differs only in
+Transport-free: messages come in through `receive` and leave through a `RouterLine`. A role differs only in
 which requests it takes and how one of them ends (`RoleRules`).
 
 Who may end a request, and who hears of it:
@@ -26,7 +26,7 @@ from engine.counters import node_counters
 from engine.loop import EngineLoop, Mailbox
 from engine.node_config import NodeConfig
 from engine.request import Request, RequestStatus
-from engine.routers import Routers, Send
+from engine.routers import RouterLine, Routers
 from engine.scheduling.stats import SchedulerStats
 from engine.scheduling.update import RequestUpdate
 from engine.structured.desk import GrammarDesk, GrammarReady
@@ -104,8 +104,7 @@ class NodeService:
         rules: RoleRules,
         engine: Engine,
         mailbox: Mailbox[Item],
-        send: Send,
-        malformed_frames: Callable[[], int] = lambda: 0,
+        line: RouterLine,
         clock: Callable[[], float] = time.monotonic,
         grammars: Grammars | None = None,
     ) -> None:
@@ -114,7 +113,7 @@ class NodeService:
         self._rules = rules
         self._engine = engine
         self._mailbox = mailbox
-        self._malformed_frames = malformed_frames
+        self._line = line
         self._clock = clock
         self._block_hasher = engine.scheduler.block_hasher
         self._eos = engine.runner.info.eos_token_ids
@@ -122,7 +121,7 @@ class NodeService:
         self._live: dict[str, _Live] = {}
         self._deadlines: list[tuple[float, str]] = []
         self._routers = Routers(
-            send,
+            line,
             self.status,
             lost=lambda reply_to: mailbox.put(RouterLost(reply_to)),
             period_s=config.timeouts.status_period_s,
@@ -167,11 +166,12 @@ class NodeService:
         scheduler = self._scheduler_stats
         worker = self._engine.worker
         transfer = worker.stats() if worker is not None else None
+        failure = self.failure
         return NodeStatus(
             node_id=self._config.node_id,
             role=self._rules.role,
             epoch=self._epoch,
-            state=self._state,
+            state=self._state if failure is None else NodeState.FAILED,
             free_blocks=scheduler.free_blocks,
             total_blocks=scheduler.total_blocks,
             running=scheduler.running,
@@ -185,13 +185,15 @@ class NodeService:
                 transfer,
                 steps=self.loop.steps,
                 step_seconds=self.loop.step_seconds,
-                malformed_frames=self._malformed_frames(),
+                malformed_frames=self._line.malformed,
             ),
-            detail=self._detail,
+            detail=failure or "",
         )
 
     @property
     def failure(self) -> str | None:
+        if self._state is not NodeState.FAILED and (why := self._line.died) is not None:
+            return f"nobody hears its routers any more: {why}"
         return self._detail if self._state is NodeState.FAILED else None
 
     def drain(self, timeout_s: float) -> bool:

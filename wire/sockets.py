@@ -233,6 +233,9 @@ class Channel(Generic[M]):
     def send(self, endpoint: str, message: msgspec.Struct) -> None:
         self._outbox.send(endpoint, message)
 
+    def forget(self, endpoint: str) -> None:
+        self._outbox.forget(endpoint)
+
     def close(self) -> None:
         self._inbox.close()
         self._outbox.close()
