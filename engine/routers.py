@@ -43,7 +43,7 @@ class Routers:
         self,
         line: RouterLine,
         status: Callable[[], NodeStatus],
-        lost: Callable[[str], None],
+        lost: Callable[[str], None],  # must not wait
         *,
         period_s: float,  # between two reports of the status to everyone
         silence_s: float,
@@ -81,10 +81,9 @@ class Routers:
                 return
             try:
                 self._line.send(reply_to, message)
-                return
             except NodeLost as error:
                 logger.warning("router lost: %s", error)
-        self._forget(reply_to)
+                self._lose(reply_to)
 
     def tell_status(self, reply_to: str) -> None:
         self.tell(reply_to, self._status())
@@ -95,22 +94,29 @@ class Routers:
         for reply_to in known:
             self.tell_status(reply_to)
 
+    def report(self) -> None:
+        """The status, for everybody who is not silent."""
+        with self._lock:
+            known = list(self._heard)
+        for reply_to in known:
+            self._lose_if_silent(reply_to)
+            self.tell_status(reply_to)
+
     def _report(self) -> None:
         while not self._closing.wait(self._period_s):
-            now = self._clock()
-            with self._lock:
-                known = dict(self._heard)
-            for reply_to, heard in known.items():
-                if now - heard > self._silence_s:
-                    logger.warning(
-                        "router %s has been silent for %.0f s: aborting its requests", reply_to, now - heard
-                    )
-                    self._forget(reply_to)
-                else:
-                    self.tell_status(reply_to)
+            self.report()
 
-    def _forget(self, reply_to: str) -> None:
+    def _lose_if_silent(self, reply_to: str) -> None:
         with self._lock:
-            self._heard.pop(reply_to, None)
-            self._line.forget(reply_to)
+            silent_s = self._clock() - self._heard.get(reply_to, self._clock())
+            if silent_s > self._silence_s:
+                logger.warning(
+                    "router %s has been silent for %.0f s: aborting its requests", reply_to, silent_s
+                )
+                self._lose(reply_to)
+
+    def _lose(self, reply_to: str) -> None:
+        """All of it under the lock: what a router says after this, whoever takes it up hears of it after `lost`."""
+        del self._heard[reply_to]
+        self._line.forget(reply_to)
         self._lost(reply_to)

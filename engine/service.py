@@ -218,6 +218,8 @@ class NodeService:
     def handle(self, item: Item) -> None:
         match item:
             case Submit():
+                # Lost since it was sent, it is known again: whoever has a request here is told of it, or lost once more.
+                self._routers.heard(item.reply_to)
                 try:
                     self._admit(item)
                 except TandemError as error:
