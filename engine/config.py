@@ -61,7 +61,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_num_batched_tokens: int = 2048
     max_model_len: int | None = None  # None: what the model was trained for
     long_prefill_token_threshold: int = 0  # 0 is off: a prompt may fill the whole token budget
-    step_target_ms: float = 100.0  # how long a step that also decodes should take; 0: however long it takes
+    step_target_ms: float = 80.0  # how long a step that also decodes should take; 0: however long it takes
     chunked_prefill: bool = True
     reserve_full_sequence: bool = False  # admit a request only when all that it may ever need is free
     num_speculative_tokens: int = 0

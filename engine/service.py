@@ -56,6 +56,7 @@ from wire.tracing import ClockReading, NodeTrace
 logger = logging.getLogger(__name__)
 
 _STATS_PERIOD_S = 0.05
+_SPARE_DEADLINES = 100
 
 
 class RoleRules(Protocol):
@@ -341,11 +342,18 @@ class NodeService:
             self._desk.begin(request.request_id, grammar, now)
         deadline = now + submit.timeout_s
         self._live[submit.request_id] = _Live(submit, deadline)
-        heapq.heappush(self._deadlines, (deadline, submit.request_id))
+        self._remember_deadline(deadline, submit.request_id)
         self._quiet.clear()
         if submit.trace:
             self._tracer.admitted(submit)
             self._engine.tracer = self._tracer
+
+    def _remember_deadline(self, deadline: float, request_id: str) -> None:
+        """A request that ends leaves its deadline behind, half an hour away: the dead go when they outnumber the living."""
+        heapq.heappush(self._deadlines, (deadline, request_id))
+        if len(self._deadlines) > 2 * len(self._live) + _SPARE_DEADLINES:
+            self._deadlines = [(live.deadline, id) for id, live in self._live.items()]
+            heapq.heapify(self._deadlines)
 
     def _go_on(self, ready: GrammarReady) -> None:
         """A request that waited for its grammar runs, or ends if it cannot."""

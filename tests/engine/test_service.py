@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from decode_node.rules import DecodeRules
+from engine import service
 from engine.core import Engine
 from engine.loop import Mailbox
 from engine.node_config import NodeConfig, NodeTimeouts
@@ -169,6 +170,19 @@ def test_a_deadline_ends_a_request_with_a_typed_error(node: Node) -> None:
     chunk = node.outgoing.until_finished("r")[-1]
     assert chunk.error is not None
     assert chunk.error.code == "deadline_exceeded"
+
+
+def test_requests_that_have_ended_leave_no_deadlines_behind(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "_SPARE_DEADLINES", 4)
+    node.submit("lasts", sampling=SamplingParams(max_tokens=90_000, ignore_eos=True), timeout_s=1000)
+    for number in range(20):
+        node.submit(f"r{number}", prompt=1, sampling=SamplingParams(max_tokens=1))
+        node.outgoing.until_finished(f"r{number}")
+    assert len(node.service._deadlines) <= 8
+    node.submit("late", timeout_s=0.0, sampling=SamplingParams(max_tokens=90_000, ignore_eos=True))
+    assert node.outgoing.until_finished("late")[-1].error is not None
 
 
 def test_a_failed_step_answers_everybody_and_marks_the_node(node: Node) -> None:
