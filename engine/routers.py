@@ -104,7 +104,11 @@ class Routers:
 
     def _report(self) -> None:
         while not self._closing.wait(self._period_s):
-            self.report()
+            try:
+                self.report()
+            except Exception:
+                # Its routers would give up a node of which they hear nothing, and nobody would replace it.
+                logger.exception("the status was not told to everybody")
 
     def _lose_if_silent(self, reply_to: str) -> None:
         with self._lock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import msgspec
@@ -30,7 +31,7 @@ class World:
         self.lost: list[str] = []
         self.meanwhile: Callable[[], object] = lambda: None
         self.routers = Routers(
-            self, self.status, self.lost.append, period_s=60, silence_s=SILENCE_S, clock=lambda: self.now
+            self, self.status, self.lost.append, period_s=0.001, silence_s=SILENCE_S, clock=lambda: self.now
         )
 
     def status(self) -> Message:
@@ -78,3 +79,18 @@ def test_one_that_speaks_up_just_before_it_would_be_lost_is_not() -> None:
     world.meanwhile = lambda: world.routers.heard("a")
     world.routers.report()
     assert world.lost == []
+
+
+def test_a_status_that_could_not_be_told_is_not_the_last() -> None:
+    world = World()
+    world.routers.heard("a")
+    told_again = threading.Event()
+
+    def fails_once() -> None:
+        world.meanwhile = told_again.set
+        raise OSError("too many open files")
+
+    world.meanwhile = fails_once
+    world.routers.start()
+    assert told_again.wait(5)
+    world.routers.stop()
