@@ -83,6 +83,7 @@ def measure_tandem(arguments: argparse.Namespace, threads: int, say: Say) -> tup
         max_num_seqs=max(batch for batch, _ in decodes),
         max_num_batched_tokens=MAX_BATCHED_TOKENS,
         max_model_len=MAX_MODEL_LEN,
+        step_target_ms=0,  # a batch is to be together before its first requests end
     )
     model = ModelConfig(path=arguments.model, dtype=arguments.dtype, device="cpu", threads=threads)
     say("tandem: loading")
