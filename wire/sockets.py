@@ -175,7 +175,10 @@ class Outbox:
                 raise queue_is_full(endpoint, SEND_QUEUE_FRAMES) from None
 
     def _connect(self, endpoint: str) -> zmq.Socket[bytes]:
-        socket = self._context.socket(zmq.PUSH)
+        try:
+            socket = self._context.socket(zmq.PUSH)
+        except zmq.ZMQError as error:  # there are too many already
+            raise NodeLost(f"cannot connect to {endpoint!r}: {error}") from error
         socket.setsockopt(zmq.IPV6, "[" in endpoint)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDHWM, SEND_QUEUE_FRAMES)
@@ -232,6 +235,9 @@ class Channel(Generic[M]):
 
     def send(self, endpoint: str, message: msgspec.Struct) -> None:
         self._outbox.send(endpoint, message)
+
+    def forget(self, endpoint: str) -> None:
+        self._outbox.forget(endpoint)
 
     def close(self) -> None:
         self._inbox.close()

@@ -193,6 +193,17 @@ def test_what_was_sent_while_the_other_was_away_arrives_when_it_is_back(outbox: 
         second.close()
 
 
+def test_one_endpoint_too_many_is_lost_and_the_others_go_on(
+    inbox: Inbox[Any], outbox: Outbox, heard: Heard
+) -> None:
+    outbox._context.set(zmq.MAX_SOCKETS, 1)
+    outbox.send(inbox.endpoint, Cancel("tcp://x:1", ["a"]))
+    with pytest.raises(NodeLost, match="cannot connect to 'tcp://"):
+        outbox.send("tcp://127.0.0.1:9", Cancel("tcp://x:1", []))
+    outbox.send(inbox.endpoint, Cancel("tcp://x:1", ["b"]))
+    assert [message.request_ids for message in heard.wait(2)] == [["a"], ["b"]]
+
+
 def test_forgetting_drops_what_is_queued(heard: Heard) -> None:
     """What was meant for a lost node must not reach its successor at the same address."""
     outbox = Outbox()
