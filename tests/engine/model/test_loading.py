@@ -16,10 +16,12 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+from transformers.masking_utils import chunked_causal_mask_function
 
 from engine.cache.groups import AttentionKind
 from engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from engine.model import memory, paths
+from engine.model.attention.interface import probed_mask
 from engine.model.loading import load_runner
 from engine.model.torch_runner import TorchRunner
 from tests.engine.model import tiny
@@ -277,7 +279,38 @@ def test_attention_that_is_not_ours_to_page_is_noticed(
     """A state space, an attention outside of the interface, one that looks ahead: nothing says so but the run."""
     model = AutoModelForCausalLM.from_config(getattr(transformers, kind)(**options))
     model.save_pretrained(tmp_path / kind)
-    assert "cannot be served" in refusal(tmp_path / kind)
+    message = refusal(tmp_path / kind)
+    assert f"a model of type {kind.removesuffix('Config').lower().replace('gptneo', 'gpt_neo')} " in message
+    assert "cannot be served" in message
+
+
+@pytest.mark.parametrize("window", [tiny.WINDOW, None])
+def test_a_window_that_only_the_mask_tells_is_seen(tmp_path: Path, window: int | None) -> None:
+    """Phimoe's layers don't tell it to their attention, and it is wider than what is tried out."""
+    config = transformers.PhimoeConfig(**tiny._COMMON, num_local_experts=2, sliding_window=window)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "phimoe")
+    (expected,) = tiny.reference(tmp_path / "phimoe", [PROMPT], 8)
+    runner = load(tmp_path / "phimoe")
+    assert [group.window for group in runner.info.groups] == [window]
+    assert greedy(runner, 8) == expected.tokens
+
+
+def test_a_mask_that_is_no_window_is_noticed(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks, say: as long as what is tried out, they look like no window at all."""
+    from transformers.models.llama import modeling_llama
+
+    def chunked(**kwargs: Any) -> Any:
+        left = torch.zeros(1, dtype=torch.int64)
+        return probed_mask(
+            batch_size=1,
+            q_length=8,
+            kv_length=8,
+            mask_function=chunked_causal_mask_function(64, left),
+        )
+
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", chunked)
+    assert "how far layer 0 sees depends on where it is" in refusal(llama, native=False)
 
 
 def test_a_position_bias_that_the_kernel_does_not_know_is_noticed(
