@@ -113,6 +113,7 @@ def context_length(config: Any, wanted: int | None) -> int:
     """What the model was trained for, or less if less is wanted."""
     text = config.get_text_config()
     trained: int | None = getattr(text, "max_position_embeddings", None)
+    trained = _yarn_range(text, trained) or trained
     constant = _constant_rotary_range(text)
     if constant is not None and trained is not None and constant < trained:
         log.warning(
@@ -131,6 +132,16 @@ def context_length(config: Any, wanted: int | None) -> int:
             "max_model_len is %d, and not the %d asked for: that is the model's limit", trained, wanted
         )
     return min(int(trained), wanted or int(trained))
+
+
+def _yarn_range(text: Any, trained: int | None) -> int | None:
+    """To what length YaRN stretches a model that says the length it had before: some are published so, and stretched
+    by whoever needs it."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    factor, original = rope.get("factor"), rope.get("original_max_position_embeddings")
+    if rope.get("rope_type") != "yarn" or not factor or original != trained:
+        return None
+    return int(original * factor)
 
 
 def _constant_rotary_range(text: Any) -> int | None:

@@ -85,6 +85,23 @@ def test_the_context_is_the_shorter_of_what_is_wanted_and_what_was_trained(llama
     assert load(llama, max_model_len=1000).info.max_model_len == 256
 
 
+def test_yarn_stretches_a_model_that_says_the_length_it_had_before(llama: Path) -> None:
+    """As Qwen's own instructions have it: the rotary parameters are added, and nothing else is changed."""
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 256,
+    }
+    edit(llama, "config.json", rope_parameters=rope)
+    assert load(llama).info.max_model_len == 1024
+    prompt = [3 + 7 * index % 120 for index in range(300)]
+    (expected,) = tiny.reference(llama, [prompt], 4)
+    driver = Driver(load(llama))
+    driver.add("r", prompt)
+    assert driver.generate(4)["r"] == expected.tokens
+
+
 def test_rotary_embedding_that_depends_on_the_batch_is_kept_to_its_constant_range(llama: Path) -> None:
     factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
     edit(
