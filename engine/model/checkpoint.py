@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from transformers import AutoConfig, GgufConfig
+from transformers import AutoConfig
 
 from engine.model.source import Source
 from wire.errors import ConfigurationError
@@ -18,18 +18,13 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 _SERVED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
-def gguf_options(source: Source) -> dict[str, Any]:
-    """What transformers must be told besides the folder."""
-    if source.gguf_file is None:
-        return {}
-    return {"gguf_file": source.gguf_file, "quantization_config": GgufConfig(dequantize=True)}
-
-
 def read_config(source: Source) -> Any:
     """The transformers configuration. Refuses what is known not to work before any weight is read."""
-    options = {"gguf_file": source.gguf_file} if source.gguf_file else {}
     with translated_errors(source):
-        config = AutoConfig.from_pretrained(source.folder, trust_remote_code=False, **options)
+        if source.gguf_file is None:
+            config = AutoConfig.from_pretrained(source.folder, trust_remote_code=False)
+        else:
+            config = _read_gguf_config(source)
     kind = config.model_type
     if config.is_encoder_decoder:
         raise _refusal(kind, "it is an encoder-decoder, and only decoders are served")
@@ -47,6 +42,17 @@ def read_config(source: Source) -> Any:
     return config
 
 
+def _read_gguf_config(source: Source) -> Any:
+    # Imported here because most models need nothing of it.
+    from engine.model.gguf import Metadata, complete_config, refuse_parts
+
+    metadata = Metadata(source)
+    refuse_parts(metadata)
+    config = AutoConfig.from_pretrained(source.folder, trust_remote_code=False, gguf_file=source.gguf_file)
+    complete_config(metadata, config)
+    return config
+
+
 def _refusal(kind: str, why: str) -> ConfigurationError:
     return ConfigurationError(f"a model of type {kind} cannot be served: {why}")
 
@@ -56,6 +62,7 @@ class translated_errors:
 
     def __init__(self, source: Source) -> None:
         self._name = source.name
+        self._hint = "" if source.gguf_file is None else " (from its GGUF file; its safetensors may do)"
 
     def __enter__(self) -> None:
         pass
@@ -65,7 +72,9 @@ class translated_errors:
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             # What is wrong stands behind the line that says where.
             why = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1]) or type(error).__name__
-            raise ConfigurationError(f"{self._name} cannot be loaded: {why}") from error
+            if isinstance(error, KeyError) and len(error.args) == 1 and " " not in str(error.args[0]):
+                why = f"{why} is missing, or not known"
+            raise ConfigurationError(f"{self._name} cannot be loaded: {why}{self._hint}") from error
 
 
 def choose_dtype(wanted: str, source: Source, config: Any) -> torch.dtype:

@@ -39,7 +39,7 @@ def load_runner(
     tell("loading weights", 0.0)
     loaded = load_native(source, config, dtype, device, threads, tell) if native else None
     if loaded is None:
-        loaded = load_general(source, dtype, device, tell)
+        loaded = load_general(source, config, dtype, device, tell)
     plan = plan_cache(loaded.layers, cache.block_size)
     max_model_len = context_length(config, scheduler.max_model_len)
     num_blocks = size_block_pool(

@@ -8,9 +8,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-import gguf
 import huggingface_hub
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -154,63 +152,6 @@ def test_progress_is_told_and_ends(llama: Path, native: bool) -> None:
     assert weights == sorted(weights)
     assert weights[-1] == 1.0
     assert told[-1] == ("ready", 1.0)
-
-
-def write_gguf(source: Path, target: Path) -> None:
-    """The tiny Llama as llama.cpp would store it: its rotary halves interleaved."""
-    config = json.loads((source / "config.json").read_text())
-    weights = {name: tensor.numpy() for name, tensor in load_file(source / "model.safetensors").items()}
-    heads = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"]}
-    writer = gguf.GGUFWriter(target, "llama")
-    writer.add_context_length(256)
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(heads["q"])
-    writer.add_head_count_kv(heads["k"])
-    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
-    writer.add_rope_dimension_count(config["head_dim"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_vocab_size(config["vocab_size"])
-    writer.add_eos_token_id(2)
-
-    def interleaved(weight: np.ndarray, count: int) -> np.ndarray:
-        return weight.reshape(count, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
-
-    names = {
-        "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output",
-        "mlp.gate_proj": "ffn_gate",
-        "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down",
-        "input_layernorm": "attn_norm",
-        "post_attention_layernorm": "ffn_norm",
-    }
-    writer.add_tensor("token_embd.weight", weights["model.embed_tokens.weight"])
-    writer.add_tensor("output_norm.weight", weights["model.norm.weight"])
-    for layer in range(config["num_hidden_layers"]):
-        prefix = f"model.layers.{layer}."
-        for part, count in heads.items():
-            weight = interleaved(weights[f"{prefix}self_attn.{part}_proj.weight"], count)
-            writer.add_tensor(f"blk.{layer}.attn_{part}.weight", weight)
-        for theirs, ours in names.items():
-            writer.add_tensor(f"blk.{layer}.{ours}.weight", weights[f"{prefix}{theirs}.weight"])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-@pytest.mark.parametrize("native", [True, False])
-def test_gguf_is_the_same_model(llama: Path, tmp_path: Path, native: bool) -> None:
-    folder = tmp_path / "quantized"
-    folder.mkdir()
-    write_gguf(llama, folder / "tiny.gguf")
-    expected = greedy(load(llama))
-    by_file, by_folder = load(folder / "tiny.gguf", native=native), load(folder, native=native)
-    assert greedy(by_file) == greedy(by_folder) == expected
-    assert (by_file.info.name, by_folder.info.name) == ("tiny", "quantized")
-    assert by_file.info.eos_token_ids == {2}
 
 
 def test_what_is_not_there_is_named(tmp_path: Path) -> None:
