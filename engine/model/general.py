@@ -56,6 +56,19 @@ def load_model(
 
 
 @contextmanager
+def _interface_needed(kind: str) -> Iterator[None]:
+    """Older architectures look attention up in a table of their own."""
+    try:
+        yield
+    except KeyError as error:
+        if error.args != (PAGED,):
+            raise
+        raise ConfigurationError(
+            f"a model of type {kind} cannot be served: its attention does not go through transformers' interface"
+        ) from error
+
+
+@contextmanager
 def _reported(progress: Progress) -> Iterator[None]:
     """Transformers counts weights as it loads them: pass that on, and keep its bar off the terminal."""
     previous = transformers_logging.set_tqdm_hook(

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
 
 from engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from engine.model.attention.layers import plan_cache
@@ -14,6 +18,7 @@ from engine.model.source import Progress, find_source
 from engine.model.threads import bind_threads
 from engine.model.torch_runner import TorchRunner
 from engine.structured.grammars import Grammars, tokenizer_json
+from wire.errors import ConfigurationError
 
 
 def load_runner(
@@ -51,7 +56,9 @@ def load_runner(
         max_num_seqs=scheduler.max_num_seqs,
         tokens_per_step=scheduler.max_num_batched_tokens,
     )
-    kv_cache = allocate_cache(plan, num_blocks, loaded.dtype, device)
+    with _cache_left_room():
+        kv_cache = allocate_cache(plan, num_blocks, loaded.dtype, device)
+        forward = loaded.use_cache(kv_cache, plan, Shape(scheduler.max_num_seqs, max_model_len))
     info = ModelInfo(
         name=model.served_name or source.name,
         dtype=str(loaded.dtype).removeprefix("torch."),
@@ -68,7 +75,7 @@ def load_runner(
     runner = TorchRunner(
         info,
         kv_cache,
-        loaded.use_cache(kv_cache, plan, Shape(scheduler.max_num_seqs, max_model_len)),
+        forward,
         block_size=cache.block_size,
         max_num_seqs=scheduler.max_num_seqs,
         num_speculative_tokens=scheduler.num_speculative_tokens,
@@ -76,3 +83,15 @@ def load_runner(
     )
     tell("ready", 1.0)
     return runner
+
+
+@contextmanager
+def _cache_left_room() -> Iterator[None]:
+    """On a device attention's workspace and recorded steps lie beside the KV cache."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ConfigurationError(
+            f"the device's memory does not hold what lies beside the KV cache: {str(error).partition('. ')[0]}; give the "
+            "cache less with --kv-memory or cache.memory_share"
+        ) from error

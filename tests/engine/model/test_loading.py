@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from fnmatch import fnmatch
 from pathlib import Path
@@ -178,6 +179,33 @@ def test_missing_weights_are_an_error_and_not_a_random_model(llama: Path, native
     assert "safetensors" in message
 
 
+@pytest.mark.parametrize("native", [True, False])
+def test_weights_of_another_size_are_named_with_both(llama: Path, native: bool) -> None:
+    edit(llama, "config.json", intermediate_size=40)
+    message = refusal(llama, native=native)
+    assert re.search(
+        r"mlp\.\w+\.weight is \(.*48.*\) in its checkpoint, and \(.*40.*\) by its configuration", message
+    )
+
+
+def test_memory_that_the_cache_left_too_little_of_is_said_in_a_sentence(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def attention(*_: Any) -> Any:
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 384.00 MiB. GPU 0 has more to say."
+        )
+
+    monkeypatch.setattr(paths, "_choose_attention", attention)
+    message = refusal(llama, native=False)
+    assert "beside the KV cache: CUDA out of memory; give the cache less with --kv-memory" in message
+
+
+def test_a_name_that_nothing_knows_is_more_than_the_name(llama: Path) -> None:
+    edit(llama, "config.json", hidden_act="sine")
+    assert refusal(llama) == "llama cannot be loaded: 'sine' is missing, or not known"
+
+
 def test_a_broken_configuration_is_an_error_in_one_sentence(llama: Path) -> None:
     (llama / "config.json").write_text("{")
     message = refusal(llama)
@@ -227,6 +255,17 @@ def test_layers_without_a_paged_cache_are_refused(tmp_path: Path, config: Any, w
                 "num_attention_heads": 2,
                 "intermediate_size": 8,
                 "max_position_embeddings": 64,
+            },
+        ),
+        ("MptConfig", {"vocab_size": 50, "d_model": 16, "n_heads": 2, "n_layers": 2, "max_seq_len": 64}),
+        (
+            "GPTNeoConfig",
+            {
+                "vocab_size": 50,
+                "hidden_size": 16,
+                "num_layers": 2,
+                "num_heads": 2,
+                "attention_types": [[["global", "local"], 1]],
             },
         ),
     ],
