@@ -115,6 +115,9 @@ def choose_device(name: str) -> torch.device:
         raise ConfigurationError(f"model.device must be auto, cpu, cuda or cuda:N, not {name}")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigurationError(f"model.device is {name}, but torch finds no CUDA device here")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        last = torch.cuda.device_count() - 1
+        raise ConfigurationError(f"model.device is {name}, but the last CUDA device here is cuda:{last}")
     return device
 
 

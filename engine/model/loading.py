@@ -15,6 +15,7 @@ from engine.model.memory import allocate_cache, size_block_pool
 from engine.model.paths import Shape, load_general, load_native
 from engine.model.runner import ModelInfo
 from engine.model.source import Progress, find_source
+from engine.model.staging import on
 from engine.model.threads import bind_threads
 from engine.model.torch_runner import TorchRunner
 from engine.structured.grammars import Grammars, tokenizer_json
@@ -56,7 +57,7 @@ def load_runner(
         max_num_seqs=scheduler.max_num_seqs,
         tokens_per_step=scheduler.max_num_batched_tokens,
     )
-    with _cache_left_room():
+    with on(device), _cache_left_room():
         kv_cache = allocate_cache(plan, num_blocks, loaded.dtype, device)
         forward = loaded.use_cache(kv_cache, plan, Shape(scheduler.max_num_seqs, max_model_len))
     info = ModelInfo(

@@ -1,16 +1,20 @@
-"""Recording a CUDA graph, as far as it can be told without one: on which stream, and what is left behind."""
+"""What only CUDA has, as far as it can be told without it: on which device and stream, and what is left behind."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from engine.model import cuda
+from engine.model import cuda, torch_runner
 from engine.model.cuda import CudaRecorder
+from engine.model.staging import on
+from tests.engine.model import tiny
+from tests.engine.model.test_loading import greedy, load
 
 
 class Stream:
@@ -95,3 +99,27 @@ def test_the_current_stream_comes_back_where_work_cannot_be_recorded(fake: FakeC
     with pytest.raises(RuntimeError, match="invalidated"):
         recorder(lambda: torch.zeros(1))
     assert fake.current is fake.default
+
+
+def test_a_step_is_started_on_the_models_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not on the one that happens to be current in the thread, where libraries would launch their kernels."""
+    entered: list[object] = []
+    monkeypatch.setattr(torch.cuda, "device", lambda device: entered.append(device) or nullcontext())
+    with on(torch.device("cpu")):
+        assert not entered
+    with on(torch.device("cuda:1")):
+        assert entered == [torch.device("cuda:1")]
+    current: list[torch.device] = []
+
+    @contextmanager
+    def recorded(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.clear()
+
+    monkeypatch.setattr(torch_runner, "on", recorded)
+    runner = load(tiny.save("llama", tmp_path), native=False)
+    forward, seen = runner.forward, []
+    runner._forward = lambda batch, hooks: seen.append(list(current)) or forward(batch, hooks)
+    greedy(runner, 2)
+    assert seen == [[torch.device("cpu")]] * 2

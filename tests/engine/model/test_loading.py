@@ -219,6 +219,21 @@ def test_unknown_dtype_and_device_are_refused(llama: Path) -> None:
         load_runner(ModelConfig(path=str(llama), device="abacus"), CacheConfig(), SchedulerConfig())
 
 
+def test_a_device_that_this_machine_does_not_have_is_refused(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def said(device: str) -> str:
+        with pytest.raises(ConfigurationError) as caught:
+            load_runner(ModelConfig(path=str(llama), device=device), CacheConfig(), SchedulerConfig())
+        return str(caught.value)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "no CUDA device here" in said("cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert "the last CUDA device here is cuda:1" in said("cuda:2")
+
+
 def refused_config(tmp_path: Path, config: Any) -> str:
     config.save_pretrained(tmp_path / "refused")
     return refusal(tmp_path / "refused")
