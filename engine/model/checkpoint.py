@@ -180,7 +180,8 @@ def eos_tokens(source: Source, config: Any) -> frozenset[int]:
     """Every token that any part of the checkpoint names as an end of sequence."""
     found: set[int] = set()
     generation = source.read_json("generation_config.json").get("eos_token_id")
-    for ids in (generation, config.eos_token_id, config.get_text_config().eos_token_id):
+    configs = (config, config.get_text_config())
+    for ids in (generation, *(getattr(each, "eos_token_id", None) for each in configs)):
         if ids is not None:
             found.update([ids] if isinstance(ids, int) else ids)
     return frozenset(found)

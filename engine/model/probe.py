@@ -9,6 +9,7 @@ soft-capping and sinks is noticed before it serves anybody.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -39,6 +40,11 @@ class Probed(msgspec.Struct, frozen=True):
 def probe_attention(model: PreTrainedModel) -> Probed:
     """Raises ConfigurationError for a model that we can't serve."""
     config = model.config.get_text_config()
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        raise ConfigurationError(
+            f"a model of type {config.model_type} cannot be served: it counts positions by itself, and cannot be told "
+            "those of several requests"
+        )
     recorder = _Recorder(config)
     tokens = torch.arange(_PROBE_TOKENS, device=model.device).remainder(config.vocab_size)[None]
     positions = torch.arange(_PROBE_TOKENS, device=model.device)[None]

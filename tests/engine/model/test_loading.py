@@ -7,6 +7,7 @@ import re
 import shutil
 from fnmatch import fnmatch
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
@@ -21,7 +22,9 @@ from engine.cache.groups import AttentionKind
 from engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from engine.model import memory, paths
 from engine.model.attention.interface import probed_mask
+from engine.model.checkpoint import eos_tokens
 from engine.model.loading import load_runner
+from engine.model.source import Source
 from engine.model.torch_runner import TorchRunner
 from tests.engine.model import tiny
 from tests.engine.model.driver import Driver
@@ -294,6 +297,27 @@ def test_attention_that_is_not_ours_to_page_is_noticed(
     message = refusal(tmp_path / kind)
     assert f"a model of type {kind.removesuffix('Config').lower().replace('gptneo', 'gpt_neo')} " in message
     assert "cannot be served" in message
+
+
+def test_a_model_that_counts_positions_by_itself_is_refused(tmp_path: Path) -> None:
+    """It would take what is told of positions, and not look at it."""
+    config = transformers.BartConfig(
+        vocab_size=50,
+        d_model=16,
+        decoder_layers=1,
+        decoder_attention_heads=2,
+        decoder_ffn_dim=16,
+        max_position_embeddings=64,
+        is_encoder_decoder=False,
+        is_decoder=True,
+    )
+    transformers.BartForCausalLM(config).save_pretrained(tmp_path / "bart")
+    assert "bart cannot be served: it counts positions by itself" in refusal(tmp_path / "bart")
+
+
+def test_a_configuration_that_names_no_end_is_no_reason_to_fail() -> None:
+    config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(eos_token_id=[3, 4]))
+    assert eos_tokens(Source(Path("nowhere"), None, "x"), config) == {3, 4}
 
 
 @pytest.mark.parametrize("window", [tiny.WINDOW, None])
