@@ -19,7 +19,7 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 
 # Flags that set one setting: flag -> (setting, what it shows for a value, help).
 _SETTING_FLAGS = {
-    "--model": ("model.path", "NAME", "a folder, a Hugging Face name, or smollm2 (the default)"),
+    "--model": ("model.path", "NAME", "a folder, a GGUF file, a Hugging Face name, or smollm2 (the default)"),
     "--prefill": ("pools.prefill", "N", "nodes that read prompts (default 1)"),
     "--decode": ("pools.decode", "N", "nodes that write answers (default 1)"),
     "--aggregated": ("pools.aggregated", "N", "instead of the two: nodes that do both"),

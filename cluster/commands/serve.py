@@ -26,7 +26,7 @@ from cluster.commands.ready_lines import ready_lines
 from cluster.config import TandemConfig
 from cluster.models.catalogue import PACKAGED
 from cluster.models.resolved import with_model
-from cluster.models.store import Model, local_folder, name_to_serve, prepare_model
+from cluster.models.store import Model, local_model, name_to_serve, prepare_model
 from cluster.on_ray.runtime import connect_to_ray, ray_resources, ray_version, start_ray, stop_ray
 from cluster.pools.placement import this_machine
 from cluster.pools.places import lacking
@@ -120,8 +120,8 @@ def _in_background(name: str, display: Display) -> Future[Model]:
 
 def _as_every_machine_finds_it(name: str) -> Future[Model]:
     """A folder that is here is meant as one that all machines share; what has a name each of them looks for itself."""
-    folder = None if name in PACKAGED else local_folder(name)
-    path = name if folder is None else str(folder)
+    local = None if name in PACKAGED else local_model(name)
+    path = name if local is None else str(local)
     result: Future[Model] = Future()
     result.set_result(Model(path, name_to_serve(name)))
     return result

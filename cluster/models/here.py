@@ -6,5 +6,5 @@ from cluster.models.store import Report, prepare_model
 
 
 def find_model_here(name: str, report: Report) -> str:
-    """The folder. A folder that every machine shares is used as it is; what has a name is fetched once for each."""
+    """Its path. A folder or file that every machine shares is used as it is; what has a name is fetched once for each."""
     return prepare_model(name, report).path

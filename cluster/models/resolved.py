@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from cluster.config import TandemConfig
-from cluster.models.store import Model
+from cluster.models.store import Model, tokenizer_folder
 
 
 def with_model(config: TandemConfig, model: Model) -> TandemConfig:
@@ -14,5 +14,5 @@ def with_model(config: TandemConfig, model: Model) -> TandemConfig:
     return replace(
         config,
         model=replace(config.model, path=model.path, served_name=name),
-        router=replace(config.router, tokenizer_path=model.path, model_name=name),
+        router=replace(config.router, tokenizer_path=tokenizer_folder(model.path), model_name=name),
     )

