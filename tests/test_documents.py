@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from cluster.cli import make_parser
+from cluster.setting_names import known_settings
+from wire.nodes import Role
 
 ROOT = Path(__file__).parent.parent
 PAGES = {
@@ -92,9 +94,7 @@ def test_the_benchmarks_take_the_flags_that_are_shown(name: str) -> None:
 def members_of_classes() -> dict[str, set[str]]:
     """All classes that bear one name are taken together."""
     found: dict[str, set[str]] = defaultdict(set)
-    for path in ROOT.glob("*/**/*.py"):
-        if not (ROOT / path.relative_to(ROOT).parts[0] / "py.typed").exists():
-            continue
+    for path in (file for package in ROOT.glob("*/py.typed") for file in package.parent.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef):
                 for inside in ast.walk(node):
@@ -114,3 +114,14 @@ def test_the_methods_that_are_named_are_there() -> None:
         for code in inline(page):
             if found := re.fullmatch(r"([A-Z]\w+)\.([a-z]\w*)(\(.*\))?", code):
                 assert found[2] in members[found[1]], code
+
+
+def test_the_settings_that_are_named_can_be_set() -> None:
+    """Or are sections of some; what is set with it (`router.policy=round_robin`, `pools.decode: 2`) is taken off."""
+    settings = known_settings()
+    sections = {path[0] for path in settings if len(path) > 1}
+    for page in PAGES.values():
+        for code in inline(page):
+            name = tuple(re.split(r"[=:]", code.replace("POOL", Role.DECODE), maxsplit=1)[0].split("."))
+            if len(name) > 1 and name[0] in sections and not code.endswith((".py", ".md", ".yaml")):
+                assert any(path[: len(name)] == name for path in settings), code
