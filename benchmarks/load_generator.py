@@ -4,7 +4,8 @@
     python -m benchmarks.load_generator --vllm DIR --peers FOLDER --tokenizer FOLDER
 
 Against a server whose every delay is known: what the generator shows of each, what a chunk costs it, and what the
-same chunk costs httpx. With --vllm, vLLM's own generator is asked for the same figures of the same server.
+same chunk costs httpx. With --vllm, vLLM's own generator is asked for the same figures of the same server: FOLDER has
+`bench.sh DIR TOKENIZER PORT INPUT OUTPUT REQUESTS USERS`, which runs `vllm bench serve` and prints its report.
 """
 
 from __future__ import annotations

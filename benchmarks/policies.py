@@ -25,6 +25,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from cluster.bench.percentiles import percentile
 from router.config import Heartbeat, LocalPrefill, PolicyName
 from router.policy import Decision, Policy, RoutingRequest, make_policy
 from router.pool import Pool
@@ -232,11 +233,6 @@ class Simulation:
         self._later(prefill.free_at, first_token)
 
 
-def quantile(values: list[float], share: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
-
-
 def measure(trace: Trace, policy: PolicyName, seconds: float, load: float) -> dict[str, Any]:
     simulation = Simulation(make_policy(policy, LocalPrefill.NEVER))
     outcome = simulation.run(trace(random.Random(7), seconds, load))
@@ -245,9 +241,9 @@ def measure(trace: Trace, policy: PolicyName, seconds: float, load: float) -> di
         "requests": len(outcome.first_token_s),
         "hit_rate": outcome.cached_tokens / outcome.prompt_tokens,
         "imbalance": max(busy) / statistics.mean(busy),
-        "ttft_ms_p50": quantile(outcome.first_token_s, 0.5) * 1000,
-        "ttft_ms_p99": quantile(outcome.first_token_s, 0.99) * 1000,
-        "tpot_ms_p99": quantile(outcome.per_token_s, 0.99) * 1000,
+        "ttft_ms_p50": percentile(sorted(outcome.first_token_s), 50) * 1000,
+        "ttft_ms_p99": percentile(sorted(outcome.first_token_s), 99) * 1000,
+        "tpot_ms_p99": percentile(sorted(outcome.per_token_s), 99) * 1000,
     }
 
 

@@ -39,6 +39,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from benchmarks.router_engines import MODEL, serve_engines
 from benchmarks.router_load import Answer, requests, streams
 from benchmarks.router_relay import read_relay, serve_relay
+from cluster.bench.percentiles import percentile
 from router.config import Limits, LocalPrefill, RouterConfig
 from router.hosting import RouterHost
 from wire.nodes import NodeInfo
@@ -119,8 +120,8 @@ def measure_streams(url: str, cpu_s: Any, count: int, tokens: int, idle: float) 
         "cpu_us_per_token": (with_streams - without) / (count * (tokens - 2)) * 1e6,
         "cpu_us_per_request": without / count * 1e6,
         "events_per_token": sum(answer.events for answer in answers) / (count * tokens),
-        "ttft_ms_p50": first[len(first) // 2] * 1000,
-        "ttft_ms_p99": first[int(len(first) * 0.99)] * 1000,
+        "ttft_ms_p50": percentile(first, 50) * 1000,
+        "ttft_ms_p99": percentile(first, 99) * 1000,
     }
 
 

@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.router import PROMPT, running_engines, running_router
+from cluster.bench.percentiles import percentile
 
 STREAMS, STALLED, SLOW = 32, 100, 500
 STEP_S = 0.02
@@ -61,7 +62,7 @@ def measure(tokens: int) -> list[dict[str, Any]]:
         for name, crowd in crowds.items():
             before = probe("memory")
             found = sorted(asyncio.run(gaps(url, tokens, crowd)))
-            p50, p99 = found[len(found) // 2], found[int(len(found) * 0.99)]
+            p50, p99 = percentile(found, 50), percentile(found, 99)
             quiet = rows[0]["gap_ms_p99"] if rows else p99 * 1000
             rows.append(
                 {

@@ -17,7 +17,7 @@ machine share.
     idle         CPU of a process that has a connector, a peer, and nothing to do
     step         what the connector's calls take in a step, all in all, with 1 and with 16 transfers under way
 
-`--raw-script` runs another raw measurement beside; it gets the block size.
+`--raw-script` runs another raw measurement beside; it gets the block size, and what it prints is shown.
 """
 
 from __future__ import annotations

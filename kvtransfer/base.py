@@ -40,7 +40,7 @@ from __future__ import annotations
 
 import abc
 import enum
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -200,7 +200,7 @@ class KVCacheMemory(msgspec.Struct, frozen=True):
 class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`transfer:` in tandem.yaml."""
 
-    connector: str = "nixl"  # a registered name, or "package.module:Factory"
+    connector: str = "nixl"  # a registered name, or "package.module:factory"
     direction: str = "push"
     lease_s: float = 10.0  # how long a producer holds blocks for a consumer that does not renew
     timeout_s: float = 60.0  # how long a consumer waits for one transfer before it computes the prompt itself
@@ -259,10 +259,6 @@ class SchedulerConnector(abc.ABC):
     def has_pending_work(self) -> bool:
         """True while there are plans that no metadata has carried yet: the engine steps again at once."""
         return False
-
-    def take_events(self) -> Iterable[object]:
-        """KV cache events of tiers that this connector owns, since the last call."""
-        return ()
 
 
 class WorkerConnector(abc.ABC):

@@ -25,7 +25,7 @@ STATUS_LAG_S = 0.05
 class Member:
     """One incarnation of a node."""
 
-    def __init__(self, info: NodeInfo, now: float) -> None:
+    def __init__(self, info: NodeInfo) -> None:
         self.info = info
         self.status: NodeStatus | None = None
         self.status_at = 0.0
@@ -79,7 +79,7 @@ class Pool:
             del self._members[member.info.node_id]
         came = [info for node_id, info in wanted.items() if node_id not in self._members]
         for info in came:
-            self._members[info.node_id] = Member(info, self._clock())
+            self._members[info.node_id] = Member(info)
             if info.model != self._model_name:
                 logger.error(
                     "node %s serves the model %r, this router serves %r: it gets no requests",

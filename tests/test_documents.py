@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from cluster.cli import make_parser
+from cluster.setting_names import known_settings
+from wire.nodes import Role
 
 ROOT = Path(__file__).parent.parent
 PAGES = {
     page.name: page.read_text(encoding="utf-8") for page in (ROOT / "README.md", *ROOT.glob("docs/*.md"))
 }
-# Where a path begins: at the root, or in the package that a section is about.
-BEGINNINGS = (ROOT, ROOT / "cluster", ROOT / "engine")
 _PATH = re.compile(r"[A-Za-z][\w.*/-]*/(?:[\w.*-]+\.(?:py|yaml|md))?")
 _CODE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
@@ -58,7 +60,7 @@ def test_links_lead_somewhere(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(PAGES))
 def test_the_files_that_are_named_exist(name: str) -> None:
     for path in filter(_PATH.fullmatch, inline(PAGES[name])):
-        assert any(next(folder.glob(path.rstrip("/")), None) for folder in BEGINNINGS), path
+        assert next(ROOT.glob(path.rstrip("/")), None), path
 
 
 @pytest.mark.parametrize("name", sorted(PAGES))
@@ -87,3 +89,39 @@ def test_the_benchmarks_take_the_flags_that_are_shown(name: str) -> None:
             source = (ROOT / "benchmarks" / f"{found[1]}.py").read_text(encoding="utf-8")
             for flag in re.findall(r"--[a-z-]+", found[2]):
                 assert f'"{flag}"' in source, command
+
+
+def members_of_classes() -> dict[str, set[str]]:
+    """All classes that bear one name are taken together."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for path in (file for package in ROOT.glob("*/py.typed") for file in package.parent.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                for inside in ast.walk(node):
+                    match inside:
+                        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                            found[node.name].add(name)
+                        case ast.AnnAssign(target=ast.Name(id=name) | ast.Attribute(attr=name)):
+                            found[node.name].add(name)
+                        case ast.Assign(targets=[ast.Name(id=name) | ast.Attribute(attr=name)]):
+                            found[node.name].add(name)
+    return found
+
+
+def test_the_methods_that_are_named_are_there() -> None:
+    members = members_of_classes()
+    for page in PAGES.values():
+        for code in inline(page):
+            if found := re.fullmatch(r"([A-Z]\w+)\.([a-z]\w*)(\(.*\))?", code):
+                assert found[2] in members[found[1]], code
+
+
+def test_the_settings_that_are_named_can_be_set() -> None:
+    """Or are sections of some; what is set with it (`router.policy=round_robin`, `pools.decode: 2`) is taken off."""
+    settings = known_settings()
+    sections = {path[0] for path in settings if len(path) > 1}
+    for page in PAGES.values():
+        for code in inline(page):
+            name = tuple(re.split(r"[=:]", code.replace("POOL", Role.DECODE), maxsplit=1)[0].split("."))
+            if len(name) > 1 and name[0] in sections and not code.endswith((".py", ".md", ".yaml")):
+                assert any(path[: len(name)] == name for path in settings), code

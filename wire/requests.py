@@ -1,7 +1,7 @@
 """Router -> node and node -> router.
 
 A router binds one Inbox and names it as `reply_to`; a node answers every router there, one TokenBatch per
-engine step for all of that router's requests. A router pings each node once a second; a node sends its
+engine step for all of that router's requests. A router pings each node twice a second or so; a node sends its
 NodeStatus to every router that pinged it lately, and aborts the requests of one that fell silent.
 """
 

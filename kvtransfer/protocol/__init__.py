@@ -4,33 +4,45 @@ State machines without threads, sockets or clocks of their own: messages and com
 outcomes come out, a `Transport` moves bytes. `loop` gives them their one thread, two halves make a connector of
 them; a test drives them with a clock and a network that it made up.
 
+What both sides know:
+
     settings    durations and limits
+    options     what an operator may say of every connector under this protocol
     identity    who we are; what a request's tokens are known by
     geometry    what our KV cache looks like, and whether a peer's fits it
     mapping     which bytes of one cache are which bytes of another
-    options     what an operator may say of every connector under this protocol
-    statistics  counters
     transport   what must be able to move blocks
     commands    what the scheduler half plans and the worker half carries out
-    sending     one transfer, producer's side: which blocks are due, in flight, sent
-    handshakes  the consumers that a producer knows
-    ledger      which transfers a producer knows, and how others ended
-    registrations   what consumers ask of a producer before anything moves
-    outgoing    the life of a producer's transfers, from the plan to the end
-    progress    what the producer's forward passes have computed
-    writing     push: one transfer's writes, posted and looked after
-    pushing     push: all transfers that move, and connections that break
-    producer    what a producer is told, by its engine and by consumers
-    receiving   one transfer, consumer's side
-    links       what a consumer knows of a producer: handshake, stamps, silence
-    registering a consumer's registrations and leases
-    incoming    the life of a consumer's transfers, until they are handed over or safely failed
-    reading     pull: one transfer's reads, posted and looked after
-    pulling     pull: all transfers that are read, and connections that break
-    consumer    what a consumer is told, by its engine and by producers
-    stamps      what a producer's leases are counted from
     answers     what is said to a message that cannot be acted on
-    declined    transfers that a consumer will not take
+    statistics  how transfers ended, and what they moved
+    side        all that both sides of one node have in common
+
+The producer, which has computed a prompt:
+
+    producer    what it is told, by its engine and by consumers
+    registrations   what consumers ask of it before anything moves
+    handshakes  the consumers that it knows
+    ledger      which transfers it knows, and how others ended
+    outgoing    the life of its transfers, from the plan to the end; here its blocks become free
+    sending     one transfer: which blocks are due, in flight, sent
+    progress    what its forward passes have computed
+    pushing     push: all transfers that move, and connections that break
+    writing     push: one transfer's writes, posted and looked after
+    stamps      what its leases are counted from
+
+The consumer, which decodes:
+
+    consumer    what it is told, by its engine and by producers; here a handoff is accepted or refused
+    registering its registrations and leases
+    links       what it knows of a producer: handshake, stamps, silence
+    incoming    the life of its transfers, until they are handed over or safely failed
+    receiving   one transfer
+    declined    transfers that it will not take
+    pulling     pull: all transfers that are read, and connections that break
+    reading     pull: one transfer's reads, posted and looked after
+
+Around both:
+
     endpoint    producer and consumer of one node behind one address
     loop        the thread that runs an endpoint
     channel     the sockets between endpoints

@@ -124,7 +124,7 @@ async def plan_completion(request: CompletionRequest, model: ServedModel, caller
     _check_stream_options(request)
     prompts = prompts_of(request)
     _check_counts(len(prompts), best_of, model.config)
-    token_ids = [await _prompt_ids(prompt, index, request, model) for index, prompt in enumerate(prompts)]
+    token_ids = [await _prompt_ids(prompt, request, model) for prompt in prompts]
     shows = request.logprobs is not None
     ranks = best_of > n and not shows  # the best is the likeliest, so its logprobs are needed
     return _plan(
@@ -338,9 +338,7 @@ def _check_stream_options(request: SamplingFields) -> None:
         raise InvalidRequest("stream_options: only with stream", "stream_options")
 
 
-async def _prompt_ids(
-    prompt: str | list[int], index: int, request: CompletionRequest, model: ServedModel
-) -> list[int]:
+async def _prompt_ids(prompt: str | list[int], request: CompletionRequest, model: ServedModel) -> list[int]:
     if isinstance(prompt, str):
         ids = await _encode(prompt, "prompt", model, special=request.add_special_tokens is not False)
         if not ids:

@@ -9,7 +9,7 @@ import msgspec
 
 from wire.tracing import ClockReading
 
-# Pings come once a second. A minute's best is fresh enough: clocks drift apart by some 10 µs in a second.
+# Of half a minute, at two pings a second. The best of them is fresh enough: clocks drift apart by some 10 µs in a second.
 READINGS = 64
 
 

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from router.config import PolicyName, Timeouts
+from router.http.app import make_app  # noqa: F401  every error that a route may raise is known by then
 from router.metrics import RouterMetrics
+from router.node_metrics import NodeCollector
 from router.openai.chat_request import ChatRequest
 from router.openai.completion_request import CompletionRequest
 from router.openai.fields import ACCEPTED, REFUSED
+from wire.errors import Cancelled, ConfigurationError, TandemError
 
-PAGE = (Path(__file__).parents[2] / "docs" / "api.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "api.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
@@ -36,9 +42,38 @@ def test_every_deadline_of_a_request_is_on_the_page(name: str) -> None:
     assert f"`{name}`" in PAGE
 
 
-def test_the_metrics_on_the_page_exist() -> None:
-    names = {metric.name.removeprefix("tandem_") for metric in RouterMetrics().registry.collect()}
-    section = PAGE.partition("## Metrics")[2]
-    for word in section.replace("`", " ").replace(",", " ").split():
-        if "_" in word and not word.startswith("tandem_"):
-            assert word.removesuffix("_total").strip("().") in names, word
+def published() -> set[str]:
+    """Every metric, as a scrape names it."""
+    registry = RouterMetrics().registry
+    registry.register(
+        NodeCollector(
+            SimpleNamespace(members=[], foreign_messages=0),
+            SimpleNamespace(malformed=0, handler_errors=0),
+            SimpleNamespace(restarts={}),
+        )
+    )
+    return {metric.name + ("_total" if metric.type == "counter" else "") for metric in registry.collect()}
+
+
+def test_the_page_names_the_metrics_that_there_are_and_no_others() -> None:
+    of_routers, _, of_nodes = PAGE.partition("## Metrics")[2].partition("`tandem_node_…{node, role}`")
+    named = {"tandem_" + name for name in re.findall(r"`(\w+)`", of_routers) if name != "tandem_"}
+    named |= {"tandem_node_" + name for name in re.findall(r"`(\w+)`", of_nodes)}
+    assert named == published()
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.name)
+def test_metrics_that_other_pages_name_exist(page: Path) -> None:
+    named = re.findall(r"`(tandem_\w+[a-z])`", page.read_text(encoding="utf-8"))
+    assert set(named) <= published()
+
+
+def codes(error: type[TandemError]) -> set[str]:
+    """Of this kind and of all kinds of it, those that tests made up left out."""
+    own = {error.code} if error.__module__.startswith(("wire.", "router.")) else set()
+    return own.union(*(codes(kind) for kind in error.__subclasses__()))
+
+
+def test_every_code_that_a_client_can_see_is_on_the_page() -> None:
+    nobody_sees = {ConfigurationError.code, Cancelled.code}
+    assert not [code for code in codes(TandemError) - nobody_sees if f"`{code}`" not in PAGE]

@@ -30,7 +30,7 @@ NAMES = (
 
 
 def test_the_documents_example_runs():
-    document = Path(__file__).parents[3] / "docs" / "architecture.md"
+    document = Path(__file__).parents[3] / "docs" / "scheduler.md"
     (program,) = re.findall(r"```python\n(.*?)```", document.read_text(), re.DOTALL)
     found = {name.__name__: name for name in NAMES}
     exec(program, found)
