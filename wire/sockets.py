@@ -26,6 +26,8 @@ M = TypeVar("M")
 # A frame this large is a mistake or an attack: the longest legitimate one is a prompt of a few million ids.
 MAX_FRAME_BYTES = 64 << 20
 SEND_QUEUE_FRAMES = 100_000
+# Of one Outbox; ZMQ's own limit is 1023.
+MAX_SOCKETS = 4096
 # Between two attempts to reach an endpoint, doubling from the one to the other.
 RECONNECT_S = 0.05
 RECONNECT_MAX_S = 1.0
@@ -153,12 +155,14 @@ class Outbox:
     def __init__(self) -> None:
         self._encoder = msgspec.msgpack.Encoder()
         self._context = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
         self._lock = threading.Lock()
         self._closed = False
 
     def send(self, endpoint: str, message: msgspec.Struct) -> None:
-        """Raises NodeLost when the endpoint's queue is full: its reader has been gone or stuck for long.
+        """Raises NodeLost when the endpoint's queue is full, as its reader has been gone or stuck for long, or when
+        there can be no connection with it.
 
         After close() nothing is sent and nothing is raised: whoever closes has no use for what others still say.
         """
@@ -175,7 +179,10 @@ class Outbox:
                 raise queue_is_full(endpoint, SEND_QUEUE_FRAMES) from None
 
     def _connect(self, endpoint: str) -> zmq.Socket[bytes]:
-        socket = self._context.socket(zmq.PUSH)
+        try:
+            socket = self._context.socket(zmq.PUSH)
+        except zmq.ZMQError as error:  # the process has no descriptor left
+            raise NodeLost(f"no socket for {endpoint!r}: {error}") from error
         socket.setsockopt(zmq.IPV6, "[" in endpoint)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDHWM, SEND_QUEUE_FRAMES)

@@ -168,6 +168,21 @@ def test_a_queue_that_nobody_reads_is_an_error_to_the_sender(monkeypatch: pytest
         outbox.close(linger_ms=0)
 
 
+def test_no_socket_to_be_had_is_an_error_to_the_sender(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sockets, "MAX_SOCKETS", 3)
+    outbox = Outbox()
+
+    def send_to_many() -> None:
+        for port in range(10_000, 10_010):
+            outbox.send(f"tcp://127.0.0.1:{port}", Ping("x"))
+
+    try:
+        with pytest.raises(NodeLost, match="no socket"):
+            send_to_many()
+    finally:
+        outbox.close(linger_ms=0)
+
+
 @pytest.mark.parametrize("endpoint", ["", "nonsense", "tcp://", "tcp://127.0.0.1", "http://x:1"])
 def test_an_endpoint_that_is_none(outbox: Outbox, endpoint: str) -> None:
     with pytest.raises(NodeLost, match="cannot connect"):
