@@ -28,6 +28,11 @@ MAX_FRAME_BYTES = 64 << 20
 SEND_QUEUE_FRAMES = 100_000
 # Of one Outbox; ZMQ's own limit is 1023.
 MAX_SOCKETS = 4096
+# A machine that is lost closes no connection. One that nothing comes through is asked after so long whether its other end
+# is there still, so often, and that far apart.
+KEEPALIVE_IDLE_S = 60
+KEEPALIVE_PROBES = 3
+KEEPALIVE_INTERVAL_S = 10
 # Between two attempts to reach an endpoint, doubling from the one to the other.
 RECONNECT_S = 0.05
 RECONNECT_MAX_S = 1.0
@@ -45,6 +50,10 @@ def _bind_pull_socket(
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_IDLE_S)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, KEEPALIVE_PROBES)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE_INTERVAL_S)
     socket.setsockopt(zmq.IPV6, ":" in host)
     address = f"[{host}]" if ":" in host else host
     try:
