@@ -178,5 +178,8 @@ class WorkerHalf(WorkerConnector):
             return
         self._closed = True
         self._loop.stop(STOP_GRACE_S)
-        self._channel.close()
-        self._transport.close()
+        try:
+            self._transport.close()
+        finally:
+            # Last: to a peer an address where nobody listens is a node that writes nothing any more.
+            self._channel.close()
