@@ -519,6 +519,22 @@ def test_what_was_read_after_the_lease_had_ended_is_not_believed(pull: Pair) -> 
     assert pull.nothing_is_left()
 
 
+def test_a_registration_that_was_doubled_and_comes_late_ends_nothing(pair: Pair) -> None:
+    receive = pair.receive()
+    pair.world.deliver()  # Hello
+    pair.world.deliver()  # Welcome
+    [late] = pair.on_the_way(RegisterDestination)
+    pair.world.settle(SETTINGS.lease_s + 0.1)
+    pair.world.network.append(("tcp://p", late))  # type: ignore[arg-type]
+    pair.world.deliver_all()
+    assert not receive.over
+    send = pair.send()
+    pair.producer.compute(send, 30)
+    pair.producer.finish_send(send)
+    pair.world.settle(0.2)
+    assert receive.finished
+
+
 # ── peers ──
 
 
