@@ -48,6 +48,7 @@ class Consumer:
         self._side = side
         self._answers = Answers(me, send, side.recorder)
         self._reads = side.direction is Direction.PULL
+        self._ticked_at = clock()
         self._links = ProducerLinks(me, side.geometry, settings, send, clock)
         self._declined = Declined(me, settings, send, clock)
         self._incoming = Incoming(side, self._links, self._declined, finished=finished, failed=failed)
@@ -282,11 +283,14 @@ class Consumer:
         return self._pulling.pump() if self._reads else Activity.NONE
 
     def tick(self) -> None:
+        now, margin_s = self._side.clock(), self._side.settings.margin_s
+        # Of a longer time between two ticks nobody knows whether we ran or were stopped.
+        ran_s, self._ticked_at = min(now - self._ticked_at, margin_s / 4), now
         self._declined.tick()
         for link in self._links:
             self._registrar.tick(link)
         for receiving in self._incoming:
-            self._incoming.tick(receiving)
+            self._incoming.tick(receiving, ran_s)
             self._registrar.remind(receiving)
 
     def shutdown(self) -> bool:

@@ -232,6 +232,7 @@ class Node:
         self.sends: dict[str, Send] = {}
         self.receives: dict[str, Receive] = {}
         self.frozen = False
+        self.stood_still_until = 0.0
         memory = CacheMemory(
             name.encode(), "DRAM", 0, 4096, NUM_BLOCKS, self.memory.cells_per_block * CELL_BYTES
         )
@@ -487,11 +488,17 @@ class World:
                         break
 
     def advance(self, seconds: float) -> None:
-        """Time passes; no posted move takes longer than a part of the margin, see the consumer's docstring."""
+        """Time passes; no posted move takes longer than a part of the margin in which the peer's process, which may have to
+        carry it out, runs: see the consumer's docstring."""
         until = self.now + seconds
         while self.now < until:
+            for node in self.nodes.values():
+                if node.frozen:
+                    node.stood_still_until = self.now
             for move in self.moves():
-                if self.now - move.posted_at > SETTINGS.margin_s / 4:
+                peer = self.nodes.get(move.peer)
+                began = max(move.posted_at, peer.stood_still_until if peer is not None else 0.0)
+                if self.now - began > SETTINGS.margin_s / 4:
                     self.complete(move)
             self.pump()
             self.now = min(until, self.now + SETTINGS.tick_s)

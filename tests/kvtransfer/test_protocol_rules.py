@@ -519,6 +519,23 @@ def test_what_was_read_after_the_lease_had_ended_is_not_believed(pull: Pair) -> 
     assert pull.nothing_is_left()
 
 
+def test_what_was_written_while_the_consumer_stood_still_lands_in_blocks_that_are_still_its_own(
+    push: Pair,
+) -> None:
+    """By TCP it is the consumer's own process that carries out what it finds in its sockets."""
+    receive, send = in_flight_write(push)
+    push.consumer.frozen = True
+    push.world.advance(SETTINGS.lease_s + SETTINGS.margin_s + 1.0)
+    assert push.world.moves()
+    push.consumer.frozen = False
+    push.world.advance(SETTINGS.tick_s)
+    assert receive.failed is None
+    push.world.advance(2 * SETTINGS.margin_s)  # World sees where the write lands
+    assert receive.failed is not None
+    push.producer.abandon_send(send)
+    assert push.nothing_is_left()
+
+
 def test_a_registration_that_was_doubled_and_comes_late_ends_nothing(pair: Pair) -> None:
     receive = pair.receive()
     pair.world.deliver()  # Hello
