@@ -53,6 +53,7 @@ class Registrations:
         if rejection is not None:
             self._answers.refuse(message.envelope, "", rejection.code, rejection.reason)
             return
+        self._handshakes.drop_unused(in_use=lambda key: bool(self._ledger.to(key)))
         self._answers.say(
             message.envelope,
             Welcome(

@@ -96,6 +96,7 @@ class WorkerHalf(WorkerConnector):
             self._transport,
             self._settings,
             send=self._channel.send,
+            forget=self._channel.forget,
             clock=time.monotonic,
             recorder=self._recorder,
         )

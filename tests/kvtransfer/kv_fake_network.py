@@ -257,6 +257,7 @@ class Node:
             self.transport,
             SETTINGS,
             send=lambda to, message: world.network.append((to, message)),
+            forget=world.forget,
             clock=self.clock,
             recorder=self.recorder,
         )
@@ -407,6 +408,7 @@ class World:
         self.now = 1000.0
         self.network: list[tuple[str, msgspec.Struct]] = []
         self.closed_addresses: set[str] = set()
+        self.forgotten: list[str] = []
         self.nodes: dict[str, Node] = {}
         self.direction = direction
         self.moves_can_be_taken_back = False
@@ -449,6 +451,10 @@ class World:
             self.deliver(reachable[0])
             self.pump()
         raise AssertionError("messages without end")
+
+    def forget(self, endpoint: str) -> None:
+        self.forgotten.append(endpoint)
+        self.network = [(to, message) for to, message in self.network if to != endpoint]
 
     # ── memory ──
 

@@ -30,6 +30,7 @@ from wire.handoff import (
     TransferClosed,
     Welcome,
 )
+from wire.nodes import PeerAddress
 
 TOKENS = list(range(50, 72))  # five full blocks and half of one
 
@@ -631,6 +632,104 @@ def test_a_transfer_with_an_incarnation_known_to_be_dead_fails_at_once(pair: Pai
     late = Receive("r2", "t-r2", TOKENS, 0, [])
     pair.consumer.start_receive(late, old)
     assert late.failed
+
+
+def served(pair: Pair, name: str) -> None:
+    receive, send = pair.receive(name=name), pair.send(name=name)
+    pair.producer.compute(send, 30)
+    pair.producer.finish_send(send)
+    pair.world.settle(0.3)
+    assert receive.finished
+
+
+def test_a_request_that_names_an_earlier_incarnation_does_not_harm_the_one_that_runs(pair: Pair) -> None:
+    """It waited while the node was started anew, or its router has not heard of that yet."""
+    late = Receive("r1", "t-r1", TOKENS, 0, [])
+    earlier = pair.producer.address
+    pair.world.add("p", 12)
+    pair.producer = pair.world.nodes["p"]
+    served(pair, "r2")
+    waiting = pair.receive(name="r3")
+    pair.consumer.start_receive(late, earlier)
+    pair.world.deliver_all()
+    assert late.failed is not None
+    assert "started anew" in late.failed.reason
+    assert not waiting.over
+    served(pair, "r4")
+
+
+def test_a_request_that_names_another_incarnation_does_not_free_what_the_earlier_may_still_write_to(
+    push: Pair,
+) -> None:
+    """A node that its controller has lost is replaced, and may run all the same."""
+    receive, send = in_flight_write(push)
+    earlier = push.producer
+    later = Node(push.world, "p2", 12, 0.0, Direction.PUSH)
+    push.world.nodes["p2"] = later
+    second = Receive("r2", "t-r2", TOKENS, 0, [])
+    push.consumer.start_receive(second, PeerAddress("p", 12, "tcp://p2"))
+    push.world.settle(0.2)  # World sees where the write lands
+    assert not receive.over
+    earlier.compute(send, 30)
+    earlier.finish_send(send)
+    push.world.settle(0.3)
+    assert receive.finished
+
+
+def test_nothing_is_kept_for_nodes_that_went_for_good(pair: Pair) -> None:
+    """A pool that grows and shrinks gives every node a new name."""
+    pull = pair.world.direction is Direction.PULL
+    survivor = pair.consumer if pull else pair.producer
+    for number in range(5):
+        if pull:
+            pair.producer = pair.world.add(f"p{number}", 100 + number)
+        else:
+            pair.consumer = pair.world.add(f"c{number}", 100 + number)
+        served(pair, f"r{number}")
+        assert len(survivor.transport.remotes) == min(1 + number, 3)
+        pair.world.advance(SETTINGS.keep_link_s / 2 - 1)
+
+
+def test_who_was_not_heard_of_for_long_is_served_when_it_comes_back(pair: Pair) -> None:
+    first = (pair.producer, pair.consumer)
+    served(pair, "r1")
+    pair.world.now += SETTINGS.keep_link_s + 1
+    pair.producer, pair.consumer = (pair.world.add(*node) for node in (("p2", 33), ("c2", 44)))
+    for producer, consumer in ((first[0], pair.consumer), (pair.producer, first[1])):
+        pair.producer, pair.consumer = producer, consumer
+        served(pair, f"r-{producer.name}")
+    pair.producer, pair.consumer = first
+    served(pair, "r2")
+
+
+@pytest.mark.parametrize("victim", ["p", "c"])
+def test_nothing_is_said_to_the_dead_and_no_connection_with_them_is_kept(pair: Pair, victim: str) -> None:
+    _computed(pair)
+    pair.world.deliver_all()
+    pair.move_everything()
+    del pair.world.nodes[victim]
+    pair.world.closed_addresses.add(f"tcp://{victim}")
+    pair.world.advance(SETTINGS.renew_s + SETTINGS.silent_s + SETTINGS.margin_s)
+    assert f"tcp://{victim}" in pair.world.forgotten
+    pair.world.advance(SETTINGS.lease_s)
+    assert f"tcp://{victim}" not in {to for to, _ in pair.world.network}
+
+
+@pytest.mark.parametrize("started_anew", ["p", "c"])
+def test_the_connection_with_an_earlier_incarnation_is_not_kept(pair: Pair, started_anew: str) -> None:
+    served(pair, "r1")
+    reborn = Node(pair.world, started_anew, 12, 0.0, pair.world.direction)
+    reborn.identity = reborn.identity._replace(endpoint="tcp://elsewhere")
+    pair.world.nodes["elsewhere"] = reborn
+    if started_anew == "p":
+        pair.consumer.start_receive(
+            Receive("r2", "t-r2", TOKENS, 0, []), PeerAddress("p", 12, "tcp://elsewhere")
+        )
+    else:
+        hello = Hello(reborn.identity.envelope(11), reborn.geometry.fingerprint, reborn.geometry.memory)
+        pair.world.network.append(("tcp://p", hello))
+        pair.world.deliver()
+    assert pair.world.forgotten == [f"tcp://{started_anew}"]
 
 
 def test_caches_that_differ_are_refused_on_both_sides_at_once(direction: Direction) -> None:
