@@ -291,13 +291,17 @@ class Consumer:
         return self._pulling.pump() if self._reads else Activity.NONE
 
     def tick(self) -> None:
-        now, margin_s = self._side.clock(), self._side.settings.margin_s
+        now, settings = self._side.clock(), self._side.settings
+        since, self._ticked_at = now - self._ticked_at, now
         # Of a longer time between two ticks nobody knows whether we ran or were stopped.
-        ran_s, self._ticked_at = min(now - self._ticked_at, margin_s / 4), now
+        ran_s = min(since, settings.margin_s / 4)
         self._declined.tick()
         for link in self._links:
             self._registrar.tick(link)
         for receiving in self._incoming:
+            if receiving.is_registered and since > settings.lease_s / 2:
+                # What a producer had in flight to us may be much. There is time now to ask it when that is over.
+                receiving.extend_lease(now + settings.lease_s)
             self._incoming.tick(receiving, ran_s)
             self._registrar.remind(receiving)
 

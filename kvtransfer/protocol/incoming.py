@@ -4,7 +4,8 @@ Each BeginReceive is answered exactly once, with `finished` or with `failed`. A 
 nobody can write to the blocks any more. With push: the producer said that it closed the transfer, or it is
 certainly dead, or the last lease that it can hold by our word has ended by our clock, and we have run for
 `Settings.margin_s` since: where our own process carries out a peer's writes, as with TCP, those that came while it stood
-still land when it goes on. With pull: our own reads are over.
+still land when it goes on. If that was for long they may be many, and it waits for a lease more, in which a producer that
+lives says when they are over. With pull: our own reads are over.
 
 What remains with push, and cannot be excluded from here: a producer that is frozen in the middle of one posted
 write for longer than its lease, and then goes on. A post is bounded (`Settings.max_post_bytes`) and preceded by a

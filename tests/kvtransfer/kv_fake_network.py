@@ -409,6 +409,7 @@ class World:
         self.network: list[tuple[str, msgspec.Struct]] = []
         self.closed_addresses: set[str] = set()
         self.forgotten: list[str] = []
+        self.move_s = SETTINGS.margin_s / 4
         self.nodes: dict[str, Node] = {}
         self.direction = direction
         self.moves_can_be_taken_back = False
@@ -504,7 +505,7 @@ class World:
             for move in self.moves():
                 peer = self.nodes.get(move.peer)
                 began = max(move.posted_at, peer.stood_still_until if peer is not None else 0.0)
-                if self.now - began > SETTINGS.margin_s / 4:
+                if self.now - began > self.move_s:
                     self.complete(move)
             self.pump()
             self.now = min(until, self.now + SETTINGS.tick_s)

@@ -520,21 +520,43 @@ def test_what_was_read_after_the_lease_had_ended_is_not_believed(pull: Pair) -> 
     assert pull.nothing_is_left()
 
 
+@pytest.mark.parametrize("move_s", [SETTINGS.margin_s / 4, SETTINGS.lease_s / 2])
+@pytest.mark.parametrize("stood_still_s", [SETTINGS.lease_s / 2, SETTINGS.lease_s + 1.0])
 def test_what_was_written_while_the_consumer_stood_still_lands_in_blocks_that_are_still_its_own(
-    push: Pair,
+    push: Pair, stood_still_s: float, move_s: float
 ) -> None:
     """By TCP it is the consumer's own process that carries out what it finds in its sockets."""
+    push.world.move_s = move_s
     receive, send = in_flight_write(push)
     push.consumer.frozen = True
-    push.world.advance(SETTINGS.lease_s + SETTINGS.margin_s + 1.0)
+    push.world.advance(stood_still_s)
+    push.producer.abandon_send(send)
+    push.world.advance(SETTINGS.margin_s)
     assert push.world.moves()
     push.consumer.frozen = False
+    while push.world.moves():  # World sees where they land
+        push.world.advance(SETTINGS.tick_s)
+        push.world.deliver_all()
     push.world.advance(SETTINGS.tick_s)
-    assert receive.failed is None
-    push.world.advance(2 * SETTINGS.margin_s)  # World sees where the write lands
+    push.world.deliver_all()
     assert receive.failed is not None
-    push.producer.abandon_send(send)
     assert push.nothing_is_left()
+
+
+def test_what_was_written_while_both_stood_still_lands_in_blocks_that_are_still_the_consumers(
+    push: Pair,
+) -> None:
+    receive, _ = in_flight_write(push)
+    push.producer.frozen = True
+    push.world.move_s = 2 * SETTINGS.lease_s
+    push.world.advance(SETTINGS.lease_s - 0.2)
+    push.consumer.frozen = True
+    push.world.advance(SETTINGS.margin_s + 0.4)
+    push.world.move_s = SETTINGS.margin_s / 4
+    push.consumer.frozen = False
+    push.world.advance(2 * SETTINGS.margin_s)
+    assert not push.world.moves()
+    assert receive.failed is not None
 
 
 def test_a_registration_that_was_doubled_and_comes_late_ends_nothing(pair: Pair) -> None:
