@@ -31,8 +31,8 @@ from benchmarks.engine_work import MAX_BATCHED_TOKENS, MAX_MODEL_LEN, Times, Wor
 from benchmarks.machine import Limits, measure_limits
 from engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from engine.core import Engine
+from engine.host_cores import usable_cores
 from engine.model.loading import load_runner
-from engine.model.threads import usable_cores
 from engine.scheduling.scheduler import Scheduler
 
 PREFILLS = (128, 512, 2048)
@@ -83,6 +83,7 @@ def measure_tandem(arguments: argparse.Namespace, threads: int, say: Say) -> tup
         max_num_seqs=max(batch for batch, _ in decodes),
         max_num_batched_tokens=MAX_BATCHED_TOKENS,
         max_model_len=MAX_MODEL_LEN,
+        step_target_ms=0,  # a batch is to be together before its first requests end
     )
     model = ModelConfig(path=arguments.model, dtype=arguments.dtype, device="cpu", threads=threads)
     say("tandem: loading")

@@ -93,6 +93,7 @@ def measure(
         max_num_seqs=max(batch for batch, _ in decodes),
         max_num_batched_tokens=MAX_BATCHED_TOKENS if quick else 4 * MAX_BATCHED_TOKENS,
         max_model_len=longest,
+        step_target_ms=0,  # a batch is to be together before its first requests end
     )
     model = ModelConfig(path=str(path), dtype=arguments.dtype, device=arguments.device)
     runner = load_runner(model, cache, config, lambda what, share: say(f"  {what} {share:.0%}"))

@@ -14,7 +14,7 @@ class Host(msgspec.Struct, frozen=True):
 
     name: str  # what a launcher finds it by
     address: str  # where routers and other nodes reach what runs there
-    cores: tuple[int, ...] = ()  # those that nodes may be bound to; empty: unknown, bind to none
+    cores: tuple[int, ...] = ()  # those that nodes may compute on, no more than its quota; empty: unknown
     gpus: int = 0
     # How many nodes of each role it offers room for; a role that is missing: none. None: as many as anyone asks for.
     slots: dict[Role, int] | None = None

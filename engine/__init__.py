@@ -11,5 +11,5 @@ loop        the thread that steps, and the mailbox that feeds it; affinity: on w
 service     what a prefill node and a decode node share above the loop
 routers, counters, tracing   whom the service answers, and what it tells of itself
 node, node_config, hosting   all of it put together; what it is told; as the process that holds it sees it
-host_memory how much memory can be had on this machine
+host_memory, host_cores      how much memory and how many cores can be had on this machine; control_groups: what limits them
 """

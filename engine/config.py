@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 
 import msgspec
 
@@ -60,6 +61,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_num_batched_tokens: int = 2048
     max_model_len: int | None = None  # None: what the model was trained for
     long_prefill_token_threshold: int = 0  # 0 is off: a prompt may fill the whole token budget
+    step_target_ms: float = 80.0  # how long a step that also decodes should take; 0: however long it takes
     chunked_prefill: bool = True
     reserve_full_sequence: bool = False  # admit a request only when all that it may ever need is free
     num_speculative_tokens: int = 0
@@ -70,6 +72,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"scheduler.{name} must be at least 1, not {getattr(self, name)}")
+        if not 0 <= self.step_target_ms < math.inf:
+            raise ConfigurationError(
+                f"scheduler.step_target_ms must be 0, which is off, or more, not {self.step_target_ms}"
+            )
         if self.async_scheduling is AsyncScheduling.ALWAYS and self.num_speculative_tokens:
             raise ConfigurationError(
                 "scheduler.async_scheduling cannot be always with scheduler.num_speculative_tokens above 0: "

@@ -10,7 +10,8 @@ they were planned. Ahead of time, the next is planned and started before the res
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 
 from engine.model.runner import Computed, ModelRunner, StartedStep
 from engine.request import Request, RequestStatus
@@ -39,6 +40,7 @@ class _Started:
     computing: StartedStep
     began: float  # by the tracer's clock, as long as there is one
     forward_began: float
+    started: float  # by the engine's own
 
 
 class Engine:
@@ -50,6 +52,7 @@ class Engine:
         *,
         ahead: bool = False,
         debug: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`ahead`: a step is planned while the one before it runs, wherever it can be."""
         self.scheduler = scheduler
@@ -60,6 +63,8 @@ class Engine:
         self._debug = debug
         self._open: _Started | None = None  # runs while the next step is planned
         self._last_booked = 0.0
+        self._clock = clock
+        self._last_finished = 0.0
         if worker is not None:
             info = runner.info
             worker.register_kv_caches(
@@ -110,7 +115,7 @@ class Engine:
             if plan.preempted_req_ids:
                 worker.handle_preemptions()
             worker.start_load_kv()
-        forward_began = self._now()
+        forward_began, started = self._now(), self._clock()
         # The runner also has to hear of requests that ended or were preempted when there is nothing to compute.
         if plan.total_num_scheduled_tokens or plan.finished_req_ids or plan.preempted_req_ids:
             hooks = worker if worker is not None and worker.layerwise else None
@@ -119,12 +124,15 @@ class Engine:
             computing = Computed(ModelOutput(sampled_token_ids={}))
         if worker is not None:
             worker.wait_for_save()
-        return _Started(plan, computing, began, forward_began)
+        return _Started(plan, computing, began, forward_began, started)
 
     def _book(self, started: _Started, result: StepResult) -> None:
         """Transfers first: they say which of the model's results can't be right."""
         plan, output = started.plan, started.computing.finish()
-        forward_ended = self._now()
+        forward_ended, finished = self._now(), self._clock()
+        # While the step before was under way this one waited for the device.
+        self.scheduler.took(plan, finished - max(started.started, self._last_finished))
+        self._last_finished = finished
         transfers = _NO_TRANSFERS
         if self.worker is not None:
             transfers = self.worker.get_finished(plan.finished_req_ids)
@@ -132,7 +140,6 @@ class Engine:
         result.updates += updates
         result.progressed = result.progressed or bool(updates) or not transfers.is_empty
         if self.tracer is not None:
-            # While the step before was under way this one waited for the device.
             began = max(started.began, self._last_booked)
             forward_began = max(started.forward_began, self._last_booked)
             self._last_booked = self.tracer.clock()

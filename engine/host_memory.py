@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from engine.control_groups import folders_of
+
 
 def free_memory() -> int:
     """Bytes that could be allocated now without pushing anybody out."""
@@ -24,31 +26,13 @@ def _machine_available() -> int:
 def _cgroup_available() -> int:
     """The tightest limit of this process's control group and those above it, less what counts against it."""
     tightest = 1 << 62
-    for group in _memory_groups():
+    for group in folders_of("memory"):
         limit = _number(group / "memory.max", group / "memory.limit_in_bytes")
         used = _number(group / "memory.current", group / "memory.usage_in_bytes")
         if limit is None or used is None:
             continue
         tightest = min(tightest, max(0, limit - used + _reclaimable(group)))
     return tightest
-
-
-def _memory_groups() -> list[Path]:
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    groups: list[Path] = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        root = Path("/sys/fs/cgroup/memory" if controllers else "/sys/fs/cgroup")
-        inner = root / path.lstrip("/")
-        groups.extend(
-            [inner, *(parent for parent in inner.parents if parent == root or root in parent.parents)]
-        )
-    return groups
 
 
 def _reclaimable(group: Path) -> int:

@@ -15,6 +15,7 @@ import msgspec
 
 from engine.affinity import bind, threads_here
 from engine.core import Engine
+from engine.host_cores import core_quota
 from engine.loop import Mailbox
 from engine.model.runner import ModelRunner
 from engine.node_config import NodeConfig
@@ -38,7 +39,10 @@ class NodeChannel(Protocol):
     def endpoint(self) -> str: ...
     @property
     def malformed(self) -> int: ...
+    @property
+    def died(self) -> str | None: ...
     def send(self, endpoint: str, message: msgspec.Struct) -> None: ...
+    def forget(self, endpoint: str) -> None: ...
     def close(self) -> None: ...
 
 
@@ -48,19 +52,47 @@ OpenChannel = Callable[[str, Callable[[ToNode], None], str], NodeChannel]
 MakeConnector = Callable[[ConnectorContext], tuple[SchedulerConnector, WorkerConnector]]
 
 
+class _Line:
+    """The channel, for a service that is there before it."""
+
+    def __init__(self) -> None:
+        self.channel: NodeChannel | None = None
+
+    @property
+    def malformed(self) -> int:
+        return self.channel.malformed if self.channel is not None else 0
+
+    @property
+    def died(self) -> str | None:
+        return self.channel.died if self.channel is not None else None
+
+    def send(self, endpoint: str, message: msgspec.Struct) -> None:
+        if self.channel is None:
+            raise InternalError("a message to a router before the channel is open")
+        self.channel.send(endpoint, message)
+
+    def forget(self, endpoint: str) -> None:
+        if self.channel is not None:
+            self.channel.forget(endpoint)
+
+
 class Node:
     """`start` blocks while the model loads; everything else may be called meanwhile, from other threads."""
 
     def __init__(
         self, config: NodeConfig, rules: RoleRules, open_channel: OpenChannel, make_connector: MakeConnector
     ) -> None:
+        if core_quota() is not None:
+            # How many threads compute matters then, and not where: other containers of the machine count its cores from
+            # the same end.
+            config = msgspec.structs.replace(config, cores=[])
         self.config = config
         self.epoch = new_epoch()
         self._rules = rules
         self._open_channel = open_channel
         self._make_connector = make_connector
         self._engine: Engine | None = None
-        self._channel: NodeChannel | None = None
+        self._line = _Line()
         self._service: NodeService | None = None
 
     def start(
@@ -115,19 +147,19 @@ class Node:
             self._rules,
             self._engine,
             mailbox,
-            self._send,
-            self._malformed_frames,
+            self._line,
             grammars=runner.grammars,
         )
         # The service first: a channel that is open must have somebody behind it.
         service.start()
         self._service = service
-        self._channel = self._open_channel(config.host, service.receive, f"{config.node_id}-inbox")
+        channel = self._open_channel(config.host, service.receive, f"{config.node_id}-inbox")
+        self._line.channel = channel
         return NodeInfo(
             node_id=config.node_id,
             role=self._rules.role,
             epoch=self.epoch,
-            request_endpoint=self._channel.endpoint,
+            request_endpoint=channel.endpoint,
             peer_endpoint=mover.peer_endpoint if mover is not None else "",
             model=config.engine.model.served_name or info.name,
             max_model_len=info.max_model_len,
@@ -153,14 +185,6 @@ class Node:
         if runner.kv_cache.device.type == "cpu":
             runner.pages = PageMaker(runner.kv_cache)
         return runner
-
-    def _send(self, endpoint: str, message: msgspec.Struct) -> None:
-        if self._channel is None:
-            raise InternalError("a message to a router before the channel is open")
-        self._channel.send(endpoint, message)
-
-    def _malformed_frames(self) -> int:
-        return self._channel.malformed if self._channel is not None else 0
 
     def status(self) -> NodeStatus:
         if self._service is not None:
@@ -195,8 +219,8 @@ class Node:
             self._service.stop()
         if self._engine is not None:
             self._engine.shutdown()
-        if self._channel is not None:
-            self._channel.close()
+        if self._line.channel is not None:
+            self._line.channel.close()
 
     def release(self) -> ModelRunner:
         """Stops, and gives the loaded model to whoever goes on with it. Only after a drain that was finished: a peer

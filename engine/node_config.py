@@ -25,4 +25,4 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     engine: EngineConfig = EngineConfig()
     transfer: TransferConfig | None = None  # None: this node neither sends nor receives KV
     timeouts: NodeTimeouts = NodeTimeouts()
-    cores: list[int] = []  # bind the process to these; empty: wherever it may run
+    cores: list[int] = []  # bind what computes to these, unless a quota counts; empty: wherever it may run

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from typing import Protocol
 
 import msgspec
 
@@ -13,25 +14,42 @@ from wire.requests import NodeStatus
 
 logger = logging.getLogger(__name__)
 
-Send = Callable[[str, msgspec.Struct], None]
-"""Queues a message for an endpoint; raises NodeLost when nobody reads there."""
+
+class RouterLine(Protocol):
+    """The node's end of the line to its routers."""
+
+    @property
+    def malformed(self) -> int: ...
+    @property
+    def died(self) -> str | None:
+        """Why nothing is received any more, although nobody closed it."""
+        ...
+
+    def send(self, endpoint: str, message: msgspec.Struct) -> None:
+        """Queues a message; raises NodeLost when nobody reads there. The first one makes a connection, which is kept."""
+        ...
+
+    def forget(self, endpoint: str) -> None:
+        """Drops the connection, and whatever is queued on it."""
+        ...
 
 
 class Routers:
     """Every method may be called from any thread. A router that is silent for too long, or does not read, is lost:
-    `lost` is told once, and the router is a new one when it is heard again."""
+    `lost` is told once, and the router is a new one when it is heard again. Until then it is told nothing, and no
+    connection to it is kept: what it does not read would pile up."""
 
     def __init__(
         self,
-        send: Send,
+        line: RouterLine,
         status: Callable[[], NodeStatus],
-        lost: Callable[[str], None],
+        lost: Callable[[str], None],  # must not wait
         *,
         period_s: float,  # between two reports of the status to everyone
         silence_s: float,
         clock: Callable[[], float],
     ) -> None:
-        self._send = send
+        self._line = line
         self._status = status
         self._lost = lost
         self._period_s = period_s
@@ -58,11 +76,14 @@ class Routers:
         return is_new
 
     def tell(self, reply_to: str, message: msgspec.Struct) -> None:
-        try:
-            self._send(reply_to, message)
-        except NodeLost as error:
-            logger.warning("router lost: %s", error)
-            self._forget(reply_to)
+        with self._lock:
+            if reply_to not in self._heard:
+                return
+            try:
+                self._line.send(reply_to, message)
+            except NodeLost as error:
+                logger.warning("router lost: %s", error)
+                self._lose(reply_to)
 
     def tell_status(self, reply_to: str) -> None:
         self.tell(reply_to, self._status())
@@ -73,21 +94,33 @@ class Routers:
         for reply_to in known:
             self.tell_status(reply_to)
 
+    def report(self) -> None:
+        """The status, for everybody who is not silent."""
+        with self._lock:
+            known = list(self._heard)
+        for reply_to in known:
+            self._lose_if_silent(reply_to)
+            self.tell_status(reply_to)
+
     def _report(self) -> None:
         while not self._closing.wait(self._period_s):
-            now = self._clock()
-            with self._lock:
-                known = dict(self._heard)
-            for reply_to, heard in known.items():
-                if now - heard > self._silence_s:
-                    logger.warning(
-                        "router %s has been silent for %.0f s: aborting its requests", reply_to, now - heard
-                    )
-                    self._forget(reply_to)
-                else:
-                    self.tell_status(reply_to)
+            try:
+                self.report()
+            except Exception:
+                # Its routers would give up a node of which they hear nothing, and nobody would replace it.
+                logger.exception("the status was not told to everybody")
 
-    def _forget(self, reply_to: str) -> None:
+    def _lose_if_silent(self, reply_to: str) -> None:
         with self._lock:
-            self._heard.pop(reply_to, None)
+            silent_s = self._clock() - self._heard.get(reply_to, self._clock())
+            if silent_s > self._silence_s:
+                logger.warning(
+                    "router %s has been silent for %.0f s: aborting its requests", reply_to, silent_s
+                )
+                self._lose(reply_to)
+
+    def _lose(self, reply_to: str) -> None:
+        """All of it under the lock: what a router says after this, whoever takes it up hears of it after `lost`."""
+        del self._heard[reply_to]
+        self._line.forget(reply_to)
         self._lost(reply_to)

@@ -1,6 +1,6 @@
 """What a prefill node and a decode node share above the loop: requests in, token batches out, an honest status.
 
-Transport-free: messages come in through `receive` and leave through a `send` function. A role differs only in
+Transport-free: messages come in through `receive` and leave through a `RouterLine`. A role differs only in
 which requests it takes and how one of them ends (`RoleRules`).
 
 Who may end a request, and who hears of it:
@@ -26,7 +26,7 @@ from engine.counters import node_counters
 from engine.loop import EngineLoop, Mailbox
 from engine.node_config import NodeConfig
 from engine.request import Request, RequestStatus
-from engine.routers import Routers, Send
+from engine.routers import RouterLine, Routers
 from engine.scheduling.stats import SchedulerStats
 from engine.scheduling.update import RequestUpdate
 from engine.structured.desk import GrammarDesk, GrammarReady
@@ -56,6 +56,7 @@ from wire.tracing import ClockReading, NodeTrace
 logger = logging.getLogger(__name__)
 
 _STATS_PERIOD_S = 0.05
+_SPARE_DEADLINES = 100
 
 
 class RoleRules(Protocol):
@@ -104,8 +105,7 @@ class NodeService:
         rules: RoleRules,
         engine: Engine,
         mailbox: Mailbox[Item],
-        send: Send,
-        malformed_frames: Callable[[], int] = lambda: 0,
+        line: RouterLine,
         clock: Callable[[], float] = time.monotonic,
         grammars: Grammars | None = None,
     ) -> None:
@@ -114,7 +114,7 @@ class NodeService:
         self._rules = rules
         self._engine = engine
         self._mailbox = mailbox
-        self._malformed_frames = malformed_frames
+        self._line = line
         self._clock = clock
         self._block_hasher = engine.scheduler.block_hasher
         self._eos = engine.runner.info.eos_token_ids
@@ -122,7 +122,7 @@ class NodeService:
         self._live: dict[str, _Live] = {}
         self._deadlines: list[tuple[float, str]] = []
         self._routers = Routers(
-            send,
+            line,
             self.status,
             lost=lambda reply_to: mailbox.put(RouterLost(reply_to)),
             period_s=config.timeouts.status_period_s,
@@ -167,11 +167,12 @@ class NodeService:
         scheduler = self._scheduler_stats
         worker = self._engine.worker
         transfer = worker.stats() if worker is not None else None
+        failure = self.failure
         return NodeStatus(
             node_id=self._config.node_id,
             role=self._rules.role,
             epoch=self._epoch,
-            state=self._state,
+            state=self._state if failure is None else NodeState.FAILED,
             free_blocks=scheduler.free_blocks,
             total_blocks=scheduler.total_blocks,
             running=scheduler.running,
@@ -185,13 +186,15 @@ class NodeService:
                 transfer,
                 steps=self.loop.steps,
                 step_seconds=self.loop.step_seconds,
-                malformed_frames=self._malformed_frames(),
+                malformed_frames=self._line.malformed,
             ),
-            detail=self._detail,
+            detail=failure or "",
         )
 
     @property
     def failure(self) -> str | None:
+        if self._state is not NodeState.FAILED and (why := self._line.died) is not None:
+            return f"nobody hears its routers any more: {why}"
         return self._detail if self._state is NodeState.FAILED else None
 
     def drain(self, timeout_s: float) -> bool:
@@ -216,6 +219,8 @@ class NodeService:
     def handle(self, item: Item) -> None:
         match item:
             case Submit():
+                # Lost since it was sent, it is known again: whoever has a request here is told of it, or lost once more.
+                self._routers.heard(item.reply_to)
                 try:
                     self._admit(item)
                 except TandemError as error:
@@ -337,11 +342,18 @@ class NodeService:
             self._desk.begin(request.request_id, grammar, now)
         deadline = now + submit.timeout_s
         self._live[submit.request_id] = _Live(submit, deadline)
-        heapq.heappush(self._deadlines, (deadline, submit.request_id))
+        self._remember_deadline(deadline, submit.request_id)
         self._quiet.clear()
         if submit.trace:
             self._tracer.admitted(submit)
             self._engine.tracer = self._tracer
+
+    def _remember_deadline(self, deadline: float, request_id: str) -> None:
+        """A request that ends leaves its deadline behind, half an hour away: the dead go when they outnumber the living."""
+        heapq.heappush(self._deadlines, (deadline, request_id))
+        if len(self._deadlines) > 2 * len(self._live) + _SPARE_DEADLINES:
+            self._deadlines = [(live.deadline, id) for id, live in self._live.items()]
+            heapq.heapify(self._deadlines)
 
     def _go_on(self, ready: GrammarReady) -> None:
         """A request that waited for its grammar runs, or ends if it cannot."""

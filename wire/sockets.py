@@ -190,8 +190,8 @@ class Outbox:
     def _connect(self, endpoint: str) -> zmq.Socket[bytes]:
         try:
             socket = self._context.socket(zmq.PUSH)
-        except zmq.ZMQError as error:  # the process has no descriptor left
-            raise NodeLost(f"no socket for {endpoint!r}: {error}") from error
+        except zmq.ZMQError as error:  # there are too many already, or no descriptor is left
+            raise NodeLost(f"cannot connect to {endpoint!r}: {error}") from error
         socket.setsockopt(zmq.IPV6, "[" in endpoint)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDHWM, SEND_QUEUE_FRAMES)
@@ -248,6 +248,9 @@ class Channel(Generic[M]):
 
     def send(self, endpoint: str, message: msgspec.Struct) -> None:
         self._outbox.send(endpoint, message)
+
+    def forget(self, endpoint: str) -> None:
+        self._outbox.forget(endpoint)
 
     def close(self) -> None:
         self._inbox.close()

@@ -147,20 +147,15 @@ def check_compiler() -> Finding:
 
 def check_cores(config: TandemConfig) -> Finding:
     machine = this_machine()
-    what = counted(len(machine.cores), "core") + f", {counted(machine.gpus, 'usable GPU')}"
+    cores = machine.quota or len(machine.cores)
+    what = f"{counted(cores, 'core')}, {counted(machine.gpus, 'usable GPU')}"
+    if machine.quota is not None:
+        what += f" (by the container's quota; the machine has {len(machine.cores)} cores)"
     try:
         place_nodes(config, machine)
     except TandemError as error:
         return Finding("cores", Level.FAIL, what, str(error))
-    quota = cpu_quota(Path("/sys/fs/cgroup/cpu.max"))
-    if quota is not None and quota < len(machine.cores):
-        return Finding(
-            "cores",
-            Level.WARN,
-            f"{what}, but a quota of {quota:g} core's time",
-            "give the container as much CPU time as cores: nodes that are throttled stall for tenths of a second",
-        )
-    if config.pools.total > len(machine.cores) and not machine.gpus:
+    if config.pools.total > cores and not machine.gpus:
         return Finding(
             "cores",
             Level.WARN,
@@ -168,15 +163,6 @@ def check_cores(config: TandemConfig) -> Finding:
             "nodes will share cores and slow each other down: ask for fewer nodes",
         )
     return Finding("cores", Level.OK, what)
-
-
-def cpu_quota(file: Path) -> float | None:
-    """Cores' worth of time that the container may use; None when it is not limited."""
-    try:
-        limit, period = file.read_text().split()
-        return None if limit == "max" else int(limit) / int(period)
-    except (OSError, ValueError):
-        return None
 
 
 def check_memory(config: TandemConfig, machine: Machine) -> Finding:

@@ -144,7 +144,7 @@ def look_around() -> bytes:
     machine = this_machine()
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         boot = file.read().strip()
-    return msgspec.msgpack.encode(Found(boot, machine.cores, machine.gpus))
+    return msgspec.msgpack.encode(Found(boot, machine.cores, machine.gpus, machine.quota))
 
 
 def _request_resources(bundles: Sequence[Mapping[str, float]]) -> None:

@@ -15,6 +15,7 @@ class Found(msgspec.Struct, frozen=True):
     machine: str  # the same for all that share its cores
     cores: tuple[int, ...]  # those that may be used there, hardware threads of one core side by side
     gpus: int = 0
+    quota: int | None = None  # it may use so many cores' time; None: that of all of them
 
 
 def share_cores(
@@ -31,6 +32,7 @@ def share_cores(
             cores = found[name].cores
             size, odd = divmod(len(cores), len(here))
             size = max(1, size + (position < odd and len(new) == len(here)))
+            size = min(size, found[name].quota or size)
             order = {core: index for index, core in enumerate(cores)}
             chosen = sorted(
                 sorted(cores, key=lambda core: (used[core], order[core]))[:size], key=order.__getitem__

@@ -23,6 +23,7 @@ from cluster.describe import counted
 from cluster.hosts import Host
 from cluster.pools.room import check_cores
 from cluster.pools.state import ClosedSlot, NodeRecord, Placement
+from engine.host_cores import core_quota
 from engine.host_memory import free_memory
 from engine.node_config import NodeConfig
 from router.config import RouterConfig
@@ -38,16 +39,18 @@ class Machine:
     cores: tuple[int, ...]  # those this process may use, hardware threads of one core side by side
     gpus: int = 0
     free_memory: int | None = None  # bytes; None: unknown
+    quota: int | None = None  # it may use so many cores' time; None: that of all of them
 
 
 def this_host(machine: Machine, address: str) -> Host:
-    return Host(name="this machine", address=address, cores=machine.cores, gpus=machine.gpus, head=True)
+    cores = machine.cores[: machine.quota]
+    return Host(name="this machine", address=address, cores=cores, gpus=machine.gpus, head=True)
 
 
 def place_nodes(config: TandemConfig, machine: Machine) -> list[NodeRecord]:
     """What a deployment begins with on one machine. Raises ConfigurationError when that cannot be."""
-    check_cores(config.pools, len(machine.cores))
     host = this_host(machine, "")
+    check_cores(config.pools, len(host.cores))
     _seats(host, config.pools)
     nodes: list[NodeRecord] = []
     for role in _ROLE_ORDER:
@@ -211,7 +214,8 @@ def router_config(config: RouterConfig, host: Host) -> RouterConfig:
 
 
 def this_machine() -> Machine:
-    return Machine(ordered_cores(os.sched_getaffinity(0)), visible_gpus(os.environ), free_memory())
+    cores = ordered_cores(os.sched_getaffinity(0))
+    return Machine(cores, visible_gpus(os.environ), free_memory(), core_quota())
 
 
 def ordered_cores(usable: set[int], sysfs: Path = Path("/sys/devices/system/cpu")) -> tuple[int, ...]:

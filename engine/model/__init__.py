@@ -1,6 +1,7 @@
 """What turns a scheduler's output into tokens.
 
-loading         from configuration to a runner: source, checkpoint, leftovers, paths, memory, prefault, threads
+loading         from configuration to a runner: source, checkpoint, plain_config, gguf, leftovers, paths, memory,
+                prefault, threads
 runner          the contract; torch_runner keeps it: states, batching, passes, started, staging, sampling/, ngram
 batch, forward  the seam between the runner, which knows requests, and what computes rows
 native/         the Llama family on CPUs, in C++

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from transformers import AutoConfig, GgufConfig
 
+from engine.model.plain_config import read_plain_config
 from engine.model.source import Source
 from wire.errors import ConfigurationError
 
@@ -18,18 +18,19 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 _SERVED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
-def gguf_options(source: Source) -> dict[str, Any]:
-    """What transformers must be told besides the folder."""
-    if source.gguf_file is None:
-        return {}
-    return {"gguf_file": source.gguf_file, "quantization_config": GgufConfig(dequantize=True)}
-
-
 def read_config(source: Source) -> Any:
-    """The transformers configuration. Refuses what is known not to work before any weight is read."""
-    options = {"gguf_file": source.gguf_file} if source.gguf_file else {}
+    """The transformers configuration, or what is as good. Refuses what is known not to work before any weight is read."""
+    plain = read_plain_config(source.read_json("config.json")) if source.gguf_file is None else None
+    if plain is not None:
+        return plain
+    # Imported here because it costs seconds that a plain model need not wait for.
+    from transformers import AutoConfig
+
     with translated_errors(source):
-        config = AutoConfig.from_pretrained(source.folder, trust_remote_code=False, **options)
+        if source.gguf_file is None:
+            config = AutoConfig.from_pretrained(source.folder, trust_remote_code=False)
+        else:
+            config = _read_gguf_config(source)
     kind = config.model_type
     if config.is_encoder_decoder:
         raise _refusal(kind, "it is an encoder-decoder, and only decoders are served")
@@ -47,6 +48,19 @@ def read_config(source: Source) -> Any:
     return config
 
 
+def _read_gguf_config(source: Source) -> Any:
+    # Imported here because most models need nothing of it.
+    from transformers import AutoConfig
+
+    from engine.model.gguf import Metadata, complete_config, refuse_parts
+
+    metadata = Metadata(source)
+    refuse_parts(metadata)
+    config = AutoConfig.from_pretrained(source.folder, trust_remote_code=False, gguf_file=source.gguf_file)
+    complete_config(metadata, config)
+    return config
+
+
 def _refusal(kind: str, why: str) -> ConfigurationError:
     return ConfigurationError(f"a model of type {kind} cannot be served: {why}")
 
@@ -56,6 +70,7 @@ class translated_errors:
 
     def __init__(self, source: Source) -> None:
         self._name = source.name
+        self._hint = "" if source.gguf_file is None else " (from its GGUF file; its safetensors may do)"
 
     def __enter__(self) -> None:
         pass
@@ -65,7 +80,9 @@ class translated_errors:
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             # What is wrong stands behind the line that says where.
             why = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1]) or type(error).__name__
-            raise ConfigurationError(f"{self._name} cannot be loaded: {why}") from error
+            if isinstance(error, KeyError) and len(error.args) == 1 and " " not in str(error.args[0]):
+                why = f"{why} is missing, or not known"
+            raise ConfigurationError(f"{self._name} cannot be loaded: {why}{self._hint}") from error
 
 
 def choose_dtype(wanted: str, source: Source, config: Any) -> torch.dtype:
@@ -106,6 +123,9 @@ def choose_device(name: str) -> torch.device:
         raise ConfigurationError(f"model.device must be auto, cpu, cuda or cuda:N, not {name}")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigurationError(f"model.device is {name}, but torch finds no CUDA device here")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        last = torch.cuda.device_count() - 1
+        raise ConfigurationError(f"model.device is {name}, but the last CUDA device here is cuda:{last}")
     return device
 
 
@@ -113,6 +133,7 @@ def context_length(config: Any, wanted: int | None) -> int:
     """What the model was trained for, or less if less is wanted."""
     text = config.get_text_config()
     trained: int | None = getattr(text, "max_position_embeddings", None)
+    trained = _yarn_range(text, trained) or trained
     constant = _constant_rotary_range(text)
     if constant is not None and trained is not None and constant < trained:
         log.warning(
@@ -131,6 +152,16 @@ def context_length(config: Any, wanted: int | None) -> int:
             "max_model_len is %d, and not the %d asked for: that is the model's limit", trained, wanted
         )
     return min(int(trained), wanted or int(trained))
+
+
+def _yarn_range(text: Any, trained: int | None) -> int | None:
+    """To what length YaRN stretches a model that says the length it had before: some are published so, and stretched
+    by whoever needs it."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    factor, original = rope.get("factor"), rope.get("original_max_position_embeddings")
+    if rope.get("rope_type") != "yarn" or not factor or original != trained:
+        return None
+    return int(original * factor)
 
 
 def _constant_rotary_range(text: Any) -> int | None:
@@ -157,7 +188,8 @@ def eos_tokens(source: Source, config: Any) -> frozenset[int]:
     """Every token that any part of the checkpoint names as an end of sequence."""
     found: set[int] = set()
     generation = source.read_json("generation_config.json").get("eos_token_id")
-    for ids in (generation, config.eos_token_id, config.get_text_config().eos_token_id):
+    configs = (config, config.get_text_config())
+    for ids in (generation, *(getattr(each, "eos_token_id", None) for each in configs)):
         if ids is not None:
             found.update([ids] if isinstance(ids, int) else ids)
     return frozenset(found)

@@ -11,37 +11,61 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from engine.model.attention.interface import PAGED
-from engine.model.checkpoint import gguf_options, translated_errors
-from engine.model.leftovers import refuse_gguf_leftovers, refuse_leftovers
+from engine.model.checkpoint import translated_errors
+from engine.model.leftovers import refuse_leftovers
 from engine.model.source import Progress, Source
 from wire.errors import ConfigurationError
 
 
 def load_model(
-    source: Source, dtype: torch.dtype, device: torch.device, progress: Progress
+    source: Source, config: Any, dtype: torch.dtype, device: torch.device, progress: Progress
 ) -> PreTrainedModel:
     """Weights are mapped from their files and copied once, shard by shard, straight into place."""
-    with translated_errors(source), _reported(progress):
+    options: dict[str, Any] = {"use_safetensors": True}
+    if source.gguf_file is not None:
+        # Imported here because most models need nothing of it.
+        from engine.model.gguf import finish_loading, loading_options
+
+        options = loading_options(source, config)
+    with translated_errors(source), _reported(progress), _interface_needed(config.model_type):
         model, report = AutoModelForCausalLM.from_pretrained(
             source.folder,
             dtype=dtype,
             attn_implementation=PAGED,
             device_map={"": str(device)} if device.type != "cpu" else None,
             trust_remote_code=False,
-            use_safetensors=None if source.gguf_file else True,
             output_loading_info=True,
-            **gguf_options(source),
+            ignore_mismatched_sizes=True,  # they are in the report, and refused below by their names
+            **options,
         )
-    absent = sorted(report["missing_keys"]) + sorted(key for key, *_ in report["mismatched_keys"])
+    for key, held, wanted in sorted(report["mismatched_keys"]):
+        raise ConfigurationError(
+            f"{source.name} cannot be served: {key} is {tuple(held)} in its checkpoint, and {tuple(wanted)} by its "
+            "configuration"
+        )
+    absent = sorted(report["missing_keys"])
     if absent:
         some = ", ".join(absent[:4]) + (f" and {len(absent) - 4} more" if len(absent) > 4 else "")
         raise ConfigurationError(f"{source.name} cannot be served: its checkpoint lacks {some}")
     refuse_leftovers(source.name, report["unexpected_keys"], model.config)
     if source.gguf_file is not None:
-        refuse_gguf_leftovers(source, model)
+        finish_loading(source, model)
     model.eval()
     model.requires_grad_(False)
     return model
+
+
+@contextmanager
+def _interface_needed(kind: str) -> Iterator[None]:
+    """Older architectures look attention up in a table of their own."""
+    try:
+        yield
+    except KeyError as error:
+        if error.args != (PAGED,):
+            raise
+        raise ConfigurationError(
+            f"a model of type {kind} cannot be served: its attention does not go through transformers' interface"
+        ) from error
 
 
 @contextmanager

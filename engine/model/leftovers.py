@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
-import torch
-
-from engine.model.source import Source
 from wire.errors import ConfigurationError
 
 log = logging.getLogger(__name__)
@@ -39,26 +36,23 @@ _HARMLESS = [
 ]
 _IS_HARMLESS = re.compile("|".join(_HARMLESS))
 
-# Rotary frequencies are divided by these. Transformers does not read them from a GGUF.
-_ROTARY_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-
 
 def refuse_leftovers(name: str, left: Iterable[str], config: Any) -> None:
     """`left` are the names of a checkpoint's tensors that the model did not take. What is tolerated is logged."""
     left = sorted(left, key=_in_order)
     consequential = [
-        tensor for tensor in left if not _IS_HARMLESS.search(tensor) and not _is_draft_layer(tensor, config)
+        tensor for tensor in left if not _IS_HARMLESS.search(tensor) and not is_draft_layer(tensor, config)
     ]
     if consequential:
-        raise ConfigurationError(_refusal(name, consequential, _num_layers(config)))
+        raise ConfigurationError(_refusal(name, consequential, num_layers(config)))
     if left:
         log.info("%s: its checkpoint holds weights that text does not need: %s", name, _some(left))
 
 
 def _refusal(name: str, tensors: list[str], num_layers: int) -> str:
-    beyond = [tensor for tensor in tensors if (_layer_of(tensor) or 0) >= num_layers]
+    beyond = [tensor for tensor in tensors if (layer_of(tensor) or 0) >= num_layers]
     if beyond:
-        last = max(_layer_of(tensor) or 0 for tensor in beyond)
+        last = max(layer_of(tensor) or 0 for tensor in beyond)
         return (
             f"{name} cannot be served: its checkpoint holds {last + 1} layers, and its configuration says {num_layers}, "
             f"so it would answer without {_some(beyond)}: correct the number of layers (num_hidden_layers in "
@@ -70,58 +64,26 @@ def _refusal(name: str, tensors: list[str], num_layers: int) -> str:
     )
 
 
-def _num_layers(config: Any) -> int:
+def num_layers(config: Any) -> int:
     return int(config.get_text_config().num_hidden_layers)
 
 
-def _is_draft_layer(tensor: str, config: Any) -> bool:
+def is_draft_layer(tensor: str, config: Any) -> bool:
     """DeepSeek and its kin number the layers that guess further tokens on from the model's own."""
     drafts = getattr(config.get_text_config(), "num_nextn_predict_layers", None) or 0
-    layer, own = _layer_of(tensor), _num_layers(config)
+    layer, own = layer_of(tensor), num_layers(config)
     return layer is not None and own <= layer < own + drafts
 
 
-def _layer_of(tensor: str) -> int | None:
+def layer_of(tensor: str) -> int | None:
     found = _LAYER.search(tensor)
     return None if found is None else int(found[1])
 
 
 def _in_order(tensor: str) -> tuple[int, str]:
-    layer = _layer_of(tensor)
+    layer = layer_of(tensor)
     return (-1 if layer is None else layer, tensor)
 
 
 def _some(tensors: list[str]) -> str:
     return ", ".join(tensors[:4]) + (f" and {len(tensors) - 4} more" if len(tensors) > 4 else "")
-
-
-# --- GGUF
-
-
-def refuse_gguf_leftovers(source: Source, model: torch.nn.Module) -> None:
-    """Transformers passes over a GGUF's tensors that it has no place for, and does not say so."""
-    from gguf import GGUFReader
-
-    tensors = {tensor.name: tensor for tensor in GGUFReader(source.folder / str(source.gguf_file)).tensors}
-    for name in _ROTARY_FACTORS:
-        if name in tensors and (tensors.pop(name).data != 1.0).any():
-            raise ConfigurationError(
-                f"{source.name} cannot be served: {name} changes its rotary frequencies, and is not read from GGUF "
-                "files: serve the same model from its safetensors"
-            )
-    config: Any = model.config
-    num_layers = _num_layers(config)
-    refuse_leftovers(source.name, (name for name in tensors if (_layer_of(name) or 0) >= num_layers), config)
-    _refuse_more_numbers(source.name, tensors, model, config)
-
-
-def _refuse_more_numbers(name: str, tensors: Mapping[str, Any], model: torch.nn.Module, config: Any) -> None:
-    """Names differ between the two, numbers do not: each that the file holds has its place in the model."""
-    held = sum(int(tensor.n_elements) for key, tensor in tensors.items() if not _is_draft_layer(key, config))
-    # Tensors of one place are tied.
-    taken = sum({tensor.data_ptr(): tensor.numel() for tensor in model.state_dict().values()}.values())
-    if held > taken:
-        raise ConfigurationError(
-            f"{name} cannot be served: its file holds {held:,} weights, and only {taken:,} of them have a place in a model "
-            "of its kind: take a file whose metadata belong to its tensors, or the model's safetensors"
-        )

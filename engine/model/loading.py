@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
 
 from engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from engine.model.attention.layers import plan_cache
@@ -11,9 +15,11 @@ from engine.model.memory import allocate_cache, size_block_pool
 from engine.model.paths import Shape, load_general, load_native
 from engine.model.runner import ModelInfo
 from engine.model.source import Progress, find_source
+from engine.model.staging import on
 from engine.model.threads import bind_threads
 from engine.model.torch_runner import TorchRunner
 from engine.structured.grammars import Grammars, tokenizer_json
+from wire.errors import ConfigurationError
 
 
 def load_runner(
@@ -39,7 +45,7 @@ def load_runner(
     tell("loading weights", 0.0)
     loaded = load_native(source, config, dtype, device, threads, tell) if native else None
     if loaded is None:
-        loaded = load_general(source, dtype, device, tell)
+        loaded = load_general(source, config, dtype, device, tell)
     plan = plan_cache(loaded.layers, cache.block_size)
     max_model_len = context_length(config, scheduler.max_model_len)
     num_blocks = size_block_pool(
@@ -51,7 +57,9 @@ def load_runner(
         max_num_seqs=scheduler.max_num_seqs,
         tokens_per_step=scheduler.max_num_batched_tokens,
     )
-    kv_cache = allocate_cache(plan, num_blocks, loaded.dtype, device)
+    with on(device), _cache_left_room():
+        kv_cache = allocate_cache(plan, num_blocks, loaded.dtype, device)
+        forward = loaded.use_cache(kv_cache, plan, Shape(scheduler.max_num_seqs, max_model_len))
     info = ModelInfo(
         name=model.served_name or source.name,
         dtype=str(loaded.dtype).removeprefix("torch."),
@@ -68,7 +76,7 @@ def load_runner(
     runner = TorchRunner(
         info,
         kv_cache,
-        loaded.use_cache(kv_cache, plan, Shape(scheduler.max_num_seqs, max_model_len)),
+        forward,
         block_size=cache.block_size,
         max_num_seqs=scheduler.max_num_seqs,
         num_speculative_tokens=scheduler.num_speculative_tokens,
@@ -76,3 +84,15 @@ def load_runner(
     )
     tell("ready", 1.0)
     return runner
+
+
+@contextmanager
+def _cache_left_room() -> Iterator[None]:
+    """On a device attention's workspace and recorded steps lie beside the KV cache."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ConfigurationError(
+            f"the device's memory does not hold what lies beside the KV cache: {str(error).partition('. ')[0]}; give the "
+            "cache less with --kv-memory or cache.memory_share"
+        ) from error

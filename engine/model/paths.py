@@ -56,7 +56,7 @@ def load_native(
     else:
         from engine.model.general import load_model
 
-        module = load_model(source, dtype, device, progress)
+        module = load_model(source, config, dtype, device, progress)
         forward = NativeLlamaForward.from_module(module, threads=threads, release=True, progress=tell)
     # The library has threads of its own, on the same cores; torch only samples beside it.
     torch.set_num_threads(1)
@@ -86,13 +86,15 @@ def _native_layers(config: Any) -> tuple[AttentionLayer, ...]:
     )
 
 
-def load_general(source: Source, dtype: torch.dtype, device: torch.device, progress: Progress) -> LoadedModel:
+def load_general(
+    source: Source, config: Any, dtype: torch.dtype, device: torch.device, progress: Progress
+) -> LoadedModel:
     # Imported here because it costs seconds that the native path need not wait for.
     from engine.model.general import load_model
     from engine.model.probe import probe_attention
     from engine.model.transformers_forward import TransformersForward
 
-    model = load_model(source, dtype, device, progress)
+    model = load_model(source, config, dtype, device, progress)
     progress("checking the model's attention", 0.0)
     probed = probe_attention(model)
 

@@ -8,6 +8,8 @@ soft-capping and sinks is noticed before it serves anybody.
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -16,12 +18,14 @@ import msgspec
 import torch
 from transformers import PreTrainedModel
 
-from engine.model.attention.interface import PAGED, PROBED, attention_through
+from engine.model.attention.interface import PAGED, PROBED, MaskRule, attention_through, rule_of
 from engine.model.attention.kernel import attend
 from engine.model.attention.layers import AttentionLayer
-from wire.errors import ConfigurationError
+from wire.errors import ConfigurationError, TandemError
 
 _PROBE_TOKENS = 8
+# What a mask shows so far along is what it shows anywhere: beyond any window.
+_FAR = 1 << 20
 # Of an output whose largest value is 1. Rounding stays far below in every dtype; another attention is far above.
 _TOLERANCE = 0.05
 
@@ -36,12 +40,26 @@ class Probed(msgspec.Struct, frozen=True):
 def probe_attention(model: PreTrainedModel) -> Probed:
     """Raises ConfigurationError for a model that we can't serve."""
     config = model.config.get_text_config()
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        raise ConfigurationError(
+            f"a model of type {config.model_type} cannot be served: it counts positions by itself, and cannot be told "
+            "those of several requests"
+        )
     recorder = _Recorder(config)
     tokens = torch.arange(_PROBE_TOKENS, device=model.device).remainder(config.vocab_size)[None]
     positions = torch.arange(_PROBE_TOKENS, device=model.device)[None]
     model.set_attn_implementation(PROBED)
-    with torch.inference_mode(), attention_through(recorder.attention):
-        output = model(input_ids=tokens, position_ids=positions, use_cache=False)
+    try:
+        with torch.inference_mode(), attention_through(recorder.attention):
+            output = model(input_ids=tokens, position_ids=positions, use_cache=False)
+    except TandemError:
+        raise
+    except Exception as error:  # code that expects what only transformers' own attention gets
+        lines = str(error).strip().splitlines()
+        raise ConfigurationError(
+            f"a model of type {config.model_type} cannot be served: its attention cannot be tried out by itself "
+            f"({lines[0] if lines else type(error).__name__})"
+        ) from error
     model.set_attn_implementation(PAGED)
     return Probed(layers=recorder.layers(), vocab_size=output.logits.shape[-1])
 
@@ -52,6 +70,7 @@ class _Recorder:
         self._name = config.model_type
         self._layer_types = getattr(config, "layer_types", None)
         self._layers: dict[int, AttentionLayer] = {}
+        self._windows: dict[MaskRule, int | None] = {}
 
     def attention(
         self,
@@ -67,7 +86,7 @@ class _Recorder:
             raise self._refusal("an attention module does not say which layer it is")
         if index in self._layers:
             raise self._refusal(f"layer {index} attends more than once, as an encoder-decoder does")
-        window = self._window(index, kwargs.get("sliding_window"))
+        window = self._window(index, kwargs.get("sliding_window"), attention_mask)
         options = attention_options(module, query, kwargs)
         positions = torch.arange(query.shape[2], device=query.device)
         distance = positions[:, None] - positions[None, :]
@@ -104,15 +123,41 @@ class _Recorder:
             )
         return tuple(self._layers[index] for index in range(count))
 
-    def _window(self, index: int, told: int | None) -> int | None:
+    def _window(self, index: int, told: int | None, mask: torch.Tensor | None) -> int | None:
+        """What the mask shows, if transformers made it: not every layer tells its window to its attention."""
         kind = self._layer_types[index] if self._layer_types else None
         if kind not in _SERVED_LAYER_TYPES:
             raise self._refusal(f"layer {index} is of the kind {kind}")
+        rule = rule_of(mask)
+        if rule is not None and rule not in self._windows:
+            # A rule that looks things up for each position has none so far along, and says nothing here.
+            with contextlib.suppress(IndexError, RuntimeError):
+                self._windows[rule] = self._window_by(rule, index)
+        if rule in self._windows:
+            return self._windows[rule]
         if kind == "sliding_attention" and told is None:
             told = getattr(self._config, "sliding_window", None)
             if told is None:
                 raise self._refusal(f"layer {index} has a sliding window of unknown size")
         return None if kind == "full_attention" else told
+
+    def _window_by(self, rule: MaskRule, index: int) -> int | None:
+        zero = torch.zeros(1, dtype=torch.int64)
+        keys = torch.arange(_FAR)
+
+        def seen(position: int) -> int:
+            row = rule(zero, zero, torch.tensor([position]), keys[: position + 1])
+            count = int(row.sum())
+            if count == 0 or not row[-count:].all():
+                raise self._refusal(f"layer {index} sees other tokens than the last ones")
+            return count
+
+        last, before = seen(_FAR - 1), seen(_FAR - 2)
+        if last == _FAR and before == _FAR - 1:
+            return None
+        if last != before:
+            raise self._refusal(f"how far layer {index} sees depends on where it is")
+        return last
 
     def _refusal(self, why: str) -> ConfigurationError:
         return ConfigurationError(f"a model of type {self._name} cannot be served: {why}")

@@ -18,6 +18,10 @@ Progress = Callable[[str, float], None]
 _FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
 
 
+# Of a model split into several GGUF files. The first stands for all of them.
+_LATER_PART = re.compile(r"-(?!00001-)\d{5}-of-\d{5}\.gguf$")
+
+
 class Source(msgspec.Struct, frozen=True):
     folder: Path
     gguf_file: str | None  # its name in the folder
@@ -54,7 +58,8 @@ def _in_folder(folder: Path, path: str) -> Source:
     name = folder.resolve().name
     if (folder / "config.json").is_file():
         return Source(folder, None, name)
-    files = sorted(file.name for file in folder.glob("*.gguf"))
+    names = sorted(file.name for file in folder.glob("*.gguf"))
+    files = [name for name in names if not _LATER_PART.search(name)]
     if len(files) == 1:
         return Source(folder, files[0], name)
     if files:

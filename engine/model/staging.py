@@ -7,6 +7,7 @@ only takes its place in line; torch keeps that memory until the copy is through,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,11 @@ Array = npt.NDArray[Any]
 
 # Every dtype's items begin at a multiple of their size.
 _ALIGNMENT = 16
+
+
+def on(device: torch.device) -> AbstractContextManager[Any]:
+    """Libraries launch their kernels on the device that is current in the thread, wherever their tensors are."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def to_device(array: Array, device: torch.device) -> torch.Tensor:

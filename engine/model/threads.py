@@ -1,23 +1,10 @@
-"""How many CPU threads the model may use."""
+"""How many CPU threads the model uses."""
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import torch
 
-
-def usable_cores() -> int:
-    """Cores that this process may run on: its affinity mask, and its container's quota if that is less."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        if quota != "max":
-            cores = min(cores, max(1, int(quota) // int(period)))
-    except (OSError, ValueError):
-        pass
-    return max(1, cores)
+from engine.host_cores import usable_cores
 
 
 def bind_threads(threads: int) -> int:

@@ -16,7 +16,7 @@ from engine.model.runner import LayerHooks, ModelInfo
 from engine.model.sampling.logprobs import ComputedLogprobs
 from engine.model.sampling.sampler import Sampler
 from engine.model.sampling.table import SamplingTable
-from engine.model.staging import HostCopy, to_device
+from engine.model.staging import HostCopy, on, to_device
 from engine.model.started import PromptPiece, Sampled, Started
 from engine.model.states import RequestRows
 from engine.scheduling.output import ModelOutput, SchedulerOutput
@@ -85,7 +85,7 @@ class TorchRunner:
         self._prompt_logprobs.clear()
 
     def start(self, step: SchedulerOutput, hooks: LayerHooks | None = None) -> Started:
-        with torch.inference_mode():
+        with on(self._device), torch.inference_mode():
             self._update(step)
             started = Started(self._finish)
             if not step.num_scheduled_tokens:

@@ -6,6 +6,7 @@ queue, waiting  the line, those that were passed over, those that wait for an ev
 policies        who goes first, who gives way
 running         first half of a step: those that run
 admission       second half: those in line
+pace            how much of prompts a step takes on while others decode
 step            what has been decided of a step so far
 output          what the runner is told and what it answers
 results         the model's answer, booked

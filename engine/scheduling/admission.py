@@ -105,10 +105,11 @@ class AdmissionPhase:
         num_new = request.num_tokens - num_computed
         if 0 < config.long_prefill_token_threshold < num_new:
             num_new = config.long_prefill_token_threshold
-        if num_new > step.token_budget:
-            if not config.chunked_prefill:
+        budget = step.token_budget if num_new == 1 else min(step.token_budget, step.prompt_budget)
+        if num_new > budget:
+            if not (budget and config.chunked_prefill):
                 return _Verdict.FULL
-            num_new = step.token_budget
+            num_new = budget
         if not self._allocate(request, num_new, prefix, step):
             return _Verdict.FULL
 
@@ -119,6 +120,8 @@ class AdmissionPhase:
         request.num_computed_tokens = num_computed
         step.num_scheduled[request.request_id] = num_new
         step.token_budget -= num_new
+        if num_new > 1:
+            step.prompt_budget -= num_new
         if prefix.hits is not None:
             self._note_prefix(request, prefix)
             if prefix.num_external_tokens:

@@ -55,6 +55,7 @@ class SchedulerOutput:
     finished_req_ids: set[str]  # ended since the last step: the runner forgets them
     preempted_req_ids: set[str]
     new_block_ids_to_zero: list[int] = dataclasses.field(default_factory=list)
+    num_prompt_tokens: int = 0  # of all, for requests that are more than one token behind
     # A connector writes to blocks of this plan as soon as it hears of it: of one who waits, or of one who is computed.
     begins_loads: bool = False
     # The latter: whether all of it came is known when the step is over.

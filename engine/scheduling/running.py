@@ -31,10 +31,12 @@ class RunningPhase:
                     continue
             num_new = num_tokens - num_computed
             if num_new != 1 or request.spec_token_ids:
-                num_new = self._cap(request, num_new + len(request.spec_token_ids), token_budget)
+                num_new = self._cap(request, num_new, token_budget, step)
                 if num_new <= 0:
                     index += 1
                     continue
+                if not request.spec_token_ids:
+                    step.prompt_budget -= num_new
             if num_computed + num_new > request.allocation_horizon:
                 blocks, index, regained = self._allocate(request, num_new, index, step)
                 token_budget += regained
@@ -50,7 +52,11 @@ class RunningPhase:
             index += 1
         step.token_budget = token_budget
 
-    def _cap(self, request: Request, num_new: int, token_budget: int) -> int:
+    def _cap(self, request: Request, num_new: int, token_budget: int, step: StepPlan) -> int:
+        if request.spec_token_ids:
+            num_new += len(request.spec_token_ids)
+        else:
+            num_new = min(num_new, step.prompt_budget)
         threshold = self._state.config.long_prefill_token_threshold
         if 0 < threshold < num_new:
             num_new = threshold

@@ -21,6 +21,7 @@ from engine.scheduling.audit import check_integrity
 from engine.scheduling.lifecycle import Lifecycle
 from engine.scheduling.open_step import leave_open
 from engine.scheduling.output import CachedRequestData, ModelOutput, NewRequestData, SchedulerOutput
+from engine.scheduling.pace import Pace
 from engine.scheduling.policies import make_policy
 from engine.scheduling.results import ModelResults
 from engine.scheduling.running import RunningPhase
@@ -89,6 +90,7 @@ class Scheduler:
         self._admission_phase = AdmissionPhase(self._state, self._lifecycle)
         self._transfers = TransferResults(self._state, self._lifecycle)
         self._results = ModelResults(self._state, self._lifecycle)
+        self._pace = Pace(config.step_target_ms)
         # For whoever makes requests, so that their prompts are hashed outside the step.
         self.block_hasher: BlockHasher | None = None
         if cache.prefix_caching:
@@ -128,7 +130,8 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         state = self._state
         paused = state.pause is PauseState.PAUSED_ALL
-        step = StepPlan(token_budget=0 if paused else state.config.max_num_batched_tokens)
+        budget = 0 if paused else state.config.max_num_batched_tokens
+        step = StepPlan(budget, prompt_budget=self._budget_of_prompts(budget))
         self._running_phase.plan(step)
         # Whoever is admitted while others lose their blocks would only take them for a moment.
         if not (step.preempted or step.ran_short) and state.pause is PauseState.UNPAUSED:
@@ -141,6 +144,14 @@ class Scheduler:
         state.planned = output
         state.settled = not (step.num_scheduled or step.preempted or step.moved or step.deferred)
         return output
+
+    def _budget_of_prompts(self, budget: int) -> int:
+        """Of a step's budget: all of it, unless somebody who waits for one token would wait for too many of others."""
+        state, fitting = self._state, self._pace.tokens
+        if fitting >= budget or not state.config.chunked_prefill:
+            return budget
+        decodes = any(request.num_tokens - request.num_computed_tokens <= 1 for request in state.running)
+        return int(fitting) if decodes else budget
 
     def _output_of(self, step: StepPlan) -> SchedulerOutput:
         state = self._state
@@ -169,6 +180,7 @@ class Scheduler:
             begins_loads=step.begins_loads,
             reads_loads=step.reads_loads,
             ran_short=step.ran_short,
+            num_prompt_tokens=step.num_tokens_of_prompts(),
         )
         # The output keeps the sets, so new ones are begun.
         state.finished_req_ids, state.preempted_req_ids = set(), set()
@@ -209,6 +221,11 @@ class Scheduler:
         """Whether the next step may be planned before `step`, the newest, is booked. Then it has to be, and is booked
         after that. Every request that gets a token of it counts as having that token from here on."""
         return leave_open(self._state, step)
+
+    def took(self, step: SchedulerOutput, seconds: float) -> None:
+        """How long the model needed for a step: what the next ones are given of prompts follows from it."""
+        if step.num_prompt_tokens:
+            self._pace.took(step.num_prompt_tokens, seconds)
 
     def update_from_output(
         self,

@@ -23,7 +23,8 @@ class GrammarReady(msgspec.Struct, frozen=True):
 
 class GrammarDesk:
     """Everything but its threads' own work happens in the step thread. Each request that `begin` took is answered
-    once: by a GrammarReady, by `overdue`, or by `forget`, whichever is first."""
+    once: by a GrammarReady, by `overdue`, or by `forget`, whichever is first. Its grammar is compiled only if none of the
+    latter came before its turn: too many at once cost those that are too late, and not everybody who comes after them."""
 
     def __init__(
         self, grammars: Grammars | None, timeout_s: float, tell: Callable[[GrammarReady], None]
@@ -79,6 +80,8 @@ class GrammarDesk:
     def _compile(self) -> None:
         while (work := self._work.get()) is not None:
             request_id, grammar = work
+            if request_id not in self._deadlines:
+                continue  # nobody waits for it any more, and others do
             self._tell(GrammarReady(request_id, self._attempt(grammar)))
 
     def _attempt(self, grammar: str) -> TandemError | None:

@@ -13,7 +13,7 @@ from engine.host_memory import free_memory
 def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **files: str) -> None:
     for name, content in files.items():
         (tmp_path / name.replace("_", ".")).write_text(content)
-    monkeypatch.setattr(host_memory, "_memory_groups", lambda: [tmp_path])
+    monkeypatch.setattr(host_memory, "folders_of", lambda controller: [tmp_path])
     monkeypatch.setattr(host_memory, "_machine_available", lambda: 10_000)
 
 

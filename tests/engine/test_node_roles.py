@@ -33,6 +33,7 @@ class FakeChannel:
         FakeChannel.opened += 1
         self.endpoint = f"tcp://{host}:{FakeChannel.opened}"
         self.malformed = 0
+        self.died: str | None = None
         self.receive = receive
         self.chunks: queue.SimpleQueue[TokenChunk] = queue.SimpleQueue()
         self.closed = False
@@ -41,6 +42,8 @@ class FakeChannel:
         if isinstance(message, TokenBatch):
             for chunk in message.chunks:
                 self.chunks.put(chunk)
+
+    def forget(self, endpoint: str) -> None: ...
 
     def close(self) -> None:
         self.closed = True

@@ -156,6 +156,9 @@ def test_what_is_kept_of_one_request_and_of_many_has_a_bound() -> None:
 
 
 class Sent:
+    malformed = 0
+    died = None
+
     def __init__(self) -> None:
         self.traces: queue.Queue[NodeTrace] = queue.Queue()
         self.clocks: queue.Queue[ClockReading] = queue.Queue()
@@ -167,13 +170,15 @@ class Sent:
         elif isinstance(message, ClockReading):
             self.clocks.put(message)
 
+    def forget(self, endpoint: str) -> None: ...
+
 
 @pytest.fixture(params=[False, True], ids=["", "ahead"])
 def node(request: pytest.FixtureRequest) -> Iterator[tuple[NodeService, Sent, Engine]]:
     runner, sent, mailbox = FakeRunner(num_blocks=30_000, max_model_len=100_000), Sent(), Mailbox()
     engine = Engine(make_scheduler(runner), runner, None, ahead=request.param, debug=True)
     config = NodeConfig(node_id="n0", role=Role.DECODE)
-    service = NodeService(config, 7, DecodeRules(Role.DECODE), engine, mailbox, sent.send)
+    service = NodeService(config, 7, DecodeRules(Role.DECODE), engine, mailbox, sent)
     service.start()
     yield service, sent, engine
     service.stop()
@@ -194,7 +199,7 @@ def test_a_node_tells_once_of_a_request_that_is_traced_and_never_of_another(node
     assert all(one.end <= other.start for one, other in itertools.pairwise(steps)), "no time is told twice"
     service.drain(PATIENCE_S)
     assert sent.traces.empty()
-    assert engine.tracer is None, "when nobody is traced, the engine does not look at a clock"
+    assert engine.tracer is None, "when nobody is traced, the engine notes no times"
 
 
 def test_a_traced_request_that_is_cancelled_is_told_of_too(node) -> None:

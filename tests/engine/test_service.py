@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Iterator
 
 import msgspec
 import pytest
 
 from decode_node.rules import DecodeRules
+from engine import service
 from engine.core import Engine
 from engine.loop import Mailbox
 from engine.node_config import NodeConfig, NodeTimeouts
@@ -42,6 +44,9 @@ class Outgoing:
         self.batches: queue.Queue[TokenBatch] = queue.Queue()
         self.statuses: queue.Queue[NodeStatus] = queue.Queue()
         self.gone: set[str] = set()
+        self.forgotten: list[str] = []
+        self.malformed = 0
+        self.died: str | None = None
 
     def send(self, endpoint: str, message: msgspec.Struct) -> None:
         if endpoint in self.gone:
@@ -50,6 +55,9 @@ class Outgoing:
             self.batches.put(message)
         elif isinstance(message, NodeStatus):
             self.statuses.put(message)
+
+    def forget(self, endpoint: str) -> None:
+        self.forgotten.append(endpoint)
 
     def until_finished(self, request_id: str) -> list[TokenChunk]:
         chunks: list[TokenChunk] = []
@@ -88,7 +96,7 @@ class Node:
             rules=rules,
             engine=Engine(make_scheduler(self.runner), self.runner, None, ahead=ahead, debug=True),
             mailbox=mailbox,
-            send=self.outgoing.send,
+            line=self.outgoing,
             grammars=grammars,
         )
         self.service.start()
@@ -164,6 +172,19 @@ def test_a_deadline_ends_a_request_with_a_typed_error(node: Node) -> None:
     assert chunk.error.code == "deadline_exceeded"
 
 
+def test_requests_that_have_ended_leave_no_deadlines_behind(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "_SPARE_DEADLINES", 4)
+    node.submit("lasts", sampling=SamplingParams(max_tokens=90_000, ignore_eos=True), timeout_s=1000)
+    for number in range(20):
+        node.submit(f"r{number}", prompt=1, sampling=SamplingParams(max_tokens=1))
+        node.outgoing.until_finished(f"r{number}")
+    assert len(node.service._deadlines) <= 8
+    node.submit("late", timeout_s=0.0, sampling=SamplingParams(max_tokens=90_000, ignore_eos=True))
+    assert node.outgoing.until_finished("late")[-1].error is not None
+
+
 def test_a_failed_step_answers_everybody_and_marks_the_node(node: Node) -> None:
     node.runner.error = RuntimeError("boom")
     node.service.receive(Ping(reply_to=ROUTER))
@@ -198,6 +219,7 @@ def test_the_requests_of_a_router_that_fell_silent_are_aborted() -> None:
             if status.counters.requests_finished:
                 gate.set()
         assert status.free_blocks == status.total_blocks
+        assert node.outgoing.forgotten == [ROUTER], "a connection to it is left"
     finally:
         node.service.stop()
 
@@ -207,6 +229,26 @@ def test_the_requests_of_a_router_that_does_not_read_are_aborted(node: Node) -> 
     node.submit(sampling=SamplingParams(max_tokens=90_000, ignore_eos=True), prompt=5)
     assert node.service.drain(PATIENCE_S)
     assert node.service.status().running == 0
+
+
+def test_a_router_that_was_lost_is_told_nothing_until_it_is_heard_again(node: Node) -> None:
+    node.outgoing.gone.add(ROUTER)
+    node.submit("unread", sampling=SamplingParams(max_tokens=90_000, ignore_eos=True))
+    while not node.outgoing.forgotten:
+        time.sleep(0.001)
+    node.outgoing.gone.clear()
+    node.submit("again")
+    assert node.outgoing.until_finished("again")
+    assert node.outgoing.forgotten == [ROUTER]
+
+
+def test_a_node_that_hears_nobody_any_more_says_so_and_is_replaced(node: Node) -> None:
+    node.service.receive(Ping(reply_to=ROUTER))
+    node.outgoing.died = "OSError: out of memory"
+    status = node.outgoing.status_where(lambda status: status.state is NodeState.FAILED)
+    assert (
+        status.detail == node.service.failure == "nobody hears its routers any more: OSError: out of memory"
+    )
 
 
 def test_a_draining_node_finishes_what_it_has_and_refuses_the_rest(node: Node) -> None:

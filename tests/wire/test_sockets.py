@@ -169,21 +169,6 @@ def test_a_queue_that_nobody_reads_is_an_error_to_the_sender(monkeypatch: pytest
         outbox.close(linger_ms=0)
 
 
-def test_no_socket_to_be_had_is_an_error_to_the_sender(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sockets, "MAX_SOCKETS", 3)
-    outbox = Outbox()
-
-    def send_to_many() -> None:
-        for port in range(10_000, 10_010):
-            outbox.send(f"tcp://127.0.0.1:{port}", Ping("x"))
-
-    try:
-        with pytest.raises(NodeLost, match="no socket"):
-            send_to_many()
-    finally:
-        outbox.close(linger_ms=0)
-
-
 def test_a_connection_that_nothing_comes_through_is_asked_after(
     inbox: Inbox[Any], outbox: Outbox, heard: Heard
 ) -> None:
@@ -216,6 +201,17 @@ def test_what_was_sent_while_the_other_was_away_arrives_when_it_is_back(outbox: 
             assert heard._changed.wait_for(lambda: heard.messages[-1] == Ping("199"), DEADLINE_S)
     finally:
         second.close()
+
+
+def test_one_endpoint_too_many_is_lost_and_the_others_go_on(
+    inbox: Inbox[Any], outbox: Outbox, heard: Heard
+) -> None:
+    outbox._context.set(zmq.MAX_SOCKETS, 1)
+    outbox.send(inbox.endpoint, Cancel("tcp://x:1", ["a"]))
+    with pytest.raises(NodeLost, match="cannot connect to 'tcp://"):
+        outbox.send("tcp://127.0.0.1:9", Cancel("tcp://x:1", []))
+    outbox.send(inbox.endpoint, Cancel("tcp://x:1", ["b"]))
+    assert [message.request_ids for message in heard.wait(2)] == [["a"], ["b"]]
 
 
 def test_forgetting_drops_what_is_queued(heard: Heard) -> None:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import eager_mask
+from transformers.masking_utils import causal_mask_function, eager_mask
 
 from wire.errors import InternalError
 
@@ -54,6 +54,22 @@ def _attention(
     return _current.function(module, query, key, value, attention_mask, **kwargs)
 
 
+MaskRule = Callable[..., torch.Tensor]
+"""(batch, head, position, key): may it be seen. All are tensors that broadcast."""
+
+
+def probed_mask(*, mask_function: MaskRule = causal_mask_function, **options: object) -> torch.Tensor | None:
+    mask: torch.Tensor | None = eager_mask(mask_function=mask_function, **options)
+    if mask is not None:
+        mask.rule = mask_function  # type: ignore[attr-defined]
+    return mask
+
+
+def rule_of(mask: torch.Tensor | None) -> MaskRule | None:
+    """By which rule transformers made a mask under PROBED; None if it is somebody else's."""
+    return getattr(mask, "rule", None)
+
+
 AttentionInterface.register(PAGED, _attention)
 AttentionInterface.register(PROBED, _attention)
-AttentionMaskInterface.register(PROBED, eager_mask)
+AttentionMaskInterface.register(PROBED, probed_mask)

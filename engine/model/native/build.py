@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from engine.host_cores import usable_cores
 from wire.errors import ConfigurationError
 
 log = logging.getLogger(__name__)
@@ -110,7 +111,7 @@ def _compile(compiler: str, library: Path) -> None:
             unit = _UNIT_FLAGS.get(source.name, []) if platform.machine().lower() in _X86 else []
             _run([compiler, *_FLAGS, *unit, "-c", str(source), "-o", str(target)])
 
-        with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        with ThreadPoolExecutor(max_workers=usable_cores()) as pool:
             list(pool.map(compile_one, sources, objects))
         linked = Path(folder) / _NAME
         _run([compiler, "-shared", "-pthread", "-o", str(linked), *map(str, objects)])

@@ -16,7 +16,7 @@ from engine.cache.groups import KVCacheGroup
 from engine.model.batch import Batch
 from engine.model.leftovers import refuse_leftovers
 from engine.model.native import library
-from engine.model.native.architecture import describe, refusal
+from engine.model.native.architecture import describe, head_size, refusal, rope_parameters
 from engine.model.native.build import BuildFailed
 from engine.model.native.weights import Checkpoint, Take, load_weights
 from engine.model.runner import LayerHooks
@@ -92,7 +92,7 @@ class NativeLlamaForward:
         )
         self._native = native
         self._embedding = load_weights(made, a, take, progress)
-        self._set_rotary(rotary or _rotary_embedding(config))
+        self._set_rotary(*_rotary(config) if rotary is None else (rotary.inv_freq, rotary.attention_scaling))
 
     @classmethod
     def from_checkpoint(
@@ -232,23 +232,29 @@ class NativeLlamaForward:
             num_logit_rows=batch.logit_rows.shape[0],
         )
 
-    def _set_rotary(self, rotary: Any) -> None:
-        frequencies: list[float] = rotary.inv_freq.float().tolist()
+    def _set_rotary(self, inverse_frequencies: torch.Tensor, scaling: float) -> None:
+        frequencies: list[float] = inverse_frequencies.float().tolist()
         library.check(
             self._native.tandem_set_rotary(
                 self._model,
                 (ctypes.c_float * len(frequencies))(*frequencies),
                 len(frequencies),
-                float(rotary.attention_scaling),
+                float(scaling),
             )
         )
 
 
-def _rotary_embedding(config: Any) -> Any:
+def _rotary(config: Any) -> tuple[torch.Tensor, float]:
+    """Inverse frequencies, and by how much cosines and sines are scaled."""
+    rope = rope_parameters(config)
+    if rope.get("rope_type", "default") == "default":
+        size = head_size(config)
+        return 1.0 / (rope["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float) / size)), 1.0
     # The same for every supported type of model; imported late, because transformers takes its time.
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    return LlamaRotaryEmbedding(config)
+    rotary: Any = LlamaRotaryEmbedding(config)
+    return rotary.inv_freq, rotary.attention_scaling
 
 
 def _cores(threads: int) -> list[int]:

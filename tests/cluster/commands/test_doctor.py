@@ -82,14 +82,15 @@ def test_memory_that_may_just_suffice_is_worth_a_warning() -> None:
     assert machine_checks.check_memory(TandemConfig(), with_free(2 * GIB)).level is Level.WARN
 
 
-@pytest.mark.parametrize(
-    ("content", "quota"), [("max 100000", None), ("150000 100000", 1.5), ("nonsense", None)]
-)
-def test_a_container_quota_is_read(tmp_path: Path, content: str, quota: float | None) -> None:
-    file = tmp_path / "cpu.max"
-    file.write_text(content)
-    assert machine_checks.cpu_quota(file) == quota
-    assert machine_checks.cpu_quota(tmp_path / "missing") is None
+def test_a_container_has_the_cores_of_its_quota(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_checks, "this_machine", lambda: Machine(cores=tuple(range(64)), quota=2))
+    found = machine_checks.check_cores(TandemConfig())
+    assert found.level is Level.OK
+    assert found.what == "2 cores, 0 usable GPUs (by the container's quota; the machine has 64 cores)"
+    nine = TandemConfig(pools=PoolsConfig(prefill=PoolConfig(nodes=8), decode=PoolConfig(nodes=1)))
+    refused = machine_checks.check_cores(nine)
+    assert refused.level is Level.FAIL
+    assert "too many for 2 cores" in refused.advice
 
 
 def test_few_open_files_are_worth_a_warning() -> None:

@@ -40,6 +40,13 @@ def test_one_that_comes_later_takes_what_is_used_least() -> None:
     assert later == given_ | {"x": (0,)}
 
 
+def test_a_container_computes_on_no_more_cores_than_its_quota_has_time_for() -> None:
+    pods = {"p": Found("a", tuple(range(64)), quota=2), "d": Found("a", tuple(range(64)), quota=4)}
+    assert share_cores(pods, {}) == {"p": (0, 1), "d": (2, 3, 4, 5)}
+    tight = {name: Found("a", (0, 1, 2), quota=2) for name in "pd"}
+    assert share_cores(tight, {}) == {"p": (0, 1), "d": (2,)}, "an equal share may be less than a quota"
+
+
 @given(MACHINES, MACHINES)
 def test_everybody_has_cores_nobody_loses_any_and_they_are_used_evenly(
     before: dict[str, Found], came: dict[str, Found]

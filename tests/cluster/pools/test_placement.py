@@ -54,6 +54,15 @@ def machine(cores: int, gpus: int = 0) -> Machine:
     return Machine(tuple(range(cores)), gpus)
 
 
+def test_the_nodes_of_a_container_share_what_its_quota_has_time_for() -> None:
+    container = Machine(tuple(range(64)), quota=3)
+    assert cores_of(place_nodes(config(1, 1), container)) == {"prefill-0": (0, 1), "decode-0": (2,)}
+    with pytest.raises(ConfigurationError, match="this machine offers 3"):
+        place_nodes(config(1, 1, threads={"decode": 3}), container)
+    with pytest.raises(ConfigurationError, match="too many for 3 cores"):
+        place_nodes(config(6, 7), container)
+
+
 def test_one_prefill_and_one_decode_node_on_two_cores_get_one_each() -> None:
     assert cores_of(place_nodes(config(1, 1), machine(2))) == {"prefill-0": (0,), "decode-0": (1,)}
 

@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
-import gguf
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from engine.model.leftovers import refuse_leftovers
 from tests.engine.model import tiny
-from tests.engine.model.test_loading import edit, greedy, load, refusal, write_gguf
+from tests.engine.model.test_loading import edit, greedy, load, refusal
 from wire.errors import ConfigurationError
 
 BOTH_PATHS = pytest.mark.parametrize("native", [True, False])
@@ -117,58 +114,3 @@ def test_layers_are_named_in_their_order_and_not_all_of_them() -> None:
     assert "holds 31 layers" in str(caught.value)
     assert "without model.layers.9.mlp.up_proj.weight, model.layers.10." in str(caught.value)
     assert "and 2 more" in str(caught.value)
-
-
-# --- GGUF: what transformers passes over without a word
-
-
-class Writer(gguf.GGUFWriter):  # type: ignore[misc]
-    layers_less = 0
-    extra: dict[str, np.ndarray] = {}  # noqa: RUF012 - set by one test, for one file
-
-    def add_block_count(self, length: int) -> None:
-        super().add_block_count(length - self.layers_less)
-
-    def write_header_to_file(self, *args: Any, **kwargs: Any) -> None:
-        for name, data in self.extra.items():
-            self.add_tensor(name, data)
-        super().write_header_to_file(*args, **kwargs)
-
-
-@pytest.fixture
-def writer(monkeypatch: pytest.MonkeyPatch) -> type[Writer]:
-    made = type("OneFile", (Writer,), {})
-    monkeypatch.setattr(gguf, "GGUFWriter", made)
-    return made
-
-
-@BOTH_PATHS
-def test_a_gguf_with_more_layers_than_it_says_is_refused(
-    llama: Path, tmp_path: Path, writer: type[Writer], native: bool
-) -> None:
-    writer.layers_less = 1
-    write_gguf(llama, tmp_path / "cut.gguf")
-    said = refusal(tmp_path / "cut.gguf", native=native)
-    assert "cut cannot be served: its checkpoint holds 2 layers, and its configuration says 1" in said
-    assert "blk.1.attn_k.weight" in said
-
-
-def test_rotary_factors_that_are_not_read_from_a_gguf_are_refused(
-    llama: Path, tmp_path: Path, writer: type[Writer]
-) -> None:
-    factors = np.ones(4, dtype=np.float32)
-    writer.extra = {"rope_freqs.weight": factors}
-    write_gguf(llama, tmp_path / "plain.gguf")
-    assert greedy(load(tmp_path / "plain.gguf")) == greedy(load(llama))
-    factors[2:] = 8.0
-    write_gguf(llama, tmp_path / "long.gguf")
-    assert "rope_freqs.weight changes its rotary frequencies" in refusal(tmp_path / "long.gguf")
-
-
-def test_weights_of_a_gguf_that_have_no_place_in_the_model_are_refused(
-    llama: Path, tmp_path: Path, writer: type[Writer]
-) -> None:
-    writer.extra = {"blk.0.attn_q.bias": np.ones(32, dtype=np.float32)}
-    write_gguf(llama, tmp_path / "biased.gguf")
-    said = refusal(tmp_path / "biased.gguf")
-    assert "have a place in a model of its kind" in said

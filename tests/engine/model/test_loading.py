@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from fnmatch import fnmatch
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-import gguf
 import huggingface_hub
-import numpy as np
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+from transformers.masking_utils import chunked_causal_mask_function
 
 from engine.cache.groups import AttentionKind
 from engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from engine.model import memory, paths
+from engine.model.attention.interface import probed_mask
+from engine.model.checkpoint import eos_tokens
 from engine.model.loading import load_runner
+from engine.model.source import Source
 from engine.model.torch_runner import TorchRunner
 from tests.engine.model import tiny
 from tests.engine.model.driver import Driver
@@ -83,6 +87,23 @@ def test_the_context_is_the_shorter_of_what_is_wanted_and_what_was_trained(llama
     assert load(llama, max_model_len=1000).info.max_model_len == 256
 
 
+def test_yarn_stretches_a_model_that_says_the_length_it_had_before(llama: Path) -> None:
+    """As Qwen's own instructions have it: the rotary parameters are added, and nothing else is changed."""
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 256,
+    }
+    edit(llama, "config.json", rope_parameters=rope)
+    assert load(llama).info.max_model_len == 1024
+    prompt = [3 + 7 * index % 120 for index in range(300)]
+    (expected,) = tiny.reference(llama, [prompt], 4)
+    driver = Driver(load(llama))
+    driver.add("r", prompt)
+    assert driver.generate(4)["r"] == expected.tokens
+
+
 def test_rotary_embedding_that_depends_on_the_batch_is_kept_to_its_constant_range(llama: Path) -> None:
     factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
     edit(
@@ -137,63 +158,6 @@ def test_progress_is_told_and_ends(llama: Path, native: bool) -> None:
     assert told[-1] == ("ready", 1.0)
 
 
-def write_gguf(source: Path, target: Path) -> None:
-    """The tiny Llama as llama.cpp would store it: its rotary halves interleaved."""
-    config = json.loads((source / "config.json").read_text())
-    weights = {name: tensor.numpy() for name, tensor in load_file(source / "model.safetensors").items()}
-    heads = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"]}
-    writer = gguf.GGUFWriter(target, "llama")
-    writer.add_context_length(256)
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(heads["q"])
-    writer.add_head_count_kv(heads["k"])
-    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
-    writer.add_rope_dimension_count(config["head_dim"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_vocab_size(config["vocab_size"])
-    writer.add_eos_token_id(2)
-
-    def interleaved(weight: np.ndarray, count: int) -> np.ndarray:
-        return weight.reshape(count, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
-
-    names = {
-        "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output",
-        "mlp.gate_proj": "ffn_gate",
-        "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down",
-        "input_layernorm": "attn_norm",
-        "post_attention_layernorm": "ffn_norm",
-    }
-    writer.add_tensor("token_embd.weight", weights["model.embed_tokens.weight"])
-    writer.add_tensor("output_norm.weight", weights["model.norm.weight"])
-    for layer in range(config["num_hidden_layers"]):
-        prefix = f"model.layers.{layer}."
-        for part, count in heads.items():
-            weight = interleaved(weights[f"{prefix}self_attn.{part}_proj.weight"], count)
-            writer.add_tensor(f"blk.{layer}.attn_{part}.weight", weight)
-        for theirs, ours in names.items():
-            writer.add_tensor(f"blk.{layer}.{ours}.weight", weights[f"{prefix}{theirs}.weight"])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-@pytest.mark.parametrize("native", [True, False])
-def test_gguf_is_the_same_model(llama: Path, tmp_path: Path, native: bool) -> None:
-    folder = tmp_path / "quantized"
-    folder.mkdir()
-    write_gguf(llama, folder / "tiny.gguf")
-    expected = greedy(load(llama))
-    by_file, by_folder = load(folder / "tiny.gguf", native=native), load(folder, native=native)
-    assert greedy(by_file) == greedy(by_folder) == expected
-    assert (by_file.info.name, by_folder.info.name) == ("tiny", "quantized")
-    assert by_file.info.eos_token_ids == {2}
-
-
 def test_what_is_not_there_is_named(tmp_path: Path) -> None:
     assert "does not exist" in refusal(tmp_path / "nowhere")
     assert "no model is named" in refusal("")
@@ -218,10 +182,37 @@ def test_missing_weights_are_an_error_and_not_a_random_model(llama: Path, native
     assert "safetensors" in message
 
 
+@pytest.mark.parametrize("native", [True, False])
+def test_weights_of_another_size_are_named_with_both(llama: Path, native: bool) -> None:
+    edit(llama, "config.json", intermediate_size=40)
+    message = refusal(llama, native=native)
+    assert re.search(
+        r"mlp\.\w+\.weight is \(.*48.*\) in its checkpoint, and \(.*40.*\) by its configuration", message
+    )
+
+
+def test_memory_that_the_cache_left_too_little_of_is_said_in_a_sentence(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def attention(*_: Any) -> Any:
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 384.00 MiB. GPU 0 has more to say."
+        )
+
+    monkeypatch.setattr(paths, "_choose_attention", attention)
+    message = refusal(llama, native=False)
+    assert "beside the KV cache: CUDA out of memory; give the cache less with --kv-memory" in message
+
+
+def test_a_name_that_nothing_knows_is_more_than_the_name(llama: Path) -> None:
+    edit(llama, "config.json", hidden_act="sine")
+    assert refusal(llama) == "llama cannot be loaded: 'sine' is missing, or not known"
+
+
 def test_a_broken_configuration_is_an_error_in_one_sentence(llama: Path) -> None:
     (llama / "config.json").write_text("{")
     message = refusal(llama)
-    assert "cannot be loaded" in message
+    assert "config.json cannot be read" in message
     assert "\n" not in message
 
 
@@ -229,6 +220,21 @@ def test_unknown_dtype_and_device_are_refused(llama: Path) -> None:
     assert "model.dtype must be auto or one of float32" in refusal(llama, dtype="int3")
     with pytest.raises(ConfigurationError, match=r"model\.device must be"):
         load_runner(ModelConfig(path=str(llama), device="abacus"), CacheConfig(), SchedulerConfig())
+
+
+def test_a_device_that_this_machine_does_not_have_is_refused(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def said(device: str) -> str:
+        with pytest.raises(ConfigurationError) as caught:
+            load_runner(ModelConfig(path=str(llama), device=device), CacheConfig(), SchedulerConfig())
+        return str(caught.value)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "no CUDA device here" in said("cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert "the last CUDA device here is cuda:1" in said("cuda:2")
 
 
 def refused_config(tmp_path: Path, config: Any) -> str:
@@ -269,6 +275,17 @@ def test_layers_without_a_paged_cache_are_refused(tmp_path: Path, config: Any, w
                 "max_position_embeddings": 64,
             },
         ),
+        ("MptConfig", {"vocab_size": 50, "d_model": 16, "n_heads": 2, "n_layers": 2, "max_seq_len": 64}),
+        (
+            "GPTNeoConfig",
+            {
+                "vocab_size": 50,
+                "hidden_size": 16,
+                "num_layers": 2,
+                "num_heads": 2,
+                "attention_types": [[["global", "local"], 1]],
+            },
+        ),
     ],
 )
 def test_attention_that_is_not_ours_to_page_is_noticed(
@@ -277,7 +294,59 @@ def test_attention_that_is_not_ours_to_page_is_noticed(
     """A state space, an attention outside of the interface, one that looks ahead: nothing says so but the run."""
     model = AutoModelForCausalLM.from_config(getattr(transformers, kind)(**options))
     model.save_pretrained(tmp_path / kind)
-    assert "cannot be served" in refusal(tmp_path / kind)
+    message = refusal(tmp_path / kind)
+    assert f"a model of type {kind.removesuffix('Config').lower().replace('gptneo', 'gpt_neo')} " in message
+    assert "cannot be served" in message
+
+
+def test_a_model_that_counts_positions_by_itself_is_refused(tmp_path: Path) -> None:
+    """It would take what is told of positions, and not look at it."""
+    config = transformers.BartConfig(
+        vocab_size=50,
+        d_model=16,
+        decoder_layers=1,
+        decoder_attention_heads=2,
+        decoder_ffn_dim=16,
+        max_position_embeddings=64,
+        is_encoder_decoder=False,
+        is_decoder=True,
+    )
+    transformers.BartForCausalLM(config).save_pretrained(tmp_path / "bart")
+    assert "bart cannot be served: it counts positions by itself" in refusal(tmp_path / "bart")
+
+
+def test_a_configuration_that_names_no_end_is_no_reason_to_fail() -> None:
+    config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(eos_token_id=[3, 4]))
+    assert eos_tokens(Source(Path("nowhere"), None, "x"), config) == {3, 4}
+
+
+@pytest.mark.parametrize("window", [tiny.WINDOW, None])
+def test_a_window_that_only_the_mask_tells_is_seen(tmp_path: Path, window: int | None) -> None:
+    """Phimoe's layers don't tell it to their attention, and it is wider than what is tried out."""
+    config = transformers.PhimoeConfig(**tiny._COMMON, num_local_experts=2, sliding_window=window)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "phimoe")
+    (expected,) = tiny.reference(tmp_path / "phimoe", [PROMPT], 8)
+    runner = load(tmp_path / "phimoe")
+    assert [group.window for group in runner.info.groups] == [window]
+    assert greedy(runner, 8) == expected.tokens
+
+
+def test_a_mask_that_is_no_window_is_noticed(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks, say: as long as what is tried out, they look like no window at all."""
+    from transformers.models.llama import modeling_llama
+
+    def chunked(**kwargs: Any) -> Any:
+        left = torch.zeros(1, dtype=torch.int64)
+        return probed_mask(
+            batch_size=1,
+            q_length=8,
+            kv_length=8,
+            mask_function=chunked_causal_mask_function(64, left),
+        )
+
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", chunked)
+    assert "how far layer 0 sees depends on where it is" in refusal(llama, native=False)
 
 
 def test_a_position_bias_that_the_kernel_does_not_know_is_noticed(

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 import random
+from typing import Any
 
 import pytest
 
+from engine.scheduling import pace
 from engine.scheduling.scheduler import PauseState
 from kvtransfer.base import LoadFailurePolicy
 from tests.engine.scheduling.model import next_token
@@ -21,12 +23,12 @@ BATCHES = 12
 REMEMBERED = (171, 3687)  # each was the only one of thousands to show something
 
 
-def random_world(draw: random.Random, *, ahead: bool, quick_peers: bool) -> World:
+def random_world(number: int, draw: random.Random, *, ahead: bool) -> World:
     groups = draw.choice(list(GROUPS))
     return World(
         groups,
         ahead=ahead,
-        quick_peers=quick_peers,
+        quick_peers=number % 2 == 0,
         policy=draw.choice(["fcfs", "priority"]),
         caching=draw.random() < 0.85,
         num_blocks=draw.choice([9, 12, 16, 40]),
@@ -38,12 +40,30 @@ def random_world(draw: random.Random, *, ahead: bool, quick_peers: bool) -> Worl
         max_loras=draw.choice([None, 1, 2]),
         on_failure=draw.choice(list(LoadFailurePolicy)),
         with_connector=draw.random() < 0.8,
+        **(random_pace(number) if number % 3 == 1 else {}),
     )
+
+
+def random_pace(number: int) -> dict[str, Any]:
+    """Steps that take as long as chance will have it, and prompts that get what fits."""
+    draw, now = random.Random(-number), 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += draw.choice([0.0, 0.001, 0.02, 0.5])
+        return now
+
+    return {"clock": clock, "step_target_ms": 20.0}
+
+
+@pytest.fixture(autouse=True)
+def prompts_may_be_cut_to_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pace, "FEWEST_TOKENS", 2)
 
 
 def run(number: int, ahead: bool) -> None:
     draw = random.Random(number)
-    world = random_world(draw, ahead=ahead, quick_peers=number % 2 == 0)
+    world = random_world(number, draw, ahead=ahead)
     if draw.random() < 0.5 and not ahead:
         world.model.propose = lambda request_id, tokens: [
             *([next_token(tokens)] if draw.random() < 0.6 else []),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from engine.cache.groups import KVCacheGroup
@@ -202,6 +202,7 @@ class World:
         quick_peers: bool = False,
         on_failure: LoadFailurePolicy = LoadFailurePolicy.RECOMPUTE,
         with_connector: bool = True,
+        clock: Callable[[], float] = lambda: 0.0,  # the engine's, by which it measures its steps
         **options: object,
     ) -> None:
         self.connector = WorldConnector()
@@ -217,7 +218,7 @@ class World:
         self.model.tolerant = True
         self.device = LazyDevice(self.driver)
         worker = WorldWorker(self) if with_connector else None
-        self.engine = Engine(self.scheduler, self.device, worker, ahead=ahead)
+        self.engine = Engine(self.scheduler, self.device, worker, ahead=ahead, clock=clock)
         self.on_failure = on_failure
         self.quick_peers = quick_peers  # they write at once when a load begins, and maybe again
         self.requests: dict[str, Request] = {}

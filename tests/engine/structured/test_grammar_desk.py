@@ -22,8 +22,10 @@ class Slow(Grammars):
     def __init__(self) -> None:
         super().__init__(backend().to_str, vocabulary(), frozenset({END}))
         self.go = threading.Event()
+        self.begun: queue.Queue[str] = queue.Queue()
 
     def prepare(self, grammar: str) -> None:
+        self.begun.put(grammar)
         assert self.go.wait(PATIENCE_S)
         super().prepare(grammar)
 
@@ -66,6 +68,8 @@ def test_what_takes_too_long_is_overdue_once_and_its_late_result_is_nobodys(slow
     of, desk = slow
     desk.begin("first", 'start: "a"', now=0.0)
     desk.begin("second", 'start: "b"', now=3.0)
+    for _ in range(2):
+        of.begun.get(timeout=PATIENCE_S)
     assert desk.seconds_until_due(1.0) == 4.0
     assert desk.overdue(4.9) == []
     ((request_id, error),) = desk.overdue(5.0)
@@ -78,6 +82,21 @@ def test_what_takes_too_long_is_overdue_once_and_its_late_result_is_nobodys(slow
     assert not desk.forget("first")
     assert desk.forget("second")
     assert desk.seconds_until_due(9.0) is None
+
+
+def test_what_nobody_waits_for_any_more_is_not_compiled(slow: tuple[Slow, Desk]) -> None:
+    of, desk = slow
+    for number in range(2):
+        desk.begin(f"busy {number}", f'start: "{number}"', now=0.0)
+        of.begun.get(timeout=PATIENCE_S)
+    desk.begin("cancelled", 'start: "c"', now=1.0)
+    desk.begin("too late", 'start: "d"', now=1.0)
+    desk.begin("in time", 'start: "e"', now=3.0)
+    assert desk.forget("cancelled")
+    assert "too late" in [request_id for request_id, _ in desk.overdue(6.0)]
+    of.go.set()
+    assert of.begun.get(timeout=PATIENCE_S) == 'start: "e"'
+    assert {desk.told.get(timeout=PATIENCE_S).request_id for _ in range(3)} == {"busy 0", "busy 1", "in time"}
 
 
 def test_a_text_that_is_no_grammar_is_an_error_that_says_so() -> None:

@@ -1,0 +1,193 @@
+"""GGUF files, as far as transformers passes over what they say: it reads the weights and the model's sizes, and neither
+what changes rotary embeddings nor the other files of a split model. An answer would be wrong, and nothing would show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from gguf import GGUFReader
+from transformers import GgufConfig
+
+from engine.model.leftovers import is_draft_layer, layer_of, num_layers, refuse_leftovers
+from engine.model.source import Source
+from wire.errors import ConfigurationError
+
+_FACTORS = "rope_freqs.weight"
+_LONG_FACTORS, _SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
+
+# How rotary embeddings are stretched: what a file must say of it, and what it may.
+_STRETCHES = {
+    "linear": ({"factor"}, {"original_context_length"}),
+    "yarn": ({"factor", "original_context_length"}, {"yarn_beta_fast", "yarn_beta_slow"}),
+    "longrope": ({"original_context_length"}, {"attn_factor"}),
+}
+_NAMES = {  # by which transformers knows it
+    "factor": "factor",
+    "original_context_length": "original_max_position_embeddings",
+    "attn_factor": "attention_factor",
+    "yarn_beta_fast": "beta_fast",
+    "yarn_beta_slow": "beta_slow",
+}
+# llama.cpp knows Gemma's 27B models by their number of layers, and scales their attention otherwise.
+_GEMMA_27B = {"gemma2": 46, "gemma3_text": 62}
+
+
+class Metadata:
+    """Of one file; reading it takes a while, where vocabularies are large. Keys are without the architecture that they
+    begin with."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self._reader = GGUFReader(source.folder / str(source.gguf_file))
+        self._prefix = f"{self.general('general.architecture')}."
+
+    def general(self, key: str) -> Any:
+        field = self._reader.get_field(key)
+        return None if field is None else field.contents()
+
+    def get(self, key: str) -> Any:
+        return self.general(self._prefix + key)
+
+    def below(self, key: str) -> dict[str, Any]:
+        """All that is said under this key, by what follows it."""
+        start = f"{self._prefix}{key}."
+        return {
+            name.removeprefix(start): self.general(name)
+            for name in self._reader.fields
+            if name.startswith(start)
+        }
+
+    @property
+    def tensors(self) -> dict[str, Any]:
+        return {tensor.name: tensor for tensor in self._reader.tensors}
+
+
+def loading_options(source: Source, config: Any) -> dict[str, Any]:
+    """What transformers must be told besides the folder. Of a file it would read the configuration anew."""
+    return {
+        "config": config,
+        "gguf_file": source.gguf_file,
+        "quantization_config": GgufConfig(dequantize=True),
+    }
+
+
+def refuse_parts(metadata: Metadata) -> None:
+    source, count = metadata.source, metadata.general("split.count") or 1
+    if count > 1:
+        raise ConfigurationError(
+            f"{source.name} cannot be served: {source.gguf_file} is one of {count} files of a split model. Join them "
+            "(llama-gguf-split --merge FIRST-FILE WHOLE-FILE) and name the whole file, or the folder of the same "
+            "model's safetensors"
+        )
+    if metadata.general("general.architecture") is None:
+        raise ConfigurationError(f"{source.name} cannot be served: its file names no architecture")
+
+
+def complete_config(metadata: Metadata, config: Any) -> None:
+    """What the file says of the computation and transformers did not read."""
+    if getattr(config, "rope_parameters", None):
+        _complete_rotary(metadata, config)
+    if config.model_type == "phi3":
+        config.sliding_window = metadata.get("attention.sliding_window") or None
+    if config.model_type in _GEMMA_27B:
+        is_27b = config.num_hidden_layers == _GEMMA_27B[config.model_type]
+        per_head = config.hidden_size // config.num_attention_heads
+        config.query_pre_attn_scalar = per_head if is_27b else config.head_dim
+
+
+def _complete_rotary(metadata: Metadata, config: Any) -> None:
+    rope: dict[str, Any] = config.rope_parameters
+    # Where kinds of layers differ, only those that see everything are stretched.
+    kinds = [kind for kind in ("full_attention", "sliding_attention") if isinstance(rope.get(kind), dict)]
+    full = rope["full_attention"] if kinds else rope
+    if (base := metadata.get("rope.freq_base")) is not None:
+        full["rope_theta"] = float(base)
+    if "sliding_attention" in kinds and (base := metadata.get("rope.freq_base_swa")) is not None:
+        rope["sliding_attention"]["rope_theta"] = float(base)
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    turned = metadata.get("rope.dimension_count")
+    if turned and not kinds and turned != int(head * full.get("partial_rotary_factor", 1.0)):
+        full["partial_rotary_factor"] = turned / head
+    full.update(_stretching(metadata))
+    if "original_max_position_embeddings" in full and hasattr(config, "original_max_position_embeddings"):
+        config.original_max_position_embeddings = full["original_max_position_embeddings"]
+
+
+def _stretching(metadata: Metadata) -> dict[str, Any]:
+    said, tensors = metadata.below("rope.scaling"), metadata.tensors
+    said.pop("finetuned", None)
+    if (older := metadata.get("rope.scale_linear")) is not None:
+        said.setdefault("factor", older)
+    # A file that gives a factor alone means the kind that there was first.
+    kind = said.pop("type", None) or ("linear" if said.get("factor") else "none")
+    if _LONG_FACTORS in tensors or _SHORT_FACTORS in tensors:
+        kind = "longrope"
+    if kind == "none" or (kind == "linear" and said.get("factor", 0) in (0, 1)):
+        return {}
+    if kind not in _STRETCHES:
+        raise _not_read(metadata, kind)
+    needed, known = _STRETCHES[kind]
+    if missing := needed - said.keys():
+        raise _not_read(metadata, f"{kind} without {', '.join(sorted(missing))}")
+    if unknown := said.keys() - needed - known:
+        raise _not_read(metadata, f"{kind} with {', '.join(sorted(unknown))}")
+    stretching = {_NAMES[key]: value for key, value in said.items()}
+    if kind == "longrope":
+        for key, tensor in (("long_factor", _LONG_FACTORS), ("short_factor", _SHORT_FACTORS)):
+            if tensor not in tensors:
+                raise _not_read(metadata, f"{kind} without {tensor}")
+            stretching[key] = tensors[tensor].data.tolist()
+    return {"rope_type": kind, **stretching}
+
+
+def _not_read(metadata: Metadata, what: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{metadata.source.name} cannot be served: its rotary embedding is stretched in a way that is not read from GGUF "
+        f"files ({what}): serve the same model from its safetensors"
+    )
+
+
+def finish_loading(source: Source, model: torch.nn.Module) -> None:
+    """Applies the frequencies' factors, and refuses tensors that transformers passed over."""
+    tensors = Metadata(source).tensors
+    for name in (_LONG_FACTORS, _SHORT_FACTORS):
+        tensors.pop(name, None)  # with the configuration
+    if (factors := tensors.pop(_FACTORS, None)) is not None and (factors.data != 1.0).any():
+        _divide_frequencies(source, model, torch.tensor(factors.data))
+    _refuse_rest(source.name, tensors, model)
+
+
+def _divide_frequencies(source: Source, model: torch.nn.Module, factors: torch.Tensor) -> None:
+    """Llama 3's way to stretch a rotary embedding: its file holds what each frequency is divided by."""
+    buffers = [buffer for name, buffer in model.named_buffers() if name.endswith("inv_freq")]
+    frequencies = [buffer for buffer in buffers if buffer.shape == factors.shape]
+    rotaries = sum(hasattr(module, "inv_freq") for module in model.modules())
+    if rotaries != 1 or len(frequencies) != len(buffers):
+        raise ConfigurationError(
+            f"{source.name} cannot be served: {_FACTORS} does not fit its rotary embedding: serve the same model from "
+            "its safetensors"
+        )
+    for buffer in frequencies:
+        buffer.div_(factors.to(buffer))
+
+
+def _refuse_rest(name: str, tensors: dict[str, Any], model: torch.nn.Module) -> None:
+    config: Any = model.config
+    layers = num_layers(config)
+    refuse_leftovers(name, (tensor for tensor in tensors if (layer_of(tensor) or 0) >= layers), config)
+    held = _count(tensor.n_elements for key, tensor in tensors.items() if not is_draft_layer(key, config))
+    # Names differ between the two, numbers do not: each that the file holds has its place in the model. Tensors of
+    # one place are tied.
+    taken = _count({tensor.data_ptr(): tensor.numel() for tensor in model.state_dict().values()}.values())
+    if held > taken:
+        raise ConfigurationError(
+            f"{name} cannot be served: its file holds {held:,} weights, and only {taken:,} of them have a place in a model "
+            "of its kind: take a file whose metadata belong to its tensors, or the model's safetensors"
+        )
+
+
+def _count(numbers: Iterable[Any]) -> int:
+    return sum(map(int, numbers))

@@ -1,0 +1,153 @@
+"""The configuration of a model that says nothing unusual, read without transformers: to import it takes two seconds,
+more than everything else that a node does before it can serve such a model.
+
+Whatever is not known here to mean nothing more makes `read_plain_config` give up, and transformers reads it. What is
+returned says what transformers would have said, for all that the native library needs.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+import torch
+from msgspec import UNSET, Meta, UnsetType
+
+_Count = Annotated[int, Meta(gt=0)]
+_Theta = Annotated[float, Meta(gt=0)]
+_Dtype = Literal["float32", "bfloat16", "float16"]
+
+# Nothing of the forward pass follows from these.
+_OF_NO_CONSEQUENCE = frozenset(
+    {
+        "_model_name_or_path",
+        "_name_or_path",
+        "architectures",
+        "attention_dropout",
+        "bos_token_id",
+        "initializer_range",
+        "is_llama_config",
+        "max_window_layers",
+        "pad_token_id",
+        "pretraining_tp",
+        "rope_interleaved",
+        "transformers.js_config",
+        "transformers_version",
+        "unk_token_id",
+        "use_cache",
+    }
+)
+
+
+class _Rope(msgspec.Struct, forbid_unknown_fields=True):
+    rope_theta: _Theta
+    rope_type: Literal["default"]
+
+
+class _Written(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """config.json. What has a default here has the same one, or none that counts, for each of these types."""
+
+    model_type: Literal["llama", "mistral", "qwen2", "qwen3"]
+    vocab_size: _Count
+    hidden_size: _Count
+    intermediate_size: _Count
+    num_hidden_layers: _Count
+    num_attention_heads: _Count
+    num_key_value_heads: _Count
+    max_position_embeddings: _Count
+    rms_norm_eps: Annotated[float, Meta(gt=0)]
+    hidden_act: Literal["silu"]
+    tie_word_embeddings: bool
+    eos_token_id: int | list[int] | None
+    head_dim: _Count | None = None
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    rope_parameters: _Rope | UnsetType = UNSET
+    rope_theta: _Theta | UnsetType = UNSET
+    rope_scaling: None = None
+    sliding_window: _Count | UnsetType | None = UNSET
+    use_sliding_window: Literal[False] = False  # Qwen: the window is not used, whatever it is
+    layer_types: list[Literal["full_attention"]] | None = None
+    dtype: _Dtype | UnsetType = UNSET
+    torch_dtype: _Dtype | UnsetType = UNSET
+
+
+class PlainConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Named as transformers names it."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    hidden_act: str
+    tie_word_embeddings: bool
+    attention_bias: bool
+    mlp_bias: bool
+    eos_token_id: int | list[int] | None
+    rope_parameters: dict[str, Any]
+    sliding_window: int | None
+    layer_types: list[str] | None
+    dtype: torch.dtype | None
+
+    def get_text_config(self) -> PlainConfig:
+        return self
+
+
+def read_plain_config(content: dict[str, Any]) -> PlainConfig | None:
+    """`content` is what a config.json holds. None: it takes transformers to read it."""
+    try:
+        written = msgspec.convert(
+            {key: value for key, value in content.items() if key not in _OF_NO_CONSEQUENCE}, _Written
+        )
+    except msgspec.ValidationError:
+        return None
+    kind, theta = written.model_type, _theta(written)
+    if theta is None or written.hidden_size % written.num_attention_heads:
+        return None
+    if UNSET not in (written.dtype, written.torch_dtype):
+        return None
+    # Where these are not written, the types differ in what they mean.
+    if kind == "qwen3" and written.head_dim is None:
+        return None
+    if kind == "mistral" and (written.sliding_window is UNSET or written.layer_types):
+        return None
+    if kind == "llama" and written.sliding_window:
+        return None
+    if written.layer_types and len(written.layer_types) != written.num_hidden_layers:
+        return None
+    dtype = written.torch_dtype if written.dtype is UNSET else written.dtype
+    return PlainConfig(
+        model_type=kind,
+        vocab_size=written.vocab_size,
+        hidden_size=written.hidden_size,
+        intermediate_size=written.intermediate_size,
+        num_hidden_layers=written.num_hidden_layers,
+        num_attention_heads=written.num_attention_heads,
+        num_key_value_heads=written.num_key_value_heads,
+        head_dim=written.head_dim or written.hidden_size // written.num_attention_heads,
+        max_position_embeddings=written.max_position_embeddings,
+        rms_norm_eps=written.rms_norm_eps,
+        hidden_act=written.hidden_act,
+        tie_word_embeddings=written.tie_word_embeddings,
+        attention_bias=written.attention_bias,
+        mlp_bias=written.mlp_bias,
+        eos_token_id=written.eos_token_id,
+        rope_parameters={"rope_theta": theta, "rope_type": "default"},
+        sliding_window=(written.sliding_window or None) if kind == "mistral" else None,
+        layer_types=None if kind == "mistral" else ["full_attention"] * written.num_hidden_layers,
+        dtype=None if dtype is UNSET else getattr(torch, dtype),
+    )
+
+
+def _theta(written: _Written) -> float | None:
+    """It is written in one of two places."""
+    old, new = written.rope_theta, written.rope_parameters
+    if isinstance(new, _Rope):
+        return new.rope_theta if old is UNSET else None
+    return None if isinstance(old, UnsetType) else old

@@ -1,0 +1,257 @@
+"""GGUF files: what transformers passes over without a word is applied, or refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from engine.model.checkpoint import read_config
+from engine.model.source import Source
+from tests.engine.model import tiny
+from tests.engine.model.driver import Driver
+from tests.engine.model.gguf_files import llama3_factors, write_gguf
+from tests.engine.model.test_loading import edit, greedy, load, refusal
+from wire.sampling import SamplingParams
+
+BOTH_PATHS = pytest.mark.parametrize("native", [True, False])
+LONG_PROMPT = [3 + 7 * index % 120 for index in range(90)]
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    return tiny.save("llama", tmp_path)
+
+
+def save(config: Any, folder: Path) -> Path:
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    for parameter in model.parameters():
+        if parameter.std() == 0:
+            torch.nn.init.normal_(parameter, mean=1.0, std=0.2)
+    model.save_pretrained(folder / config.model_type)
+    return folder / config.model_type
+
+
+def assert_is_the_model(file: Path, original: Path, native: bool = False) -> None:
+    """As transformers computes it, far behind the first few positions: rotary embeddings differ little before."""
+    (expected,) = tiny.reference(original, [LONG_PROMPT], 4)
+    driver = Driver(load(file, native=native))
+    request = driver.add("r", LONG_PROMPT, SamplingParams(temperature=0.0, logprobs=0))
+    assert driver.generate(4)["r"] == expected.tokens
+    found = [entry.logprob for entry in request.logprobs[:4]]
+    assert found == pytest.approx(expected.logprobs, abs=2e-3)
+
+
+@BOTH_PATHS
+def test_a_file_is_the_same_model(llama: Path, tmp_path: Path, native: bool) -> None:
+    folder = tmp_path / "quantized"
+    folder.mkdir()
+    write_gguf(llama, folder / "tiny.gguf")
+    expected = greedy(load(llama))
+    by_file, by_folder = load(folder / "tiny.gguf", native=native), load(folder, native=native)
+    assert greedy(by_file) == greedy(by_folder) == expected
+    assert (by_file.info.name, by_folder.info.name) == ("tiny", "quantized")
+    assert by_file.info.eos_token_ids == {2}
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+@BOTH_PATHS
+def test_llama3s_frequency_factors_are_its_rope_parameters(llama: Path, tmp_path: Path, native: bool) -> None:
+    factors = llama3_factors(8, LLAMA3)
+    assert 1.0 < factors[1] < factors[2] == 8.0  # of every kind
+    write_gguf(llama, tmp_path / "llama3.gguf", tensors={"rope_freqs.weight": factors})
+    edit(llama, "config.json", rope_parameters=LLAMA3)
+    assert_is_the_model(tmp_path / "llama3.gguf", llama, native)
+
+
+def test_frequency_factors_of_another_size_are_refused(llama: Path, tmp_path: Path) -> None:
+    write_gguf(llama, tmp_path / "odd.gguf", tensors={"rope_freqs.weight": np.full(3, 2, np.float32)})
+    assert "rope_freqs.weight does not fit its rotary embedding" in refusal(tmp_path / "odd.gguf")
+
+
+@BOTH_PATHS
+@pytest.mark.parametrize(
+    ("said", "meant"),
+    [
+        ({"type": "linear", "factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"type": "none", "factor": 4.0}, {"rope_type": "default"}),
+        (
+            {"type": "yarn", "factor": 4.0, "original_context_length": 64, "finetuned": True},
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+        ),
+    ],
+)
+def test_a_stretched_rotary_embedding_is_what_the_file_says(
+    llama: Path, tmp_path: Path, native: bool, said: dict[str, Any], meant: dict[str, Any]
+) -> None:
+    write_gguf(llama, tmp_path / "long.gguf", metadata={f"rope.scaling.{key}": said[key] for key in said})
+    edit(llama, "config.json", rope_parameters={"rope_theta": 10000.0, **meant})
+    assert_is_the_model(tmp_path / "long.gguf", llama, native)
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ({"type": "yarn", "factor": 4.0}, "yarn without original_context_length"),
+        ({"type": "dynamic", "factor": 4.0}, "(dynamic)"),
+        ({"type": "linear", "factor": 4.0, "alpha": 2.0}, "linear with alpha"),
+        ({"type": "longrope", "original_context_length": 64}, "longrope without rope_factors_long.weight"),
+    ],
+)
+def test_a_stretch_that_is_not_known_is_refused_and_named(
+    llama: Path, tmp_path: Path, said: dict[str, Any], why: str
+) -> None:
+    write_gguf(llama, tmp_path / "odd.gguf", metadata={f"rope.scaling.{key}": said[key] for key in said})
+    message = refusal(tmp_path / "odd.gguf")
+    assert why in message
+    assert "its safetensors" in message
+
+
+def test_phi3s_long_and_short_factors_and_its_window(tmp_path: Path) -> None:
+    short, long = [1.0, 1.5, 2.0, 2.5], [4.0, 5.0, 6.0, 7.0]
+    path = save(
+        transformers.Phi3Config(
+            **tiny._COMMON | {"max_position_embeddings": 256},
+            sliding_window=tiny.WINDOW,
+            original_max_position_embeddings=128,
+            rope_parameters={
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "short_factor": short,
+                "long_factor": long,
+            },
+        ),
+        tmp_path,
+    )
+    write_gguf(
+        path,
+        tmp_path / "phi.gguf",
+        "phi3",
+        {
+            "attention.sliding_window": tiny.WINDOW,
+            "rope.scaling.original_context_length": 128,
+            "rope.scaling.attn_factor": float(np.sqrt(1 + np.log(2) / np.log(128))),
+        },
+        {
+            "rope_factors_short.weight": np.array(short, np.float32),
+            "rope_factors_long.weight": np.array(long, np.float32),
+        },
+    )
+    assert load(tmp_path / "phi.gguf").info.max_model_len == 128
+    assert_is_the_model(tmp_path / "phi.gguf", path)
+
+
+def test_a_part_of_each_head_is_turned_if_the_file_says_so(tmp_path: Path) -> None:
+    path = save(
+        transformers.Phi3Config(
+            **tiny._COMMON | {"hidden_size": 64},
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        ),
+        tmp_path,
+    )
+    write_gguf(path, tmp_path / "phi.gguf", "phi3")
+    assert_is_the_model(tmp_path / "phi.gguf", path)
+
+
+def test_the_base_of_the_rotary_embedding_is_the_files(tmp_path: Path) -> None:
+    path = save(transformers.Starcoder2Config(**tiny._COMMON, rope_theta=1e6), tmp_path)
+    write_gguf(path, tmp_path / "coder.gguf", "starcoder2")
+    assert_is_the_model(tmp_path / "coder.gguf", path)
+
+
+def test_gemma2_scales_its_attention_by_its_heads(tmp_path: Path) -> None:
+    config = transformers.Gemma2Config(
+        **tiny._COMMON, head_dim=16, sliding_window=tiny.WINDOW, query_pre_attn_scalar=16
+    )
+    path = save(config, tmp_path)
+    write_gguf(path, tmp_path / "gemma.gguf", "gemma2", {"attention.sliding_window": tiny.WINDOW})
+    assert_is_the_model(tmp_path / "gemma.gguf", path)
+    # But that of 27B by its width, and nothing in the file says so.
+    write_gguf(path, tmp_path / "27b.gguf", "gemma2", {"block_count": 46})
+    assert read_config(Source(tmp_path, "27b.gguf", "27b")).query_pre_attn_scalar == 32 // 4
+
+
+def test_gemma3_stretches_layers_that_see_everything(tmp_path: Path) -> None:
+    rope = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    }
+    config = transformers.Gemma3TextConfig(
+        **tiny._COMMON | {"num_hidden_layers": 6},
+        head_dim=8,
+        sliding_window=tiny.WINDOW,
+        query_pre_attn_scalar=8,
+        rope_parameters=rope,
+    )
+    path = save(config, tmp_path)
+    said = {
+        "attention.sliding_window": tiny.WINDOW,
+        "rope.scaling.type": "linear",
+        "rope.scaling.factor": 8.0,
+    }
+    write_gguf(path, tmp_path / "gemma.gguf", "gemma3", said)
+    assert_is_the_model(tmp_path / "gemma.gguf", path)
+
+
+@BOTH_PATHS
+def test_quantized_weights_are_what_they_stand_for(llama: Path, tmp_path: Path, native: bool) -> None:
+    kinds = gguf.GGMLQuantizationType
+    stored = {"attn_v.weight": kinds.Q8_0, "attn_output.weight": kinds.Q4_0, "ffn_up.weight": kinds.Q5_1}
+    write_gguf(llama, tmp_path / "small.gguf", quantize=stored)
+    weights = load_file(llama / "model.safetensors")
+    for ours, kind in (("v_proj", kinds.Q8_0), ("o_proj", kinds.Q4_0), ("up_proj", kinds.Q5_1)):
+        for name in [name for name in weights if f"{ours}.weight" in name]:
+            packed = gguf.quants.quantize(weights[name].numpy(), kind)
+            weights[name] = torch.tensor(gguf.quants.dequantize(packed, kind))
+    save_file(weights, llama / "model.safetensors", {"format": "pt"})
+    assert greedy(load(tmp_path / "small.gguf", native=native)) == greedy(load(llama, native=native))
+
+
+def test_one_file_of_several_is_refused_and_a_whole_one_asked_for(llama: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "split"
+    folder.mkdir()
+    for number in (1, 2):
+        write_gguf(llama, folder / f"big-0000{number}-of-00002.gguf", metadata={".split.count": 2})
+    for path in (folder, folder / "big-00002-of-00002.gguf"):
+        message = refusal(path)
+        assert "one of 2 files of a split model" in message
+        assert "llama-gguf-split --merge" in message
+
+
+def test_an_architecture_that_is_not_read_says_what_would_be(llama: Path, tmp_path: Path) -> None:
+    write_gguf(llama, tmp_path / "other.gguf", "deepseek2")
+    message = refusal(tmp_path / "other.gguf")
+    assert "deepseek2 is not supported yet" in message
+    assert "its safetensors may do" in message
+
+
+@BOTH_PATHS
+def test_more_layers_than_the_file_says_are_refused(llama: Path, tmp_path: Path, native: bool) -> None:
+    write_gguf(llama, tmp_path / "cut.gguf", metadata={"block_count": 1})
+    said = refusal(tmp_path / "cut.gguf", native=native)
+    assert "cut cannot be served: its checkpoint holds 2 layers, and its configuration says 1" in said
+    assert "blk.1.attn_k.weight" in said
+
+
+def test_weights_that_have_no_place_in_the_model_are_refused(llama: Path, tmp_path: Path) -> None:
+    biased = {"blk.0.attn_q.bias": np.ones(32, dtype=np.float32)}
+    write_gguf(llama, tmp_path / "biased.gguf", tensors=biased)
+    assert "have a place in a model of its kind" in refusal(tmp_path / "biased.gguf")
