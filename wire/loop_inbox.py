@@ -15,7 +15,13 @@ from typing import Any, Generic, TypeVar, cast
 import msgspec
 
 from wire.errors import ConfigurationError
-from wire.sockets import MAX_FRAME_BYTES, decode_frames
+from wire.sockets import (
+    KEEPALIVE_IDLE_S,
+    KEEPALIVE_INTERVAL_S,
+    KEEPALIVE_PROBES,
+    MAX_FRAME_BYTES,
+    decode_frames,
+)
 from wire.zmtp import PULL_OPENING, MessageReader, ProtocolError
 
 logger = logging.getLogger(__name__)
@@ -133,6 +139,11 @@ class _Peer(asyncio.Protocol):
 
 def _bind(host: str, name: str) -> socket.socket:
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    # Its connections inherit these.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_S)
     try:
         listener.bind((host, 0))
         listener.listen(100)

@@ -26,6 +26,13 @@ M = TypeVar("M")
 # A frame this large is a mistake or an attack: the longest legitimate one is a prompt of a few million ids.
 MAX_FRAME_BYTES = 64 << 20
 SEND_QUEUE_FRAMES = 100_000
+# Of one Outbox; ZMQ's own limit is 1023.
+MAX_SOCKETS = 4096
+# A machine that is lost closes no connection. One that nothing comes through is asked after so long whether its other end
+# is there still, so often, and that far apart.
+KEEPALIVE_IDLE_S = 60
+KEEPALIVE_PROBES = 3
+KEEPALIVE_INTERVAL_S = 10
 # Between two attempts to reach an endpoint, doubling from the one to the other.
 RECONNECT_S = 0.05
 RECONNECT_MAX_S = 1.0
@@ -43,6 +50,10 @@ def _bind_pull_socket(
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_IDLE_S)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, KEEPALIVE_PROBES)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE_INTERVAL_S)
     socket.setsockopt(zmq.IPV6, ":" in host)
     address = f"[{host}]" if ":" in host else host
     try:
@@ -153,12 +164,14 @@ class Outbox:
     def __init__(self) -> None:
         self._encoder = msgspec.msgpack.Encoder()
         self._context = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
         self._lock = threading.Lock()
         self._closed = False
 
     def send(self, endpoint: str, message: msgspec.Struct) -> None:
-        """Raises NodeLost when the endpoint's queue is full: its reader has been gone or stuck for long.
+        """Raises NodeLost when the endpoint's queue is full, as its reader has been gone or stuck for long, or when
+        there can be no connection with it.
 
         After close() nothing is sent and nothing is raised: whoever closes has no use for what others still say.
         """
@@ -177,7 +190,7 @@ class Outbox:
     def _connect(self, endpoint: str) -> zmq.Socket[bytes]:
         try:
             socket = self._context.socket(zmq.PUSH)
-        except zmq.ZMQError as error:  # there are too many already
+        except zmq.ZMQError as error:  # there are too many already, or no descriptor is left
             raise NodeLost(f"cannot connect to {endpoint!r}: {error}") from error
         socket.setsockopt(zmq.IPV6, "[" in endpoint)
         socket.setsockopt(zmq.LINGER, 0)

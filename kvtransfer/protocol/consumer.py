@@ -48,7 +48,8 @@ class Consumer:
         self._side = side
         self._answers = Answers(me, send, side.recorder)
         self._reads = side.direction is Direction.PULL
-        self._links = ProducerLinks(me, side.geometry, settings, send, clock)
+        self._ticked_at = clock()
+        self._links = ProducerLinks(me, side.geometry, settings, clock, send=send, forget=side.forget)
         self._declined = Declined(me, settings, send, clock)
         self._incoming = Incoming(side, self._links, self._declined, finished=finished, failed=failed)
         self._pulling = Pulling(side, self._links, self._incoming, broken=self._on_connection_broken)
@@ -79,10 +80,18 @@ class Consumer:
         elif self._links.get(receiving.peer) is not None:
             self._registrar.advance(receiving)
         else:
-            for link in self._links:
-                if link.key.node_id == receiving.peer.node_id:
-                    self.peer_gone(link.key, "the router names a later incarnation of this node")
+            self._leave_unused(receiving.peer)
             self._links.open(command.peer)
+
+    def _leave_unused(self, opened: PeerKey) -> None:
+        """Links that no transfer needs, with nodes that may be gone for good, or with another incarnation of the one that
+        is opened. Which of two incarnations is the later, and whether the other has ended, a request does not say."""
+        limit = self._side.clock() - self._side.settings.keep_link_s
+        for link in self._links:
+            may_be_gone = link.key.node_id == opened.node_id or link.stamp_at < limit
+            if may_be_gone and not self._incoming.with_peer(link.key):
+                self._links.drop(link.key)
+                self._pulling.leave(link.key)
 
     def cancel(self, command: commands.CancelReceive) -> None:
         receiving = self._incoming.of_request(command.request_id)
@@ -282,11 +291,18 @@ class Consumer:
         return self._pulling.pump() if self._reads else Activity.NONE
 
     def tick(self) -> None:
+        now, settings = self._side.clock(), self._side.settings
+        since, self._ticked_at = now - self._ticked_at, now
+        # Of a longer time between two ticks nobody knows whether we ran or were stopped.
+        ran_s = min(since, settings.margin_s / 4)
         self._declined.tick()
         for link in self._links:
             self._registrar.tick(link)
         for receiving in self._incoming:
-            self._incoming.tick(receiving)
+            if receiving.is_registered and since > settings.lease_s / 2:
+                # What a producer had in flight to us may be much. There is time now to ask it when that is over.
+                receiving.extend_lease(now + settings.lease_s)
+            self._incoming.tick(receiving, ran_s)
             self._registrar.remind(receiving)
 
     def shutdown(self) -> bool:

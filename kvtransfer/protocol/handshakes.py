@@ -11,6 +11,7 @@ from kvtransfer.protocol.geometry import PoolGeometry
 from kvtransfer.protocol.identity import Clock, PeerKey, Remembered, key_of
 from kvtransfer.protocol.mapping import Mapping
 from kvtransfer.protocol.settings import Settings
+from kvtransfer.protocol.side import Forget
 from kvtransfer.protocol.transport import RemoteId, Transport
 from wire.errors import TransferError
 from wire.handoff import Hello, RefusalCode
@@ -41,11 +42,15 @@ class Handshakes:
         transport: Transport | None,
         settings: Settings,
         clock: Clock,
+        *,
+        forget: Forget,
         lost: Callable[[PeerKey, str], None],
     ) -> None:
         self._geometry = geometry
         self._transport = transport
+        self._settings = settings
         self._clock = clock
+        self._forget = forget
         self._lost = lost
         self._links: dict[PeerKey, ConsumerLink] = {}
         # Links that are over, while writes through them may still be in flight.
@@ -67,7 +72,7 @@ class Handshakes:
     def welcome(self, hello: Hello) -> Rejection | None:
         """Make or confirm the link; what is returned instead says why there is none."""
         key = key_of(hello.envelope)
-        if self._dead.get(_name(key)) is not None:
+        if self.is_dead(key):
             return Rejection(RefusalCode.HANDSHAKE_FAILED, "this incarnation is known to have ended")
         link = self.hear(key)
         if link is not None and link.hello.memory == hello.memory:
@@ -100,12 +105,26 @@ class Handshakes:
     def mark_dead(self, key: PeerKey) -> None:
         """It is certain that this incarnation does not run any more."""
         self._dead.add(_name(key), True)
+        link = self._links.get(key)
+        if link is not None:
+            self._forget(link.endpoint)
         self.leave(key)
+
+    def is_dead(self, key: PeerKey) -> bool:
+        return self._dead.get(_name(key)) is not None
 
     def leave(self, key: PeerKey) -> None:
         link = self._links.pop(key, None)
         if link is not None and link.remote is not None:
             self._leaving[key] = link
+
+    def drop_unused(self, in_use: Callable[[PeerKey], bool]) -> None:
+        """Links with consumers that were not heard of for long. A node that goes for good says nothing of it."""
+        limit = self._clock() - self._settings.keep_link_s
+        for key, link in list(self._links.items()):
+            if link.last_heard < limit and not in_use(key):
+                del self._links[key]
+                self._disconnect(link)
 
     def is_leaving(self, key: PeerKey) -> bool:
         return key in self._leaving
@@ -115,8 +134,11 @@ class Handshakes:
         for key, link in list(self._leaving.items()):
             if not in_use(key):
                 del self._leaving[key]
-                if self._transport is not None and link.remote is not None:
-                    self._transport.disconnect(link.remote)
+                self._disconnect(link)
+
+    def _disconnect(self, link: ConsumerLink) -> None:
+        if self._transport is not None and link.remote is not None:
+            self._transport.disconnect(link.remote)
 
     @property
     def has_leaving(self) -> bool:

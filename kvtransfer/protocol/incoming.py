@@ -2,8 +2,10 @@
 
 Each BeginReceive is answered exactly once, with `finished` or with `failed`. A failure is reported only when
 nobody can write to the blocks any more. With push: the producer said that it closed the transfer, or it is
-certainly dead, or the last lease that it can hold by our word has ended by our clock. With pull: our own reads
-are over.
+certainly dead, or the last lease that it can hold by our word has ended by our clock, and we have run for
+`Settings.margin_s` since: where our own process carries out a peer's writes, as with TCP, those that came while it stood
+still land when it goes on. If that was for long they may be many, and it waits for a lease more, in which a producer that
+lives says when they are over. With pull: our own reads are over.
 
 What remains with push, and cannot be excluded from here: a producer that is frozen in the middle of one posted
 write for longer than its lease, and then goes on. A post is bounded (`Settings.max_post_bytes`) and preceded by a
@@ -137,13 +139,15 @@ class Incoming:
             receiving.command.request_id, LoadFailure(receiving.reason, receiving.command.local_tokens)
         )
 
-    def tick(self, receiving: Receiving) -> None:
-        """Look at its deadlines, but for those of its registration."""
+    def tick(self, receiving: Receiving, ran_s: float) -> None:
+        """Look at its deadlines, but for those of its registration. We have certainly run for `ran_s` since the last time."""
         now, settings = self._side.clock(), self._side.settings
         if receiving.is_safe:
             return  # only our own reads are waited for
         ask_again = now >= receiving.asked_at + settings.retry_s
-        if receiving.leased_until is not None and now >= receiving.leased_until + settings.margin_s:
+        has_lease = receiving.leased_until is None or now < receiving.leased_until
+        receiving.unleased_s = 0.0 if has_lease else receiving.unleased_s + ran_s
+        if receiving.unleased_s >= settings.margin_s:
             self._declined.add(receiving.transfer_id, receiving.command.peer)
             self.end(receiving, Outcome.PEER_LOST, "the producer fell silent, and its lease has ended")
         elif receiving.stage is Stage.CLOSING:

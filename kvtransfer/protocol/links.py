@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
-
-import msgspec
+from collections.abc import Iterator
 
 from kvtransfer.protocol.geometry import PoolGeometry
 from kvtransfer.protocol.identity import Clock, Identity, PeerKey, Remembered
 from kvtransfer.protocol.mapping import Mapping
 from kvtransfer.protocol.settings import Settings
+from kvtransfer.protocol.side import Forget, Send
 from wire.handoff import CacheMemory, Hello, RenewLease
 from wire.nodes import PeerAddress
 
@@ -62,13 +61,16 @@ class ProducerLinks:
         me: Identity,
         geometry: PoolGeometry,
         settings: Settings,
-        send: Callable[[str, msgspec.Struct], None],
         clock: Clock,
+        *,
+        send: Send,
+        forget: Forget,
     ) -> None:
         self._me = me
         self._geometry = geometry
         self._settings = settings
         self._send = send
+        self._forget = forget
         self._clock = clock
         self._links: dict[PeerKey, ProducerLink] = {}
         self._dead: Remembered[str] = Remembered(settings.max_remembered, settings.remember_s, clock)
@@ -92,7 +94,9 @@ class ProducerLinks:
         return link
 
     def drop(self, key: PeerKey) -> None:
-        self._links.pop(key, None)
+        link = self._links.pop(key, None)
+        if link is not None:
+            self._forget(link.peer.endpoint)
 
     def mark_dead(self, key: PeerKey, reason: str) -> None:
         self._dead.add(f"{key.epoch}/{key.node_id}", reason)

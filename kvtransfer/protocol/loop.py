@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 POLL_MIN_S = 0.0001
 POLL_MAX_S = 0.0005
+# Blocks are moved and deadlines looked at in between, however much peers have to say.
+ITEMS_PER_TURN = 256
 
 
 class _Stop:
@@ -89,16 +91,17 @@ class ProtocolLoop:
         self._wind_down(endpoint)
 
     def _take(self, endpoint: Endpoint, timeout: float | None) -> bool:
-        """Handle what has arrived, waiting for the first item. False: stop."""
-        try:
-            item = self._queue.get(timeout=timeout) if timeout != 0.0 else self._queue.get_nowait()
-            while True:
-                if isinstance(item, _Stop):
-                    return False
-                self._handle(endpoint, item)
-                item = self._queue.get_nowait()
-        except queue.Empty:
-            return True
+        """Handle what has arrived, up to a turn's worth, waiting for the first item. False: stop."""
+        for _ in range(ITEMS_PER_TURN):
+            try:
+                item = self._queue.get(timeout=timeout) if timeout != 0.0 else self._queue.get_nowait()
+            except queue.Empty:
+                return True
+            if isinstance(item, _Stop):
+                return False
+            self._handle(endpoint, item)
+            timeout = 0.0
+        return True
 
     def _handle(self, endpoint: Endpoint, item: HandoffMessage | Sequence[Command]) -> None:
         if isinstance(item, Sequence):

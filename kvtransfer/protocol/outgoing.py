@@ -149,7 +149,9 @@ class Outgoing:
         handed_over = sending.outcome is Outcome.SENT
         self._ledger.ended(sending.transfer_id, Ending(sending.reason, handed_over))
         destination = sending.destination
-        if destination is not None and not handed_over:
+        if destination is None or self._handshakes.is_dead(destination.consumer):
+            return
+        if not handed_over:
             self._side.send(
                 destination.endpoint,
                 TransferClosed(

@@ -33,7 +33,12 @@ class Producer:
         self._writes = side.direction is Direction.PUSH
         self._finished_sending = finished_sending
         self._handshakes = Handshakes(
-            geometry, side.transport if self._writes else None, settings, clock, lost=self._on_link_replaced
+            geometry,
+            side.transport if self._writes else None,
+            settings,
+            clock,
+            forget=side.forget,
+            lost=self._on_link_replaced,
         )
         self._ledger = Ledger(settings, clock, recorder)
         self._outgoing = Outgoing(

@@ -36,6 +36,7 @@ class Receiving:
     stage: Stage = Stage.CONNECTING
     # Until when, by our clock, the producer may take our word that it holds a lease: see wire.handoff on stamps.
     leased_until: float | None = None
+    unleased_s: float = 0.0  # for so long have we run since that was over
     connected_at: float | None = None  # we know the producer's memory
     confirmed_at: float | None = None  # the producer has said that it knows our blocks
     asked_at: float = 0.0  # when the last question about this transfer alone was sent

@@ -53,6 +53,7 @@ class Registrations:
         if rejection is not None:
             self._answers.refuse(message.envelope, "", rejection.code, rejection.reason)
             return
+        self._handshakes.drop_unused(in_use=lambda key: bool(self._ledger.to(key)))
         self._answers.say(
             message.envelope,
             Welcome(
@@ -86,8 +87,9 @@ class Registrations:
             self._answers.refuse(envelope, transfer_id, RefusalCode.INVALID, problem)
         elif (lease_until := self._stamps.until(message.stamp)) is None:
             # Too old to grant a lease: it lay in a queue. The consumer asks again with the fresh stamp.
+            unknown = [transfer_id] if sending is None or sending.destination is None else []
             self._answers.say(
-                envelope, LeaseRenewed(self._answers.back_to(envelope), self._stamps.issue(), [transfer_id])
+                envelope, LeaseRenewed(self._answers.back_to(envelope), self._stamps.issue(), unknown)
             )
         elif sending is None and not self._ledger.has_room:
             self._answers.refuse(

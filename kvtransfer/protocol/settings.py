@@ -19,6 +19,7 @@ class Settings(msgspec.Struct, frozen=True):
     renew_s: float = 1.0
     silent_s: float = 2.0  # a peer that owes an answer for so long is probed
     margin_s: float = 0.5  # between the end of a lease by our clock and the reuse of its blocks
+    keep_link_s: float = 600.0  # with a peer that nothing goes to: it may be gone for good
     tick_s: float = 0.05  # deadlines are looked at this often while there are any
     max_post_bytes: int = (
         32 << 20

@@ -16,6 +16,9 @@ from kvtransfer.protocol.transport import Direction, Transport
 Send = Callable[[str, msgspec.Struct], None]
 """To an endpoint. Never blocks."""
 
+Forget = Callable[[str], None]
+"""Nobody is at this endpoint any more, or nobody that we still talk to: nothing is kept for it."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Side:
@@ -25,5 +28,6 @@ class Side:
     transport: Transport
     settings: Settings
     send: Send
+    forget: Forget
     clock: Clock
     recorder: Recorder

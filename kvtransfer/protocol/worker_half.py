@@ -96,6 +96,7 @@ class WorkerHalf(WorkerConnector):
             self._transport,
             self._settings,
             send=self._channel.send,
+            forget=self._channel.forget,
             clock=time.monotonic,
             recorder=self._recorder,
         )
@@ -178,5 +179,8 @@ class WorkerHalf(WorkerConnector):
             return
         self._closed = True
         self._loop.stop(STOP_GRACE_S)
-        self._channel.close()
-        self._transport.close()
+        try:
+            self._transport.close()
+        finally:
+            # Last: to a peer an address where nobody listens is a node that writes nothing any more.
+            self._channel.close()

@@ -232,6 +232,7 @@ class Node:
         self.sends: dict[str, Send] = {}
         self.receives: dict[str, Receive] = {}
         self.frozen = False
+        self.stood_still_until = 0.0
         memory = CacheMemory(
             name.encode(), "DRAM", 0, 4096, NUM_BLOCKS, self.memory.cells_per_block * CELL_BYTES
         )
@@ -256,6 +257,7 @@ class Node:
             self.transport,
             SETTINGS,
             send=lambda to, message: world.network.append((to, message)),
+            forget=world.forget,
             clock=self.clock,
             recorder=self.recorder,
         )
@@ -406,6 +408,8 @@ class World:
         self.now = 1000.0
         self.network: list[tuple[str, msgspec.Struct]] = []
         self.closed_addresses: set[str] = set()
+        self.forgotten: list[str] = []
+        self.move_s = SETTINGS.margin_s / 4
         self.nodes: dict[str, Node] = {}
         self.direction = direction
         self.moves_can_be_taken_back = False
@@ -449,6 +453,10 @@ class World:
             self.pump()
         raise AssertionError("messages without end")
 
+    def forget(self, endpoint: str) -> None:
+        self.forgotten.append(endpoint)
+        self.network = [(to, message) for to, message in self.network if to != endpoint]
+
     # ── memory ──
 
     def moves(self) -> list[Move]:
@@ -487,11 +495,17 @@ class World:
                         break
 
     def advance(self, seconds: float) -> None:
-        """Time passes; no posted move takes longer than a part of the margin, see the consumer's docstring."""
+        """Time passes; no posted move takes longer than a part of the margin in which the peer's process, which may have to
+        carry it out, runs: see the consumer's docstring."""
         until = self.now + seconds
         while self.now < until:
+            for node in self.nodes.values():
+                if node.frozen:
+                    node.stood_still_until = self.now
             for move in self.moves():
-                if self.now - move.posted_at > SETTINGS.margin_s / 4:
+                peer = self.nodes.get(move.peer)
+                began = max(move.posted_at, peer.stood_still_until if peer is not None else 0.0)
+                if self.now - began > self.move_s:
                     self.complete(move)
             self.pump()
             self.now = min(until, self.now + SETTINGS.tick_s)

@@ -140,6 +140,24 @@ def test_a_bug_of_our_own_ends_the_thread_and_is_told(running: Running) -> None:
     assert str(running.loop.failure) == "a bug"
 
 
+def test_however_much_peers_say_blocks_are_moved_and_deadlines_looked_at() -> None:
+    running = Running()
+    running.endpoint.is_idle = False
+
+    def receive(message: object) -> None:
+        if running.endpoint.ticked < 3:
+            running.loop.message(MESSAGE)
+        else:
+            running.endpoint._note(message)
+
+    running.endpoint.receive = receive  # type: ignore[method-assign]
+    running.loop.message(MESSAGE)
+    running.start()
+    running.endpoint.wait_for(1)
+    assert running.endpoint.pumped >= 3
+    running.loop.stop(0.1)
+
+
 def test_stopping_waits_for_what_is_in_flight_and_no_longer_than_allowed() -> None:
     running = Running()
     running.endpoint.closes_after = 3

@@ -30,6 +30,7 @@ from wire.handoff import (
     TransferClosed,
     Welcome,
 )
+from wire.nodes import PeerAddress
 
 TOKENS = list(range(50, 72))  # five full blocks and half of one
 
@@ -519,6 +520,61 @@ def test_what_was_read_after_the_lease_had_ended_is_not_believed(pull: Pair) -> 
     assert pull.nothing_is_left()
 
 
+@pytest.mark.parametrize("move_s", [SETTINGS.margin_s / 4, SETTINGS.lease_s / 2])
+@pytest.mark.parametrize("stood_still_s", [SETTINGS.lease_s / 2, SETTINGS.lease_s + 1.0])
+def test_what_was_written_while_the_consumer_stood_still_lands_in_blocks_that_are_still_its_own(
+    push: Pair, stood_still_s: float, move_s: float
+) -> None:
+    """By TCP it is the consumer's own process that carries out what it finds in its sockets."""
+    push.world.move_s = move_s
+    receive, send = in_flight_write(push)
+    push.consumer.frozen = True
+    push.world.advance(stood_still_s)
+    push.producer.abandon_send(send)
+    push.world.advance(SETTINGS.margin_s)
+    assert push.world.moves()
+    push.consumer.frozen = False
+    while push.world.moves():  # World sees where they land
+        push.world.advance(SETTINGS.tick_s)
+        push.world.deliver_all()
+    push.world.advance(SETTINGS.tick_s)
+    push.world.deliver_all()
+    assert receive.failed is not None
+    assert push.nothing_is_left()
+
+
+def test_what_was_written_while_both_stood_still_lands_in_blocks_that_are_still_the_consumers(
+    push: Pair,
+) -> None:
+    receive, _ = in_flight_write(push)
+    push.producer.frozen = True
+    push.world.move_s = 2 * SETTINGS.lease_s
+    push.world.advance(SETTINGS.lease_s - 0.2)
+    push.consumer.frozen = True
+    push.world.advance(SETTINGS.margin_s + 0.4)
+    push.world.move_s = SETTINGS.margin_s / 4
+    push.consumer.frozen = False
+    push.world.advance(2 * SETTINGS.margin_s)
+    assert not push.world.moves()
+    assert receive.failed is not None
+
+
+def test_a_registration_that_was_doubled_and_comes_late_ends_nothing(pair: Pair) -> None:
+    receive = pair.receive()
+    pair.world.deliver()  # Hello
+    pair.world.deliver()  # Welcome
+    [late] = pair.on_the_way(RegisterDestination)
+    pair.world.settle(SETTINGS.lease_s + 0.1)
+    pair.world.network.append(("tcp://p", late))  # type: ignore[arg-type]
+    pair.world.deliver_all()
+    assert not receive.over
+    send = pair.send()
+    pair.producer.compute(send, 30)
+    pair.producer.finish_send(send)
+    pair.world.settle(0.2)
+    assert receive.finished
+
+
 # ── peers ──
 
 
@@ -598,6 +654,104 @@ def test_a_transfer_with_an_incarnation_known_to_be_dead_fails_at_once(pair: Pai
     late = Receive("r2", "t-r2", TOKENS, 0, [])
     pair.consumer.start_receive(late, old)
     assert late.failed
+
+
+def served(pair: Pair, name: str) -> None:
+    receive, send = pair.receive(name=name), pair.send(name=name)
+    pair.producer.compute(send, 30)
+    pair.producer.finish_send(send)
+    pair.world.settle(0.3)
+    assert receive.finished
+
+
+def test_a_request_that_names_an_earlier_incarnation_does_not_harm_the_one_that_runs(pair: Pair) -> None:
+    """It waited while the node was started anew, or its router has not heard of that yet."""
+    late = Receive("r1", "t-r1", TOKENS, 0, [])
+    earlier = pair.producer.address
+    pair.world.add("p", 12)
+    pair.producer = pair.world.nodes["p"]
+    served(pair, "r2")
+    waiting = pair.receive(name="r3")
+    pair.consumer.start_receive(late, earlier)
+    pair.world.deliver_all()
+    assert late.failed is not None
+    assert "started anew" in late.failed.reason
+    assert not waiting.over
+    served(pair, "r4")
+
+
+def test_a_request_that_names_another_incarnation_does_not_free_what_the_earlier_may_still_write_to(
+    push: Pair,
+) -> None:
+    """A node that its controller has lost is replaced, and may run all the same."""
+    receive, send = in_flight_write(push)
+    earlier = push.producer
+    later = Node(push.world, "p2", 12, 0.0, Direction.PUSH)
+    push.world.nodes["p2"] = later
+    second = Receive("r2", "t-r2", TOKENS, 0, [])
+    push.consumer.start_receive(second, PeerAddress("p", 12, "tcp://p2"))
+    push.world.settle(0.2)  # World sees where the write lands
+    assert not receive.over
+    earlier.compute(send, 30)
+    earlier.finish_send(send)
+    push.world.settle(0.3)
+    assert receive.finished
+
+
+def test_nothing_is_kept_for_nodes_that_went_for_good(pair: Pair) -> None:
+    """A pool that grows and shrinks gives every node a new name."""
+    pull = pair.world.direction is Direction.PULL
+    survivor = pair.consumer if pull else pair.producer
+    for number in range(5):
+        if pull:
+            pair.producer = pair.world.add(f"p{number}", 100 + number)
+        else:
+            pair.consumer = pair.world.add(f"c{number}", 100 + number)
+        served(pair, f"r{number}")
+        assert len(survivor.transport.remotes) == min(1 + number, 3)
+        pair.world.advance(SETTINGS.keep_link_s / 2 - 1)
+
+
+def test_who_was_not_heard_of_for_long_is_served_when_it_comes_back(pair: Pair) -> None:
+    first = (pair.producer, pair.consumer)
+    served(pair, "r1")
+    pair.world.now += SETTINGS.keep_link_s + 1
+    pair.producer, pair.consumer = (pair.world.add(*node) for node in (("p2", 33), ("c2", 44)))
+    for producer, consumer in ((first[0], pair.consumer), (pair.producer, first[1])):
+        pair.producer, pair.consumer = producer, consumer
+        served(pair, f"r-{producer.name}")
+    pair.producer, pair.consumer = first
+    served(pair, "r2")
+
+
+@pytest.mark.parametrize("victim", ["p", "c"])
+def test_nothing_is_said_to_the_dead_and_no_connection_with_them_is_kept(pair: Pair, victim: str) -> None:
+    _computed(pair)
+    pair.world.deliver_all()
+    pair.move_everything()
+    del pair.world.nodes[victim]
+    pair.world.closed_addresses.add(f"tcp://{victim}")
+    pair.world.advance(SETTINGS.renew_s + SETTINGS.silent_s + SETTINGS.margin_s)
+    assert f"tcp://{victim}" in pair.world.forgotten
+    pair.world.advance(SETTINGS.lease_s)
+    assert f"tcp://{victim}" not in {to for to, _ in pair.world.network}
+
+
+@pytest.mark.parametrize("started_anew", ["p", "c"])
+def test_the_connection_with_an_earlier_incarnation_is_not_kept(pair: Pair, started_anew: str) -> None:
+    served(pair, "r1")
+    reborn = Node(pair.world, started_anew, 12, 0.0, pair.world.direction)
+    reborn.identity = reborn.identity._replace(endpoint="tcp://elsewhere")
+    pair.world.nodes["elsewhere"] = reborn
+    if started_anew == "p":
+        pair.consumer.start_receive(
+            Receive("r2", "t-r2", TOKENS, 0, []), PeerAddress("p", 12, "tcp://elsewhere")
+        )
+    else:
+        hello = Hello(reborn.identity.envelope(11), reborn.geometry.fingerprint, reborn.geometry.memory)
+        pair.world.network.append(("tcp://p", hello))
+        pair.world.deliver()
+    assert pair.world.forgotten == [f"tcp://{started_anew}"]
 
 
 def test_caches_that_differ_are_refused_on_both_sides_at_once(direction: Direction) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -48,7 +49,7 @@ def test_a_message_arrives(receiver: Receiver) -> None:
 
 @pytest.mark.parametrize(
     "endpoint",
-    ["", "ipc:///tmp/x", "inproc://x", "tcp://", "tcp://:", "tcp://nowhere", "x"],
+    ["", "ipc:///tmp/x", "inproc://x", "tcp://", "tcp://:", "tcp://nowhere", "tcp://some-host-name:80", "x"],
 )
 def test_an_endpoint_that_cannot_be_is_counted_and_harms_nobody(receiver: Receiver, endpoint: str) -> None:
     receiver.channel.send(endpoint, cancel())
@@ -62,6 +63,13 @@ def test_the_number_of_connections_is_bounded(receiver: Receiver, monkeypatch: p
     assert len(receiver.channel._used) == 3
     receiver.channel.send(receiver.channel.endpoint, cancel())
     receiver.wait_for(1)
+
+
+def test_as_many_connections_as_are_kept_can_be_made(receiver: Receiver) -> None:
+    for port in range(20_000, 20_000 + channel.MAX_ENDPOINTS):
+        receiver.channel.send(f"tcp://127.0.0.1:{port}", cancel())
+    assert receiver.channel.undeliverable == 0
+    assert len(receiver.channel._used) == channel.MAX_ENDPOINTS
 
 
 # ── whether anybody listens ──
@@ -97,6 +105,46 @@ def test_an_address_that_refuses_is_known_to_be_dead_and_one_that_accepts_is_not
 def test_an_address_that_cannot_be_asked_without_waiting_is_not_called_dead(endpoint: str) -> None:
     probe = ListenerProbe()
     assert not probe.refused(endpoint)
+    probe.close()
+
+
+def test_an_address_is_asked_whatever_number_the_connection_gets() -> None:
+    """A node with many connections has descriptors that select() does not take."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        endpoint = f"tcp://127.0.0.1:{listening.getsockname()[1]}"
+    probe = ListenerProbe()
+    taken = [os.dup(0) for _ in range(1100)]
+    try:
+        assert ask(probe, endpoint)
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+        probe.close()
+
+
+def test_an_address_that_never_answers_costs_no_descriptor_for_ever() -> None:
+    """A machine that was lost does not refuse, and nobody asks for it again when its transfers are over."""
+    now = [0.0]
+    probe = ListenerProbe(lambda: now[0])
+    listening = socket.socket()
+    listening.bind(("127.0.0.1", 0))
+    listening.listen(0)
+    lost = f"tcp://127.0.0.1:{listening.getsockname()[1]}"
+    waiting: list[socket.socket] = []
+    while not probe._attempts:  # until its queue is full, and more is not even refused
+        assert not probe.refused(lost)
+        waiting.append(socket.socket())
+        waiting[-1].setblocking(False)
+        waiting[-1].connect_ex(listening.getsockname())
+        now[0] += channel.PROBE_AGAIN_S
+    [attempt] = probe._attempts.values()
+    now[0] += channel.PROBE_PATIENCE_S
+    assert not probe.refused("tcp://some-host-name:80")
+    assert not probe._attempts
+    assert not probe._not_before
+    assert attempt.connection.fileno() == -1
+    for connection in (*waiting, listening):
+        connection.close()
     probe.close()
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import zmq
 
+from tests.wire.tcp_timers import KEEPALIVE, timers_of
 from wire.errors import ConfigurationError
 from wire.loop_inbox import MESSAGES_PER_TURN, LoopInbox
 from wire.requests import Cancel, Ping, ToNode
@@ -61,6 +62,15 @@ def test_messages_arrive_in_order_on_the_loop_itself() -> None:
         await listener.wait(count)
         assert [message.request_ids for message in listener.messages] == [[str(i)] for i in range(count)]
         assert listener.threads == {threading.get_ident()}
+
+    run(work)
+
+
+def test_a_connection_that_nothing_comes_through_is_asked_after() -> None:
+    async def work(listener: Listener) -> None:
+        listener.outbox.send(listener.inbox.endpoint, Ping("x"))
+        await listener.wait(1)
+        assert timers_of(listener.inbox.endpoint) == [KEEPALIVE]
 
     run(work)
 

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 import zmq
 
+from tests.wire.tcp_timers import KEEPALIVE, timers_of
 from wire import sockets
 from wire.errors import ConfigurationError, NodeLost
 from wire.requests import Cancel, Ping, ToNode
@@ -166,6 +167,15 @@ def test_a_queue_that_nobody_reads_is_an_error_to_the_sender(monkeypatch: pytest
             outbox.send(endpoint, Ping("x"))  # a new connection, a new queue
     finally:
         outbox.close(linger_ms=0)
+
+
+def test_a_connection_that_nothing_comes_through_is_asked_after(
+    inbox: Inbox[Any], outbox: Outbox, heard: Heard
+) -> None:
+    """A machine that is lost says nothing: without this its connections would be kept for ever."""
+    outbox.send(inbox.endpoint, Ping("x"))
+    heard.wait(1)
+    assert timers_of(inbox.endpoint) == [KEEPALIVE]
 
 
 @pytest.mark.parametrize("endpoint", ["", "nonsense", "tcp://", "tcp://127.0.0.1", "http://x:1"])
