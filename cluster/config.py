@@ -12,6 +12,10 @@ from wire.nodes import Role
 
 DEFAULT_MODEL = "smollm2"
 
+# Far beyond what anyone runs, and what the code that counts nodes and waits can bear.
+MOST_NODES = 10_000  # of one pool
+LONGEST_S = 1_000_000.0
+
 
 class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`pools.prefill: 2` is short for `pools.prefill.nodes: 2`."""
