@@ -27,7 +27,14 @@ from cluster.config import TandemConfig
 from cluster.models.catalogue import PACKAGED
 from cluster.models.resolved import with_model
 from cluster.models.store import Model, local_folder, name_to_serve, prepare_model
-from cluster.on_ray.runtime import connect_to_ray, ray_resources, ray_version, start_ray, stop_ray
+from cluster.on_ray.runtime import (
+    connect_to_ray,
+    own_address,
+    ray_resources,
+    ray_version,
+    start_ray,
+    stop_ray,
+)
 from cluster.pools.placement import this_machine
 from cluster.pools.places import lacking
 from wire.errors import ConfigurationError, TandemError, Unavailable
@@ -192,7 +199,7 @@ class _Serving:
                 "`tandem scale`, give it this configuration with --detach, or end it with `tandem down`"
             )
         if own_ray:
-            remember_address()
+            remember_address(own_address())
         follower = Follower(controller, self._display)
         finished = False
         try:
