@@ -99,7 +99,7 @@ class RemoteController:
         ref = self._actor.drain_node.remote(node_id, timeout_s)
         return bool(await self._within(timeout_s + _LONGER_THAN_ASKED_S, ref, f"drain {node_id}"))
 
-    async def change_role(self, node_id: str, role: Role, timeout_s: float = 300.0) -> None:
+    async def change_role(self, node_id: str, role: Role, timeout_s: float) -> None:
         await self._within(
             timeout_s, self._actor.change_role.remote(node_id, role.value), f"change {node_id}"
         )
