@@ -63,22 +63,24 @@ class Reconciler:
         self.fleet = Fleet(config, launcher, events, clock, tasks, self.changed, self._remember)
 
     async def take_over(self) -> None:
-        """Routers that run are told at first what they were told last: to them nothing has happened."""
-        kept = await self._store.load()
-        if kept is None:
-            return
-        self.state = state.decode(kept)
-        machines = {host.name: host for host in await self._machines_of(self.state)}
-        for record in self.state.nodes:
-            host = machines.get(record.placement.host) if record.placement else None
-            if record.placement is None or host is None:
-                continue
-            if record.info is not None:
-                await self.fleet.membership.announce(record.info)
-            self.fleet.launch_node(record, record.placement, host)
-        for record in self.state.nodes:
-            if record.leaving:
-                self.begin_to_retire(record.node_id, self._config.timeouts.nodes.drain_s)
+        """Routers that run are told at first what they were told last: to them nothing has happened. Whatever is
+        asked for meanwhile waits: a node that is not adopted yet could be forgotten with its process."""
+        async with self.writing:
+            kept = await self._store.load()
+            if kept is None:
+                return
+            self.state = state.decode(kept)
+            machines = {host.name: host for host in await self._machines_of(self.state)}
+            for record in self.state.nodes:
+                host = machines.get(record.placement.host) if record.placement else None
+                if record.placement is None or host is None:
+                    continue
+                if record.info is not None:
+                    await self.fleet.membership.announce(record.info)
+                self.fleet.launch_node(record, record.placement, host)
+            for record in self.state.nodes:
+                if record.leaving:
+                    self.begin_to_retire(record.node_id, self._config.timeouts.nodes.drain_s)
         self.note(f"took over {counted(len(self.fleet.nodes), 'node')} from an earlier controller")
 
     async def _machines_of(self, known: ClusterState) -> list[Host]:

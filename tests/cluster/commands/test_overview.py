@@ -38,7 +38,7 @@ VIEW = ClusterView(
     pools=[PoolView(Role.PREFILL, 1, 0, 1, 4), PoolView(Role.DECODE, 2, 1, 0, 0, waiting_for_machines=1)],
     nodes=[
         NodeView("prefill-0", Role.PREFILL, "10.0.0.2", "left out", "no memory", 0),
-        NodeView("decode-0", Role.DECODE, "10.0.0.3", "ready", "", 1, STATUS),
+        NodeView("decode-0", Role.DECODE, "10.0.0.3", "ready", "signal 9", 3, STATUS),
         NodeView("decode-1", Role.DECODE, "", "waiting", "no machine has room for it", 0),
     ],
     routers=[RouterView("router", "http://10.0.0.1:8000", "ready", "", 0)],
@@ -72,6 +72,7 @@ def test_one_screen_says_how_everything_is() -> None:
     assert row.split()[:8] == ["decode-0", "decode", "10.0.0.3", "ready", "3", "2", "60/100", "1"]
     assert row.rstrip().endswith("3.0 MiB")
     assert "! prefill-0: left out: no memory" in lines
+    assert "! decode-0: ready again, 3 times in a row: signal 9" in lines
     assert "! decode-1: waiting: no machine has room for it" in lines
     assert lines[-1].endswith("decode: from 1 to 2, 1 node more")
 
