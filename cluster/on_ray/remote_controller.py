@@ -15,7 +15,7 @@ import ray
 from cluster.config import TandemConfig
 from cluster.control import ClusterView
 from cluster.on_ray.controller_actor import ControllerActor
-from cluster.on_ray.deploying import CORES, STATE, Place
+from cluster.on_ray.deploying import MACHINES, STATE, Place
 from cluster.on_ray.errors import answer
 from cluster.on_ray.runtime import HEAD_ONLY, NAMESPACE
 from cluster.on_ray.state_store import RayStateStore
@@ -60,6 +60,17 @@ def create_controller(config: TandemConfig, place: Place) -> RemoteController:
         resources=HEAD_ONLY,
     )
     return RemoteController(placed.remote(msgspec.msgpack.encode(config), msgspec.msgpack.encode(place)))
+
+
+async def clear_away() -> None:
+    """What a deployment leaves whose controller is gone for good, which may have been killed with its command: the next
+    one would take over its nodes, and its pools' sizes instead of its own."""
+    for one in await asyncio.to_thread(ray.util.list_named_actors, True):
+        if one["namespace"] == NAMESPACE:
+            with contextlib.suppress(ValueError):  # it has ended meanwhile
+                ray.kill(ray.get_actor(one["name"], NAMESPACE), no_restart=True)
+    for name in (STATE, MACHINES):
+        await RayStateStore(name).forget()
 
 
 class RemoteController:
@@ -114,9 +125,4 @@ class RemoteController:
         except TandemError as error:
             logger.warning("%s: what is left is ended without it", error)
         ray.kill(self._actor, no_restart=True)
-        for one in await asyncio.to_thread(ray.util.list_named_actors, True):
-            if one["namespace"] == NAMESPACE:
-                with contextlib.suppress(ValueError):  # it has ended meanwhile
-                    ray.kill(ray.get_actor(one["name"], NAMESPACE), no_restart=True)
-        for name in (STATE, CORES):
-            await RayStateStore(name).forget()
+        await clear_away()

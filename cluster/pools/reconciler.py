@@ -25,7 +25,7 @@ from cluster.pools.state import ClusterState, NodeRecord
 from cluster.pools.supervisor import Phase
 from cluster.tasks import Bell, Tasks
 from wire.errors import DeadlineExceeded, TandemError
-from wire.nodes import NodeInfo, Role
+from wire.nodes import NodeInfo
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,6 @@ class Reconciler:
         self._clock = clock
         self._tasks = tasks
         self._wake = asyncio.Event()
-        self._asked_for: dict[Role, int] | None = None
         self.state = state.first_state(config.pools)
         self.writing = asyncio.Lock()
         self.changed = Bell()  # anything that a view tells
@@ -145,7 +144,7 @@ class Reconciler:
                 self.machines = await self._hosts.present()
                 self.fleet.sync_routers(self.machines)
                 await self._converge()
-                await self._ask_for_machines()
+                await self._hosts.want(plan.needed_slots(self.state))
                 self.has_looked = True
                 self.changed.ring()
                 await self._until_woken()
@@ -192,12 +191,6 @@ class Reconciler:
                 self._tasks.spawn(self.fleet.end_node(node.node_id), f"end {node.node_id}")
             case plan.Add():
                 pass  # it gets a machine with the next change, or waits for one
-
-    async def _ask_for_machines(self) -> None:
-        needed = plan.needed_slots(self.state)
-        if needed != self._asked_for:
-            await self._hosts.want(needed)
-            self._asked_for = needed
 
     # --- nodes that go
 
