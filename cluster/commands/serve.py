@@ -182,7 +182,7 @@ class _Serving:
         # Imported here, when Ray is running already: it takes a while, and not every command needs it.
         from cluster.commands.following import Follower
         from cluster.on_ray.deploying import Place
-        from cluster.on_ray.remote_controller import create_controller, find_controller
+        from cluster.on_ray.remote_controller import clear_away, create_controller, find_controller
 
         own_ray = self._where.address is None
         if not own_ray:
@@ -191,6 +191,8 @@ class _Serving:
         controller = None if own_ray else find_controller()
         is_new = controller is None
         if controller is None:
+            if not own_ray:
+                await clear_away()
             place = Place(own_ray=own_ray, detached=own_ray or self._where.detach)
             controller = create_controller(config, place)
         elif not self._where.detach:
