@@ -143,20 +143,21 @@ class Controller:
         return [node for node in self._fleet.nodes.values() if node.config.role is not Role.PREFILL]
 
     def _is_answering(self) -> bool:
-        """False: it may still come to that. Raises Unavailable when it will not."""
-        if not self._pools.has_looked or not all(part.has_settled for part in self._fleet.parts):
-            return False
-        router = self._fleet.routers[HEAD_ROUTER]
-        if router.phase is Phase.LEFT_OUT:
+        """False: it may still come to that. Raises Unavailable as soon as it will not, whoever else still starts."""
+        router = self._fleet.routers.get(HEAD_ROUTER)
+        if router is not None and router.phase is Phase.LEFT_OUT:
             raise Unavailable(f"the router cannot start: {router.detail}")
+        if not self._pools.has_looked:
+            return False
         writers = self._writers()
-        if any(node.phase is not Phase.LEFT_OUT for node in writers):
-            return True
+        if writers and all(node.phase is Phase.LEFT_OUT for node in writers):
+            reasons = "; ".join(sorted({f"{node.name}: {node.detail}" for node in writers}))
+            raise Unavailable(f"no node that can write answers has started: {reasons}")
+        if not all(part.has_settled for part in self._fleet.parts):
+            return False
         if not writers:
             self._events.progress("machines", "waiting for one with room for a node that writes answers", 0.0)
-            return False
-        reasons = "; ".join(sorted({f"{node.name}: {node.detail}" for node in writers}))
-        raise Unavailable(f"no node that can write answers has started: {reasons}")
+        return bool(writers)
 
     # --- cluster.control.Control
 
