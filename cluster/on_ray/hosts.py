@@ -86,7 +86,7 @@ class RayHosts:
             if host.slots
             else host
             for name, host in there.items()
-            if self._is_ready(host)
+            if name in cores or not host.slots  # one that has answered just now comes with the next look
         ]
         self._returned = frozenset(host.name for host in hosts)
         return hosts
@@ -103,8 +103,9 @@ class RayHosts:
             self._found = {name: known.found for name, known in self._known.items()}
         there = await self._places()
         self._found = {name: found for name, found in self._found.items() if name in there}
-        for name in self._asking.keys() - there.keys():
-            await cancel(self._asking[name])
+        for task in [task for name, task in self._asking.items() if name not in there]:
+            await cancel(task)
+        self._late &= there.keys()
         now = asyncio.get_running_loop().time()
         for name, host in there.items():
             asked = name in self._asking or self._ask_after.get(name, now) > now

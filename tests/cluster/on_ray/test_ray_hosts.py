@@ -7,7 +7,7 @@ from typing import Any
 
 from cluster.on_ray.hosts import RayHosts
 from cluster.pools.cores import Found
-from tests.cluster.pools.helpers import in_loop
+from tests.cluster.pools.helpers import in_loop, settle
 from tests.cluster.pools.memory_store import MemoryStore
 from wire.errors import Unavailable
 from wire.nodes import Role
@@ -25,6 +25,7 @@ class World:
         self.machines: dict[str, Found] = {}
         self.silent: set[str] = set()
         self.sick: set[str] = set()  # no answer, and no error
+        self.healed = asyncio.Event()
         self.said: list[str] = []
         self.refuses = False
         self.asked: list[str] = []
@@ -34,7 +35,7 @@ class World:
     async def find_out(self, name: str) -> Found:
         self.asked.append(name)
         if name in self.sick:
-            await asyncio.Event().wait()
+            await self.healed.wait()
         if name in self.silent:
             raise Unavailable(f"{name} says nothing")
         return self.machines.get(name, Found(name, (0, 1)))
@@ -116,6 +117,24 @@ async def test_one_machine_that_never_answers_keeps_no_other_waiting() -> None:
     assert world.asked.count("d") == 1
     world.nodes.remove(DECODE)
     await hosts.changed(0.01)  # nobody waits for it any more
+
+
+@in_loop
+async def test_an_answer_that_comes_while_another_is_kept_is_heard_at_the_next_look() -> None:
+    world = World(PREFILL, DECODE)
+    world.sick.add("d")
+    save = world.store.save
+
+    async def slow(state: bytes) -> None:
+        world.healed.set()
+        await settle()
+        await save(state)
+
+    world.store.save = slow  # type: ignore[method-assign]
+    hosts = world.hosts()
+    assert [host.name for host in await hosts.present()] == ["p"]
+    await hosts.changed(60)
+    assert [host.name for host in await hosts.present()] == ["p", "d"]
 
 
 @in_loop
