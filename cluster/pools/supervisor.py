@@ -141,7 +141,9 @@ class Supervisor(abc.ABC, Generic[H, Ready]):
     async def _start_or_end(self, handle: H) -> Ready:
         """A process that dies while it starts may leave its `start` unanswered."""
         start = asyncio.ensure_future(
-            self._clock.within(self._timeouts.start_s, self._start(handle), f"starting {self.name} (timeouts.start_s)")
+            self._clock.within(
+                self._timeouts.start_s, self._start(handle), f"starting {self.name} (timeouts.start_s)"
+            )
         )
         ended = asyncio.ensure_future(handle.ended())
         try:
