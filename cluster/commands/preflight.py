@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cluster.config import TandemConfig
-from cluster.models.store import check_name, find_model
+from cluster.models.store import Model, check_name, find_model
 from cluster.pools.placement import Machine, computes_on_cpu, place_nodes
 from cluster.pools.room import check_memory
 from cluster.settings import SettingsError
@@ -20,7 +20,7 @@ def check_before_start(config: TandemConfig, machine: Machine) -> None:
     """Raises SettingsError with every reason why this cannot work here."""
     _raise_all(
         lambda: check_address(config.router.host, config.router.port),
-        lambda: check_name(config.model.path),
+        lambda: check_model_here(config.model.path),
         lambda: place_nodes(config, machine),
         lambda: check_machine_memory(config, machine),
         lambda: _check_connector(config),
@@ -41,6 +41,16 @@ def _raise_all(*checks: Callable[[], object]) -> None:
             reasons.append(str(error))
     if reasons:
         raise SettingsError(reasons)
+
+
+def check_model_here(name: str) -> Model | None:
+    """The model, if it is here; None where it has to be fetched."""
+    found = find_model(name)
+    if found is not None and not any(file.is_file() for file in Path(found.path).glob("*.safetensors")):
+        raise ConfigurationError(
+            f"model.path {name!r} holds no weights: there is no .safetensors file in that folder"
+        )
+    return found
 
 
 def check_machine_memory(config: TandemConfig, machine: Machine) -> None:
