@@ -32,6 +32,8 @@ class ApiClient:
         self.url = url.rstrip("/")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         try:
+            if httpx.URL(self.url).scheme not in ("http", "https"):
+                raise httpx.InvalidURL("it does not begin with http:// or https://")
             self.http = httpx.Client(
                 base_url=self.url, headers=headers, timeout=timeout, transport=transport, trust_env=False
             )

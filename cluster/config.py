@@ -12,6 +12,10 @@ from wire.nodes import Role
 
 DEFAULT_MODEL = "smollm2"
 
+# Far beyond what anyone runs, and what the code that counts nodes and waits can bear.
+MOST_NODES = 10_000  # of one pool
+LONGEST_S = 1_000_000.0
+
 
 class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`pools.prefill: 2` is short for `pools.prefill.nodes: 2`."""
@@ -67,7 +71,7 @@ class AutoscalingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 class ClusterTimeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How long the controller waits, and when it gives up on whom."""
 
-    start_s: float = 300.0  # for one node to load its model and answer
+    start_s: float = 300.0  # for one node to fetch what it lacks of its model, load it and answer
     heartbeat_s: float = 0.5  # between two questions to a node
     silence_s: float = 2.0  # for an answer; one that comes later is none
     unresponsive_s: float = 15.0  # silent for this long: ended and replaced

@@ -19,7 +19,7 @@ class NodeView(msgspec.Struct, frozen=True):
     role: Role
     host: str  # the address of the machine that it runs on; "" while it waits for one
     phase: str
-    detail: str  # why, in every phase but "ready"
+    detail: str  # why; of one that is "ready", why it was last started again
     restarts: int
     status: NodeStatus | None = None  # its last answer
 

@@ -11,6 +11,8 @@ import msgspec
 
 from wire.errors import ConfigurationError
 
+LARGEST = 2**63 - 1  # of the whole numbers that travel between processes
+
 _CONTAINERS = (msgspec.inspect.ListType, msgspec.inspect.VarTupleType, msgspec.inspect.DictType)
 _UNITS = {
     "": 1,
@@ -32,7 +34,12 @@ def parse_size(text: str, what: str) -> int | None:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", text.strip().lower())
     if match is None or match[2] not in _UNITS:
         raise ConfigurationError(f"{what} must be a size such as 2GiB or 500MB, not {text!r}")
-    return int(float(match[1]) * _UNITS[match[2]])
+    size = float(match[1]) * _UNITS[match[2]]
+    if size > LARGEST:
+        raise ConfigurationError(
+            f"{what} must be a size that a machine can have, such as 2GiB, not {text[:40]!r}"
+        )
+    return int(size)
 
 
 def format_size(size: float) -> str:

@@ -32,7 +32,8 @@ class Hosts(Protocol):
 
     async def want(self, slots: dict[Role, int]) -> None:
         """How much room is needed in all, so that whoever can add and remove machines does. Replaces what was said
-        before; there is one owner of it: the controller. Nothing happens where nobody can."""
+        before; there is one owner of it: the controller, which says it again and again. Nothing happens where nobody
+        can."""
         ...
 
 

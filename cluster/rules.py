@@ -7,7 +7,15 @@ from typing import Any
 
 import msgspec
 
-from cluster.config import AutoscalingConfig, ClusterTimeouts, PoolConfig, SloConfig, TandemConfig
+from cluster.config import (
+    LONGEST_S,
+    MOST_NODES,
+    AutoscalingConfig,
+    ClusterTimeouts,
+    PoolConfig,
+    SloConfig,
+    TandemConfig,
+)
 from cluster.setting_names import Path
 from engine.node_config import NodeTimeouts
 from kvtransfer.protocol.settings import MAX_LEASE_S
@@ -37,11 +45,20 @@ def _at_least(minimum: float) -> tuple[Callable[[Any], bool], str]:
     return (lambda value: value is None or value >= minimum), f"must be at least {minimum}"
 
 
+def _between(minimum: int, maximum: int) -> tuple[Callable[[Any], bool], str]:
+    return (
+        lambda value: value is None or minimum <= value <= maximum
+    ), f"must be from {minimum} to {maximum}"
+
+
 def _one_of(choices: tuple[str, ...]) -> tuple[Callable[[Any], bool], str]:
     return (lambda value: value in choices), f"must be one of {', '.join(choices)}"
 
 
-_ABOVE_ZERO: tuple[Callable[[Any], bool], str] = ((lambda value: value > 0), "must be above 0")
+_SECONDS: tuple[Callable[[Any], bool], str] = (
+    (lambda value: 0 < value <= LONGEST_S),
+    f"must be above 0 and at most {LONGEST_S:.0f}",
+)
 _NOT_EMPTY: tuple[Callable[[Any], bool], str] = ((lambda value: bool(value.strip())), "must not be empty")
 
 _AMOUNTS: tuple[Callable[[Any], bool], str] = (
@@ -51,7 +68,7 @@ _AMOUNTS: tuple[Callable[[Any], bool], str] = (
 
 
 def _timeouts(section: type[msgspec.Struct], prefix: Path) -> dict[Path, tuple[Callable[[Any], bool], str]]:
-    return {(*prefix, name): _ABOVE_ZERO for name in section.__struct_fields__ if name.endswith("_s")}
+    return {(*prefix, name): _SECONDS for name in section.__struct_fields__ if name.endswith("_s")}
 
 
 _RANGES: dict[Path, tuple[Callable[[Any], bool], str]] = {
@@ -59,10 +76,10 @@ _RANGES: dict[Path, tuple[Callable[[Any], bool], str]] = {
     ("model", "dtype"): _one_of(_DTYPES),
     ("model", "device"): _NOT_EMPTY,
     ("model", "threads"): _at_least(0),
-    **{("pools", role.value, "nodes"): _at_least(0) for role in Role},
+    **{("pools", role.value, "nodes"): _between(0, MOST_NODES) for role in Role},
     **{("pools", role.value, "threads"): _at_least(1) for role in Role},
-    **{("pools", role.value, "min"): _at_least(0) for role in Role},
-    **{("pools", role.value, "max"): _at_least(1) for role in Role},
+    **{("pools", role.value, "min"): _between(0, MOST_NODES) for role in Role},
+    **{("pools", role.value, "max"): _between(1, MOST_NODES) for role in Role},
     **{("pools", role.value, "resources"): _AMOUNTS for role in Role},
     ("pools", "nodes_per_core"): _at_least(1),
     ("cache", "memory_bytes"): _at_least(1 << 20),
@@ -77,8 +94,8 @@ _RANGES: dict[Path, tuple[Callable[[Any], bool], str]] = {
         (lambda value: 0 < value <= MAX_LEASE_S),
         f"must be above 0 and at most {MAX_LEASE_S:g}",
     ),
-    ("transfer", "timeout_s"): _ABOVE_ZERO,
-    ("transfer", "handshake_timeout_s"): _ABOVE_ZERO,
+    ("transfer", "timeout_s"): _SECONDS,
+    ("transfer", "handshake_timeout_s"): _SECONDS,
     **_timeouts(SloConfig, ("slo",)),
     **_timeouts(AutoscalingConfig, ("autoscaling",)),
     **_timeouts(ClusterTimeouts, ("timeouts",)),

@@ -14,7 +14,7 @@ import msgspec
 import yaml
 
 from cluster.config import TandemConfig
-from cluster.describe import parse_size, sentence_for
+from cluster.describe import LARGEST, parse_size, sentence_for
 from cluster.rules import broken_rules
 from cluster.setting_layers import Given, Layer
 from cluster.setting_names import Path, dotted, fields_of, known_settings, section_type
@@ -95,6 +95,8 @@ def _convert(path: Path, given: Given) -> object:
         raise _refusal(path, given, sentence_for(annotation, value, str(error))) from error
     if isinstance(converted, float) and not math.isfinite(converted):
         raise _refusal(path, given, "must be a finite number")
+    if isinstance(converted, int) and abs(converted) > LARGEST:
+        raise _refusal(path, given, f"must be at most {LARGEST}: no message carries more")
     return converted
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from pathlib import Path
 
 import msgspec
 
 from cluster.models.store import models_folder
+from wire.errors import TandemError
+
+logger = logging.getLogger(__name__)
 
 
 class Record(msgspec.Struct, frozen=True):
@@ -20,16 +24,17 @@ def _file() -> Path:
     return models_folder().parent / "serving.json"
 
 
-def remember_address() -> None:
-    """Of the Ray that this process is connected to. The latest of several commands is the one that is found."""
-    from cluster.on_ray.runtime import import_ray
-
-    address = str(import_ray().get_runtime_context().gcs_address)
-    file = _file()
-    file.parent.mkdir(parents=True, exist_ok=True)
-    new = file.with_suffix(f".{os.getpid()}")
-    new.write_bytes(msgspec.json.encode(Record(address, os.getpid())))
-    new.replace(file)
+def remember_address(address: str) -> None:
+    """The latest of several commands is the one that is found. Where it cannot be written, others need --address:
+    no reason not to serve."""
+    try:
+        file = _file()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        new = file.with_suffix(f".{os.getpid()}")
+        new.write_bytes(msgspec.json.encode(Record(address, os.getpid())))
+        new.replace(file)
+    except (OSError, TandemError) as error:
+        logger.warning("other commands need --address %s to find this one: %s", address, error)
 
 
 def forget_address() -> None:
@@ -50,5 +55,5 @@ def remembered_address() -> str | None:
 def _read() -> Record | None:
     try:
         return msgspec.json.decode(_file().read_bytes(), type=Record)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, TandemError, msgspec.DecodeError):
         return None

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.commands.preflight import check_address, check_machine_memory
+from cluster.commands.preflight import check_address, check_machine_memory, check_model_here
 from cluster.config import TandemConfig
 from cluster.describe import counted, format_size
-from cluster.models.store import find_model, models_folder
+from cluster.models.store import models_folder
 from cluster.pools.placement import Machine, place_nodes, this_machine
 from wire.errors import TandemError
 
@@ -230,7 +230,7 @@ def check_port(config: TandemConfig) -> Finding:
 
 def check_model(name: str) -> Finding:
     try:
-        found = find_model(name)
+        found = check_model_here(name)
     except TandemError as error:
         return Finding("model", Level.FAIL, name, str(error))
     if found is None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from cluster.commands.address import choose_address
 from cluster.commands.output import OtherPeoplesOutput
+from cluster.config import LONGEST_S, MOST_NODES
 from cluster.on_ray.runtime import connect_to_ray, stop_ray
+from cluster.pools.supervisor import MAX_START_FAILURES
 from wire.errors import ConfigurationError, TandemError
 from wire.nodes import Role
 
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from cluster.on_ray.remote_controller import RemoteController
 
 END_S = 60.0
+_WONDER_S = 0.7
 
 T = TypeVar("T")
 Say = Callable[[str], None]
@@ -45,14 +48,25 @@ def joined(address: str | None) -> Iterator[None]:
             stop_ray()
 
 
+async def told_of(work: Coroutine[Any, Any, T], say: Callable[[], None]) -> T:
+    """Says what is waited for, when it takes long enough for somebody to wonder."""
+    task = asyncio.ensure_future(work)
+    done, _ = await asyncio.wait({task}, timeout=_WONDER_S)
+    if not done:
+        say()
+    return await task
+
+
 def parse_sizes(words: Sequence[str]) -> dict[Role, int]:
     """prefill=3 decode=2"""
     sizes: dict[Role, int] = {}
     for word in words:
         name, _, count = word.partition("=")
         role = parse_role(name)
-        if not count.isdecimal():
-            raise ConfigurationError(f"{word!r} does not say how many: write {role.value}=N")
+        if not (count.isascii() and count.isdecimal()) or int(count) > MOST_NODES:
+            raise ConfigurationError(
+                f"{word[:40]!r} does not say how many: write {role.value}=N, with N from 0 to {MOST_NODES}"
+            )
         if role in sizes:
             raise ConfigurationError(f"{role.value} is there twice")
         sizes[role] = int(count)
@@ -80,6 +94,8 @@ def scale(address: str | None, words: Sequence[str], say: Say = _say) -> int:
 
 def drain(address: str | None, names: Sequence[str], timeout_s: float, say: Say = _say) -> int:
     """Nodes by their names, or all nodes of a machine by its address."""
+    if not 0 <= timeout_s <= LONGEST_S:
+        raise ConfigurationError(f"--timeout must be seconds from 0 to {LONGEST_S:.0f}, not {timeout_s:g}")
     return with_controller(address, lambda controller: drain_nodes(controller, names, timeout_s, say))
 
 
@@ -92,7 +108,10 @@ async def drain_nodes(controller: RemoteController, names: Sequence[str], timeou
         raise ConfigurationError(f"there is no node or machine {', '.join(unknown)}: the nodes are {there}")
 
     async def one(node_id: str) -> bool:
-        finished = await controller.drain_node(node_id, timeout_s)
+        finished = await told_of(
+            controller.drain_node(node_id, timeout_s),
+            lambda: say(f"{node_id}: finishing what it has (up to {timeout_s:.0f} s)"),
+        )
         say(f"{node_id}: {'everything was finished' if finished else 'ended before everything was finished'}")
         return finished
 
@@ -101,9 +120,20 @@ async def drain_nodes(controller: RemoteController, names: Sequence[str], timeou
 
 def change_role(address: str | None, node_id: str, role_name: str, say: Say = _say) -> int:
     role = parse_role(role_name)
-    with_controller(address, lambda controller: controller.change_role(node_id, role))
+    with_controller(address, lambda controller: change_role_of(controller, node_id, role, say))
     say(f"{node_id} is ready as a {role.value} node")
     return 0
+
+
+async def change_role_of(controller: RemoteController, node_id: str, role: Role, say: Say) -> None:
+    timeouts = (await controller.configuration()).timeouts
+    limit = timeouts.nodes.drain_s
+    # One that does not come to rest is replaced by a process that starts in the new role.
+    patience = limit + MAX_START_FAILURES * timeouts.start_s
+    await told_of(
+        controller.change_role(node_id, role, patience),
+        lambda: say(f"{node_id}: finishing what it has (up to {limit:.0f} s), to become a {role.value} node"),
+    )
 
 
 def down(address: str | None, *, now: bool, say: Say = _say) -> int:
@@ -125,5 +155,8 @@ async def end_cluster(controller: RemoteController, *, now: bool, say: Say) -> b
             finished = await controller.drain(limit)
         except TandemError as error:
             say(f"it cannot be drained: {error}")
+        except asyncio.CancelledError:
+            say("it takes nothing new, and is not ended: `tandem down --now` ends it")
+            raise
     await controller.end(END_S)
     return finished

@@ -96,6 +96,14 @@ def _state(node: NodeView) -> tuple[str, ...]:
 
 
 def _reasons(view: ClusterView) -> list[tuple[str, str]]:
-    named = [(node.node_id, node.phase, node.detail) for node in view.nodes]
-    named += [(router.name, router.phase, router.detail) for router in view.routers]
-    return [(name, f"{phase}: {detail}") for name, phase, detail in named if phase != "ready" and detail]
+    named = [(node.node_id, node.phase, node.restarts, node.detail) for node in view.nodes]
+    named += [(router.name, router.phase, router.restarts, router.detail) for router in view.routers]
+    return [
+        (name, f"{_phase(phase, restarts)}: {detail}") for name, phase, restarts, detail in named if detail
+    ]
+
+
+def _phase(phase: str, restarts: int) -> str:
+    """One that keeps dying is ready most of the times that somebody looks."""
+    times = f", {restarts} times in a row" if restarts > 1 else ""
+    return f"ready again{times}" if phase == "ready" else f"{phase}{times}"

@@ -5,10 +5,9 @@ from __future__ import annotations
 import errno
 import socket
 from collections.abc import Callable
-from pathlib import Path
 
 from cluster.config import TandemConfig
-from cluster.models.store import check_name, find_model
+from cluster.models.store import Model, check_name, find_model, weight_files
 from cluster.pools.placement import Machine, computes_on_cpu, place_nodes
 from cluster.pools.room import check_memory
 from cluster.settings import SettingsError
@@ -20,7 +19,7 @@ def check_before_start(config: TandemConfig, machine: Machine) -> None:
     """Raises SettingsError with every reason why this cannot work here."""
     _raise_all(
         lambda: check_address(config.router.host, config.router.port),
-        lambda: check_name(config.model.path),
+        lambda: check_model_here(config.model.path),
         lambda: place_nodes(config, machine),
         lambda: check_machine_memory(config, machine),
         lambda: _check_connector(config),
@@ -43,6 +42,16 @@ def _raise_all(*checks: Callable[[], object]) -> None:
         raise SettingsError(reasons)
 
 
+def check_model_here(name: str) -> Model | None:
+    """The model, if it is here; None where it has to be fetched."""
+    found = find_model(name)
+    if found is not None and not weight_files(found.path):
+        raise ConfigurationError(
+            f"model.path {name!r} holds no weights: there is no .safetensors file in that folder"
+        )
+    return found
+
+
 def check_machine_memory(config: TandemConfig, machine: Machine) -> None:
     on_cpu = computes_on_cpu(config, machine)
     check_memory(config, machine.free_memory, _weights_bytes(config.model.path), on_cpu=on_cpu)
@@ -52,8 +61,7 @@ def _weights_bytes(name: str) -> int:
     """0 where the model is not here yet, or cannot be: that is said by others."""
     try:
         found = find_model(name)
-        files = Path(found.path).glob("*.safetensors") if found is not None else ()
-        return sum(file.stat().st_size for file in files)
+        return sum(file.stat().st_size for file in weight_files(found.path)) if found is not None else 0
     except (ConfigurationError, OSError):
         return 0
 

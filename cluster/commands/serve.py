@@ -27,7 +27,14 @@ from cluster.config import TandemConfig
 from cluster.models.catalogue import PACKAGED
 from cluster.models.resolved import with_model
 from cluster.models.store import Model, local_model, name_to_serve, prepare_model
-from cluster.on_ray.runtime import connect_to_ray, ray_resources, ray_version, start_ray, stop_ray
+from cluster.on_ray.runtime import (
+    connect_to_ray,
+    own_address,
+    ray_resources,
+    ray_version,
+    start_ray,
+    stop_ray,
+)
 from cluster.pools.placement import this_machine
 from cluster.pools.places import lacking
 from wire.errors import ConfigurationError, TandemError, Unavailable
@@ -175,7 +182,7 @@ class _Serving:
         # Imported here, when Ray is running already: it takes a while, and not every command needs it.
         from cluster.commands.following import Follower
         from cluster.on_ray.deploying import Place
-        from cluster.on_ray.remote_controller import create_controller, find_controller
+        from cluster.on_ray.remote_controller import clear_away, create_controller, find_controller
 
         own_ray = self._where.address is None
         if not own_ray:
@@ -184,6 +191,8 @@ class _Serving:
         controller = None if own_ray else find_controller()
         is_new = controller is None
         if controller is None:
+            if not own_ray:
+                await clear_away()
             place = Place(own_ray=own_ray, detached=own_ray or self._where.detach)
             controller = create_controller(config, place)
         elif not self._where.detach:
@@ -192,7 +201,7 @@ class _Serving:
                 "`tandem scale`, give it this configuration with --detach, or end it with `tandem down`"
             )
         if own_ray:
-            remember_address()
+            remember_address(own_address())
         follower = Follower(controller, self._display)
         finished = False
         try:

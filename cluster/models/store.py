@@ -93,6 +93,15 @@ def _check_gguf_folder(folder: Path, name: str) -> None:
         )
 
 
+def weight_files(path: str) -> list[Path]:
+    """Of a Model's path."""
+    model = Path(path)
+    if model.is_file():
+        return [model]
+    pattern = "*.safetensors" if (model / "config.json").is_file() else "*.gguf"
+    return [file for file in model.glob(pattern) if file.is_file()]
+
+
 def tokenizer_folder(path: str) -> str:
     """Where the tokenizer of a Model's path lies."""
     return str(Path(path).parent) if path.endswith(".gguf") else path

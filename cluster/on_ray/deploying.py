@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from cluster.pools.places import needs_of
 
 LOCAL_HOST = "127.0.0.1"  # where routers and nodes of one machine reach each other
 STATE = "controller"
-CORES = "cores"
+MACHINES = "machines"
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +44,9 @@ def deployment_maker(place: bytes) -> Callable[[TandemConfig, Events], Deploymen
         needs = needs_of(config)
         address = LOCAL_HOST if where.own_ray else ray.util.get_node_ip_address()
         hosts: Hosts = (
-            ThisMachine(this_machine(), address) if where.own_ray else RayHosts(RayStateStore(CORES), needs)
+            ThisMachine(this_machine(), address)
+            if where.own_ray
+            else RayHosts(RayStateStore(MACHINES), needs, say=functools.partial(events.trouble, "machines"))
         )
         launcher = RayLauncher(config.timeouts.stop_s, needs, detached=where.detached)
         return Deployment(reachable(config, address), hosts, launcher, RayStateStore(STATE), events)

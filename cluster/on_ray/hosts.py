@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+from cluster.clock import cancel
 from cluster.hosts import Host, StateStore
 from cluster.on_ray.runtime import HEAD_ONLY, joined_ray
 from cluster.pools.cores import Found, share_cores
@@ -21,9 +24,18 @@ logger = logging.getLogger(__name__)
 
 LOOK_AGAIN_S = 1.0  # Ray announces no changes of its nodes
 _FIND_OUT_S = 60.0  # a process has to start there first
+_ASK_AGAIN_S = 10.0
+_WAIT_FOR_NEW_S = 10.0  # for the answers of machines that are new; a later one is heard as well
 
-FindOut = Callable[[str], Found]
-"""Asks the Ray node with this id what it is made of. Blocks."""
+FindOut = Callable[[str], Awaitable[Found]]
+"""Asks the Ray node with this id what it is made of."""
+
+
+class Known(msgspec.Struct, frozen=True):
+    """A host that nodes may run on: a controller that comes back need not ask it, and must not change its cores."""
+
+    found: Found
+    cores: tuple[int, ...]
 
 
 class RayHosts:
@@ -40,37 +52,81 @@ class RayHosts:
         find_out: FindOut | None = None,
         request: Callable[[list[dict[str, float]]], None] | None = None,
         look_again_s: float = LOOK_AGAIN_S,
+        ask_again_s: float = _ASK_AGAIN_S,
+        wait_for_new_s: float = _WAIT_FOR_NEW_S,
+        say: Callable[[str], None] = logger.warning,
     ) -> None:
-        self._store = (
-            store  # which cores each host was given: a controller that comes back must not change them
-        )
+        self._store = store
         self._needs = needs
         self._nodes = nodes or _ray_nodes
         self._find_out = find_out or _ask_ray_node
         self._request = request or _request_resources
         self._look_again_s = look_again_s
+        self._ask_again_s = ask_again_s
+        self._wait_for_new_s = wait_for_new_s
+        self._say = say
+        self._known: dict[str, Known] | None = None  # as it is kept
         self._found: dict[str, Found] = {}
-        self._given: dict[str, tuple[int, ...]] | None = None
-        self._last_seen: frozenset[str] | None = None
+        self._asking: dict[str, asyncio.Task[None]] = {}
+        self._late: set[str] = set()  # nobody waits for their answers any more
+        self._ask_after: dict[str, float] = {}
+        self._complaints: dict[str, str] = {}  # said once
+        self._returned: frozenset[str] = frozenset()
         self._wanted: list[dict[str, float]] | None = None
 
     async def present(self) -> list[Host]:
-        there = await self._places()
-        self._last_seen = frozenset(there)
-        # The head alone may offer no place: nothing runs on its cores that would have to know them.
-        unknown = [name for name, host in there.items() if host.slots and name not in self._found]
-        for name, found in zip(unknown, await asyncio.gather(*map(self._ask, unknown)), strict=True):
-            if found is not None:
-                self._found[name] = found
-        self._found = {name: found for name, found in self._found.items() if name in there}
+        there = await self._look()
+        new = self._asking.keys() - self._late
+        if new:
+            await asyncio.wait([self._asking[name] for name in new], timeout=self._wait_for_new_s)
+            self._late |= new
         cores = await self._share()
-        return [
+        hosts = [
             msgspec.structs.replace(host, cores=cores[name], gpus=self._found[name].gpus)
-            if name in self._found
+            if host.slots
             else host
             for name, host in there.items()
-            if name in self._found or not host.slots
+            if name in cores or not host.slots  # one that has answered just now comes with the next look
         ]
+        self._returned = frozenset(host.name for host in hosts)
+        return hosts
+
+    def _is_ready(self, host: Host) -> bool:
+        """The head alone may offer no place: nothing runs on its cores that would have to know them."""
+        return not host.slots or host.name in self._found
+
+    async def _look(self) -> dict[str, Host]:
+        """What there is. Whoever is new is asked what it is made of, and keeps nobody waiting."""
+        if self._known is None:
+            kept = await self._store.load()
+            self._known = msgspec.msgpack.decode(kept, type=dict[str, Known]) if kept else {}
+            self._found = {name: known.found for name, known in self._known.items()}
+        there = await self._places()
+        self._found = {name: found for name, found in self._found.items() if name in there}
+        for task in [task for name, task in self._asking.items() if name not in there]:
+            await cancel(task)
+        self._late &= there.keys()
+        now = asyncio.get_running_loop().time()
+        for name, host in there.items():
+            asked = name in self._asking or self._ask_after.get(name, now) > now
+            if not self._is_ready(host) and not asked:
+                task = asyncio.create_task(self._ask(host), name=f"ask {host.address}")
+                self._asking[name] = task
+                task.add_done_callback(functools.partial(self._forget_asking, name))
+        return there
+
+    def _forget_asking(self, name: str, task: asyncio.Task[None]) -> None:
+        self._asking.pop(name, None)
+
+    async def _ask(self, host: Host) -> None:
+        try:
+            self._found[host.name] = await self._find_out(host.name)
+        except TandemError as error:
+            why = f"the machine {host.address} gets no nodes: it does not say what it is made of: {error}"
+            if self._complaints.get(host.name) != why:
+                self._complaints[host.name] = why
+                self._say(why)
+            self._ask_after[host.name] = asyncio.get_running_loop().time() + self._ask_again_s
 
     async def _places(self) -> dict[str, Host]:
         """In the order of their addresses, without what only the machines themselves know."""
@@ -87,56 +143,64 @@ class RayHosts:
         ]
         return {host.name: host for host in hosts if host.slots or host.head}
 
-    async def _ask(self, name: str) -> Found | None:
-        try:
-            return await asyncio.to_thread(self._find_out, name)
-        except TandemError as error:
-            logger.warning("a machine that has come is left alone for now: %s", error)
-            return None
-
     async def _share(self) -> dict[str, tuple[int, ...]]:
-        if self._given is None:
-            kept = await self._store.load()
-            self._given = msgspec.msgpack.decode(kept, type=dict[str, tuple[int, ...]]) if kept else {}
-        shares = share_cores(self._found, self._given)
-        if shares != self._given:
-            self._given = shares
-            await self._store.save(msgspec.msgpack.encode(shares))
+        given = {name: known.cores for name, known in (self._known or {}).items()}
+        shares = share_cores(self._found, given)
+        known = {name: Known(self._found[name], cores) for name, cores in shares.items()}
+        if known != self._known:
+            await self._store.save(msgspec.msgpack.encode(known))
+            self._known = known
         return shares
 
     async def changed(self, timeout_s: float) -> None:
         deadline = asyncio.get_running_loop().time() + timeout_s
         while (left := deadline - asyncio.get_running_loop().time()) > 0:
             await asyncio.sleep(min(left, self._look_again_s))
-            there = await self._places()
-            if frozenset(there) != self._last_seen:
-                return
-            if any(host.slots and name not in self._found for name, host in there.items()):
+            there = await self._look()
+            if frozenset(name for name, host in there.items() if self._is_ready(host)) != self._returned:
                 return
 
     async def want(self, slots: dict[Role, int]) -> None:
         bundles = [needed_by(role, self._needs) for role in ROLES for _ in range(slots.get(role, 0))]
         if bundles == self._wanted:
             return
-        await asyncio.to_thread(self._request, bundles)
-        self._wanted = bundles
+        try:
+            await asyncio.to_thread(self._request, bundles)
+        except Exception as error:  # Ray's; a cluster that is just being started. It is asked again
+            logger.warning("the autoscaler cannot be asked for machines: %s", error)
+        else:
+            self._wanted = bundles
 
 
 def _ray_nodes() -> list[dict[str, Any]]:
-    nodes: list[dict[str, Any]] = joined_ray().nodes()
+    ray = joined_ray()
+    try:
+        nodes: list[dict[str, Any]] = ray.nodes()
+    except ray.exceptions.RayError as error:
+        raise Unavailable(f"Ray does not say which machines there are: {error}") from error
     return nodes
 
 
-def _ask_ray_node(name: str) -> Found:
+async def _ask_ray_node(name: str) -> Found:
     ray = joined_ray()
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+    from cluster.on_ray.errors import answer
+
     task = ray.remote(num_cpus=0, max_retries=0)(look_around)
     placed = task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=name, soft=False))
+    told = await asyncio.to_thread(placed.remote)
     try:
-        return msgspec.msgpack.decode(ray.get(placed.remote(), timeout=_FIND_OUT_S), type=Found)
-    except (ray.exceptions.RayError, TimeoutError) as error:
-        raise Unavailable(f"Ray node {name[:12]} does not say what it is made of: {error}") from error
+        return msgspec.msgpack.decode(await asyncio.wait_for(answer(told), _FIND_OUT_S), type=Found)
+    except TimeoutError as error:
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.cancel(told, force=True)
+        raise Unavailable(f"no process of it has answered within {_FIND_OUT_S:.0f} s") from error
+    except TandemError as error:
+        last = str(error).strip().splitlines()[-1:]
+        raise Unavailable(f"{''.join(last)} (Tandem must be installed there as it is here)") from error
+    except msgspec.DecodeError as error:
+        raise Unavailable(f"another version of Tandem is installed there: {error}") from error
 
 
 def look_around() -> bytes:
@@ -150,7 +214,4 @@ def look_around() -> bytes:
 def _request_resources(bundles: Sequence[Mapping[str, float]]) -> None:
     from ray.autoscaler.sdk import request_resources
 
-    try:
-        request_resources(bundles=[dict(bundle) for bundle in bundles])
-    except Exception as error:  # a cluster without an autoscaler, or one that is being started
-        logger.warning("the autoscaler cannot be asked for machines: %s", error)
+    request_resources(bundles=[dict(bundle) for bundle in bundles])

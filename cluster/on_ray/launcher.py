@@ -78,6 +78,8 @@ class RayHandle:
             return await asyncio.to_thread(ray.get_actor, self._name, NAMESPACE)
         except ValueError:
             return None
+        except RayError as error:
+            raise translated(error) from error
 
     async def _is_the_same(self, actor: Any) -> bool:
         try:

@@ -15,7 +15,7 @@ import ray
 from cluster.config import TandemConfig
 from cluster.control import ClusterView
 from cluster.on_ray.controller_actor import ControllerActor
-from cluster.on_ray.deploying import CORES, STATE, Place
+from cluster.on_ray.deploying import MACHINES, STATE, Place
 from cluster.on_ray.errors import answer
 from cluster.on_ray.runtime import HEAD_ONLY, NAMESPACE
 from cluster.on_ray.state_store import RayStateStore
@@ -62,6 +62,17 @@ def create_controller(config: TandemConfig, place: Place) -> RemoteController:
     return RemoteController(placed.remote(msgspec.msgpack.encode(config), msgspec.msgpack.encode(place)))
 
 
+async def clear_away() -> None:
+    """What a deployment leaves whose controller is gone for good, which may have been killed with its command: the next
+    one would take over its nodes, and its pools' sizes instead of its own."""
+    for one in await asyncio.to_thread(ray.util.list_named_actors, True):
+        if one["namespace"] == NAMESPACE:
+            with contextlib.suppress(ValueError):  # it has ended meanwhile
+                ray.kill(ray.get_actor(one["name"], NAMESPACE), no_restart=True)
+    for name in (STATE, MACHINES):
+        await RayStateStore(name).forget()
+
+
 class RemoteController:
     def __init__(self, actor: Any) -> None:
         self._actor = actor
@@ -99,7 +110,7 @@ class RemoteController:
         ref = self._actor.drain_node.remote(node_id, timeout_s)
         return bool(await self._within(timeout_s + _LONGER_THAN_ASKED_S, ref, f"drain {node_id}"))
 
-    async def change_role(self, node_id: str, role: Role, timeout_s: float = 300.0) -> None:
+    async def change_role(self, node_id: str, role: Role, timeout_s: float) -> None:
         await self._within(
             timeout_s, self._actor.change_role.remote(node_id, role.value), f"change {node_id}"
         )
@@ -114,9 +125,4 @@ class RemoteController:
         except TandemError as error:
             logger.warning("%s: what is left is ended without it", error)
         ray.kill(self._actor, no_restart=True)
-        for one in await asyncio.to_thread(ray.util.list_named_actors, True):
-            if one["namespace"] == NAMESPACE:
-                with contextlib.suppress(ValueError):  # it has ended meanwhile
-                    ray.kill(ray.get_actor(one["name"], NAMESPACE), no_restart=True)
-        for name in (STATE, CORES):
-            await RayStateStore(name).forget()
+        await clear_away()

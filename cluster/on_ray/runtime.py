@@ -21,6 +21,9 @@ AUTO = "auto"  # the cluster that this machine is part of
 OBJECT_STORE_BYTES = 80 << 20
 
 _REACH_S = 3.0
+# How each side of an HTTP/2 connection begins. Ray's control store speaks it; a router, and most else, does not.
+_HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+_FRAME_HEADER, _TYPE, _SETTINGS = 9, 3, 4
 
 _ENVIRONMENT = {
     # Ray listens on every interface, so nobody without the token may talk to it. Never left to its default.
@@ -106,18 +109,34 @@ def connect_to_ray(address: str) -> None:
 
 
 def check_reachable(address: str) -> None:
-    """Ray itself tries for half a minute."""
+    """Ray itself tries for minutes, and hears no Ctrl-C meanwhile."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise ConfigurationError(
             f"--address must be HOST:PORT of a Ray cluster's head, or auto, not {address!r}"
         )
     try:
-        socket.create_connection((host.strip("[]"), int(port)), _REACH_S).close()
-    except OSError as error:
+        connection = socket.create_connection((host.strip("[]"), int(port)), _REACH_S)
+    except (OSError, UnicodeError) as error:
         raise Unavailable(
             f"nobody answers at {address} ({error}): is that the head of a Ray cluster, and is it up?"
         ) from error
+    with connection:
+        if os.environ.get("RAY_USE_TLS") != "1" and not _speaks_http2(connection):
+            raise Unavailable(
+                f"what answers at {address} is no Ray: name the address and port of the head's `ray start` "
+                "(HOST:6379), or for a router `tandem status --url http://HOST:PORT`"
+            )
+
+
+def _speaks_http2(connection: socket.socket) -> bool:
+    connection.settimeout(_REACH_S)
+    try:
+        connection.sendall(_HTTP2_PREFACE)
+        header = connection.recv(_FRAME_HEADER, socket.MSG_WAITALL)
+    except OSError:
+        return False
+    return len(header) == _FRAME_HEADER and header[_TYPE] == _SETTINGS
 
 
 def stop_ray() -> None:
@@ -142,6 +161,11 @@ def import_ray() -> ModuleType:
 def joined_ray() -> ModuleType:
     """In a process that is part of a cluster already: its environment is what whoever started it says."""
     return importlib.import_module("ray")
+
+
+def own_address() -> str:
+    """Of the cluster that this process is part of, as others name it."""
+    return str(joined_ray().get_runtime_context().gcs_address)
 
 
 def ray_resources() -> list[dict[str, float]]:

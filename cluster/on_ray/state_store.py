@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from typing import TypeVar
 
+from ray.exceptions import RayError
+
+from cluster.on_ray.errors import translated
 from cluster.on_ray.runtime import NAMESPACE
 
 _NAMESPACE = NAMESPACE.encode()
+
+T = TypeVar("T")
 
 
 class RayStateStore:
@@ -16,13 +23,13 @@ class RayStateStore:
         self._key = name.encode()
 
     async def load(self) -> bytes | None:
-        return await asyncio.to_thread(self._get)
+        return await _asked(self._get)
 
     async def save(self, state: bytes) -> None:
-        await asyncio.to_thread(self._put, state)
+        await _asked(self._put, state)
 
     async def forget(self) -> None:
-        await asyncio.to_thread(self._delete)
+        await _asked(self._delete)
 
     def _get(self) -> bytes | None:
         from ray.experimental import internal_kv
@@ -39,3 +46,10 @@ class RayStateStore:
         from ray.experimental import internal_kv
 
         internal_kv._internal_kv_del(self._key, namespace=_NAMESPACE)
+
+
+async def _asked(call: Callable[..., T], *args: bytes) -> T:
+    try:
+        return await asyncio.to_thread(call, *args)
+    except RayError as error:
+        raise translated(error) from error

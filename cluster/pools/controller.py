@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Coroutine
 from typing import Any
 
 import msgspec
@@ -23,6 +24,7 @@ from cluster.pools import plan
 from cluster.pools.autoscaler import Autoscaler
 from cluster.pools.autoscaling import Pool, Resize
 from cluster.pools.fleet import HEAD_ROUTER
+from cluster.pools.node_supervisor import NodeSupervisor
 from cluster.pools.placement import node_config
 from cluster.pools.reconciler import Reconciler
 from cluster.pools.room import too_many_for_cores
@@ -83,16 +85,24 @@ class Controller:
         self._tasks.spawn(self._pools.run(), "reconcile")
         if any(self._config.pools.of(role).max is not None for role in Role):
             self._tasks.spawn(self._autoscaler.run(), "autoscale")
-        started = asyncio.ensure_future(self._until_answering())
+        await self._unless_it_fails(self._until_answering())
+
+    async def recovered(self) -> None:
+        """After a `start` that gave up: returns when together they can answer after all. Machines may come yet, and
+        who was left out may be tried again."""
+        await self._unless_it_fails(self._until_ready())
+
+    async def _unless_it_fails(self, work: Coroutine[Any, Any, None]) -> None:
+        done = asyncio.ensure_future(work)
         failed = asyncio.ensure_future(self._tasks.failed())
         try:
-            either: list[asyncio.Future[Any]] = [started, failed]
+            either: list[asyncio.Future[Any]] = [done, failed]
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if failed.done():
                 raise InternalError(failed.result())
-            started.result()
+            done.result()
         finally:
-            await cancel(started)
+            await cancel(done)
             await cancel(failed)
 
     async def failed(self) -> str:
@@ -108,29 +118,46 @@ class Controller:
         await self._fleet.stop()
 
     async def _until_answering(self) -> None:
-        deadline = self._clock.now() + self._config.timeouts.machines_s
+        """What starts has a limit of its own; machines may never come."""
+        waiting_since = self._clock.now()
         while not self._is_answering():
-            await self._clock.within(
-                deadline - self._clock.now(),
-                self._pools.changed.wait(),
-                "waiting for the first nodes to be ready",
-            )
+            if any(not part.has_settled for part in self._fleet.parts):
+                await self._pools.changed.wait()
+                waiting_since = self._clock.now()
+            else:
+                await self._clock.within(
+                    waiting_since + self._config.timeouts.machines_s - self._clock.now(),
+                    self._pools.changed.wait(),
+                    "waiting for machines with room for the first nodes (timeouts.machines_s)",
+                )
+
+    async def _until_ready(self) -> None:
+        while not (self._router_is_ready() and any(node.phase is Phase.READY for node in self._writers())):
+            await self._pools.changed.wait()
+
+    def _router_is_ready(self) -> bool:
+        router = self._fleet.routers.get(HEAD_ROUTER)
+        return router is not None and router.phase is Phase.READY
+
+    def _writers(self) -> list[NodeSupervisor]:
+        return [node for node in self._fleet.nodes.values() if node.config.role is not Role.PREFILL]
 
     def _is_answering(self) -> bool:
-        """False: it may still come to that. Raises Unavailable when it will not."""
-        if not self._pools.has_looked or not all(part.has_settled for part in self._fleet.parts):
-            return False
-        router = self._fleet.routers[HEAD_ROUTER]
-        if router.phase is Phase.LEFT_OUT:
+        """False: it may still come to that. Raises Unavailable as soon as it will not, whoever else still starts."""
+        router = self._fleet.routers.get(HEAD_ROUTER)
+        if router is not None and router.phase is Phase.LEFT_OUT:
             raise Unavailable(f"the router cannot start: {router.detail}")
-        writers = [node for node in self._fleet.nodes.values() if node.config.role is not Role.PREFILL]
-        if any(node.phase is not Phase.LEFT_OUT for node in writers):
-            return True
+        if not self._pools.has_looked:
+            return False
+        writers = self._writers()
+        if writers and all(node.phase is Phase.LEFT_OUT for node in writers):
+            reasons = "; ".join(sorted({f"{node.name}: {node.detail}" for node in writers}))
+            raise Unavailable(f"no node that can write answers has started: {reasons}")
+        if not all(part.has_settled for part in self._fleet.parts):
+            return False
         if not writers:
             self._events.progress("machines", "waiting for one with room for a node that writes answers", 0.0)
-            return False
-        reasons = "; ".join(sorted({f"{node.name}: {node.detail}" for node in writers}))
-        raise Unavailable(f"no node that can write answers has started: {reasons}")
+        return bool(writers)
 
     # --- cluster.control.Control
 
@@ -150,12 +177,22 @@ class Controller:
         async with self._pools.writing:
             lines = [self._describe_scaling(role, size) for role, size in wanted.items()]
             await self._resize(wanted)
-        for record in self._pools.state.nodes:
-            if record.role in wanted and self._fleet.retry(record.node_id):
-                lines.append(f"{record.node_id} was left out and is tried again")
+        lines += [
+            f"{name} was left out and is tried again"
+            for name in self._left_out(wanted)
+            if self._fleet.retry(name)
+        ]
         for line in lines:
             self._pools.note(line)
         return lines
+
+    def _left_out(self, wanted: dict[Role, int]) -> list[str]:
+        """Who may be tried again. Of a pool that shrinks, whoever was left out is the first to go."""
+        names = list(self._fleet.routers)
+        for role, size in wanted.items():
+            staying = self._pools.state.staying(role)
+            names += [record.node_id for record in staying if size >= len(staying)]
+        return names
 
     async def _resize(self, wanted: dict[Role, int]) -> None:
         """Holding `writing`."""
@@ -295,14 +332,7 @@ class Controller:
         self._check_limits(role, self._wanted(role) - 1)
         if role is Role.PREFILL:
             return
-        others = [
-            node
-            for node in self._fleet.nodes.values()
-            if node.name != record.node_id
-            and node.config.role is not Role.PREFILL
-            and node.phase is Phase.READY
-        ]
-        if not others:
+        if not any(node.name != record.node_id and node.phase is Phase.READY for node in self._writers()):
             raise ConfigurationError(
                 f"{record.node_id} is the last node that can write answers: `tandem scale {role.value}="
                 f"{self._wanted(role) + 1}` first"

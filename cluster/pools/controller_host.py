@@ -30,7 +30,7 @@ _encode = msgspec.msgpack.Encoder().encode
 class Stage(enum.StrEnum):
     STARTING = "starting"
     SERVING = "serving"  # a request that is sent now is answered
-    FAILED = "failed"  # it could not start, or nobody mends it any more
+    FAILED = "failed"  # it could not start, and does not answer yet; or nobody mends it any more
     STOPPED = "stopped"
 
 
@@ -62,6 +62,7 @@ class Served(Protocol):
     @property
     def control(self) -> Control: ...
     async def start(self) -> None: ...
+    async def recovered(self) -> None: ...
     async def failed(self) -> str: ...
     async def drain(self) -> bool: ...
     async def stop(self) -> None: ...
@@ -88,7 +89,7 @@ class ControllerHost:
     async def _serve(self) -> None:
         """Nothing that goes wrong here may go unnoticed: whoever follows is told."""
         try:
-            await self._deployment.start()
+            await self._start()
             self._enter(Stage.SERVING)
             self._fail(InternalError(await self._deployment.failed()))
             self._on_failure()
@@ -97,6 +98,17 @@ class ControllerHost:
         except Exception as error:
             logger.exception("the deployment did not start")
             self._fail(InternalError(f"{type(error).__name__}: {error}"))
+
+    async def _start(self) -> None:
+        """Who starts a cluster ends it when it cannot start. A controller that came back to one has nobody who would:
+        its nodes and machines are looked after as ever, and it serves as soon as they can."""
+        try:
+            await self._deployment.start()
+        except TandemError as error:
+            self._fail(error)
+            await self._deployment.recovered()
+            logger.info("the cluster answers after all")
+            self._failure = None
 
     def _fail(self, error: TandemError) -> None:
         logger.error("the cluster has failed: %s", error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 
 import httpx
@@ -46,6 +47,13 @@ class Deployment:
         """Returns when a request that is sent now is answered."""
         await self.controller.start()
         await self._first_health()
+
+    async def recovered(self) -> None:
+        """Returns when it answers after all, although `start` failed."""
+        while True:
+            await self.controller.recovered()
+            with contextlib.suppress(DeadlineExceeded):
+                return await self._first_health()
 
     async def failed(self) -> str:
         """Returns when nobody mends it any more, with the reason."""

@@ -82,9 +82,9 @@ class Fleet:
     def _run(self, supervisor: NodeSupervisor | RouterSupervisor) -> None:
         self._runs[supervisor.name] = self._tasks.spawn(supervisor.run(), f"supervise {supervisor.name}")
 
-    def retry(self, node_id: str) -> bool:
+    def retry(self, name: str) -> bool:
         """True when it was left out, and is tried again."""
-        supervisor = self.nodes.get(node_id)
+        supervisor = self.nodes.get(name) or self.routers.get(name)
         if supervisor is None or supervisor.phase is not Phase.LEFT_OUT:
             return False
         self._run(supervisor)
@@ -98,8 +98,9 @@ class Fleet:
         if supervisor is None:
             return
         self._ending.add(supervisor)
-        await cancel(self._runs.pop(supervisor.name))
+        await cancel(self._runs[supervisor.name])
         await supervisor.stop()
+        self._runs.pop(supervisor.name, None)
         self._ending.discard(supervisor)
         self._changed.ring()
 

@@ -45,6 +45,7 @@ class NodeSupervisor(Supervisor[NodeHandle, NodeInfo]):
         self.host = host
         self.slot = slot
         self.info = info
+        self._has_worked = info is not None
         self.status: NodeStatus | None = None  # its last answer
         self._launcher = launcher
         self._membership = membership

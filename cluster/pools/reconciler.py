@@ -25,7 +25,7 @@ from cluster.pools.state import ClusterState, NodeRecord
 from cluster.pools.supervisor import Phase
 from cluster.tasks import Bell, Tasks
 from wire.errors import DeadlineExceeded, TandemError
-from wire.nodes import NodeInfo, Role
+from wire.nodes import NodeInfo
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,6 @@ class Reconciler:
         self._clock = clock
         self._tasks = tasks
         self._wake = asyncio.Event()
-        self._asked_for: dict[Role, int] | None = None
         self.state = state.first_state(config.pools)
         self.writing = asyncio.Lock()
         self.changed = Bell()  # anything that a view tells
@@ -63,22 +62,24 @@ class Reconciler:
         self.fleet = Fleet(config, launcher, events, clock, tasks, self.changed, self._remember)
 
     async def take_over(self) -> None:
-        """Routers that run are told at first what they were told last: to them nothing has happened."""
-        kept = await self._store.load()
-        if kept is None:
-            return
-        self.state = state.decode(kept)
-        machines = {host.name: host for host in await self._machines_of(self.state)}
-        for record in self.state.nodes:
-            host = machines.get(record.placement.host) if record.placement else None
-            if record.placement is None or host is None:
-                continue
-            if record.info is not None:
-                await self.fleet.membership.announce(record.info)
-            self.fleet.launch_node(record, record.placement, host)
-        for record in self.state.nodes:
-            if record.leaving:
-                self.begin_to_retire(record.node_id, self._config.timeouts.nodes.drain_s)
+        """Routers that run are told at first what they were told last: to them nothing has happened. Whatever is
+        asked for meanwhile waits: a node that is not adopted yet could be forgotten with its process."""
+        async with self.writing:
+            kept = await self._store.load()
+            if kept is None:
+                return
+            self.state = state.decode(kept)
+            machines = {host.name: host for host in await self._machines_of(self.state)}
+            for record in self.state.nodes:
+                host = machines.get(record.placement.host) if record.placement else None
+                if record.placement is None or host is None:
+                    continue
+                if record.info is not None:
+                    await self.fleet.membership.announce(record.info)
+                self.fleet.launch_node(record, record.placement, host)
+            for record in self.state.nodes:
+                if record.leaving:
+                    self.begin_to_retire(record.node_id, self._config.timeouts.nodes.drain_s)
         self.note(f"took over {counted(len(self.fleet.nodes), 'node')} from an earlier controller")
 
     async def _machines_of(self, known: ClusterState) -> list[Host]:
@@ -143,7 +144,7 @@ class Reconciler:
                 self.machines = await self._hosts.present()
                 self.fleet.sync_routers(self.machines)
                 await self._converge()
-                await self._ask_for_machines()
+                await self._hosts.want(plan.needed_slots(self.state))
                 self.has_looked = True
                 self.changed.ring()
                 await self._until_woken()
@@ -190,12 +191,6 @@ class Reconciler:
                 self._tasks.spawn(self.fleet.end_node(node.node_id), f"end {node.node_id}")
             case plan.Add():
                 pass  # it gets a machine with the next change, or waits for one
-
-    async def _ask_for_machines(self) -> None:
-        needed = plan.needed_slots(self.state)
-        if needed != self._asked_for:
-            await self._hosts.want(needed)
-            self._asked_for = needed
 
     # --- nodes that go
 

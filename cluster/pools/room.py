@@ -89,4 +89,4 @@ def _what_fits(pools: PoolsConfig, free: int, nodes: int, without_cache: int, ca
 
 
 def _rounded_down(size: int) -> str:
-    return f"{size // (_GIB // 10) / 10:.1f}GiB" if size >= _GIB else f"{size // _MIB}MiB"
+    return f"{size * 10 // _GIB / 10:.1f}GiB" if size >= _GIB else f"{size // _MIB}MiB"

@@ -2,7 +2,7 @@
 
 STARTING ──▶ READY ──▶ (lost) ──▶ RESTARTING ──▶ STARTING ...
     │          └── told to leave ──▶ DRAINING ──▶ (lost, or stopped) ──▶ STOPPED
-    └── three failures in a row, or a mistake that no retry mends ──▶ LEFT_OUT
+    └── three failures in a row, or a mistake in what never worked ──▶ LEFT_OUT
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Supervisor(abc.ABC, Generic[H, Ready]):
     ) -> None:
         self.name = name
         self.phase = Phase.STARTING
-        self.detail = ""  # why, in every phase but READY
+        self.detail = ""  # why; of one that is READY again, why it had to be started again
         self.restarts = 0
         self._timeouts = timeouts
         self._events = events
@@ -60,6 +60,7 @@ class Supervisor(abc.ABC, Generic[H, Ready]):
         self._settled = asyncio.Event()  # it has been READY or LEFT_OUT
         self._leaving = False  # when it is lost, it is not replaced
         self.handle: H | None = None
+        self._has_worked = False
 
     # --- what differs between nodes and routers
 
@@ -89,6 +90,11 @@ class Supervisor(abc.ABC, Generic[H, Ready]):
         """It has been ready once, or is left out, or has ended."""
         return self._settled.is_set()
 
+    @property
+    def keeps_dying(self) -> bool:
+        """It has been ready often enough: nobody can wait until it is again, and stays."""
+        return self.phase in (Phase.STARTING, Phase.RESTARTING) and self.restarts >= MAX_START_FAILURES
+
     async def settled(self) -> None:
         await self._settled.wait()
 
@@ -104,14 +110,18 @@ class Supervisor(abc.ABC, Generic[H, Ready]):
                 failures += 1
                 await self._lost()
                 await handle.stop()
-                hopeless = isinstance(error, ConfigurationError) or failures >= MAX_START_FAILURES
-                if hopeless and self._may_leave_out():
+                # With what it has worked with it can work again: the memory that is missing may not be free yet.
+                mistaken = isinstance(error, ConfigurationError) and not self._has_worked
+                if (mistaken or failures >= MAX_START_FAILURES) and self._may_leave_out():
                     self._leave_out(error, failures)
                     return
                 await self._pause(f"did not start ({failures} of {MAX_START_FAILURES}): {error}", failures)
                 continue
             failures = 0
-            self._enter(Phase.DRAINING if self._leaving else Phase.READY, "")
+            self._has_worked = True
+            self._enter(
+                Phase.DRAINING if self._leaving else Phase.READY, self.detail if self.restarts else ""
+            )
             self._events.ready(self.name, self._describe(ready))
             self._settled.set()
             since = self._clock.now()
@@ -131,7 +141,9 @@ class Supervisor(abc.ABC, Generic[H, Ready]):
     async def _start_or_end(self, handle: H) -> Ready:
         """A process that dies while it starts may leave its `start` unanswered."""
         start = asyncio.ensure_future(
-            self._clock.within(self._timeouts.start_s, self._start(handle), f"starting {self.name}")
+            self._clock.within(
+                self._timeouts.start_s, self._start(handle), f"starting {self.name} (timeouts.start_s)"
+            )
         )
         ended = asyncio.ensure_future(handle.ended())
         try:

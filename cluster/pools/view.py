@@ -86,6 +86,6 @@ def scaled_pool(role: Role, pool: PoolConfig, state: ClusterState, fleet: Fleet)
         max_nodes=wanted if pool.max is None else pool.max,
         is_settled=len(state.staying(role)) == wanted
         and not any(record.leaving for record in records)
-        and all(node.phase in (Phase.READY, Phase.LEFT_OUT) for node in supervisors),
+        and all(node.phase in (Phase.READY, Phase.LEFT_OUT) or node.keeps_dying for node in supervisors),
         is_waiting=any(record.placement is None for record in records),
     )

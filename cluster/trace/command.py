@@ -11,6 +11,7 @@ from cluster.saving import as_json, check_picture, save_picture, write_json
 from cluster.trace.fetch import TraceClient
 from cluster.trace.picture import draw_trace
 from cluster.trace.text import show_list, show_trace
+from wire.errors import ConfigurationError
 
 
 def run(
@@ -19,6 +20,10 @@ def run(
     if picture is not None:
         check_picture(picture, "--picture")
     if name is None:
+        if picture is not None or json is not None:
+            raise ConfigurationError(
+                "--picture and --json are of one request: name it, as `tandem trace` lists it"
+            )
         show_list(console, client.recent())
         return 0
     record = client.find(name)

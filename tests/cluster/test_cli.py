@@ -142,8 +142,12 @@ def test_the_curl_line_is_one_that_a_shell_understands() -> None:
 
 
 @pytest.mark.parametrize("command", ["chat", "trace", "status"])
-@pytest.mark.parametrize("url", ["nonsense", "http://[::1", "ftp://host", "http://host:x"])
+@pytest.mark.parametrize(
+    "url", ["nonsense", "127.0.0.1:8000", "localhost:8000", "http://[::1", "ftp://host", "http://host:x"]
+)
 def test_what_is_no_url_of_a_server_is_a_sentence(
     capsys: pytest.CaptureFixture[str], command: str, url: str
 ) -> None:
-    assert url in fail(capsys, command, "--url", url)
+    said = fail(capsys, command, "--url", url)
+    assert f"{url!r} is no URL" in said
+    assert "such as http://127.0.0.1:8000" in said

@@ -123,7 +123,7 @@ MISTAKES = [
         "FILE: pools.aggregated.nodes is 3, but pools.prefill is 1 and pools.decode is 2: "
         "choose one layout and set the other's counts to 0",
     ),
-    ("pools: {decode: -1}", "FILE: pools.decode.nodes must be at least 0, not -1"),
+    ("pools: {decode: -1}", "FILE: pools.decode.nodes must be from 0 to 10000, not -1"),
     ("pools: {decode: {threads: 0}}", "FILE: pools.decode.threads must be at least 1, not 0"),
     ("cache: {block_size: 24}", "FILE: cache.block_size must be a power of two, not 24"),
     ("cache: {memory_share: 1.5}", "FILE: cache.memory_share must be above 0 and at most 1, not 1.5"),
@@ -132,15 +132,23 @@ MISTAKES = [
         "FILE: cache.memory_bytes must be a size such as 2GiB or 500MB, not 'lots'",
     ),
     ("cache: {memory_bytes: 10}", "FILE: cache.memory_bytes must be at least 1048576, not 10"),
+    (
+        f"cache: {{memory_bytes: {10**30}TiB}}",
+        f"FILE: cache.memory_bytes must be a size that a machine can have, such as 2GiB, not '{10**30}TiB'",
+    ),
     ("cache: {prefix_caching: 1}", "FILE: cache.prefix_caching must be true or false, not 1"),
     ("scheduler: {max_num_seqs: 0}", "FILE: scheduler.max_num_seqs must be at least 1, not 0"),
+    (
+        f"scheduler: {{max_num_seqs: {2**63}}}",
+        f"FILE: scheduler.max_num_seqs must be at most {2**63 - 1}: no message carries more",
+    ),
     ("transfer: {lease_s: .inf}", "FILE: transfer.lease_s must be a finite number"),
     (
         "transfer: {lease_s: 86400}",
         "FILE: transfer.lease_s must be above 0 and at most 3600, not 86400.0",
     ),
     ("transfer: {direction: sideways}", "FILE: transfer.direction must be one of push, pull, not 'sideways'"),
-    ("timeouts: {start_s: 0}", "FILE: timeouts.start_s must be above 0, not 0.0"),
+    ("timeouts: {start_s: 0}", "FILE: timeouts.start_s must be above 0 and at most 1000000, not 0.0"),
     (
         "pools: {decode: {nodes: 5, min: 1, max: 3}}",
         "FILE: pools.decode.max is 3, which is less than pools.decode.nodes (5)",
@@ -158,7 +166,7 @@ MISTAKES = [
         "FILE: pools.decode.max is 3, but pools.decode.nodes is null: a pool follows the machines or its load, "
         "not both",
     ),
-    ("slo: {ttft_s: 0}", "FILE: slo.ttft_s must be above 0, not 0.0"),
+    ("slo: {ttft_s: 0}", "FILE: slo.ttft_s must be above 0 and at most 1000000, not 0.0"),
     (
         "autoscaling: {shrink_after_s: 0.5}",
         "FILE: autoscaling.shrink_after_s must be at least autoscaling.period_s (1.0)",

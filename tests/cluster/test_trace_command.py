@@ -219,6 +219,8 @@ def test_mistakes_are_said_in_words(tmp_path: Path) -> None:
     made = client(lambda request: httpx.Response(200, content=msgspec.json.encode(record())))
     with pytest.raises(ConfigurationError, match=r"\.png or \.svg"):
         run(made, Console(file=io.StringIO()), "x", tmp_path / "trace.jpg", None)
+    with pytest.raises(ConfigurationError, match="of one request: name it"):
+        run(made, Console(file=io.StringIO()), None, None, tmp_path / "trace.json")
 
 
 def test_the_command_names_the_server_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:

@@ -180,7 +180,7 @@ def test_down_leaves_no_process(tandem: Tandem, model: str, ray_nodes: RayNodes)
 def test_without_detach_everything_ends_with_the_command_however_it_ends(
     tandem: Tandem, model: str, ray_nodes: RayNodes
 ) -> None:
-    with tandem.begin("serve", *SETTINGS) as command:
+    with tandem.begin("serve", "--decode", "2", *SETTINGS) as command:
         assert command.stdout is not None
         said = []
         for line in command.stdout:
@@ -188,13 +188,22 @@ def test_without_detach_everything_ends_with_the_command_however_it_ends(
             if line.startswith("stop: "):
                 break
         assert said[-1].startswith("stop:    Ctrl-C"), "".join(said)
-        assert len(ray_nodes.processes("ray::DecodeActor")) == 1
+        assert len(ray_nodes.processes("ray::DecodeActor")) == 2
         command.kill()
     deadline = time.monotonic() + 60
     while left := [
         ray_nodes.processes(f"ray::{kind}Actor") for kind in ("Controller", "Decode", "Prefill", "Router")
     ]:
         if not any(left):
-            return
+            break
         assert time.monotonic() < deadline, f"left behind: {left}"
         time.sleep(0.1)
+
+
+def test_what_a_killed_command_leaves_in_ray_is_not_what_the_next_one_serves(
+    tandem: Tandem, model: str
+) -> None:
+    said = tandem("serve", "--detach", *SETTINGS, timeout_s=180)
+    assert "on 1 prefill node, 1 decode node" in said
+    assert "took over" not in tandem("status")
+    tandem("down")

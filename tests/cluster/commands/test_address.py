@@ -6,6 +6,9 @@ import os
 import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -13,7 +16,12 @@ import pytest
 
 from cluster.commands import address_record
 from cluster.commands.address import choose_address
-from cluster.commands.address_record import Record, forget_address, remembered_address
+from cluster.commands.address_record import (
+    Record,
+    forget_address,
+    remember_address,
+    remembered_address,
+)
 from cluster.on_ray.runtime import check_reachable
 from wire.errors import ConfigurationError, Unavailable
 
@@ -44,6 +52,19 @@ def test_a_command_that_was_killed_is_not_found(record: Path) -> None:
     gone.wait()
     write(record, gone.pid)
     assert remembered_address() is None
+
+
+def test_where_nothing_can_be_written_it_serves_all_the_same(
+    record: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remember_address("10.0.0.1:1")
+    assert remembered_address() == "10.0.0.1:1"
+    a_file = record.with_name("file")
+    a_file.touch()
+    monkeypatch.setattr(address_record, "models_folder", lambda: a_file / "models")
+    remember_address("10.0.0.1:1")
+    assert remembered_address() is None
+    forget_address()
 
 
 def test_a_record_that_cannot_be_read_is_none(record: Path) -> None:
@@ -77,8 +98,30 @@ def test_an_address_where_nobody_answers_is_said_at_once() -> None:
         check_reachable(f"127.0.0.1:{port}")
 
 
-def test_an_address_where_somebody_answers_is_fine() -> None:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        check_reachable(f"127.0.0.1:{listener.getsockname()[1]}")
+@contextmanager
+def answering(answer: bytes) -> Iterator[str]:
+    """The address of somebody who says this to whoever comes, and closes."""
+
+    def serve() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(1000)
+            connection.sendall(answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+        thread.join()
+
+
+def test_an_address_where_somebody_begins_as_ray_does_is_fine() -> None:
+    with answering(bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])) as address:
+        check_reachable(address)
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"hello", b""])
+def test_a_port_where_something_else_listens_is_no_ray(answer: bytes) -> None:
+    """Ray would try for minutes."""
+    with answering(answer) as address, pytest.raises(Unavailable, match=r"is no Ray: .*6379.*--url"):
+        check_reachable(address)

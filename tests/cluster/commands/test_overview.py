@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from cluster.commands.operate import drain_nodes, end_cluster, parse_role, parse_sizes
+from cluster.commands import operate
+from cluster.commands.operate import change_role_of, drain, drain_nodes, end_cluster, parse_role, parse_sizes
 from cluster.commands.overview import show_overview
 from cluster.control import ClusterView, Decision, NodeView, PoolView, RouterView
-from tests.cluster.pools.helpers import in_loop
+from tests.cluster.pools.helpers import in_loop, settle
 from wire.errors import ConfigurationError, DeadlineExceeded, Unavailable
 from wire.nodes import NodeState, Role
 from wire.requests import NodeCounters, NodeStatus
@@ -36,7 +38,7 @@ VIEW = ClusterView(
     pools=[PoolView(Role.PREFILL, 1, 0, 1, 4), PoolView(Role.DECODE, 2, 1, 0, 0, waiting_for_machines=1)],
     nodes=[
         NodeView("prefill-0", Role.PREFILL, "10.0.0.2", "left out", "no memory", 0),
-        NodeView("decode-0", Role.DECODE, "10.0.0.3", "ready", "", 1, STATUS),
+        NodeView("decode-0", Role.DECODE, "10.0.0.3", "ready", "signal 9", 3, STATUS),
         NodeView("decode-1", Role.DECODE, "", "waiting", "no machine has room for it", 0),
     ],
     routers=[RouterView("router", "http://10.0.0.1:8000", "ready", "", 0)],
@@ -70,6 +72,7 @@ def test_one_screen_says_how_everything_is() -> None:
     assert row.split()[:8] == ["decode-0", "decode", "10.0.0.3", "ready", "3", "2", "60/100", "1"]
     assert row.rstrip().endswith("3.0 MiB")
     assert "! prefill-0: left out: no memory" in lines
+    assert "! decode-0: ready again, 3 times in a row: signal 9" in lines
     assert "! decode-1: waiting: no machine has room for it" in lines
     assert lines[-1].endswith("decode: from 1 to 2, 1 node more")
 
@@ -101,12 +104,20 @@ def test_sizes_are_read_from_the_command_line() -> None:
         (["prefill"], "write prefill=N"),
         (["prefill=-1"], "write prefill=N"),
         (["prefill=x"], "write prefill=N"),
+        (["prefill=10001"], "N from 0 to 10000"),
+        (["prefill=" + 30 * "9"], "N from 0 to 10000"),
         (["decode=1", "decode=2"], "decode is there twice"),
     ],
 )
 def test_sizes_that_make_no_sense_are_refused(words: list[str], why: str) -> None:
     with pytest.raises(ConfigurationError, match=why):
         parse_sizes(words)
+
+
+@pytest.mark.parametrize("timeout_s", [-5.0, float("nan"), float("inf")])
+def test_a_limit_that_makes_no_sense_drains_nobody(timeout_s: float) -> None:
+    with pytest.raises(ConfigurationError, match="--timeout must be seconds from 0 to 1000000, not"):
+        drain(None, ["decode-0"], timeout_s)
 
 
 def test_a_role_that_does_not_exist_is_refused() -> None:
@@ -118,6 +129,8 @@ class FakeController:
     def __init__(self) -> None:
         self.drained: list[str] = []
         self.finishes = True
+        self.may_finish = asyncio.Event()
+        self.may_finish.set()
         self.silent = False
         self.ended = False
 
@@ -126,7 +139,11 @@ class FakeController:
 
     async def drain_node(self, node_id: str, timeout_s: float) -> bool:
         self.drained.append(node_id)
+        await self.may_finish.wait()
         return self.finishes
+
+    async def change_role(self, node_id: str, role: Role, timeout_s: float) -> None:
+        await self.may_finish.wait()
 
     async def configuration(self) -> Any:
         from cluster.config import TandemConfig
@@ -136,6 +153,7 @@ class FakeController:
         return TandemConfig()
 
     async def drain(self, timeout_s: float) -> bool:
+        await self.may_finish.wait()
         return self.finishes
 
     async def end(self, timeout_s: float) -> None:
@@ -151,6 +169,39 @@ async def test_nodes_are_drained_by_name_or_by_the_address_of_their_machine() ->
     assert "decode-0: everything was finished" in said
     controller.finishes = False
     assert await drain_nodes(controller, ["decode-0"], 5, said.append) == 1  # type: ignore[arg-type]
+
+
+@in_loop
+async def test_what_takes_longer_than_a_moment_is_said_while_it_lasts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(operate, "_WONDER_S", 0.0)
+    controller = FakeController()
+    said: list[str] = []
+
+    def say(line: str) -> None:
+        said.append(line)
+        controller.may_finish.set()
+
+    controller.may_finish.clear()
+    await drain_nodes(controller, ["decode-1"], 5, say)  # type: ignore[arg-type]
+    assert said[0] == "decode-1: finishing what it has (up to 5 s)"
+    controller.may_finish.clear()
+    await change_role_of(controller, "decode-1", Role.PREFILL, say)  # type: ignore[arg-type]
+    assert said[-1] == "decode-1: finishing what it has (up to 60 s), to become a prefill node"
+
+
+@in_loop
+async def test_who_gives_up_on_down_is_told_what_it_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    controller = FakeController()
+    controller.may_finish.clear()
+    said: list[str] = []
+    down = asyncio.create_task(end_cluster(controller, now=False, say=said.append))  # type: ignore[arg-type]
+    await settle()
+    down.cancel()
+    await asyncio.gather(down, return_exceptions=True)
+    assert said[-1] == "it takes nothing new, and is not ended: `tandem down --now` ends it"
+    assert not controller.ended
 
 
 @in_loop

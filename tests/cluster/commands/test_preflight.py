@@ -62,8 +62,21 @@ def test_everything_that_is_wrong_is_said_at_once(taken_port: int) -> None:
     assert len(raised.value.mistakes) == 3
 
 
-def test_a_connector_that_is_not_there_is_refused_where_one_is_needed(tmp_path: Path) -> None:
+def make_model(folder: Path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).touch()
+
+
+def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").touch()
+    (tmp_path / "model.safetensors").symlink_to(tmp_path / "not here")
+    config = TandemConfig(model=ModelConfig(path=str(tmp_path)))
+    with pytest.raises(SettingsError, match=r"holds no weights: there is no \.safetensors file"):
+        check_before_start(replace(config, router=replace(config.router, port=0)), Machine(cores=(0, 1)))
+
+
+def test_a_connector_that_is_not_there_is_refused_where_one_is_needed(tmp_path: Path) -> None:
+    make_model(tmp_path)
     config = TandemConfig(
         model=ModelConfig(path=str(tmp_path)), transfer=TransferConfig(connector="carrier-pigeon")
     )
@@ -75,13 +88,13 @@ def test_a_connector_that_is_not_there_is_refused_where_one_is_needed(tmp_path: 
 
 
 def test_a_good_configuration_passes(tmp_path: Path) -> None:
-    (tmp_path / "config.json").touch()
+    make_model(tmp_path)
     config = TandemConfig(model=ModelConfig(path=str(tmp_path)))
     check_before_start(replace(config, router=replace(config.router, port=0)), Machine(cores=(0, 1)))
 
 
 def test_caches_that_the_machine_cannot_hold_are_found_before_a_node_loads(tmp_path: Path) -> None:
-    (tmp_path / "config.json").touch()
+    make_model(tmp_path)
     config = TandemConfig(model=ModelConfig(path=str(tmp_path)), cache=CacheConfig(memory_bytes=900 << 30))
     config = replace(config, router=replace(config.router, port=0))
     machine = Machine(cores=(0, 1), free_memory=20 << 30)
@@ -96,7 +109,7 @@ def test_caches_that_the_machine_cannot_hold_are_found_before_a_node_loads(tmp_p
 
 
 def test_weights_that_are_here_are_weighed(tmp_path: Path) -> None:
-    (tmp_path / "config.json").touch()
+    make_model(tmp_path)
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.truncate(40 << 30)  # a hole: it takes no space
     config = TandemConfig(model=ModelConfig(path=str(tmp_path), device="cpu"))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from cluster.on_ray.hosts import RayHosts
 from cluster.pools.cores import Found
-from tests.cluster.pools.helpers import in_loop
+from tests.cluster.pools.helpers import in_loop, settle
 from tests.cluster.pools.memory_store import MemoryStore
 from wire.errors import Unavailable
 from wire.nodes import Role
@@ -23,12 +24,18 @@ class World:
         self.nodes = list(nodes)
         self.machines: dict[str, Found] = {}
         self.silent: set[str] = set()
+        self.sick: set[str] = set()  # no answer, and no error
+        self.healed = asyncio.Event()
+        self.said: list[str] = []
+        self.refuses = False
         self.asked: list[str] = []
         self.requested: list[list[dict[str, float]]] = []
         self.store = MemoryStore()
 
-    def find_out(self, name: str) -> Found:
+    async def find_out(self, name: str) -> Found:
         self.asked.append(name)
+        if name in self.sick:
+            await self.healed.wait()
         if name in self.silent:
             raise Unavailable(f"{name} says nothing")
         return self.machines.get(name, Found(name, (0, 1)))
@@ -40,9 +47,17 @@ class World:
             wanted,
             lambda: list(self.nodes),
             self.find_out,
-            self.requested.append,
+            self.request,
             look_again_s=0.001,
+            ask_again_s=0.001,
+            wait_for_new_s=0.01,
+            say=self.said.append,
         )
+
+    def request(self, bundles: list[dict[str, float]]) -> None:
+        if self.refuses:
+            raise RuntimeError("it is being started")
+        self.requested.append(bundles)
 
 
 HEAD = ray_node("head", "10.0.0.1", **{"node:__internal_head__": 1.0})
@@ -73,17 +88,53 @@ async def test_a_place_without_what_a_node_needs_is_none() -> None:
 
 
 @in_loop
-async def test_each_machine_is_asked_once_and_one_that_is_silent_again() -> None:
+async def test_each_machine_is_asked_once_and_one_that_does_not_say_again_and_why_is_told_once() -> None:
     world = World(PREFILL, DECODE)
     world.silent.add("d")
     hosts = world.hosts()
     assert [host.name for host in await hosts.present()] == ["p"]
+    await hosts.changed(0.05)
+    assert world.asked.count("d") > 1
+    assert world.said == [
+        "the machine 10.0.0.3 gets no nodes: it does not say what it is made of: d says nothing"
+    ]
     world.silent.clear()
-    await hosts.changed(60)  # at once: somebody is still to be asked
+    await hosts.changed(60)  # as soon as it has answered
     assert {host.name for host in await hosts.present()} == {"p", "d"}
-    await hosts.present()
     assert world.asked.count("p") == 1
-    assert world.asked.count("d") == 2
+
+
+@in_loop
+async def test_one_machine_that_never_answers_keeps_no_other_waiting() -> None:
+    world = World(PREFILL, DECODE)
+    world.sick.add("d")
+    hosts = world.hosts()
+    for _ in range(3):
+        assert [host.name for host in await hosts.present()] == ["p"]
+    world.nodes.append(ray_node("p2", "10.0.0.4", prefill=1.0))
+    await hosts.changed(60)
+    assert [host.name for host in await hosts.present()] == ["p", "p2"]
+    assert world.asked.count("d") == 1
+    world.nodes.remove(DECODE)
+    await hosts.changed(0.01)  # nobody waits for it any more
+
+
+@in_loop
+async def test_an_answer_that_comes_while_another_is_kept_is_heard_at_the_next_look() -> None:
+    world = World(PREFILL, DECODE)
+    world.sick.add("d")
+    save = world.store.save
+
+    async def slow(state: bytes) -> None:
+        world.healed.set()
+        await settle()
+        await save(state)
+
+    world.store.save = slow  # type: ignore[method-assign]
+    hosts = world.hosts()
+    assert [host.name for host in await hosts.present()] == ["p"]
+    await hosts.changed(60)
+    assert [host.name for host in await hosts.present()] == ["p", "d"]
 
 
 @in_loop
@@ -94,7 +145,9 @@ async def test_cores_are_the_same_for_a_controller_that_comes_back() -> None:
     await hosts.present()
     world.nodes.append(DECODE)
     before = await hosts.present()
+    world.asked.clear()
     assert await world.hosts().present() == before
+    assert world.asked == [], "what is known of a machine stays true for as long as it is there"
 
 
 @in_loop
@@ -120,3 +173,14 @@ async def test_the_autoscaler_is_asked_for_what_is_needed_in_all_and_only_when_t
     await hosts.want({})
     needs = {"decode": 1.0, "GPU": 1}
     assert world.requested == [[{"prefill": 1.0}, needs, needs], []]
+
+
+@in_loop
+async def test_what_the_autoscaler_did_not_hear_is_said_again() -> None:
+    world = World()
+    hosts = world.hosts()
+    world.refuses = True
+    await hosts.want({Role.PREFILL: 1})
+    world.refuses = False
+    await hosts.want({Role.PREFILL: 1})
+    assert world.requested == [[{"prefill": 1.0}]]

@@ -356,6 +356,7 @@ class Rig:
         pools: PoolsConfig | None = None,
         hosts: FakeHosts | None = None,
         config: TandemConfig | None = None,
+        timeouts: ClusterTimeouts = TIMEOUTS,
     ) -> None:
         self.launcher = FakeLauncher()
         self.clock = FakeClock()
@@ -363,7 +364,7 @@ class Rig:
         self.hosts = hosts or FakeHosts(one_machine())
         self.store: StateStore = MemoryStore()
         config = config or TandemConfig(router=RouterConfig(tokenizer_path="model", model_name="fake"))
-        self.config = msgspec.structs.replace(config, pools=pools or pools_of(nodes), timeouts=TIMEOUTS)
+        self.config = msgspec.structs.replace(config, pools=pools or pools_of(nodes), timeouts=timeouts)
         self.controller = self.new_controller()
 
     def new_controller(self) -> Controller:

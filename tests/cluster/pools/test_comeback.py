@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
+from cluster.config import TandemConfig
 from cluster.pools.supervisor import Phase
-from tests.cluster.pools.helpers import FakeProcess, Rig, in_loop, settle
-from tests.cluster.pools.pools_rig import PD
-from wire.errors import Unavailable
+from router.config import RouterConfig, RouterPlacement
+from tests.cluster.pools.helpers import TIMEOUTS, FakeHosts, FakeProcess, Rig, in_loop, settle
+from tests.cluster.pools.pools_rig import DRAIN_S, PD, machine, pools
+from wire.errors import ConfigurationError, Unavailable
 from wire.nodes import NodeState, Role
 
 # --- nodes that cannot start
@@ -28,6 +32,67 @@ async def test_a_node_that_was_left_out_shows_its_error_and_is_tried_again_when_
         lines = await rig.controller.scale({Role.PREFILL: 1})
         assert lines == ["prefill: stays at 1", "prefill-0 was left out and is tried again"]
         await settle()
+        assert rig.routed == {"prefill-0", "decode-0"}
+
+
+@in_loop
+async def test_a_node_that_was_left_out_is_not_tried_again_only_to_go() -> None:
+    async with Rig(*PD, ("prefill-1", Role.PREFILL)) as rig:
+        rig.launcher.prepare["prefill-1"] = lambda process, _: setattr(
+            process, "start_error", ConfigurationError("no such device")
+        )
+        await rig.controller.start()
+        assert await rig.controller.scale({Role.PREFILL: 1}) == ["prefill: from 2 to 1, 1 node drained"]
+        await settle()
+        assert len(rig.launcher.nodes["prefill-1"]) == 1
+        assert rig.routed == {"prefill-0", "decode-0"}
+
+
+@in_loop
+async def test_a_router_that_was_left_out_is_tried_again_with_the_pools() -> None:
+    router = RouterConfig(tokenizer_path="model", model_name="fake", placement=RouterPlacement.EVERY_HOST)
+    hosts = FakeHosts(machine("1", prefill=1), machine("2", decode=1))
+    async with Rig(pools=pools(1, 1), hosts=hosts, config=TandemConfig(router=router)) as rig:
+        rig.launcher.prepare["router-10.0.0.2"] = lambda process, earlier: (
+            None if earlier else setattr(process, "start_error", ConfigurationError("port 8000 is taken"))
+        )
+        await rig.controller.start()
+        await settle()
+        lines = await rig.controller.scale({Role.DECODE: 1})
+        assert lines[1:] == ["router-10.0.0.2 was left out and is tried again"]
+        await settle()
+        assert {router.phase for router in (await rig.controller.view()).routers} == {Phase.READY}
+
+
+@in_loop
+async def test_what_a_node_has_worked_with_is_no_mistake() -> None:
+    """Its memory may not be free yet when the next one begins."""
+    async with Rig(*PD) as rig:
+        await rig.controller.start()
+        rig.launcher.prepare["decode-0"] = lambda process, earlier: (
+            setattr(process, "start_error", ConfigurationError("only 1 MiB is free")) if earlier < 3 else None
+        )
+        rig.launcher.node("decode-0").die()
+        await rig.clock.advance(10)
+        assert rig.routed == {"prefill-0", "decode-0"}
+        (node,) = [n for n in (await rig.controller.view()).nodes if n.node_id == "decode-0"]
+        assert (node.phase, node.restarts) == (Phase.READY, 1)
+        assert "only 1 MiB is free" in node.detail, "what an operator would ask"
+
+
+@in_loop
+async def test_a_cluster_that_could_not_start_says_when_it_can() -> None:
+    async with Rig(*PD) as rig:
+        rig.launcher.prepare["decode-0"] = lambda process, earlier: (
+            None if earlier else setattr(process, "start_error", ConfigurationError("no such model"))
+        )
+        with pytest.raises(Unavailable):
+            await rig.controller.start()
+        recovered = asyncio.create_task(rig.controller.recovered())
+        await settle()
+        assert not recovered.done()
+        await rig.controller.scale({Role.DECODE: 1})
+        await recovered
         assert rig.routed == {"prefill-0", "decode-0"}
 
 
@@ -101,3 +166,26 @@ async def test_a_node_that_died_while_there_was_no_controller_is_replaced() -> N
         assert len(rig.launcher.nodes["prefill-0"]) == 2
         epochs = [m.epoch for m in rig.launcher.router.memberships[-1] if m.node_id == "prefill-0"]
         assert epochs == [rig.launcher.node("prefill-0").info.epoch]
+
+
+@in_loop
+async def test_what_is_asked_while_nodes_are_taken_over_forgets_no_process() -> None:
+    """A machine that is seen again late: its node is not adopted yet when somebody drains it."""
+    hosts = FakeHosts(machine("1", prefill=1, decode=1), machine("2", prefill=1))
+    async with Rig(pools=pools(2, 1), hosts=hosts) as rig:
+        await rig.controller.start()
+        await settle()
+        going = rig.launcher.node("prefill-1")
+        away = hosts.leave(going.host.name)
+        hosts.forget_waiters()
+        await rig.kill_controller()
+        start = asyncio.create_task(rig.controller.start())
+        await settle()
+        drain = asyncio.create_task(rig.controller.drain_node("prefill-1", DRAIN_S))
+        await settle()
+        hosts.join(away)
+        await rig.clock.advance(TIMEOUTS.unresponsive_s)
+        await start
+        assert await drain
+        await settle()
+        assert going.stopped, "nobody would look after it any more"

@@ -139,6 +139,16 @@ async def test_start_fails_with_the_reason_when_the_router_cannot_start() -> Non
             await rig.controller.start()
 
 
+@pytest.mark.parametrize(("name", "slow"), [("router", "decode-0"), ("decode-0", "prefill-0")])
+@in_loop
+async def test_what_cannot_come_to_serve_is_said_before_the_rest_has_started(name: str, slow: str) -> None:
+    async with Rig(*PD) as rig:
+        rig.launcher.prepare[name] = failing(ConfigurationError("it lacks a file"))
+        rig.launcher.prepare[slow] = waiting
+        with pytest.raises(Unavailable, match="it lacks a file"):
+            await rig.controller.start()
+
+
 @in_loop
 async def test_a_start_that_never_ends_is_a_failed_start() -> None:
     async with Rig(*PD) as rig:

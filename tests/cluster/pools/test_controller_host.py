@@ -53,6 +53,7 @@ class FakeDeployment:
         self.url = "http://router"
         self.model_name = "fake"
         self.may_start = asyncio.Event()
+        self.may_recover = asyncio.Event()
         self.error: Exception | None = None
         self.failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.stopped = False
@@ -64,6 +65,9 @@ class FakeDeployment:
         if self.error is not None:
             raise self.error
         self.events.ready("decode-0", "decode")
+
+    async def recovered(self) -> None:
+        await self.may_recover.wait()
 
     async def failed(self) -> str:
         return await asyncio.shield(self.failure)
@@ -123,6 +127,20 @@ async def test_a_start_that_fails_is_told_to_who_follows(
         rig.deployment.may_start.set()
         with pytest.raises(seen_as):
             await rig.follower.until_serving()
+
+
+@in_loop
+async def test_a_cluster_that_answers_after_all_serves() -> None:
+    """A controller that came back, whose machines came later: it is drained before it ends, as any other."""
+    async with Rig() as rig:
+        rig.deployment.error = Unavailable("no machine")
+        rig.deployment.may_start.set()
+        with pytest.raises(Unavailable, match="no machine"):
+            await rig.follower.until_serving()
+        rig.deployment.may_recover.set()
+        account = await rig.follower.until_serving()
+        assert account.failure is None
+        assert await rig.host.drain()
 
 
 @in_loop

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 
 from cluster.config import PoolConfig
 from cluster.pools.supervisor import Phase
 from tests.cluster.pools.helpers import TIMEOUTS, FakeHosts, Rig, in_loop, settle
 from tests.cluster.pools.pools_rig import DRAIN_S, PD, machine, phases, pool_of, pools
-from wire.errors import ConfigurationError
+from wire.errors import ConfigurationError, DeadlineExceeded
 from wire.nodes import Role
 
 # --- scaling
@@ -203,6 +204,29 @@ async def test_start_waits_for_the_machine_of_the_first_node_that_writes() -> No
         await settle()
         await start
         assert rig.controller.url
+
+
+@in_loop
+async def test_machines_that_do_not_come_are_not_waited_for_longer_than_was_asked() -> None:
+    hosts = FakeHosts(machine("1", prefill=1))
+    async with Rig(pools=pools(1, 1), hosts=hosts) as rig:
+        start = asyncio.create_task(rig.controller.start())
+        await rig.clock.advance(TIMEOUTS.machines_s + 1)
+        with pytest.raises(DeadlineExceeded, match=r"waiting for machines .*timeouts\.machines_s"):
+            await start
+
+
+@in_loop
+async def test_a_node_may_take_longer_to_start_than_machines_to_come() -> None:
+    """A large model: `timeouts.start_s` is the limit that was set for it."""
+    patient = msgspec.structs.replace(TIMEOUTS, start_s=2 * TIMEOUTS.machines_s)
+    async with Rig(*PD, timeouts=patient) as rig:
+        rig.launcher.prepare["decode-0"] = lambda process, _: setattr(process, "starts_at_once", False)
+        start = asyncio.create_task(rig.controller.start())
+        await rig.clock.advance(1.5 * TIMEOUTS.machines_s)
+        assert not start.done()
+        rig.launcher.node("decode-0").may_start.set()
+        await start
 
 
 @in_loop

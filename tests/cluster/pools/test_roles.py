@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 
 from cluster.config import PoolConfig, TandemConfig
@@ -118,6 +119,18 @@ async def test_a_crowded_pool_grows_by_itself_and_says_why() -> None:
 
 
 @in_loop
+async def test_one_node_that_keeps_dying_does_not_keep_the_pools_from_growing() -> None:
+    async with Rig(pools=pools(PoolConfig(nodes=2), PoolConfig(nodes=1, min=1, max=2))) as rig:
+        await rig.controller.start()
+        rig.launcher.node("decode-0").free_blocks = 2
+        for _ in range(40):
+            if rig.launcher.node("prefill-1").died.done() is False:
+                rig.launcher.node("prefill-1").die("its device is broken")
+            await rig.clock.advance(3.0)
+        assert "decode-1" in rig.routed
+
+
+@in_loop
 async def test_a_pool_without_a_maximum_is_left_alone() -> None:
     async with Rig(*PD) as rig:
         await rig.controller.start()
@@ -163,3 +176,27 @@ async def test_every_host_has_a_router_where_that_is_asked_for() -> None:
         assert by_name["router-10.0.0.2"].node_ids == {"decode-0", "decode-1"}
         view = await rig.controller.view()
         assert {router.name for router in view.routers} == {"router", "router-10.0.0.2", "router-10.0.0.3"}
+
+
+@in_loop
+async def test_a_machine_that_comes_back_gets_a_router_of_its_own_when_the_last_one_has_ended() -> None:
+    hosts = FakeHosts(machine("1", prefill=1), machine("2", decode=1))
+    router = RouterConfig(tokenizer_path="model", model_name="fake", placement=RouterPlacement.EVERY_HOST)
+    async with Rig(pools=pools(1, 1), hosts=hosts, config=TandemConfig(router=router)) as rig:
+        await rig.controller.start()
+        await settle()
+        (first,) = [process for process in rig.launcher.routers if process.name == "router-10.0.0.1"]
+        first.may_stop.clear()
+        again = hosts.leave("1")
+        await settle()
+        hosts.join(msgspec.structs.replace(again, name="1 again"))
+        await settle()
+        first.may_stop.set()
+        await settle()
+        hosts.join(machine("3", decode=1))  # it looks again
+        await settle()
+        assert [process.died.done() for process in rig.launcher.routers if process.name == first.name] == [
+            True,
+            False,
+        ]
+        assert not rig.events.of("trouble", first.name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cluster.config import PoolConfig, PoolsConfig, TandemConfig
@@ -151,6 +151,9 @@ def test_memory_that_is_unknown_is_left_to_the_nodes() -> None:
     check_memory(asked(kv=900 * GIB), None, 0, on_cpu=True)
 
 
+@example(
+    2, 2, 2 * GIB, AROUND_BYTES + 4 * (NODE_BYTES + 15 * (GIB // 10)), 0
+)  # hardly less than 1.5 GiB each
 @given(
     st.integers(1, 9),
     st.integers(1, 9),
