@@ -2,6 +2,7 @@
 #pragma once
 
 #include "rows.h"
+#include "tile_dot.h"
 #include "weight_panels.h"
 
 namespace tandem {
@@ -29,20 +30,7 @@ class Finisher {
 template <int R, typename Stream>
 TANDEM_INLINE void multiply_few(const char* x, int tiles, Stream& weights, float* out) {
   __m512 sums[R][2] = {};
-  for (int t = 0; t < tiles; t++, x += 1024) {
-    const char* pair = weights.next();
-#pragma GCC unroll 16
-    for (int i = 0; i < 64; i += 4) {
-      const __m512bh a = reinterpret_cast<__m512bh>(_mm512_load_si512(pair + i * 16));
-      const __m512bh b = reinterpret_cast<__m512bh>(_mm512_load_si512(pair + 1024 + i * 16));
-#pragma GCC unroll 8
-      for (int r = 0; r < R; r++) {
-        const __m512bh v = broadcast_pair(x + r * 64 + i);
-        sums[r][0] = _mm512_dpbf16_ps(sums[r][0], v, a);
-        sums[r][1] = _mm512_dpbf16_ps(sums[r][1], v, b);
-      }
-    }
-  }
+  for (int t = 0; t < tiles; t++, x += 1024) multiply_tile(sums, x, weights.next(), 1024);
   for (int r = 0; r < R; r++) {
     _mm512_store_ps(out + r * kPanel, sums[r][0]);
     _mm512_store_ps(out + r * kPanel + 16, sums[r][1]);
