@@ -38,7 +38,8 @@ inline void weigh_lanes(const Steps& steps, int dim, AttentionScratch& s) {
   }
 }
 
-// Decodes: up to 4 query rows by 4 vectors of keys, or of V's columns.
+// Decodes: up to 4 query rows by 4 vectors of keys, or of V's columns. K is transposed for that, because V's sums need
+// the weights as rows of keys, which they then are already.
 constexpr int kFewRows = 4;
 constexpr int kKeysAtOnce = 64;
 constexpr int kColumnsAtOnce = 64;
@@ -70,20 +71,20 @@ inline void score_few(const Attention& a, const AttentionTask& task, const Atten
       else
         pack_keys<false, true>(rows, d, s.keys + from * dim * 2, [&] { ahead.fetch(8); });
     }
-    for (int lane = 0; lane < tile.lanes; lane += kFewRows) {
+    for (int lane = 0; lane < tile.lanes; lane += kFewRows)
       with_rows(tile.lanes - lane, [&](auto count) {
+        float* out = s.scores[0] + lane * kKeyBlock + key;
         __m512 sums[count][4] = {};
         for (int t = 0; t < dim * 32; t += 1024)
           multiply_tile(sums, s.queries[0] + t + lane * 64, s.keys + t, dim * 32);
         for (int r = 0; r < count; r++)
-          for (int c = 0; c < 4; c++)
-            _mm512_store_ps(s.scores[0] + (lane + r) * kKeyBlock + key + c * 16, sums[r][c]);
+          for (int c = 0; c < 4; c++) _mm512_store_ps(out + r * kKeyBlock + c * 16, sums[r][c]);
       });
-    }
   }
 }
 
-// Softmax of the block's scores; the weights become rows of keys.
+// Softmax of the block's scores; the weights become rows of keys (the left-hand operand). Their sums are added up key
+// modulo 16 first, as soften_lanes does.
 inline void soften_few(const Attention& a, const Tile& tile, const Steps& steps, AttentionScratch& s, float* highest,
                        float* total) {
   const int from = steps.from * 32, to = steps.to * 32;

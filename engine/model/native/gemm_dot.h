@@ -37,10 +37,21 @@ TANDEM_INLINE void multiply_few(const char* x, int tiles, Stream& weights, float
   }
 }
 
+// What a product will be added to, far apart in memory: it would be waited for when the sums are complete.
+TANDEM_INLINE void fetch_results(const Gemm& g, int row, int rows, int panel) {
+  if (g.kind != GemmOut::add) return;
+  for (int r = 0; r < rows; r++) {
+    const float* out = g.out + (row + r) * g.out_stride + panel * kPanel;
+    __builtin_prefetch(out, 1);
+    __builtin_prefetch(out + 16, 1);
+  }
+}
+
 template <typename Stream>
 TANDEM_INLINE void multiply_block(const Gemm& g, int row, int rows, int panel, const char* x, Stream weights,
                                   Finisher& finisher) {
   const int tiles = static_cast<int>(tiles_along(g.w.k));
+  fetch_results(g, row, rows, panel);
   if (rows == 1)
     multiply_few<1>(x, tiles, weights, finisher.sums());
   else if (rows == 2)
