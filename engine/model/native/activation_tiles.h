@@ -1,5 +1,5 @@
-// Activations of the AMX unit: bfloat16 tiles of 16 rows and 32 columns, 1 KiB each, in the order in which the
-// tile loads of a matrix product walk through them: along K, then to the next 16 rows.
+// Activations of the units that multiply bfloat16: tiles of 16 rows and 32 columns, 1 KiB each, in the order in which
+// a matrix product walks through them: along K, then to the next 16 rows.
 #pragma once
 
 #include "simd.h"

@@ -1,11 +1,9 @@
-// Paged attention on tiles: bfloat16 products, float32 softmax. This is what its two ways share.
-// Needs tiles (tile_amx.h or tile_dot.h), included first.
-//
-// Scores come transposed, keys x query rows: K's rows are tile rows as they lie in the cache. From there:
-//  - attention_bf16_tiles.h, prompts: query rows stay in the lanes; K and V are packed once per key block and used
-//    by many tiles;
-//  - attention_bf16_split.h, decodes: few query rows, so scores are stored without gaps, and K and V are read once.
-// The products and sums run in the same order either way, so that the bits are the same.
+// Paged attention: bfloat16 products, float32 softmax. This is what its two ways share.
+//  - attention_bf16_tiles.h, prompts: query rows are the lanes of vectors; K and V are packed once per key block and
+//    used by many tiles;
+//  - attention_bf16_split.h, decodes: few query rows, and K and V are read once.
+// A unit brings the products of both (attention_amx.h or attention_dot.h). They and the sums run in the same order
+// either way, so that the bits are the same.
 #pragma once
 
 #include "attention_common.h"
@@ -16,12 +14,14 @@ namespace {
 constexpr int kMaxDim = 256;
 constexpr int kSteps = kKeyBlock / 32;
 
+constexpr int kTilesAtOnce = 2;  // at most, in a unit's products
+
 struct AttentionScratch {
-  alignas(64) float scores[kKeyBlock * kLanes + 16];      // + what the last, overlapping store spills
-  alignas(64) char weights[kSteps * 1024];                // bfloat16 tiles
+  alignas(64) float scores[kTilesAtOnce][kKeyBlock * kLanes + 16];  // + what the last, overlapping store spills
+  alignas(64) char weights[kTilesAtOnce][kSteps * 1024];            // bfloat16 tiles
   alignas(64) char keys[kSteps * (kMaxDim / 16) * 1024];  // per 16 keys, tiles along head_dim
   alignas(64) char values[kSteps * (kMaxDim / 16) * 1024];
-  alignas(64) float sums[kMaxDim * kLanes];
+  alignas(64) float sums[kTilesAtOnce][kMaxDim * kLanes];
   alignas(64) char queries[kTaskTiles][kMaxDim / 32 * 1024];
   alignas(64) float highest[kTaskTiles][kLanes], total[kTaskTiles][kLanes];
   alignas(64) float merged[kTaskTiles][kMaxDim * kLanes];  // [dim][lane]
@@ -70,7 +70,8 @@ TANDEM_INLINE void transpose(__m512i r[16]) {
   }
 }
 
-// Q transposed: tile rows are pairs along head_dim, columns are lanes.
+// Q as tiles along head_dim, a row for each lane. TRANSPOSED: tile rows are pairs along head_dim, columns are lanes.
+template <bool TRANSPOSED>
 inline void pack_queries(const Attention& a, const Tile& tile, char* out) {
   const int d = a.cache.head_dim;
   for (int i = 0; i < d; i += 32, out += 1024) {
@@ -80,8 +81,8 @@ inline void pack_queries(const Attention& a, const Tile& tile, char* out) {
       const vf low = load_part(q, d - i), high = d - i > 16 ? load_part(q + 16, d - i - 16) : vf{};
       r[lane] = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low));
     }
-    transpose(r);
-    for (int pair = 0; pair < 16; pair++) _mm512_store_si512(out + pair * 64, r[pair]);
+    if (TRANSPOSED) transpose(r);
+    for (int row = 0; row < 16; row++) _mm512_store_si512(out + row * 64, r[row]);
   }
 }
 
@@ -116,34 +117,46 @@ TANDEM_INLINE __m512i load_row(const uint16_t* row, int from, int left) {
   return row ? _mm512_maskz_loadu_epi16(mask, row + from) : _mm512_setzero_si512();
 }
 
-// K as tiles: as the rows lie, but next to each other. Rows of different cache blocks have addresses so alike that
-// they push each other out of the first-level cache.
-template <bool WHOLE>
-inline void pack_keys(const Rows& rows, int d, char* out) {
-  for (int group = 0; group < 32; group += 16)
-    for (int from = 0; from < d; from += 32, out += 1024)
-      for (int i = 0; i < 16; i++)
-        _mm512_store_si512(out + i * 64, load_row<WHOLE>(rows.at[group + i], from, d - from));
+// K as tiles, those along head_dim of 16 keys after each other: as the rows lie (those of different cache blocks have
+// addresses so alike that they push each other out of the first-level cache), or transposed, as pack_queries does.
+// Runs `between()` for every tile.
+template <bool WHOLE, bool TRANSPOSED, typename F>
+inline void pack_keys(const Rows& rows, int d, char* out, F&& between) {
+  for (int group = 0; group < 32; group += 16) {
+    for (int from = 0; from < d; from += 32, out += 1024) {
+      __m512i r[16];
+      between();
+#pragma GCC unroll 16
+      for (int i = 0; i < 16; i++) r[i] = load_row<WHOLE>(rows.at[group + i], from, d - from);
+      if (TRANSPOSED) transpose(r);
+#pragma GCC unroll 16
+      for (int i = 0; i < 16; i++) _mm512_store_si512(out + i * 64, r[i]);
+    }
+  }
+}
+
+// 16 of 32 columns of two rows, the first 16 or the others, as pairs.
+TANDEM_INLINE __m512i interleave(__m512i even, __m512i odd, int half) {
+  alignas(64) static const uint16_t kOrder[2][32] = {
+      {0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39,
+       8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47},
+      {16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55,
+       24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63}};
+  return _mm512_permutex2var_epi16(even, _mm512_load_si512(kOrder[half]), odd);
 }
 
 // V's columns [begin, end) as tiles, 32 keys by 16 columns: pairs of keys interleaved (the right-hand operand), or
 // transposed (the left-hand one). Runs `between()` twice for every 16 columns.
 template <bool WHOLE, bool TRANSPOSED, typename F>
 inline void pack_values(const Rows& rows, int begin, int end, char* out, F&& between) {
-  alignas(64) static const uint16_t kInterleave[2][32] = {
-      {0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39,
-       8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47},
-      {16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55,
-       24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63}};
   for (int from = begin; from < end; from += 32) {
     for (int half = 0; half < 2; half++, out += 1024) {
-      const __m512i order = _mm512_load_si512(kInterleave[half]);
       __m512i r[16];
       between();
 #pragma GCC unroll 16
       for (int pair = 0; pair < 16; pair++)
-        r[pair] = _mm512_permutex2var_epi16(load_row<WHOLE>(rows.at[pair * 2], from, end - from), order,
-                                            load_row<WHOLE>(rows.at[pair * 2 + 1], from, end - from));
+        r[pair] = interleave(load_row<WHOLE>(rows.at[pair * 2], from, end - from),
+                             load_row<WHOLE>(rows.at[pair * 2 + 1], from, end - from), half);
       if (TRANSPOSED) transpose(r);
       between();
 #pragma GCC unroll 16
@@ -157,17 +170,17 @@ TANDEM_INLINE void shift_rows(Rows& rows, int64_t distance) {
     if (rows.at[i]) rows.at[i] += distance;
 }
 
-// The 32-key steps of the block at `first` that hold keys of [begin, end).
+// The 32-key steps of a block that hold any of some keys.
 struct Steps {
-  int first, begin, end;  // keys
+  int first, begin, end;  // the block's first key; which of its keys are meant
   int from, to;           // steps
 };
 
-TANDEM_INLINE Steps steps_of(const Tile& tile, int block) {
+TANDEM_INLINE Steps steps_of(int begin, int end, int block) {
   Steps s;
   s.first = block * kKeyBlock;
-  s.begin = max_int(tile.begin, s.first);
-  s.end = min_int(tile.end, s.first + kKeyBlock);
+  s.begin = max_int(begin, s.first);
+  s.end = min_int(end, s.first + kKeyBlock);
   s.from = (s.begin - s.first) >> 5;
   s.to = (s.end - s.first + 31) >> 5;
   return s;

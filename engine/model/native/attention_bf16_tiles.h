@@ -1,4 +1,5 @@
-// Attention of prompts: tiles of 16 query rows, key blocks outside, tiles inside. See attention_bf16.h.
+// Attention of prompts: tiles of 16 query rows, key blocks outside, tiles inside. See attention_bf16.h. Needs a unit's
+// products of kTilesTogether tiles and of one, included first.
 #pragma once
 
 #include "attention_bf16.h"
@@ -13,35 +14,14 @@ inline void pack_block(const Attention& a, const AttentionTask& task, const Step
     char *keys = s.keys + step * step_bytes, *values = s.values + step * step_bytes;
     Rows rows = find_rows(a, task, steps.first + step * 32, steps.begin, steps.end);
     if (rows.whole && d % 32 == 0) {
-      pack_keys<true>(rows, d, keys);
+      pack_keys<true, false>(rows, d, keys, [] {});
       shift_rows(rows, a.cache.kv_stride);
       pack_values<true, true>(rows, 0, d, values, [] {});
     } else {
-      pack_keys<false>(rows, d, keys);
+      pack_keys<false, false>(rows, d, keys, [] {});
       shift_rows(rows, a.cache.kv_stride);
       pack_values<false, true>(rows, 0, d, values, [] {});
     }
-  }
-}
-
-// Scores of the block's keys, [key][16 lanes].
-inline void score_lanes(const char* queries, const Steps& steps, int dim, AttentionScratch& s) {
-  const int half = dim * 32;
-  TILES;
-  for (int step = steps.from; step < steps.to; step++) {
-    const char* keys = s.keys + step * 2 * half;
-    float* out = s.scores + step * 32 * kLanes;
-    TILE_ZERO(0);
-    TILE_ZERO(1);
-    for (int t = 0; t < half; t += 1024) {
-      TILE_LOAD(4, queries + t, 64);
-      TILE_LOAD(5, keys + t, 64);
-      TILE_MULTIPLY(0, 5, 4);
-      TILE_LOAD(6, keys + half + t, 64);
-      TILE_MULTIPLY(1, 6, 4);
-    }
-    TILE_STORE(0, out, 64);
-    TILE_STORE(1, out + 16 * kLanes, 64);
   }
 }
 
@@ -71,12 +51,13 @@ TANDEM_INLINE __m512 highest_score(const Steps& steps, const float* scores) {
 }
 
 // Scores become weights, pairs of keys (the right-hand operand). Returns their sums, added up key modulo 16 first.
-TANDEM_INLINE __m512 soften_lanes(const Steps& steps, __m512 factor, __m512 shift, AttentionScratch& s) {
+TANDEM_INLINE __m512 soften_lanes(const Steps& steps, __m512 factor, __m512 shift, const float* all_scores,
+                                  char* weights) {
   __m512 sums[16];
   for (__m512& sum : sums) sum = _mm512_setzero_ps();
   for (int key = steps.from * 32; key < steps.to * 32; key += 16) {
-    const float* scores = s.scores + key * kLanes;
-    char* out = s.weights + key * 32;
+    const float* scores = all_scores + key * kLanes;
+    char* out = weights + key * 32;
 #pragma GCC unroll 8
     for (int i = 0; i < 16; i += 2) {
       const __m512 x = power_of_two(_mm512_fmsub_ps(_mm512_load_ps(scores + i * kLanes), factor, shift));
@@ -91,43 +72,12 @@ TANDEM_INLINE __m512 soften_lanes(const Steps& steps, __m512 factor, __m512 shif
   return sums[0];
 }
 
-// The weighted sums of V into s.sums, [dim][lane].
-inline void weigh_lanes(const Steps& steps, int dim, AttentionScratch& s) {
-  const int columns = dim / 16;
-  TILES;
-  for (int column = 0; column < columns; column += 4) {
-    const bool two = column + 2 < columns;
-    TILE_ZERO(0);
-    TILE_ZERO(1);
-    TILE_ZERO(2);
-    TILE_ZERO(3);
-    for (int step = steps.from; step < steps.to; step++) {
-      const char* v = s.values + (step * columns + column) * 1024;
-      TILE_LOAD(4, s.weights + step * 1024, 64);
-      TILE_LOAD(5, v, 64);
-      TILE_MULTIPLY(0, 5, 4);
-      TILE_LOAD(6, v + 1024, 64);
-      TILE_MULTIPLY(1, 6, 4);
-      if (!two) continue;
-      TILE_LOAD(7, v + 2048, 64);
-      TILE_MULTIPLY(2, 7, 4);
-      TILE_LOAD(5, v + 3072, 64);
-      TILE_MULTIPLY(3, 5, 4);
-    }
-    float* out = s.sums + column * 256;
-    TILE_STORE(0, out, 64);
-    TILE_STORE(1, out + 256, 64);
-    if (!two) continue;
-    TILE_STORE(2, out + 512, 64);
-    TILE_STORE(3, out + 768, 64);
-  }
-}
-
-inline void merge_lanes(AttentionScratch& s, int t, __m512 highest, __m512 total, int dim, bool is_first) {
+inline void merge_lanes(AttentionScratch& s, int t, __m512 highest, __m512 total, const float* sums, int dim,
+                        bool is_first) {
   if (is_first) {
     _mm512_store_ps(s.highest[t], highest);
     _mm512_store_ps(s.total[t], total);
-    memcpy(s.merged[t], s.sums, static_cast<size_t>(dim) * kLanes * 4);
+    memcpy(s.merged[t], sums, static_cast<size_t>(dim) * kLanes * 4);
     return;
   }
   __m512 most = _mm512_load_ps(s.highest[t]), va, vb;
@@ -136,7 +86,7 @@ inline void merge_lanes(AttentionScratch& s, int t, __m512 highest, __m512 total
   _mm512_store_ps(s.total[t], combine(_mm512_load_ps(s.total[t]), va, total, vb));
   for (int i = 0; i < dim; i++) {
     float* o = s.merged[t] + i * kLanes;
-    _mm512_store_ps(o, combine(_mm512_load_ps(o), va, _mm512_load_ps(s.sums + i * kLanes), vb));
+    _mm512_store_ps(o, combine(_mm512_load_ps(o), va, _mm512_load_ps(sums + i * kLanes), vb));
   }
 }
 
@@ -146,24 +96,32 @@ inline void write_tile(const Attention& a, const Tile& tile, int t, AttentionScr
     __m512i r[16];
     for (int j = 0; j < 16; j++) r[j] = _mm512_load_si512(s.merged[t] + (i + j) * kLanes);
     transpose(r);
-    for (int lane = 0; lane < kLanes; lane++) _mm512_store_si512(s.sums + lane * dim + i, r[lane]);
+    for (int lane = 0; lane < kLanes; lane++) _mm512_store_si512(s.sums[0] + lane * dim + i, r[lane]);
   }
-  for (int lane = 0; lane < tile.lanes; lane++) write_lane(a, tile, lane, s.sums + lane * dim, s.total[t][lane]);
+  for (int lane = 0; lane < tile.lanes; lane++) write_lane(a, tile, lane, s.sums[0] + lane * dim, s.total[t][lane]);
 }
 
-// One tile over one block.
-inline void attend_block(const Attention& a, const Tile& tile, int t, int block, AttentionScratch& s) {
-  const Steps steps = steps_of(tile, block);
+// T tiles, from tile `first` of the task, over one block.
+template <int T>
+inline void attend_block(const Attention& a, const Tile* tiles, int first, int block, AttentionScratch& s) {
+  const int begin = tiles[first].begin;
+  const Steps steps = steps_of(begin, tiles[first + T - 1].end, block);
   if (steps.begin >= steps.end) return;
   const int dim = padded_dim(a.cache.head_dim);
-  score_lanes(s.queries[t], steps, dim, s);
-  mask_lanes(tile, steps, s.scores);
-  const __m512 most = highest_score(steps, s.scores);
-  const __mmask16 any = _mm512_cmpneq_ps_mask(most, _mm512_set1_ps(-INFINITY));
   const __m512 factor = _mm512_set1_ps(a.scale * kLog2E);
-  const __m512 total = soften_lanes(steps, factor, _mm512_maskz_mul_ps(any, most, factor), s);
-  weigh_lanes(steps, dim, s);
-  merge_lanes(s, t, _mm512_mul_ps(most, _mm512_set1_ps(a.scale)), total, dim, block == tile.begin >> kKeyBlockShift);
+  __m512 most[T], total[T];
+  score_lanes<T>(first, steps, dim, s);
+  for (int t = 0; t < T; t++) {
+    mask_lanes(tiles[first + t], steps, s.scores[t]);
+    most[t] = highest_score(steps, s.scores[t]);
+    const __mmask16 any = _mm512_cmpneq_ps_mask(most[t], _mm512_set1_ps(-INFINITY));
+    const __m512 shift = _mm512_maskz_mul_ps(any, most[t], factor);
+    total[t] = soften_lanes(steps, factor, shift, s.scores[t], s.weights[t]);
+  }
+  weigh_lanes<T>(steps, dim, s);
+  for (int t = 0; t < T; t++)
+    merge_lanes(s, first + t, _mm512_mul_ps(most[t], _mm512_set1_ps(a.scale)), total[t], s.sums[t], dim,
+                block == begin >> kKeyBlockShift);
 }
 
 inline void attend_tiles(const Attention& a, const AttentionTask& task, AttentionScratch& s) {
@@ -171,14 +129,14 @@ inline void attend_tiles(const Attention& a, const AttentionTask& task, Attentio
   Tile tiles[kTaskTiles];
   for (int t = 0; t < count; t++) {
     tiles[t] = make_tile(a, task, task.tile_begin + t);
-    pack_queries(a, tiles[t], s.queries[t]);
+    pack_queries<true>(a, tiles[t], s.queries[t]);
   }
-  Tile all;
-  all.begin = tiles[0].begin;
-  all.end = tiles[count - 1].end;
-  for (int block = all.begin >> kKeyBlockShift; block <= (all.end - 1) >> kKeyBlockShift; block++) {
-    pack_block(a, task, steps_of(all, block), s);
-    for (int t = 0; t < count; t++) attend_block(a, tiles[t], t, block, s);
+  const int begin = tiles[0].begin, end = tiles[count - 1].end;
+  for (int block = begin >> kKeyBlockShift; block <= (end - 1) >> kKeyBlockShift; block++) {
+    pack_block(a, task, steps_of(begin, end, block), s);
+    int t = 0;
+    for (; t + kTilesTogether <= count; t += kTilesTogether) attend_block<kTilesTogether>(a, tiles, t, block, s);
+    for (; t < count; t++) attend_block<1>(a, tiles, t, block, s);
   }
   for (int t = 0; t < count; t++) write_tile(a, tiles[t], t, s);
 }

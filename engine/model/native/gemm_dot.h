@@ -2,6 +2,7 @@
 #pragma once
 
 #include "rows.h"
+#include "tile_dot.h"
 #include "weight_panels.h"
 
 namespace tandem {
@@ -29,23 +30,20 @@ class Finisher {
 template <int R, typename Stream>
 TANDEM_INLINE void multiply_few(const char* x, int tiles, Stream& weights, float* out) {
   __m512 sums[R][2] = {};
-  for (int t = 0; t < tiles; t++, x += 1024) {
-    const char* pair = weights.next();
-#pragma GCC unroll 16
-    for (int i = 0; i < 64; i += 4) {
-      const __m512bh a = reinterpret_cast<__m512bh>(_mm512_load_si512(pair + i * 16));
-      const __m512bh b = reinterpret_cast<__m512bh>(_mm512_load_si512(pair + 1024 + i * 16));
-#pragma GCC unroll 8
-      for (int r = 0; r < R; r++) {
-        const __m512bh v = broadcast_pair(x + r * 64 + i);
-        sums[r][0] = _mm512_dpbf16_ps(sums[r][0], v, a);
-        sums[r][1] = _mm512_dpbf16_ps(sums[r][1], v, b);
-      }
-    }
-  }
+  for (int t = 0; t < tiles; t++, x += 1024) multiply_tile(sums, x, weights.next(), 1024);
   for (int r = 0; r < R; r++) {
     _mm512_store_ps(out + r * kPanel, sums[r][0]);
     _mm512_store_ps(out + r * kPanel + 16, sums[r][1]);
+  }
+}
+
+// What a product will be added to, far apart in memory: it would be waited for when the sums are complete.
+TANDEM_INLINE void fetch_results(const Gemm& g, int row, int rows, int panel) {
+  if (g.kind != GemmOut::add) return;
+  for (int r = 0; r < rows; r++) {
+    const float* out = g.out + (row + r) * g.out_stride + panel * kPanel;
+    __builtin_prefetch(out, 1);
+    __builtin_prefetch(out + 16, 1);
   }
 }
 
@@ -53,6 +51,7 @@ template <typename Stream>
 TANDEM_INLINE void multiply_block(const Gemm& g, int row, int rows, int panel, const char* x, Stream weights,
                                   Finisher& finisher) {
   const int tiles = static_cast<int>(tiles_along(g.w.k));
+  fetch_results(g, row, rows, panel);
   if (rows == 1)
     multiply_few<1>(x, tiles, weights, finisher.sums());
   else if (rows == 2)

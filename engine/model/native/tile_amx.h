@@ -5,10 +5,6 @@
 
 #include "simd.h"
 
-// What the other kind of tiles needs: see tile_dot.h.
-#define TILES
-#define TILE_ROWS(count) static_cast<void>(count)
-
 #define TILE_LOAD(t, p, stride) \
   asm volatile("tileloadd (%0,%1,1), %%tmm" #t ::"r"(p), "r"(static_cast<int64_t>(stride)) : "memory")
 // Of what passes through: it shall not push out of the first-level cache what is used again.

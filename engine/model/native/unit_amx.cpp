@@ -7,6 +7,7 @@
 
 #include "activation_tiles.h"
 //
+#include "attention_amx.h"
 #include "gemm_amx.h"
 //
 #include "unit_bf16.h"

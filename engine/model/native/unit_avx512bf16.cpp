@@ -3,8 +3,7 @@
 
 #include "activation_tiles.h"
 //
-#include "tile_dot.h"
-//
+#include "attention_dot.h"
 #include "gemm_dot.h"
 //
 #include "unit_bf16.h"

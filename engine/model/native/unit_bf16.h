@@ -1,5 +1,5 @@
-// What the units that multiply bfloat16 have in common. Included after a unit's activations, tiles and products of one
-// block.
+// What the units that multiply bfloat16 have in common. Included after a unit's activations, products of one block, and
+// products of attention.
 #pragma once
 
 #include "attention_bf16_split.h"
