@@ -59,13 +59,13 @@ class Tenant:
         self._tokens = _Bucket(key.tokens_per_minute, clock) if key.tokens_per_minute else None
         self.running = 0
 
-    def enter(self) -> None:
-        """Raises QuotaExceeded; otherwise `leave` must follow."""
+    def enter(self, *, generates: bool = True) -> None:
+        """Raises QuotaExceeded; otherwise `leave` must follow. Only what generates needs tokens to be left."""
         if self._concurrent_limit is not None and self.running >= self._concurrent_limit:
             raise QuotaExceeded(f"no more than {self._concurrent_limit} requests at once with this key", 1.0)
         if self._requests is not None and (wait := self._requests.seconds_until(1)) > 0:
             raise QuotaExceeded("too many requests per minute with this key", wait)
-        if self._tokens is not None and (wait := self._tokens.seconds_until(1)) > 0:
+        if generates and self._tokens is not None and (wait := self._tokens.seconds_until(1)) > 0:
             raise QuotaExceeded("too many tokens per minute with this key", wait)
         if self._requests is not None:
             self._requests.take(1)

@@ -75,6 +75,32 @@ def test_quotas(start_router: StartRouter) -> None:
     assert ask(router, "secret-b").status_code == 200
 
 
+TEXT_REQUESTS = {"/tokenize": {"prompt": "x"}, "/detokenize": {"tokens": [5]}}
+
+
+def ask_for_text(router: Running, path: str) -> httpx.Response:
+    return router.client.post(path, json=TEXT_REQUESTS[path], headers={"authorization": "Bearer secret-a"})
+
+
+def test_tokenizing_is_a_request(start_router: StartRouter) -> None:
+    router = start_router(api_keys=(ApiKey("a", "secret-a", requests_per_minute=2),))
+    assert [ask_for_text(router, path).status_code for path in TEXT_REQUESTS] == [200, 200]
+    assert ask(router, "secret-a").status_code == 429
+    for path in TEXT_REQUESTS:
+        refused = ask_for_text(router, path)
+        assert refused.status_code == 429
+        assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+        assert int(refused.headers["retry-after"]) >= 1
+
+
+def test_tokenizing_uses_no_tokens(start_router: StartRouter) -> None:
+    router = start_router(api_keys=(ApiKey("a", "secret-a", tokens_per_minute=2, concurrent_requests=1),))
+    assert ask(router, "secret-a").status_code == 200
+    router.wait_for(router.idle, "its tokens are counted")
+    assert ask(router, "secret-a").status_code == 429
+    assert [ask_for_text(router, path).status_code for path in TEXT_REQUESTS] == [200, 200]
+
+
 def test_so_many_requests_at_once(start_router: StartRouter) -> None:
     router = start_router(prefill=0, api_keys=(ApiKey("a", "secret-a", concurrent_requests=1),))
     router.nodes["d0"].set(pause_at=1)
@@ -85,6 +111,7 @@ def test_so_many_requests_at_once(start_router: StartRouter) -> None:
         lines = first.iter_lines()
         next(lines)
         assert ask(router, "secret-a").status_code == 429
+        assert ask_for_text(router, "/tokenize").status_code == 429
         router.nodes["d0"].resume()
         assert "data: [DONE]" in list(lines)
     router.wait_for(router.idle, "it has ended")
