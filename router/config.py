@@ -106,6 +106,21 @@ class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tokens_per_minute: int | None = None  # prompt and output together
     concurrent_requests: int | None = None
 
+    def mistake(self) -> str | None:
+        """What cannot be meant, without the key itself: it may end in a log."""
+        if not self.key:
+            return "key must not be empty"
+        if not all("!" <= character <= "~" for character in self.key):
+            return (
+                "key must be of letters, digits and signs in ASCII, without spaces: "
+                "clients send it in an HTTP header, which carries nothing else"
+            )
+        for name in ("requests_per_minute", "tokens_per_minute", "concurrent_requests"):
+            limit = getattr(self, name)
+            if limit is not None and limit < 1:
+                return f"{name} must be at least 1, not {limit}; without it there is no limit"
+        return None
+
 
 class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tokenizer_path: str  # a folder with tokenizer.json, and the chat template if there is one
@@ -134,6 +149,9 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigurationError("router.model_name must not be empty")
         if not 0 <= self.port <= 65535:
             raise ConfigurationError(f"router.port must be from 0 to 65535, not {self.port}")
+        for key in self.api_keys:
+            if mistake := key.mistake():
+                raise ConfigurationError(f"router.api_keys: {key.name}: {mistake}")
         if self.max_failovers < 0:
             raise ConfigurationError(f"router.max_failovers must not be negative, not {self.max_failovers}")
         for group in (self.limits, self.timeouts, self.heartbeat):

@@ -59,13 +59,13 @@ class Tenant:
         self._tokens = _Bucket(key.tokens_per_minute, clock) if key.tokens_per_minute else None
         self.running = 0
 
-    def enter(self) -> None:
-        """Raises QuotaExceeded; otherwise `leave` must follow."""
+    def enter(self, *, generates: bool = True) -> None:
+        """Raises QuotaExceeded; otherwise `leave` must follow. Only what generates needs tokens to be left."""
         if self._concurrent_limit is not None and self.running >= self._concurrent_limit:
             raise QuotaExceeded(f"no more than {self._concurrent_limit} requests at once with this key", 1.0)
         if self._requests is not None and (wait := self._requests.seconds_until(1)) > 0:
             raise QuotaExceeded("too many requests per minute with this key", wait)
-        if self._tokens is not None and (wait := self._tokens.seconds_until(1)) > 0:
+        if generates and self._tokens is not None and (wait := self._tokens.seconds_until(1)) > 0:
             raise QuotaExceeded("too many tokens per minute with this key", wait)
         if self._requests is not None:
             self._requests.take(1)
@@ -91,9 +91,9 @@ class KeyRing:
     def required(self) -> bool:
         return bool(self._tenants)
 
-    def find(self, key: str) -> Tenant | None:
+    def find(self, key: bytes) -> Tenant | None:
         """In constant time: every key is compared, and equal-length digests of both."""
-        digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+        digest = hashlib.sha256(key).digest()
         found: Tenant | None = None
         for tenant in self._tenants:
             if hmac.compare_digest(tenant.digest, digest):
@@ -104,22 +104,33 @@ class KeyRing:
 def load_keys(keys: Iterable[ApiKey], file: str | None) -> list[ApiKey]:
     """The configured keys and those of the file: one per line, or a JSON list of ApiKey."""
     loaded = list(keys)
-    if file is not None:
-        try:
-            text = Path(file).read_text(encoding="utf-8").strip()
-        except OSError as error:
-            raise ConfigurationError(f"router.api_keys_file: {error}") from error
-        if text.startswith("["):
-            try:
-                loaded += msgspec.json.decode(text, type=list[ApiKey])
-            except msgspec.DecodeError as error:
-                raise ConfigurationError(f"router.api_keys_file {file}: {error}") from error
-        else:
-            lines = [line.strip() for line in text.splitlines()]
-            plain = [line for line in lines if line and not line.startswith("#")]
-            loaded += [ApiKey(name=f"key-{index}", key=key) for index, key in enumerate(plain, 1)]
-        if not loaded:
-            raise ConfigurationError(f"router.api_keys_file {file} holds no key")
-    if any(not key.key for key in loaded):
-        raise ConfigurationError("router.api_keys: a key must not be empty")
-    return loaded
+    if file is None:
+        return loaded
+    try:
+        text = Path(file).read_text(encoding="utf-8-sig").strip()
+    except OSError as error:
+        raise ConfigurationError(f"router.api_keys_file: {error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(
+            f"router.api_keys_file {file}: must be text in UTF-8, and is none at byte {error.start}"
+        ) from error
+    found = _listed(text, file) if text.startswith("[") else _lines(text)
+    for key in found:
+        if mistake := key.mistake():
+            raise ConfigurationError(f"router.api_keys_file {file}: {key.name}: {mistake}")
+    if not loaded and not found:
+        raise ConfigurationError(f"router.api_keys_file {file} holds no key")
+    return loaded + found
+
+
+def _listed(text: str, file: str) -> list[ApiKey]:
+    try:
+        return msgspec.json.decode(text, type=list[ApiKey])
+    except msgspec.DecodeError as error:
+        raise ConfigurationError(f"router.api_keys_file {file}: {error}") from error
+
+
+def _lines(text: str) -> list[ApiKey]:
+    lines = [line.strip() for line in text.splitlines()]
+    plain = [line for line in lines if line and not line.startswith("#")]
+    return [ApiKey(name=f"key-{index}", key=key) for index, key in enumerate(plain, 1)]

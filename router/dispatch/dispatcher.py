@@ -167,9 +167,7 @@ class Dispatcher:
         (`ended_at`); one that is done with it ignores it."""
         if self._by_request_id.pop(attempt.request_id, None) is None:
             return
-        self._ends[attempt.request_id] = self._clock()
-        if len(self._ends) > REMEMBERED_ENDS:
-            self._ends.popitem(last=False)
+        self._remember_end(attempt.request_id)
         for node in attempt.nodes:
             lives = self._by_node.get(node)
             if lives is not None:
@@ -179,6 +177,11 @@ class Dispatcher:
             self._pool.answered(node.node_id, attempt.request_id)
             if node is not ended_at and self._is_member(node):
                 self._links.cancel(node, attempt.request_id)
+
+    def _remember_end(self, request_id: str) -> None:
+        self._ends[request_id] = self._clock()
+        if len(self._ends) > REMEMBERED_ENDS:
+            self._ends.popitem(last=False)
 
     def _is_member(self, node: NodeInfo) -> bool:
         member = self._pool.member(node.node_id)
@@ -260,7 +263,7 @@ class Dispatcher:
         member = self._pool.member(node_id)
         if ended or member is None or now - self._ends.get(request_id, -LATE_CHUNK_S) < LATE_CHUNK_S:
             return
-        self._ends[request_id] = now
+        self._remember_end(request_id)
         self._links.cancel(member.info, request_id)
 
     def on_status(self, status: NodeStatus) -> None:

@@ -29,7 +29,7 @@ from router.tracing.record import TraceList, TraceRecord
 
 VERSION = "1"
 
-_TEXT_ERRORS = ("400", "401", "404", "408", "413", "415", "431", "503")
+_TEXT_ERRORS = ("400", "401", "404", "408", "413", "415", "429", "431", "503")
 _GENERATION_ERRORS = ("400", "401", "404", "408", "413", "415", "429", "431", "500", "502", "503", "504")
 _TYPES: tuple[type[msgspec.Struct], ...] = (
     CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, Completion, ChatCompletion,

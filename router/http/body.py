@@ -20,9 +20,6 @@ R = TypeVar("R", bound=msgspec.Struct)
 
 # Parsing more than this takes a millisecond or more.
 INLINE_BYTES = 64 << 10
-# A client that is still sending when it is refused does not read the refusal; its rest is read and dropped, within these.
-LINGER_BYTES = 64 << 20
-LINGER_S = 2.0
 
 
 async def read_body(
@@ -72,7 +69,6 @@ async def _read(
     if declared is not None and (not declared.isdigit() or int(declared) > limits.body_bytes):
         if not declared.isdigit():
             raise InvalidRequest("content-length: must be a number")
-        await _linger(receive)
         raise BodyTooLarge(f"the body has {int(declared)} bytes; at most {limits.body_bytes} are read")
     body = bytearray()
     more, fits = True, True
@@ -90,8 +86,6 @@ async def _read(
         raise BodyTimeout(f"the body was not complete within {timeouts.body:g} s") from None
     if fits:
         return body
-    if more:
-        await _linger(receive)
     raise BodyTooLarge(f"the body has more than the {limits.body_bytes} bytes that are read")
 
 
@@ -100,16 +94,3 @@ async def _next(receive: Receive) -> Message:
     if message["type"] == "http.disconnect":
         raise Cancelled("the client went away before its body was complete") from ClientDisconnect()
     return message
-
-
-async def _linger(receive: Receive) -> None:
-    size = 0
-    try:
-        async with asyncio.timeout(LINGER_S):
-            while size < LINGER_BYTES:
-                message = await _next(receive)
-                size += len(message.get("body", b""))
-                if not message.get("more_body", False):
-                    return
-    except TimeoutError:
-        return

@@ -140,13 +140,13 @@ def _path(scope: Scope) -> str:
     return raw.decode("latin-1")[:500]
 
 
-def _bearer(headers: list[tuple[bytes, bytes]]) -> str:
+def _bearer(headers: list[tuple[bytes, bytes]]) -> bytes:
     for name, value in headers:
         if name == b"authorization":
-            scheme, _, key = value.decode("latin-1").partition(" ")
-            if scheme.lower() == "bearer":
+            scheme, _, key = value.partition(b" ")
+            if scheme.lower() == b"bearer":
                 return key.strip()
-    return ""
+    return b""
 
 
 async def _answer_error(exchange: Exchange, error: TandemError, send: Send) -> None:

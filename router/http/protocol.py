@@ -22,6 +22,10 @@ from router.http.errors import error_body
 
 logger = logging.getLogger(__name__)
 
+# A client that is still sending when it is refused does not read the refusal yet. What it sends is dropped, within these.
+LINGER_BYTES = 64 << 20
+LINGER_S = 2.0
+
 _CODES = {408: "request_timeout", 431: "header_too_large", 503: "overloaded"}
 
 
@@ -63,6 +67,29 @@ def _check_framing(request: h11.Request) -> None:
         raise h11.RemoteProtocolError("Transfer-Encoding in HTTP/1.0, which has none; send Content-Length")
 
 
+class _Transport:
+    """The connection's own, whose end is the protocol's: `close` for all that uvicorn closes."""
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self._transport = transport
+        self.close = close
+        self.lingers = False
+        # Without a call in between: every token is written here.
+        self.write = transport.write
+        self.write_eof = transport.write_eof
+        self.abort = transport.abort
+        self.pause_reading = transport.pause_reading
+        self.resume_reading = transport.resume_reading
+        self.get_extra_info = transport.get_extra_info
+        self.get_write_buffer_size = transport.get_write_buffer_size
+
+    def is_closing(self) -> bool:
+        return self.lingers or self._transport.is_closing()
+
+    def close_now(self) -> None:
+        self._transport.close()
+
+
 class GuardedProtocol(H11Protocol):
     """What it is told is set by `guarded`. No state that a client can leave it in lasts without one of its timers."""
 
@@ -85,12 +112,16 @@ class GuardedProtocol(H11Protocol):
         self._rest_of: RequestResponseCycle | None = None  # answered, while its body is still coming
         self._rest_timer: asyncio.TimerHandle | None = None
         self._unsent_timer: asyncio.TimerHandle | None = None
+        self._linger_timer: asyncio.TimerHandle | None = None
+        self._dropped_bytes = 0  # while it lingers
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(cast("asyncio.Transport", transport))
+        self._closing = _Transport(cast("asyncio.Transport", transport), self._close)
+        super().connection_made(cast("asyncio.Transport", self._closing))
         self.app_state = {**self.app_state, "connection": self}  # for event streams
         if len(self.connections) > self.limits.connections:
             self._refuse(503, f"more than {self.limits.connections} connections", retry_after=True)
+            self._closing.close_now()  # whoever lingers is one more
             return
         self._start_header_timer()
 
@@ -104,6 +135,7 @@ class GuardedProtocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
+            self._drop(data)
             return
         self._heard = True
         if self._header_timer is None and self.conn.their_state is h11.IDLE:
@@ -119,9 +151,39 @@ class GuardedProtocol(H11Protocol):
         self._stop_header_timer()
         self._stop_rest_timer()
         self._stop_unsent_timer()
+        self._stop_linger_timer()
         super().connection_lost(exc)
         if self._on_lost is not None:
             self._on_lost()
+
+    def _close(self) -> None:
+        """What the client sends is read to its end first, if it is in the middle of it: closed with bytes unread, TCP
+        resets the connection, and the client loses the answer that it was about to read."""
+        if self.conn.their_state in (h11.SEND_BODY, h11.ERROR):
+            self._linger()
+        else:
+            self._closing.close_now()
+
+    def _linger(self) -> None:
+        if self.transport.is_closing():
+            return
+        self._closing.lingers = True
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True  # nothing can be said any more
+            self.cycle.message_event.set()
+        self.transport.write_eof()
+        self.flow.resume_reading()
+        self._linger_timer = self.loop.call_later(LINGER_S, self._closing.close_now)
+
+    def _drop(self, data: bytes) -> None:
+        self._dropped_bytes += len(data)
+        if self._dropped_bytes > LINGER_BYTES:
+            self._closing.close_now()
+
+    def _stop_linger_timer(self) -> None:
+        if self._linger_timer is not None:
+            self._linger_timer.cancel()
+            self._linger_timer = None
 
     def watch(self, on_lost: Callable[[], None]) -> None:
         """Calls it when the client is gone, which is only noticed while there is reading. Of one request at a time."""
@@ -255,7 +317,7 @@ class GuardedProtocol(H11Protocol):
             *(["retry-after: 1"] if retry_after else []),
         ]
         self.transport.write("\r\n".join(lines).encode() + b"\r\n\r\n" + body)
-        self.transport.close()
+        self._linger()
 
 
 def guarded(limits: Limits, timeouts: Timeouts, on_cut: Callable[[], None]) -> type[GuardedProtocol]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import msgspec
@@ -11,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from router.http.body import read_body
 from router.http.body_budget import BodyShare
+from router.http.gate import exchange_of
 from router.http.respond import send_json
 from router.http.services import Services
 from router.openai.chat_prompt import render_chat
@@ -39,22 +42,42 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     model: str | None = None
 
 
+@contextmanager
+def _counted(scope: Scope) -> Iterator[None]:
+    """One of its key's requests, which uses none of its tokens: nothing is generated."""
+    tenant = exchange_of(scope).tenant
+    if tenant is None:
+        yield
+        return
+    tenant.enter(generates=False)
+    try:
+        yield
+    finally:
+        tenant.leave(0)
+
+
 class TokenizeRoute:
     def __init__(self, services: Services) -> None:
         self._services = services
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._services.bodies.share() as share:
-            answer = await self._answer(scope, receive, share)
+            request = await self._read(scope, receive, share)
+            with _counted(scope):
+                answer = await self._answer(request)
         await send_json(send, answer)
 
-    async def _answer(self, scope: Scope, receive: Receive, share: BodyShare) -> dict[str, Any]:
-        services, model = self._services, self._services.model
+    async def _read(self, scope: Scope, receive: Receive, share: BodyShare) -> TokenizeRequest:
+        services = self._services
         request = await read_body(scope, receive, TokenizeRequest, services.config, share)
         if request.model is not None:
-            model.check_name(request.model)
+            services.model.check_name(request.model)
         if (request.prompt is None) == (request.messages is None):
             raise InvalidRequest("prompt: either prompt or messages must be given, and not both", "prompt")
+        return request
+
+    async def _answer(self, request: TokenizeRequest) -> dict[str, Any]:
+        model = self._services.model
         if request.prompt is not None:
             special = request.add_special_tokens is not False
             ids = await model.tokenizer.encode_async(request.prompt, special=special)
@@ -95,10 +118,12 @@ class DetokenizeRoute:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._services.bodies.share() as share:
-            prompt = await self._prompt(scope, receive, share)
+            tokens = await self._read(scope, receive, share)
+            with _counted(scope):
+                prompt = await self._services.model.tokenizer.decode_async(tokens)
         await send_json(send, {"prompt": prompt})
 
-    async def _prompt(self, scope: Scope, receive: Receive, share: BodyShare) -> str:
+    async def _read(self, scope: Scope, receive: Receive, share: BodyShare) -> list[int]:
         services, model = self._services, self._services.model
         request = await read_body(scope, receive, DetokenizeRequest, services.config, share)
         if request.model is not None:
@@ -107,4 +132,4 @@ class DetokenizeRoute:
         if unknown is not None:
             size = model.tokenizer.vocab_size
             raise InvalidRequest(f"tokens: {unknown} is outside the vocabulary of {size} tokens", "tokens")
-        return await model.tokenizer.decode_async(request.tokens)
+        return request.tokens

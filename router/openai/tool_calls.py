@@ -7,7 +7,6 @@ be one; what does not begin as calls do is held until it is complete, and then r
 
 from __future__ import annotations
 
-import re
 import secrets
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import msgspec
 
 from router.config import ToolFormat
-from router.openai.tool_stream import BETWEEN, HEAD, CallScan
+from router.openai.tool_stream import BETWEEN, HEAD, CallScan, EndSearch, JsonScan, objects
 from router.text.chat_template import ChatTemplate
 
 
@@ -84,6 +83,7 @@ class ToolCallReader:
         self._shown = False  # calls between the marks that were last begun
         self._held = ""
         self._inside = False
+        self._end: EndSearch | None = None  # of what is inside
         self._begun = False  # something that is not whitespace has come
         self._space: str | None = None  # that followed a call, until it is known what comes behind it
         self.found_calls = 0
@@ -98,7 +98,7 @@ class ToolCallReader:
                 self._begun = True
                 opening = self._format.opening
                 if opening is not None and self._held.lstrip().startswith(opening):
-                    self._inside = True
+                    self._enter()
             if not (self._read_inside(pieces) if self._inside else self._read_outside(pieces)):
                 break
         return pieces
@@ -109,26 +109,42 @@ class ToolCallReader:
         if at >= 0:
             self._say(pieces, held[:at])
             self._held = held[at + len(begin) :]
-            self._inside = True
+            self._enter()
             return True
         keep = _partial_match(held, begin)
         self._say(pieces, held[:keep])
         self._held = held[keep:]
         return False
 
+    def _enter(self) -> None:
+        self._inside = True
+        self._end = None if self._format.end is None else EndSearch(self._format.end)
+
     def _read_inside(self, pieces: list[Piece]) -> bool:
         if self._streams and not self._read_call(pieces):
             return False
-        end = self._format.end
         if self._shown:
-            return self._read_behind_calls(end)
-        at = self._held.find(end) if end is not None else -1
-        if end is None or at < 0:
+            return self._read_behind_calls(self._format.end)
+        at = self._end.find(self._held) if self._end is not None else -1
+        if at < 0:
             return False
-        inner, self._held = self._held[:at], self._held[at + len(end) :]
+        if self._format.parse(self._held[:at].strip()) is None:
+            self._close_at_first_mark(pieces)
+        else:
+            self._close(pieces, at)
+        return True
+
+    def _close_at_first_mark(self, pieces: list[Piece]) -> bool:
+        """Of what is no call, so that what looked like a string of it is none either. False: there is no mark."""
+        at = self._held.find(self._format.end) if self._format.end is not None else -1
+        if at >= 0:
+            self._close(pieces, at)
+        return at >= 0
+
+    def _close(self, pieces: list[Piece], at: int) -> None:
+        inner, self._held = self._held[:at], self._held[at + len(self._format.end or "") :]
         self._inside = False
         self._conclude(pieces, inner, closed=True)
-        return True
 
     def _read_call(self, pieces: list[Piece]) -> bool:
         """Shows what there is of calls that begin as they should; False while one of them is not over."""
@@ -162,6 +178,10 @@ class ToolCallReader:
     def finish(self) -> list[Piece]:
         """The end of the answer. A call without its end mark counts, if it is one: the mark may be the stop token."""
         pieces: list[Piece] = []
+        while self._inside and not self._shown and self._format.parse(self._held.strip()) is None:
+            if not self._close_at_first_mark(pieces):
+                break
+            pieces += self.push("")
         held, self._held = self._held, ""
         if self._inside and self._shown:
             self._say(pieces, held.strip(BETWEEN))
@@ -239,7 +259,7 @@ def _parse_llama3(text: str) -> list[ToolCallFound] | None:
     whole = _json(text)
     if whole is not None:
         return _calls(whole if isinstance(whole, list) else [whole])
-    return _calls([_json(part) for part in re.split(r"(?<=\})\s*;\s*(?=\{)", text)])
+    return _calls(map(_json, objects(text)))
 
 
 def _parse_mistral(text: str) -> list[ToolCallFound] | None:
@@ -248,13 +268,21 @@ def _parse_mistral(text: str) -> list[ToolCallFound] | None:
     if isinstance(whole, list):
         return _calls(whole)
     calls: list[dict[str, Any]] = []
-    for part in text.split("[TOOL_CALLS]"):
-        name, brace, rest = part.partition("{")
-        name = name.removesuffix("[ARGS]").strip()
-        arguments = _json(brace + rest)
+    at = 0
+    while at < len(text):
+        brace = text.find("{", at)
+        end = JsonScan().until(text, brace, 0) if brace >= 0 else None
+        if end is None:
+            return None
+        head = text[at:brace].strip()
+        if calls and not head.startswith("[TOOL_CALLS]"):
+            return None
+        name = (head.removeprefix("[TOOL_CALLS]") if calls else head).removesuffix("[ARGS]").strip()
+        arguments = _json(text[brace:end])
         if not name or not isinstance(arguments, dict):
             return None
         calls.append({"name": name, "arguments": arguments})
+        at = end
     return _calls(calls)
 
 

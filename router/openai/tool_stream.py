@@ -11,20 +11,16 @@ BETWEEN = " \t\r\n,;[]"
 _MARKS = re.compile(r'["\\{}\[\]]')
 
 
-class CallScan:
-    """Text behind the head of a call. First its arguments, then what is left of the object around them."""
+class JsonScan:
+    """Text that is meant to be JSON, in pieces of any size: how deep in brackets it is, and whether in a string."""
 
-    def __init__(self) -> None:
-        self._depth = 1  # of the object around the arguments
-        self._in_string = False
+    def __init__(self, depth: int = 0) -> None:
+        self.in_string = False
+        self._depth = depth
         self._escaped = False
-        self._arguments_over = False
-        self.over = False
 
-    def take(self, text: str) -> tuple[str, int]:
-        """What of the text is arguments, and how much of it belongs to the call."""
-        arguments_end = 0 if self._arguments_over else len(text)
-        at = 0
+    def until(self, text: str, at: int, depth: int | None) -> int | None:
+        """From `at` on: behind the bracket that closes down to `depth`. None: all of the text was read."""
         while at < len(text):
             if self._escaped:
                 self._escaped = False
@@ -32,29 +28,75 @@ class CallScan:
                 continue
             found = _MARKS.search(text, at)
             if found is None:
-                break
+                return None
             at = found.end()
-            if self._read(found.group()) and not self._arguments_over:
-                self._arguments_over = True
-                arguments_end = at
-            if self._depth == 0:
-                self.over = True
-                return text[:arguments_end], at
-        return text[:arguments_end], len(text)
+            if self._closes(found.group()) and self._depth == depth:
+                return at
+        return None
 
-    def _read(self, mark: str) -> bool:
-        """True at the brace that closes the arguments."""
-        if self._in_string:
+    def _closes(self, mark: str) -> bool:
+        if self.in_string:
             if mark == "\\":
                 self._escaped = True
             elif mark == '"':
-                self._in_string = False
+                self.in_string = False
             return False
         if mark == '"':
-            self._in_string = True
+            self.in_string = self._depth > 0  # outside of all brackets it is not JSON's
         elif mark in "{[":
             self._depth += 1
         elif mark in "}]":
             self._depth -= 1
-            return self._depth == 1
+            return True
         return False
+
+
+class CallScan:
+    """Text behind the head of a call. First its arguments, then what is left of the object around them."""
+
+    def __init__(self) -> None:
+        self._scan = JsonScan(depth=1)  # of the object around the arguments
+        self._arguments_over = False
+        self.over = False
+
+    def take(self, text: str) -> tuple[str, int]:
+        """What of the text is arguments, and how much of it belongs to the call."""
+        arguments_end = 0
+        if not self._arguments_over:
+            end = self._scan.until(text, 0, 1)
+            if end is None:
+                return text, len(text)
+            self._arguments_over, arguments_end = True, end
+        end = self._scan.until(text, arguments_end, 0)
+        self.over = end is not None
+        return text[:arguments_end], len(text) if end is None else end
+
+
+class EndSearch:
+    """Looks for the mark behind a call. In a string of the call it is part of what the model says."""
+
+    def __init__(self, mark: str) -> None:
+        self._mark = mark
+        self._scan = JsonScan()
+        self._at = 0
+
+    def find(self, text: str) -> int:
+        """`text` begins with the call, and has only grown since it was last asked. -1: it is not there."""
+        while (found := text.find(self._mark, self._at)) >= 0:
+            self._scan.until(text[self._at : found], 0, None)
+            if not self._scan.in_string:
+                self._at = found
+                return found
+            self._scan.until(self._mark, 0, None)
+            self._at = found + len(self._mark)
+        return -1
+
+
+def objects(text: str) -> list[str]:
+    """Between white space and semicolons, each up to the bracket that closes it."""
+    found: list[str] = []
+    end: int | None = 0
+    while end is not None and end < len(text):
+        begin, end = end, JsonScan().until(text, end, 0)
+        found.append(text[begin:end].strip(" \t\r\n;"))
+    return [one for one in found if one]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import tokenizers
 from tokenizers.decoders import DecodeStream
 
 _utf8_decoder = codecs.getincrementaldecoder("utf-8")
+_LETTER = "a"
 
 
 class Detokenizer(Protocol):
@@ -46,26 +47,45 @@ class ByteDetokenizer:
 
 
 class StreamDetokenizer:
-    """For every other tokenizer: its own decoder, which holds a token back until the text around it is settled."""
+    """For every other tokenizer: its own decoder, which holds a token back until the text around it is settled.
 
-    def __init__(self, backend: tokenizers.Tokenizer, skip_special: bool) -> None:
+    Tokens that stand for one byte each never come to that decoder: it takes a run of them that is not UTF-8 for as many
+    U+FFFD, also those that it has already given as text, and fails. In their place it sees one that is a letter, so that
+    what follows them does not begin the text.
+    """
+
+    def __init__(
+        self, backend: tokenizers.Tokenizer, skip_special: bool, byte_tokens: Mapping[int, bytes]
+    ) -> None:
         self._backend = backend
         self._skip_special = skip_special
+        self._byte_tokens = byte_tokens
+        self._letter = next((token for token, byte in byte_tokens.items() if byte == _LETTER.encode()), None)
+        self._decoder = _utf8_decoder(errors="replace")
         self._stream = DecodeStream(skip_special_tokens=skip_special)
         self._held: list[int] = []  # tokens since the stream last said anything
 
     def push(self, token_ids: Sequence[int]) -> str:
         pieces: list[str] = []
         for token_id in token_ids:
-            piece = self._stream.step(self._backend, token_id)
-            if piece is None:
-                self._held.append(token_id)
+            byte = self._byte_tokens.get(token_id)
+            if byte is not None and self._letter is not None:
+                pieces.append(self._step(self._letter).removesuffix(_LETTER))
+                pieces.append(self._decoder.decode(byte))
             else:
-                self._held.clear()
-                pieces.append(piece)
+                pieces.append(self._decoder.decode(b"", final=True))
+                pieces.append(self._step(token_id))
         return "".join(pieces)
+
+    def _step(self, token_id: int) -> str:
+        piece: str | None = self._stream.step(self._backend, token_id)
+        if piece is None:
+            self._held.append(token_id)
+            return ""
+        self._held.clear()
+        return piece
 
     def finish(self) -> str:
         held, self._held = self._held, []
         text: str = self._backend.decode(held, skip_special_tokens=self._skip_special) if held else ""
-        return text
+        return self._decoder.decode(b"", final=True) + text

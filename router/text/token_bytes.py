@@ -6,6 +6,8 @@ token's bytes are a lookup, and text comes from an incremental UTF-8 decoder tha
 
 from __future__ import annotations
 
+import re
+
 
 def _byte_of_character() -> dict[str, int]:
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -24,3 +26,12 @@ def bytes_of_piece(piece: str) -> bytes:
         return bytes([_BYTE_OF_CHARACTER[character] for character in piece])
     except KeyError:
         return piece.encode()
+
+
+_FALLBACK = re.compile("<0x([0-9A-Fa-f]{2})>")
+
+
+def byte_of_fallback(piece: str) -> bytes | None:
+    """Of a token that stands for one byte, in tokenizers of characters: SentencePiece's byte fallback."""
+    found = _FALLBACK.fullmatch(piece)
+    return bytes.fromhex(found[1]) if found is not None else None

@@ -14,7 +14,7 @@ from typing import Any
 import tokenizers
 
 from router.text.detokenizer import ByteDetokenizer, Detokenizer, StreamDetokenizer
-from router.text.token_bytes import bytes_of_piece
+from router.text.token_bytes import byte_of_fallback, bytes_of_piece
 from wire.errors import ConfigurationError
 
 # Above this an encoding takes over a millisecond, and is worth a hop to a thread.
@@ -38,7 +38,15 @@ class Tokenizer:
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         self._longest_piece = max(map(len, vocabulary), default=1)
         self._bytes: list[bytes] | None = None
-        if _decodes_bytes(backend):
+        self._byte_tokens: dict[int, bytes] = {}  # of a tokenizer of another kind
+        kinds = _decoder_kinds(backend)
+        if "ByteFallback" in kinds:
+            self._byte_tokens = {
+                token_id: byte
+                for piece, token_id in vocabulary.items()
+                if (byte := byte_of_fallback(piece)) is not None
+            }
+        if kinds == ["ByteLevel"]:
             self._bytes = [b""] * self.vocab_size
             for piece, token_id in vocabulary.items():
                 self._bytes[token_id] = bytes_of_piece(piece)
@@ -110,16 +118,13 @@ class Tokenizer:
         piece = self._backend.id_to_token(token_id)
         if piece is None:
             return b""
-        if (
-            len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">")
-        ):  # SentencePiece's byte fallback
-            return bytes([int(piece[3:5], 16)])
-        return str(piece).replace("\u2581", " ").encode()
+        byte = byte_of_fallback(piece)
+        return byte if byte is not None else str(piece).replace("\u2581", " ").encode()
 
     def detokenizer(self, *, skip_special: bool = True) -> Detokenizer:
         if self._bytes is not None:
             return ByteDetokenizer(self._bytes, self.special_ids if skip_special else frozenset())
-        return StreamDetokenizer(self._backend, skip_special)
+        return StreamDetokenizer(self._backend, skip_special, self._byte_tokens)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -137,9 +142,11 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _decodes_bytes(backend: tokenizers.Tokenizer) -> bool:
+def _decoder_kinds(backend: tokenizers.Tokenizer) -> list[str]:
     description = json.loads(backend.to_str())["decoder"] if backend.decoder is not None else None
-    return description is not None and description["type"] == "ByteLevel"
+    if description is None:
+        return []
+    return [part["type"] for part in description.get("decoders", [description])]
 
 
 def _convert(path: Path) -> tokenizers.Tokenizer:

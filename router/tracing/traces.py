@@ -85,6 +85,8 @@ class Traces:
             self._hand_on(trace)
         elif self._export is not None:
             self._timers[trace] = self._loop.call_later(NODES_TELL_WITHIN_S, self._hand_on, trace)
+        elif trace not in self._ring:
+            self._forget(trace)  # it left before its attempts came, and nobody else forgets them
 
     def on_node_trace(self, told: NodeTrace) -> None:
         trace = self._by_attempt.get(told.request_id)

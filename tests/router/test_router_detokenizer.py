@@ -93,10 +93,51 @@ def test_another_kind_of_tokenizer_streams_the_same_text_as_it_decodes(metaspace
 
 def test_another_kind_of_tokenizer_holds_bytes_until_they_are_a_character(metaspace: Tokenizer) -> None:
     word = metaspace.encode("fox", special=False)
-    single = {metaspace.token_bytes(token): token for token in range(metaspace.vocab_size)}
-    byte_ids = [single[bytes([byte])] for byte in "é".encode()]
+    byte_ids = byte_tokens(metaspace, "é".encode())
     out = pieces(metaspace, word + byte_ids)
     assert "".join(out) == "foxé"
     cut = pieces(metaspace, word + byte_ids[:1])
     assert "".join(cut[:-1]) == "fox"
     assert cut[-1] == REPLACEMENT
+
+
+def byte_tokens(metaspace: Tokenizer, data: bytes) -> list[int]:
+    single = {metaspace.token_bytes(token): token for token in range(metaspace.vocab_size)}
+    return [single[bytes([byte])] for byte in data]
+
+
+@pytest.mark.parametrize(
+    ("data", "shown"),
+    [
+        (b"\n\xc3", "\n" + REPLACEMENT),
+        (b"&\x83", "&" + REPLACEMENT),
+        ("é".encode() + b"\xf0\x9f", "é" + REPLACEMENT),
+        ("\n😀".encode(), "\n😀"),
+    ],
+)
+def test_another_kind_of_tokenizer_goes_on_behind_bytes_that_are_no_character(
+    metaspace: Tokenizer, data: bytes, shown: str
+) -> None:
+    ids = [*byte_tokens(metaspace, data), *metaspace.encode("the fox", special=False)]
+    assert "".join(pieces(metaspace, ids)) == shown + " the fox"
+    fox = metaspace.encode("fox", special=False)
+    assert "".join(pieces(metaspace, fox + ids)) == "fox" + shown + " the fox"
+
+
+@given(text=st.text())
+def test_another_kind_of_tokenizer_streams_any_text(metaspace: Tokenizer, text: str) -> None:
+    assert "".join(pieces(metaspace, byte_tokens(metaspace, text.encode()))) == text
+
+
+@given(data=st.data())
+def test_another_kind_of_tokenizer_says_the_same_of_any_tokens_in_any_portions(
+    metaspace: Tokenizer, data: st.DataObject
+) -> None:
+    ids = data.draw(st.lists(st.integers(0, metaspace.vocab_size + 2), max_size=30))
+    detokenizer = metaspace.detokenizer()
+    out, rest = "", ids
+    while rest:
+        count = data.draw(st.integers(1, len(rest)))
+        out += detokenizer.push(rest[:count])
+        rest = rest[count:]
+    assert out + detokenizer.finish() == "".join(pieces(metaspace, ids))

@@ -6,7 +6,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from router.config import ApiKey
+from router.config import ApiKey, RouterConfig
 from router.keys import KeyRing, QuotaExceeded, load_keys
 from tests.router.conftest import Running, StartRouter
 from wire.errors import ConfigurationError
@@ -23,7 +23,7 @@ class Clock:
 def ask(router: Running, key: str | None, **headers: str) -> httpx.Response:
     if key is not None:
         headers["authorization"] = f"Bearer {key}"
-    raw = {name: value.encode() for name, value in headers.items()}
+    raw = {name: value.encode("utf-8", "surrogateescape") for name, value in headers.items()}
     body = {"model": "fake", "prompt": "x", "max_tokens": 2}
     return router.client.post("/v1/completions", json=body, headers=raw)
 
@@ -32,7 +32,16 @@ def test_a_key_is_asked_for_and_probes_have_none(start_router: StartRouter) -> N
     router = start_router(api_keys=(ApiKey("a", "secret-a"), ApiKey("b", "secret-b")))
     assert ask(router, "secret-a").status_code == 200
     assert ask(router, "secret-b").status_code == 200
-    for wrong in (None, "secret", "SECRET-A", "secret-ab", "secret-a secret-a", "\u00e4"):
+    for wrong in (
+        None,
+        "secret",
+        "SECRET-A",
+        "secret-ab",
+        "secret-a secret-a",
+        "\u00e4",
+        "\udcff",
+        "secret-\u0430",
+    ):
         answer = ask(router, None, **({} if wrong is None else {"authorization": f"Bearer {wrong}"}))
         assert answer.status_code == 401
         assert answer.json()["error"]["code"] == "invalid_api_key"
@@ -75,6 +84,32 @@ def test_quotas(start_router: StartRouter) -> None:
     assert ask(router, "secret-b").status_code == 200
 
 
+TEXT_REQUESTS = {"/tokenize": {"prompt": "x"}, "/detokenize": {"tokens": [5]}}
+
+
+def ask_for_text(router: Running, path: str) -> httpx.Response:
+    return router.client.post(path, json=TEXT_REQUESTS[path], headers={"authorization": "Bearer secret-a"})
+
+
+def test_tokenizing_is_a_request(start_router: StartRouter) -> None:
+    router = start_router(api_keys=(ApiKey("a", "secret-a", requests_per_minute=2),))
+    assert [ask_for_text(router, path).status_code for path in TEXT_REQUESTS] == [200, 200]
+    assert ask(router, "secret-a").status_code == 429
+    for path in TEXT_REQUESTS:
+        refused = ask_for_text(router, path)
+        assert refused.status_code == 429
+        assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+        assert int(refused.headers["retry-after"]) >= 1
+
+
+def test_tokenizing_uses_no_tokens(start_router: StartRouter) -> None:
+    router = start_router(api_keys=(ApiKey("a", "secret-a", tokens_per_minute=2, concurrent_requests=1),))
+    assert ask(router, "secret-a").status_code == 200
+    router.wait_for(router.idle, "its tokens are counted")
+    assert ask(router, "secret-a").status_code == 429
+    assert [ask_for_text(router, path).status_code for path in TEXT_REQUESTS] == [200, 200]
+
+
 def test_so_many_requests_at_once(start_router: StartRouter) -> None:
     router = start_router(prefill=0, api_keys=(ApiKey("a", "secret-a", concurrent_requests=1),))
     router.nodes["d0"].set(pause_at=1)
@@ -85,6 +120,7 @@ def test_so_many_requests_at_once(start_router: StartRouter) -> None:
         lines = first.iter_lines()
         next(lines)
         assert ask(router, "secret-a").status_code == 429
+        assert ask_for_text(router, "/tokenize").status_code == 429
         router.nodes["d0"].resume()
         assert "data: [DONE]" in list(lines)
     router.wait_for(router.idle, "it has ended")
@@ -113,6 +149,8 @@ def test_keys_from_a_file(tmp_path: Path) -> None:
     plain = tmp_path / "keys"
     plain.write_text("# ours\nfirst\n\nsecond\n")
     assert [key.key for key in load_keys([ApiKey("x", "zero")], str(plain))] == ["zero", "first", "second"]
+    plain.write_bytes(b"\xef\xbb\xbffirst\r\n")  # as some editors begin a text
+    assert [key.key for key in load_keys([], str(plain))] == ["first"]
     rich = tmp_path / "keys.json"
     rich.write_text(json.dumps([{"name": "a", "key": "k", "requests_per_minute": 5}]))
     assert load_keys([], str(rich)) == [ApiKey("a", "k", requests_per_minute=5)]
@@ -127,15 +165,38 @@ def test_keys_from_a_file(tmp_path: Path) -> None:
         '[{"name": "a"}]',
         '[{"name": "a", "key": "k", "quota": 1}]',
         '[{"name": "a", "key": ""}]',
+        '[{"name": "a", "key": "schl\u00fcssel"}]',
+        "schl\u00fcssel",
+        "secret # of alice",
+        "\ud800",
     ],
 )
 def test_a_file_that_cannot_be_meant(tmp_path: Path, text: str) -> None:
     file = tmp_path / "keys"
-    file.write_text(text)
-    with pytest.raises(ConfigurationError):
+    file.write_bytes(text.encode("utf-8", "surrogatepass"))
+    with pytest.raises(ConfigurationError, match=r"router\.api_keys_file"):
         load_keys([], str(file))
     with pytest.raises(ConfigurationError):
         load_keys([], str(tmp_path / "none"))
+
+
+@pytest.mark.parametrize(
+    ("key", "sentence"),
+    [
+        (ApiKey("alice", ""), "alice: key must not be empty"),
+        (ApiKey("alice", "schl\u00fcssel"), "alice: key must be of letters, digits and signs in ASCII"),
+        (ApiKey("alice", "\udcff"), "in ASCII"),
+        (ApiKey("alice", "two words"), "without spaces"),
+        (ApiKey("alice", "k\n"), "without spaces"),
+        (ApiKey("alice", "k", requests_per_minute=0), "requests_per_minute must be at least 1, not 0"),
+        (ApiKey("alice", "k", tokens_per_minute=-5), "tokens_per_minute must be at least 1, not -5"),
+        (ApiKey("alice", "k", concurrent_requests=0), "concurrent_requests must be at least 1, not 0"),
+    ],
+)
+def test_a_key_that_cannot_be_meant(key: ApiKey, sentence: str) -> None:
+    with pytest.raises(ConfigurationError, match=sentence) as refused:
+        RouterConfig(tokenizer_path="x", model_name="x", api_keys=(key,))
+    assert "schl" not in str(refused.value)
 
 
 def test_one_key_for_two_tenants_is_a_mistake() -> None:

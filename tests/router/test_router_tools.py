@@ -57,6 +57,10 @@ def read(
     return "".join(piece.text for piece in pieces), calls
 
 
+MARKS = '</tool_call> \\"<tool_call>\\" [TOOL_CALLS] }; {'  # in a string of a call
+SAYS_MARKS = ("say", {"text": json.loads(f'"{MARKS}"')})
+SAID = '{"text": "' + MARKS + '"}'
+
 HERMES = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 PARIS = ("weather", {"city": "Paris"})
 
@@ -81,6 +85,16 @@ PARIS = ("weather", {"city": "Paris"})
         (ToolFormat.MISTRAL, '[TOOL_CALLS]weather{"city": "Paris"}', ("", [PARIS])),
         (ToolFormat.MISTRAL, '[TOOL_CALLS]now[ARGS]{}[TOOL_CALLS]now[ARGS]{}', ("", [("now", {})] * 2)),
         (ToolFormat.MISTRAL, "[TOOL_CALLS] what", ("[TOOL_CALLS] what", [])),
+        (ToolFormat.HERMES, '<tool_call>{"name": "say", "arguments": ' + SAID + "}</tool_call>" + HERMES, ("", [SAYS_MARKS, PARIS])),
+        (ToolFormat.HERMES, '<tool_call>{"arguments": ' + SAID + ', "name": "say"}</tool_call>\nso', ("\nso", [SAYS_MARKS])),
+        (ToolFormat.HERMES, '<tool_call>{"arguments": ' + SAID + ', "name": "say"}', ("", [SAYS_MARKS])),
+        (ToolFormat.HERMES, '<tool_call>{"a": "b</tool_call> "so" ' + HERMES, ('<tool_call>{"a": "b</tool_call> "so" ', [PARIS])),
+        (ToolFormat.HERMES, '<tool_call>{"a": "b</tool_call> so', ('<tool_call>{"a": "b</tool_call> so', [])),
+        (ToolFormat.HERMES, '<tool_call>5" or so</tool_call>' + HERMES, ('<tool_call>5" or so</tool_call>', [PARIS])),
+        (ToolFormat.LLAMA3, '{"parameters": ' + SAID + ', "name": "say"}; {"name": "now", "parameters": {}};', ("", [SAYS_MARKS, ("now", {})])),
+        (ToolFormat.MISTRAL, "[TOOL_CALLS]say" + SAID + "[TOOL_CALLS]now[ARGS]{}", ("", [SAYS_MARKS, ("now", {})])),
+        (ToolFormat.MISTRAL, "[TOOL_CALLS]say[ARGS]" + SAID, ("", [SAYS_MARKS])),
+        (ToolFormat.MISTRAL, "[TOOL_CALLS]now{} and {}", ("[TOOL_CALLS]now{} and {}", [])),
     ],
 )  # fmt: skip
 def test_calls_as_models_write_them(name: ToolFormat, text: str, expected: tuple[str, list[Any]]) -> None:
@@ -92,7 +106,21 @@ def test_calls_as_models_write_them(name: ToolFormat, text: str, expected: tuple
 @given(
     text=st.lists(
         st.sampled_from(
-            ["<tool_call>", "</tool_call>", "<tool", "x", " ", "\n", '{"name": "f"}', "{", HERMES]
+            [
+                "<tool_call>",
+                "</tool_call>",
+                "<tool",
+                "x",
+                " ",
+                "\n",
+                '{"name": "f"}',
+                "{",
+                '"',
+                "\\",
+                '": "',
+                '{"name": "',
+                HERMES,
+            ]
         ),
         max_size=6,
     ).map("".join),

@@ -200,3 +200,19 @@ def test_a_node_that_tells_twice_or_of_another_epoch_is_not_believed(start_route
     assert len(trace_of(router, record.request_id).nodes) == 1
     assert trace_of(router, second, complete=False).missing == ["a0"]
     assert node.role is Role.AGGREGATED
+
+
+def test_a_trace_that_left_before_its_attempts_came_is_forgotten(start_router: StartRouter) -> None:
+    router = start_router(tracing=TracingConfig(keep=1))
+    router.nodes["d0"].set(hide_traces=True)
+
+    def attempts_known() -> int:
+        traces = router.server.services.traces
+        first = traces.begin("first", [(b"x-tandem-trace", b"1")])
+        assert first is not None
+        assert traces.begin("second", [(b"x-tandem-trace", b"1")]) is not None
+        first.attempt("attempt", [router.nodes["d0"].info], "why")
+        first.end(1.0, "route", 200)
+        return len(traces._by_attempt)
+
+    assert router.look(attempts_known) == 0
