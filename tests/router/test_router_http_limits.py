@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator
 from contextlib import closing
 
-import httpx
 import pytest
 
 from router.config import Limits, Timeouts
@@ -114,7 +113,7 @@ def test_too_many_connections(router: Running) -> None:
     assert body["error"]["code"] == "overloaded"
     for connection in held:
         connection.close()
-    router.client = httpx.Client(base_url=router.url)
+    router.client = router.new_client()
     router.wait_for(lambda: router.connections() == 0, "settled")
 
 
