@@ -69,7 +69,10 @@ def server(deploy: Deploy, taught: Path, expected: list[Expected]) -> Iterator[R
 
 @pytest.fixture(scope="module")
 def client(server: Running) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=120) as client:
+    http = openai.DefaultHttpxClient(trust_env=False)
+    with openai.OpenAI(
+        base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=120, http_client=http
+    ) as client:
         yield client
 
 

@@ -442,14 +442,14 @@ class World:
     def deliver_all(self) -> None:
         """Everything that is on the way, and what comes of it."""
         for _ in range(10_000):
-            reachable = [
+            reachable = (
                 index
                 for index, (to, _) in enumerate(self.network)
                 if not ((node := self.nodes.get(to.removeprefix("tcp://"))) and node.frozen)
-            ]
-            if not reachable:
+            )
+            if (first := next(reachable, None)) is None:
                 return
-            self.deliver(reachable[0])
+            self.deliver(first)
             self.pump()
         raise AssertionError("messages without end")
 

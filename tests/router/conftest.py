@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import httpx
 import msgspec
@@ -23,6 +23,9 @@ from router.text.tokenizer import Tokenizer
 from tests.router.event_reader import EventReader
 from tests.router.fake_node import Board, FakeNode, TokenRule, hashed_token
 from wire.nodes import Role
+
+if TYPE_CHECKING:
+    import openai
 
 T = TypeVar("T")
 
@@ -80,7 +83,18 @@ class Running:
         self._thread.start()
         self.server = self.call(self._make())
         self.url = self.call(self.server.start())
-        self.client = httpx.Client(base_url=self.url, timeout=20)
+        self.client = self.new_client()
+
+    def new_client(self) -> httpx.Client:
+        # Straight to the router, whatever proxy the environment names. To read the certificates for TLS, which nobody
+        # speaks here, would take longer than to start the router.
+        return httpx.Client(base_url=self.url, timeout=20, trust_env=False, verify=False)
+
+    def official_client(self) -> openai.OpenAI:
+        import openai  # takes a second, so only where it is used
+
+        http = openai.DefaultHttpxClient(trust_env=False, verify=False)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="unused", max_retries=0, http_client=http)
 
     async def _make(self) -> RouterServer:
         return RouterServer(self.config)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from router.text.tokenizer import Tokenizer
@@ -48,7 +50,13 @@ def test_usage_counts_prompt_answer_and_what_was_cached(
 ) -> None:
     router = start_router()
     prompt = tokenizer.encode("the quick brown fox jumps over", special=True)
-    usage = router.complete(prompt=prompt, max_tokens=5).json()["usage"]
+    router.nodes["d0"].set(pause_at=0)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(router.complete, prompt=prompt, max_tokens=5)
+        # Or the decode node may be through before the prefill node has said what it had.
+        router.wait_for(lambda: router.metric("tandem_time_to_first_token_seconds_count") == 1, "it has")
+        router.nodes["d0"].resume()
+        usage = answer.result(10).json()["usage"]
     assert usage == {
         "prompt_tokens": len(prompt),
         "completion_tokens": 5,

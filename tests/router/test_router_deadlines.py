@@ -18,13 +18,13 @@ def test_no_first_token_in_time(start_router: StartRouter) -> None:
 
 
 def test_the_whole_took_too_long(start_router: StartRouter) -> None:
-    router = start_router(timeouts=Timeouts(total=0.3))
+    router = start_router(timeouts=Timeouts(total=1.0))
     router.nodes["d0"].set(pause_at=3)
     with router.stream(max_tokens=20) as events:
         bodies = events.rest()
     assert bodies[-1]["error"]["code"] == "deadline_exceeded"
     assert sum(len(body["choices"][0]["text"]) for body in bodies[:-1]) == 3
-    assert router.nodes["d0"].submits[0].timeout_s <= 0.3
+    assert router.nodes["d0"].submits[0].timeout_s <= 1.0
 
 
 def test_the_idle_deadline_holds_from_the_first_token_on(start_router: StartRouter) -> None:

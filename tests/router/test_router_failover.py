@@ -268,7 +268,7 @@ def test_nobody_comes_back_is_an_error_in_time(start_router: StartRouter) -> Non
 
 def test_a_node_that_stops_giving_tokens_is_left(start_router: StartRouter) -> None:
     """It still answers pings: its engine is wedged, not its process."""
-    router = start_router(prefill=0, decode=2, timeouts=Timeouts(token_idle=0.2))
+    router = start_router(prefill=0, decode=2, timeouts=Timeouts(token_idle=0.5))
     for name in ("d0", "d1"):
         router.nodes[name].set(pause_at=5)
     with router.stream(max_tokens=COUNT, seed=9) as events:
@@ -284,7 +284,7 @@ def test_a_node_that_was_only_stopped_is_told_what_is_over_and_serves_again(
     start_router: StartRouter,
 ) -> None:
     """As SIGSTOP and SIGCONT leave it: it comes back with work that nobody wants any more."""
-    router = start_router(prefill=0, decode=2, heartbeat=Heartbeat(ping_interval=0.05, silence=0.3))
+    router = start_router(prefill=0, decode=2, heartbeat=Heartbeat(ping_interval=0.05, silence=0.5))
     for name in ("d0", "d1"):
         router.nodes[name].set(pause_at=5)
     with router.stream(max_tokens=COUNT, seed=9) as events:
@@ -381,7 +381,7 @@ def test_a_prefill_node_that_fails_after_the_handover_is_no_matter(start_router:
 
 def test_a_handover_that_never_comes_is_gone_around(start_router: StartRouter) -> None:
     """Neither node says anything: the decode node reads the prompt itself."""
-    router = start_router(timeouts=Timeouts(token_idle=0.2))
+    router = start_router(timeouts=Timeouts(token_idle=0.5))
     decode = router.nodes["d0"]
     decode.set(pause_at=0)
     with router.stream(max_tokens=COUNT, seed=9) as events:

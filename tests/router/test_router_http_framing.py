@@ -8,18 +8,23 @@ from contextlib import closing
 
 import pytest
 
-from tests.router.conftest import Running, StartRouter
+from tests.router.conftest import Running, bombarded
 from tests.router.raw_http import connect, read_answer, talk
 
 BEHIND = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
 NO_CHUNKS = b"0\r\n\r\n"
 
 
+@pytest.fixture(scope="module")
+def only_router(model_folder: str, end_token: int) -> Iterator[Running]:
+    with bombarded(model_folder, end_token) as running:
+        yield running
+
+
 @pytest.fixture
-def router(start_router: StartRouter) -> Iterator[Running]:
-    running = start_router()
-    yield running
-    assert running.complete(max_tokens=2).status_code == 200
+def router(only_router: Running) -> Iterator[Running]:
+    yield only_router
+    assert only_router.complete(max_tokens=2).status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator
 from contextlib import closing
 
-import httpx
 import pytest
 
 from router.config import Limits, Timeouts
@@ -14,14 +13,20 @@ from tests.router.conftest import Running, StartRouter
 from tests.router.raw_http import connect, parse, post, read_to_end, talk
 
 LIMITS = Limits(header_bytes=4096, body_bytes=10_000, connections=6)
-TIMEOUTS = Timeouts(header=0.2, body=0.2, keep_alive=30)
 
 
 @pytest.fixture
 def router(start_router: StartRouter) -> Iterator[Running]:
-    running = start_router(limits=LIMITS, timeouts=TIMEOUTS)
+    running = start_router(limits=LIMITS)
     yield running
     assert running.complete(max_tokens=2).status_code == 200  # it still answers
+
+
+@pytest.fixture
+def impatient(start_router: StartRouter) -> Iterator[Running]:
+    running = start_router(limits=LIMITS, timeouts=Timeouts(header=0.3, body=0.3, keep_alive=30))
+    yield running
+    assert running.complete(max_tokens=2).status_code == 200
 
 
 @pytest.mark.parametrize("size", [4500, 60_000, 200_000])
@@ -37,15 +42,15 @@ def test_a_path_that_is_too_large(router: Running) -> None:
     assert status == 431
 
 
-def test_a_header_that_never_ends(router: Running) -> None:
-    status, headers, body = talk(router, b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-slow: ")
+def test_a_header_that_never_ends(impatient: Running) -> None:
+    status, headers, body = talk(impatient, b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-slow: ")
     assert status == 408
     assert headers["connection"] == "close"
     assert body["error"]["type"] == "invalid_request_error"
 
 
-def test_the_second_header_on_a_connection_is_timed_too(router: Running) -> None:
-    with closing(connect(router)) as connection:
+def test_the_second_header_on_a_connection_is_timed_too(impatient: Running) -> None:
+    with closing(connect(impatient)) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
         first = b""
         while b"ok" not in first:
@@ -55,16 +60,16 @@ def test_the_second_header_on_a_connection_is_timed_too(router: Running) -> None
     assert status == 408
 
 
-def test_a_connection_that_never_says_anything_is_closed(router: Running) -> None:
-    with closing(connect(router)) as connection:
+def test_a_connection_that_never_says_anything_is_closed(impatient: Running) -> None:
+    with closing(connect(impatient)) as connection:
         assert read_to_end(connection) == b""
 
 
-def test_a_body_that_never_ends(router: Running) -> None:
-    status, headers, body = talk(router, post(b'{"model": ', content_length="500"))
+def test_a_body_that_never_ends(impatient: Running) -> None:
+    status, headers, body = talk(impatient, post(b'{"model": ', content_length="500"))
     assert status == 408
     assert headers["connection"] == "close"
-    assert "within 0.2 s" in body["error"]["message"]
+    assert "within 0.3 s" in body["error"]["message"]
 
 
 def test_a_body_that_is_too_large_by_its_own_account(router: Running) -> None:
@@ -114,15 +119,15 @@ def test_too_many_connections(router: Running) -> None:
     assert body["error"]["code"] == "overloaded"
     for connection in held:
         connection.close()
-    router.client = httpx.Client(base_url=router.url)
+    router.client = router.new_client()
     router.wait_for(lambda: router.connections() == 0, "settled")
 
 
-def test_slow_headers_do_not_keep_others_waiting(router: Running) -> None:
-    slow = [connect(router) for _ in range(4)]
+def test_slow_headers_do_not_keep_others_waiting(impatient: Running) -> None:
+    slow = [connect(impatient) for _ in range(4)]
     for connection in slow:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\n")
-    assert router.complete(max_tokens=3).status_code == 200
+    assert impatient.complete(max_tokens=3).status_code == 200
     assert [parse(read_to_end(connection))[0] for connection in slow] == [408] * 4
     for connection in slow:
         connection.close()

@@ -46,11 +46,10 @@ def test_the_queue_is_fair_between_keys(start_router: StartRouter) -> None:
     node.set(pause_at=1)
 
     def ask(key: str, prompt: str) -> httpx.Response:
-        return httpx.post(
-            f"{router.url}/v1/completions",
+        return router.client.post(
+            "/v1/completions",
             json={"model": "fake", "prompt": prompt, "max_tokens": 2},
             headers={"authorization": f"Bearer {key}"},
-            timeout=20,
         )
 
     admission = router.server.services.dispatcher.admission

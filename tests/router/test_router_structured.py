@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import openai
 import pydantic
 import pytest
 from llguidance import LLMatcher, LLTokenizer
@@ -131,7 +130,7 @@ def test_the_official_clients_parsing_works_unchanged(
 
     script = [*tokenizer.encode('{"name": "Bob", "age": 7, "tags": null}', special=False), end_token]
     router = start_router(rule=scripted(script))
-    client = openai.OpenAI(base_url=f"{router.url}/v1", api_key="unused", max_retries=0)
+    client = router.official_client()
     answer = client.chat.completions.parse(
         model="fake", messages=[{"role": "user", "content": "who?"}], response_format=Person
     )

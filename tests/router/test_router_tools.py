@@ -5,7 +5,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -160,7 +159,7 @@ def test_a_call_through_the_official_client(
 ) -> None:
     script = [*tokenizer.encode("I look. " + HERMES, special=False), end_token]
     router = start_router(rule=scripted(script), tokenizer_path=folder_with_tools)
-    client = openai.OpenAI(base_url=f"{router.url}/v1", api_key="unused", max_retries=0)
+    client = router.official_client()
     messages: Any = [{"role": "user", "content": "weather in Paris?"}]
     tools: Any = [WEATHER]
 

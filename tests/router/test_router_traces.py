@@ -153,7 +153,7 @@ def test_a_request_that_failed_over_shows_both_attempts(start_router: StartRoute
 async def router_ask(router: Running) -> str:
     import httpx
 
-    async with httpx.AsyncClient(base_url=router.url, timeout=20) as client:
+    async with httpx.AsyncClient(base_url=router.url, timeout=20, trust_env=False, verify=False) as client:
         body = {"model": "fake", "prompt": "the fox", "max_tokens": 6}
         response = await client.post("/v1/completions", json=body, headers=ASK)
         assert response.status_code == 200, response.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -11,6 +12,7 @@ from msgspec import inspect
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 
 
+@cache
 def values_of(message_type: Any) -> st.SearchStrategy[Any]:
     return _values(inspect.type_info(message_type))
 

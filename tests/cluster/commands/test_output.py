@@ -24,7 +24,7 @@ def test_who_stops_reading_does_not_end_who_prints() -> None:
 def test_a_full_disk_does_not_either() -> None:
     with open("/dev/full", "w") as stream:
         console = Console(file=cast("TextIO", UnfailingOutput(stream)))
-        console.print("x" * 2 * io.DEFAULT_BUFFER_SIZE)
+        console.print("x\n" * io.DEFAULT_BUFFER_SIZE)
         console.print("more")
 
 

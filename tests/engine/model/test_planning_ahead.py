@@ -151,7 +151,14 @@ def load(path: Path, native: bool) -> TorchRunner:
     )
 
 
-VARIANTS = ["llama-native", "llama", "llama-recorded", "gemma3", "mistral-window-recorded"]
+VARIANTS = [
+    "llama-native",
+    "llama-recorded",
+    "gemma3",
+    "mistral-window-recorded",
+    # The others' model on gemma3's path.
+    pytest.param("llama", marks=pytest.mark.slow),
+]
 
 
 @pytest.fixture(scope="module", params=VARIANTS)

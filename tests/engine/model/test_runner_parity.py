@@ -79,6 +79,11 @@ def case(
     return Case(path, native, runner, prompts, [a.tokens for a in answers], [a.logprobs for a in answers])
 
 
+@pytest.fixture(scope="module")
+def other_runner(case: Case) -> TorchRunner:
+    return load(case.path, case.native)
+
+
 def finish_all(driver: Driver) -> None:
     for req_id in list(driver.requests):
         driver.finish(req_id)
@@ -148,8 +153,10 @@ def test_prefix_hits_read_blocks_that_another_request_computed(case: Case) -> No
 
 
 @pytest.mark.parametrize("after", [1, 4])
-def test_a_request_moves_to_another_runner_with_its_blocks(case: Case, after: int) -> None:
-    prefill, decode = case.driver(1), Driver(load(case.path, case.native), 2)
+def test_a_request_moves_to_another_runner_with_its_blocks(
+    case: Case, other_runner: TorchRunner, after: int
+) -> None:
+    prefill, decode = case.driver(1), Driver(other_runner, 2)
     for index in (2, 3):
         prefill.add(f"r{index}", case.prompts[index])
     prefill.generate(after, max_chunk=9)
@@ -157,6 +164,7 @@ def test_a_request_moves_to_another_runner_with_its_blocks(case: Case, after: in
         decode.adopt(f"r{index}", prefill)
     assert list(decode.generate(NUM_TOKENS).values()) == [case.answers[2], case.answers[3]]
     finish_all(prefill)
+    finish_all(decode)
 
 
 def test_drafts_change_no_token(case: Case) -> None:
