@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+import re
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -91,10 +93,29 @@ class TracingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigurationError(f"router.tracing.sample must be from 0 to 1, not {self.sample}")
         if self.keep < 1:
             raise ConfigurationError(f"router.tracing.keep must be at least 1, not {self.keep}")
-        if self.otlp_endpoint and not self.otlp_endpoint.startswith(("http://", "https://")):
+        if self.otlp_endpoint and not _is_http_url(self.otlp_endpoint):
             raise ConfigurationError(
                 f"router.tracing.otlp_endpoint must be an http or https URL, not {self.otlp_endpoint!r}"
             )
+        for name, value in self.otlp_headers.items():
+            if not _is_header(name, value):
+                raise ConfigurationError(
+                    f"router.tracing.otlp_headers: {name!r} must be a header's name with a value in printable ASCII"
+                )
+
+
+def _is_http_url(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        _ = parts.port  # raises for one that is none
+    except ValueError:
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and url.isascii() and url.isprintable()
+
+
+def _is_header(name: str, value: str) -> bool:
+    is_name = re.fullmatch(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+", name) is not None
+    return is_name and value.isascii() and value.isprintable()
 
 
 class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -19,6 +19,7 @@ from router.tracing.export import OtlpExporter
 from router.tracing.otlp import export_request
 from router.tracing.record import Arrival, NodePart, TraceRecord
 from tests.router.conftest import StartRouter
+from wire.errors import ConfigurationError
 from wire.tracing import Phase, Span, TransferRecord
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -251,3 +252,19 @@ class TestExporter:
             lambda metrics: self.value(metrics, "tandem_traces_exported_total") == export.QUEUED,
         )
         assert self.value(metrics, "tandem_traces_dropped_total", reason="queue_full") == 5
+
+
+@pytest.mark.parametrize(
+    "url", ["collector:4318", "http://", "http://collector:99999", "http://c/\n", "ftp://c"]
+)
+def test_a_collector_that_nobody_can_reach_is_refused_at_once(url: str) -> None:
+    with pytest.raises(ConfigurationError, match="otlp_endpoint must be an http or https URL"):
+        TracingConfig(otlp_endpoint=url)
+
+
+@pytest.mark.parametrize(
+    "headers", [{"x-key": "schlüssel"}, {"x key": "a"}, {"": "a"}, {"x-key": "a\r\nb: c"}]
+)
+def test_headers_that_cannot_be_sent_are_refused_by_name(headers: dict[str, str]) -> None:
+    with pytest.raises(ConfigurationError, match="otlp_headers"):
+        TracingConfig(otlp_endpoint="http://collector:4318", otlp_headers=headers)
