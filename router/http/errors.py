@@ -61,6 +61,9 @@ _TYPES = {
 }
 
 DEFAULT_RETRY_AFTER_S = 1
+# Messages quote what was sent, and a name that nobody knows may fill a body.
+_LONGEST_MESSAGE = 2000
+_LONGEST_PARAM = 200
 
 
 def error_type(status: int) -> str:
@@ -70,9 +73,17 @@ def error_type(status: int) -> str:
 
 
 def error_body(message: str, status: int, code: str | None, param: str | None = None) -> bytes:
+    if param is not None:
+        param = param[:_LONGEST_PARAM]
     return msgspec.json.encode(
-        {"error": {"message": message, "type": error_type(status), "param": param, "code": code}}
+        {"error": {"message": _shortened(message), "type": error_type(status), "param": param, "code": code}}
     )
+
+
+def _shortened(message: str) -> str:
+    """What is wrong stands at the beginning, and what would be right often at the end."""
+    half = _LONGEST_MESSAGE // 2
+    return message if len(message) <= _LONGEST_MESSAGE else f"{message[:half]} … {message[-half:]}"
 
 
 def status_of(error: TandemError) -> int:

@@ -55,6 +55,14 @@ def test_is_refused_by_name(router: Running, bad: Bad) -> None:
     assert router.server.services.dispatcher.running == 0
 
 
+def test_a_refusal_is_short_however_long_the_mistake_is(router: Running) -> None:
+    answer = router.client.post(COMPLETIONS, json=VALID[COMPLETIONS] | {"x" * 1_000_000: 1})
+    assert answer.status_code == 400
+    message = error_of(answer)["message"]
+    assert "unknown" in message
+    assert len(answer.content) < 10_000
+
+
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
