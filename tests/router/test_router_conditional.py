@@ -25,8 +25,8 @@ def test_a_short_prompt_is_read_where_a_handover_costs_more() -> None:
 def test_the_line_moves_with_the_handover() -> None:
     fast = pools(node("p0"), node("d0", running=1), handover=0.001)
     slow = pools(node("p0"), node("d0", running=1), handover=0.2)
-    assert not goes_local(fast, 100)
-    assert goes_local(slow, 100)
+    assert not goes_local(fast, 40)
+    assert goes_local(slow, 40)
 
 
 def test_the_line_moves_with_the_streams_that_would_stall() -> None:
@@ -37,8 +37,16 @@ def test_the_line_moves_with_the_streams_that_would_stall() -> None:
 def test_the_line_moves_with_the_prefill_nodes_queue() -> None:
     quiet = pools(node("p0"), node("d0", running=2), handover=0.01)
     crowded = pools(node("p0", waiting_tokens=5000), node("d0", running=2), handover=0.01)
-    assert not goes_local(quiet, 500)
-    assert goes_local(crowded, 500)
+    assert not goes_local(quiet, 40)
+    assert goes_local(crowded, 40)
+
+
+def test_no_line_is_so_long_that_streams_stand_still_for_a_prompt() -> None:
+    crowded = node("p0", waiting_tokens=50_000)
+    assert goes_local(pools(crowded, node("d0"), handover=0.01), 500)  # nobody is being decoded
+    assert not goes_local(pools(crowded, node("d0", running=1), handover=0.01), 500)
+    assert not goes_local(pools(crowded, node("d0", waiting=1), handover=0.01), 500)
+    assert goes_local(pools(crowded, node("d0", running=1, rate=100_000), handover=0.01), 500)
 
 
 def test_a_long_prompt_that_is_cached_on_the_decode_node_is_short() -> None:
