@@ -67,7 +67,7 @@ class _Written(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     rope_scaling: None = None
     sliding_window: _Count | UnsetType | None = UNSET
     use_sliding_window: Literal[False] = False  # Qwen: the window is not used, whatever it is
-    layer_types: list[Literal["full_attention"]] | None = None
+    layer_types: list[Literal["full_attention"]] | UnsetType | None = UNSET
     dtype: _Dtype | UnsetType = UNSET
     torch_dtype: _Dtype | UnsetType = UNSET
 
@@ -115,8 +115,8 @@ def read_plain_config(content: dict[str, Any]) -> PlainConfig | None:
     # Where these are not written, the types differ in what they mean.
     if kind == "qwen3" and written.head_dim is None:
         return None
-    if kind == "mistral" and (written.sliding_window is UNSET or written.layer_types):
-        return None
+    if kind == "mistral" and (written.sliding_window is UNSET or written.layer_types is not UNSET):
+        return None  # with kinds of layers, be it none, it is another type
     if kind == "llama" and written.sliding_window:
         return None
     if written.layer_types and len(written.layer_types) != written.num_hidden_layers:

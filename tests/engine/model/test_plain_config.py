@@ -220,6 +220,7 @@ def test_whatever_is_changed_it_says_what_transformers_says_or_nothing(
         ("SmolLM2-135M", {"num_hidden_layers": "30"}),
         ("SmolLM2-135M", {"torch_dtype": "float8_e4m3fn"}),
         ("Qwen2.5-0.5B", {"use_sliding_window": True}),
+        ("Mistral-7B-v0.1", {"layer_types": None}),
     ],
 )
 def test_what_is_unusual_is_left_to_transformers(name: str, change: dict[str, Any]) -> None:
