@@ -14,6 +14,7 @@ pair down: its moves fail, and the next transfer with this peer makes another.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import logging
 import math
@@ -51,7 +52,7 @@ class Node(msgspec.Struct, frozen=True):
     send: Callable[[str, msgspec.Struct], None]  # raises TransferError
 
 
-class End:
+class End(abc.ABC):
     """What both ends have: a thread, which can be kept from the cache at any moment."""
 
     def __init__(self, node: Node) -> None:
@@ -80,8 +81,8 @@ class End:
 
     # ── its own thread ──
 
-    def _run(self) -> None:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _run(self) -> None: ...
 
     def _make_group(self, store: TCPStore, rank: int) -> Group:
         node = self.node

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Iterator
 
 import msgspec
@@ -19,6 +18,7 @@ from engine.service import NodeService
 from engine.structured.grammars import Grammars
 from prefill_node.rules import PrefillRules
 from tests.engine.engine_fakes import FakeRunner, make_scheduler, token_at
+from tests.waiting import until
 from wire.errors import InvalidLogits, NodeLost
 from wire.nodes import NodeState, PeerAddress, Role
 from wire.requests import (
@@ -234,8 +234,7 @@ def test_the_requests_of_a_router_that_does_not_read_are_aborted(node: Node) -> 
 def test_a_router_that_was_lost_is_told_nothing_until_it_is_heard_again(node: Node) -> None:
     node.outgoing.gone.add(ROUTER)
     node.submit("unread", sampling=SamplingParams(max_tokens=90_000, ignore_eos=True))
-    while not node.outgoing.forgotten:
-        time.sleep(0.001)
+    until(lambda: bool(node.outgoing.forgotten))
     node.outgoing.gone.clear()
     node.submit("again")
     assert node.outgoing.until_finished("again")

@@ -25,7 +25,7 @@ from kvtransfer.nccl.options import NcclOptions
 from kvtransfer.nccl.pair import Callee
 from kvtransfer.nccl.transport import NcclTransport
 from kvtransfer.protocol.transport import HandleId, Move, Operation, RemoteId
-from tests.kvtransfer.kv_waiting import until
+from tests.waiting import until
 from wire.errors import ConfigurationError, TransferError
 from wire.handoff import CacheMemory
 
@@ -50,6 +50,21 @@ class Side:
 
     def finish(self, handle: HandleId, within_s: float = 8.0) -> None:
         until(lambda: self.transport.is_done(handle), within_s)
+
+
+class Held:
+    """What callers announce waits here for `go_on`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.heard, self.go_on = threading.Event(), threading.Event()
+        announce = Callee.announce
+
+        def late(callee: Callee, message: Announce) -> None:
+            self.heard.set()
+            assert self.go_on.wait(5)
+            announce(callee, message)
+
+        monkeypatch.setattr(Callee, "announce", late)
 
 
 def pair_threads() -> int:
@@ -206,19 +221,11 @@ def test_a_read_can_be_taken_back_and_the_pair_goes_on(
     here, there = sides
     remote = here.transport.connect(there.memory)
     there.tensor[5] = 5.0
-    heard, go_on = threading.Event(), threading.Event()
-    announce = Callee.announce
-
-    def late(self: Callee, message: Announce) -> None:
-        heard.set()
-        assert go_on.wait(5)
-        announce(self, message)
-
-    monkeypatch.setattr(Callee, "announce", late)
+    held = Held(monkeypatch)
     patient = here.transport.post(remote, here.move(Operation.READ, [3], [5]))
-    assert heard.wait(5)
+    assert held.heard.wait(5)
     assert here.transport.cancel(patient)
-    go_on.set()
+    held.go_on.set()
     here.finish(here.transport.post(remote, here.move(Operation.READ, [4], [5])))
     assert (here.tensor[3] == 0.0).all()
     assert (here.tensor[4] == 5.0).all()
@@ -230,19 +237,11 @@ def test_a_write_that_has_begun_is_not_taken_back(
     here, there = sides
     remote = here.transport.connect(there.memory)
     there.transport.expect("t", [5])
-    heard, go_on = threading.Event(), threading.Event()
-    announce = Callee.announce
-
-    def late(self: Callee, message: Announce) -> None:
-        heard.set()
-        assert go_on.wait(5)
-        announce(self, message)
-
-    monkeypatch.setattr(Callee, "announce", late)
+    held = Held(monkeypatch)
     handle = here.transport.post(remote, here.move(Operation.WRITE, [3], [5]))
-    assert heard.wait(5)
+    assert held.heard.wait(5)
     assert not here.transport.cancel(handle)
-    go_on.set()
+    held.go_on.set()
     here.finish(handle)
 
 

@@ -5,12 +5,12 @@ import time
 from typing import Any
 
 import pytest
-from kv_waiting import until
 
 from kvtransfer.protocol.commands import CancelReceive
 from kvtransfer.protocol.loop import POLL_MAX_S, ProtocolLoop
 from kvtransfer.protocol.settings import Settings
 from kvtransfer.protocol.transport import Activity
+from tests.waiting import until
 from wire.handoff import CancelTransfer, Envelope
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from kvtransfer.protocol import channel
 from kvtransfer.protocol.channel import ListenerProbe, SideChannel
-from tests.kvtransfer.kv_waiting import until
+from tests.waiting import until
 from wire.handoff import CancelTransfer, Envelope, HandoffMessage
 
 
