@@ -3,7 +3,9 @@ bytes unread is reset, and the answer lost."""
 
 from __future__ import annotations
 
-from contextlib import closing
+import socket
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 
 import pytest
 
@@ -57,14 +59,21 @@ def test_a_chunk_that_is_none_ends_a_request_that_is_being_read(start_router: St
     router.wait_for(lambda: router.server.services.bodies.held == 0, "given back")
 
 
+@contextmanager
+def refused_while_sending(router: Running) -> Iterator[socket.socket]:
+    """The connection of a client that has been answered, and has not ended what it sends."""
+    with closing(connect(router)) as connection:
+        connection.sendall(post(b"", content_length=str(SIZE)))
+        assert parse(read_to_end(connection))[0] == 503
+        yield connection
+
+
 def test_who_goes_on_sending_is_closed_all_the_same(
     start_router: StartRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(protocol, "LINGER_S", 0.05)
     router = draining(start_router)
-    with closing(connect(router)) as connection:
-        connection.sendall(post(b"", content_length=str(SIZE)))
-        assert parse(read_to_end(connection))[0] == 503
+    with refused_while_sending(router):
         router.wait_for(lambda: router.connections() == 0, "closed")
 
 
@@ -74,9 +83,7 @@ def test_who_goes_on_sending_much_is_closed_sooner(
     monkeypatch.setattr(protocol, "LINGER_S", 60)
     monkeypatch.setattr(protocol, "LINGER_BYTES", 1000)
     router = draining(start_router)
-    with closing(connect(router)) as connection:
-        connection.sendall(post(b"", content_length=str(SIZE)))
-        assert parse(read_to_end(connection))[0] == 503
+    with refused_while_sending(router) as connection:
         connection.sendall(b" " * 1001)
         router.wait_for(lambda: router.connections() == 0, "closed")
 
@@ -86,7 +93,5 @@ def test_stopping_does_not_wait_for_who_is_still_sending(
 ) -> None:
     monkeypatch.setattr(protocol, "LINGER_S", 60)
     router = draining(start_router)
-    with closing(connect(router)) as connection:
-        connection.sendall(post(b"", content_length=str(SIZE)))
-        assert parse(read_to_end(connection))[0] == 503
+    with refused_while_sending(router):
         router.call(router.server.stop())
