@@ -3,7 +3,8 @@
 # make test-faults   nodes killed and frozen in the middle of requests (about 10 minutes; KILLS=15 kills thirty in each
 #                    phase, half greedy, half seeded). Then every fault of a KV transfer, 100 times for each connector and
 #                    direction (about 15 minutes)
-# make test-hosts    `ray up` on several hosts made of network namespaces; needs root (about 15 minutes)
+# make test-hosts    `ray up` on several hosts made of network namespaces; needs root, and installs the Debian packages
+#                    that it lacks (about 15 minutes)
 # make bench    every part measured, short, in one table beside the floors (about ten minutes; alone on the machine)
 # make soak     half an hour of everything that clients do, on two prefill and two decode nodes; MINUTES=3 KILL_EVERY=120
 # make check    style, types, and which package imports which
@@ -39,9 +40,9 @@ UNITS := --ignore=tests/integration --ignore=tests/faults --ignore=tests/hosts t
 
 test: install
 	@$(BIN)/tandem models fetch > /dev/null
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "not slow" $(UNITS)
-	$(BIN)/python -m pytest -q -m slow $(UNITS)
-	$(BIN)/python -m pytest -q tests/integration
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rs --durations=10 -n 2 -m "not slow" $(UNITS)
+	$(BIN)/python -m pytest -q -rs --durations=10 -m slow $(UNITS)
+	$(BIN)/python -m pytest -q -rs --durations=10 tests/integration
 
 test-faults: install
 	@$(BIN)/tandem models fetch > /dev/null

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import signal
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -47,7 +49,9 @@ def killer(view: View, processes: Callable[[], list[int]] = lambda: list(TITLES)
     return Killer(view, processes, 1.0, seed=1)  # type: ignore[arg-type]
 
 
-def test_only_nodes_are_killed_and_it_waits_until_a_successor_serves(killed: list[tuple[int, int]]) -> None:
+def test_only_nodes_are_killed_and_it_waits_until_a_successor_serves(
+    killed: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     lost = [msgspec.structs.replace(NODES[0], state="lost", unusable="it is silent"), NODES[1]]
     starting = [
         msgspec.structs.replace(renewed(NODES[0]), state="unknown", unusable="not heard of yet"),
@@ -55,6 +59,8 @@ def test_only_nodes_are_killed_and_it_waits_until_a_successor_serves(killed: lis
     ]
     whole = [renewed(NODES[0]), NODES[1]]
     view = View(NODES, NODES, lost, lost[1:], starting, whole)
+    ticks = itertools.count()
+    monkeypatch.setattr(killing, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
     made = killer(view)
     asyncio.run(made.kill_one())
     ((process, number),) = killed
@@ -63,7 +69,8 @@ def test_only_nodes_are_killed_and_it_waits_until_a_successor_serves(killed: lis
     assert view.asked == 6, "the same epochs as before are not a cluster that has mended"
     (kill,) = made.kills
     assert kill.victim == TITLES[process]
-    assert kill.whole_after_s >= 0
+    # The clock is looked at when it begins, at the kill, after each of four looks, and when it is whole.
+    assert (kill.at_s, kill.whole_after_s) == (1.0, 5.0)
 
 
 def test_over_time_every_node_has_its_turn(killed: list[tuple[int, int]]) -> None:

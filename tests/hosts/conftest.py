@@ -11,16 +11,18 @@ import pytest
 
 sys.path.append(str(Path(__file__).parent))  # for lab and static_cluster, which are no tests
 
-from lab import Lab, missing
+from lab import Lab
 from static_cluster import StaticCluster
+from tools import install_absent, why_impossible
 
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     if os.environ.get("TANDEM_TEST_HOSTS") != "1":
         pytest.skip("takes minutes and several machines' worth of processes: `make test-hosts` runs it")
-    if reason := missing():
+    if reason := why_impossible():
         pytest.skip(reason)
+    install_absent()  # a machine that could have the tools and has not is a failure, not a reason to skip
     with Lab(tmp_path_factory.mktemp("hosts"), hosts=6) as lab:
         yield lab
 

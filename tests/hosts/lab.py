@@ -1,8 +1,8 @@
 """Several machines on one: network namespaces joined by a bridge, each with its own processes, home, shared memory,
 Ray folder and sshd. What runs on one of them sees only that one's processes, so even `ray stop` is safe.
 
-Needs root and a few tools; `missing()` says which of them are not there. Nothing outside the namespaces is
-changed, except that /run/sshd is made where it is missing.
+Needs root and the programs that tools.py names. Nothing outside the namespaces is changed, except that /run/sshd is made
+where it is missing.
 """
 
 from __future__ import annotations
@@ -22,37 +22,12 @@ from typing import IO
 ROOT = Path(__file__).resolve().parents[2]
 NETWORK = "10.77.0"
 LAPTOP = f"{NETWORK}.2"
+# Commands of the environment that the tests run in, whatever is on a PATH.
+RAY = (sys.executable, "-m", "ray.scripts.scripts")
+TANDEM = (sys.executable, "-m", "cluster.cli")
 _PREFIX = "tdm"
 _LAN = f"{_PREFIX}_lan"
 _LOCK = Path("/run/lock/tandem-hosts.lock")
-_TOOLS = {
-    "ip": "iproute2",
-    "unshare": "util-linux",
-    "nsenter": "util-linux",
-    "flock": "util-linux",
-    "ssh": "openssh-client",
-    "ssh-keygen": "openssh-client",
-    "/usr/sbin/sshd": "openssh-server",
-    "rsync": "rsync",
-    "pgrep": "procps",
-}
-
-
-def missing() -> str:
-    """Why there can be no lab on this machine; nothing if there can."""
-    if os.geteuid() != 0:
-        return "network namespaces need root"
-    absent = sorted({package for tool, package in _TOOLS.items() if shutil.which(tool) is None})
-    if absent:
-        return f"not installed: {', '.join(absent)}"
-    trial = subprocess.run(
-        ["unshare", "--net", "--mount", "--pid", "--fork", "--mount-proc", "true"],
-        capture_output=True,
-        check=False,
-    )
-    if trial.returncode:
-        return f"namespaces are not allowed here: {trial.stderr.decode(errors='replace').strip()}"
-    return ""
 
 
 class Host:

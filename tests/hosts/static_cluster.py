@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from lab import ROOT, Host, Lab
+from lab import RAY, ROOT, TANDEM, Host, Lab
 
 MANIFEST = ROOT / "manifests" / "ray" / "static.yaml"
 PROBE = Path(__file__).with_name("probe.py")
@@ -65,22 +65,22 @@ class StaticCluster:
 
     def tandem(self, *words: str, timeout_s: float = 120.0) -> str:
         """A command, typed on the head."""
-        return self.head.run("env", "RAY_AUTH_MODE=token", "tandem", *words, timeout_s=timeout_s)
+        return self.head.run("env", "RAY_AUTH_MODE=token", *TANDEM, *words, timeout_s=timeout_s)
 
     def up(self, *, prefill: Sequence[Host], decode: Sequence[Host], standby: int = 0) -> str:
         token = self.lab.laptop_home / ".ray" / "auth_token"
         if not token.exists():
-            self.lab.on_laptop("ray", "get-auth-token", "--generate", timeout_s=60)
+            self.lab.on_laptop(*RAY, "get-auth-token", "--generate", timeout_s=60)
         self.file.write_text(
             yaml.safe_dump(self.config(prefill=prefill, decode=decode, standby=standby)), encoding="utf-8"
         )
-        return self.lab.on_laptop("ray", "up", "-y", str(self.file), timeout_s=UP_TIMEOUT_S)
+        return self.lab.on_laptop(*RAY, "up", "-y", str(self.file), timeout_s=UP_TIMEOUT_S)
 
     def down(self) -> str:
         if self._probe is not None:
             self._probe.close()
             self._probe = None
-        return self.lab.on_laptop("ray", "down", "-y", str(self.file), timeout_s=UP_TIMEOUT_S)
+        return self.lab.on_laptop(*RAY, "down", "-y", str(self.file), timeout_s=UP_TIMEOUT_S)
 
     @property
     def probe(self) -> Probe:

@@ -4,13 +4,12 @@ on, and the new controller finds them."""
 from __future__ import annotations
 
 import shutil
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import yaml
-from lab import Host, Lab
+from lab import RAY, TANDEM, Host, Lab
 from serving import Client, give_model
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.integration]
@@ -28,7 +27,7 @@ def ray(host: Host, *words: str, timeout_s: float = 120.0) -> str:
         "RAY_gcs_rpc_server_reconnect_timeout_s=300",
     )
     common = ("--disable-usage-stats", "--object-store-memory=80000000", f"--node-ip-address={host.address}")
-    return host.run("env", *environment, "ray", "start", *common, *words, timeout_s=timeout_s)
+    return host.run("env", *environment, *RAY, "start", *common, *words, timeout_s=timeout_s)
 
 
 def start_head(head: Host) -> None:
@@ -55,7 +54,7 @@ def machines(lab: Lab, smollm2_path: Path) -> list[Host]:
     }
     file = lab.folder / "tandem.yaml"
     file.write_text(yaml.safe_dump(settings), encoding="utf-8")
-    head.run("env", "RAY_AUTH_MODE=token", "ray", "get-auth-token", "--generate")
+    head.run("env", "RAY_AUTH_MODE=token", *RAY, "get-auth-token", "--generate")
     for host in machines[1:]:
         (host.home / ".ray").mkdir(exist_ok=True)
         shutil.copy(head.home / ".ray" / "auth_token", host.home / ".ray" / "auth_token")
@@ -69,7 +68,7 @@ def machines(lab: Lab, smollm2_path: Path) -> list[Host]:
 
 def serve(head: Host, file: Path) -> str:
     return head.run(
-        "env", "RAY_AUTH_MODE=token", sys.executable, "-m", "cluster.cli", "serve", "--address", "auto", "--detach",
+        "env", "RAY_AUTH_MODE=token", *TANDEM, "serve", "--address", "auto", "--detach",
         "--config", str(file), "--host", head.address, timeout_s=START_S,
     )  # fmt: skip
 
@@ -88,9 +87,9 @@ def test_nodes_and_routers_go_on_without_the_head_and_are_found_by_the_next(
     back = Client(lab, f"http://{head.address}:8000")
     back.wait_for_nodes(prefill=1, decode=1, within_s=START_S)
     assert "Paris" in back.complete("The capital of France is the city of")
-    assert back.epochs() == before, "nobody was started anew"
+    assert back.epochs() == before, "no node was started again"
     assert there.epochs() == before
     deadline = time.monotonic() + START_S
-    while "took over 2 nodes" not in (said := head.run("env", "RAY_AUTH_MODE=token", "tandem", "status")):
+    while "took over 2 nodes" not in (said := head.run("env", "RAY_AUTH_MODE=token", *TANDEM, "status")):
         assert time.monotonic() < deadline, said
         time.sleep(1)  # the controller announces nothing to other processes

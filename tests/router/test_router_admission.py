@@ -164,8 +164,11 @@ def test_a_new_node_lets_in_those_who_wait() -> None:
         slots = await place.ask()
         waiting = place.ask()
         await settle()
+        assert not waiting.done()
         place.capacity = 2
         place.admission.pump()
+        await settle()
+        assert waiting.done(), "let in by the new place alone: no other was given back"
         (await waiting).release_all()
         slots.release_all()
 

@@ -83,6 +83,7 @@ def test_bursts_with_pauses_between_are_all_noticed() -> None:
                 await asyncio.to_thread(listener.outbox.send, listener.inbox.endpoint, Ping("x"))
             expected += burst
             await listener.wait(expected)
+            assert len(listener.messages) == expected
 
     run(work)
 
@@ -152,9 +153,15 @@ def test_a_peer_that_never_greets_is_let_go(monkeypatch: pytest.MonkeyPatch) -> 
     async def work(listener: Listener) -> None:
         host, _, port = listener.inbox.endpoint.removeprefix("tcp://").rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
-        with contextlib.suppress(ConnectionError):
-            await reader.read()  # returns at its end
+        async with asyncio.timeout(5):
+            with contextlib.suppress(ConnectionError):
+                while await reader.read(1 << 16):  # its own greeting; then the end
+                    pass
+        assert reader.at_eof()
         writer.close()
+        listener.outbox.send(listener.inbox.endpoint, Ping("another"))
+        await listener.wait(1)
+        assert listener.messages == [Ping("another")]
 
     run(work)
 

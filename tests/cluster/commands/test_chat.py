@@ -93,7 +93,10 @@ def test_empty_lines_ask_nothing_and_quit_leaves() -> None:
 
 
 def test_ctrl_c_at_the_prompt_leaves() -> None:
-    converse(Server(), KeyboardInterrupt)
+    server = Server()
+    shown = converse(server, KeyboardInterrupt, "never asked")
+    assert server.asked == []
+    assert "Traceback" not in shown
 
 
 def test_ctrl_c_stops_a_reply_and_the_conversation_goes_on() -> None:

@@ -1,0 +1,75 @@
+"""The programs that a lab of several hosts needs. They are installed where that is allowed; otherwise they are named."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+
+TOOLS = {
+    "ip": "iproute2",
+    "tc": "iproute2",
+    "ss": "iproute2",
+    "nft": "nftables",
+    "unshare": "util-linux",
+    "nsenter": "util-linux",
+    "flock": "util-linux",
+    "ssh": "openssh-client",
+    "ssh-keygen": "openssh-client",
+    "sshd": "openssh-server",
+    "rsync": "rsync",
+    "pgrep": "procps",
+}
+# Daemons live where an ordinary user's PATH does not look.
+_PATH = f"{os.environ.get('PATH', os.defpath)}:/usr/local/sbin:/usr/sbin:/sbin"
+_INSTALL_S = 300.0
+
+
+class ToolsMissing(RuntimeError):
+    """This machine could have the tools and has not."""
+
+
+def why_impossible() -> str:
+    """Why this machine can hold no lab at all, whatever is installed; nothing if it can."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    trial = subprocess.run(
+        ["unshare", "--net", "--mount", "--pid", "--fork", "--mount-proc", "true"],
+        capture_output=True,
+        check=False,
+    )
+    if trial.returncode:
+        return f"namespaces are not allowed here: {trial.stderr.decode(errors='replace').strip()}"
+    return ""
+
+
+def absent_packages() -> list[str]:
+    return sorted({package for tool, package in TOOLS.items() if shutil.which(tool, path=_PATH) is None})
+
+
+def install_absent() -> None:
+    """Raises ToolsMissing, with the packages' names, when they are not there afterwards."""
+    packages = absent_packages()
+    if not packages:
+        return
+    said = _apt("update") + _apt("install", "--yes", "--no-install-recommends", *packages)
+    if still := absent_packages():
+        raise ToolsMissing(
+            f"the lab needs {', '.join(still)}, and they could not be installed: install them with this "
+            f"machine's package manager\n{said[-2000:]}"
+        )
+
+
+def _apt(*words: str) -> str:
+    if shutil.which("apt-get") is None:
+        return "there is no apt-get here\n"
+    try:
+        done = subprocess.run(
+            ["apt-get", "--quiet", *words],
+            env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"},
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            timeout=_INSTALL_S, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return f"apt-get {words[0]} did not end within {_INSTALL_S:.0f} s\n"
+    return done.stdout
