@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import logging
 from collections.abc import Callable
 
 import msgspec
@@ -26,6 +27,9 @@ class RouterHost:
     """Made inside a running event loop."""
 
     def __init__(self, config: bytes, find_model: FindModel | None = None) -> None:
+        # As nodes and the controller do. Ray's actors write this to a file of their own.
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each export is no news
         self._config = config
         self._find_model = find_model
         self._starting: asyncio.Task[str] | None = None

@@ -73,6 +73,11 @@ class RouterServer:
             listener.close()
             await self.stop()
             raise
+        logger.info(
+            "the router listens at %s for clients and at %s for nodes",
+            self.base_url,
+            self._services.links.endpoint,
+        )
         return self.base_url
 
     def _assemble(self, keys: KeyRing, tokenizer: Tokenizer, template: ChatTemplate | None) -> Services:
@@ -145,11 +150,11 @@ class RouterServer:
         services = self.services
         came, went = services.pool.set_members(infos)
         for info in went:
-            logger.info("node %s (epoch %d) left", info.node_id, info.epoch)
+            logger.info("node %s left", info.node_id)
             services.dispatcher.on_node_left(info)
             services.traces.clocks.forget(info.node_id, info.epoch)
         for info in came:
-            logger.info("node %s (%s, epoch %d) joined", info.node_id, info.role, info.epoch)
+            logger.info("node %s (%s, %s) joined", info.node_id, info.role, info.request_endpoint)
             if _is_loopback(services.links.endpoint) and not _is_loopback(info.request_endpoint):
                 logger.error(
                     "node %s is at %s and is told to answer at %s, which it cannot reach: "

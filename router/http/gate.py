@@ -32,7 +32,7 @@ access_logger = logging.getLogger("router.access")
 
 _REQUEST_ID = re.compile(rb"^[A-Za-z0-9._:-]{1,128}$")
 _TRACE_PARENT = re.compile(rb"^[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}$")
-# Probes and scrapers have no key, and learn nothing here that needs one.
+# Probes and scrapers have no key, and learn nothing here that needs one. Their successes are no news for the log.
 OPEN_PATHS = frozenset({"/health", "/metrics", "/openapi.json", "/docs"})
 
 
@@ -105,12 +105,14 @@ class Gate:
             if exchange.trace is not None:
                 exchange.trace.end(ended, exchange.route, exchange.status)
             self._metrics.http_requests.labels(route=exchange.route, status=str(exchange.status)).inc()
-            access_logger.info(
+            is_news = exchange.status != 200 or scope["path"] not in OPEN_PATHS
+            access_logger.log(
+                logging.INFO if is_news else logging.DEBUG,
                 "%s %s %s %s %.3fs%s%s%s",
                 exchange.request_id, scope["method"], _path(scope), exchange.status, took,
                 f" key={exchange.tenant.name}" if exchange.tenant else "",
                 f" trace={exchange.trace_id}" if exchange.trace_id else "",
-                f" {exchange.notes}" if exchange.notes else "",
+                exchange.notes,
             )  # fmt: skip
 
     def _admit(self, scope: Scope, exchange: Exchange, headers: list[tuple[bytes, bytes]]) -> None:
@@ -161,7 +163,10 @@ async def _answer_error(exchange: Exchange, error: TandemError, send: Send) -> N
 
 async def _break_off(exchange: Exchange, error: TandemError, send: Send) -> None:
     """The status is sent. A stream says what happened and ends without [DONE]; anything else is cut short."""
-    logger.warning("%s: failed mid-answer: %s", exchange.request_id, error)
+    if isinstance(error, Cancelled):
+        exchange.status = Cancelled.http_status  # for the log and the metrics
+    else:
+        logger.warning("%s: failed mid-answer: %s", exchange.request_id, error)
     exchange.notes += f" error={error.code}"
     if exchange.is_stream and not exchange.ended:
         await send({"type": "http.response.body", "body": sse_error(error), "more_body": False})

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import http
 import logging
+import secrets
 import sys
 from collections.abc import Callable
 from typing import Any, cast
@@ -229,7 +230,11 @@ class GuardedProtocol(H11Protocol):
             self._rest_timer = None
 
     def _on_endless_rest(self) -> None:
-        logger.info("%s: answered long ago, and its body still not complete: closed", self.client)
+        logger.info(
+            "%s: answered %g s ago, and its body is still not complete: the connection is closed",
+            self._request_id(),
+            self.timeouts.body,
+        )
         self.transport.abort()
 
     def pause_writing(self) -> None:
@@ -259,10 +264,17 @@ class GuardedProtocol(H11Protocol):
             self._watch_unsent()
             return
         logger.warning(
-            "%s took nothing of its answer for %g s and is cut off", self.client, self.timeouts.slow_reader
+            "%s: the client took nothing of its answer for %g s and is cut off",
+            self._request_id(),
+            self.timeouts.slow_reader,
         )
         self.on_cut()
         self.transport.abort()
+
+    def _request_id(self) -> str:
+        """Of the request that is being answered, or was answered last."""
+        exchange: Any = self.cycle.scope.get("exchange") if self.cycle is not None else None
+        return str(exchange.request_id) if exchange is not None else "-"
 
     def timeout_keep_alive_handler(self) -> None:
         """The answer has been there for long. If the client has not read it, closing would wait for it forever."""
@@ -307,17 +319,23 @@ class GuardedProtocol(H11Protocol):
     def _refuse(self, status: int, message: str, *, retry_after: bool = False) -> None:
         """Written by hand: h11 has nothing to answer to, as it has seen no request."""
         self._stop_header_timer()
-        logger.info("%s: answered %d: %s", self.client, status, message)
+        request_id = secrets.token_hex(16)  # there was no request, so none that the client gave
+        logger.info("%s: answered %d to %s: %s", request_id, status, _shown(self.client), message)
         body = error_body(message, status, _CODES.get(status, "invalid_http"))
         lines = [
             f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}",
             "content-type: application/json",
             f"content-length: {len(body)}",
             "connection: close",
+            f"x-request-id: {request_id}",
             *(["retry-after: 1"] if retry_after else []),
         ]
         self.transport.write("\r\n".join(lines).encode() + b"\r\n\r\n" + body)
         self._linger()
+
+
+def _shown(client: tuple[str, int] | None) -> str:
+    return f"{client[0]}:{client[1]}" if client else "a client"
 
 
 def guarded(limits: Limits, timeouts: Timeouts, on_cut: Callable[[], None]) -> type[GuardedProtocol]:

@@ -1,0 +1,196 @@
+"""A router's own process writes a log: times, levels, and the id of the request that a line is about."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import msgspec
+import pytest
+
+from router.config import ApiKey, Heartbeat, LocalPrefill, RouterConfig
+from tests.router.conftest import LETTERS
+from tests.router.fake_node import Board, FakeNode
+from wire.nodes import Role
+
+PROCESS = """
+import asyncio, sys
+import uvloop
+from router.hosting import RouterHost
+
+async def main():
+    host = RouterHost(bytes.fromhex(sys.argv[1]))
+    print(await host.start(), flush=True)
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        await host.set_members(bytes.fromhex(line))
+        print("told", flush=True)
+    await host.stop()
+
+uvloop.run(main())
+"""
+LINE = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (DEBUG|INFO|WARNING|ERROR) [\w.]+: \S.*$")
+PATIENCE_S = 15.0
+KEY = {"authorization": "Bearer secret"}
+
+
+class LoggedRouter:
+    """A process with a router, its nodes, and the file that its log goes to."""
+
+    def __init__(self, config: RouterConfig, board: Board, file: Path) -> None:
+        self._file = file
+        self._board = board
+        self._nodes: list[FakeNode] = []
+        with file.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", PROCESS, msgspec.msgpack.encode(config).hex()],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+        assert self._process.stdout is not None
+        self.url = self._process.stdout.readline().strip()
+        assert self.url, self.text()
+        self.client = httpx.Client(base_url=self.url, timeout=20, trust_env=False, headers=KEY)
+
+    def add(self, node_id: str, role: Role) -> FakeNode:
+        node = FakeNode(node_id, role, self._board)
+        self._nodes.append(node)
+        self._announce()
+        return node
+
+    def lose(self, node: FakeNode) -> None:
+        self._nodes.remove(node)
+        node.kill()
+        self._announce()
+
+    def _announce(self) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        members = msgspec.msgpack.encode([node.info for node in self._nodes])
+        print(members.hex(), file=self._process.stdin, flush=True)
+        assert self._process.stdout.readline() == "told\n"
+
+    def text(self) -> str:
+        return self._file.read_text(encoding="utf-8")
+
+    def lines_with(self, text: str) -> list[str]:
+        return [line for line in self.text().splitlines() if text in line]
+
+    def until(self, condition: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not condition():
+            if time.monotonic() > deadline:
+                raise AssertionError(f"not within {PATIENCE_S} s: {what}\n{self.text()}")
+            time.sleep(0.01)
+
+    def ask(self, **fields: object) -> httpx.Response:
+        body = {"model": "fake", "prompt": "the fox", "max_tokens": 4, **fields}
+        name = secrets.token_hex(8)
+        return self.client.post("/v1/completions", json=body, headers={"x-request-id": name})
+
+    def close(self) -> None:
+        self.client.close()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(PATIENCE_S)
+        for node in self._nodes:
+            node.kill()
+
+
+@pytest.fixture
+def logged(model_folder: str, end_token: int, tmp_path: Path) -> Iterator[LoggedRouter]:
+    config = RouterConfig(
+        tokenizer_path=model_folder,
+        model_name="fake",
+        port=0,
+        api_keys=(ApiKey("alice", "secret"),),
+        heartbeat=Heartbeat(ping_interval=0.05, silence=5),
+        local_prefill=LocalPrefill.NEVER,
+    )
+    router = LoggedRouter(config, Board(LETTERS, end_token), tmp_path / "router.log")
+    router.add("p0", Role.PREFILL)
+    router.add("d0", Role.DECODE)
+    router.until(lambda: router.client.get("/health").status_code == 200, "the router is ready")
+    yield router
+    router.close()
+    assert [line for line in router.text().splitlines() if not LINE.match(line)] == []
+
+
+def test_every_answer_has_a_line_with_its_id(logged: LoggedRouter) -> None:
+    trace_id = "0af7651916cd43dd8448eb211c80319c"
+    body = {"model": "fake", "prompt": "the fox", "max_tokens": 4}
+    headers = {"x-request-id": "mine", "traceparent": f"00-{trace_id}-b7ad6b7169203331-00"}
+    assert logged.client.post("/v1/completions", json=body, headers=headers).status_code == 200
+    refused = logged.ask(model="other")
+    wanted = f" {refused.headers['x-request-id']} POST /v1/completions 404 "
+    logged.until(lambda: bool(logged.lines_with(wanted)), "a line for the last of them")
+    (answered,) = logged.lines_with(" mine ")
+    assert "router.access: mine POST /v1/completions 200 " in answered
+    assert f" key=alice trace={trace_id} nodes=prefill=p0,decode=d0 " in answered
+
+
+def test_nodes_that_come_and_go_are_told_of_and_probes_are_not(logged: LoggedRouter) -> None:
+    node = logged.add("d1", Role.DECODE)
+    assert len(logged.lines_with(f"node d1 (decode, {node.info.request_endpoint}) joined")) == 1
+    logged.lose(node)
+    logged.until(lambda: bool(logged.lines_with("node d1 left")), "the node's end is told")
+    assert logged.lines_with("GET /health 200") == []
+
+
+def test_a_client_that_leaves_is_499(logged: LoggedRouter) -> None:
+    logged._nodes[1].set(pause_at=2)
+    for name, stream in (("whole", False), ("streamed", True)):
+        body = json.dumps({"model": "fake", "prompt": "the fox", "max_tokens": 9, "stream": stream})
+        parts = urlsplit(logged.url)
+        with socket.create_connection(
+            (parts.hostname or "", parts.port or 0), timeout=PATIENCE_S
+        ) as connection:
+            head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer secret\r\nx-request-id: {name}\r\n"
+            connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n{body}".encode())
+            if stream:
+                assert connection.recv(64).startswith(b"HTTP/1.1 200")
+            else:
+                count = len(logged._nodes[1].submits)
+                logged._nodes[1].wait_until(lambda n=count: len(logged._nodes[1].submits) > n - 1, "it runs")
+        logged.until(lambda name=name: bool(logged.lines_with(f" {name} POST /v1/completions 499 ")), name)
+
+
+def test_a_request_that_moves_is_named_in_the_warning(logged: LoggedRouter) -> None:
+    logged.add("d1", Role.DECODE)
+    logged.until(lambda: '"d1"' in logged.client.get("/cluster").text, "the second node is in view")
+    decode = [node for node in logged._nodes if node.role is Role.DECODE]
+    for node in decode:
+        node.set(pause_at=2)
+    body = {"model": "fake", "prompt": "the fox", "max_tokens": 9, "stream": True}
+    with logged.client.stream(
+        "POST", "/v1/completions", json=body, headers={"x-request-id": "moved"}
+    ) as answer:
+        assert answer.status_code == 200
+        serving = next(node for node in decode if node.submits)
+        logged.lose(serving)
+        for node in decode:
+            node.resume()
+        assert answer.read().endswith(b"data: [DONE]\n\n")
+    warnings = logged.lines_with(" moved: ")
+    assert len(warnings) == 1
+    assert "going on elsewhere after 2 tokens" in warnings[0]
+
+
+def test_what_is_no_request_gets_an_id_too(logged: LoggedRouter) -> None:
+    parts = urlsplit(logged.url)
+    with socket.create_connection((parts.hostname or "", parts.port or 0), timeout=PATIENCE_S) as connection:
+        connection.sendall(b"no such thing\r\n\r\n")
+        answer = connection.recv(4096).decode()
+    name = re.search(r"x-request-id: (\w+)\r\n", answer)
+    assert name is not None
+    assert len(logged.lines_with(f"{name[1]}: answered 400 to 127.0.0.1:")) == 1
