@@ -6,10 +6,14 @@ import argparse
 import io
 import logging
 import os
+import platform
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from cluster.commands.json_output import add_output, print_json, wants_json
+from cluster.vllm_flags import add_flags, read_flags, translated
 
 if TYPE_CHECKING:
     from cluster.settings import Settings
@@ -57,25 +61,61 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _CommandParser(argparse.ArgumentParser):
-    """May learn its arguments only when its command is the one: describing them can take imports."""
+    """Learns its arguments when its command is used, because describing them can take imports."""
 
     def __init__(
         self, *args: Any, describe: Callable[[argparse.ArgumentParser], None] | None = None, **kwargs: Any
     ) -> None:
+        kwargs.setdefault("allow_abbrev", False)
         super().__init__(*args, **kwargs)
         self._describe = describe
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+    def described(self) -> _CommandParser:
         if self._describe is not None:
             describe, self._describe = self._describe, None
             describe(self)
-        return super().parse_known_args(args, namespace)
+        return self
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        parsed, unknown = super(_CommandParser, self.described()).parse_known_args(args, namespace)
+        for word in unknown:
+            if word.startswith("-"):
+                self.error(f"there is no {word}{self._meant(word)}")
+        return parsed, unknown
+
+    def _meant(self, word: str) -> str:
+        from cluster.setting_names import did_you_mean
+
+        meant = word.partition("=")[0].replace("_", "-")
+        if meant in self._option_string_actions:  # vLLM takes both spellings
+            return f"; did you mean {meant}?"
+        shown = [action for action in self._actions if action.help != argparse.SUPPRESS]
+        names = {name for action in shown for name in action.option_strings if name.startswith("--")}
+        return did_you_mean(meant, names)
+
+
+class _Version(argparse.Action):
+    """Prints the versions of Tandem and of what it stands on, without importing any of it."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from importlib.metadata import PackageNotFoundError, version
+
+        def of(name: str) -> str:
+            try:
+                return version(name)
+            except PackageNotFoundError:
+                return "not installed"
+
+        parts = ", ".join(f"{name} {of(name)}" for name in ("ray", "torch", "transformers", "nixl"))
+        print(f"tandem {of('tandem-serve')} (Python {platform.python_version()}, {parts})")
+        parser.exit()
 
 
 def _describe_bench(parser: argparse.ArgumentParser) -> None:
     from cluster.bench.options import add_arguments
 
     add_arguments(parser)
+    add_output(parser)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -83,11 +123,17 @@ def make_parser() -> argparse.ArgumentParser:
         prog="tandem", description="Serve language models with prefill and decode on separate machines."
     )
     parser.add_argument("--verbose", action="store_true", help="log everything to the terminal")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the versions of all parts")
     commands = parser.add_subparsers(
         title="commands", metavar="COMMAND", required=True, parser_class=_CommandParser
     )
 
-    serve = commands.add_parser("serve", help="serve a model, on this machine or on a Ray cluster")
+    serve = commands.add_parser(
+        "serve",
+        help="serve a model, on this machine or on a Ray cluster",
+        epilog="vLLM's and SGLang's commonest flags are understood, or answered: docs/from-vllm.md",
+    )
+    serve.add_argument("name", nargs="?", metavar="MODEL", help="the model, as with --model")
     _add_settings(serve)
     serve.add_argument(
         "--address", metavar="HOST:PORT", help="a Ray cluster's head, or auto (default: a Ray of its own)"
@@ -121,10 +167,12 @@ def make_parser() -> argparse.ArgumentParser:
     _add_server(trace)
     trace.add_argument("--picture", type=Path, metavar="FILE", help="a picture too, .png or .svg")
     trace.add_argument("--json", type=Path, metavar="FILE", help="all of it; - for standard output")
+    add_output(trace)
     trace.set_defaults(run=_trace)
 
     doctor = commands.add_parser("doctor", help="check this machine and say what to do about what is wrong")
     _add_settings(doctor)
+    add_output(doctor)
     doctor.set_defaults(run=_doctor)
 
     bench = commands.add_parser(
@@ -134,13 +182,27 @@ def make_parser() -> argparse.ArgumentParser:
 
     config = commands.add_parser("config", help="print the configuration that these settings make")
     _add_settings(config)
+    add_output(config)
     config.set_defaults(run=_config)
 
     models = commands.add_parser("models", help="models on this machine")
     actions = models.add_subparsers(title="actions", metavar="ACTION", required=True)
     fetch = actions.add_parser("fetch", help="fetch a model now, so that serving it starts at once")
-    fetch.add_argument("name", nargs="?", default="smollm2")
+    fetch.add_argument("name", nargs="?", default="smollm2", metavar="MODEL")
+    add_output(fetch)
     fetch.set_defaults(run=_fetch)
+    listed = actions.add_parser("list", help="the models that were fetched, and the room they take")
+    add_output(listed)
+    listed.set_defaults(run=_list)
+    remove = actions.add_parser("rm", help="delete fetched models from this machine")
+    remove.add_argument("names", nargs="+", metavar="MODEL", help="as `tandem models list` names them")
+    add_output(remove)
+    remove.set_defaults(run=_remove)
+
+    completion = commands.add_parser("completion", help="print the lines that complete commands in a shell")
+    completion.add_argument("shell", choices=("bash", "zsh", "fish"))
+    completion.add_argument("--words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    completion.set_defaults(run=_complete)
     return parser
 
 
@@ -151,6 +213,7 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
     )
     for flag, (_, metavar, text) in _SETTING_FLAGS.items():
         parser.add_argument(flag, metavar=metavar, help=text)
+    add_flags(parser, besides=_SETTING_FLAGS)
     parser.add_argument(
         "--set", metavar="KEY=VALUE", nargs="+", action="extend", default=[], help="any other setting"
     )
@@ -175,15 +238,23 @@ def read_settings(options: argparse.Namespace) -> Settings:
     elif Path(DEFAULT_FILE).exists():
         layers.append(read_file(Path(DEFAULT_FILE)))
     layers.append(read_environment(os.environ))
-    assignments: list[tuple[str, str | None, str]] = []
+    assignments, answers = read_flags(options.foreign)
     for text in options.set:
         name, given, value = text.partition("=")
         assignments.append((name.strip(), value.strip() if given else None, "--set"))
     for flag, (setting, _, _) in _SETTING_FLAGS.items():
         value = getattr(options, flag.removeprefix("--").replace("-", "_"))
         if value is not None:
-            assignments.append((setting, value, flag))
-    layers.append(read_assignments(assignments))
+            meant = translated(flag, value) or [(setting, value)]
+            assignments += [(name, text, flag) for name, text in meant]
+    model = getattr(options, "name", None)
+    if model is not None:
+        if options.model not in (None, model):
+            answers.append(f"MODEL {model} and --model {options.model} name two models: leave one out")
+        assignments.append(("model.path", model, "MODEL"))
+    flags = read_assignments(assignments)
+    flags.mistakes += answers
+    layers.append(flags)
     return resolve(layers)
 
 
@@ -195,9 +266,13 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 def _config(options: argparse.Namespace) -> int:
-    from cluster.commands.show_config import render
+    from cluster.commands.show_config import as_values, render
 
-    print(render(read_settings(options)), end="")
+    settings = read_settings(options)
+    if wants_json(options):
+        print_json(as_values(settings))
+    else:
+        print(render(settings), end="")
     return 0
 
 
@@ -206,12 +281,14 @@ def _doctor(options: argparse.Namespace) -> int:
 
     from cluster.commands.doctor import doctor
 
-    return doctor(read_settings(options).config, Console())
+    return doctor(read_settings(options).config, Console(), as_json=wants_json(options))
 
 
 def _bench(options: argparse.Namespace) -> int:
     from cluster.bench.command import run
 
+    if wants_json(options) and options.json is None:
+        options.json = Path("-")
     return run(options)
 
 
@@ -239,7 +316,11 @@ def _trace(options: argparse.Namespace) -> int:
 
     client = TraceClient(options.url, key_from_environment())
     try:
-        return run(client, Console(), options.request, options.picture, options.json)
+        if wants_json(options) and options.request is None:
+            print_json(client.recent())
+            return 0
+        json = options.json or (Path("-") if wants_json(options) else None)
+        return run(client, Console(), options.request, options.picture, json)
     finally:
         client.close()
 
@@ -250,14 +331,51 @@ def _fetch(options: argparse.Namespace) -> int:
     from cluster.commands.progress import Display
     from cluster.models.store import prepare_model
 
-    display = Display(Console())
+    display = Display(Console(stderr=wants_json(options)))
     display.start()
     try:
         with display.step("model", f"looking for {options.name}", f"{options.name} is here") as report:
             model = prepare_model(options.name, report)
     finally:
         display.stop()
-    print(model.path)
+    if wants_json(options):
+        print_json({"name": options.name, "path": model.path})
+    else:
+        print(model.path)
+    return 0
+
+
+def _list(options: argparse.Namespace) -> int:
+    from cluster.models.fetched import fetched_models, show
+
+    models = fetched_models()
+    if wants_json(options):
+        print_json(models)
+    else:
+        print(show(models), end="")
+    return 0
+
+
+def _remove(options: argparse.Namespace) -> int:
+    from cluster.describe import format_size
+    from cluster.models.fetched import remove
+
+    removed = remove(options.names)
+    if wants_json(options):
+        print_json(removed)
+    else:
+        for model in removed:
+            print(f"{model.name} is deleted: {format_size(model.num_bytes)} in {model.path}")
+    return 0
+
+
+def _complete(options: argparse.Namespace) -> int:
+    from cluster.completion import SCRIPTS, complete
+
+    if options.words is None:
+        print(SCRIPTS[options.shell], end="")
+    else:
+        print("\n".join(complete(make_parser(), options.words)))
     return 0
 
 

@@ -68,7 +68,7 @@ def test_the_commands_are_ones_that_there_are(name: str) -> None:
     """A line of a block is taken as it stands; between backticks a command may stand without its arguments."""
     for line in typed(PAGES[name]):
         if line.startswith("tandem "):
-            make_parser().parse_args(shlex.split(line, comments=True)[1:])
+            make_parser().parse_args(shlex.split(line.partition(" | ")[0], comments=True)[1:])
     helps = make_parser().format_help()
     for command in inline(PAGES[name]):
         if found := re.match(r"tandem ([a-z]+)", command):

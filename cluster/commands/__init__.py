@@ -5,5 +5,6 @@ operate       scale, drain, role, down; operate_options: their arguments; addres
 overview, status     `tandem status`, from the controller and from one router
 doctor, machine_checks   what this machine offers; one check for each subject
 chat, show_config
+json_output   `-o json`
 output        what a service prints, whoever reads it; what libraries print
 """

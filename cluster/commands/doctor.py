@@ -8,14 +8,19 @@ from concurrent.futures import ThreadPoolExecutor
 from rich.console import Console
 from rich.markup import escape
 
+from cluster.commands.json_output import print_json
 from cluster.commands.machine_checks import Check, Finding, Level, checks_for
 from cluster.config import TandemConfig
 
 
-def doctor(config: TandemConfig, console: Console) -> int:
-    with console.status("looking at this machine (about ten seconds)"):
+def doctor(config: TandemConfig, console: Console, *, as_json: bool = False) -> int:
+    """1 where something FAILs."""
+    with Console(stderr=True).status("looking at this machine (about ten seconds)"):
         findings = run_checks(checks_for(config))
-    show(findings, console)
+    if as_json:
+        print_json(findings)
+    else:
+        show(findings, console)
     return 1 if any(finding.level is Level.FAIL for finding in findings) else 0
 
 

@@ -85,23 +85,32 @@ def _say(line: str) -> None:
     print(line, file=sys.__stdout__, flush=True)
 
 
-def scale(address: str | None, words: Sequence[str], say: Say = _say) -> int:
+def say_aside(line: str) -> None:
+    """Where standard output is kept for JSON."""
+    print(line, file=sys.__stderr__, flush=True)
+
+
+def scale(address: str | None, words: Sequence[str], say: Say = _say) -> list[str]:
+    """What will be done, a line each."""
     sizes = parse_sizes(words)
-    for line in with_controller(address, lambda controller: controller.scale(sizes)):
+    lines = with_controller(address, lambda controller: controller.scale(sizes))
+    for line in lines:
         say(line)
-    return 0
+    return lines
 
 
-def drain(address: str | None, names: Sequence[str], timeout_s: float, say: Say = _say) -> int:
-    """Nodes by their names, or all nodes of a machine by its address."""
+def drain(address: str | None, names: Sequence[str], timeout_s: float, say: Say = _say) -> dict[str, bool]:
+    """Nodes by their names, or all nodes of a machine by its address. Whether each finished all that it had."""
     if not 0 <= timeout_s <= LONGEST_S:
         raise ConfigurationError(f"--timeout must be seconds from 0 to {LONGEST_S:.0f}, not {timeout_s:g}")
     return with_controller(address, lambda controller: drain_nodes(controller, names, timeout_s, say))
 
 
-async def drain_nodes(controller: RemoteController, names: Sequence[str], timeout_s: float, say: Say) -> int:
+async def drain_nodes(
+    controller: RemoteController, names: Sequence[str], timeout_s: float, say: Say
+) -> dict[str, bool]:
     nodes = (await controller.view()).nodes
-    chosen = [node.node_id for node in nodes for name in names if name in (node.node_id, node.host)]
+    chosen = [node.node_id for node in nodes if any(name in (node.node_id, node.host) for name in names)]
     unknown = [name for name in names if not any(name in (node.node_id, node.host) for node in nodes)]
     if unknown:
         there = ", ".join(node.node_id for node in nodes) or "none"
@@ -115,14 +124,14 @@ async def drain_nodes(controller: RemoteController, names: Sequence[str], timeou
         say(f"{node_id}: {'everything was finished' if finished else 'ended before everything was finished'}")
         return finished
 
-    return 0 if all(await asyncio.gather(*map(one, chosen))) else 1
+    return dict(zip(chosen, await asyncio.gather(*map(one, chosen)), strict=True))
 
 
-def change_role(address: str | None, node_id: str, role_name: str, say: Say = _say) -> int:
+def change_role(address: str | None, node_id: str, role_name: str, say: Say = _say) -> Role:
     role = parse_role(role_name)
     with_controller(address, lambda controller: change_role_of(controller, node_id, role, say))
     say(f"{node_id} is ready as a {role.value} node")
-    return 0
+    return role
 
 
 async def change_role_of(controller: RemoteController, node_id: str, role: Role, say: Say) -> None:
@@ -136,13 +145,15 @@ async def change_role_of(controller: RemoteController, node_id: str, role: Role,
     )
 
 
-def down(address: str | None, *, now: bool, say: Say = _say) -> int:
+def down(address: str | None, *, now: bool, say: Say = _say) -> bool:
+    """Whether everything that ran was finished."""
+
     async def work(controller: RemoteController) -> bool:
         return await end_cluster(controller, now=now, say=say)
 
     finished = with_controller(address, work)
     say("everything was finished; it is down" if finished else "it is down; not everything was finished")
-    return 0
+    return finished
 
 
 async def end_cluster(controller: RemoteController, *, now: bool, say: Say) -> bool:

@@ -6,18 +6,22 @@ import argparse
 import sys
 from typing import Any
 
+from cluster.commands.json_output import add_output, print_json, wants_json
+
 DRAIN_S = 60.0
 
 
 def add_commands(commands: Any) -> None:
     status = commands.add_parser("status", help="a running cluster on one screen")
     _add_address(status)
+    add_output(status)
     status.add_argument("--url", help="ask this router alone, from wherever it can be reached")
     status.set_defaults(run=_status)
 
     scale = commands.add_parser("scale", help="change how many nodes the pools have")
     scale.add_argument("sizes", nargs="+", metavar="POOL=N", help="such as prefill=3 decode=2")
     _add_address(scale)
+    add_output(scale)
     scale.set_defaults(run=_scale)
 
     drain = commands.add_parser("drain", help="let nodes finish what they have, and go")
@@ -28,17 +32,20 @@ def add_commands(commands: Any) -> None:
         "--timeout", type=float, default=DRAIN_S, metavar="S", help=f"seconds (default {DRAIN_S:.0f})"
     )
     _add_address(drain)
+    add_output(drain)
     drain.set_defaults(run=_drain)
 
     role = commands.add_parser("role", help="make a node one of another pool, with the weights it has loaded")
     role.add_argument("node", metavar="NODE")
     role.add_argument("role", metavar="ROLE", help="prefill, decode or aggregated")
     _add_address(role)
+    add_output(role)
     role.set_defaults(run=_role)
 
     down = commands.add_parser("down", help="end everything that `tandem serve` started on a Ray cluster")
     down.add_argument("--now", action="store_true", help="without finishing what is running")
     _add_address(down)
+    add_output(down)
     down.set_defaults(run=_down)
 
 
@@ -58,34 +65,60 @@ def _status(options: argparse.Namespace) -> int:
 
     key = key_from_environment()
     if options.url:
-        return show_status(fetch_status(options.url, key), Console())
+        seen = fetch_status(options.url, key)
+        if not wants_json(options):
+            return show_status(seen, Console())
+        print_json(seen)
+        return 1 if seen["router"]["unhealthy"] else 0
     from cluster.commands.operate import with_controller
-    from cluster.commands.overview import show_overview
+    from cluster.commands.overview import answers_now, overview, show_overview
 
     view = with_controller(options.address, lambda controller: controller.view())
-    # A screen as wide as it needs, where nobody looks at it on a terminal.
+    if wants_json(options):
+        plain = overview(view, key)
+        print_json(plain)
+        return 0 if answers_now(plain) else 1
+    # Where the output is no terminal the screen is as wide as it needs to be.
     return show_overview(view, key, Console(width=None if sys.stdout.isatty() else 160))
+
+
+def _aside(options: argparse.Namespace) -> dict[str, Any]:
+    from cluster.commands.operate import say_aside
+
+    return {"say": say_aside} if wants_json(options) else {}
 
 
 def _scale(options: argparse.Namespace) -> int:
     from cluster.commands.operate import scale
 
-    return scale(options.address, options.sizes)
+    lines = scale(options.address, options.sizes, **_aside(options))
+    if wants_json(options):
+        print_json({"changes": lines})
+    return 0
 
 
 def _drain(options: argparse.Namespace) -> int:
     from cluster.commands.operate import drain
 
-    return drain(options.address, options.nodes, options.timeout)
+    finished = drain(options.address, options.nodes, options.timeout, **_aside(options))
+    if wants_json(options):
+        print_json({"finished": finished})
+    return 0 if all(finished.values()) else 1
 
 
 def _role(options: argparse.Namespace) -> int:
     from cluster.commands.operate import change_role
 
-    return change_role(options.address, options.node, options.role)
+    role = change_role(options.address, options.node, options.role, **_aside(options))
+    if wants_json(options):
+        print_json({"node": options.node, "role": role})
+    return 0
 
 
 def _down(options: argparse.Namespace) -> int:
     from cluster.commands.operate import down
 
-    return down(options.address, now=options.now)
+    finished = down(options.address, now=options.now, **_aside(options))
+    if wants_json(options):
+        print_json({"finished": finished})
+    return 0

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -41,6 +42,27 @@ def show_overview(view: ClusterView, key: str | None, console: Console, fetch: F
         at = time.strftime("%H:%M:%S", time.localtime(decision.unix_time))
         console.print(f"[dim]{at}[/]  {escape(decision.text)}", highlight=False, soft_wrap=True)
     return 0 if answers and not view.failure else 1
+
+
+def overview(view: ClusterView, key: str | None, fetch: Fetch = fetch_status) -> dict[str, Any]:
+    """The same as JSON: the controller's view, and beside each router what it answered, or why it did not."""
+    plain: dict[str, Any] = msgspec.to_builtins(view)
+    for node in plain["nodes"]:
+        if node["status"] is not None:
+            node["status"].pop("epoch", None)  # it lets a message pass as the node's own
+    for router in plain["routers"]:
+        try:
+            router["answer"] = fetch(router["url"], key)["router"] if router["phase"] == "ready" else None
+        except TandemError as error:
+            router["answer"], router["unreachable"] = None, str(error)
+    return plain
+
+
+def answers_now(plain: dict[str, Any]) -> bool:
+    """Whether some router could answer a request. One that is out of reach from here counts as one that can."""
+    ready = [router for router in plain["routers"] if router["phase"] == "ready"]
+    serving = any("unreachable" in router or not router["answer"]["unhealthy"] for router in ready)
+    return serving and not plain["failure"]
 
 
 def _router_line(router: RouterView, key: str | None, fetch: Fetch) -> tuple[str, bool]:

@@ -9,7 +9,7 @@ import msgspec
 import yaml
 
 from cluster.config import DERIVED
-from cluster.setting_names import Path, fields_of, section_type
+from cluster.setting_names import Path, dotted, fields_of, section_type
 from cluster.settings import Settings
 
 _HIDDEN = "(hidden)"
@@ -39,9 +39,30 @@ def _lines(section: msgspec.Struct, prefix: Path, origins: dict[Path, str]) -> I
             yield f"{indent}{name}: {_scalar(path, value)}{origin}"
 
 
-def _scalar(path: Path, value: Any) -> str:
+def as_values(settings: Settings) -> dict[str, Any]:
+    """Every setting by its name, each value with where it came from; "default" where nothing set it."""
+    values: dict[str, Any] = {}
+
+    def walk(section: msgspec.Struct, prefix: Path) -> None:
+        kind: type[msgspec.Struct] = type(section)
+        for name, info in fields_of(kind).items():
+            path, value = (*prefix, name), getattr(section, name)
+            if section_type(info.type) is not None:
+                walk(value, path)
+            elif path not in DERIVED:
+                origin = settings.origins.get(path, "default")
+                values[dotted(path)] = {"value": _plain(path, value), "origin": origin}
+
+    walk(settings.config, ())
+    return values
+
+
+def _plain(path: Path, value: Any) -> Any:
     plain = msgspec.to_builtins(value)
-    if path in _SECRET:
-        plain = _SECRET[path](plain)
+    return _SECRET[path](plain) if path in _SECRET else plain
+
+
+def _scalar(path: Path, value: Any) -> str:
+    plain = _plain(path, value)
     text = yaml.safe_dump(plain, default_flow_style=True, width=10**6, allow_unicode=True)
     return text.removesuffix("\n").removesuffix("...").strip()

@@ -3,6 +3,7 @@
 catalogue   the models that come with a name of their own
 store       is it here, and what is it called; runs `fetch` where it is not
 fetch       the process that fetches and converts one
+fetched     what lies on this machine: listed, deleted
 here        the same for nodes and routers, in their own processes
 resolved    the configuration with what follows from the model filled in
 """

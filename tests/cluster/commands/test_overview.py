@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from rich.console import Console
 
 from cluster.commands import operate
 from cluster.commands.operate import change_role_of, drain, drain_nodes, end_cluster, parse_role, parse_sizes
-from cluster.commands.overview import show_overview
+from cluster.commands.overview import answers_now, overview, show_overview
 from cluster.control import ClusterView, Decision, NodeView, PoolView, RouterView
 from tests.cluster.pools.helpers import in_loop, settle
 from wire.errors import ConfigurationError, DeadlineExceeded, Unavailable
@@ -164,11 +165,14 @@ class FakeController:
 async def test_nodes_are_drained_by_name_or_by_the_address_of_their_machine() -> None:
     controller = FakeController()
     said: list[str] = []
-    assert await drain_nodes(controller, ["decode-1", "10.0.0.3"], 5, said.append) == 0  # type: ignore[arg-type]
+    assert await drain_nodes(controller, ["decode-1", "10.0.0.3"], 5, said.append) == {  # type: ignore[arg-type]
+        "decode-0": True,
+        "decode-1": True,
+    }
     assert sorted(controller.drained) == ["decode-0", "decode-1"]
     assert "decode-0: everything was finished" in said
     controller.finishes = False
-    assert await drain_nodes(controller, ["decode-0"], 5, said.append) == 1  # type: ignore[arg-type]
+    assert await drain_nodes(controller, ["decode-0"], 5, said.append) == {"decode-0": False}  # type: ignore[arg-type]
 
 
 @in_loop
@@ -224,3 +228,21 @@ async def test_down_finishes_what_runs_and_ends_also_a_controller_that_says_noth
     assert not await end_cluster(hurried, now=True, say=said.append)  # type: ignore[arg-type]
     assert all(controller.ended for controller in (polite, silent, hurried))
     assert "cannot be drained" in said[-1]
+
+
+def test_the_overview_as_json_says_the_same_and_keeps_epochs_to_itself() -> None:
+    plain = overview(VIEW, None, lambda url, key: router_answer())
+    assert [pool["wanted"] for pool in plain["pools"]] == [1, 2]
+    assert plain["routers"][0]["answer"]["running"] == 3
+    assert "epoch" not in json.dumps(plain)
+    assert answers_now(plain)
+    assert not answers_now(overview(VIEW, None, lambda url, key: router_answer(unhealthy="no node")))
+
+
+def test_a_router_out_of_reach_may_serve_all_the_same() -> None:
+    def fetch(url: str, key: str | None) -> dict[str, Any]:
+        raise Unavailable("does not answer")
+
+    plain = overview(VIEW, None, fetch)
+    assert plain["routers"][0]["unreachable"] == "does not answer"
+    assert answers_now(plain)

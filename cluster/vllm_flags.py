@@ -1,0 +1,263 @@
+"""The flags that people bring from vLLM and SGLang: one table of what each becomes here.
+
+A flag either sets a setting, or holds already, or is answered with a sentence that names what does the same. Nothing is
+accepted without effect. docs/from-vllm.md shows the table, and a test holds the page to it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Assignment = tuple[str, str]
+"""A setting's name and its value as text."""
+
+Convert = Callable[[list[str]], list[Assignment]]
+
+
+@dataclass(frozen=True, slots=True)
+class Sets:
+    """The flag sets settings."""
+
+    settings: tuple[str, ...]
+    convert: Convert
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Holds:
+    """What the flag asks for is always so here. With `values`, these alone; any other is answered with `note`."""
+
+    note: str
+    values: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """The flag cannot be taken; the note says what to do instead."""
+
+    note: str
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    names: tuple[str, ...]
+    becomes: Sets | Holds | Answered
+    nargs: int | str | None = None  # as argparse has it: 0 is a switch, None takes one value
+
+
+def sets(setting: str, words: dict[str, str] | None = None, note: str = "") -> Sets:
+    """The value is taken as it is, or as `words` translates it."""
+    translated = words or {}
+    return Sets((setting,), lambda values: [(setting, translated.get(values[0], values[0]))], note)
+
+
+def switches(setting: str, value: str) -> Sets:
+    return Sets((setting,), lambda _: [(setting, value)], f"`{setting}={value}`")
+
+
+def _thousands(values: list[str]) -> list[Assignment]:
+    """vLLM writes lengths as 32k (32,000), 32K (32,768) or -1 and auto (what fits)."""
+    text = values[0]
+    factor = {"k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2}.get(text[-1:], 0)
+    if text in ("auto", "-1"):
+        text = "null"
+    elif factor and text[:-1].replace(".", "", 1).isdigit():
+        text = str(int(float(text[:-1]) * factor))
+    return [("scheduler.max_model_len", text)]
+
+
+def _names(values: list[str]) -> list[Assignment]:
+    named = [("model.served_name", values[0])]
+    return [*named, ("router.model_aliases", json.dumps(values[1:]))] if values[1:] else named
+
+
+def _keys(values: list[str]) -> list[Assignment]:
+    keys = [{"name": f"key-{place}", "key": key} for place, key in enumerate(values, start=1)]
+    return [("router.api_keys", json.dumps(keys))]
+
+
+_ONE_DEVICE = (
+    "one node is one device here, and the model must fit into it: for more throughput give a pool more nodes, "
+    "with --prefill N and --decode N, or --aggregated N"
+)
+_POOLS = "give each pool its nodes: --prefill N and --decode N, or --aggregated N for nodes that do both"
+TOOL_FORMATS = {"llama3_json": "llama3", "llama4_json": "llama3"}
+
+VLLM: tuple[Flag, ...] = (
+    # the model
+    Flag(("--served-model-name",), Sets(("model.served_name", "router.model_aliases"), _names), "+"),
+    Flag(("--max-model-len", "--context-length"), Sets(("scheduler.max_model_len",), _thousands)),
+    Flag(("--dtype",), sets("model.dtype", {"half": "float16", "float": "float32"})),
+    Flag(("--tokenizer",), Answered("the tokenizer is the one in the model's folder: put the other one there")),
+    Flag(
+        ("--trust-remote-code",),
+        Answered(
+            "code that comes with a checkpoint is never run: a model must be of a type that transformers knows"
+        ),
+        0,
+    ),
+    Flag(
+        ("--quantization", "-q"),
+        Answered("a checkpoint's own config.json says how it is quantized: leave the flag out"),
+    ),
+    Flag(("--load-format",), Holds("weights are read from safetensors or GGUF files", ("auto", "safetensors", "gguf"))),
+    Flag(("--download-dir",), Answered("set HF_HOME for models of the Hugging Face hub, TANDEM_CACHE for the others")),
+    Flag(("--hf-token",), Answered("set HF_TOKEN in the environment"), "?"),
+    Flag(("--runner", "--task"), Holds("models generate text; there are no embeddings", ("auto", "generate"))),
+    Flag(("--enable-lora",), Answered("there are no LoRA adapters yet: merge one into a model's weights first"), 0),
+    Flag(("--limit-mm-per-prompt",), Answered("models are served with text alone: there are no images or sound yet")),
+    Flag(("--language-model-only",), Holds("models are served with text alone"), 0),
+    # memory and the scheduler
+    Flag(
+        ("--gpu-memory-utilization", "--mem-fraction-static"),
+        sets("cache.memory_share", note="the KV cache's share of the memory that is free once the weights are loaded"),
+    ),
+    Flag(("--kv-cache-memory-bytes", "--kv-cache-memory"), sets("cache.memory_bytes")),
+    Flag(("--kv-cache-dtype",), Holds("the KV cache has the model's own type", ("auto",))),
+    Flag(("--block-size", "--page-size"), sets("cache.block_size")),
+    Flag(("--enable-prefix-caching",), switches("cache.prefix_caching", "true"), 0),
+    Flag(("--no-enable-prefix-caching", "--disable-radix-cache"), switches("cache.prefix_caching", "false"), 0),
+    Flag(("--prefix-caching-hash-algo",), sets("cache.hash_algorithm")),
+    Flag(("--max-num-seqs", "--max-running-requests"), sets("scheduler.max_num_seqs")),
+    Flag(("--max-num-batched-tokens", "--chunked-prefill-size"), sets("scheduler.max_num_batched_tokens")),
+    Flag(("--enable-chunked-prefill",), switches("scheduler.chunked_prefill", "true"), 0),
+    Flag(("--no-enable-chunked-prefill",), switches("scheduler.chunked_prefill", "false"), 0),
+    Flag(("--long-prefill-token-threshold",), sets("scheduler.long_prefill_token_threshold")),
+    Flag(("--scheduling-policy", "--schedule-policy"), sets("scheduler.policy")),
+    Flag(("--async-scheduling",), switches("scheduler.async_scheduling", "always"), 0),
+    Flag(("--no-async-scheduling",), switches("scheduler.async_scheduling", "never"), 0),
+    Flag(
+        ("--speculative-config",),
+        Answered("guesses are made from the prompt's own words: `--set scheduler.num_speculative_tokens=N`"),
+    ),
+    Flag(("--swap-space", "--cpu-offload-gb"), Answered("weights and KV stay on the device: leave the flag out")),
+    Flag(
+        ("--enforce-eager",),
+        Answered("decode steps are captured as CUDA graphs where there is a GPU; nothing turns that off: leave the flag out"),
+        0,
+    ),
+    Flag(
+        ("--seed",),
+        Answered("a request carries its own `seed`; one without gets a fresh one from the router: leave the flag out"),
+    ),
+    # devices and machines
+    Flag(("--tensor-parallel-size", "-tp", "--tp", "--tp-size"), Holds(_ONE_DEVICE, ("1",))),
+    Flag(("--pipeline-parallel-size", "-pp", "--pp-size"), Holds(_ONE_DEVICE, ("1",))),
+    Flag(("--data-parallel-size", "-dp", "--dp-size"), Holds(_POOLS, ("1",))),
+    Flag(("--enable-expert-parallel",), Answered(_ONE_DEVICE), 0),
+    Flag(("--distributed-executor-backend",), Holds("Ray places every node", ("ray",))),
+    Flag(("--device",), sets("model.device")),
+    Flag(
+        ("--kv-transfer-config",),
+        Answered(
+            f"prefill and decode are pools here: {_POOLS}. `--set transfer.connector=...` chooses how the KV cache travels"
+        ),
+    ),
+    Flag(("--disaggregation-mode",), Answered(_POOLS)),
+    # the server
+    Flag(("--host",), sets("router.host")),
+    Flag(("--port",), sets("router.port")),
+    Flag(("--api-key",), Sets(("router.api_keys",), _keys, "each key is a tenant: key-1, key-2 …"), "+"),
+    Flag(("--allowed-origins",), sets("router.cors_origins")),
+    Flag(("--api-server-count",), Answered("one router runs on each machine with `--set router.placement=every_host`")),
+    Flag(("--root-path",), Answered("let the proxy strip its own prefix: the router's paths begin with /v1")),
+    Flag(
+        ("--otlp-traces-endpoint",),
+        sets("router.tracing.otlp_endpoint", note="over HTTP, such as http://collector:4318"),
+    ),
+    Flag(("--enable-request-id-headers",), Holds("every answer has its x-request-id"), 0),
+    Flag(("--disable-log-stats",), Answered("the log holds no statistics, /metrics does: leave the flag out"), 0),
+    # the API
+    Flag(("--enable-auto-tool-choice",), Holds("a request that brings tools gets `tool_choice: auto`"), 0),
+    Flag(
+        ("--tool-call-parser",),
+        sets("router.tool_format", TOOL_FORMATS, "not needed where the chat template shows the format"),
+    ),
+)  # fmt: skip
+
+
+def add_flags(parser: argparse.ArgumentParser, besides: Collection[str]) -> None:
+    """Every flag of the table but those that the parser has already. --help leaves them to docs/from-vllm.md."""
+    for flag in VLLM:
+        names = [name for name in flag.names if name not in besides]
+        if names:
+            parser.add_argument(
+                *names,
+                action=_Foreign,
+                dest="foreign",
+                nargs=flag.nargs,
+                flag=flag,
+                default=[],
+                help=argparse.SUPPRESS,
+            )
+
+
+class _Foreign(argparse.Action):
+    """Keeps (flag, its name as typed, its values), in the order typed."""
+
+    def __init__(self, *args: Any, flag: Flag, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._flag = flag
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option: str | None = None,
+    ) -> None:
+        listed = values if isinstance(values, list) else [] if values is None else [values]
+        given = [*getattr(namespace, self.dest), (self._flag, option or self._flag.names[0], listed)]
+        setattr(namespace, self.dest, given)
+
+
+def translated(name: str, value: str) -> list[Assignment] | None:
+    """What a flag that Tandem has under the same name sets, in vLLM's words as well as in ours."""
+    for flag in VLLM:
+        if name in flag.names and isinstance(flag.becomes, Sets):
+            return flag.becomes.convert([value])
+    return None
+
+
+def read_flags(
+    given: Sequence[tuple[Flag, str, list[str]]],
+) -> tuple[list[tuple[str, str | None, str]], list[str]]:
+    """What they assign, as (setting, text, origin), and a sentence for each that cannot be taken."""
+    assignments: list[tuple[str, str | None, str]] = []
+    answers: list[str] = []
+    for flag, name, values in given:
+        match flag.becomes:
+            case Sets(convert=convert):
+                assignments += [(setting, text, name) for setting, text in convert(values)]
+            case Holds(note=note, values=held):
+                if held is not None and values[0] not in held:
+                    answers.append(f"{name} {values[0]}: {note}")
+            case Answered(note=note):
+                answers.append(f"{name}: {note}")
+    return assignments, answers
+
+
+def table() -> Iterator[str]:
+    """The table as Markdown."""
+    yield "| vLLM, SGLang | Tandem |"
+    yield "|---|---|"
+    for flag in VLLM:
+        yield f"| {', '.join(f'`{name}`' for name in flag.names)} | {_shown(flag.becomes)} |"
+
+
+def _shown(becomes: Sets | Holds | Answered) -> str:
+    match becomes:
+        case Sets(settings=settings, note=note):
+            if note.startswith("`"):
+                return f"sets {note}"
+            return f"sets {', '.join(f'`{name}`' for name in settings)}{': ' + note if note else ''}"
+        case Holds(note=note, values=None):
+            return f"taken, holds already: {note}"
+        case Holds(note=note, values=held):
+            return f"{', '.join(f'`{value}`' for value in held or ())} alone: {note}"
+        case Answered(note=note):
+            return f"answered: {note}"

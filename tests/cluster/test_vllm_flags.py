@@ -1,0 +1,145 @@
+"""What people type who come from vLLM or SGLang: taken with its effect, or answered."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from cluster.cli import main, make_parser, read_settings
+from cluster.config import TandemConfig
+from cluster.setting_names import dotted, known_settings
+from cluster.settings import SettingsError
+from cluster.vllm_flags import TOOL_FORMATS, VLLM, Flag, Holds, Sets, table
+from router.config import ToolFormat
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "from-vllm.md"
+
+
+@pytest.fixture(autouse=True)
+def _no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def config_of(*arguments: str) -> TandemConfig:
+    return read_settings(make_parser().parse_args(["serve", *arguments])).config
+
+
+def value_of(config: TandemConfig, setting: str) -> Any:
+    value: Any = config
+    for name in setting.split("."):
+        value = getattr(value, name)
+    return list(value) if isinstance(value, tuple) else msgspec.to_builtins(value)
+
+
+COMMANDS: list[tuple[Sequence[str], dict[str, object]]] = [
+    (["Qwen/Qwen3-8B"], {"model.path": "Qwen/Qwen3-8B"}),
+    (["--port", "9", "Qwen/Qwen3-8B", "--prefill", "2"], {"model.path": "Qwen/Qwen3-8B", "router.port": 9}),
+    (["--max-model-len", "32k"], {"scheduler.max_model_len": 32_000}),
+    (["--max-model-len", "32K"], {"scheduler.max_model_len": 32_768}),
+    (["--max-model-len", "auto"], {"scheduler.max_model_len": None}),
+    (["--context-length", "4096"], {"scheduler.max_model_len": 4096}),
+    (["--gpu-memory-utilization", "0.9"], {"cache.memory_share": 0.9}),
+    (["--mem-fraction-static=0.8"], {"cache.memory_share": 0.8}),
+    (["--dtype", "half"], {"model.dtype": "float16"}),
+    (["--dtype", "bfloat16"], {"model.dtype": "bfloat16"}),
+    (["--served-model-name", "a"], {"model.served_name": "a", "router.model_aliases": []}),
+    (["--served-model-name", "a", "b", "c"], {"model.served_name": "a", "router.model_aliases": ["b", "c"]}),
+    (["--max-num-seqs", "64"], {"scheduler.max_num_seqs": 64}),
+    (["--max-num-batched-tokens", "8192"], {"scheduler.max_num_batched_tokens": 8192}),
+    (["--no-enable-prefix-caching"], {"cache.prefix_caching": False}),
+    (["--enable-prefix-caching"], {"cache.prefix_caching": True}),
+    (["--prefix-caching-hash-algo", "xxhash"], {"cache.hash_algorithm": "xxhash"}),
+    (["--tool-call-parser", "llama3_json", "--enable-auto-tool-choice"], {"router.tool_format": "llama3"}),
+    (["--allowed-origins", '["https://a.example"]'], {"router.cors_origins": ["https://a.example"]}),
+    (["-tp", "1", "--tensor-parallel-size", "1", "--distributed-executor-backend", "ray"], {}),
+    (["--otlp-traces-endpoint", "http://c:4318"], {"router.tracing.otlp_endpoint": "http://c:4318"}),
+]
+
+
+@pytest.mark.parametrize(("arguments", "expected"), COMMANDS, ids=lambda given: " ".join(map(str, given)))
+def test_a_flag_of_vllm_reaches_the_setting(arguments: list[str], expected: dict[str, object]) -> None:
+    config = config_of(*arguments)
+    assert {name: value_of(config, name) for name in expected} == expected
+
+
+def test_api_keys_become_tenants() -> None:
+    keys = config_of("--api-key", "one", "two").router.api_keys
+    assert [(key.name, key.key) for key in keys] == [("key-1", "one"), ("key-2", "two")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["-tp", "2"], "-tp 2: one node is one device here"),
+        (["--tensor-parallel-size=4"], "--tensor-parallel-size 4: one node is one device"),
+        (["--trust-remote-code"], "--trust-remote-code: code that comes with a checkpoint is never run"),
+        (["--data-parallel-size", "2"], "--prefill N and --decode N, or --aggregated N"),
+        (["--kv-cache-dtype", "fp8"], "--kv-cache-dtype fp8: the KV cache has the model's own type"),
+        (["--gpu-memory-utilization", "90"], "--gpu-memory-utilization: cache.memory_share must be"),
+        (["a/b", "--model", "c/d"], "MODEL a/b and --model c/d name two models"),
+    ],
+)
+def test_what_cannot_be_taken_is_answered(arguments: list[str], sentence: str) -> None:
+    with pytest.raises(SettingsError) as raised:
+        config_of(*arguments)
+    assert sentence in str(raised.value)
+
+
+def test_all_answers_come_at_once_beside_other_mistakes() -> None:
+    with pytest.raises(SettingsError) as raised:
+        config_of("-tp", "2", "--enable-lora", "--port", "x", "--set", "router.prot=1")
+    assert len(raised.value.mistakes) == 4
+
+
+@pytest.mark.parametrize("typed", ["--max_model_len=5", "--prefil=5"])
+def test_an_unknown_flag_says_which_was_meant(capsys: pytest.CaptureFixture[str], typed: str) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", typed])
+    said = capsys.readouterr().err
+    assert (
+        f"there is no {typed}; did you mean {'--max-model-len' if 'max' in typed else '--prefill'}?" in said
+    )
+
+
+def test_every_setting_and_tool_format_of_the_table_is_one_that_there_is() -> None:
+    settings = set(map(dotted, known_settings()))
+    for flag in VLLM:
+        match flag.becomes:
+            case Sets(settings=named):
+                assert set(named) <= settings, flag.names
+    assert set(TOOL_FORMATS.values()) <= set(ToolFormat)
+
+
+def examples(flag: Flag) -> list[str]:
+    return [] if flag.nargs == 0 else ["0.5" if "memory" in flag.names[0] else "1"]
+
+
+@pytest.mark.parametrize("flag", VLLM, ids=lambda flag: flag.names[0])
+def test_no_flag_is_taken_without_effect(flag: Flag) -> None:
+    """Each of its names is taken by the parser, and does what its row says."""
+    for name in flag.names:
+        options = make_parser().parse_args(["serve", name, *examples(flag)])
+        if not options.foreign:
+            continue  # one of our own by the same name
+        origins, said = outcome(options)
+        assert name in origins or name in said or isinstance(flag.becomes, Holds)
+        assert name not in origins or isinstance(flag.becomes, Sets)
+
+
+def outcome(options: argparse.Namespace) -> tuple[set[str], str]:
+    """Which flags set something, and what is said of those that could not be taken."""
+    try:
+        return set(read_settings(options).origins.values()), ""
+    except SettingsError as error:
+        return set(), str(error)
+
+
+def test_the_page_shows_the_table() -> None:
+    assert "\n".join(table()) in PAGE.read_text(encoding="utf-8"), (
+        "docs/from-vllm.md differs from cluster/vllm_flags.py: put what `table()` yields into it"
+    )
