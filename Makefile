@@ -69,7 +69,7 @@ check: install
 
 # The native kernels are compiled once for a machine, and again when their sources change.
 install: $(INSTALLED)
-	@$(BIN)/python -m engine.model.native.build > /dev/null
+	@$(BIN)/python -m tandem.kernels.build > /dev/null
 
 $(INSTALLED):
 	@test -n "$(PYTHON)" || { echo "Tandem needs Python 3.11 or newer: install it, or name it with PYTHON=..." >&2; exit 1; }

@@ -29,12 +29,12 @@ from benchmarks.side_by_side.processes import adopt_orphans
 from benchmarks.side_by_side.resume import keep, resume
 from benchmarks.side_by_side.show import draw_outcome, print_outcome
 from benchmarks.side_by_side.systems import System, tandem_systems, vllm_systems
-from cluster.bench.report import Machine
-from cluster.bench.slo import parse_service_level
-from cluster.bench.vocabulary import TextVocabulary, load_tokenizer
-from cluster.models.store import prepare_model
-from cluster.saving import check_picture, results_folder, save_picture
-from wire.errors import ConfigurationError
+from tandem.cluster.models.store import prepare_model
+from tandem.cluster.saving import check_picture, results_folder, save_picture
+from tandem.loadgen.report import Machine
+from tandem.loadgen.slo import parse_service_level
+from tandem.loadgen.vocabulary import TextVocabulary, load_tokenizer
+from tandem.wire.errors import ConfigurationError
 
 _TABLE_WIDTH = 160
 

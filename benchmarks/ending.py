@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from rich.console import Console
 
-from wire.errors import TandemError
+from tandem.wire.errors import TandemError
 
 
 def exit_status(run: Callable[[], int], console: Console) -> int:

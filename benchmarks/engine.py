@@ -29,11 +29,11 @@ from benchmarks.engine_costs import Costs, read_costs
 from benchmarks.engine_tandem import Say, run_tandem
 from benchmarks.engine_work import MAX_BATCHED_TOKENS, MAX_MODEL_LEN, Times, Work, random_work
 from benchmarks.machine import Limits, measure_limits
-from engine.config import CacheConfig, ModelConfig, SchedulerConfig
-from engine.core import Engine
-from engine.host_cores import usable_cores
-from engine.model.loading import load_runner
-from engine.scheduling.scheduler import Scheduler
+from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
+from tandem.engine.core import Engine
+from tandem.engine.model.loading import load_runner
+from tandem.engine.scheduling.scheduler import Scheduler
+from tandem.machine.cores import usable_cores
 
 PREFILLS = (128, 512, 2048)
 DECODES = tuple((batch, context) for context in (128, 1024, 4096) for batch in (1, 4, 8, 32))

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 
 from benchmarks.engine_work import Times, Work
-from engine.core import Engine
-from engine.request import Request
-from wire.sampling import SamplingParams
+from tandem.engine.core import Engine
+from tandem.engine.request import Request
+from tandem.wire.sampling import SamplingParams
 
 Say = Callable[[str], None]
 

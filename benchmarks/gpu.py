@@ -27,11 +27,11 @@ from benchmarks.engine_work import MAX_BATCHED_TOKENS, Times, random_work
 from benchmarks.gpu_models import PARITY_SHAPE, SPEED_SHAPES, make_model
 from benchmarks.gpu_parity import check_parity
 from benchmarks.machine import Limits, measure_limits
-from engine.config import CacheConfig, ModelConfig, SchedulerConfig
-from engine.core import Engine
-from engine.model.loading import load_runner
-from engine.model.torch_runner import TorchRunner
-from engine.scheduling.scheduler import Scheduler
+from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
+from tandem.engine.core import Engine
+from tandem.engine.model.loading import load_runner
+from tandem.engine.model.torch_runner import TorchRunner
+from tandem.engine.scheduling.scheduler import Scheduler
 
 PREFILLS = (128, 512, 2048, 8192)
 DECODES = tuple((batch, context) for context in (128, 1024, 4096) for batch in (1, 8, 32, 128, 256))

@@ -9,12 +9,12 @@ from pathlib import Path
 import msgspec
 import torch
 
-from engine.config import CacheConfig, ModelConfig, SchedulerConfig
-from engine.core import Engine
-from engine.model.loading import load_runner
-from engine.request import Request
-from engine.scheduling.scheduler import Scheduler
-from wire.sampling import SamplingParams
+from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
+from tandem.engine.core import Engine
+from tandem.engine.model.loading import load_runner
+from tandem.engine.request import Request
+from tandem.engine.scheduling.scheduler import Scheduler
+from tandem.wire.sampling import SamplingParams
 
 _LENGTHS = (1, 7, 33, 64, 150, 301)
 _NUM_TOKENS = 24

@@ -28,15 +28,15 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.paced_server import FIRST_TOKEN_S, GAP_S, LONG_GAP_EVERY, LONG_GAP_S
-from cluster.bench.api import Api
-from cluster.bench.connections import Address, HttpClient
-from cluster.bench.load import Load
-from cluster.bench.metrics import Summary, summarize
-from cluster.bench.shape import RequestShape
-from cluster.bench.synthetic import Lengths, random_prompts
-from cluster.bench.vocabulary import GuessedVocabulary
-from cluster.saving import write_json
-from wire.errors import DeadlineExceeded, TandemError, Unavailable
+from tandem.cluster.saving import write_json
+from tandem.loadgen.api import Api
+from tandem.loadgen.connections import Address, HttpClient
+from tandem.loadgen.load import Load
+from tandem.loadgen.metrics import Summary, summarize
+from tandem.loadgen.shape import RequestShape
+from tandem.loadgen.synthetic import Lengths, random_prompts
+from tandem.loadgen.vocabulary import GuessedVocabulary
+from tandem.wire.errors import DeadlineExceeded, TandemError, Unavailable
 
 _USERS, _REQUESTS, _INPUT, _OUTPUT = 8, 64, 128, 64
 _SERVER_WITHIN_S = 20.0

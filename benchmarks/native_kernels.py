@@ -22,13 +22,13 @@ from rich.table import Table
 from transformers import AutoConfig
 
 from benchmarks.machine import measure_limits
-from engine.cache.groups import AttentionKind, KVCacheGroup
-from engine.model.attention.layers import AttentionLayer, plan_cache
-from engine.model.batch import Batch
-from engine.model.memory import allocate_cache
-from engine.model.native.architecture import Architecture, describe
-from engine.model.native.forward import NativeLlamaForward
-from engine.model.native.weights import Checkpoint
+from tandem.engine.cache.groups import AttentionKind, KVCacheGroup
+from tandem.engine.model.attention.layers import AttentionLayer, plan_cache
+from tandem.engine.model.batch import Batch
+from tandem.engine.model.memory import allocate_cache
+from tandem.engine.model.native.architecture import Architecture, describe
+from tandem.engine.model.native.forward import NativeLlamaForward
+from tandem.engine.model.native.weights import Checkpoint
 
 BLOCK_SIZE = 16
 PREFILLS = (128, 512, 2048)

@@ -25,13 +25,13 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from cluster.bench.percentiles import percentile
-from router.config import Heartbeat, LocalPrefill, PolicyName
-from router.policy import Decision, Policy, RoutingRequest, make_policy
-from router.pool import Pool
-from router.prefixes import PrefixRecord, PromptHashes
-from wire.nodes import NodeInfo, NodeState, Role
-from wire.requests import NodeCounters, NodeStatus
+from tandem.loadgen.percentiles import percentile
+from tandem.router.config import Heartbeat, LocalPrefill, PolicyName
+from tandem.router.policy import Decision, Policy, RoutingRequest, make_policy
+from tandem.router.pool import Pool
+from tandem.router.prefixes import PrefixRecord, PromptHashes
+from tandem.wire.nodes import NodeInfo, NodeState, Role
+from tandem.wire.requests import NodeCounters, NodeStatus
 
 BLOCK = 16
 CACHE_BLOCKS = 3000

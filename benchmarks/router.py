@@ -39,13 +39,13 @@ from tokenizers import decoders, models, pre_tokenizers
 from benchmarks.router_engines import MODEL, serve_engines
 from benchmarks.router_load import Answer, requests, streams
 from benchmarks.router_relay import read_relay, serve_relay
-from cluster.bench.percentiles import percentile
-from router.config import Limits, LocalPrefill, RouterConfig
-from router.hosting import RouterHost
-from wire.nodes import NodeInfo
-from wire.requests import Submit, ToRouter
-from wire.sampling import SamplingParams
-from wire.sockets import Inbox, Outbox
+from tandem.loadgen.percentiles import percentile
+from tandem.router.config import Limits, LocalPrefill, RouterConfig
+from tandem.router.hosting import RouterHost
+from tandem.wire.nodes import NodeInfo
+from tandem.wire.requests import Submit, ToRouter
+from tandem.wire.sampling import SamplingParams
+from tandem.wire.sockets import Inbox, Outbox
 
 IDLE_S = 3.0
 START_S = 10.0

@@ -10,8 +10,8 @@ import threading
 import time
 from multiprocessing.connection import Connection
 
-from wire.nodes import NodeInfo, NodeState, Role, new_epoch
-from wire.requests import (
+from tandem.wire.nodes import NodeInfo, NodeState, Role, new_epoch
+from tandem.wire.requests import (
     Cancel,
     NodeCounters,
     NodeStatus,
@@ -22,8 +22,8 @@ from wire.requests import (
     ToNode,
     TransferRole,
 )
-from wire.sampling import FinishReason
-from wire.sockets import Inbox, Outbox
+from tandem.wire.sampling import FinishReason
+from tandem.wire.sockets import Inbox, Outbox
 
 MODEL = "instant"
 TOKEN = 70

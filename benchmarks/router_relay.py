@@ -12,11 +12,11 @@ from typing import cast
 
 import uvloop
 
-from wire.loop_inbox import LoopInbox
-from wire.loop_outbox import LoopOutbox
-from wire.nodes import NodeInfo
-from wire.requests import NodeStatus, Submit, TokenBatch, ToRouter
-from wire.sampling import SamplingParams
+from tandem.wire.loop_inbox import LoopInbox
+from tandem.wire.loop_outbox import LoopOutbox
+from tandem.wire.nodes import NodeInfo
+from tandem.wire.requests import NodeStatus, Submit, TokenBatch, ToRouter
+from tandem.wire.sampling import SamplingParams
 
 ANSWER_S = 60.0
 EVENT = b"data: " + b"x" * 150 + b"\n\n"

@@ -30,13 +30,13 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from engine.cache.groups import AttentionKind, KVCacheGroup
-from engine.cache.hashing import make_block_hasher
-from engine.config import CacheConfig, HashAlgorithm, SchedulerConfig
-from engine.request import Request
-from engine.scheduling.output import ModelOutput
-from engine.scheduling.scheduler import Scheduler
-from wire.sampling import SamplingParams
+from tandem.engine.cache.groups import AttentionKind, KVCacheGroup
+from tandem.engine.cache.hashing import make_block_hasher
+from tandem.engine.config import CacheConfig, HashAlgorithm, SchedulerConfig
+from tandem.engine.request import Request
+from tandem.engine.scheduling.output import ModelOutput
+from tandem.engine.scheduling.scheduler import Scheduler
+from tandem.wire.sampling import SamplingParams
 
 BLOCK_SIZE = 16
 VOCABULARY = 49_000

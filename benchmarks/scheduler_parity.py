@@ -40,12 +40,12 @@ from vllm.v1.request import Request as TheirRequest
 from vllm.v1.request import RequestStatus as TheirStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from engine.cache.groups import AttentionKind, KVCacheGroup
-from engine.config import CacheConfig, SchedulerConfig, SchedulingPolicy
-from engine.request import Request, RequestStatus
-from engine.scheduling.output import ModelOutput
-from engine.scheduling.scheduler import Scheduler
-from wire.sampling import SamplingParams
+from tandem.engine.cache.groups import AttentionKind, KVCacheGroup
+from tandem.engine.config import CacheConfig, SchedulerConfig, SchedulingPolicy
+from tandem.engine.request import Request, RequestStatus
+from tandem.engine.scheduling.output import ModelOutput
+from tandem.engine.scheduling.scheduler import Scheduler
+from tandem.wire.sampling import SamplingParams
 
 CONTEXT = 512
 REQUESTS = 25

@@ -34,11 +34,11 @@ from benchmarks.soaking.questions import Questions
 from benchmarks.soaking.show import print_soaked
 from benchmarks.soaking.verdict import Soaked, judge, tallied
 from benchmarks.soaking.watching import Watch
-from cluster.bench.report import Machine
-from cluster.bench.vocabulary import TextVocabulary, load_tokenizer
-from cluster.models.store import prepare_model
-from cluster.saving import results_folder, write_json
-from wire.errors import TandemError
+from tandem.cluster.models.store import prepare_model
+from tandem.cluster.saving import results_folder, write_json
+from tandem.loadgen.report import Machine
+from tandem.loadgen.vocabulary import TextVocabulary, load_tokenizer
+from tandem.wire.errors import TandemError
 
 _NODES = ("--prefill", "2", "--decode", "2")
 _NODE_COUNT = 4

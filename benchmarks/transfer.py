@@ -36,9 +36,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.transfer_nodes import BLOCK_BYTES, BLOCK_SIZE, Remote
-from engine.model.memory import available_bytes
-from kvtransfer.base import TransferConfig
-from wire.nodes import PeerAddress
+from tandem.engine.model.memory import available_bytes
+from tandem.kvtransfer.base import TransferConfig
+from tandem.wire.nodes import PeerAddress
 
 FLOOR_OF_RAW = 0.85  # for the largest batches
 FLOOR_HANDOVER_MS = 10.0

@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvtransfer.base import ConnectorContext, ConnectorOutput, KVCacheMemory, TransferConfig
-from kvtransfer.nixl.agent import NixlAgent
-from kvtransfer.nixl.options import NixlOptions
-from kvtransfer.nixl.transport import NixlTransport
-from kvtransfer.protocol.transport import Move, Operation
-from kvtransfer.registry import find_connector
-from wire.handoff import CacheMemory
-from wire.nodes import PeerAddress
-from wire.requests import KVTransferParams, TransferRole
+from tandem.kvtransfer.base import ConnectorContext, ConnectorOutput, KVCacheMemory, TransferConfig
+from tandem.kvtransfer.nixl.agent import NixlAgent
+from tandem.kvtransfer.nixl.options import NixlOptions
+from tandem.kvtransfer.nixl.transport import NixlTransport
+from tandem.kvtransfer.protocol.transport import Move, Operation
+from tandem.kvtransfer.registry import find_connector
+from tandem.wire.handoff import CacheMemory
+from tandem.wire.nodes import PeerAddress
+from tandem.wire.requests import KVTransferParams, TransferRole
 
 LAYERS, KV_HEADS, BLOCK_SIZE, HEAD_DIM = 30, 3, 16, 64
 BLOCK_BYTES = LAYERS * 2 * KV_HEADS * BLOCK_SIZE * HEAD_DIM * 2

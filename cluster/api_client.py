@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from wire.errors import ConfigurationError, RequestError, TandemError, Unavailable
+from tandem.wire.errors import ConfigurationError, RequestError, TandemError, Unavailable
 
 KEY = "TANDEM_API_KEY"
 ANSWER_S = 5.0

@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
-from cluster.config import TandemConfig
-from wire.nodes import Role
+from tandem.cluster.config import TandemConfig
+from tandem.wire.nodes import Role
 
 _RESTART = "needs `tandem down`, then `tandem serve` again"
 

@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cluster.commands.json_output import add_output, print_json, wants_json
-from cluster.vllm_flags import add_flags, read_flags, translated
+from tandem.cluster.commands.json_output import add_output, print_json, wants_json
+from tandem.cluster.vllm_flags import add_flags, read_flags, translated
 
 if TYPE_CHECKING:
-    from cluster.settings import Settings
+    from tandem.cluster.settings import Settings
 
 DEFAULT_FILE = "tandem.yaml"
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -36,7 +36,7 @@ _SETTING_FLAGS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    from wire.errors import TandemError
+    from tandem.wire.errors import TandemError
 
     options = make_parser().parse_args(arguments)
     for stream in (sys.stdout, sys.stderr):
@@ -84,7 +84,7 @@ class _CommandParser(argparse.ArgumentParser):
         return parsed, unknown
 
     def _meant(self, word: str) -> str:
-        from cluster.setting_names import did_you_mean
+        from tandem.cluster.setting_names import did_you_mean
 
         meant = word.partition("=")[0].replace("_", "-")
         if meant in self._option_string_actions:  # vLLM takes both spellings
@@ -112,7 +112,7 @@ class _Version(argparse.Action):
 
 
 def _describe_bench(parser: argparse.ArgumentParser) -> None:
-    from cluster.bench.options import add_arguments
+    from tandem.loadgen.options import add_arguments
 
     add_arguments(parser)
     add_output(parser)
@@ -153,7 +153,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     chat.set_defaults(run=_chat)
 
-    from cluster.commands.operate_options import add_commands
+    from tandem.cluster.commands.operate_options import add_commands
 
     add_commands(commands)
 
@@ -229,8 +229,8 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
 
 def read_settings(options: argparse.Namespace) -> Settings:
     """Defaults < file < environment < flags."""
-    from cluster.setting_layers import Layer, read_assignments, read_environment, read_file
-    from cluster.settings import resolve
+    from tandem.cluster.setting_layers import Layer, read_assignments, read_environment, read_file
+    from tandem.cluster.settings import resolve
 
     layers: list[Layer] = []
     if options.config is not None:
@@ -260,13 +260,13 @@ def read_settings(options: argparse.Namespace) -> Settings:
 
 def _serve(options: argparse.Namespace) -> int:
     config = read_settings(options).config
-    from cluster.commands.serve import Where, serve
+    from tandem.cluster.commands.serve import Where, serve
 
     return serve(config, Where(options.address, options.detach))
 
 
 def _config(options: argparse.Namespace) -> int:
-    from cluster.commands.show_config import as_values, render
+    from tandem.cluster.commands.show_config import as_values, render
 
     settings = read_settings(options)
     if wants_json(options):
@@ -279,13 +279,13 @@ def _config(options: argparse.Namespace) -> int:
 def _doctor(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from cluster.commands.doctor import doctor
+    from tandem.cluster.commands.doctor import doctor
 
     return doctor(read_settings(options).config, Console(), as_json=wants_json(options))
 
 
 def _bench(options: argparse.Namespace) -> int:
-    from cluster.bench.command import run
+    from tandem.cluster.commands.bench import run
 
     if wants_json(options) and options.json is None:
         options.json = Path("-")
@@ -295,8 +295,8 @@ def _bench(options: argparse.Namespace) -> int:
 def _chat(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from cluster.api_client import key_from_environment
-    from cluster.commands.chat import ChatClient, chat
+    from tandem.cluster.api_client import key_from_environment
+    from tandem.cluster.commands.chat import ChatClient, chat
 
     client = ChatClient(options.url, key_from_environment())
     try:
@@ -310,9 +310,9 @@ def _chat(options: argparse.Namespace) -> int:
 def _trace(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from cluster.api_client import key_from_environment
-    from cluster.trace.command import run
-    from cluster.trace.fetch import TraceClient
+    from tandem.cluster.api_client import key_from_environment
+    from tandem.cluster.trace.command import run
+    from tandem.cluster.trace.fetch import TraceClient
 
     client = TraceClient(options.url, key_from_environment())
     try:
@@ -328,8 +328,8 @@ def _trace(options: argparse.Namespace) -> int:
 def _fetch(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from cluster.commands.progress import Display
-    from cluster.models.store import prepare_model
+    from tandem.cluster.commands.progress import Display
+    from tandem.cluster.models.store import prepare_model
 
     display = Display(Console(stderr=wants_json(options)))
     display.start()
@@ -346,7 +346,7 @@ def _fetch(options: argparse.Namespace) -> int:
 
 
 def _list(options: argparse.Namespace) -> int:
-    from cluster.models.fetched import fetched_models, show
+    from tandem.cluster.models.fetched import fetched_models, show
 
     models = fetched_models()
     if wants_json(options):
@@ -357,8 +357,8 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def _remove(options: argparse.Namespace) -> int:
-    from cluster.describe import format_size
-    from cluster.models.fetched import remove
+    from tandem.cluster.describe import format_size
+    from tandem.cluster.models.fetched import remove
 
     removed = remove(options.names)
     if wants_json(options):
@@ -370,7 +370,7 @@ def _remove(options: argparse.Namespace) -> int:
 
 
 def _complete(options: argparse.Namespace) -> int:
-    from cluster.completion import SCRIPTS, complete
+    from tandem.cluster.completion import SCRIPTS, complete
 
     if options.words is None:
         print(SCRIPTS[options.shell], end="")

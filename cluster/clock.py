@@ -7,7 +7,7 @@ import time
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from wire.errors import DeadlineExceeded
+from tandem.wire.errors import DeadlineExceeded
 
 T = TypeVar("T")
 

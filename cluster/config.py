@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
-from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from engine.node_config import NodeTimeouts
-from kvtransfer.base import TransferConfig
-from router.config import RouterConfig
-from wire.nodes import Role
+from tandem.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from tandem.kvtransfer.base import TransferConfig
+from tandem.node.config import NodeTimeouts
+from tandem.router.config import RouterConfig
+from tandem.wire.nodes import Role
 
 DEFAULT_MODEL = "smollm2"
 

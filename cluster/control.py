@@ -8,8 +8,8 @@ from typing import Protocol
 
 import msgspec
 
-from wire.nodes import Role
-from wire.requests import NodeStatus
+from tandem.wire.nodes import Role
+from tandem.wire.requests import NodeStatus
 
 
 class NodeView(msgspec.Struct, frozen=True):

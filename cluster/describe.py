@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from wire.errors import ConfigurationError
+from tandem.wire.errors import ConfigurationError
 
 LARGEST = 2**63 - 1  # of the whole numbers that travel between processes
 

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import msgspec
 
-from wire.nodes import Role
+from tandem.wire.nodes import Role
 
 
 class Host(msgspec.Struct, frozen=True):

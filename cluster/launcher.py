@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
-from cluster.hosts import Host
-from engine.node_config import NodeConfig
-from router.config import RouterConfig
-from wire.nodes import NodeInfo, Role
-from wire.requests import NodeStatus
+from tandem.cluster.hosts import Host
+from tandem.node.config import NodeConfig
+from tandem.router.config import RouterConfig
+from tandem.wire.nodes import NodeInfo, Role
+from tandem.wire.requests import NodeStatus
 
 Report = Callable[[str, float], None]
 """What is being done, and how much of it is done (0 to 1)."""

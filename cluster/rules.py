@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from cluster.config import (
+from tandem.cluster.config import (
     LONGEST_S,
     MOST_NODES,
     AutoscalingConfig,
@@ -16,10 +16,10 @@ from cluster.config import (
     SloConfig,
     TandemConfig,
 )
-from cluster.setting_names import Path
-from engine.node_config import NodeTimeouts
-from kvtransfer.protocol.settings import MAX_LEASE_S
-from wire.nodes import Role
+from tandem.cluster.setting_names import Path
+from tandem.kvtransfer.protocol.settings import MAX_LEASE_S
+from tandem.node.config import NodeTimeouts
+from tandem.wire.nodes import Role
 
 Broken = tuple[Path, str]
 """Which setting, and what it must be instead: together a sentence."""

@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import yaml
 
-from cluster.config import DERIVED, SHORTHANDS, TandemConfig
-from cluster.setting_names import (
+from tandem.cluster.config import DERIVED, SHORTHANDS, TandemConfig
+from tandem.cluster.setting_names import (
     Path,
     addressable,
     did_you_mean,

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from cluster.config import SHORTHANDS, TandemConfig
+from tandem.cluster.config import SHORTHANDS, TandemConfig
 
 Path = tuple[str, ...]
 """A setting's: ("router", "port")."""

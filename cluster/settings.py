@@ -13,13 +13,13 @@ from typing import Any
 import msgspec
 import yaml
 
-from cluster.config import TandemConfig
-from cluster.describe import LARGEST, parse_size, sentence_for
-from cluster.rules import broken_rules
-from cluster.setting_layers import Given, Layer
-from cluster.setting_names import Path, dotted, fields_of, known_settings, section_type
-from wire.errors import ConfigurationError
-from wire.nodes import Role
+from tandem.cluster.config import TandemConfig
+from tandem.cluster.describe import LARGEST, parse_size, sentence_for
+from tandem.cluster.rules import broken_rules
+from tandem.cluster.setting_layers import Given, Layer
+from tandem.cluster.setting_names import Path, dotted, fields_of, known_settings, section_type
+from tandem.wire.errors import ConfigurationError
+from tandem.wire.nodes import Role
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from wire.errors import TandemError
+from tandem.wire.errors import TandemError
 
 logger = logging.getLogger(__name__)
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from engine.scheduling.update import RequestUpdate
-from wire.errors import InvalidRequest
-from wire.nodes import Role
-from wire.requests import Submit, TransferRole
-from wire.sampling import FinishReason, SamplingParams
+from tandem.engine.scheduling.update import RequestUpdate
+from tandem.wire.errors import InvalidRequest
+from tandem.wire.nodes import Role
+from tandem.wire.requests import Submit, TransferRole
+from tandem.wire.sampling import FinishReason, SamplingParams
 
 
 class DecodeRules:

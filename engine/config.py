@@ -7,7 +7,7 @@ import math
 
 import msgspec
 
-from wire.errors import ConfigurationError
+from tandem.wire.errors import ConfigurationError
 
 
 class SchedulingPolicy(enum.StrEnum):

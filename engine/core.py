@@ -13,14 +13,14 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterable
 
-from engine.model.runner import Computed, ModelRunner, StartedStep
-from engine.request import Request, RequestStatus
-from engine.scheduling.output import ModelOutput, SchedulerOutput
-from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.update import RequestUpdate
-from engine.tracing import StepTimes, Tracer
-from kvtransfer.base import ConnectorOutput, KVCacheMemory, WorkerConnector
-from wire.errors import InternalError
+from tandem.engine.model.runner import Computed, ModelRunner, StartedStep
+from tandem.engine.request import Request, RequestStatus
+from tandem.engine.scheduling.output import ModelOutput, SchedulerOutput
+from tandem.engine.scheduling.scheduler import Scheduler
+from tandem.engine.scheduling.update import RequestUpdate
+from tandem.engine.tracing import StepTimes, Tracer
+from tandem.kvtransfer.base import ConnectorOutput, KVCacheMemory, WorkerConnector
+from tandem.wire.errors import InternalError
 
 _NO_TRANSFERS = ConnectorOutput()
 

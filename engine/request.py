@@ -9,9 +9,9 @@ from typing import Protocol
 
 import msgspec
 
-from engine.cache.hashing import Hashed
-from wire.requests import KVTransferParams
-from wire.sampling import FinishReason, SamplingParams
+from tandem.engine.cache.hashing import Hashed
+from tandem.wire.requests import KVTransferParams
+from tandem.wire.sampling import FinishReason, SamplingParams
 
 
 class RequestStatus(enum.IntEnum):

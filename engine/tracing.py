@@ -8,10 +8,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from engine.scheduling.output import ModelOutput, SchedulerOutput
-from kvtransfer.base import ConnectorOutput
-from wire.requests import Submit
-from wire.tracing import Phase, Span, TransferRecord, TransferTrace
+from tandem.engine.scheduling.output import ModelOutput, SchedulerOutput
+from tandem.kvtransfer.base import ConnectorOutput
+from tandem.wire.requests import Submit
+from tandem.wire.tracing import Phase, Span, TransferRecord, TransferTrace
 
 # A step is two spans, so this is an answer of 2,000 tokens; what comes after it is counted.
 MAX_SPANS = 4096

@@ -45,8 +45,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from wire.requests import KVTransferParams, Waits
-from wire.tracing import TransferRecord, TransferTrace
+from tandem.wire.requests import KVTransferParams, Waits
+from tandem.wire.tracing import TransferRecord, TransferTrace
 
 if TYPE_CHECKING:
     import torch

@@ -43,7 +43,7 @@ def check(timeout_s: float = 60.0) -> NixlReport:
         log = Path(folder) / "ucx.log"
         try:
             child = subprocess.run(
-                [sys.executable, "-m", "kvtransfer.nixl_check"],
+                [sys.executable, "-m", "tandem.kvtransfer.nixl_check"],
                 env={**os.environ, "UCX_LOG_LEVEL": "info", "UCX_LOG_FILE": str(log)},
                 stdin=subprocess.DEVNULL,
                 capture_output=True,

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import importlib
 
-from kvtransfer.base import ConnectorContext, ConnectorFactory, SchedulerConnector, WorkerConnector
-from wire.errors import ConfigurationError
+from tandem.kvtransfer.base import ConnectorContext, ConnectorFactory, SchedulerConnector, WorkerConnector
+from tandem.wire.errors import ConfigurationError
 
 CONNECTORS = {
-    "nccl": "kvtransfer.nccl:create",
-    "nixl": "kvtransfer.nixl:create",
+    "nccl": "tandem.kvtransfer.nccl:create",
+    "nixl": "tandem.kvtransfer.nixl:create",
 }
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from engine.node import Node
-from engine.node_config import NodeConfig
-from kvtransfer.registry import create_connector
-from prefill_node.rules import PrefillRules
-from wire.requests import ToNode
-from wire.sockets import Channel
+from tandem.kvtransfer.registry import create_connector
+from tandem.node.config import NodeConfig
+from tandem.node.node import Node
+from tandem.prefill_node.rules import PrefillRules
+from tandem.wire.requests import ToNode
+from tandem.wire.sockets import Channel
 
 
 class PrefillNode(Node):

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from wire.errors import ConfigurationError
+from tandem.wire.errors import ConfigurationError
 
 
 class PolicyName(enum.StrEnum):

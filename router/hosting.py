@@ -13,11 +13,11 @@ from collections.abc import Callable
 
 import msgspec
 
-from router.config import RouterConfig
-from router.http.serving import listen
-from router.server import RouterServer
-from wire.errors import Unavailable
-from wire.nodes import NodeInfo
+from tandem.router.config import RouterConfig
+from tandem.router.http.serving import listen
+from tandem.router.server import RouterServer
+from tandem.wire.errors import Unavailable
+from tandem.wire.nodes import NodeInfo
 
 FindModel = Callable[[str, Callable[[str, float], None]], str]
 """From a model's name to a folder on this machine; says meanwhile what it does. Fetches what is missing."""

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import msgspec
 
-from router.config import ApiKey
-from wire.errors import ConfigurationError, RequestError
+from tandem.router.config import ApiKey
+from tandem.wire.errors import ConfigurationError, RequestError
 
 
 class QuotaExceeded(RequestError):

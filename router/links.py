@@ -7,12 +7,12 @@ import logging
 import time
 from collections.abc import Callable
 
-from wire.errors import NodeLost
-from wire.loop_inbox import LoopInbox
-from wire.loop_outbox import LoopOutbox
-from wire.nodes import NodeInfo
-from wire.requests import Cancel, NodeStatus, Ping, Submit, TokenBatch, ToRouter
-from wire.tracing import ClockReading, NodeTrace
+from tandem.wire.errors import NodeLost
+from tandem.wire.loop_inbox import LoopInbox
+from tandem.wire.loop_outbox import LoopOutbox
+from tandem.wire.nodes import NodeInfo
+from tandem.wire.requests import Cancel, NodeStatus, Ping, Submit, TokenBatch, ToRouter
+from tandem.wire.tracing import ClockReading, NodeTrace
 
 logger = logging.getLogger(__name__)
 

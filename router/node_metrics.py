@@ -9,10 +9,10 @@ import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from router.links import NodeLinks
-from router.pool import Member, Pool
-from router.supervision import Supervisor
-from wire.requests import WAIT_BOUNDS_S, NodeCounters, NodeStatus
+from tandem.router.links import NodeLinks
+from tandem.router.pool import Member, Pool
+from tandem.router.supervision import Supervisor
+from tandem.wire.requests import WAIT_BOUNDS_S, NodeCounters, NodeStatus
 
 _GAUGES = {
     "free_blocks": "KV cache blocks that are free",

@@ -10,11 +10,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 
-from router.config import Heartbeat
-from router.policy.types import NodeView, PoolSnapshot
-from router.rates import Average, NodeRateMeter
-from wire.nodes import NodeInfo, NodeState, Role
-from wire.requests import NodeStatus
+from tandem.router.config import Heartbeat
+from tandem.router.policy.types import NodeView, PoolSnapshot
+from tandem.router.rates import Average, NodeRateMeter
+from tandem.wire.nodes import NodeInfo, NodeState, Role
+from tandem.wire.requests import NodeStatus
 
 logger = logging.getLogger(__name__)
 

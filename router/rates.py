@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from wire.nodes import Role
-from wire.requests import NodeCounters, NodeStatus
+from tandem.wire.nodes import Role
+from tandem.wire.requests import NodeCounters, NodeStatus
 
 # A window with fewer prompt tokens says more about the step's fixed cost than about the rate.
 MIN_PROMPT_TOKENS = 64

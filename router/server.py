@@ -8,26 +8,26 @@ import logging
 import socket
 import time
 
-from router.config import RouterConfig
-from router.dispatch import Dispatcher
-from router.http.app import make_app
-from router.http.body_budget import BodyBudget
-from router.http.services import Services
-from router.http.serving import HttpServer, listen
-from router.keys import KeyRing, load_keys
-from router.links import NodeLinks
-from router.metrics import RouterMetrics
-from router.node_metrics import NodeCollector
-from router.openai.plan import ServedModel
-from router.policy import make_policy
-from router.pool import Pool
-from router.supervision import Supervisor
-from router.text.chat_template import ChatTemplate
-from router.text.tokenizer import Tokenizer
-from router.tracing.export import OtlpExporter
-from router.tracing.traces import Traces
-from wire.errors import InternalError, Unavailable
-from wire.nodes import NodeInfo
+from tandem.router.config import RouterConfig
+from tandem.router.dispatch import Dispatcher
+from tandem.router.http.app import make_app
+from tandem.router.http.body_budget import BodyBudget
+from tandem.router.http.services import Services
+from tandem.router.http.serving import HttpServer, listen
+from tandem.router.keys import KeyRing, load_keys
+from tandem.router.links import NodeLinks
+from tandem.router.metrics import RouterMetrics
+from tandem.router.node_metrics import NodeCollector
+from tandem.router.openai.plan import ServedModel
+from tandem.router.policy import make_policy
+from tandem.router.pool import Pool
+from tandem.router.supervision import Supervisor
+from tandem.router.text.chat_template import ChatTemplate
+from tandem.router.text.tokenizer import Tokenizer
+from tandem.router.tracing.export import OtlpExporter
+from tandem.router.tracing.traces import Traces
+from tandem.wire.errors import InternalError, Unavailable
+from tandem.wire.nodes import NodeInfo
 
 logger = logging.getLogger(__name__)
 

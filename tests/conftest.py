@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from cluster.models.store import prepare_model
+from tandem.cluster.models.store import prepare_model
 
 # How long one example takes says how busy the machine is; every test has a limit of its own anyway.
 settings.register_profile("tandem", deadline=None)

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster.cli import make_parser
-from cluster.setting_names import known_settings
-from wire.nodes import Role
+from tandem.cluster.cli import make_parser
+from tandem.cluster.setting_names import known_settings
+from tandem.wire.nodes import Role
 
 ROOT = Path(__file__).parent.parent
 PAGES = {

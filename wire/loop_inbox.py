@@ -14,15 +14,15 @@ from typing import Any, Generic, TypeVar, cast
 
 import msgspec
 
-from wire.errors import ConfigurationError
-from wire.sockets import (
+from tandem.wire.errors import ConfigurationError
+from tandem.wire.sockets import (
     KEEPALIVE_IDLE_S,
     KEEPALIVE_INTERVAL_S,
     KEEPALIVE_PROBES,
     MAX_FRAME_BYTES,
     decode_frames,
 )
-from wire.zmtp import PULL_OPENING, MessageReader, ProtocolError
+from tandem.wire.zmtp import PULL_OPENING, MessageReader, ProtocolError
 
 logger = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from wire.errors import NodeLost
-from wire.sockets import RECONNECT_MAX_S, RECONNECT_S, SEND_QUEUE_FRAMES, queue_is_full
-from wire.zmtp import PUSH_OPENING, MessageReader, ProtocolError, message
+from tandem.wire.errors import NodeLost
+from tandem.wire.sockets import RECONNECT_MAX_S, RECONNECT_S, SEND_QUEUE_FRAMES, queue_is_full
+from tandem.wire.zmtp import PUSH_OPENING, MessageReader, ProtocolError, message
 
 logger = logging.getLogger(__name__)
 

@@ -12,10 +12,10 @@ import enum
 
 import msgspec
 
-from wire.errors import WireError
-from wire.nodes import NodeState, PeerAddress, Role
-from wire.sampling import FinishReason, SamplingParams, TokenLogprobs
-from wire.tracing import ClockReading, NodeTrace
+from tandem.wire.errors import WireError
+from tandem.wire.nodes import NodeState, PeerAddress, Role
+from tandem.wire.sampling import FinishReason, SamplingParams, TokenLogprobs
+from tandem.wire.tracing import ClockReading, NodeTrace
 
 
 class TransferRole(enum.StrEnum):

@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import zmq
 
-from wire.errors import ConfigurationError, InternalError, NodeLost
+from tandem.wire.errors import ConfigurationError, InternalError, NodeLost
 
 logger = logging.getLogger(__name__)
 

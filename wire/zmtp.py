@@ -7,7 +7,7 @@ in one byte or eight, the body.
 
 from __future__ import annotations
 
-from wire.errors import TandemError
+from tandem.wire.errors import TandemError
 
 _MORE, _LONG, _COMMAND = 1, 2, 4
 

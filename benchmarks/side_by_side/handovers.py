@@ -8,12 +8,12 @@ from pathlib import Path
 
 import httpx
 
-from cluster.bench.api import Prompt
-from cluster.saving import save_picture
-from cluster.trace.account import handover
-from cluster.trace.fetch import TraceClient
-from cluster.trace.picture import draw_trace
-from wire.errors import Unavailable
+from tandem.cluster.saving import save_picture
+from tandem.cluster.trace.account import handover
+from tandem.cluster.trace.fetch import TraceClient
+from tandem.cluster.trace.picture import draw_trace
+from tandem.loadgen.api import Prompt
+from tandem.wire.errors import Unavailable
 
 _A_REQUEST_S = 60.0
 _ANSWER = 16

@@ -12,16 +12,16 @@ from dataclasses import dataclass
 import numpy as np
 from rich.console import Console
 
-from cluster.bench.api import Api
-from cluster.bench.connections import Address, HttpClient
-from cluster.bench.load import Load
-from cluster.bench.progress import with_progress
-from cluster.bench.shape import RequestShape
-from cluster.bench.synthetic import Lengths, random_prompts, shared_prefix
-from cluster.bench.timeline import Timeline
-from cluster.bench.vocabulary import Vocabulary
-from cluster.bench.workload import Session
-from wire.errors import Unavailable
+from tandem.loadgen.api import Api
+from tandem.loadgen.connections import Address, HttpClient
+from tandem.loadgen.load import Load
+from tandem.loadgen.progress import with_progress
+from tandem.loadgen.shape import RequestShape
+from tandem.loadgen.synthetic import Lengths, random_prompts, shared_prefix
+from tandem.loadgen.timeline import Timeline
+from tandem.loadgen.vocabulary import Vocabulary
+from tandem.loadgen.workload import Session
+from tandem.wire.errors import Unavailable
 
 ALONE, BESIDE, LONG = "chats alone", "chats beside long prompts", "the long prompts"
 SHARED = "shared prefix"

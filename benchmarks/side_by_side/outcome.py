@@ -9,8 +9,8 @@ import msgspec
 
 from benchmarks.side_by_side.loads import ALONE, BESIDE, closed_loop
 from benchmarks.side_by_side.systems import TANDEM_AGGREGATED, TANDEM_PD, VLLM_AGGREGATED, VLLM_PD
-from cluster.bench.metrics import Summary
-from cluster.bench.report import Machine
+from tandem.loadgen.metrics import Summary
+from tandem.loadgen.report import Machine
 
 _FIRST_ANSWER_S = 25.0
 _HANDOVER_MS = 10.0

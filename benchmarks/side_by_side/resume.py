@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.side_by_side.outcome import Gaps, Outcome
-from cluster.saving import as_json
-from wire.errors import ConfigurationError
+from tandem.cluster.saving import as_json
+from tandem.wire.errors import ConfigurationError
 
 
 class Kept(msgspec.Struct, frozen=True):

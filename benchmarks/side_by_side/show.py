@@ -21,8 +21,8 @@ from benchmarks.side_by_side.outcome import (
     tpot,
     ttft,
 )
-from cluster.bench.plot import distribution
-from cluster.saving import new_figure
+from tandem.cluster.saving import new_figure
+from tandem.loadgen.plot import distribution
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 
 from benchmarks.side_by_side.processes import Family
-from wire.errors import ConfigurationError, DeadlineExceeded, Unavailable
+from tandem.wire.errors import ConfigurationError, DeadlineExceeded, Unavailable
 
 READY_WITHIN_S = 600.0
 _TREE = Path(__file__).parents[2]
@@ -73,7 +73,7 @@ def tandem_system(key: str, title: str, model: Path, *flags: str) -> System:
     command = (
         sys.executable,
         "-m",
-        "cluster.cli",
+        "tandem.cluster.cli",
         "serve",
         "--model",
         str(model),

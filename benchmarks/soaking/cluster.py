@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import httpx
 import msgspec
 
-from wire.errors import DeadlineExceeded, Unavailable
+from tandem.wire.errors import DeadlineExceeded, Unavailable
 
 _ASK_EVERY_S = 0.25
 # A node's word of itself must be younger than the last answer: it reports four times a second.

@@ -8,7 +8,7 @@ import httpx
 
 from benchmarks.soaking.asking import Failed, ask
 from benchmarks.soaking.questions import Ending, Known, Question, Questions, Tally
-from wire.errors import Unavailable
+from tandem.wire.errors import Unavailable
 
 _A_REQUEST_S = 300.0
 

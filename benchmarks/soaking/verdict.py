@@ -7,7 +7,7 @@ import msgspec
 from benchmarks.soaking.killing import Kill
 from benchmarks.soaking.questions import Tally
 from benchmarks.soaking.watching import Bounds, Growth
-from cluster.bench.report import Machine
+from tandem.loadgen.report import Machine
 
 OURS = ("ray::PrefillActor", "ray::DecodeActor", "ray::RouterActor", "ray::ControllerActor", "tandem")
 

@@ -83,7 +83,7 @@ def title_of(process: int) -> str:
     title = words[0].decode(errors="replace")
     if title.startswith("ray::"):
         title = title.partition(".")[0]
-    return "tandem serve" if b"cluster.cli" in words and b"serve" in words else title
+    return "tandem serve" if b"tandem.cluster.cli" in words and b"serve" in words else title
 
 
 def growth_of(process: str, samples: Sequence[Sample], *, was_there: bool = True) -> Growth | None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from cluster.commands.address_record import remembered_address
-from cluster.on_ray.runtime import AUTO
+from tandem.cluster.commands.address_record import remembered_address
+from tandem.cluster.on_ray.runtime import AUTO
 
 
 def choose_address(named: str | None, environ: Mapping[str, str] = os.environ) -> str:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import msgspec
 
-from cluster.models.store import models_folder
-from wire.errors import TandemError
+from tandem.cluster.models.store import models_folder
+from tandem.wire.errors import TandemError
 
 logger = logging.getLogger(__name__)
 

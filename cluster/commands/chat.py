@@ -10,8 +10,8 @@ import httpx
 from rich.console import Console
 from rich.markup import escape
 
-from cluster.api_client import ApiClient
-from wire.errors import TandemError, Unavailable
+from tandem.cluster.api_client import ApiClient
+from tandem.wire.errors import TandemError, Unavailable
 
 _HELP = "/quit leaves, /reset forgets the conversation, Ctrl-C stops a reply"
 

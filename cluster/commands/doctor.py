@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from rich.console import Console
 from rich.markup import escape
 
-from cluster.commands.json_output import print_json
-from cluster.commands.machine_checks import Check, Finding, Level, checks_for
-from cluster.config import TandemConfig
+from tandem.cluster.commands.json_output import print_json
+from tandem.cluster.commands.machine_checks import Check, Finding, Level, checks_for
+from tandem.cluster.config import TandemConfig
 
 
 def doctor(config: TandemConfig, console: Console, *, as_json: bool = False) -> int:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from cluster.events import Events
-from cluster.pools.controller_host import Account, Stage
-from cluster.pools.event_log import replay
-from wire.errors import NodeLost, TandemError, Unavailable
+from tandem.cluster.events import Events
+from tandem.cluster.pools.controller_host import Account, Stage
+from tandem.cluster.pools.event_log import replay
+from tandem.wire.errors import NodeLost, TandemError, Unavailable
 
 
 class Followed(Protocol):

@@ -15,7 +15,7 @@ def wants_json(options: argparse.Namespace) -> bool:
 
 
 def print_json(value: object) -> None:
-    from cluster.saving import as_json
+    from tandem.cluster.saving import as_json
 
     sys.stdout.write(as_json(value).decode())
     sys.stdout.flush()

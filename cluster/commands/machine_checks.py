@@ -13,12 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.commands.preflight import check_address, check_machine_memory, check_model_here
-from cluster.config import TandemConfig
-from cluster.describe import counted, format_size
-from cluster.models.store import models_folder
-from cluster.pools.placement import Machine, place_nodes, this_machine
-from wire.errors import TandemError
+from tandem.cluster.commands.preflight import check_address, check_machine_memory, check_model_here
+from tandem.cluster.config import TandemConfig
+from tandem.cluster.describe import counted, format_size
+from tandem.cluster.models.store import models_folder
+from tandem.cluster.pools.placement import Machine, place_nodes, this_machine
+from tandem.wire.errors import TandemError
 
 _CHECK_TIMEOUT_S = 90.0
 _GIB = 1 << 30
@@ -68,7 +68,7 @@ def check_python() -> Finding:
 def check_ray() -> Finding:
     """Starts one: what hinders Ray is rarely visible before."""
     script = (
-        "from cluster.on_ray.runtime import ray_version, start_ray, stop_ray\n"
+        "from tandem.cluster.on_ray.runtime import ray_version, start_ray, stop_ray\n"
         "start_ray(); stop_ray(); print(ray_version())"
     )
     child = _python(script)
@@ -83,7 +83,7 @@ def check_ray() -> Finding:
 
 
 def check_nixl() -> Finding:
-    from kvtransfer.nixl_check import check
+    from tandem.kvtransfer.nixl_check import check
 
     report = check(_CHECK_TIMEOUT_S)
     if report.error:
@@ -132,7 +132,7 @@ def check_torch() -> Finding:
 
 def check_compiler() -> Finding:
     """Compiles the native kernels, unless this machine has done so before."""
-    from engine.model.native.build import BuildFailed, library_path
+    from tandem.kernels.build import BuildFailed, library_path
 
     try:
         return Finding("compiler", Level.OK, f"native kernels: {library_path()}")

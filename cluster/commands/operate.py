@@ -8,16 +8,16 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from cluster.commands.address import choose_address
-from cluster.commands.output import OtherPeoplesOutput
-from cluster.config import LONGEST_S, MOST_NODES
-from cluster.on_ray.runtime import connect_to_ray, stop_ray
-from cluster.pools.supervisor import MAX_START_FAILURES
-from wire.errors import ConfigurationError, TandemError
-from wire.nodes import Role
+from tandem.cluster.commands.address import choose_address
+from tandem.cluster.commands.output import OtherPeoplesOutput
+from tandem.cluster.config import LONGEST_S, MOST_NODES
+from tandem.cluster.on_ray.runtime import connect_to_ray, stop_ray
+from tandem.cluster.pools.supervisor import MAX_START_FAILURES
+from tandem.wire.errors import ConfigurationError, TandemError
+from tandem.wire.nodes import Role
 
 if TYPE_CHECKING:
-    from cluster.on_ray.remote_controller import RemoteController
+    from tandem.cluster.on_ray.remote_controller import RemoteController
 
 END_S = 60.0
 _WONDER_S = 0.7
@@ -29,7 +29,7 @@ Say = Callable[[str], None]
 def with_controller(address: str | None, work: Callable[[RemoteController], Awaitable[T]]) -> T:
     """Joins the cluster for as long as the work takes."""
     with joined(address):
-        from cluster.on_ray.remote_controller import the_controller
+        from tandem.cluster.on_ray.remote_controller import the_controller
 
         async def run() -> T:
             return await work(the_controller())

@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import Any
 
-from cluster.commands.json_output import add_output, print_json, wants_json
+from tandem.cluster.commands.json_output import add_output, print_json, wants_json
 
 DRAIN_S = 60.0
 
@@ -60,8 +60,8 @@ def _add_address(parser: argparse.ArgumentParser) -> None:
 def _status(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from cluster.api_client import key_from_environment
-    from cluster.commands.status import fetch_status, show_status
+    from tandem.cluster.api_client import key_from_environment
+    from tandem.cluster.commands.status import fetch_status, show_status
 
     key = key_from_environment()
     if options.url:
@@ -70,8 +70,8 @@ def _status(options: argparse.Namespace) -> int:
             return show_status(seen, Console())
         print_json(seen)
         return 1 if seen["router"]["unhealthy"] else 0
-    from cluster.commands.operate import with_controller
-    from cluster.commands.overview import answers_now, overview, show_overview
+    from tandem.cluster.commands.operate import with_controller
+    from tandem.cluster.commands.overview import answers_now, overview, show_overview
 
     view = with_controller(options.address, lambda controller: controller.view())
     if wants_json(options):
@@ -83,13 +83,13 @@ def _status(options: argparse.Namespace) -> int:
 
 
 def _aside(options: argparse.Namespace) -> dict[str, Any]:
-    from cluster.commands.operate import say_aside
+    from tandem.cluster.commands.operate import say_aside
 
     return {"say": say_aside} if wants_json(options) else {}
 
 
 def _scale(options: argparse.Namespace) -> int:
-    from cluster.commands.operate import scale
+    from tandem.cluster.commands.operate import scale
 
     lines = scale(options.address, options.sizes, **_aside(options))
     if wants_json(options):
@@ -98,7 +98,7 @@ def _scale(options: argparse.Namespace) -> int:
 
 
 def _drain(options: argparse.Namespace) -> int:
-    from cluster.commands.operate import drain
+    from tandem.cluster.commands.operate import drain
 
     finished = drain(options.address, options.nodes, options.timeout, **_aside(options))
     if wants_json(options):
@@ -107,7 +107,7 @@ def _drain(options: argparse.Namespace) -> int:
 
 
 def _role(options: argparse.Namespace) -> int:
-    from cluster.commands.operate import change_role
+    from tandem.cluster.commands.operate import change_role
 
     role = change_role(options.address, options.node, options.role, **_aside(options))
     if wants_json(options):
@@ -116,7 +116,7 @@ def _role(options: argparse.Namespace) -> int:
 
 
 def _down(options: argparse.Namespace) -> int:
-    from cluster.commands.operate import down
+    from tandem.cluster.commands.operate import down
 
     finished = down(options.address, now=options.now, **_aside(options))
     if wants_json(options):

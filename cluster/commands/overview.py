@@ -11,11 +11,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from cluster.commands.status import fetch_status
-from cluster.control import ClusterView, NodeView, PoolView, RouterView
-from cluster.describe import counted, format_size
-from wire.errors import TandemError
-from wire.nodes import NodeState
+from tandem.cluster.commands.status import fetch_status
+from tandem.cluster.control import ClusterView, NodeView, PoolView, RouterView
+from tandem.cluster.describe import counted, format_size
+from tandem.wire.errors import TandemError
+from tandem.wire.nodes import NodeState
 
 _COLUMNS = ("node", "role", "machine", "state", "run", "wait", "blocks free", "moving", "KV sent", "received")
 _DECISIONS = 8

@@ -6,13 +6,13 @@ import errno
 import socket
 from collections.abc import Callable
 
-from cluster.config import TandemConfig
-from cluster.models.store import Model, check_name, find_model, weight_files
-from cluster.pools.placement import Machine, computes_on_cpu, place_nodes
-from cluster.pools.room import check_memory
-from cluster.settings import SettingsError
-from kvtransfer.registry import CONNECTORS, find_connector
-from wire.errors import ConfigurationError
+from tandem.cluster.config import TandemConfig
+from tandem.cluster.models.store import Model, check_name, find_model, weight_files
+from tandem.cluster.pools.placement import Machine, computes_on_cpu, place_nodes
+from tandem.cluster.pools.room import check_memory
+from tandem.cluster.settings import SettingsError
+from tandem.kvtransfer.registry import CONNECTORS, find_connector
+from tandem.wire.errors import ConfigurationError
 
 
 def check_before_start(config: TandemConfig, machine: Machine) -> None:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
-from cluster.launcher import Report
+from tandem.cluster.launcher import Report
 
 
 class Display:

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from rich.markup import escape
 
-from cluster.config import TandemConfig
-from cluster.control import ClusterView
-from cluster.describe import counted
-from cluster.pools.controller_host import Account
+from tandem.cluster.config import TandemConfig
+from tandem.cluster.control import ClusterView
+from tandem.cluster.describe import counted
+from tandem.cluster.pools.controller_host import Account
 
 
 def ready_lines(

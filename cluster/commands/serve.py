@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
 from rich.console import Console
 from rich.markup import escape
 
-from cluster.clock import cancel
-from cluster.commands.address_record import forget_address, remember_address
-from cluster.commands.output import OtherPeoplesOutput, UnfailingOutput
-from cluster.commands.preflight import check_before_attach, check_before_start
-from cluster.commands.progress import Display
-from cluster.commands.ready_lines import ready_lines
-from cluster.config import TandemConfig
-from cluster.models.catalogue import PACKAGED
-from cluster.models.resolved import with_model
-from cluster.models.store import Model, local_model, name_to_serve, prepare_model
-from cluster.on_ray.runtime import (
+from tandem.cluster.clock import cancel
+from tandem.cluster.commands.address_record import forget_address, remember_address
+from tandem.cluster.commands.output import OtherPeoplesOutput, UnfailingOutput
+from tandem.cluster.commands.preflight import check_before_attach, check_before_start
+from tandem.cluster.commands.progress import Display
+from tandem.cluster.commands.ready_lines import ready_lines
+from tandem.cluster.config import TandemConfig
+from tandem.cluster.models.catalogue import PACKAGED
+from tandem.cluster.models.resolved import with_model
+from tandem.cluster.models.store import Model, local_model, name_to_serve, prepare_model
+from tandem.cluster.on_ray.runtime import (
     connect_to_ray,
     own_address,
     ray_resources,
@@ -35,13 +35,13 @@ from cluster.on_ray.runtime import (
     start_ray,
     stop_ray,
 )
-from cluster.pools.placement import this_machine
-from cluster.pools.places import lacking
-from wire.errors import ConfigurationError, TandemError, Unavailable
+from tandem.cluster.pools.placement import this_machine
+from tandem.cluster.pools.places import lacking
+from tandem.wire.errors import ConfigurationError, TandemError, Unavailable
 
 if TYPE_CHECKING:
-    from cluster.commands.following import Follower
-    from cluster.on_ray.remote_controller import RemoteController
+    from tandem.cluster.commands.following import Follower
+    from tandem.cluster.on_ray.remote_controller import RemoteController
 
 logger = logging.getLogger(__name__)
 
@@ -180,9 +180,9 @@ class _Serving:
 
     async def _on_ray(self, config: TandemConfig, stop: asyncio.Future[Any]) -> int:
         # Imported here, when Ray is running already: it takes a while, and not every command needs it.
-        from cluster.commands.following import Follower
-        from cluster.on_ray.deploying import Place
-        from cluster.on_ray.remote_controller import clear_away, create_controller, find_controller
+        from tandem.cluster.commands.following import Follower
+        from tandem.cluster.on_ray.deploying import Place
+        from tandem.cluster.on_ray.remote_controller import clear_away, create_controller, find_controller
 
         own_ray = self._where.address is None
         if not own_ray:

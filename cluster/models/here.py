@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cluster.models.store import Report, prepare_model
+from tandem.cluster.models.store import Report, prepare_model
 
 
 def find_model_here(name: str, report: Report) -> str:

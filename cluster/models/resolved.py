@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from cluster.config import TandemConfig
-from cluster.models.store import Model, tokenizer_folder
+from tandem.cluster.config import TandemConfig
+from tandem.cluster.models.store import Model, tokenizer_folder
 
 
 def with_model(config: TandemConfig, model: Model) -> TandemConfig:

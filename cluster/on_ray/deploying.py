@@ -10,16 +10,16 @@ from collections.abc import Callable
 import msgspec
 import ray
 
-from cluster.config import TandemConfig
-from cluster.events import Events
-from cluster.hosts import Hosts
-from cluster.on_ray.hosts import RayHosts
-from cluster.on_ray.launcher import RayLauncher
-from cluster.on_ray.state_store import RayStateStore
-from cluster.pools.deployment import Deployment
-from cluster.pools.local_hosts import ThisMachine
-from cluster.pools.placement import this_machine
-from cluster.pools.places import needs_of
+from tandem.cluster.config import TandemConfig
+from tandem.cluster.events import Events
+from tandem.cluster.hosts import Hosts
+from tandem.cluster.on_ray.hosts import RayHosts
+from tandem.cluster.on_ray.launcher import RayLauncher
+from tandem.cluster.on_ray.state_store import RayStateStore
+from tandem.cluster.pools.deployment import Deployment
+from tandem.cluster.pools.local_hosts import ThisMachine
+from tandem.cluster.pools.placement import this_machine
+from tandem.cluster.pools.places import needs_of
 
 LOCAL_HOST = "127.0.0.1"  # where routers and nodes of one machine reach each other
 STATE = "controller"

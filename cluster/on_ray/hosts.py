@@ -11,14 +11,14 @@ from typing import Any
 
 import msgspec
 
-from cluster.clock import cancel
-from cluster.hosts import Host, StateStore
-from cluster.on_ray.runtime import HEAD_ONLY, joined_ray
-from cluster.pools.cores import Found, share_cores
-from cluster.pools.placement import this_machine
-from cluster.pools.places import ROLES, Needs, needed_by, places
-from wire.errors import TandemError, Unavailable
-from wire.nodes import Role
+from tandem.cluster.clock import cancel
+from tandem.cluster.hosts import Host, StateStore
+from tandem.cluster.on_ray.runtime import HEAD_ONLY, joined_ray
+from tandem.cluster.pools.cores import Found, share_cores
+from tandem.cluster.pools.placement import this_machine
+from tandem.cluster.pools.places import ROLES, Needs, needed_by, places
+from tandem.wire.errors import TandemError, Unavailable
+from tandem.wire.nodes import Role
 
 logger = logging.getLogger(__name__)
 
@@ -185,7 +185,7 @@ async def _ask_ray_node(name: str) -> Found:
     ray = joined_ray()
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    from cluster.on_ray.errors import answer
+    from tandem.cluster.on_ray.errors import answer
 
     task = ray.remote(num_cpus=0, max_retries=0)(look_around)
     placed = task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=name, soft=False))

@@ -13,18 +13,18 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.clock import cancel
-from cluster.hosts import Host
-from cluster.launcher import NodeHandle, Report, RouterHandle
-from cluster.on_ray.errors import answer, translated
-from cluster.on_ray.node_actor import DecodeActor, PrefillActor
-from cluster.on_ray.router_actor import RouterActor
-from cluster.on_ray.runtime import HEAD_ONLY, NAMESPACE
-from engine.node_config import NodeConfig
-from router.config import RouterConfig
-from wire.errors import TandemError, Unavailable
-from wire.nodes import NodeInfo, Role
-from wire.requests import NodeStatus
+from tandem.cluster.clock import cancel
+from tandem.cluster.hosts import Host
+from tandem.cluster.launcher import NodeHandle, Report, RouterHandle
+from tandem.cluster.on_ray.errors import answer, translated
+from tandem.cluster.on_ray.node_actor import DecodeActor, PrefillActor
+from tandem.cluster.on_ray.router_actor import RouterActor
+from tandem.cluster.on_ray.runtime import HEAD_ONLY, NAMESPACE
+from tandem.node.config import NodeConfig
+from tandem.router.config import RouterConfig
+from tandem.wire.errors import TandemError, Unavailable
+from tandem.wire.nodes import NodeInfo, Role
+from tandem.wire.requests import NodeStatus
 
 logger = logging.getLogger(__name__)
 

@@ -5,20 +5,20 @@ from __future__ import annotations
 
 import ray
 
-from cluster.models.here import find_model_here
-from engine.hosting import NodeHost
-from engine.node import Node
-from engine.node_config import NodeConfig
-from wire.nodes import Role
+from tandem.cluster.models.here import find_model_here
+from tandem.node.config import NodeConfig
+from tandem.node.hosting import NodeHost
+from tandem.node.node import Node
+from tandem.wire.nodes import Role
 
 
 def make_node(config: NodeConfig) -> Node:
     # Imported here, in the node's own process: they take seconds.
     if config.role is Role.PREFILL:
-        from prefill_node.node import PrefillNode
+        from tandem.prefill_node.node import PrefillNode
 
         return PrefillNode(config)
-    from decode_node.node import DecodeNode
+    from tandem.decode_node.node import DecodeNode
 
     return DecodeNode(config)
 

@@ -12,16 +12,16 @@ from typing import Any, TypeVar
 import msgspec
 import ray
 
-from cluster.config import TandemConfig
-from cluster.control import ClusterView
-from cluster.on_ray.controller_actor import ControllerActor
-from cluster.on_ray.deploying import MACHINES, STATE, Place
-from cluster.on_ray.errors import answer
-from cluster.on_ray.runtime import HEAD_ONLY, NAMESPACE
-from cluster.on_ray.state_store import RayStateStore
-from cluster.pools.controller_host import Account, Change, Stage
-from wire.errors import DeadlineExceeded, TandemError, Unavailable
-from wire.nodes import Role
+from tandem.cluster.config import TandemConfig
+from tandem.cluster.control import ClusterView
+from tandem.cluster.on_ray.controller_actor import ControllerActor
+from tandem.cluster.on_ray.deploying import MACHINES, STATE, Place
+from tandem.cluster.on_ray.errors import answer
+from tandem.cluster.on_ray.runtime import HEAD_ONLY, NAMESPACE
+from tandem.cluster.on_ray.state_store import RayStateStore
+from tandem.cluster.pools.controller_host import Account, Change, Stage
+from tandem.wire.errors import DeadlineExceeded, TandemError, Unavailable
+from tandem.wire.nodes import Role
 
 logger = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ray
 
-from cluster.models.here import find_model_here
-from router.hosting import RouterHost
+from tandem.cluster.models.here import find_model_here
+from tandem.router.hosting import RouterHost
 
 
 @ray.remote(max_restarts=0)

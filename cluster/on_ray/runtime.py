@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from wire.errors import ConfigurationError, InternalError, Unavailable
+from tandem.wire.errors import ConfigurationError, InternalError, Unavailable
 
 NAMESPACE = "tandem"
 # Ray gives this to the head of every cluster: what asks for a little of it runs there, also when the head was replaced.

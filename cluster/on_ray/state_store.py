@@ -8,8 +8,8 @@ from typing import TypeVar
 
 from ray.exceptions import RayError
 
-from cluster.on_ray.errors import translated
-from cluster.on_ray.runtime import NAMESPACE
+from tandem.cluster.on_ray.errors import translated
+from tandem.cluster.on_ray.runtime import NAMESPACE
 
 _NAMESPACE = NAMESPACE.encode()
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Awaitable, Callable, Sequence
 
-from cluster.clock import Clock
-from cluster.config import TandemConfig
-from cluster.pools.autoscaling import Breach, Pool, Resize, at_its_limit, decide
-from cluster.pools.load_meter import LoadMeter
-from wire.nodes import Role
-from wire.requests import NodeStatus
+from tandem.cluster.clock import Clock
+from tandem.cluster.config import TandemConfig
+from tandem.cluster.pools.autoscaling import Breach, Pool, Resize, at_its_limit, decide
+from tandem.cluster.pools.load_meter import LoadMeter
+from tandem.wire.nodes import Role
+from tandem.wire.requests import NodeStatus
 
 
 class Autoscaler:

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from cluster.config import AutoscalingConfig, SloConfig
-from wire.nodes import Role
+from tandem.cluster.config import AutoscalingConfig, SloConfig
+from tandem.wire.nodes import Role
 
 QUEUE_SHARE = 0.5  # of the time to the first token may be spent waiting; the rest is for reading and sending
 BLOCKS_LIMIT = 0.9  # above it requests begin to push each other out

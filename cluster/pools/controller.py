@@ -13,27 +13,27 @@ from typing import Any
 
 import msgspec
 
-from cluster.clock import Clock, cancel
-from cluster.config import TandemConfig
-from cluster.control import ClusterView
-from cluster.describe import counted
-from cluster.events import Events
-from cluster.hosts import Hosts, StateStore
-from cluster.launcher import Launcher
-from cluster.pools import plan
-from cluster.pools.autoscaler import Autoscaler
-from cluster.pools.autoscaling import Pool, Resize
-from cluster.pools.fleet import HEAD_ROUTER
-from cluster.pools.node_supervisor import NodeSupervisor
-from cluster.pools.placement import node_config
-from cluster.pools.reconciler import Reconciler
-from cluster.pools.room import too_many_for_cores
-from cluster.pools.state import ClosedSlot, ClusterState, NodeRecord
-from cluster.pools.supervisor import Phase
-from cluster.pools.view import cluster_view, scaled_pool
-from cluster.tasks import Tasks
-from wire.errors import ConfigurationError, InternalError, TandemError, Unavailable
-from wire.nodes import NodeInfo, Role
+from tandem.cluster.clock import Clock, cancel
+from tandem.cluster.config import TandemConfig
+from tandem.cluster.control import ClusterView
+from tandem.cluster.describe import counted
+from tandem.cluster.events import Events
+from tandem.cluster.hosts import Hosts, StateStore
+from tandem.cluster.launcher import Launcher
+from tandem.cluster.pools import plan
+from tandem.cluster.pools.autoscaler import Autoscaler
+from tandem.cluster.pools.autoscaling import Pool, Resize
+from tandem.cluster.pools.fleet import HEAD_ROUTER
+from tandem.cluster.pools.node_supervisor import NodeSupervisor
+from tandem.cluster.pools.placement import node_config
+from tandem.cluster.pools.reconciler import Reconciler
+from tandem.cluster.pools.room import too_many_for_cores
+from tandem.cluster.pools.state import ClosedSlot, ClusterState, NodeRecord
+from tandem.cluster.pools.supervisor import Phase
+from tandem.cluster.pools.view import cluster_view, scaled_pool
+from tandem.cluster.tasks import Tasks
+from tandem.wire.errors import ConfigurationError, InternalError, TandemError, Unavailable
+from tandem.wire.nodes import NodeInfo, Role
 
 logger = logging.getLogger(__name__)
 

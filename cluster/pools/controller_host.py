@@ -13,14 +13,14 @@ from typing import Protocol
 
 import msgspec
 
-from cluster.changes import compare, with_sizes
-from cluster.clock import cancel
-from cluster.config import TandemConfig
-from cluster.control import Control
-from cluster.events import Events, LoggedEvents
-from cluster.pools.event_log import EventLog, Happening
-from wire.errors import InternalError, TandemError, Unavailable, WireError
-from wire.nodes import Role
+from tandem.cluster.changes import compare, with_sizes
+from tandem.cluster.clock import cancel
+from tandem.cluster.config import TandemConfig
+from tandem.cluster.control import Control
+from tandem.cluster.events import Events, LoggedEvents
+from tandem.cluster.pools.event_log import EventLog, Happening
+from tandem.wire.errors import InternalError, TandemError, Unavailable, WireError
+from tandem.wire.nodes import Role
 
 logger = logging.getLogger(__name__)
 

@@ -7,14 +7,14 @@ import logging
 
 import httpx
 
-from cluster.clock import Clock
-from cluster.config import TandemConfig
-from cluster.control import Control
-from cluster.events import Events
-from cluster.hosts import Hosts, StateStore
-from cluster.launcher import Launcher
-from cluster.pools.controller import Controller
-from wire.errors import DeadlineExceeded
+from tandem.cluster.clock import Clock
+from tandem.cluster.config import TandemConfig
+from tandem.cluster.control import Control
+from tandem.cluster.events import Events
+from tandem.cluster.hosts import Hosts, StateStore
+from tandem.cluster.launcher import Launcher
+from tandem.cluster.pools.controller import Controller
+from tandem.wire.errors import DeadlineExceeded
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ import enum
 
 import msgspec
 
-from cluster.events import Events
+from tandem.cluster.events import Events
 
 KEPT = 500  # who comes later than that sees the latest ones
 

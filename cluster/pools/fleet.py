@@ -6,20 +6,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from cluster.clock import Clock, cancel
-from cluster.config import TandemConfig
-from cluster.events import Events
-from cluster.hosts import Host
-from cluster.launcher import Launcher
-from cluster.pools.membership import Membership
-from cluster.pools.node_supervisor import NodeSupervisor, Remember
-from cluster.pools.placement import node_config, router_config
-from cluster.pools.router_supervisor import RouterSupervisor
-from cluster.pools.state import NodeRecord, Placement
-from cluster.pools.supervisor import Phase
-from cluster.tasks import Bell, Tasks
-from router.config import RouterPlacement
-from wire.requests import NodeStatus
+from tandem.cluster.clock import Clock, cancel
+from tandem.cluster.config import TandemConfig
+from tandem.cluster.events import Events
+from tandem.cluster.hosts import Host
+from tandem.cluster.launcher import Launcher
+from tandem.cluster.pools.membership import Membership
+from tandem.cluster.pools.node_supervisor import NodeSupervisor, Remember
+from tandem.cluster.pools.placement import node_config, router_config
+from tandem.cluster.pools.router_supervisor import RouterSupervisor
+from tandem.cluster.pools.state import NodeRecord, Placement
+from tandem.cluster.pools.supervisor import Phase
+from tandem.cluster.tasks import Bell, Tasks
+from tandem.router.config import RouterPlacement
+from tandem.wire.requests import NodeStatus
 
 HEAD_ROUTER = "router"
 

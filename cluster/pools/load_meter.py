@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from cluster.pools.autoscaling import Load
-from wire.nodes import Role
-from wire.requests import NodeCounters, NodeStatus
+from tandem.cluster.pools.autoscaling import Load
+from tandem.wire.nodes import Role
+from tandem.wire.requests import NodeCounters, NodeStatus
 
 # Fewer say more about a step's fixed cost than about how fast prompts are read.
 _MIN_PROMPT_TOKENS = 64

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from cluster.hosts import Host
-from cluster.pools.placement import Machine, this_host
-from wire.nodes import Role
+from tandem.cluster.hosts import Host
+from tandem.cluster.pools.placement import Machine, this_host
+from tandem.wire.nodes import Role
 
 
 class ThisMachine:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 
-from wire.nodes import NodeInfo
+from tandem.wire.nodes import NodeInfo
 
 
 class Membership:

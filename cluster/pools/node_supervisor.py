@@ -6,18 +6,18 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from cluster.clock import Clock
-from cluster.config import ClusterTimeouts
-from cluster.describe import ranges
-from cluster.events import Events
-from cluster.hosts import Host
-from cluster.launcher import Launcher, NodeHandle
-from cluster.pools.membership import Membership
-from cluster.pools.supervisor import Phase, Supervisor
-from engine.node_config import NodeConfig
-from wire.errors import TandemError, Unavailable
-from wire.nodes import NodeInfo, NodeState, Role
-from wire.requests import NodeStatus
+from tandem.cluster.clock import Clock
+from tandem.cluster.config import ClusterTimeouts
+from tandem.cluster.describe import ranges
+from tandem.cluster.events import Events
+from tandem.cluster.hosts import Host
+from tandem.cluster.launcher import Launcher, NodeHandle
+from tandem.cluster.pools.membership import Membership
+from tandem.cluster.pools.supervisor import Phase, Supervisor
+from tandem.node.config import NodeConfig
+from tandem.wire.errors import TandemError, Unavailable
+from tandem.wire.nodes import NodeInfo, NodeState, Role
+from tandem.wire.requests import NodeStatus
 
 logger = logging.getLogger(__name__)
 

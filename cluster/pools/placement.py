@@ -18,17 +18,17 @@ from pathlib import Path
 
 import msgspec
 
-from cluster.config import PoolsConfig, TandemConfig
-from cluster.describe import counted
-from cluster.hosts import Host
-from cluster.pools.room import check_cores
-from cluster.pools.state import ClosedSlot, NodeRecord, Placement
-from engine.host_cores import core_quota
-from engine.host_memory import free_memory
-from engine.node_config import NodeConfig
-from router.config import RouterConfig
-from wire.errors import ConfigurationError
-from wire.nodes import Role
+from tandem.cluster.config import PoolsConfig, TandemConfig
+from tandem.cluster.describe import counted
+from tandem.cluster.hosts import Host
+from tandem.cluster.pools.room import check_cores
+from tandem.cluster.pools.state import ClosedSlot, NodeRecord, Placement
+from tandem.machine.cores import core_quota
+from tandem.machine.memory import free_memory
+from tandem.node.config import NodeConfig
+from tandem.router.config import RouterConfig
+from tandem.wire.errors import ConfigurationError
+from tandem.wire.nodes import Role
 
 # Where cores do not divide evenly, whoever reads prompts gets the odd one: it computes, the others mostly wait for memory.
 _ROLE_ORDER = (Role.PREFILL, Role.DECODE, Role.AGGREGATED)

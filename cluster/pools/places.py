@@ -6,9 +6,9 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from cluster.config import TandemConfig
-from cluster.describe import counted
-from wire.nodes import Role
+from tandem.cluster.config import TandemConfig
+from tandem.cluster.describe import counted
+from tandem.wire.nodes import Role
 
 ROLES = (Role.PREFILL, Role.DECODE, Role.AGGREGATED)
 

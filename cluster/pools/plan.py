@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import msgspec
 
-from cluster.config import TandemConfig
-from cluster.hosts import Host
-from cluster.pools.placement import place
-from cluster.pools.state import ClusterState, NodeRecord, Placement
-from wire.nodes import Role
+from tandem.cluster.config import TandemConfig
+from tandem.cluster.hosts import Host
+from tandem.cluster.pools.placement import place
+from tandem.cluster.pools.state import ClusterState, NodeRecord, Placement
+from tandem.wire.nodes import Role
 
 Rank = Callable[[NodeRecord], int]
 """How little a node would be missed: of a pool that shrinks, the one with the highest rank goes."""

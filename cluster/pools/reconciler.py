@@ -12,20 +12,20 @@ from typing import Any
 
 import msgspec
 
-from cluster.clock import Clock, cancel
-from cluster.config import TandemConfig
-from cluster.control import Decision
-from cluster.describe import counted
-from cluster.events import Events
-from cluster.hosts import Host, Hosts, StateStore
-from cluster.launcher import Launcher
-from cluster.pools import plan, state
-from cluster.pools.fleet import Fleet
-from cluster.pools.state import ClusterState, NodeRecord
-from cluster.pools.supervisor import Phase
-from cluster.tasks import Bell, Tasks
-from wire.errors import DeadlineExceeded, TandemError
-from wire.nodes import NodeInfo
+from tandem.cluster.clock import Clock, cancel
+from tandem.cluster.config import TandemConfig
+from tandem.cluster.control import Decision
+from tandem.cluster.describe import counted
+from tandem.cluster.events import Events
+from tandem.cluster.hosts import Host, Hosts, StateStore
+from tandem.cluster.launcher import Launcher
+from tandem.cluster.pools import plan, state
+from tandem.cluster.pools.fleet import Fleet
+from tandem.cluster.pools.state import ClusterState, NodeRecord
+from tandem.cluster.pools.supervisor import Phase
+from tandem.cluster.tasks import Bell, Tasks
+from tandem.wire.errors import DeadlineExceeded, TandemError
+from tandem.wire.nodes import NodeInfo
 
 logger = logging.getLogger(__name__)
 

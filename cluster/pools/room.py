@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from cluster.config import PoolsConfig, TandemConfig
-from cluster.describe import counted, format_size
-from wire.errors import ConfigurationError
-from wire.nodes import Role
+from tandem.cluster.config import PoolsConfig, TandemConfig
+from tandem.cluster.describe import counted, format_size
+from tandem.wire.errors import ConfigurationError
+from tandem.wire.nodes import Role
 
 _MIB = 1 << 20
 _GIB = 1 << 30

@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from cluster.clock import Clock
-from cluster.config import ClusterTimeouts
-from cluster.events import Events
-from cluster.hosts import Host
-from cluster.launcher import Launcher, RouterHandle
-from cluster.pools.membership import Membership
-from cluster.pools.supervisor import Phase, Supervisor
-from router.config import RouterConfig
-from wire.errors import TandemError
+from tandem.cluster.clock import Clock
+from tandem.cluster.config import ClusterTimeouts
+from tandem.cluster.events import Events
+from tandem.cluster.hosts import Host
+from tandem.cluster.launcher import Launcher, RouterHandle
+from tandem.cluster.pools.membership import Membership
+from tandem.cluster.pools.supervisor import Phase, Supervisor
+from tandem.router.config import RouterConfig
+from tandem.wire.errors import TandemError
 
 logger = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from cluster.config import PoolsConfig
-from wire.nodes import NodeInfo, Role
+from tandem.cluster.config import PoolsConfig
+from tandem.wire.nodes import NodeInfo, Role
 
 
 class Placement(msgspec.Struct, frozen=True):

@@ -14,11 +14,11 @@ import logging
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from cluster.clock import Clock, cancel
-from cluster.config import ClusterTimeouts
-from cluster.events import Events
-from cluster.launcher import Handle
-from wire.errors import ConfigurationError, TandemError
+from tandem.cluster.clock import Clock, cancel
+from tandem.cluster.config import ClusterTimeouts
+from tandem.cluster.events import Events
+from tandem.cluster.launcher import Handle
+from tandem.wire.errors import ConfigurationError, TandemError
 
 logger = logging.getLogger(__name__)
 

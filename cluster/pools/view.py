@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cluster.config import PoolConfig, TandemConfig
-from cluster.control import ClusterView, Decision, NodeView, PoolView, RouterView
-from cluster.hosts import Host
-from cluster.pools.autoscaling import Pool
-from cluster.pools.fleet import Fleet
-from cluster.pools.plan import wanted_size
-from cluster.pools.state import ClusterState, NodeRecord
-from cluster.pools.supervisor import Phase
-from wire.nodes import Role
+from tandem.cluster.config import PoolConfig, TandemConfig
+from tandem.cluster.control import ClusterView, Decision, NodeView, PoolView, RouterView
+from tandem.cluster.hosts import Host
+from tandem.cluster.pools.autoscaling import Pool
+from tandem.cluster.pools.fleet import Fleet
+from tandem.cluster.pools.plan import wanted_size
+from tandem.cluster.pools.state import ClusterState, NodeRecord
+from tandem.cluster.pools.supervisor import Phase
+from tandem.wire.nodes import Role
 
 _WAITING = "waiting"
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from cluster.static_hosts.shell import SshSettings
-from wire.errors import ConfigurationError
+from tandem.cluster.static_hosts.shell import SshSettings
+from tandem.wire.errors import ConfigurationError
 
 KEY_ON_HEAD = "~/ray_bootstrap_key.pem"  # where `ray up` puts the operator's key for the head's use
 

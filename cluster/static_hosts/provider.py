@@ -1,6 +1,6 @@
 """Hosts that are simply there, as pools for `ray up` and Ray's autoscaler.
 
-    provider: {type: external, module: cluster.static_hosts.provider.StaticHostsProvider, head_ip: 10.0.0.10}
+    provider: {type: external, module: tandem.cluster.static_hosts.provider.StaticHostsProvider, head_ip: 10.0.0.10}
 
 Ray asks two instances of this class the same questions: one where `ray up` and `ray down` are typed, one in the
 autoscaler on the head. Both answer from the record on the head's host. To launch a node is to take a free host of
@@ -27,9 +27,9 @@ from ray.autoscaler.tags import (
     TAG_RAY_USER_NODE_TYPE,
 )
 
-from cluster.static_hosts.config import bootstrapped, pools_of, read_provider, ssh_settings
-from cluster.static_hosts.reach import Reach, reach_from_here, resolve
-from cluster.static_hosts.record import (
+from tandem.cluster.static_hosts.config import bootstrapped, pools_of, read_provider, ssh_settings
+from tandem.cluster.static_hosts.reach import Reach, reach_from_here, resolve
+from tandem.cluster.static_hosts.record import (
     ClusterRecord,
     NodeRecord,
     new_node_id,
@@ -39,8 +39,8 @@ from cluster.static_hosts.record import (
     with_tags,
     without_nodes,
 )
-from cluster.static_hosts.shell import CONNECT_TIMEOUT_S, ScriptFailed
-from wire.errors import NodeLost, TandemError, Unavailable
+from tandem.cluster.static_hosts.shell import CONNECT_TIMEOUT_S, ScriptFailed
+from tandem.wire.errors import NodeLost, TandemError, Unavailable
 
 _PROBE_TIMEOUT_S = CONNECT_TIMEOUT_S + 5.0
 _DRAIN_S = 60.0  # for what runs on a host that is taken out of the file

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from wire.errors import ConfigurationError
+from tandem.wire.errors import ConfigurationError
 
 
 class NodeRecord(msgspec.Struct, frozen=True):

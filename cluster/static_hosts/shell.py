@@ -8,7 +8,7 @@ from typing import Protocol
 
 import msgspec
 
-from wire.errors import TandemError, Unavailable
+from tandem.wire.errors import TandemError, Unavailable
 
 CONNECT_TIMEOUT_S = 5
 _SSH_FAILED = 255  # ssh's own exit status, as against the script's

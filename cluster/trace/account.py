@@ -8,8 +8,8 @@ from statistics import median
 
 import msgspec
 
-from router.tracing.record import NodePart, TraceRecord
-from wire.tracing import Phase, Span
+from tandem.router.tracing.record import NodePart, TraceRecord
+from tandem.wire.tracing import Phase, Span
 
 ROUTER = "router"
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from cluster.saving import as_json, check_picture, save_picture, write_json
-from cluster.trace.fetch import TraceClient
-from cluster.trace.picture import draw_trace
-from cluster.trace.text import show_list, show_trace
-from wire.errors import ConfigurationError
+from tandem.cluster.saving import as_json, check_picture, save_picture, write_json
+from tandem.cluster.trace.fetch import TraceClient
+from tandem.cluster.trace.picture import draw_trace
+from tandem.cluster.trace.text import show_list, show_trace
+from tandem.wire.errors import ConfigurationError
 
 
 def run(

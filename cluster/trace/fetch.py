@@ -9,9 +9,9 @@ from urllib.parse import quote
 import httpx
 import msgspec
 
-from cluster.api_client import ApiClient
-from router.tracing.record import TraceList, TraceRecord
-from wire.errors import InternalError
+from tandem.cluster.api_client import ApiClient
+from tandem.router.tracing.record import TraceList, TraceRecord
+from tandem.wire.errors import InternalError
 
 # A prefill node tells when its transfer is confirmed, which can be a moment after the answer's end.
 COMPLETE_WITHIN_S = 2.0

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cluster.saving import new_figure
-from cluster.trace.account import ROUTER, end_of, first_token_s
-from router.tracing.record import TraceRecord
-from wire.tracing import Phase, Span
+from tandem.cluster.saving import new_figure
+from tandem.cluster.trace.account import ROUTER, end_of, first_token_s
+from tandem.router.tracing.record import TraceRecord
+from tandem.wire.tracing import Phase, Span
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,10 +8,19 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from cluster.describe import format_size
-from cluster.trace.account import Item, Row, a_step, end_of, first_token_s, handover, rows, way_to_first_token
-from router.tracing.record import TraceList, TraceRecord
-from wire.tracing import Phase, TransferRecord
+from tandem.cluster.describe import format_size
+from tandem.cluster.trace.account import (
+    Item,
+    Row,
+    a_step,
+    end_of,
+    first_token_s,
+    handover,
+    rows,
+    way_to_first_token,
+)
+from tandem.router.tracing.record import TraceList, TraceRecord
+from tandem.wire.tracing import Phase, TransferRecord
 
 _BAR = 40
 _COLORS = {

@@ -10,12 +10,12 @@ import abc
 import math
 from collections.abc import Sequence
 
-from engine.cache.full_attention import FullAttentionManager
-from engine.cache.group_manager import GroupManager
-from engine.cache.groups import AttentionKind, KVCacheGroup
-from engine.cache.pool import BlockPool
-from engine.cache.sliding_window import SlidingWindowManager
-from engine.request import Request
+from tandem.engine.cache.full_attention import FullAttentionManager
+from tandem.engine.cache.group_manager import GroupManager
+from tandem.engine.cache.groups import AttentionKind, KVCacheGroup
+from tandem.engine.cache.pool import BlockPool
+from tandem.engine.cache.sliding_window import SlidingWindowManager
+from tandem.engine.request import Request
 
 Tables = list[list[int]]
 """Per group, block ids in token order."""

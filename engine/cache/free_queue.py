@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator
 
-from wire.errors import InternalError
+from tandem.wire.errors import InternalError
 
 _UNLINKED = -1
 

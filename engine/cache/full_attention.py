@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import islice
 
-from engine.cache.group_manager import GroupManager
+from tandem.engine.cache.group_manager import GroupManager
 
 
 class FullAttentionManager(GroupManager):

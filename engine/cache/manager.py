@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from engine.cache.coordinator import Tables, make_coordinator
-from engine.cache.groups import KVCacheGroup
-from engine.cache.pool import BlockPool
-from engine.request import Request
-from kvtransfer.base import NULL_BLOCK_ID
-from wire.errors import InternalError
+from tandem.engine.cache.coordinator import Tables, make_coordinator
+from tandem.engine.cache.groups import KVCacheGroup
+from tandem.engine.cache.pool import BlockPool
+from tandem.engine.request import Request
+from tandem.kvtransfer.base import NULL_BLOCK_ID
+from tandem.wire.errors import InternalError
 
 
 class KVCacheManager:

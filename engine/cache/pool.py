@@ -14,9 +14,9 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 
-from engine.cache.free_queue import FreeBlockQueue
-from kvtransfer.base import NULL_BLOCK_ID
-from wire.errors import InternalError
+from tandem.engine.cache.free_queue import FreeBlockQueue
+from tandem.kvtransfer.base import NULL_BLOCK_ID
+from tandem.wire.errors import InternalError
 
 CachedBlocks = dict[bytes, int | dict[int, None]]
 """hash -> the block that holds it, or several: block tables only grow, so a block that turns out to be a copy

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.cache.group_manager import GroupManager
-from engine.cache.groups import KVCacheGroup
-from engine.cache.pool import BlockPool
-from kvtransfer.base import NULL_BLOCK_ID
-from wire.errors import ConfigurationError
+from tandem.engine.cache.group_manager import GroupManager
+from tandem.engine.cache.groups import KVCacheGroup
+from tandem.engine.cache.pool import BlockPool
+from tandem.kvtransfer.base import NULL_BLOCK_ID
+from tandem.wire.errors import ConfigurationError
 
 
 class SlidingWindowManager(GroupManager):

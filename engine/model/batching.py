@@ -8,10 +8,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.model.batch import Batch, HostBatch
-from engine.model.staging import to_device_together
-from engine.model.states import RequestRows
-from wire.errors import InternalError
+from tandem.engine.model.batch import Batch, HostBatch
+from tandem.engine.model.staging import to_device_together
+from tandem.engine.model.states import RequestRows
+from tandem.wire.errors import InternalError
 
 _NONE = np.zeros(0, np.int64)
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from engine.model.plain_config import read_plain_config
-from engine.model.source import Source
-from wire.errors import ConfigurationError
+from tandem.engine.model.plain_config import read_plain_config
+from tandem.engine.model.source import Source
+from tandem.wire.errors import ConfigurationError
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ def _read_gguf_config(source: Source) -> Any:
     # Imported here because most models need nothing of it.
     from transformers import AutoConfig
 
-    from engine.model.gguf import Metadata, complete_config, refuse_parts
+    from tandem.engine.model.gguf import Metadata, complete_config, refuse_parts
 
     metadata = Metadata(source)
     refuse_parts(metadata)

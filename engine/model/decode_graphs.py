@@ -13,10 +13,10 @@ from typing import Protocol
 
 import torch
 
-from engine.model.attention.steps import AttentionStep, FixedAttention, PagedAttention
-from engine.model.batch import Batch
-from engine.model.decode_inputs import DecodeInputs, bucket_of, request_buckets, table_width
-from engine.model.runner import LayerHooks
+from tandem.engine.model.attention.steps import AttentionStep, FixedAttention, PagedAttention
+from tandem.engine.model.batch import Batch
+from tandem.engine.model.decode_inputs import DecodeInputs, bucket_of, request_buckets, table_width
+from tandem.engine.model.runner import LayerHooks
 
 log = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from engine.model.batch import Batch
-from engine.model.staging import to_device_together
+from tandem.engine.model.batch import Batch
+from tandem.engine.model.staging import to_device_together
 
 _FEWEST_COLUMNS = 8
 

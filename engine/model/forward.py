@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     import torch
 
-    from engine.model.batch import Batch
-    from engine.model.runner import LayerHooks
+    from tandem.engine.model.batch import Batch
+    from tandem.engine.model.runner import LayerHooks
 
 
 class Forward(Protocol):

@@ -10,11 +10,11 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from engine.model.attention.interface import PAGED
-from engine.model.checkpoint import translated_errors
-from engine.model.leftovers import refuse_leftovers
-from engine.model.source import Progress, Source
-from wire.errors import ConfigurationError
+from tandem.engine.model.attention.interface import PAGED
+from tandem.engine.model.checkpoint import translated_errors
+from tandem.engine.model.leftovers import refuse_leftovers
+from tandem.engine.model.source import Progress, Source
+from tandem.wire.errors import ConfigurationError
 
 
 def load_model(
@@ -24,7 +24,7 @@ def load_model(
     options: dict[str, Any] = {"use_safetensors": True}
     if source.gguf_file is not None:
         # Imported here because most models need nothing of it.
-        from engine.model.gguf import finish_loading, loading_options
+        from tandem.engine.model.gguf import finish_loading, loading_options
 
         options = loading_options(source, config)
     with translated_errors(source), _reported(progress), _interface_needed(config.model_type):

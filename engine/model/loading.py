@@ -8,18 +8,24 @@ from contextlib import contextmanager
 
 import torch
 
-from engine.config import CacheConfig, ModelConfig, SchedulerConfig
-from engine.model.attention.layers import plan_cache
-from engine.model.checkpoint import choose_device, choose_dtype, context_length, eos_tokens, read_config
-from engine.model.memory import allocate_cache, size_block_pool
-from engine.model.paths import Shape, load_general, load_native
-from engine.model.runner import ModelInfo
-from engine.model.source import Progress, find_source
-from engine.model.staging import on
-from engine.model.threads import bind_threads
-from engine.model.torch_runner import TorchRunner
-from engine.structured.grammars import Grammars, tokenizer_json
-from wire.errors import ConfigurationError
+from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
+from tandem.engine.model.attention.layers import plan_cache
+from tandem.engine.model.checkpoint import (
+    choose_device,
+    choose_dtype,
+    context_length,
+    eos_tokens,
+    read_config,
+)
+from tandem.engine.model.memory import allocate_cache, size_block_pool
+from tandem.engine.model.paths import Shape, load_general, load_native
+from tandem.engine.model.runner import ModelInfo
+from tandem.engine.model.source import Progress, find_source
+from tandem.engine.model.staging import on
+from tandem.engine.model.threads import bind_threads
+from tandem.engine.model.torch_runner import TorchRunner
+from tandem.engine.structured.grammars import Grammars, tokenizer_json
+from tandem.wire.errors import ConfigurationError
 
 
 def load_runner(

@@ -8,10 +8,10 @@ import mmap
 import numpy as np
 import torch
 
-from engine.config import CacheConfig
-from engine.host_memory import free_memory
-from engine.model.attention.layers import CachePlan
-from wire.errors import ConfigurationError
+from tandem.engine.config import CacheConfig
+from tandem.engine.model.attention.layers import CachePlan
+from tandem.machine.memory import free_memory
+from tandem.wire.errors import ConfigurationError
 
 log = logging.getLogger(__name__)
 

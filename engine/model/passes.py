@@ -3,8 +3,8 @@ and a whole chunk of such rows would take more memory than the model."""
 
 from __future__ import annotations
 
-from engine.model.runner import LayerHooks
-from engine.model.states import RequestRows
+from tandem.engine.model.runner import LayerHooks
+from tandem.engine.model.states import RequestRows
 
 # Rows of logits in one pass, beyond those that are sampled from.
 LOGIT_ROWS = 256

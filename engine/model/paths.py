@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from engine.model.attention.layers import AttentionLayer, CachePlan
-from engine.model.attention.steps import PagedAttention
-from engine.model.forward import Forward
-from engine.model.native.architecture import describe
-from engine.model.native.forward import NativeLlamaForward, supports
-from engine.model.source import Progress, Source
+from tandem.engine.model.attention.layers import AttentionLayer, CachePlan
+from tandem.engine.model.attention.steps import PagedAttention
+from tandem.engine.model.forward import Forward
+from tandem.engine.model.native.architecture import describe
+from tandem.engine.model.native.forward import NativeLlamaForward, supports
+from tandem.engine.model.source import Progress, Source
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ def load_native(
             source.folder, config, dtype=dtype, threads=threads, progress=tell
         )
     else:
-        from engine.model.general import load_model
+        from tandem.engine.model.general import load_model
 
         module = load_model(source, config, dtype, device, progress)
         forward = NativeLlamaForward.from_module(module, threads=threads, release=True, progress=tell)
@@ -90,9 +90,9 @@ def load_general(
     source: Source, config: Any, dtype: torch.dtype, device: torch.device, progress: Progress
 ) -> LoadedModel:
     # Imported here because it costs seconds that the native path need not wait for.
-    from engine.model.general import load_model
-    from engine.model.probe import probe_attention
-    from engine.model.transformers_forward import TransformersForward
+    from tandem.engine.model.general import load_model
+    from tandem.engine.model.probe import probe_attention
+    from tandem.engine.model.transformers_forward import TransformersForward
 
     model = load_model(source, config, dtype, device, progress)
     progress("checking the model's attention", 0.0)
@@ -103,8 +103,8 @@ def load_general(
         forward = TransformersForward(model, attention, len(probed.layers))
         if device.type != "cuda":
             return forward
-        from engine.model.cuda import CudaRecorder
-        from engine.model.decode_graphs import DecodeGraphs
+        from tandem.engine.model.cuda import CudaRecorder
+        from tandem.engine.model.decode_graphs import DecodeGraphs
 
         graphs = DecodeGraphs(
             forward,
@@ -124,7 +124,7 @@ def load_general(
 def _choose_attention(
     kv_cache: torch.Tensor, plan: CachePlan, layers: tuple[AttentionLayer, ...], shape: Shape
 ) -> PagedAttention:
-    from engine.model.attention import flashinfer
+    from tandem.engine.model.attention import flashinfer
 
     library = flashinfer.find_library() if kv_cache.device.type == "cuda" else None
     return attention_with(library, kv_cache, plan, layers, shape)
@@ -138,8 +138,8 @@ def attention_with(
     shape: Shape,
 ) -> PagedAttention:
     """By FlashInfer, if it is there, computes this model's attention, and runs on this machine; else by gathering."""
-    from engine.model.attention import flashinfer
-    from engine.model.attention.gathered import GatheredAttention
+    from tandem.engine.model.attention import flashinfer
+    from tandem.engine.model.attention.gathered import GatheredAttention
 
     if library is not None:
         reason = flashinfer.reason_against(layers, kv_cache.dtype)

@@ -18,10 +18,10 @@ import msgspec
 import torch
 from transformers import PreTrainedModel
 
-from engine.model.attention.interface import PAGED, PROBED, MaskRule, attention_through, rule_of
-from engine.model.attention.kernel import attend
-from engine.model.attention.layers import AttentionLayer
-from wire.errors import ConfigurationError, TandemError
+from tandem.engine.model.attention.interface import PAGED, PROBED, MaskRule, attention_through, rule_of
+from tandem.engine.model.attention.kernel import attend
+from tandem.engine.model.attention.layers import AttentionLayer
+from tandem.wire.errors import ConfigurationError, TandemError
 
 _PROBE_TOKENS = 8
 # What a mask shows so far along is what it shows anywhere: beyond any window.

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from engine.cache.groups import KVCacheGroup
-from engine.scheduling.output import ModelOutput, SchedulerOutput
+from tandem.engine.cache.groups import KVCacheGroup
+from tandem.engine.scheduling.output import ModelOutput, SchedulerOutput
 
 if TYPE_CHECKING:
     import torch
 
-    from engine.structured.grammars import Grammars
+    from tandem.engine.structured.grammars import Grammars
 
 
 class ModelInfo(msgspec.Struct, frozen=True):

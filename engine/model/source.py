@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from wire.errors import ConfigurationError
+from tandem.wire.errors import ConfigurationError
 
 Progress = Callable[[str, float], None]
 """What is being done, and how much of it is done (0 to 1)."""

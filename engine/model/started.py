@@ -8,11 +8,11 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from engine.model.batching import Unread
-from engine.model.sampling.logprobs import ComputedLogprobs
-from engine.model.staging import HostCopy
-from engine.scheduling.output import ModelOutput
-from wire.errors import TandemError
+from tandem.engine.model.batching import Unread
+from tandem.engine.model.sampling.logprobs import ComputedLogprobs
+from tandem.engine.model.staging import HostCopy
+from tandem.engine.scheduling.output import ModelOutput
+from tandem.wire.errors import TandemError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

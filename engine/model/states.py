@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from engine.scheduling.output import BlockIds
+from tandem.engine.scheduling.output import BlockIds
 
 IntArray = npt.NDArray[np.int32]
 

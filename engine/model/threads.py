@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from engine.host_cores import usable_cores
+from tandem.machine.cores import usable_cores
 
 
 def bind_threads(threads: int) -> int:

@@ -7,26 +7,26 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from engine.model.batch import Batch
-from engine.model.batching import Scheduled, Unread, build_batch
-from engine.model.forward import Forward
-from engine.model.ngram import propose
-from engine.model.passes import cut_for_logits, hooks_of_pass
-from engine.model.runner import LayerHooks, ModelInfo
-from engine.model.sampling.logprobs import ComputedLogprobs
-from engine.model.sampling.sampler import Sampler
-from engine.model.sampling.table import SamplingTable
-from engine.model.staging import HostCopy, on, to_device
-from engine.model.started import PromptPiece, Sampled, Started
-from engine.model.states import RequestRows
-from engine.scheduling.output import ModelOutput, SchedulerOutput
-from engine.structured.grammars import Grammars
-from engine.structured.masks import GrammarMasks
-from wire.errors import InvalidLogits
-from wire.sampling import SamplingParams, TokenLogprobs
+from tandem.engine.model.batch import Batch
+from tandem.engine.model.batching import Scheduled, Unread, build_batch
+from tandem.engine.model.forward import Forward
+from tandem.engine.model.ngram import propose
+from tandem.engine.model.passes import cut_for_logits, hooks_of_pass
+from tandem.engine.model.runner import LayerHooks, ModelInfo
+from tandem.engine.model.sampling.logprobs import ComputedLogprobs
+from tandem.engine.model.sampling.sampler import Sampler
+from tandem.engine.model.sampling.table import SamplingTable
+from tandem.engine.model.staging import HostCopy, on, to_device
+from tandem.engine.model.started import PromptPiece, Sampled, Started
+from tandem.engine.model.states import RequestRows
+from tandem.engine.scheduling.output import ModelOutput, SchedulerOutput
+from tandem.engine.structured.grammars import Grammars
+from tandem.engine.structured.masks import GrammarMasks
+from tandem.wire.errors import InvalidLogits
+from tandem.wire.sampling import SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
-    from engine.model.prefault import PageMaker
+    from tandem.engine.model.prefault import PageMaker
 
 
 class TorchRunner:

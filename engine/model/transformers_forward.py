@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from engine.model.attention.interface import attention_through
-from engine.model.attention.steps import AttentionStep, PagedAttention
-from engine.model.batch import Batch
-from engine.model.probe import attention_options
-from engine.model.runner import LayerHooks
+from tandem.engine.model.attention.interface import attention_through
+from tandem.engine.model.attention.steps import AttentionStep, PagedAttention
+from tandem.engine.model.batch import Batch
+from tandem.engine.model.probe import attention_options
+from tandem.engine.model.runner import LayerHooks
 
 
 class TransformersForward:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from engine.request import Request, RequestStatus
-from engine.scheduling.lifecycle import Lifecycle
-from engine.scheduling.open_step import leave_steps
-from engine.scheduling.state import SchedulerState
-from engine.scheduling.update import RequestUpdate, failure_of
-from kvtransfer.base import LoadFailurePolicy
-from wire.errors import TransferError
+from tandem.engine.request import Request, RequestStatus
+from tandem.engine.scheduling.lifecycle import Lifecycle
+from tandem.engine.scheduling.open_step import leave_steps
+from tandem.engine.scheduling.state import SchedulerState
+from tandem.engine.scheduling.update import RequestUpdate, failure_of
+from tandem.kvtransfer.base import LoadFailurePolicy
+from tandem.wire.errors import TransferError
 
 
 class InvalidBlocks:

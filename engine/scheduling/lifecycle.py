@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from engine.request import Request, RequestStatus
-from engine.scheduling.open_step import leave_steps
-from engine.scheduling.state import SchedulerState
-from wire.errors import ContextLengthExceeded, InvalidRequest
+from tandem.engine.request import Request, RequestStatus
+from tandem.engine.scheduling.open_step import leave_steps
+from tandem.engine.scheduling.state import SchedulerState
+from tandem.wire.errors import ContextLengthExceeded, InvalidRequest
 
 
 class Lifecycle:

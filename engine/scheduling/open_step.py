@@ -9,9 +9,9 @@ found when the next step runs already, whose token for the request is void.
 
 from __future__ import annotations
 
-from engine.request import Request
-from engine.scheduling.output import SchedulerOutput
-from engine.scheduling.state import SchedulerState
+from tandem.engine.request import Request
+from tandem.engine.scheduling.output import SchedulerOutput
+from tandem.engine.scheduling.state import SchedulerState
 
 
 def leave_open(state: SchedulerState, step: SchedulerOutput) -> bool:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from kvtransfer.base import ConnectorMetadata
-from wire.errors import TandemError
-from wire.sampling import SamplingParams, TokenLogprobs
+from tandem.kvtransfer.base import ConnectorMetadata
+from tandem.wire.errors import TandemError
+from tandem.wire.sampling import SamplingParams, TokenLogprobs
 
 BlockIds = list[list[int]]
 """For each KV cache group, block ids in token order."""

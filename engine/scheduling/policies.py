@@ -6,9 +6,9 @@ from __future__ import annotations
 import abc
 from collections.abc import Iterable, Sequence
 
-from engine.config import SchedulingPolicy
-from engine.request import Request
-from engine.scheduling.queue import RequestQueue, SortKey
+from tandem.engine.config import SchedulingPolicy
+from tandem.engine.request import Request
+from tandem.engine.scheduling.queue import RequestQueue, SortKey
 
 
 class Policy(abc.ABC):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from typing import Any
 
-from engine.request import Request
+from tandem.engine.request import Request
 
 SortKey = tuple[Any, ...]
 

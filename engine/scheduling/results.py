@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from engine.request import Request, RequestStatus
-from engine.scheduling.lifecycle import Lifecycle
-from engine.scheduling.output import ModelOutput, SchedulerOutput
-from engine.scheduling.state import SchedulerState
-from engine.scheduling.stopping import status_after
-from engine.scheduling.update import RequestUpdate, failure_of
-from kvtransfer.base import NULL_BLOCK_ID
-from wire.errors import InternalError, InvalidLogits, TandemError
+from tandem.engine.request import Request, RequestStatus
+from tandem.engine.scheduling.lifecycle import Lifecycle
+from tandem.engine.scheduling.output import ModelOutput, SchedulerOutput
+from tandem.engine.scheduling.state import SchedulerState
+from tandem.engine.scheduling.stopping import status_after
+from tandem.engine.scheduling.update import RequestUpdate, failure_of
+from tandem.kvtransfer.base import NULL_BLOCK_ID
+from tandem.wire.errors import InternalError, InvalidLogits, TandemError
 
 _RUNNING = RequestStatus.RUNNING
 

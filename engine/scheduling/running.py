@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from engine.cache.coordinator import Tables
-from engine.request import Request
-from engine.scheduling.lifecycle import Lifecycle
-from engine.scheduling.state import SchedulerState
-from engine.scheduling.step import StepPlan
+from tandem.engine.cache.coordinator import Tables
+from tandem.engine.request import Request
+from tandem.engine.scheduling.lifecycle import Lifecycle
+from tandem.engine.scheduling.state import SchedulerState
+from tandem.engine.scheduling.step import StepPlan
 
 
 class RunningPhase:

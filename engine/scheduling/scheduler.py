@@ -10,29 +10,29 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from engine.cache.coordinator import hash_block_size
-from engine.cache.groups import KVCacheGroup
-from engine.cache.hashing import BlockHasher, make_block_hasher
-from engine.cache.manager import KVCacheManager
-from engine.config import CacheConfig, SchedulerConfig
-from engine.request import Request, RequestStatus
-from engine.scheduling.admission import AdmissionPhase
-from engine.scheduling.audit import check_integrity
-from engine.scheduling.lifecycle import Lifecycle
-from engine.scheduling.open_step import leave_open
-from engine.scheduling.output import CachedRequestData, ModelOutput, NewRequestData, SchedulerOutput
-from engine.scheduling.pace import Pace
-from engine.scheduling.policies import make_policy
-from engine.scheduling.results import ModelResults
-from engine.scheduling.running import RunningPhase
-from engine.scheduling.state import PauseState, SchedulerState
-from engine.scheduling.stats import SchedulerStats
-from engine.scheduling.step import StepPlan
-from engine.scheduling.transfers import TransferResults
-from engine.scheduling.update import RequestUpdate
-from engine.scheduling.waiting import WaitingRequests
-from kvtransfer.base import ConnectorOutput, LoadFailurePolicy, SchedulerConnector
-from wire.errors import ConfigurationError
+from tandem.engine.cache.coordinator import hash_block_size
+from tandem.engine.cache.groups import KVCacheGroup
+from tandem.engine.cache.hashing import BlockHasher, make_block_hasher
+from tandem.engine.cache.manager import KVCacheManager
+from tandem.engine.config import CacheConfig, SchedulerConfig
+from tandem.engine.request import Request, RequestStatus
+from tandem.engine.scheduling.admission import AdmissionPhase
+from tandem.engine.scheduling.audit import check_integrity
+from tandem.engine.scheduling.lifecycle import Lifecycle
+from tandem.engine.scheduling.open_step import leave_open
+from tandem.engine.scheduling.output import CachedRequestData, ModelOutput, NewRequestData, SchedulerOutput
+from tandem.engine.scheduling.pace import Pace
+from tandem.engine.scheduling.policies import make_policy
+from tandem.engine.scheduling.results import ModelResults
+from tandem.engine.scheduling.running import RunningPhase
+from tandem.engine.scheduling.state import PauseState, SchedulerState
+from tandem.engine.scheduling.stats import SchedulerStats
+from tandem.engine.scheduling.step import StepPlan
+from tandem.engine.scheduling.transfers import TransferResults
+from tandem.engine.scheduling.update import RequestUpdate
+from tandem.engine.scheduling.waiting import WaitingRequests
+from tandem.kvtransfer.base import ConnectorOutput, LoadFailurePolicy, SchedulerConnector
+from tandem.wire.errors import ConfigurationError
 
 __all__ = ["PauseState", "Scheduler"]
 

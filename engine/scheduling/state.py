@@ -6,14 +6,14 @@ import dataclasses
 import enum
 from collections.abc import Callable, Iterator
 
-from engine.cache.manager import KVCacheManager
-from engine.config import SchedulerConfig
-from engine.request import Request, RequestStatus
-from engine.scheduling.output import SchedulerOutput
-from engine.scheduling.policies import Policy
-from engine.scheduling.stats import Totals
-from engine.scheduling.waiting import WaitingRequests
-from kvtransfer.base import LoadFailurePolicy, SchedulerConnector
+from tandem.engine.cache.manager import KVCacheManager
+from tandem.engine.config import SchedulerConfig
+from tandem.engine.request import Request, RequestStatus
+from tandem.engine.scheduling.output import SchedulerOutput
+from tandem.engine.scheduling.policies import Policy
+from tandem.engine.scheduling.stats import Totals
+from tandem.engine.scheduling.waiting import WaitingRequests
+from tandem.kvtransfer.base import LoadFailurePolicy, SchedulerConnector
 
 
 class PauseState(enum.IntEnum):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from engine.cache.coordinator import Tables
-from engine.request import Request
+from tandem.engine.cache.coordinator import Tables
+from tandem.engine.request import Request
 
 
 @dataclasses.dataclass(slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.request import Request, RequestStatus
+from tandem.engine.request import Request, RequestStatus
 
 
 def status_after(request: Request, token: int) -> RequestStatus | None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from engine.request import Request, RequestStatus
-from engine.scheduling.invalid_blocks import InvalidBlocks
-from engine.scheduling.lifecycle import Lifecycle
-from engine.scheduling.state import SchedulerState
-from engine.scheduling.stopping import status_after
-from engine.scheduling.update import RequestUpdate, failure_of
-from kvtransfer.base import ConnectorOutput, Handoff, LoadFailure, LoadFailurePolicy
-from wire.errors import TransferError
+from tandem.engine.request import Request, RequestStatus
+from tandem.engine.scheduling.invalid_blocks import InvalidBlocks
+from tandem.engine.scheduling.lifecycle import Lifecycle
+from tandem.engine.scheduling.state import SchedulerState
+from tandem.engine.scheduling.stopping import status_after
+from tandem.engine.scheduling.update import RequestUpdate, failure_of
+from tandem.kvtransfer.base import ConnectorOutput, Handoff, LoadFailure, LoadFailurePolicy
+from tandem.wire.errors import TransferError
 
 
 class TransferResults:

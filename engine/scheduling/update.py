@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from engine.request import Request
-from wire.errors import TandemError, WireError
-from wire.sampling import FinishReason, TokenLogprobs
+from tandem.engine.request import Request
+from tandem.wire.errors import TandemError, WireError
+from tandem.wire.sampling import FinishReason, TokenLogprobs
 
 
 class RequestUpdate(msgspec.Struct, gc=False):

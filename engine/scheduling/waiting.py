@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from engine.request import Request
-from engine.scheduling.policies import Policy
-from engine.scheduling.queue import RequestQueue, SortKey
+from tandem.engine.request import Request
+from tandem.engine.scheduling.policies import Policy
+from tandem.engine.scheduling.queue import RequestQueue, SortKey
 
 
 class WaitingRequests:

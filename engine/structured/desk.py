@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from engine.structured.grammars import Grammars
-from wire.errors import DeadlineExceeded, InternalError, InvalidRequest, TandemError
+from tandem.engine.structured.grammars import Grammars
+from tandem.wire.errors import DeadlineExceeded, InternalError, InvalidRequest, TandemError
 
 _THREADS = 2  # so that one costly grammar does not hold up all others
 

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from engine.model.source import Source
-from wire.errors import ConfigurationError, InvalidRequest
+from tandem.engine.model.source import Source
+from tandem.wire.errors import ConfigurationError, InvalidRequest
 
 _KEPT = 256
 # What one grammar may cost: a step is everybody's, so what needs more ends the request, not the others' rhythm. The

@@ -6,11 +6,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.model.sampling.table import SamplingTable
-from engine.model.staging import to_device
-from engine.model.states import RequestRows
-from engine.structured.grammars import BitMask, Grammars
-from wire.errors import InternalError, TandemError
+from tandem.engine.model.sampling.table import SamplingTable
+from tandem.engine.model.staging import to_device
+from tandem.engine.model.states import RequestRows
+from tandem.engine.structured.grammars import BitMask, Grammars
+from tandem.wire.errors import InternalError, TandemError
 
 _BANNED = float("-inf")
 

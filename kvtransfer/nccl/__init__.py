@@ -15,12 +15,12 @@ transport  all of it as a `kvtransfer.protocol.transport.Transport`
 
 from __future__ import annotations
 
-from kvtransfer.base import ConnectorContext, SchedulerConnector, WorkerConnector
-from kvtransfer.nccl.options import NcclOptions
-from kvtransfer.nccl.transport import NcclTransport
-from kvtransfer.protocol.options import parse_direction
-from kvtransfer.protocol.scheduler_half import SchedulerHalf
-from kvtransfer.protocol.worker_half import WorkerHalf
+from tandem.kvtransfer.base import ConnectorContext, SchedulerConnector, WorkerConnector
+from tandem.kvtransfer.nccl.options import NcclOptions
+from tandem.kvtransfer.nccl.transport import NcclTransport
+from tandem.kvtransfer.protocol.options import parse_direction
+from tandem.kvtransfer.protocol.scheduler_half import SchedulerHalf
+from tandem.kvtransfer.protocol.worker_half import WorkerHalf
 
 
 def create(context: ConnectorContext) -> tuple[SchedulerConnector, WorkerConnector]:

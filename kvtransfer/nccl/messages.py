@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kvtransfer.protocol.transport import Operation
+from tandem.kvtransfer.protocol.transport import Operation
 
 
 class Rendezvous(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

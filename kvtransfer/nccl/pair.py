@@ -29,13 +29,13 @@ import numpy as np
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from kvtransfer.nccl.gate import Gate
-from kvtransfer.nccl.group import Group, StoreServer, join_store
-from kvtransfer.nccl.messages import Announce, Landed, Leave, Open, Rendezvous
-from kvtransfer.nccl.options import NcclOptions
-from kvtransfer.nccl.pool import Pool, Staging
-from kvtransfer.protocol.transport import HandleId, Move, Operation
-from wire.errors import TransferError
+from tandem.kvtransfer.nccl.gate import Gate
+from tandem.kvtransfer.nccl.group import Group, StoreServer, join_store
+from tandem.kvtransfer.nccl.messages import Announce, Landed, Leave, Open, Rendezvous
+from tandem.kvtransfer.nccl.options import NcclOptions
+from tandem.kvtransfer.nccl.pool import Pool, Staging
+from tandem.kvtransfer.protocol.transport import HandleId, Move, Operation
+from tandem.wire.errors import TransferError
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvtransfer.protocol.transport import UnitIds
+from tandem.kvtransfer.protocol.transport import UnitIds
 
 MAX_MOVE_BYTES = 64 << 20  # twice what the protocol posts at once
 WORDS = ((torch.int64, 8), (torch.int32, 4), (torch.int16, 2), (torch.uint8, 1))

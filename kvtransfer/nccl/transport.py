@@ -11,17 +11,17 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kvtransfer.base import KVCacheMemory
-from kvtransfer.nccl.gate import Gate
-from kvtransfer.nccl.group import choose_backend
-from kvtransfer.nccl.messages import Announce, Landed, Leave, Open, PairMessage, Rendezvous
-from kvtransfer.nccl.options import NcclOptions
-from kvtransfer.nccl.pair import Callee, Caller, Node
-from kvtransfer.nccl.pool import Pool
-from kvtransfer.protocol.transport import HandleId, Move, RemoteId, Transport
-from wire.errors import InternalError, NodeLost, TransferError
-from wire.handoff import CacheMemory
-from wire.sockets import Inbox, Outbox
+from tandem.kvtransfer.base import KVCacheMemory
+from tandem.kvtransfer.nccl.gate import Gate
+from tandem.kvtransfer.nccl.group import choose_backend
+from tandem.kvtransfer.nccl.messages import Announce, Landed, Leave, Open, PairMessage, Rendezvous
+from tandem.kvtransfer.nccl.options import NcclOptions
+from tandem.kvtransfer.nccl.pair import Callee, Caller, Node
+from tandem.kvtransfer.nccl.pool import Pool
+from tandem.kvtransfer.protocol.transport import HandleId, Move, RemoteId, Transport
+from tandem.wire.errors import InternalError, NodeLost, TransferError
+from tandem.wire.handoff import CacheMemory
+from tandem.wire.sockets import Inbox, Outbox
 
 logger = logging.getLogger(__name__)
 

@@ -7,13 +7,13 @@ options    `transfer.options` of this connector
 
 from __future__ import annotations
 
-from kvtransfer.base import ConnectorContext, SchedulerConnector, WorkerConnector
-from kvtransfer.nixl.agent import NixlAgent
-from kvtransfer.nixl.options import NixlOptions
-from kvtransfer.nixl.transport import NixlTransport
-from kvtransfer.protocol.options import parse_direction
-from kvtransfer.protocol.scheduler_half import SchedulerHalf
-from kvtransfer.protocol.worker_half import WorkerHalf
+from tandem.kvtransfer.base import ConnectorContext, SchedulerConnector, WorkerConnector
+from tandem.kvtransfer.nixl.agent import NixlAgent
+from tandem.kvtransfer.nixl.options import NixlOptions
+from tandem.kvtransfer.nixl.transport import NixlTransport
+from tandem.kvtransfer.protocol.options import parse_direction
+from tandem.kvtransfer.protocol.scheduler_half import SchedulerHalf
+from tandem.kvtransfer.protocol.worker_half import WorkerHalf
 
 
 def create(context: ConnectorContext) -> tuple[SchedulerConnector, WorkerConnector]:

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvtransfer.nixl.options import NixlOptions
-from kvtransfer.protocol.transport import UnitIds
-from wire.errors import ConfigurationError, TransferError
+from tandem.kvtransfer.nixl.options import NixlOptions
+from tandem.kvtransfer.protocol.transport import UnitIds
+from tandem.wire.errors import ConfigurationError, TransferError
 
 BlockArray = npt.NDArray[np.uint64]
 """N x 3: address, length, device."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvtransfer.protocol.options import ProtocolOptions, parse_options
-from wire.errors import ConfigurationError
+from tandem.kvtransfer.protocol.options import ProtocolOptions, parse_options
+from tandem.wire.errors import ConfigurationError
 
 
 class NixlOptions(ProtocolOptions, frozen=True, forbid_unknown_fields=True):

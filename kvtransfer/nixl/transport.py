@@ -9,11 +9,11 @@ import logging
 import msgspec
 import numpy as np
 
-from kvtransfer.base import KVCacheMemory
-from kvtransfer.nixl.agent import BlockArray, NixlAgent
-from kvtransfer.protocol.transport import HandleId, Move, RemoteId, Transport
-from wire.errors import InternalError, TransferError
-from wire.handoff import CacheMemory
+from tandem.kvtransfer.base import KVCacheMemory
+from tandem.kvtransfer.nixl.agent import BlockArray, NixlAgent
+from tandem.kvtransfer.protocol.transport import HandleId, Move, RemoteId, Transport
+from tandem.wire.errors import InternalError, TransferError
+from tandem.wire.handoff import CacheMemory
 
 logger = logging.getLogger(__name__)
 

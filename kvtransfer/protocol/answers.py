@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import msgspec
 
-from kvtransfer.protocol.identity import Identity
-from kvtransfer.protocol.statistics import Recorder
-from wire.handoff import Envelope, RefusalCode, Refused, TransferClosed
+from tandem.kvtransfer.protocol.identity import Identity
+from tandem.kvtransfer.protocol.statistics import Recorder
+from tandem.wire.handoff import Envelope, RefusalCode, Refused, TransferClosed
 
 
 class Ending(msgspec.Struct, frozen=True):

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from wire.errors import NodeLost
-from wire.handoff import HandoffMessage
-from wire.sockets import Inbox, Outbox
+from tandem.wire.errors import NodeLost
+from tandem.wire.handoff import HandoffMessage
+from tandem.wire.sockets import Inbox, Outbox
 
 logger = logging.getLogger(__name__)
 

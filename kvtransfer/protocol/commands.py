@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from kvtransfer.base import NULL_BLOCK_ID, ConnectorMetadata
-from wire.nodes import PeerAddress
+from tandem.kvtransfer.base import NULL_BLOCK_ID, ConnectorMetadata
+from tandem.wire.nodes import PeerAddress
 
 BlockTable = list[list[int]]
 

@@ -5,23 +5,23 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from kvtransfer.base import Handoff, LoadFailure
-from kvtransfer.protocol import commands
-from kvtransfer.protocol.answers import Answers
-from kvtransfer.protocol.declined import Declined
-from kvtransfer.protocol.identity import PeerKey, key_of
-from kvtransfer.protocol.incoming import Incoming
-from kvtransfer.protocol.links import ProducerLink, ProducerLinks
-from kvtransfer.protocol.mapping import Mapping
-from kvtransfer.protocol.pulling import Pulling
-from kvtransfer.protocol.receiving import Receiving, Stage
-from kvtransfer.protocol.registering import Registrar
-from kvtransfer.protocol.settings import MAX_LEASE_S
-from kvtransfer.protocol.side import Side
-from kvtransfer.protocol.statistics import Outcome
-from kvtransfer.protocol.transport import Activity, Direction
-from wire.errors import TransferError
-from wire.handoff import (
+from tandem.kvtransfer.base import Handoff, LoadFailure
+from tandem.kvtransfer.protocol import commands
+from tandem.kvtransfer.protocol.answers import Answers
+from tandem.kvtransfer.protocol.declined import Declined
+from tandem.kvtransfer.protocol.identity import PeerKey, key_of
+from tandem.kvtransfer.protocol.incoming import Incoming
+from tandem.kvtransfer.protocol.links import ProducerLink, ProducerLinks
+from tandem.kvtransfer.protocol.mapping import Mapping
+from tandem.kvtransfer.protocol.pulling import Pulling
+from tandem.kvtransfer.protocol.receiving import Receiving, Stage
+from tandem.kvtransfer.protocol.registering import Registrar
+from tandem.kvtransfer.protocol.settings import MAX_LEASE_S
+from tandem.kvtransfer.protocol.side import Side
+from tandem.kvtransfer.protocol.statistics import Outcome
+from tandem.kvtransfer.protocol.transport import Activity, Direction
+from tandem.wire.errors import TransferError
+from tandem.wire.handoff import (
     CancelTransfer,
     DestinationRegistered,
     HandoffAccepted,

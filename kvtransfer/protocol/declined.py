@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import msgspec
 
-from kvtransfer.protocol.identity import Clock, Identity
-from kvtransfer.protocol.settings import Settings
-from wire.handoff import CancelTransfer
-from wire.nodes import PeerAddress
+from tandem.kvtransfer.protocol.identity import Clock, Identity
+from tandem.kvtransfer.protocol.settings import Settings
+from tandem.wire.handoff import CancelTransfer
+from tandem.wire.nodes import PeerAddress
 
 
 @dataclasses.dataclass(slots=True)

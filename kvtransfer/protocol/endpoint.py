@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 import msgspec
 
-from kvtransfer.base import Handoff, LoadFailure
-from kvtransfer.protocol import commands
-from kvtransfer.protocol.answers import Answers
-from kvtransfer.protocol.consumer import Consumer
-from kvtransfer.protocol.producer import Producer
-from kvtransfer.protocol.side import Side
-from kvtransfer.protocol.transport import Activity
-from wire.handoff import (
+from tandem.kvtransfer.base import Handoff, LoadFailure
+from tandem.kvtransfer.protocol import commands
+from tandem.kvtransfer.protocol.answers import Answers
+from tandem.kvtransfer.protocol.consumer import Consumer
+from tandem.kvtransfer.protocol.producer import Producer
+from tandem.kvtransfer.protocol.side import Side
+from tandem.kvtransfer.protocol.transport import Activity
+from tandem.wire.handoff import (
     CancelTransfer,
     DestinationRegistered,
     HandoffAccepted,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
-from kvtransfer.base import NULL_BLOCK_ID, KVCacheMemory
-from kvtransfer.protocol.commands import BlockTable
-from kvtransfer.protocol.mapping import AXES, BlockLayout, Mapping
-from wire.errors import ConfigurationError, InternalError
-from wire.handoff import CacheFingerprint, CacheMemory, RegisterDestination
+from tandem.kvtransfer.base import NULL_BLOCK_ID, KVCacheMemory
+from tandem.kvtransfer.protocol.commands import BlockTable
+from tandem.kvtransfer.protocol.mapping import AXES, BlockLayout, Mapping
+from tandem.wire.errors import ConfigurationError, InternalError
+from tandem.wire.handoff import CacheFingerprint, CacheMemory, RegisterDestination
 
 MAX_BLOCKS = 1 << 24  # descriptors are made for each of a peer's blocks
 MAX_DEVICES = 1024

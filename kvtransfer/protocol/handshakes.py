@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from kvtransfer.protocol.geometry import PoolGeometry
-from kvtransfer.protocol.identity import Clock, PeerKey, Remembered, key_of
-from kvtransfer.protocol.mapping import Mapping
-from kvtransfer.protocol.settings import Settings
-from kvtransfer.protocol.side import Forget
-from kvtransfer.protocol.transport import RemoteId, Transport
-from wire.errors import TransferError
-from wire.handoff import Hello, RefusalCode
+from tandem.kvtransfer.protocol.geometry import PoolGeometry
+from tandem.kvtransfer.protocol.identity import Clock, PeerKey, Remembered, key_of
+from tandem.kvtransfer.protocol.mapping import Mapping
+from tandem.kvtransfer.protocol.settings import Settings
+from tandem.kvtransfer.protocol.side import Forget
+from tandem.kvtransfer.protocol.transport import RemoteId, Transport
+from tandem.wire.errors import TransferError
+from tandem.wire.handoff import Hello, RefusalCode
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from wire.handoff import Envelope
+from tandem.wire.handoff import Envelope
 
 Clock = Callable[[], float]
 V = TypeVar("V")

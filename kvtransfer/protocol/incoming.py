@@ -19,16 +19,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from kvtransfer.base import Handoff, LoadFailure
-from kvtransfer.protocol.commands import BeginReceive
-from kvtransfer.protocol.declined import Declined
-from kvtransfer.protocol.identity import PeerKey, Remembered
-from kvtransfer.protocol.links import ProducerLinks
-from kvtransfer.protocol.receiving import Receiving, Stage
-from kvtransfer.protocol.side import Side
-from kvtransfer.protocol.statistics import Outcome
-from kvtransfer.protocol.transport import Direction
-from wire.handoff import CancelTransfer, HandoffAccepted, HandoffNotice
+from tandem.kvtransfer.base import Handoff, LoadFailure
+from tandem.kvtransfer.protocol.commands import BeginReceive
+from tandem.kvtransfer.protocol.declined import Declined
+from tandem.kvtransfer.protocol.identity import PeerKey, Remembered
+from tandem.kvtransfer.protocol.links import ProducerLinks
+from tandem.kvtransfer.protocol.receiving import Receiving, Stage
+from tandem.kvtransfer.protocol.side import Side
+from tandem.kvtransfer.protocol.statistics import Outcome
+from tandem.kvtransfer.protocol.transport import Direction
+from tandem.wire.handoff import CancelTransfer, HandoffAccepted, HandoffNotice
 
 
 class Incoming:

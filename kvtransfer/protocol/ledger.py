@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvtransfer.protocol.answers import Ending
-from kvtransfer.protocol.identity import Clock, PeerKey, Remembered
-from kvtransfer.protocol.sending import Sending
-from kvtransfer.protocol.settings import Settings
-from kvtransfer.protocol.statistics import Recorder
+from tandem.kvtransfer.protocol.answers import Ending
+from tandem.kvtransfer.protocol.identity import Clock, PeerKey, Remembered
+from tandem.kvtransfer.protocol.sending import Sending
+from tandem.kvtransfer.protocol.settings import Settings
+from tandem.kvtransfer.protocol.statistics import Recorder
 
 
 class Ledger:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from kvtransfer.protocol.geometry import PoolGeometry
-from kvtransfer.protocol.identity import Clock, Identity, PeerKey, Remembered
-from kvtransfer.protocol.mapping import Mapping
-from kvtransfer.protocol.settings import Settings
-from kvtransfer.protocol.side import Forget, Send
-from wire.handoff import CacheMemory, Hello, RenewLease
-from wire.nodes import PeerAddress
+from tandem.kvtransfer.protocol.geometry import PoolGeometry
+from tandem.kvtransfer.protocol.identity import Clock, Identity, PeerKey, Remembered
+from tandem.kvtransfer.protocol.mapping import Mapping
+from tandem.kvtransfer.protocol.settings import Settings
+from tandem.kvtransfer.protocol.side import Forget, Send
+from tandem.wire.handoff import CacheMemory, Hello, RenewLease
+from tandem.wire.nodes import PeerAddress
 
 
 @dataclasses.dataclass(slots=True)

@@ -11,13 +11,13 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 
-from kvtransfer.protocol.commands import Command
-from kvtransfer.protocol.endpoint import Endpoint
-from kvtransfer.protocol.identity import Clock
-from kvtransfer.protocol.settings import Settings
-from kvtransfer.protocol.transport import Activity
-from wire.errors import InternalError
-from wire.handoff import HandoffMessage
+from tandem.kvtransfer.protocol.commands import Command
+from tandem.kvtransfer.protocol.endpoint import Endpoint
+from tandem.kvtransfer.protocol.identity import Clock
+from tandem.kvtransfer.protocol.settings import Settings
+from tandem.kvtransfer.protocol.transport import Activity
+from tandem.wire.errors import InternalError
+from tandem.wire.handoff import HandoffMessage
 
 logger = logging.getLogger(__name__)
 

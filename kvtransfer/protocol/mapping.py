@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from kvtransfer.protocol.transport import Move, Operation, UnitIds
-from wire.handoff import CacheFingerprint, CacheMemory
+from tandem.kvtransfer.protocol.transport import Move, Operation, UnitIds
+from tandem.wire.handoff import CacheFingerprint, CacheMemory
 
 AXES = ("slot", "kv", "head", "token", "dim")
 """The axes of a block, in the order in which Tandem's own caches lie in memory, outermost first."""

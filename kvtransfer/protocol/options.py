@@ -7,8 +7,8 @@ from typing import TypeVar
 
 import msgspec
 
-from kvtransfer.protocol.transport import Direction
-from wire.errors import ConfigurationError
+from tandem.kvtransfer.protocol.transport import Direction
+from tandem.wire.errors import ConfigurationError
 
 
 class ProtocolOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -14,15 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvtransfer.protocol.answers import Answers, Ending
-from kvtransfer.protocol.handshakes import Handshakes
-from kvtransfer.protocol.identity import PeerKey
-from kvtransfer.protocol.ledger import Ledger
-from kvtransfer.protocol.sending import Destination, Phase, Sending
-from kvtransfer.protocol.side import Side
-from kvtransfer.protocol.statistics import Outcome
-from kvtransfer.protocol.transport import Direction
-from wire.handoff import Envelope, HandoffNotice, RefusalCode, TransferClosed
+from tandem.kvtransfer.protocol.answers import Answers, Ending
+from tandem.kvtransfer.protocol.handshakes import Handshakes
+from tandem.kvtransfer.protocol.identity import PeerKey
+from tandem.kvtransfer.protocol.ledger import Ledger
+from tandem.kvtransfer.protocol.sending import Destination, Phase, Sending
+from tandem.kvtransfer.protocol.side import Side
+from tandem.kvtransfer.protocol.statistics import Outcome
+from tandem.kvtransfer.protocol.transport import Direction
+from tandem.wire.handoff import Envelope, HandoffNotice, RefusalCode, TransferClosed
 
 
 class Outgoing:

@@ -5,22 +5,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from kvtransfer.protocol import commands
-from kvtransfer.protocol.answers import Answers, Ending
-from kvtransfer.protocol.commands import count_blocks
-from kvtransfer.protocol.handshakes import Handshakes
-from kvtransfer.protocol.identity import PeerKey, key_of
-from kvtransfer.protocol.ledger import Ledger
-from kvtransfer.protocol.outgoing import Outgoing
-from kvtransfer.protocol.progress import Progress
-from kvtransfer.protocol.pushing import Pushing
-from kvtransfer.protocol.registrations import Registrations
-from kvtransfer.protocol.sending import Phase, Sending
-from kvtransfer.protocol.side import Side
-from kvtransfer.protocol.statistics import Outcome
-from kvtransfer.protocol.transport import Activity, Direction
-from kvtransfer.protocol.writing import Writer
-from wire.handoff import CancelTransfer, HandoffAccepted, RefusalCode, Refused
+from tandem.kvtransfer.protocol import commands
+from tandem.kvtransfer.protocol.answers import Answers, Ending
+from tandem.kvtransfer.protocol.commands import count_blocks
+from tandem.kvtransfer.protocol.handshakes import Handshakes
+from tandem.kvtransfer.protocol.identity import PeerKey, key_of
+from tandem.kvtransfer.protocol.ledger import Ledger
+from tandem.kvtransfer.protocol.outgoing import Outgoing
+from tandem.kvtransfer.protocol.progress import Progress
+from tandem.kvtransfer.protocol.pushing import Pushing
+from tandem.kvtransfer.protocol.registrations import Registrations
+from tandem.kvtransfer.protocol.sending import Phase, Sending
+from tandem.kvtransfer.protocol.side import Side
+from tandem.kvtransfer.protocol.statistics import Outcome
+from tandem.kvtransfer.protocol.transport import Activity, Direction
+from tandem.kvtransfer.protocol.writing import Writer
+from tandem.wire.handoff import CancelTransfer, HandoffAccepted, RefusalCode, Refused
 
 logger = logging.getLogger(__name__)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvtransfer.protocol import commands
-from kvtransfer.protocol.ledger import Ledger
-from kvtransfer.protocol.sending import Phase, Sending
-from kvtransfer.protocol.writing import Writer
+from tandem.kvtransfer.protocol import commands
+from tandem.kvtransfer.protocol.ledger import Ledger
+from tandem.kvtransfer.protocol.sending import Phase, Sending
+from tandem.kvtransfer.protocol.writing import Writer
 
 
 class Progress:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from kvtransfer.protocol.identity import PeerKey
-from kvtransfer.protocol.incoming import Incoming
-from kvtransfer.protocol.links import ProducerLinks
-from kvtransfer.protocol.reading import Reader
-from kvtransfer.protocol.receiving import Receiving, Stage
-from kvtransfer.protocol.side import Side
-from kvtransfer.protocol.statistics import Outcome
-from kvtransfer.protocol.transport import Activity
-from wire.errors import TransferError
-from wire.handoff import CacheMemory, HandoffNotice
+from tandem.kvtransfer.protocol.identity import PeerKey
+from tandem.kvtransfer.protocol.incoming import Incoming
+from tandem.kvtransfer.protocol.links import ProducerLinks
+from tandem.kvtransfer.protocol.reading import Reader
+from tandem.kvtransfer.protocol.receiving import Receiving, Stage
+from tandem.kvtransfer.protocol.side import Side
+from tandem.kvtransfer.protocol.statistics import Outcome
+from tandem.kvtransfer.protocol.transport import Activity
+from tandem.wire.errors import TransferError
+from tandem.wire.handoff import CacheMemory, HandoffNotice
 
 logger = logging.getLogger(__name__)
 

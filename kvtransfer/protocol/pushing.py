@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import logging
 
-from kvtransfer.protocol.handshakes import ConsumerLink, Handshakes
-from kvtransfer.protocol.identity import PeerKey
-from kvtransfer.protocol.ledger import Ledger
-from kvtransfer.protocol.outgoing import Outgoing
-from kvtransfer.protocol.sending import Phase, Sending
-from kvtransfer.protocol.side import Side
-from kvtransfer.protocol.statistics import Outcome
-from kvtransfer.protocol.transport import Activity
-from kvtransfer.protocol.writing import MissingBlocks, Writer
-from wire.errors import TransferError
+from tandem.kvtransfer.protocol.handshakes import ConsumerLink, Handshakes
+from tandem.kvtransfer.protocol.identity import PeerKey
+from tandem.kvtransfer.protocol.ledger import Ledger
+from tandem.kvtransfer.protocol.outgoing import Outgoing
+from tandem.kvtransfer.protocol.sending import Phase, Sending
+from tandem.kvtransfer.protocol.side import Side
+from tandem.kvtransfer.protocol.statistics import Outcome
+from tandem.kvtransfer.protocol.transport import Activity
+from tandem.kvtransfer.protocol.writing import MissingBlocks, Writer
+from tandem.wire.errors import TransferError
 
 logger = logging.getLogger(__name__)
 

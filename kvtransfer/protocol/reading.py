@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from kvtransfer.protocol.identity import PeerKey
-from kvtransfer.protocol.receiving import Receiving
-from kvtransfer.protocol.settings import Settings
-from kvtransfer.protocol.transport import Operation, RemoteId, Transport
-from wire.errors import InternalError, TransferError
-from wire.handoff import CacheMemory
+from tandem.kvtransfer.protocol.identity import PeerKey
+from tandem.kvtransfer.protocol.receiving import Receiving
+from tandem.kvtransfer.protocol.settings import Settings
+from tandem.kvtransfer.protocol.transport import Operation, RemoteId, Transport
+from tandem.wire.errors import InternalError, TransferError
+from tandem.wire.handoff import CacheMemory
 
 
 class Reader:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import enum
 
-from kvtransfer.base import NULL_BLOCK_ID
-from kvtransfer.protocol.commands import BeginReceive, BlockTable, count_blocks
-from kvtransfer.protocol.identity import PeerKey
-from kvtransfer.protocol.mapping import Mapping, Place
-from kvtransfer.protocol.statistics import Outcome
-from kvtransfer.protocol.transport import HandleId
-from wire.handoff import HandoffNotice
-from wire.tracing import Phase, Span, TransferRecord, TransferTrace
+from tandem.kvtransfer.base import NULL_BLOCK_ID
+from tandem.kvtransfer.protocol.commands import BeginReceive, BlockTable, count_blocks
+from tandem.kvtransfer.protocol.identity import PeerKey
+from tandem.kvtransfer.protocol.mapping import Mapping, Place
+from tandem.kvtransfer.protocol.statistics import Outcome
+from tandem.kvtransfer.protocol.transport import HandleId
+from tandem.wire.handoff import HandoffNotice
+from tandem.wire.tracing import Phase, Span, TransferRecord, TransferTrace
 
 
 class Stage(enum.Enum):

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import msgspec
 
-from kvtransfer.protocol.identity import Clock, Identity, PeerKey
-from kvtransfer.protocol.links import ProducerLink, ProducerLinks
-from kvtransfer.protocol.receiving import Receiving, Stage
-from kvtransfer.protocol.settings import Settings
-from wire.handoff import RegisterDestination
+from tandem.kvtransfer.protocol.identity import Clock, Identity, PeerKey
+from tandem.kvtransfer.protocol.links import ProducerLink, ProducerLinks
+from tandem.kvtransfer.protocol.receiving import Receiving, Stage
+from tandem.kvtransfer.protocol.settings import Settings
+from tandem.wire.handoff import RegisterDestination
 
 
 class Registrar:

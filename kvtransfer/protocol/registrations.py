@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvtransfer.protocol.answers import Answers
-from kvtransfer.protocol.geometry import PoolGeometry
-from kvtransfer.protocol.handshakes import ConsumerLink, Handshakes
-from kvtransfer.protocol.identity import Clock, key_of
-from kvtransfer.protocol.ledger import Ledger
-from kvtransfer.protocol.sending import Destination, Sending
-from kvtransfer.protocol.settings import Settings
-from kvtransfer.protocol.stamps import LeaseStamps
-from wire.handoff import (
+from tandem.kvtransfer.protocol.answers import Answers
+from tandem.kvtransfer.protocol.geometry import PoolGeometry
+from tandem.kvtransfer.protocol.handshakes import ConsumerLink, Handshakes
+from tandem.kvtransfer.protocol.identity import Clock, key_of
+from tandem.kvtransfer.protocol.ledger import Ledger
+from tandem.kvtransfer.protocol.sending import Destination, Sending
+from tandem.kvtransfer.protocol.settings import Settings
+from tandem.kvtransfer.protocol.stamps import LeaseStamps
+from tandem.wire.handoff import (
     DestinationRegistered,
     Hello,
     LeaseRenewed,

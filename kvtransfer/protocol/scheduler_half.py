@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from kvtransfer.base import (
+from tandem.kvtransfer.base import (
     BlockIds,
     ConnectorMetadata,
     ConnectorOutput,
@@ -12,7 +12,7 @@ from kvtransfer.base import (
     SchedulerConnector,
     TransferRequest,
 )
-from kvtransfer.protocol.commands import (
+from tandem.kvtransfer.protocol.commands import (
     AbandonSend,
     BeginReceive,
     BlockTable,
@@ -24,8 +24,8 @@ from kvtransfer.protocol.commands import (
     PlanSend,
     StepPlan,
 )
-from kvtransfer.protocol.identity import token_hash
-from wire.requests import KVTransferParams, TransferRole
+from tandem.kvtransfer.protocol.identity import token_hash
+from tandem.wire.requests import KVTransferParams, TransferRole
 
 
 @dataclasses.dataclass(slots=True)

@@ -11,15 +11,15 @@ import dataclasses
 import enum
 from collections.abc import Sequence
 
-from kvtransfer.base import NULL_BLOCK_ID
-from kvtransfer.protocol.commands import BlockTable, PlanSend, count_blocks
-from kvtransfer.protocol.identity import PeerKey, key_of
-from kvtransfer.protocol.mapping import Mapping, Place
-from kvtransfer.protocol.statistics import Outcome
-from kvtransfer.protocol.transport import HandleId
-from wire.handoff import RegisterDestination
-from wire.tracing import Phase as Traced
-from wire.tracing import Span, TransferRecord, TransferTrace
+from tandem.kvtransfer.base import NULL_BLOCK_ID
+from tandem.kvtransfer.protocol.commands import BlockTable, PlanSend, count_blocks
+from tandem.kvtransfer.protocol.identity import PeerKey, key_of
+from tandem.kvtransfer.protocol.mapping import Mapping, Place
+from tandem.kvtransfer.protocol.statistics import Outcome
+from tandem.kvtransfer.protocol.transport import HandleId
+from tandem.wire.handoff import RegisterDestination
+from tandem.wire.tracing import Phase as Traced
+from tandem.wire.tracing import Span, TransferRecord, TransferTrace
 
 Position = tuple[int, int]
 """(KV cache group, index of the grain in the request)."""

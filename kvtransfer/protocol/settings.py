@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from kvtransfer.base import TransferConfig
-from wire.errors import ConfigurationError
+from tandem.kvtransfer.base import TransferConfig
+from tandem.wire.errors import ConfigurationError
 
 # A consumer waits for the end of a lease that it cannot revoke: longer ones are a mistake, or worse.
 MAX_LEASE_S = 3600.0

@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import msgspec
 
-from kvtransfer.protocol.geometry import PoolGeometry
-from kvtransfer.protocol.identity import Clock, Identity
-from kvtransfer.protocol.settings import Settings
-from kvtransfer.protocol.statistics import Recorder
-from kvtransfer.protocol.transport import Direction, Transport
+from tandem.kvtransfer.protocol.geometry import PoolGeometry
+from tandem.kvtransfer.protocol.identity import Clock, Identity
+from tandem.kvtransfer.protocol.settings import Settings
+from tandem.kvtransfer.protocol.statistics import Recorder
+from tandem.kvtransfer.protocol.transport import Direction, Transport
 
 Send = Callable[[str, msgspec.Struct], None]
 """To an endpoint. Never blocks."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtransfer.protocol.identity import Clock
+from tandem.kvtransfer.protocol.identity import Clock
 
 
 class LeaseStamps:

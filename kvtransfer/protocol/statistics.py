@@ -6,9 +6,9 @@ import enum
 import threading
 from collections import Counter, OrderedDict, deque
 
-from kvtransfer.base import TransferStats
-from wire.requests import Waits
-from wire.tracing import TransferRecord, TransferTrace
+from tandem.kvtransfer.base import TransferStats
+from tandem.wire.requests import Waits
+from tandem.wire.tracing import TransferRecord, TransferTrace
 
 # So many transfers' traces are kept until somebody asks for them.
 REMEMBERED_TRACES = 256

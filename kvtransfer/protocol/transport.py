@@ -15,8 +15,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvtransfer.base import KVCacheMemory
-from wire.handoff import CacheMemory
+from tandem.kvtransfer.base import KVCacheMemory
+from tandem.wire.handoff import CacheMemory
 
 RemoteId = NewType("RemoteId", int)
 HandleId = NewType("HandleId", int)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from kvtransfer.base import (
+from tandem.kvtransfer.base import (
     ConnectorContext,
     ConnectorMetadata,
     ConnectorOutput,
@@ -15,19 +15,19 @@ from kvtransfer.base import (
     TransferStats,
     WorkerConnector,
 )
-from kvtransfer.protocol.channel import SideChannel
-from kvtransfer.protocol.commands import Computed, Fence, LayersComputed, Preempted, StepPlan
-from kvtransfer.protocol.endpoint import Endpoint, Outcomes
-from kvtransfer.protocol.geometry import PoolGeometry
-from kvtransfer.protocol.identity import Identity
-from kvtransfer.protocol.loop import ProtocolLoop
-from kvtransfer.protocol.options import ProtocolOptions
-from kvtransfer.protocol.settings import Settings
-from kvtransfer.protocol.side import Side
-from kvtransfer.protocol.statistics import Recorder
-from kvtransfer.protocol.transport import Direction, Transport
-from wire.errors import InternalError
-from wire.tracing import TransferTrace
+from tandem.kvtransfer.protocol.channel import SideChannel
+from tandem.kvtransfer.protocol.commands import Computed, Fence, LayersComputed, Preempted, StepPlan
+from tandem.kvtransfer.protocol.endpoint import Endpoint, Outcomes
+from tandem.kvtransfer.protocol.geometry import PoolGeometry
+from tandem.kvtransfer.protocol.identity import Identity
+from tandem.kvtransfer.protocol.loop import ProtocolLoop
+from tandem.kvtransfer.protocol.options import ProtocolOptions
+from tandem.kvtransfer.protocol.settings import Settings
+from tandem.kvtransfer.protocol.side import Side
+from tandem.kvtransfer.protocol.statistics import Recorder
+from tandem.kvtransfer.protocol.transport import Direction, Transport
+from tandem.wire.errors import InternalError
+from tandem.wire.tracing import TransferTrace
 
 STOP_GRACE_S = 1.0
 

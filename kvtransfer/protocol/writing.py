@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from kvtransfer.protocol.identity import Clock
-from kvtransfer.protocol.mapping import Mapping
-from kvtransfer.protocol.sending import Sending, Write
-from kvtransfer.protocol.settings import Settings
-from kvtransfer.protocol.statistics import Recorder
-from kvtransfer.protocol.transport import Operation, RemoteId, Transport
-from wire.errors import TransferError
+from tandem.kvtransfer.protocol.identity import Clock
+from tandem.kvtransfer.protocol.mapping import Mapping
+from tandem.kvtransfer.protocol.sending import Sending, Write
+from tandem.kvtransfer.protocol.settings import Settings
+from tandem.kvtransfer.protocol.statistics import Recorder
+from tandem.kvtransfer.protocol.transport import Operation, RemoteId, Transport
+from tandem.wire.errors import TransferError
 
 
 class MissingBlocks(TransferError):

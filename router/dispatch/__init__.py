@@ -9,9 +9,9 @@ dispatcher   finds the life that a message belongs to; starts them
 generation   the lives of one HTTP request, as its handler reads them
 """
 
-from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.generation import Generation
-from router.dispatch.life import RequestLife
-from router.dispatch.spec import SequenceSpec
+from tandem.router.dispatch.dispatcher import Dispatcher
+from tandem.router.dispatch.generation import Generation
+from tandem.router.dispatch.life import RequestLife
+from tandem.router.dispatch.spec import SequenceSpec
 
 __all__ = ["Dispatcher", "Generation", "RequestLife", "SequenceSpec"]

@@ -7,9 +7,9 @@ import math
 from collections import OrderedDict, deque
 from collections.abc import Callable
 
-from router.metrics import RouterMetrics
-from router.rates import Average
-from wire.errors import DeadlineExceeded, Overloaded, TandemError
+from tandem.router.metrics import RouterMetrics
+from tandem.router.rates import Average
+from tandem.wire.errors import DeadlineExceeded, Overloaded, TandemError
 
 MIN_RETRY_AFTER_S = 1
 MAX_RETRY_AFTER_S = 60

@@ -5,10 +5,10 @@ from __future__ import annotations
 import enum
 import secrets
 
-from router.dispatch.spec import SequenceSpec
-from router.policy import Decision
-from wire.nodes import NodeInfo, PeerAddress
-from wire.requests import KVTransferParams, Submit, TransferRole
+from tandem.router.dispatch.spec import SequenceSpec
+from tandem.router.policy import Decision
+from tandem.wire.nodes import NodeInfo, PeerAddress
+from tandem.wire.requests import KVTransferParams, Submit, TransferRole
 
 
 class Source(enum.Enum):

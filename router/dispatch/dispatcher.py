@@ -9,22 +9,22 @@ from collections import OrderedDict
 
 import msgspec
 
-from router.config import RouterConfig
-from router.dispatch.admission import Admission
-from router.dispatch.attempt import Attempt
-from router.dispatch.generation import Generation
-from router.dispatch.life import RequestLife
-from router.dispatch.spec import SequenceSpec
-from router.links import NodeLinks
-from router.metrics import RouterMetrics
-from router.policy import Decision, Policy, RoutingRequest
-from router.pool import Pool
-from router.prefixes import PrefixRecord, PromptHashes
-from wire.errors import InternalError, NodeLost, TandemError, Unavailable
-from wire.nodes import NodeInfo
-from wire.requests import NodeStatus, TokenBatch
-from wire.sampling import FinishReason
-from wire.tracing import Phase
+from tandem.router.config import RouterConfig
+from tandem.router.dispatch.admission import Admission
+from tandem.router.dispatch.attempt import Attempt
+from tandem.router.dispatch.generation import Generation
+from tandem.router.dispatch.life import RequestLife
+from tandem.router.dispatch.spec import SequenceSpec
+from tandem.router.links import NodeLinks
+from tandem.router.metrics import RouterMetrics
+from tandem.router.policy import Decision, Policy, RoutingRequest
+from tandem.router.pool import Pool
+from tandem.router.prefixes import PrefixRecord, PromptHashes
+from tandem.wire.errors import InternalError, NodeLost, TandemError, Unavailable
+from tandem.wire.nodes import NodeInfo
+from tandem.wire.requests import NodeStatus, TokenBatch
+from tandem.wire.sampling import FinishReason
+from tandem.wire.tracing import Phase
 
 logger = logging.getLogger(__name__)
 

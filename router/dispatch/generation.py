@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from router.dispatch.admission import Slots
-from router.dispatch.life import RequestLife
-from router.dispatch.spec import SequenceSpec
+from tandem.router.dispatch.admission import Slots
+from tandem.router.dispatch.life import RequestLife
+from tandem.router.dispatch.spec import SequenceSpec
 
 _LifeFactory = Callable[
     [SequenceSpec, Callable[[RequestLife], None], Callable[[RequestLife], None]], RequestLife

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from wire.errors import InternalError
-from wire.requests import TokenChunk
-from wire.sampling import FinishReason, TokenLogprobs
+from tandem.wire.errors import InternalError
+from tandem.wire.requests import TokenChunk
+from tandem.wire.sampling import FinishReason, TokenLogprobs
 
 
 class TokenMismatch(InternalError):

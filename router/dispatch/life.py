@@ -8,14 +8,14 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from router.config import RouterConfig
-from router.dispatch.attempt import Attempt, Source
-from router.dispatch.ledger import TokenLedger, TokenMismatch
-from router.dispatch.spec import SequenceSpec
-from router.metrics import RouterMetrics
-from router.policy import Decision, RoutingRequest
-from router.prefixes import PromptHashes
-from wire.errors import (
+from tandem.router.config import RouterConfig
+from tandem.router.dispatch.attempt import Attempt, Source
+from tandem.router.dispatch.ledger import TokenLedger, TokenMismatch
+from tandem.router.dispatch.spec import SequenceSpec
+from tandem.router.metrics import RouterMetrics
+from tandem.router.policy import Decision, RoutingRequest
+from tandem.router.prefixes import PromptHashes
+from tandem.wire.errors import (
     Cancelled,
     DeadlineExceeded,
     InternalError,
@@ -24,9 +24,9 @@ from wire.errors import (
     TransferError,
     Unavailable,
 )
-from wire.nodes import NodeInfo
-from wire.requests import TokenChunk
-from wire.sampling import FinishReason, TokenLogprobs
+from tandem.wire.nodes import NodeInfo
+from tandem.wire.requests import TokenChunk
+from tandem.wire.sampling import FinishReason, TokenLogprobs
 
 logger = logging.getLogger(__name__)
 

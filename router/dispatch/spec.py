@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from router.tracing.trace import RequestTrace
-from wire.sampling import SamplingParams
+from tandem.router.tracing.trace import RequestTrace
+from tandem.wire.sampling import SamplingParams
 
 
 class SequenceSpec(msgspec.Struct, frozen=True):

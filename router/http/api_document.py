@@ -7,10 +7,10 @@ from typing import Any
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from router.http.respond import send_bytes
-from router.http.text_routes import DetokenizeRequest, TokenizeRequest
-from router.http.try_page import TRY_PAGE
-from router.openai.answer_types import (
+from tandem.router.http.respond import send_bytes
+from tandem.router.http.text_routes import DetokenizeRequest, TokenizeRequest
+from tandem.router.http.try_page import TRY_PAGE
+from tandem.router.openai.answer_types import (
     ChatCompletion,
     ChatCompletionChunk,
     ClusterState,
@@ -22,10 +22,10 @@ from router.openai.answer_types import (
     ModelList,
     Tokenized,
 )
-from router.openai.chat_request import ChatRequest
-from router.openai.completion_request import CompletionRequest
-from router.openai.fields import ACCEPTED
-from router.tracing.record import TraceList, TraceRecord
+from tandem.router.openai.chat_request import ChatRequest
+from tandem.router.openai.completion_request import CompletionRequest
+from tandem.router.openai.fields import ACCEPTED
+from tandem.router.tracing.record import TraceList, TraceRecord
 
 VERSION = "1"
 

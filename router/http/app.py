@@ -6,13 +6,13 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from router.http.api_document import DocumentRoute, TryRoute
-from router.http.gate import Gate, exchange_of
-from router.http.generate_routes import CHAT, COMPLETIONS, GenerateRoute
-from router.http.services import Services
-from router.http.status_routes import ClusterRoute, HealthRoute, MetricsRoute, ModelRoute, ModelsRoute
-from router.http.text_routes import DetokenizeRoute, TokenizeRoute
-from router.http.trace_routes import TraceRoute, TracesRoute
+from tandem.router.http.api_document import DocumentRoute, TryRoute
+from tandem.router.http.gate import Gate, exchange_of
+from tandem.router.http.generate_routes import CHAT, COMPLETIONS, GenerateRoute
+from tandem.router.http.services import Services
+from tandem.router.http.status_routes import ClusterRoute, HealthRoute, MetricsRoute, ModelRoute, ModelsRoute
+from tandem.router.http.text_routes import DetokenizeRoute, TokenizeRoute
+from tandem.router.http.trace_routes import TraceRoute, TracesRoute
 
 
 class _Named:

@@ -9,12 +9,12 @@ import msgspec
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope
 
-from router.config import Limits, RouterConfig, Timeouts
-from router.http.body_budget import BodyShare
-from router.http.errors import BodyTimeout, BodyTooLarge, UnsupportedContentType
-from router.http.json_body import parse_object
-from router.openai.checking import read_request
-from wire.errors import Cancelled, InvalidRequest
+from tandem.router.config import Limits, RouterConfig, Timeouts
+from tandem.router.http.body_budget import BodyShare
+from tandem.router.http.errors import BodyTimeout, BodyTooLarge, UnsupportedContentType
+from tandem.router.http.json_body import parse_object
+from tandem.router.openai.checking import read_request
+from tandem.wire.errors import Cancelled, InvalidRequest
 
 R = TypeVar("R", bound=msgspec.Struct)
 

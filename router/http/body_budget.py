@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from wire.errors import Overloaded
+from tandem.wire.errors import Overloaded
 
 
 class BodyBudget:

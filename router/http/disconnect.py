@@ -8,7 +8,7 @@ from typing import Protocol
 
 from starlette.types import Scope
 
-from wire.errors import Cancelled
+from tandem.wire.errors import Cancelled
 
 
 class Connection(Protocol):

@@ -10,10 +10,10 @@ import math
 import msgspec
 from starlette.exceptions import HTTPException
 
-from router.dispatch.admission import QueueFull
-from router.keys import QuotaExceeded
-from router.openai.plan import PromptTooLong
-from wire.errors import (
+from tandem.router.dispatch.admission import QueueFull
+from tandem.router.keys import QuotaExceeded
+from tandem.router.openai.plan import PromptTooLong
+from tandem.wire.errors import (
     InvalidRequest,
     RequestError,
     TandemError,

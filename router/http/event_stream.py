@@ -6,7 +6,7 @@ from typing import Protocol
 
 from starlette.types import Scope, Send
 
-from router.http.gate import exchange_of
+from tandem.router.http.gate import exchange_of
 
 
 class Connection(Protocol):

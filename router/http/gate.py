@@ -11,8 +11,8 @@ import time
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from router.config import Limits
-from router.http.errors import (
+from tandem.router.config import Limits
+from tandem.router.http.errors import (
     HeaderTooLarge,
     Unauthorized,
     body_of,
@@ -22,10 +22,10 @@ from router.http.errors import (
     sse_error,
     status_of,
 )
-from router.keys import KeyRing, Tenant
-from router.metrics import RouterMetrics
-from router.tracing.trace import RequestTrace
-from wire.errors import Cancelled, TandemError
+from tandem.router.keys import KeyRing, Tenant
+from tandem.router.metrics import RouterMetrics
+from tandem.router.tracing.trace import RequestTrace
+from tandem.wire.errors import Cancelled, TandemError
 
 logger = logging.getLogger(__name__)
 access_logger = logging.getLogger("router.access")

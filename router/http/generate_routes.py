@@ -9,26 +9,26 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from router.dispatch import Generation, RequestLife
-from router.http.body import read_body
-from router.http.body_budget import BodyShare
-from router.http.disconnect import until_disconnect
-from router.http.errors import Draining
-from router.http.event_stream import EventStream
-from router.http.gate import Exchange, exchange_of
-from router.http.services import Services
-from router.openai.answer import AnswerHead
-from router.openai.chat_answer import ChatStream, whole_chat
-from router.openai.chat_request import ChatRequest
-from router.openai.choice import Choice, Delta
-from router.openai.completion_answer import CompletionStream, whole_completion
-from router.openai.completion_request import CompletionRequest
-from router.openai.fields import SamplingFields
-from router.openai.plan import Caller, Plan, ServedModel, plan_chat, plan_completion
-from router.openai.reading import ReadChoice, read_all
-from router.text.tokenizer import Tokenizer
-from router.tracing.trace import RequestTrace
-from wire.tracing import Phase
+from tandem.router.dispatch import Generation, RequestLife
+from tandem.router.http.body import read_body
+from tandem.router.http.body_budget import BodyShare
+from tandem.router.http.disconnect import until_disconnect
+from tandem.router.http.errors import Draining
+from tandem.router.http.event_stream import EventStream
+from tandem.router.http.gate import Exchange, exchange_of
+from tandem.router.http.services import Services
+from tandem.router.openai.answer import AnswerHead
+from tandem.router.openai.chat_answer import ChatStream, whole_chat
+from tandem.router.openai.chat_request import ChatRequest
+from tandem.router.openai.choice import Choice, Delta
+from tandem.router.openai.completion_answer import CompletionStream, whole_completion
+from tandem.router.openai.completion_request import CompletionRequest
+from tandem.router.openai.fields import SamplingFields
+from tandem.router.openai.plan import Caller, Plan, ServedModel, plan_chat, plan_completion
+from tandem.router.openai.reading import ReadChoice, read_all
+from tandem.router.text.tokenizer import Tokenizer
+from tandem.router.tracing.trace import RequestTrace
+from tandem.wire.tracing import Phase
 
 R = TypeVar("R", CompletionRequest, ChatRequest)
 

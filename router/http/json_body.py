@@ -11,7 +11,7 @@ import math
 import re
 from typing import Any, NoReturn
 
-from wire.errors import InvalidRequest
+from tandem.wire.errors import InvalidRequest
 
 # A bracket, with what stands before it: outside of strings, strings whole. Nothing in it is ever looked at twice, which is why
 # a string may lack its end and why the end of the body matches, too.

@@ -18,8 +18,8 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from router.config import Limits, Timeouts
-from router.http.errors import error_body
+from tandem.router.config import Limits, Timeouts
+from tandem.router.http.errors import error_body
 
 logger = logging.getLogger(__name__)
 

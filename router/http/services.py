@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 
-from router.config import RouterConfig
-from router.dispatch import Dispatcher
-from router.http.body_budget import BodyBudget
-from router.keys import KeyRing
-from router.links import NodeLinks
-from router.metrics import RouterMetrics
-from router.openai.plan import ServedModel
-from router.pool import Pool
-from router.supervision import Supervisor
-from router.tracing.export import OtlpExporter
-from router.tracing.traces import Traces
+from tandem.router.config import RouterConfig
+from tandem.router.dispatch import Dispatcher
+from tandem.router.http.body_budget import BodyBudget
+from tandem.router.keys import KeyRing
+from tandem.router.links import NodeLinks
+from tandem.router.metrics import RouterMetrics
+from tandem.router.openai.plan import ServedModel
+from tandem.router.pool import Pool
+from tandem.router.supervision import Supervisor
+from tandem.router.tracing.export import OtlpExporter
+from tandem.router.tracing.traces import Traces
 
 
 @dataclasses.dataclass

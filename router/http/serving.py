@@ -11,9 +11,9 @@ from collections.abc import Callable, Generator
 import uvicorn
 from starlette.types import ASGIApp
 
-from router.config import RouterConfig
-from router.http.protocol import guarded
-from wire.errors import ConfigurationError, InternalError
+from tandem.router.config import RouterConfig
+from tandem.router.http.protocol import guarded
+from tandem.wire.errors import ConfigurationError, InternalError
 
 logger = logging.getLogger(__name__)
 

@@ -7,11 +7,11 @@ from typing import Any
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from router.http.respond import send_bytes, send_json
-from router.http.services import Services
-from router.metrics import CONTENT_TYPE
-from router.pool import Member
-from wire.errors import UnknownModel
+from tandem.router.http.respond import send_bytes, send_json
+from tandem.router.http.services import Services
+from tandem.router.metrics import CONTENT_TYPE
+from tandem.router.pool import Member
+from tandem.wire.errors import UnknownModel
 
 
 def _model_card(services: Services, name: str) -> dict[str, Any]:

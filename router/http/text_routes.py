@@ -11,16 +11,16 @@ import msgspec
 from msgspec import Meta
 from starlette.types import Receive, Scope, Send
 
-from router.http.body import read_body
-from router.http.body_budget import BodyShare
-from router.http.gate import exchange_of
-from router.http.respond import send_json
-from router.http.services import Services
-from router.openai.chat_prompt import render_chat
-from router.openai.chat_request import ChatMessage, Tool
-from router.openai.fields import JsonObject, TokenId
-from router.text.tokenizer import Tokenizer
-from wire.errors import InvalidRequest
+from tandem.router.http.body import read_body
+from tandem.router.http.body_budget import BodyShare
+from tandem.router.http.gate import exchange_of
+from tandem.router.http.respond import send_json
+from tandem.router.http.services import Services
+from tandem.router.openai.chat_prompt import render_chat
+from tandem.router.openai.chat_request import ChatMessage, Tool
+from tandem.router.openai.fields import JsonObject, TokenId
+from tandem.router.text.tokenizer import Tokenizer
+from tandem.wire.errors import InvalidRequest
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from starlette.types import Receive, Scope, Send
 
-from router.http.respond import send_json
-from router.http.services import Services
-from wire.errors import RequestError
+from tandem.router.http.respond import send_json
+from tandem.router.http.services import Services
+from tandem.wire.errors import RequestError
 
 
 class UnknownTrace(RequestError):

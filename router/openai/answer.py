@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
-from router.openai.choice import Choice
-from router.openai.fields import StreamOptions
-from router.openai.plan import Plan
-from router.openai.usage import usage
+from tandem.router.openai.choice import Choice
+from tandem.router.openai.fields import StreamOptions
+from tandem.router.openai.plan import Plan
+from tandem.router.openai.usage import usage
 
 
 class AnswerHead(msgspec.Struct, frozen=True):

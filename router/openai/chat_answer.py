@@ -7,15 +7,15 @@ from typing import Any
 
 import msgspec
 
-from router.openai.answer import AnswerHead, StreamedUsage, event
-from router.openai.chat_request import ChatRequest
-from router.openai.choice import Choice, Delta
-from router.openai.logprobs import chat_logprobs
-from router.openai.plan import Plan
-from router.openai.reading import ReadChoice
-from router.openai.tool_calls import ToolCallReader
-from router.openai.usage import usage
-from router.text.tokenizer import Tokenizer
+from tandem.router.openai.answer import AnswerHead, StreamedUsage, event
+from tandem.router.openai.chat_request import ChatRequest
+from tandem.router.openai.choice import Choice, Delta
+from tandem.router.openai.logprobs import chat_logprobs
+from tandem.router.openai.plan import Plan
+from tandem.router.openai.reading import ReadChoice
+from tandem.router.openai.tool_calls import ToolCallReader
+from tandem.router.openai.usage import usage
+from tandem.router.text.tokenizer import Tokenizer
 
 OBJECT = "chat.completion"
 CHUNK = "chat.completion.chunk"

@@ -7,8 +7,8 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from router.openai.chat_request import ChatMessage, Tool, messages_for_template, tool_for_template
-from router.text.chat_template import ChatTemplate
+from tandem.router.openai.chat_request import ChatMessage, Tool, messages_for_template, tool_for_template
+from tandem.router.text.chat_template import ChatTemplate
 
 # Rendering more takes milliseconds, and is worth a hop to a thread.
 INLINE_ITEMS = 50

@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from router.openai.fields import JsonObject, MaxTokens, SamplingFields, TopLogprobs
-from router.openai.grammar import ResponseFormat
-from wire.errors import InvalidRequest
+from tandem.router.openai.fields import JsonObject, MaxTokens, SamplingFields, TopLogprobs
+from tandem.router.openai.grammar import ResponseFormat
+from tandem.wire.errors import InvalidRequest
 
 FunctionName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
 

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from router.openai.fields import ACCEPTED, INTERNAL, REFUSED
-from wire.errors import InvalidRequest
+from tandem.router.openai.fields import ACCEPTED, INTERNAL, REFUSED
+from tandem.wire.errors import InvalidRequest
 
 R = TypeVar("R", bound=msgspec.Struct)
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import msgspec
 
-from router.dispatch import RequestLife
-from router.text.stops import StopMatcher
-from router.text.tokenizer import Tokenizer
-from wire.errors import TandemError
-from wire.sampling import FinishReason, TokenLogprobs
+from tandem.router.dispatch import RequestLife
+from tandem.router.text.stops import StopMatcher
+from tandem.router.text.tokenizer import Tokenizer
+from tandem.wire.errors import TandemError
+from tandem.wire.sampling import FinishReason, TokenLogprobs
 
 _FINISH = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 

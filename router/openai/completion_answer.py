@@ -7,14 +7,14 @@ from typing import Any
 
 import msgspec
 
-from router.openai.answer import AnswerHead, StreamedUsage, event
-from router.openai.choice import Choice, Delta, ShownToken
-from router.openai.completion_request import CompletionRequest
-from router.openai.logprobs import completion_logprobs
-from router.openai.plan import Plan
-from router.openai.reading import ReadChoice, keep_best
-from router.openai.usage import usage
-from router.text.tokenizer import Tokenizer
+from tandem.router.openai.answer import AnswerHead, StreamedUsage, event
+from tandem.router.openai.choice import Choice, Delta, ShownToken
+from tandem.router.openai.completion_request import CompletionRequest
+from tandem.router.openai.logprobs import completion_logprobs
+from tandem.router.openai.plan import Plan
+from tandem.router.openai.reading import ReadChoice, keep_best
+from tandem.router.openai.usage import usage
+from tandem.router.text.tokenizer import Tokenizer
 
 OBJECT = "text_completion"
 

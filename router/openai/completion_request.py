@@ -6,8 +6,8 @@ from typing import Annotated, cast
 
 from msgspec import Meta
 
-from router.openai.fields import Choices, SamplingFields, TokenId
-from wire.errors import InvalidRequest
+from tandem.router.openai.fields import Choices, SamplingFields, TokenId
+from tandem.wire.errors import InvalidRequest
 
 PromptTokens = Annotated[list[TokenId], Meta(min_length=1)]
 CompletionLogprobs = Annotated[int, Meta(ge=0, le=20)]

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from router.openai.grammar import StructuredOutputs
+from tandem.router.openai.grammar import StructuredOutputs
 
 MAX_STOPS = 16
 MAX_LOGPROBS = 20

@@ -11,7 +11,7 @@ import msgspec
 from llguidance import LLMatcher, regex_to_lark
 from msgspec import Meta
 
-from wire.errors import InvalidRequest
+from tandem.wire.errors import InvalidRequest
 
 MAX_GRAMMAR = 256 * 1024
 # Longer ones may take milliseconds to check, and are worth a hop to a thread.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from router.openai.choice import ShownToken
-from router.text.tokenizer import Tokenizer
-from wire.sampling import TokenLogprobs
+from tandem.router.openai.choice import ShownToken
+from tandem.router.text.tokenizer import Tokenizer
+from tandem.wire.sampling import TokenLogprobs
 
 # JSON has no minus infinity.
 LOWEST = -9999.0

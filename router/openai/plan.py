@@ -6,22 +6,22 @@ from collections.abc import Callable
 
 import msgspec
 
-from router.config import RouterConfig
-from router.dispatch import Generation, SequenceSpec
-from router.openai.chat_prompt import render_chat
-from router.openai.chat_request import ChatRequest
-from router.openai.choice import Choice
-from router.openai.completion_request import CompletionRequest, prompts_of
-from router.openai.fields import SamplingFields
-from router.openai.grammar import grammar_of_format, grammar_of_structured_outputs
-from router.openai.sampling import bad_word_ids, sampling_params, seed_of_choice, stop_strings
-from router.openai.tool_calls import Format, format_of
-from router.openai.tool_grammar import grammar_of_calls
-from router.text.chat_template import ChatTemplate
-from router.text.tokenizer import Tokenizer
-from router.tracing.trace import RequestTrace
-from wire.errors import ContextLengthExceeded, InvalidRequest, UnknownModel
-from wire.sampling import SamplingParams
+from tandem.router.config import RouterConfig
+from tandem.router.dispatch import Generation, SequenceSpec
+from tandem.router.openai.chat_prompt import render_chat
+from tandem.router.openai.chat_request import ChatRequest
+from tandem.router.openai.choice import Choice
+from tandem.router.openai.completion_request import CompletionRequest, prompts_of
+from tandem.router.openai.fields import SamplingFields
+from tandem.router.openai.grammar import grammar_of_format, grammar_of_structured_outputs
+from tandem.router.openai.sampling import bad_word_ids, sampling_params, seed_of_choice, stop_strings
+from tandem.router.openai.tool_calls import Format, format_of
+from tandem.router.openai.tool_grammar import grammar_of_calls
+from tandem.router.text.chat_template import ChatTemplate
+from tandem.router.text.tokenizer import Tokenizer
+from tandem.router.tracing.trace import RequestTrace
+from tandem.wire.errors import ContextLengthExceeded, InvalidRequest, UnknownModel
+from tandem.wire.sampling import SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from router.dispatch import Generation
-from router.openai.choice import Choice, ShownToken
+from tandem.router.dispatch import Generation
+from tandem.router.openai.choice import Choice, ShownToken
 
 
 class ReadChoice:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import secrets
 
-from router.openai.fields import SamplingFields
-from router.text.tokenizer import Tokenizer
-from wire.errors import InvalidRequest
-from wire.sampling import SamplingParams
+from tandem.router.openai.fields import SamplingFields
+from tandem.router.text.tokenizer import Tokenizer
+from tandem.wire.errors import InvalidRequest
+from tandem.wire.sampling import SamplingParams
 
 _SEED_MASK = 2**63 - 1
 

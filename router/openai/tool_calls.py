@@ -13,9 +13,9 @@ from typing import Any
 
 import msgspec
 
-from router.config import ToolFormat
-from router.openai.tool_stream import BETWEEN, HEAD, CallScan, EndSearch, JsonScan, objects
-from router.text.chat_template import ChatTemplate
+from tandem.router.config import ToolFormat
+from tandem.router.openai.tool_stream import BETWEEN, HEAD, CallScan, EndSearch, JsonScan, objects
+from tandem.router.text.chat_template import ChatTemplate
 
 
 class ToolCallFound(msgspec.Struct, frozen=True):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from router.openai.chat_request import ChatRequest, NamedToolChoice, Tool
-from router.openai.grammar import check_grammar, json_schema, quoted
-from router.openai.tool_calls import Format
-from router.text.tokenizer import Tokenizer
-from wire.errors import InvalidRequest
+from tandem.router.openai.chat_request import ChatRequest, NamedToolChoice, Tool
+from tandem.router.openai.grammar import check_grammar, json_schema, quoted
+from tandem.router.openai.tool_calls import Format
+from tandem.router.text.tokenizer import Tokenizer
+from tandem.wire.errors import InvalidRequest
 
 _MOST_CALLS = 16
 

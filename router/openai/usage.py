@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from router.openai.choice import Choice
-from router.openai.plan import Plan
+from tandem.router.openai.choice import Choice
+from tandem.router.openai.plan import Plan
 
 
 def usage(plan: Plan, choices: Sequence[Choice]) -> dict[str, Any]:

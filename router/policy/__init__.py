@@ -6,7 +6,7 @@ costs         expected waits, from what was measured
 conditional   when a prompt is better read where it will be decoded
 """
 
-from router.policy.choose import Policy, make_policy
-from router.policy.types import Decision, NodeView, PoolSnapshot, RoutingRequest
+from tandem.router.policy.choose import Policy, make_policy
+from tandem.router.policy.types import Decision, NodeView, PoolSnapshot, RoutingRequest
 
 __all__ = ["Decision", "NodeView", "Policy", "PoolSnapshot", "RoutingRequest", "make_policy"]

@@ -6,12 +6,12 @@ import hashlib
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from router.config import LocalPrefill, PolicyName
-from router.policy.conditional import reason_to_prefill_locally
-from router.policy.costs import decode_wait_s, prefill_cost_s, prefill_wait_s
-from router.policy.types import Decision, NodeView, PoolSnapshot, RoutingRequest
-from wire.errors import Unavailable
-from wire.nodes import Role
+from tandem.router.config import LocalPrefill, PolicyName
+from tandem.router.policy.conditional import reason_to_prefill_locally
+from tandem.router.policy.costs import decode_wait_s, prefill_cost_s, prefill_wait_s
+from tandem.router.policy.types import Decision, NodeView, PoolSnapshot, RoutingRequest
+from tandem.wire.errors import Unavailable
+from tandem.wire.nodes import Role
 
 # How much longer a node with more of the prompt cached may keep it waiting, under prefix affinity.
 AFFINITY_WAIT_S = 1.0

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from router.policy.costs import known_prefill_rate
-from router.policy.types import NodeView, PoolSnapshot, RoutingRequest
+from tandem.router.policy.costs import known_prefill_rate
+from tandem.router.policy.types import NodeView, PoolSnapshot, RoutingRequest
 
 # A stream that stands still for longer is seen to. Decode nodes are there so that none does because of others' prompts.
 _UNNOTICED_S = 0.05

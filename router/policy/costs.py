@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from router.policy.types import NodeView, RoutingRequest
-from wire.nodes import Role
+from tandem.router.policy.types import NodeView, RoutingRequest
+from tandem.wire.nodes import Role
 
 # Only for comparing nodes before anything has been measured; never for deciding whether to send a prompt away.
 ASSUMED_PREFILL_TOKENS_PER_S = 1000.0

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 import msgspec
 
-from router.rates import NodeRates
-from wire.nodes import NodeInfo, Role
-from wire.requests import NodeStatus
+from tandem.router.rates import NodeRates
+from tandem.wire.nodes import NodeInfo, Role
+from tandem.wire.requests import NodeStatus
 
 
 class NodeView(msgspec.Struct, frozen=True):

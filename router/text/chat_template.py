@@ -20,8 +20,8 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from router.text.tokenizer import read_json
-from wire.errors import ConfigurationError, InvalidRequest
+from tandem.router.text.tokenizer import read_json
+from tandem.wire.errors import ConfigurationError, InvalidRequest
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 

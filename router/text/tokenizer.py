@@ -13,9 +13,9 @@ from typing import Any
 
 import tokenizers
 
-from router.text.detokenizer import ByteDetokenizer, Detokenizer, StreamDetokenizer
-from router.text.token_bytes import byte_of_fallback, bytes_of_piece
-from wire.errors import ConfigurationError
+from tandem.router.text.detokenizer import ByteDetokenizer, Detokenizer, StreamDetokenizer
+from tandem.router.text.token_bytes import byte_of_fallback, bytes_of_piece
+from tandem.wire.errors import ConfigurationError
 
 # Above this an encoding takes over a millisecond, and is worth a hop to a thread.
 INLINE_CHARACTERS = 2_000

@@ -7,7 +7,7 @@ from collections import deque
 
 import msgspec
 
-from wire.tracing import ClockReading
+from tandem.wire.tracing import ClockReading
 
 # Of half a minute, at two pings a second. The best of them is fresh enough: clocks drift apart by some 10 µs in a second.
 READINGS = 64

@@ -8,10 +8,10 @@ import logging
 import httpx
 import msgspec
 
-from router.config import TracingConfig
-from router.metrics import RouterMetrics
-from router.tracing.otlp import export_request
-from router.tracing.record import TraceRecord
+from tandem.router.config import TracingConfig
+from tandem.router.metrics import RouterMetrics
+from tandem.router.tracing.otlp import export_request
+from tandem.router.tracing.record import TraceRecord
 
 logger = logging.getLogger(__name__)
 

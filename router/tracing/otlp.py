@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
-from router.tracing.record import NodePart, TraceRecord
-from wire.tracing import Phase, Span, TransferRecord
+from tandem.router.tracing.record import NodePart, TraceRecord
+from tandem.wire.tracing import Phase, Span, TransferRecord
 
 _INTERNAL, _SERVER = 1, 2
 _ERROR = 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from wire.tracing import Span, TransferRecord
+from tandem.wire.tracing import Span, TransferRecord
 
 
 class NodePart(msgspec.Struct, frozen=True):

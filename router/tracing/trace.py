@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from router.tracing.clocks import Clocks
-from router.tracing.context import TraceContext
-from router.tracing.record import Arrival, NodePart, TraceRecord, TraceSummary
-from wire.nodes import NodeInfo
-from wire.tracing import NodeTrace, Phase, Span
+from tandem.router.tracing.clocks import Clocks
+from tandem.router.tracing.context import TraceContext
+from tandem.router.tracing.record import Arrival, NodePart, TraceRecord, TraceSummary
+from tandem.wire.nodes import NodeInfo
+from tandem.wire.tracing import NodeTrace, Phase, Span
 
 MAX_SPANS = 4096
 MAX_ATTEMPTS = 64  # of all choices together: one that has more is not told of to the end

@@ -8,12 +8,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from router.config import TracingConfig
-from router.tracing.clocks import Clocks
-from router.tracing.context import TraceContext, parse_context
-from router.tracing.record import TraceList, TraceRecord
-from router.tracing.trace import RequestTrace
-from wire.tracing import ClockReading, NodeTrace
+from tandem.router.config import TracingConfig
+from tandem.router.tracing.clocks import Clocks
+from tandem.router.tracing.context import TraceContext, parse_context
+from tandem.router.tracing.record import TraceList, TraceRecord
+from tandem.router.tracing.trace import RequestTrace
+from tandem.wire.tracing import ClockReading, NodeTrace
 
 # A client that asks for one trace, without a tracing system of its own.
 ASK_HEADER = b"x-tandem-trace"

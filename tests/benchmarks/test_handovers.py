@@ -8,9 +8,9 @@ import pytest
 
 from benchmarks.side_by_side import handovers
 from benchmarks.side_by_side.handovers import measure_handovers
-from router.tracing.record import NodePart, TraceRecord
-from wire.errors import Unavailable
-from wire.tracing import Phase, Span
+from tandem.router.tracing.record import NodePart, TraceRecord
+from tandem.wire.errors import Unavailable
+from tandem.wire.tracing import Phase, Span
 
 
 def trace(request_id: str, away: bool = True) -> TraceRecord:

@@ -19,11 +19,11 @@ from benchmarks.side_by_side.loads import (
     Questions,
     cells_of,
 )
-from cluster.bench.synthetic import Lengths
-from cluster.bench.vocabulary import IdVocabulary, TextVocabulary
-from tests.benchmarks.fake_server import Exchange, complete, serving
-from tests.benchmarks.made_tokenizers import byte_level, shared_beginning
-from wire.errors import Unavailable
+from tandem.loadgen.synthetic import Lengths
+from tandem.loadgen.vocabulary import IdVocabulary, TextVocabulary
+from tandem.wire.errors import Unavailable
+from tests.loadgen.fake_server import Exchange, complete, serving
+from tests.loadgen.made_tokenizers import byte_level, shared_beginning
 
 TINY = Plan(
     closed_loops=((1, 2), (4, 6)),

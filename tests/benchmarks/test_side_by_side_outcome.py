@@ -23,10 +23,10 @@ from benchmarks.side_by_side.outcome import (
 )
 from benchmarks.side_by_side.show import draw_outcome, print_outcome
 from benchmarks.side_by_side.systems import TANDEM_AGGREGATED, TANDEM_PD, VLLM_AGGREGATED, VLLM_PD
-from cluster.bench.metrics import Summary, summarize
-from cluster.bench.report import Machine
-from cluster.bench.timeline import Timeline
-from cluster.saving import save_picture
+from tandem.cluster.saving import save_picture
+from tandem.loadgen.metrics import Summary, summarize
+from tandem.loadgen.report import Machine
+from tandem.loadgen.timeline import Timeline
 
 TITLES = {
     TANDEM_PD: "Tandem 1P+1D",

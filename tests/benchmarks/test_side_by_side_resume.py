@@ -19,11 +19,11 @@ from benchmarks.side_by_side.loads import QUICK, Examination, Measured, cells_of
 from benchmarks.side_by_side.outcome import Absence, Outcome, Start
 from benchmarks.side_by_side.resume import Kept, keep, resume
 from benchmarks.side_by_side.systems import System
-from cluster.bench.report import Machine
-from cluster.bench.slo import parse_service_level
-from cluster.bench.timeline import Timeline
-from cluster.bench.vocabulary import GuessedVocabulary
-from wire.errors import ConfigurationError, Unavailable
+from tandem.loadgen.report import Machine
+from tandem.loadgen.slo import parse_service_level
+from tandem.loadgen.timeline import Timeline
+from tandem.loadgen.vocabulary import GuessedVocabulary
+from tandem.wire.errors import ConfigurationError, Unavailable
 
 SYSTEMS = [System(key, key.title(), ("true",), 1) for key in ("ours", "theirs")]
 

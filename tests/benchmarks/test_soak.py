@@ -20,8 +20,8 @@ from benchmarks.soaking.load import SoakLoad
 from benchmarks.soaking.questions import Ending, Question, Questions
 from benchmarks.soaking.verdict import Soaked, judge
 from benchmarks.soaking.watching import Bounds, Growth, Sample, Watch, gained, growth_of, look_at, title_of
-from cluster.bench.report import Machine
-from wire.errors import Unavailable
+from tandem.loadgen.report import Machine
+from tandem.wire.errors import Unavailable
 
 WORDS = [f"word{index}" for index in range(50)]
 MIB = 2**20

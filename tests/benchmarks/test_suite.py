@@ -12,7 +12,7 @@ from rich.console import Console
 
 from benchmarks import suite as module
 from benchmarks.suite import PARTS, Headline, Part, Suite, run_part, show
-from cluster.bench.report import Machine
+from tandem.loadgen.report import Machine
 
 FOUND: dict[str, Any] = {
     "scheduler": {"workloads": [{"running": 256, "tandem_us": {"step": 300.0, "add_request": 30.0}}]},

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.cli import main, make_parser, read_settings
-from cluster.commands.ready_lines import curl_line, own_command
+from tandem.cluster.cli import main, make_parser, read_settings
+from tandem.cluster.commands.ready_lines import curl_line, own_command
 
 HEAVY = ["ray", "torch", "transformers", "httpx", "rich", "yaml", "msgspec"]
 
@@ -33,7 +33,7 @@ def fail(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_help_imports_nothing_that_takes_time() -> None:
     """Slow: runs an interpreter. What is imported is checked, not seconds: those depend on the machine's other work."""
     script = (
-        "import sys\nfrom cluster.cli import make_parser\nmake_parser().format_help()\n"
+        "import sys\nfrom tandem.cluster.cli import make_parser\nmake_parser().format_help()\n"
         f"print([name for name in {HEAVY!r} if name in sys.modules])"
     )
     child = subprocess.run(
@@ -50,7 +50,7 @@ def test_a_taken_port_is_said_before_anything_is_loaded() -> None:
         listener.listen()
         port = listener.getsockname()[1]
         script = (
-            "import sys\nfrom cluster.cli import main\n"
+            "import sys\nfrom tandem.cluster.cli import main\n"
             f"status = main(['serve', '--port', '{port}'])\n"
             "print(status, [name for name in ('ray', 'torch', 'transformers') if name in sys.modules])"
         )

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.cli import make_parser
-from cluster.completion import SCRIPTS, complete
+from tandem.cluster.cli import make_parser
+from tandem.cluster.completion import SCRIPTS, complete
 
 
 def offered(line: str) -> list[str]:

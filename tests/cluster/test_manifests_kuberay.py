@@ -17,9 +17,9 @@ import jsonschema
 import pytest
 import yaml
 
-from cluster.on_ray.runtime import import_ray
-from cluster.setting_layers import read_file
-from cluster.settings import resolve
+from tandem.cluster.on_ray.runtime import import_ray
+from tandem.cluster.setting_layers import read_file
+from tandem.cluster.settings import resolve
 
 import_ray()  # Ray reads its environment when it is first imported
 from ray import __version__ as ray_version  # noqa: E402

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
-from cluster.on_ray.runtime import import_ray
-from cluster.setting_layers import read_file
-from cluster.settings import resolve
-from cluster.static_hosts.config import bootstrapped
+from tandem.cluster.on_ray.runtime import import_ray
+from tandem.cluster.setting_layers import read_file
+from tandem.cluster.settings import resolve
+from tandem.cluster.static_hosts.config import bootstrapped
 
 import_ray()  # Ray reads its environment when it is first imported
 from ray.autoscaler._private.util import prepare_config, validate_config  # noqa: E402

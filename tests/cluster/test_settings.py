@@ -9,13 +9,13 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.commands.show_config import render
-from cluster.config import TandemConfig
-from cluster.describe import format_size, parse_size, ranges
-from cluster.setting_layers import Layer, read_assignments, read_environment, read_file
-from cluster.setting_names import dotted, known_settings
-from cluster.settings import Settings, SettingsError, resolve
-from router.config import PolicyName
+from tandem.cluster.commands.show_config import render
+from tandem.cluster.config import TandemConfig
+from tandem.cluster.describe import format_size, parse_size, ranges
+from tandem.cluster.setting_layers import Layer, read_assignments, read_environment, read_file
+from tandem.cluster.setting_names import dotted, known_settings
+from tandem.cluster.settings import Settings, SettingsError, resolve
+from tandem.router.config import PolicyName
 
 
 def settings(

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import yaml
 
-from cluster.commands.show_config import render
-from cluster.settings import resolve
-from wire.nodes import Role
+from tandem.cluster.commands.show_config import render
+from tandem.cluster.settings import resolve
+from tandem.wire.nodes import Role
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "settings.md"
 _ROW = re.compile(r"^\| `([\w.]+)` \| `([^`]*)` \|", re.MULTILINE)

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from msgspec import structs
 from rich.console import Console
 
-from cluster.cli import main
-from cluster.trace.account import a_step, first_token_s, handover, rows, way_to_first_token
-from cluster.trace.command import run
-from cluster.trace.fetch import TraceClient
-from cluster.trace.text import show_trace
-from router.tracing.record import Arrival, NodePart, TraceList, TraceRecord, TraceSummary
-from wire.errors import ConfigurationError, InternalError, RequestError, Unavailable
-from wire.tracing import Phase, Span, TransferRecord
+from tandem.cluster.cli import main
+from tandem.cluster.trace.account import a_step, first_token_s, handover, rows, way_to_first_token
+from tandem.cluster.trace.command import run
+from tandem.cluster.trace.fetch import TraceClient
+from tandem.cluster.trace.text import show_trace
+from tandem.router.tracing.record import Arrival, NodePart, TraceList, TraceRecord, TraceSummary
+from tandem.wire.errors import ConfigurationError, InternalError, RequestError, Unavailable
+from tandem.wire.tracing import Phase, Span, TransferRecord
 
 
 def record(**fields: Any) -> TraceRecord:

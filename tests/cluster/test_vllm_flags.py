@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from cluster.cli import main, make_parser, read_settings
-from cluster.config import TandemConfig
-from cluster.setting_names import dotted, known_settings
-from cluster.settings import SettingsError
-from cluster.vllm_flags import TOOL_FORMATS, VLLM, Flag, Holds, Sets, table
-from router.config import ToolFormat
+from tandem.cluster.cli import main, make_parser, read_settings
+from tandem.cluster.config import TandemConfig
+from tandem.cluster.setting_names import dotted, known_settings
+from tandem.cluster.settings import SettingsError
+from tandem.cluster.vllm_flags import TOOL_FORMATS, VLLM, Flag, Holds, Sets, table
+from tandem.router.config import ToolFormat
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "from-vllm.md"
 

@@ -6,17 +6,17 @@ import threading
 
 import pytest
 
-from engine.core import Engine
-from engine.loop import EngineLoop, Mailbox
-from engine.model.runner import Computed, LayerHooks
-from engine.request import Request
-from engine.scheduling.output import ModelOutput, SchedulerOutput
-from engine.scheduling.scheduler import PauseState
-from engine.scheduling.update import RequestUpdate
-from kvtransfer.base import ConnectorMetadata, ConnectorOutput, KVCacheMemory, WorkerConnector
+from tandem.engine.core import Engine
+from tandem.engine.model.runner import Computed, LayerHooks
+from tandem.engine.request import Request
+from tandem.engine.scheduling.output import ModelOutput, SchedulerOutput
+from tandem.engine.scheduling.scheduler import PauseState
+from tandem.engine.scheduling.update import RequestUpdate
+from tandem.kvtransfer.base import ConnectorMetadata, ConnectorOutput, KVCacheMemory, WorkerConnector
+from tandem.node.loop import EngineLoop, Mailbox
+from tandem.wire.sampling import SamplingParams
 from tests.engine.engine_fakes import FakeRunner, make_scheduler
 from tests.engine.scheduling.driving import FakeConnector
-from wire.sampling import SamplingParams
 
 PATIENCE_S = 5.0
 

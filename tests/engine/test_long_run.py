@@ -8,18 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from decode_node.rules import DecodeRules
-from engine.config import CacheConfig, ModelConfig, SchedulerConfig
-from engine.core import Engine
-from engine.model.loading import load_runner
-from engine.request import Request, RequestStatus
-from engine.scheduling.scheduler import Scheduler
+from tandem.decode_node.rules import DecodeRules
+from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
+from tandem.engine.core import Engine
+from tandem.engine.model.loading import load_runner
+from tandem.engine.request import Request, RequestStatus
+from tandem.engine.scheduling.scheduler import Scheduler
+from tandem.wire.nodes import Role
+from tandem.wire.requests import Ping
+from tandem.wire.sampling import SamplingParams
 from tests.engine.model import tiny
-from tests.engine.test_service import ROUTER, Node
 from tests.idling import idle_share
-from wire.nodes import Role
-from wire.requests import Ping
-from wire.sampling import SamplingParams
+from tests.node.test_service import ROUTER, Node
 
 STEPS = 10_000
 WARM_UP = 1000

@@ -6,13 +6,13 @@ import random
 
 import pytest
 
-from engine.cache.hashing import make_block_hasher
-from engine.config import HashAlgorithm
-from engine.request import MediaFeature, Request, RequestStatus
-from kvtransfer.base import TransferRequest
-from wire.nodes import PeerAddress
-from wire.requests import KVTransferParams, TransferRole
-from wire.sampling import FinishReason, SamplingParams
+from tandem.engine.cache.hashing import make_block_hasher
+from tandem.engine.config import HashAlgorithm
+from tandem.engine.request import MediaFeature, Request, RequestStatus
+from tandem.kvtransfer.base import TransferRequest
+from tandem.wire.nodes import PeerAddress
+from tandem.wire.requests import KVTransferParams, TransferRole
+from tandem.wire.sampling import FinishReason, SamplingParams
 
 HASHER = make_block_hasher(HashAlgorithm.SHA256, 4, "seed")
 

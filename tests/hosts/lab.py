@@ -24,7 +24,7 @@ NETWORK = "10.77.0"
 LAPTOP = f"{NETWORK}.2"
 # Commands of the environment that the tests run in, whatever is on a PATH.
 RAY = (sys.executable, "-m", "ray.scripts.scripts")
-TANDEM = (sys.executable, "-m", "cluster.cli")
+TANDEM = (sys.executable, "-m", "tandem.cluster.cli")
 _PREFIX = "tdm"
 _LAN = f"{_PREFIX}_lan"
 _LOCK = Path("/run/lock/tandem-hosts.lock")

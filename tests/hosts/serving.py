@@ -14,7 +14,7 @@ from typing import Any
 
 from lab import Lab
 
-from engine.model.native.build import library_path
+from tandem.kernels.build import library_path
 
 CLIENT = Path(__file__).with_name("client.py")
 

@@ -27,7 +27,7 @@ class RayNodes:
         name, value = "TANDEM_TEST_MARK", secrets.token_hex(8)
         self._mark = f"{name}={value}".encode()
         os.environ[name] = value  # what Ray starts inherits it
-        from cluster.on_ray.runtime import import_ray
+        from tandem.cluster.on_ray.runtime import import_ray
 
         import_ray()
         from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
@@ -84,7 +84,7 @@ class Tandem:
     def begin(self, *words: str) -> subprocess.Popen[str]:
         root = str(Path(__file__).resolve().parents[2])
         return subprocess.Popen(
-            [sys.executable, "-m", "cluster.cli", *words, "--address", self.address],
+            [sys.executable, "-m", "tandem.cluster.cli", *words, "--address", self.address],
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=self._folder,
             env={**os.environ, "PYTHONPATH": root, "PYTHONUNBUFFERED": "1", "TANDEM_API_KEY": ""},
         )  # fmt: skip

@@ -15,16 +15,16 @@ import httpx
 import msgspec
 import pytest
 
-from cluster.config import PoolConfig, PoolsConfig, TandemConfig
-from cluster.models.resolved import with_model
-from cluster.models.store import prepare_model
-from cluster.on_ray.runtime import start_ray, stop_ray
-from cluster.pools.deployment import Deployment
-from cluster.pools.local_hosts import ThisMachine
-from cluster.pools.placement import this_machine
-from engine.config import CacheConfig, ModelConfig
-from kvtransfer.base import TransferConfig
-from router.config import LocalPrefill
+from tandem.cluster.config import PoolConfig, PoolsConfig, TandemConfig
+from tandem.cluster.models.resolved import with_model
+from tandem.cluster.models.store import prepare_model
+from tandem.cluster.on_ray.runtime import start_ray, stop_ray
+from tandem.cluster.pools.deployment import Deployment
+from tandem.cluster.pools.local_hosts import ThisMachine
+from tandem.cluster.pools.placement import this_machine
+from tandem.engine.config import CacheConfig, ModelConfig
+from tandem.kvtransfer.base import TransferConfig
+from tandem.router.config import LocalPrefill
 from tests.cluster.pools.memory_store import MemoryStore
 from tests.integration.reference import Expected, greedy_answers, make_prompts
 
@@ -170,7 +170,7 @@ Deploy = Callable[[TandemConfig], contextlib.AbstractContextManager[Running]]
 
 @pytest.fixture(scope="session")
 def deploy(ray_on_this_machine: None, loop_thread: LoopThread) -> Deploy:
-    from cluster.on_ray.launcher import RayLauncher
+    from tandem.cluster.on_ray.launcher import RayLauncher
 
     @contextlib.contextmanager
     def running(config: TandemConfig) -> Iterator[Running]:

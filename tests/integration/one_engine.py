@@ -8,16 +8,16 @@ import threading
 import time
 from pathlib import Path
 
-from engine.config import CacheConfig, ModelConfig, SchedulerConfig
-from engine.core import Engine
-from engine.model.loading import load_runner
-from engine.request import Request
-from engine.scheduling.scheduler import Scheduler
-from kvtransfer.base import ConnectorContext, TransferConfig, TransferStats
-from kvtransfer.registry import create_connector
-from wire.nodes import PeerAddress
-from wire.requests import KVTransferParams, TransferRole
-from wire.sampling import SamplingParams
+from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
+from tandem.engine.core import Engine
+from tandem.engine.model.loading import load_runner
+from tandem.engine.request import Request
+from tandem.engine.scheduling.scheduler import Scheduler
+from tandem.kvtransfer.base import ConnectorContext, TransferConfig, TransferStats
+from tandem.kvtransfer.registry import create_connector
+from tandem.wire.nodes import PeerAddress
+from tandem.wire.requests import KVTransferParams, TransferRole
+from tandem.wire.sampling import SamplingParams
 
 PATIENCE_S = 60.0
 epochs = itertools.count(900)

@@ -14,8 +14,9 @@ import jsonschema
 import psutil
 import pytest
 
-from cluster.trace.account import a_step, first_token_s, handover, way_to_first_token
-from cluster.trace.fetch import TraceClient
+from tandem.cluster.trace.account import a_step, first_token_s, handover, way_to_first_token
+from tandem.cluster.trace.fetch import TraceClient
+from tandem.wire.tracing import Phase
 from tests.faults.processes import actors
 from tests.integration.conftest import (
     BLOCK_BYTES,
@@ -26,7 +27,6 @@ from tests.integration.conftest import (
     float32_config,
 )
 from tests.integration.reference import LENGTHS, NEW_TOKENS, Expected
-from wire.tracing import Phase
 
 AT_ONCE = 8
 PERSON = {

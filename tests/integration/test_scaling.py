@@ -7,11 +7,11 @@ from typing import Any
 
 import msgspec
 
-from cluster.config import AutoscalingConfig, PoolConfig, SloConfig
+from tandem.cluster.config import AutoscalingConfig, PoolConfig, SloConfig
+from tandem.wire.nodes import Role
 from tests.integration.cluster_lab import Load
 from tests.integration.conftest import Deploy, LoopThread, Running, float32_config
 from tests.integration.reference import NEW_TOKENS, Expected
-from wire.nodes import Role
 
 _replace = msgspec.structs.replace
 

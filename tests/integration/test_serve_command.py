@@ -31,7 +31,17 @@ class Serve:
         self.mark = f"TANDEM_TEST_MARK={secrets.token_hex(8)}"
         name, _, value = self.mark.partition("=")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "cluster.cli", "serve", "--port", "0", "--kv-memory", "256MiB", *flags],
+            [
+                sys.executable,
+                "-m",
+                "tandem.cluster.cli",
+                "serve",
+                "--port",
+                "0",
+                "--kv-memory",
+                "256MiB",
+                *flags,
+            ],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

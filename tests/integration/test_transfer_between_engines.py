@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import AsyncScheduling, SchedulerConfig
-from kvtransfer.base import TransferConfig
+from tandem.engine.config import AsyncScheduling, SchedulerConfig
+from tandem.kvtransfer.base import TransferConfig
 from tests.integration.one_engine import OneEngine, hand_over
 
 NEW_TOKENS = 8

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from kvtransfer.base import (
+from tandem.kvtransfer.base import (
     ConnectorContext,
     ConnectorOutput,
     Handoff,
@@ -23,8 +23,8 @@ from kvtransfer.base import (
     TransferConfig,
     TransferStats,
 )
-from kvtransfer.registry import find_connector
-from wire.requests import KVTransferParams, TransferRole
+from tandem.kvtransfer.registry import find_connector
+from tandem.wire.requests import KVTransferParams, TransferRole
 
 BLOCK_SIZE = 4
 SLOTS, HEADS, DIM = 4, 2, 8

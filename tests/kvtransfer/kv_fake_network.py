@@ -12,19 +12,19 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kvtransfer.base import Handoff, LoadFailure
-from kvtransfer.protocol import commands
-from kvtransfer.protocol.endpoint import Endpoint, Outcomes
-from kvtransfer.protocol.geometry import PoolGeometry
-from kvtransfer.protocol.identity import Identity, token_hash
-from kvtransfer.protocol.settings import Settings
-from kvtransfer.protocol.side import Side
-from kvtransfer.protocol.statistics import Recorder
-from kvtransfer.protocol.transport import Activity, Direction, HandleId, Operation, RemoteId, Transport
-from kvtransfer.protocol.transport import Move as TransportMove
-from wire.errors import TransferError
-from wire.handoff import CacheFingerprint, CacheMemory, HandoffMessage
-from wire.nodes import PeerAddress
+from tandem.kvtransfer.base import Handoff, LoadFailure
+from tandem.kvtransfer.protocol import commands
+from tandem.kvtransfer.protocol.endpoint import Endpoint, Outcomes
+from tandem.kvtransfer.protocol.geometry import PoolGeometry
+from tandem.kvtransfer.protocol.identity import Identity, token_hash
+from tandem.kvtransfer.protocol.settings import Settings
+from tandem.kvtransfer.protocol.side import Side
+from tandem.kvtransfer.protocol.statistics import Recorder
+from tandem.kvtransfer.protocol.transport import Activity, Direction, HandleId, Operation, RemoteId, Transport
+from tandem.kvtransfer.protocol.transport import Move as TransportMove
+from tandem.wire.errors import TransferError
+from tandem.wire.handoff import CacheFingerprint, CacheMemory, HandoffMessage
+from tandem.wire.nodes import PeerAddress
 
 BLOCK_SIZE = 4
 SLOTS = 2  # layers

@@ -11,18 +11,18 @@ from typing import Any
 
 import msgspec
 
-from kvtransfer.base import ConnectorContext, KVCacheMemory, SchedulerConnector, WorkerConnector
-from kvtransfer.nccl.options import NcclOptions
-from kvtransfer.nccl.transport import NcclTransport
-from kvtransfer.nixl.agent import NixlAgent
-from kvtransfer.nixl.options import NixlOptions
-from kvtransfer.nixl.transport import NixlTransport
-from kvtransfer.protocol.options import ProtocolOptions
-from kvtransfer.protocol.scheduler_half import SchedulerHalf
-from kvtransfer.protocol.transport import Direction, HandleId, Move, RemoteId, Transport
-from kvtransfer.protocol.worker_half import WorkerHalf
-from wire.errors import TransferError
-from wire.handoff import CacheMemory
+from tandem.kvtransfer.base import ConnectorContext, KVCacheMemory, SchedulerConnector, WorkerConnector
+from tandem.kvtransfer.nccl.options import NcclOptions
+from tandem.kvtransfer.nccl.transport import NcclTransport
+from tandem.kvtransfer.nixl.agent import NixlAgent
+from tandem.kvtransfer.nixl.options import NixlOptions
+from tandem.kvtransfer.nixl.transport import NixlTransport
+from tandem.kvtransfer.protocol.options import ProtocolOptions
+from tandem.kvtransfer.protocol.scheduler_half import SchedulerHalf
+from tandem.kvtransfer.protocol.transport import Direction, HandleId, Move, RemoteId, Transport
+from tandem.kvtransfer.protocol.worker_half import WorkerHalf
+from tandem.wire.errors import TransferError
+from tandem.wire.handoff import CacheMemory
 
 
 @dataclasses.dataclass

@@ -9,14 +9,16 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
-from kvtransfer.base import TransferConfig
-from wire.nodes import PeerAddress
+from tandem.kvtransfer.base import TransferConfig
+from tandem.wire.nodes import PeerAddress
 
 CALL_TIMEOUT_S = 40.0
 
 # Each process is forked from a server that has imported what takes seconds to import and has used none of it.
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "nixl._bindings", "kvtransfer.nixl", "kvtransfer.nccl"])
+_context.set_forkserver_preload(
+    ["torch", "nixl._bindings", "tandem.kvtransfer.nixl", "tandem.kvtransfer.nccl"]
+)
 
 
 def _serve(calls: Connection, connector: str, node_id: str, epoch: int, config: dict[str, Any]) -> None:

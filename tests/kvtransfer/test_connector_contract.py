@@ -16,9 +16,9 @@ from kv_document import installed_example
 from kv_fake_engine import BLOCK_SIZE, first_token_of
 from kv_processes import EngineProcess
 
-from kvtransfer.base import Handoff, TransferStats
-from wire.nodes import PeerAddress
-from wire.requests import KVTransferParams, TransferRole
+from tandem.kvtransfer.base import Handoff, TransferStats
+from tandem.wire.nodes import PeerAddress
+from tandem.wire.requests import KVTransferParams, TransferRole
 
 pytestmark = pytest.mark.slow
 

@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from kvtransfer.base import ConnectorContext, TransferConfig
-from kvtransfer.registry import CONNECTORS, create_connector, find_connector
-from wire.errors import ConfigurationError
+from tandem.kvtransfer.base import ConnectorContext, TransferConfig
+from tandem.kvtransfer.registry import CONNECTORS, create_connector, find_connector
+from tandem.wire.errors import ConfigurationError
 
 
 def context(**config: object) -> ConnectorContext:
@@ -62,8 +62,8 @@ def test_settings_that_cannot_work_are_refused_by_name(config: dict[str, object]
 def test_naming_a_connector_does_not_load_the_others() -> None:
     """Slow: a Python of its own, to see what it has imported."""
     program = (
-        "import sys; import kvtransfer.registry as r; r.find_connector('json:dumps');"
-        "print([m for m in sys.modules if m.startswith(('nixl', 'torch', 'kvtransfer.nixl'))])"
+        "import sys; import tandem.kvtransfer.registry as r; r.find_connector('json:dumps');"
+        "print([m for m in sys.modules if m.startswith(('nixl', 'torch', 'tandem.kvtransfer.nixl'))])"
     )
     ran = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True

@@ -9,9 +9,9 @@ import pytest
 from kv_document import DOCUMENT, installed_example
 from kv_fake_engine import FakeEngine, consume, produce
 
-from kvtransfer.base import TransferConfig, TransferStats
-from kvtransfer.protocol.statistics import Outcome
-from wire.nodes import PeerAddress
+from tandem.kvtransfer.base import TransferConfig, TransferStats
+from tandem.kvtransfer.protocol.statistics import Outcome
+from tandem.wire.nodes import PeerAddress
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ from kv_fake_engine import FakeEngine, consume, first_token_of, produce
 from kv_faults import Faults, inject
 from kv_pulse import Pulse
 
-from kvtransfer.base import Handoff, TransferConfig
-from wire.nodes import PeerAddress
+from tandem.kvtransfer.base import Handoff, TransferConfig
+from tandem.wire.nodes import PeerAddress
 
 pytestmark = pytest.mark.slow
 

@@ -11,9 +11,9 @@ import msgspec
 import pytest
 from kv_fake_network import SETTINGS, Node, Receive, Send, World
 
-from kvtransfer.protocol.identity import token_hash
-from kvtransfer.protocol.transport import Direction
-from wire.handoff import HandoffNotice
+from tandem.kvtransfer.protocol.identity import token_hash
+from tandem.kvtransfer.protocol.transport import Direction
+from tandem.wire.handoff import HandoffNotice
 
 TIMES = 100
 

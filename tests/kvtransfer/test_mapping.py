@@ -7,12 +7,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from kvtransfer.base import KVCacheMemory
-from kvtransfer.protocol.geometry import PoolGeometry
-from kvtransfer.protocol.mapping import AXES, Mapping, Place
-from kvtransfer.protocol.transport import Move, Operation
-from wire.errors import ConfigurationError
-from wire.handoff import CacheMemory
+from tandem.kvtransfer.base import KVCacheMemory
+from tandem.kvtransfer.protocol.geometry import PoolGeometry
+from tandem.kvtransfer.protocol.mapping import AXES, Mapping, Place
+from tandem.kvtransfer.protocol.transport import Move, Operation
+from tandem.wire.errors import ConfigurationError
+from tandem.wire.handoff import CacheMemory
 
 NUM_BLOCKS = 7
 

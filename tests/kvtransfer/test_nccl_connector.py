@@ -18,16 +18,16 @@ import numpy as np
 import pytest
 import torch
 
-from kvtransfer.base import KVCacheMemory
-from kvtransfer.nccl.group import Group, StoreServer
-from kvtransfer.nccl.messages import Announce, Open, Rendezvous
-from kvtransfer.nccl.options import NcclOptions
-from kvtransfer.nccl.pair import Callee
-from kvtransfer.nccl.transport import NcclTransport
-from kvtransfer.protocol.transport import HandleId, Move, Operation, RemoteId
+from tandem.kvtransfer.base import KVCacheMemory
+from tandem.kvtransfer.nccl.group import Group, StoreServer
+from tandem.kvtransfer.nccl.messages import Announce, Open, Rendezvous
+from tandem.kvtransfer.nccl.options import NcclOptions
+from tandem.kvtransfer.nccl.pair import Callee
+from tandem.kvtransfer.nccl.transport import NcclTransport
+from tandem.kvtransfer.protocol.transport import HandleId, Move, Operation, RemoteId
+from tandem.wire.errors import ConfigurationError, TransferError
+from tandem.wire.handoff import CacheMemory
 from tests.waiting import until
-from wire.errors import ConfigurationError, TransferError
-from wire.handoff import CacheMemory
 
 pytestmark = pytest.mark.slow  # each makes groups, and some wait for a deadline to pass
 
@@ -248,7 +248,7 @@ def test_a_write_that_has_begun_is_not_taken_back(
 A_MEMBER_THAT_DIES = """
 import os
 import torch.distributed as dist
-from kvtransfer.nccl.group import Group
+from tandem.kvtransfer.nccl.group import Group
 
 class Store(dist.Store):
     def set(self, key, value):

@@ -12,15 +12,15 @@ import pytest
 import torch
 from kv_fake_engine import FakeEngine, consume, produce
 
-from kvtransfer.base import KVCacheMemory, TransferConfig
-from kvtransfer.nixl.agent import NixlAgent
-from kvtransfer.nixl.options import NixlOptions
-from kvtransfer.nixl.transport import NixlTransport
-from kvtransfer.protocol.transport import Move, Operation
+from tandem.kvtransfer.base import KVCacheMemory, TransferConfig
+from tandem.kvtransfer.nixl.agent import NixlAgent
+from tandem.kvtransfer.nixl.options import NixlOptions
+from tandem.kvtransfer.nixl.transport import NixlTransport
+from tandem.kvtransfer.protocol.transport import Move, Operation
+from tandem.wire.errors import TransferError
+from tandem.wire.handoff import CacheMemory
+from tandem.wire.nodes import PeerAddress
 from tests.idling import idle_share
-from wire.errors import TransferError
-from wire.handoff import CacheMemory
-from wire.nodes import PeerAddress
 
 pytestmark = pytest.mark.slow  # each agent takes half a second to make
 

@@ -18,9 +18,9 @@ from kv_fake_engine import first_token_of
 from kv_processes import EngineProcess
 from kv_pulse import Pulse
 
-from kvtransfer.base import Handoff
-from kvtransfer.protocol.channel import IDLE_S
-from wire.requests import KVTransferParams, TransferRole
+from tandem.kvtransfer.base import Handoff
+from tandem.kvtransfer.protocol.channel import IDLE_S
+from tandem.wire.requests import KVTransferParams, TransferRole
 
 pytestmark = pytest.mark.slow
 

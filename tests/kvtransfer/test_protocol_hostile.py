@@ -12,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from kv_fake_network import SETTINGS, Receive, Send, World
 
-from kvtransfer.protocol.transport import Direction
-from wire.handoff import (
+from tandem.kvtransfer.protocol.transport import Direction
+from tandem.wire.handoff import (
     CacheFingerprint,
     CacheMemory,
     CancelTransfer,

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from kvtransfer.protocol.commands import CancelReceive
-from kvtransfer.protocol.loop import POLL_MAX_S, ProtocolLoop
-from kvtransfer.protocol.settings import Settings
-from kvtransfer.protocol.transport import Activity
+from tandem.kvtransfer.protocol.commands import CancelReceive
+from tandem.kvtransfer.protocol.loop import POLL_MAX_S, ProtocolLoop
+from tandem.kvtransfer.protocol.settings import Settings
+from tandem.kvtransfer.protocol.transport import Activity
+from tandem.wire.handoff import CancelTransfer, Envelope
 from tests.waiting import until
-from wire.handoff import CancelTransfer, Envelope
 
 
 class FakeEndpoint:

@@ -15,9 +15,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from kv_fake_network import SETTINGS, Node, Receive, Send, World
 
-from kvtransfer.protocol.commands import CancelReceive
-from kvtransfer.protocol.transport import Direction
-from wire.handoff import (
+from tandem.kvtransfer.protocol.commands import CancelReceive
+from tandem.kvtransfer.protocol.transport import Direction
+from tandem.wire.handoff import (
     Envelope,
     HandoffAccepted,
     HandoffMessage,

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 from kv_fake_network import SETTINGS, Node, Receive, Send, World, first_token_of
 
-from kvtransfer.base import Handoff
-from kvtransfer.protocol.commands import (
+from tandem.kvtransfer.base import Handoff
+from tandem.kvtransfer.protocol.commands import (
     AbandonSend,
     BeginReceive,
     CancelReceive,
@@ -17,9 +17,9 @@ from kvtransfer.protocol.commands import (
     FinishSend,
     Preempted,
 )
-from kvtransfer.protocol.identity import token_hash
-from kvtransfer.protocol.transport import Direction
-from wire.handoff import (
+from tandem.kvtransfer.protocol.identity import token_hash
+from tandem.kvtransfer.protocol.transport import Direction
+from tandem.wire.handoff import (
     CancelTransfer,
     Envelope,
     HandoffAccepted,
@@ -30,7 +30,7 @@ from wire.handoff import (
     TransferClosed,
     Welcome,
 )
-from wire.nodes import PeerAddress
+from tandem.wire.nodes import PeerAddress
 
 TOKENS = list(range(50, 72))  # five full blocks and half of one
 

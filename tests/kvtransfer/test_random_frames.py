@@ -21,17 +21,17 @@ import pytest
 import torch
 import zmq
 
-from kvtransfer.base import KVCacheMemory
-from kvtransfer.nccl.messages import Announce, Leave
-from kvtransfer.nccl.options import NcclOptions
-from kvtransfer.nccl.transport import NcclTransport
-from kvtransfer.protocol.channel import SideChannel
-from kvtransfer.protocol.transport import Move, Operation
-from wire.handoff import CancelTransfer, Envelope, RenewLease
-from wire.loop_inbox import LoopInbox
-from wire.nodes import NodeState, Role
-from wire.requests import NodeCounters, NodeStatus, Ping, ToNode, ToRouter
-from wire.sockets import Inbox
+from tandem.kvtransfer.base import KVCacheMemory
+from tandem.kvtransfer.nccl.messages import Announce, Leave
+from tandem.kvtransfer.nccl.options import NcclOptions
+from tandem.kvtransfer.nccl.transport import NcclTransport
+from tandem.kvtransfer.protocol.channel import SideChannel
+from tandem.kvtransfer.protocol.transport import Move, Operation
+from tandem.wire.handoff import CancelTransfer, Envelope, RenewLease
+from tandem.wire.loop_inbox import LoopInbox
+from tandem.wire.nodes import NodeState, Role
+from tandem.wire.requests import NodeCounters, NodeStatus, Ping, ToNode, ToRouter
+from tandem.wire.sockets import Inbox
 
 pytestmark = pytest.mark.slow
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from kv_fake_engine import FakeRequest, FakeStep, consume, produce
 
-from kvtransfer.base import ConnectorOutput, Handoff, LoadFailure
-from kvtransfer.protocol.commands import (
+from tandem.kvtransfer.base import ConnectorOutput, Handoff, LoadFailure
+from tandem.kvtransfer.protocol.commands import (
     AbandonSend,
     BeginReceive,
     CancelReceive,
@@ -15,9 +15,9 @@ from kvtransfer.protocol.commands import (
     PlanSend,
     StepPlan,
 )
-from kvtransfer.protocol.identity import token_hash
-from kvtransfer.protocol.scheduler_half import SchedulerHalf
-from wire.nodes import PeerAddress
+from tandem.kvtransfer.protocol.identity import token_hash
+from tandem.kvtransfer.protocol.scheduler_half import SchedulerHalf
+from tandem.wire.nodes import PeerAddress
 
 PEER = PeerAddress("peer", 9, "tcp://peer")
 TOKENS = list(range(10))

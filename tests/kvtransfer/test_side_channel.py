@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from kvtransfer.protocol import channel
-from kvtransfer.protocol.channel import ListenerProbe, SideChannel
+from tandem.kvtransfer.protocol import channel
+from tandem.kvtransfer.protocol.channel import ListenerProbe, SideChannel
+from tandem.wire.handoff import CancelTransfer, Envelope, HandoffMessage
 from tests.waiting import until
-from wire.handoff import CancelTransfer, Envelope, HandoffMessage
 
 
 def cancel(name: str = "t") -> CancelTransfer:

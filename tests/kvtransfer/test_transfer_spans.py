@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from kv_fake_network import BLOCK_BYTES, Node, Receive, Send, World
 
-from kvtransfer.protocol.statistics import REMEMBERED_TRACES, Recorder
-from wire.tracing import Phase, TransferRecord, TransferTrace
+from tandem.kvtransfer.protocol.statistics import REMEMBERED_TRACES, Recorder
+from tandem.wire.tracing import Phase, TransferRecord, TransferTrace
 
 TOKENS = list(range(50, 72))  # five full blocks and half of one
 

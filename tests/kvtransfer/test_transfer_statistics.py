@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from kv_fake_network import BLOCK_BYTES, SETTINGS, Node, Receive, Send, World
 
-from kvtransfer.base import TransferStats
-from kvtransfer.protocol.commands import CancelReceive
-from kvtransfer.protocol.transport import Direction
+from tandem.kvtransfer.base import TransferStats
+from tandem.kvtransfer.protocol.commands import CancelReceive
+from tandem.kvtransfer.protocol.transport import Direction
 
 TOKENS = list(range(50, 72))  # five full blocks and half of one
 

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import socket
 
-from kvtransfer.base import ConnectorContext, KVCacheMemory, TransferConfig
-from kvtransfer.protocol.transport import Direction, HandleId, Move, RemoteId, Transport
-from kvtransfer.protocol.worker_half import WorkerHalf
-from wire.handoff import CacheMemory
+from tandem.kvtransfer.base import ConnectorContext, KVCacheMemory, TransferConfig
+from tandem.kvtransfer.protocol.transport import Direction, HandleId, Move, RemoteId, Transport
+from tandem.kvtransfer.protocol.worker_half import WorkerHalf
+from tandem.wire.handoff import CacheMemory
 
 
 class ClosingTransport(Transport):

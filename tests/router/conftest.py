@@ -17,12 +17,12 @@ import tokenizers
 import uvloop
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from router.config import Heartbeat, LocalPrefill, RouterConfig
-from router.server import RouterServer
-from router.text.tokenizer import Tokenizer
+from tandem.router.config import Heartbeat, LocalPrefill, RouterConfig
+from tandem.router.server import RouterServer
+from tandem.router.text.tokenizer import Tokenizer
+from tandem.wire.nodes import Role
 from tests.router.event_reader import EventReader
 from tests.router.fake_node import Board, FakeNode, TokenRule, hashed_token
-from wire.nodes import Role
 
 if TYPE_CHECKING:
     import openai

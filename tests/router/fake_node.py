@@ -11,9 +11,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from wire.errors import WireError
-from wire.nodes import NodeInfo, NodeState, Role, new_epoch
-from wire.requests import (
+from tandem.wire.errors import WireError
+from tandem.wire.nodes import NodeInfo, NodeState, Role, new_epoch
+from tandem.wire.requests import (
     Cancel,
     KVTransferParams,
     NodeCounters,
@@ -25,9 +25,9 @@ from wire.requests import (
     ToNode,
     TransferRole,
 )
-from wire.sampling import FinishReason, TokenLogprobs
-from wire.sockets import Inbox, Outbox
-from wire.tracing import ClockReading, NodeTrace, Phase, Span
+from tandem.wire.sampling import FinishReason, TokenLogprobs
+from tandem.wire.sockets import Inbox, Outbox
+from tandem.wire.tracing import ClockReading, NodeTrace, Phase, Span
 
 WAIT_S = 10.0
 

@@ -5,9 +5,9 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from router.dispatch.admission import Admission, QueueFull, Slots
-from router.metrics import RouterMetrics
-from wire.errors import DeadlineExceeded
+from tandem.router.dispatch.admission import Admission, QueueFull, Slots
+from tandem.router.metrics import RouterMetrics
+from tandem.wire.errors import DeadlineExceeded
 
 SOON = 5.0
 

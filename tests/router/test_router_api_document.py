@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from router.openai.answer_types import (
+from tandem.router.openai.answer_types import (
     ChatCompletion,
     ChatCompletionChunk,
     ClusterState,
@@ -19,9 +19,9 @@ from router.openai.answer_types import (
     ModelList,
     Tokenized,
 )
-from router.openai.chat_request import ChatRequest
-from router.openai.completion_request import CompletionRequest
-from router.openai.fields import ACCEPTED
+from tandem.router.openai.chat_request import ChatRequest
+from tandem.router.openai.completion_request import CompletionRequest
+from tandem.router.openai.fields import ACCEPTED
 from tests.router.conftest import Running, StartRouter
 
 
@@ -119,7 +119,7 @@ def test_the_page_to_try_it_needs_nothing_from_elsewhere(router: Running) -> Non
 
 
 def test_keys_are_documented_where_they_are_needed(start_router: StartRouter) -> None:
-    from router.config import ApiKey
+    from tandem.router.config import ApiKey
 
     document = start_router(api_keys=(ApiKey("a", "k"),)).client.get("/openapi.json").json()
     assert document["security"] == [{"key": []}]

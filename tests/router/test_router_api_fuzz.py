@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from router.http.api_document import make_document
+from tandem.router.http.api_document import make_document
 from tests.router.conftest import Running, bombarded
 
 VALID, INVALID = "positive", "negative"

@@ -8,14 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from router.config import PolicyName, Timeouts
-from router.http.app import make_app  # noqa: F401  every error that a route may raise is known by then
-from router.metrics import RouterMetrics
-from router.node_metrics import NodeCollector
-from router.openai.chat_request import ChatRequest
-from router.openai.completion_request import CompletionRequest
-from router.openai.fields import ACCEPTED, REFUSED
-from wire.errors import Cancelled, ConfigurationError, TandemError
+from tandem.router.config import PolicyName, Timeouts
+from tandem.router.http.app import make_app  # noqa: F401  every error that a route may raise is known by then
+from tandem.router.metrics import RouterMetrics
+from tandem.router.node_metrics import NodeCollector
+from tandem.router.openai.chat_request import ChatRequest
+from tandem.router.openai.completion_request import CompletionRequest
+from tandem.router.openai.fields import ACCEPTED, REFUSED
+from tandem.wire.errors import Cancelled, ConfigurationError, TandemError
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "api.md").read_text(encoding="utf-8")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.config import Limits
+from tandem.router.config import Limits
 from tests.router.conftest import Running, StartRouter
 from tests.router.event_reader import EventReader
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from router.text.tokenizer import Tokenizer
+from tandem.router.text.tokenizer import Tokenizer
 from tests.router.conftest import StartRouter
 
 

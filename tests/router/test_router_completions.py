@@ -4,10 +4,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from router.text.tokenizer import Tokenizer
+from tandem.router.text.tokenizer import Tokenizer
+from tandem.wire.requests import TransferRole
 from tests.router.conftest import StartRouter
 from tests.router.fake_node import scripted
-from wire.requests import TransferRole
 
 
 def test_both_nodes_are_told_at_once_under_one_transfer_and_the_answer_is_theirs(

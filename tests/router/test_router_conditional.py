@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from router.config import LocalPrefill
-from router.policy import PoolSnapshot
+from tandem.router.config import LocalPrefill
+from tandem.router.policy import PoolSnapshot
 from tests.router.test_router_policy import ask, decide, names, node, pools
 
 

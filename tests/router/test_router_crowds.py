@@ -11,9 +11,9 @@ import httpx
 import msgspec
 import pytest
 
-from router.config import Limits, Timeouts
-from router.policy import Decision, RoutingRequest
-from router.prefixes import PromptHashes
+from tandem.router.config import Limits, Timeouts
+from tandem.router.policy import Decision, RoutingRequest
+from tandem.router.prefixes import PromptHashes
 from tests.router.conftest import Running, StartRouter
 from tests.router.event_reader import EventReader
 

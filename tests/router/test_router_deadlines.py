@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.config import Limits, Timeouts
+from tandem.router.config import Limits, Timeouts
 from tests.router.conftest import StartRouter
 
 

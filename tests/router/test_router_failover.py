@@ -6,13 +6,13 @@ import json
 
 import pytest
 
-from router.config import Heartbeat, LocalPrefill, Timeouts
-from router.text.tokenizer import Tokenizer
+from tandem.router.config import Heartbeat, LocalPrefill, Timeouts
+from tandem.router.text.tokenizer import Tokenizer
+from tandem.wire.errors import WireError
+from tandem.wire.nodes import Role
+from tandem.wire.requests import TransferRole
 from tests.router.conftest import Running, StartRouter
 from tests.router.fake_node import FakeNode
-from wire.errors import WireError
-from wire.nodes import Role
-from wire.requests import TransferRole
 
 COUNT = 12
 

@@ -9,9 +9,9 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from router.config import RouterConfig
-from router.hosting import RouterHost
-from wire.errors import ConfigurationError, Unavailable
+from tandem.router.config import RouterConfig
+from tandem.router.hosting import RouterHost
+from tandem.wire.errors import ConfigurationError, Unavailable
 
 PATIENCE_S = 10.0
 

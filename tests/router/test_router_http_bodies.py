@@ -9,10 +9,10 @@ from contextlib import closing
 
 import pytest
 
-from router.config import Limits, RouterConfig, Timeouts
+from tandem.router.config import Limits, RouterConfig, Timeouts
+from tandem.wire.errors import ConfigurationError
 from tests.router.conftest import Running, StartRouter
 from tests.router.raw_http import connect, post, read_answer, read_to_end
-from wire.errors import ConfigurationError
 
 LIMITS = Limits(body_bytes=10_000, body_bytes_at_once=25_000)
 MOST = 9_900  # of a body of 10 000

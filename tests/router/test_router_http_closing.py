@@ -9,8 +9,8 @@ from contextlib import closing, contextmanager
 
 import pytest
 
-from router.config import Limits
-from router.http import protocol
+from tandem.router.config import Limits
+from tandem.router.http import protocol
 from tests.router.conftest import Running, StartRouter
 from tests.router.raw_http import connect, parse, post, read_to_end
 

@@ -7,7 +7,7 @@ from contextlib import closing
 
 import pytest
 
-from router.config import Timeouts
+from tandem.router.config import Timeouts
 from tests.router.conftest import Running, StartRouter
 from tests.router.raw_http import connect, post, read_answer, read_to_end
 

@@ -8,7 +8,7 @@ from contextlib import closing
 
 import pytest
 
-from router.config import Limits, Timeouts
+from tandem.router.config import Limits, Timeouts
 from tests.router.conftest import Running, StartRouter
 from tests.router.raw_http import connect, parse, post, read_to_end, talk
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.http.json_body import parse_object
-from wire.errors import InvalidRequest
+from tandem.router.http.json_body import parse_object
+from tandem.wire.errors import InvalidRequest
 
 DEPTH = 8
 CONTAINERS = 1000

@@ -6,10 +6,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from router.config import ApiKey, RouterConfig
-from router.keys import KeyRing, QuotaExceeded, load_keys
+from tandem.router.config import ApiKey, RouterConfig
+from tandem.router.keys import KeyRing, QuotaExceeded, load_keys
+from tandem.wire.errors import ConfigurationError
 from tests.router.conftest import Running, StartRouter
-from wire.errors import ConfigurationError
 
 
 class Clock:

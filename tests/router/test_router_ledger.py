@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.dispatch.ledger import TokenLedger, TokenMismatch
+from tandem.router.dispatch.ledger import TokenLedger, TokenMismatch
+from tandem.wire.requests import TokenChunk
+from tandem.wire.sampling import FinishReason
 from tests.router.fake_node import fake_logprobs
-from wire.requests import TokenChunk
-from wire.sampling import FinishReason
 
 
 def chunk(

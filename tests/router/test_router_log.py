@@ -17,15 +17,15 @@ import httpx
 import msgspec
 import pytest
 
-from router.config import ApiKey, Heartbeat, LocalPrefill, RouterConfig
+from tandem.router.config import ApiKey, Heartbeat, LocalPrefill, RouterConfig
+from tandem.wire.nodes import Role
 from tests.router.conftest import LETTERS
 from tests.router.fake_node import Board, FakeNode
-from wire.nodes import Role
 
 PROCESS = """
 import asyncio, sys
 import uvloop
-from router.hosting import RouterHost
+from tandem.router.hosting import RouterHost
 
 async def main():
     host = RouterHost(bytes.fromhex(sys.argv[1]))

@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from router.openai.chat_prompt import INLINE_ITEMS, render_chat
-from router.openai.chat_request import ChatMessage
-from router.text.chat_template import ChatTemplate
-from router.text.tokenizer import Tokenizer
+from tandem.router.openai.chat_prompt import INLINE_ITEMS, render_chat
+from tandem.router.openai.chat_request import ChatMessage
+from tandem.router.text.chat_template import ChatTemplate
+from tandem.router.text.tokenizer import Tokenizer
+from tandem.wire.nodes import Role
 from tests.router.conftest import StartRouter
-from wire.nodes import Role
 
 LONG = "1234567890" * 40_000
 

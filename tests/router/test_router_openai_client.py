@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tandem.wire.errors import WireError
 from tests.router.conftest import Running, StartRouter
-from wire.errors import WireError
 
 # Importing it takes a second, which whoever only collects these tests does not have to wait.
 if TYPE_CHECKING:

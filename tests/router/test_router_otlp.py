@@ -12,15 +12,15 @@ from typing import Any
 import httpx
 import pytest
 
-from router.config import TracingConfig
-from router.metrics import RouterMetrics
-from router.tracing import export
-from router.tracing.export import OtlpExporter
-from router.tracing.otlp import export_request
-from router.tracing.record import Arrival, NodePart, TraceRecord
+from tandem.router.config import TracingConfig
+from tandem.router.metrics import RouterMetrics
+from tandem.router.tracing import export
+from tandem.router.tracing.export import OtlpExporter
+from tandem.router.tracing.otlp import export_request
+from tandem.router.tracing.record import Arrival, NodePart, TraceRecord
+from tandem.wire.errors import ConfigurationError
+from tandem.wire.tracing import Phase, Span, TransferRecord
 from tests.router.conftest import StartRouter
-from wire.errors import ConfigurationError
-from wire.tracing import Phase, Span, TransferRecord
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 

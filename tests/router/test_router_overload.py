@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 
-from router.config import ApiKey, Limits, Timeouts
+from tandem.router.config import ApiKey, Limits, Timeouts
 from tests.router.conftest import Running, StartRouter
 from tests.router.event_reader import EventReader
 

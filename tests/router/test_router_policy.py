@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.config import LocalPrefill, PolicyName
-from router.policy import Decision, NodeView, PoolSnapshot, RoutingRequest, make_policy
-from router.rates import NodeRates
-from wire.errors import Unavailable
-from wire.nodes import NodeInfo, NodeState, Role
-from wire.requests import NodeCounters, NodeStatus
+from tandem.router.config import LocalPrefill, PolicyName
+from tandem.router.policy import Decision, NodeView, PoolSnapshot, RoutingRequest, make_policy
+from tandem.router.rates import NodeRates
+from tandem.wire.errors import Unavailable
+from tandem.wire.nodes import NodeInfo, NodeState, Role
+from tandem.wire.requests import NodeCounters, NodeStatus
 
 
 def node(

@@ -5,10 +5,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from router.config import Heartbeat
-from router.pool import Pool
-from wire.nodes import NodeInfo, NodeState, Role
-from wire.requests import NodeCounters, NodeStatus
+from tandem.router.config import Heartbeat
+from tandem.router.pool import Pool
+from tandem.wire.nodes import NodeInfo, NodeState, Role
+from tandem.wire.requests import NodeCounters, NodeStatus
 
 
 class World:

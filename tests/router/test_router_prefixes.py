@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.prefixes import PrefixRecord, PromptHashes, block_hashes
+from tandem.router.prefixes import PrefixRecord, PromptHashes, block_hashes
 
 TOKENS = st.lists(st.integers(0, 3), max_size=40)
 

@@ -3,10 +3,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from router.rates import NodeRateMeter
+from tandem.router.rates import NodeRateMeter
+from tandem.wire.nodes import Role
+from tandem.wire.requests import NodeCounters, NodeStatus
 from tests.router.test_router_pool import info, status
-from wire.nodes import Role
-from wire.requests import NodeCounters, NodeStatus
 
 
 def counted(role: Role, **counters: float) -> NodeStatus:

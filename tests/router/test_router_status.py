@@ -6,13 +6,13 @@ import httpx
 import msgspec
 import pytest
 
-from router.config import RouterConfig
-from router.server import RouterServer
+from tandem.router.config import RouterConfig
+from tandem.router.server import RouterServer
+from tandem.wire.errors import ConfigurationError
+from tandem.wire.nodes import NodeState, Role
+from tandem.wire.requests import NodeCounters, Waits
 from tests.router.conftest import Running, StartRouter
 from tests.router.fake_node import FakeNode
-from wire.errors import ConfigurationError
-from wire.nodes import NodeState, Role
-from wire.requests import NodeCounters, Waits
 
 
 def test_cluster_shows_every_node(start_router: StartRouter) -> None:
@@ -247,7 +247,7 @@ def running_port(start_router: StartRouter) -> int:
 
 
 def test_web_pages_may_ask_only_where_it_is_allowed(start_router: StartRouter) -> None:
-    from router.config import ApiKey
+    from tandem.router.config import ApiKey
 
     asked = {"origin": "https://ours", "access-control-request-method": "POST"}
     closed = start_router()

@@ -10,8 +10,8 @@ import pydantic
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from router.config import ToolFormat
-from router.text.tokenizer import Tokenizer
+from tandem.router.config import ToolFormat
+from tandem.router.text.tokenizer import Tokenizer
 from tests.router.conftest import Running, StartRouter
 from tests.router.fake_node import scripted
 from tests.router.test_router_tools import TEMPLATE_WITH_TOOLS, WEATHER

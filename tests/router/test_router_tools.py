@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.config import ToolFormat
-from router.openai.tool_calls import Format, Piece, ToolCallReader, format_of
-from router.text.chat_template import ChatTemplate
-from router.text.tokenizer import Tokenizer
+from tandem.router.config import ToolFormat
+from tandem.router.openai.tool_calls import Format, Piece, ToolCallReader, format_of
+from tandem.router.text.chat_template import ChatTemplate
+from tandem.router.text.tokenizer import Tokenizer
 from tests.router.conftest import CHAT_TEMPLATE, StartRouter
 from tests.router.fake_node import scripted
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from router.tracing.clocks import READINGS, Clocks
-from router.tracing.context import parse_context
-from wire.tracing import ClockReading
+from tandem.router.tracing.clocks import READINGS, Clocks
+from tandem.router.tracing.context import parse_context
+from tandem.wire.tracing import ClockReading
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 

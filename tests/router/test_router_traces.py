@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import msgspec
 
-from router.config import ApiKey, TracingConfig
-from router.tracing.record import TraceRecord
+from tandem.router.config import ApiKey, TracingConfig
+from tandem.router.tracing.record import TraceRecord
+from tandem.wire.nodes import Role
+from tandem.wire.tracing import Phase
 from tests.router.conftest import Running, StartRouter
 from tests.router.event_reader import EventReader
-from wire.nodes import Role
-from wire.tracing import Phase
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 ASK = {"x-tandem-trace": "1"}

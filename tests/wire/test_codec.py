@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.wire.handoff import HandoffMessage
+from tandem.wire.nodes import NodeInfo
+from tandem.wire.requests import Cancel, Submit, TokenBatch, TokenChunk, ToNode, ToRouter
+from tandem.wire.sampling import SamplingParams
 from tests.wire.struct_strategies import values_of
-from wire.handoff import HandoffMessage
-from wire.nodes import NodeInfo
-from wire.requests import Cancel, Submit, TokenBatch, TokenChunk, ToNode, ToRouter
-from wire.sampling import SamplingParams
 
 CHANNELS = [ToNode, ToRouter, HandoffMessage, NodeInfo]
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from wire import errors
-from wire.errors import InvalidRequest, RequestError, TandemError, WireError
+from tandem.wire import errors
+from tandem.wire.errors import InvalidRequest, RequestError, TandemError, WireError
 
 
 def everybody(root: type[TandemError]) -> list[type[TandemError]]:

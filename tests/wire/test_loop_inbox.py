@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import zmq
 
+from tandem.wire.errors import ConfigurationError
+from tandem.wire.loop_inbox import MESSAGES_PER_TURN, LoopInbox
+from tandem.wire.requests import Cancel, Ping, ToNode
+from tandem.wire.sockets import MAX_FRAME_BYTES, Outbox
+from tandem.wire.zmtp import PULL_OPENING, PUSH_OPENING
 from tests.wire.tcp_timers import KEEPALIVE, timers_of
-from wire.errors import ConfigurationError
-from wire.loop_inbox import MESSAGES_PER_TURN, LoopInbox
-from wire.requests import Cancel, Ping, ToNode
-from wire.sockets import MAX_FRAME_BYTES, Outbox
-from wire.zmtp import PULL_OPENING, PUSH_OPENING
 
 
 class Listener:
@@ -148,7 +148,7 @@ def test_a_peer_that_breaks_the_protocol_is_cut_off_and_the_others_are_heard() -
 
 
 def test_a_peer_that_never_greets_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wire.loop_inbox.GREETING_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("tandem.wire.loop_inbox.GREETING_TIMEOUT_S", 0.01)
 
     async def work(listener: Listener) -> None:
         host, _, port = listener.inbox.endpoint.removeprefix("tcp://").rpartition(":")

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from wire import loop_outbox
-from wire.errors import NodeLost
-from wire.loop_outbox import LoopOutbox
-from wire.requests import Cancel, Ping, ToNode
-from wire.sockets import Inbox
-from wire.zmtp import PULL_OPENING
+from tandem.wire import loop_outbox
+from tandem.wire.errors import NodeLost
+from tandem.wire.loop_outbox import LoopOutbox
+from tandem.wire.requests import Cancel, Ping, ToNode
+from tandem.wire.sockets import Inbox
+from tandem.wire.zmtp import PULL_OPENING
 
 
 class Heard:

@@ -8,11 +8,11 @@ import msgspec
 import pytest
 import zmq
 
+from tandem.wire import sockets
+from tandem.wire.errors import ConfigurationError, NodeLost
+from tandem.wire.requests import Cancel, Ping, ToNode
+from tandem.wire.sockets import Inbox, Outbox
 from tests.wire.tcp_timers import KEEPALIVE, timers_of
-from wire import sockets
-from wire.errors import ConfigurationError, NodeLost
-from wire.requests import Cancel, Ping, ToNode
-from wire.sockets import Inbox, Outbox
 
 DEADLINE_S = 10.0
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wire.zmtp import PUSH_OPENING, MessageReader, ProtocolError
+from tandem.wire.zmtp import PUSH_OPENING, MessageReader, ProtocolError
 
 LIMIT = 1000
 READY = b"\x04\x06\x05READY"

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.model.attention.layers import AttentionLayer, CachePlan
-from engine.model.attention.pages import Pages, padded, pages_of
-from engine.model.batch import Batch, HostBatch
-from engine.model.decode_inputs import DecodeInputs
-from engine.model.staging import page_locked, to_device
-from wire.errors import InternalError
+from tandem.engine.model.attention.layers import AttentionLayer, CachePlan
+from tandem.engine.model.attention.pages import Pages, padded, pages_of
+from tandem.engine.model.batch import Batch, HostBatch
+from tandem.engine.model.decode_inputs import DecodeInputs
+from tandem.engine.model.staging import page_locked, to_device
+from tandem.wire.errors import InternalError
 
 log = logging.getLogger(__name__)
 

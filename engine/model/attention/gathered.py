@@ -11,11 +11,11 @@ import dataclasses
 import numpy as np
 import torch
 
-from engine.model.attention.kernel import attend
-from engine.model.attention.layers import CachePlan
-from engine.model.batch import Batch, HostBatch
-from engine.model.decode_inputs import DecodeInputs
-from engine.model.staging import to_device
+from tandem.engine.model.attention.kernel import attend
+from tandem.engine.model.attention.layers import CachePlan
+from tandem.engine.model.batch import Batch, HostBatch
+from tandem.engine.model.decode_inputs import DecodeInputs
+from tandem.engine.model.staging import to_device
 
 # A prompt's chunk is attended in tiles of rows, so that each sees only the keys up to its own last position.
 _TILE_ROWS = 512

@@ -15,7 +15,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, eager_mask
 
-from wire.errors import InternalError
+from tandem.wire.errors import InternalError
 
 PAGED = "tandem_paged"
 PROBED = "tandem_probed"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from engine.cache.groups import AttentionKind, KVCacheGroup
+from tandem.engine.cache.groups import AttentionKind, KVCacheGroup
 
 
 class AttentionLayer(msgspec.Struct, frozen=True):

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     import torch
 
-    from engine.model.batch import Batch, HostBatch
-    from engine.model.decode_inputs import DecodeInputs
+    from tandem.engine.model.batch import Batch, HostBatch
+    from tandem.engine.model.decode_inputs import DecodeInputs
 
 
 class AttentionStep(Protocol):

@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 
-from engine.cache.groups import KVCacheGroup
-from engine.model.batch import Batch
-from engine.model.leftovers import refuse_leftovers
-from engine.model.native import library
-from engine.model.native.architecture import describe, head_size, refusal, rope_parameters
-from engine.model.native.build import BuildFailed
-from engine.model.native.weights import Checkpoint, Take, load_weights
-from engine.model.runner import LayerHooks
-from wire.errors import ConfigurationError, InternalError
+from tandem.engine.cache.groups import KVCacheGroup
+from tandem.engine.model.batch import Batch
+from tandem.engine.model.leftovers import refuse_leftovers
+from tandem.engine.model.native.architecture import describe, head_size, refusal, rope_parameters
+from tandem.engine.model.native.weights import Checkpoint, Take, load_weights
+from tandem.engine.model.runner import LayerHooks
+from tandem.kernels import library
+from tandem.kernels.build import BuildFailed
+from tandem.wire.errors import ConfigurationError, InternalError
 
 # With hooks, layers run in ranges, long enough that the calls between them cost nothing: a range covers about so
 # many (tokens x layers).

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from engine.model.native import library
-from engine.model.native.architecture import Architecture
-from wire.errors import ConfigurationError
+from tandem.engine.model.native.architecture import Architecture
+from tandem.kernels import library
+from tandem.wire.errors import ConfigurationError
 
 Take = Callable[[str], torch.Tensor | None]
 """A tensor by its name in the checkpoint. It is read once, and need not stay."""

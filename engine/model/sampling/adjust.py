@@ -6,9 +6,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.model.sampling.table import SamplingTable
-from engine.model.staging import to_device
-from engine.model.states import RequestRows
+from tandem.engine.model.sampling.table import SamplingTable
+from tandem.engine.model.staging import to_device
+from tandem.engine.model.states import RequestRows
 
 _BANNED = float("-inf")
 

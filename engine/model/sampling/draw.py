@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.model.sampling.noise import hashed_indices, log_exponential, noise_keys
-from engine.model.sampling.restrict import Rows, lower_bounds
-from engine.model.sampling.table import SamplingTable
-from engine.model.staging import to_device
+from tandem.engine.model.sampling.noise import hashed_indices, log_exponential, noise_keys
+from tandem.engine.model.sampling.restrict import Rows, lower_bounds
+from tandem.engine.model.sampling.table import SamplingTable
+from tandem.engine.model.staging import to_device
 
 _BLOCK = 256
 _NEVER = float("-inf")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from engine.model.staging import HostCopy
-from wire.sampling import TokenLogprobs
+from tandem.engine.model.staging import HostCopy
+from tandem.wire.sampling import TokenLogprobs
 
 # Rows converted to float32 at once: a long prompt's logits take hundreds of megabytes already.
 _ROWS = 128

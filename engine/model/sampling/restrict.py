@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.model.staging import to_device
+from tandem.engine.model.staging import to_device
 
 # So many of the most likely tokens are looked at first. Restrictions usually leave fewer.
 _CANDIDATES = 128

@@ -6,13 +6,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.model.sampling.adjust import edit_logits, penalize
-from engine.model.sampling.draw import Drawing
-from engine.model.sampling.table import SamplingTable
-from engine.model.staging import to_device
-from engine.model.states import RequestRows
-from engine.structured.masks import GrammarMasks
-from wire.errors import TandemError
+from tandem.engine.model.sampling.adjust import edit_logits, penalize
+from tandem.engine.model.sampling.draw import Drawing
+from tandem.engine.model.sampling.table import SamplingTable
+from tandem.engine.model.staging import to_device
+from tandem.engine.model.states import RequestRows
+from tandem.engine.structured.masks import GrammarMasks
+from tandem.wire.errors import TandemError
 
 
 class Sampler:

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from wire.sampling import SamplingParams
+from tandem.wire.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from engine.structured.grammars import GrammarPosition
+    from tandem.engine.structured.grammars import GrammarPosition
 
 # Below this a temperature only asks for the most likely token.
 _GREEDY_BELOW = 1e-5

@@ -14,16 +14,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from cluster.commands import address_record
-from cluster.commands.address import choose_address
-from cluster.commands.address_record import (
+from tandem.cluster.commands import address_record
+from tandem.cluster.commands.address import choose_address
+from tandem.cluster.commands.address_record import (
     Record,
     forget_address,
     remember_address,
     remembered_address,
 )
-from cluster.on_ray.runtime import check_reachable
-from wire.errors import ConfigurationError, Unavailable
+from tandem.cluster.on_ray.runtime import check_reachable
+from tandem.wire.errors import ConfigurationError, Unavailable
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.cli import main
-from cluster.commands import serve
+from tandem.cluster.cli import main
+from tandem.cluster.commands import serve
 
 SOON_S = 5.0
 

@@ -11,12 +11,12 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from cluster.commands import doctor, machine_checks
-from cluster.commands.machine_checks import Finding, Level
-from cluster.config import PoolConfig, PoolsConfig, TandemConfig
-from cluster.pools.placement import Machine
-from engine.config import CacheConfig
-from kvtransfer.nixl_check import transports_in
+from tandem.cluster.commands import doctor, machine_checks
+from tandem.cluster.commands.machine_checks import Finding, Level
+from tandem.cluster.config import PoolConfig, PoolsConfig, TandemConfig
+from tandem.cluster.pools.placement import Machine
+from tandem.engine.config import CacheConfig
+from tandem.kvtransfer.nixl_check import transports_in
 
 GIB = 1 << 30
 replace = msgspec.structs.replace

@@ -6,7 +6,7 @@ from typing import TextIO, cast
 
 from rich.console import Console
 
-from cluster.commands.output import UnfailingOutput
+from tandem.cluster.commands.output import UnfailingOutput
 
 
 def test_who_stops_reading_does_not_end_who_prints() -> None:

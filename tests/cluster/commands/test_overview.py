@@ -10,14 +10,21 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from cluster.commands import operate
-from cluster.commands.operate import change_role_of, drain, drain_nodes, end_cluster, parse_role, parse_sizes
-from cluster.commands.overview import answers_now, overview, show_overview
-from cluster.control import ClusterView, Decision, NodeView, PoolView, RouterView
+from tandem.cluster.commands import operate
+from tandem.cluster.commands.operate import (
+    change_role_of,
+    drain,
+    drain_nodes,
+    end_cluster,
+    parse_role,
+    parse_sizes,
+)
+from tandem.cluster.commands.overview import answers_now, overview, show_overview
+from tandem.cluster.control import ClusterView, Decision, NodeView, PoolView, RouterView
+from tandem.wire.errors import ConfigurationError, DeadlineExceeded, Unavailable
+from tandem.wire.nodes import NodeState, Role
+from tandem.wire.requests import NodeCounters, NodeStatus
 from tests.cluster.pools.helpers import in_loop, settle
-from wire.errors import ConfigurationError, DeadlineExceeded, Unavailable
-from wire.nodes import NodeState, Role
-from wire.requests import NodeCounters, NodeStatus
 
 STATUS = NodeStatus(
     node_id="decode-0",
@@ -147,7 +154,7 @@ class FakeController:
         await self.may_finish.wait()
 
     async def configuration(self) -> Any:
-        from cluster.config import TandemConfig
+        from tandem.cluster.config import TandemConfig
 
         if self.silent:
             raise DeadlineExceeded("the controller did not say what it runs")

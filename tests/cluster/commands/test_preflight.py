@@ -9,13 +9,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from cluster.commands.preflight import check_address, check_before_start
-from cluster.config import PoolConfig, PoolsConfig, TandemConfig
-from cluster.pools.placement import Machine
-from cluster.settings import SettingsError
-from engine.config import CacheConfig, ModelConfig
-from kvtransfer.base import TransferConfig
-from wire.errors import ConfigurationError
+from tandem.cluster.commands.preflight import check_address, check_before_start
+from tandem.cluster.config import PoolConfig, PoolsConfig, TandemConfig
+from tandem.cluster.pools.placement import Machine
+from tandem.cluster.settings import SettingsError
+from tandem.engine.config import CacheConfig, ModelConfig
+from tandem.kvtransfer.base import TransferConfig
+from tandem.wire.errors import ConfigurationError
 
 replace = msgspec.structs.replace
 

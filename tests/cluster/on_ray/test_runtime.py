@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from cluster.on_ray.runtime import import_ray, start_ray
-from wire.errors import Unavailable
+from tandem.cluster.on_ray.runtime import import_ray, start_ray
+from tandem.wire.errors import Unavailable
 
 
 @pytest.mark.slow

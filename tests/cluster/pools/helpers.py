@@ -12,17 +12,17 @@ from typing import Any
 
 import msgspec
 
-from cluster.clock import Clock
-from cluster.config import ClusterTimeouts, PoolConfig, PoolsConfig, TandemConfig
-from cluster.hosts import Host, StateStore
-from cluster.launcher import Report
-from cluster.pools.controller import Controller
-from engine.node_config import NodeConfig, NodeTimeouts
-from router.config import RouterConfig
+from tandem.cluster.clock import Clock
+from tandem.cluster.config import ClusterTimeouts, PoolConfig, PoolsConfig, TandemConfig
+from tandem.cluster.hosts import Host, StateStore
+from tandem.cluster.launcher import Report
+from tandem.cluster.pools.controller import Controller
+from tandem.node.config import NodeConfig, NodeTimeouts
+from tandem.router.config import RouterConfig
+from tandem.wire.errors import NodeLost, TandemError, Unavailable
+from tandem.wire.nodes import NodeInfo, NodeState, Role
+from tandem.wire.requests import NodeCounters, NodeStatus
 from tests.cluster.pools.memory_store import MemoryStore
-from wire.errors import NodeLost, TandemError, Unavailable
-from wire.nodes import NodeInfo, NodeState, Role
-from wire.requests import NodeCounters, NodeStatus
 
 PATIENCE_S = 10.0
 

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from cluster.config import AutoscalingConfig, SloConfig, TandemConfig
-from cluster.pools.autoscaler import Autoscaler
-from cluster.pools.autoscaling import Pool, Resize
+from tandem.cluster.config import AutoscalingConfig, SloConfig, TandemConfig
+from tandem.cluster.pools.autoscaler import Autoscaler
+from tandem.cluster.pools.autoscaling import Pool, Resize
+from tandem.wire.nodes import NodeState, Role
+from tandem.wire.requests import NodeCounters, NodeStatus
 from tests.cluster.pools.helpers import FakeClock
-from wire.nodes import NodeState, Role
-from wire.requests import NodeCounters, NodeStatus
 
 START_S = 20.0  # for a node to load its model
 DRAIN_S = 5.0

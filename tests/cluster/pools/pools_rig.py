@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from cluster.config import PoolConfig, PoolsConfig
-from cluster.hosts import Host
+from tandem.cluster.config import PoolConfig, PoolsConfig
+from tandem.cluster.hosts import Host
+from tandem.wire.nodes import Role
 from tests.cluster.pools.helpers import TIMEOUTS, Rig
-from wire.nodes import Role
 
 PD = (("prefill-0", Role.PREFILL), ("decode-0", Role.DECODE))
 DRAIN_S = TIMEOUTS.nodes.drain_s

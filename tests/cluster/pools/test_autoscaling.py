@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.clock import cancel
-from cluster.config import AutoscalingConfig, SloConfig
-from cluster.pools.autoscaling import Breach, Load, Pool, decide
+from tandem.cluster.clock import cancel
+from tandem.cluster.config import AutoscalingConfig, SloConfig
+from tandem.cluster.pools.autoscaling import Breach, Load, Pool, decide
+from tandem.wire.nodes import Role
 from tests.cluster.pools.helpers import in_loop
 from tests.cluster.pools.pool_simulation import PROMPT, READS_PER_S, Simulation
-from wire.nodes import Role
 
 SLO = SloConfig(ttft_s=2.0, inter_token_s=0.1)
 CONFIG = AutoscalingConfig(period_s=1.0, grow_after_s=5.0, shrink_after_s=20.0, settle_s=3.0)

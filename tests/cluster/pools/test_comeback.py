@@ -6,13 +6,13 @@ import asyncio
 
 import pytest
 
-from cluster.config import TandemConfig
-from cluster.pools.supervisor import Phase
-from router.config import RouterConfig, RouterPlacement
+from tandem.cluster.config import TandemConfig
+from tandem.cluster.pools.supervisor import Phase
+from tandem.router.config import RouterConfig, RouterPlacement
+from tandem.wire.errors import ConfigurationError, Unavailable
+from tandem.wire.nodes import NodeState, Role
 from tests.cluster.pools.helpers import TIMEOUTS, FakeHosts, FakeProcess, Rig, in_loop, settle
 from tests.cluster.pools.pools_rig import DRAIN_S, PD, machine, pools
-from wire.errors import ConfigurationError, Unavailable
-from wire.nodes import NodeState, Role
 
 # --- nodes that cannot start
 

@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
+from tandem.wire.errors import ConfigurationError, InternalError, TandemError, Unavailable
+from tandem.wire.nodes import NodeState, Role
 from tests.cluster.pools.helpers import TIMEOUTS, FakeProcess, Rig, in_loop, settle
-from wire.errors import ConfigurationError, InternalError, TandemError, Unavailable
-from wire.nodes import NodeState, Role
 
 PD = (("prefill-0", Role.PREFILL), ("decode-0", Role.DECODE))
 

@@ -8,14 +8,14 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from cluster.commands.following import Follower
-from cluster.config import PoolConfig, PoolsConfig, TandemConfig
-from cluster.control import ClusterView, PoolView
-from cluster.events import Events
-from cluster.pools.controller_host import Account, Change, ControllerHost, Stage
+from tandem.cluster.commands.following import Follower
+from tandem.cluster.config import PoolConfig, PoolsConfig, TandemConfig
+from tandem.cluster.control import ClusterView, PoolView
+from tandem.cluster.events import Events
+from tandem.cluster.pools.controller_host import Account, Change, ControllerHost, Stage
+from tandem.wire.errors import InternalError, InvalidRequest, NodeLost, TandemError, Unavailable
+from tandem.wire.nodes import Role
 from tests.cluster.pools.helpers import RecordedEvents, in_loop, settle
-from wire.errors import InternalError, InvalidRequest, NodeLost, TandemError, Unavailable
-from wire.nodes import Role
 
 encode = msgspec.msgpack.encode
 decode = msgspec.msgpack.decode

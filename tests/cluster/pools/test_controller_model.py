@@ -14,13 +14,13 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cluster.config import PoolConfig, PoolsConfig
-from cluster.hosts import Host
-from cluster.pools import plan, state
-from cluster.pools.supervisor import Phase
+from tandem.cluster.config import PoolConfig, PoolsConfig
+from tandem.cluster.hosts import Host
+from tandem.cluster.pools import plan, state
+from tandem.cluster.pools.supervisor import Phase
+from tandem.wire.errors import TandemError, Unavailable
+from tandem.wire.nodes import Role
 from tests.cluster.pools.helpers import FakeHosts, FakeNode, Rig, settle
-from wire.errors import TandemError, Unavailable
-from wire.nodes import Role
 
 ROLES = st.sampled_from([Role.PREFILL, Role.DECODE])
 LONG_S = 150.0

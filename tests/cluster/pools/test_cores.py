@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.pools.cores import Found, share_cores
+from tandem.cluster.pools.cores import Found, share_cores
 
 MACHINES = st.dictionaries(
     st.integers(0, 9).map("host-{}".format),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from cluster.pools.event_log import KEPT, EventLog, Kind, replay
+from tandem.cluster.pools.event_log import KEPT, EventLog, Kind, replay
 from tests.cluster.pools.helpers import RecordedEvents, in_loop
 
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.config import PoolConfig, PoolsConfig, TandemConfig
-from cluster.hosts import Host
-from cluster.pools.placement import (
+from tandem.cluster.config import PoolConfig, PoolsConfig, TandemConfig
+from tandem.cluster.hosts import Host
+from tandem.cluster.pools.placement import (
     Machine,
     node_config,
     ordered_cores,
@@ -20,11 +20,11 @@ from cluster.pools.placement import (
     router_config,
     visible_gpus,
 )
-from cluster.pools.state import ClosedSlot, NodeRecord, Placement
-from engine.config import CacheConfig, ModelConfig
-from router.config import RouterConfig
-from wire.errors import ConfigurationError
-from wire.nodes import Role
+from tandem.cluster.pools.state import ClosedSlot, NodeRecord, Placement
+from tandem.engine.config import CacheConfig, ModelConfig
+from tandem.router.config import RouterConfig
+from tandem.wire.errors import ConfigurationError
+from tandem.wire.nodes import Role
 
 
 def config(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from cluster.config import PoolConfig, PoolsConfig, TandemConfig
-from cluster.pools.places import lacking, places
-from wire.nodes import Role
+from tandem.cluster.config import PoolConfig, PoolsConfig, TandemConfig
+from tandem.cluster.pools.places import lacking, places
+from tandem.wire.nodes import Role
 
 
 def config(prefill: PoolConfig, decode: PoolConfig) -> TandemConfig:

@@ -7,12 +7,12 @@ import asyncio
 import msgspec
 import pytest
 
-from cluster.config import PoolConfig
-from cluster.pools.supervisor import Phase
+from tandem.cluster.config import PoolConfig
+from tandem.cluster.pools.supervisor import Phase
+from tandem.wire.errors import ConfigurationError, DeadlineExceeded
+from tandem.wire.nodes import Role
 from tests.cluster.pools.helpers import TIMEOUTS, FakeHosts, Rig, in_loop, settle
 from tests.cluster.pools.pools_rig import DRAIN_S, PD, machine, phases, pool_of, pools
-from wire.errors import ConfigurationError, DeadlineExceeded
-from wire.nodes import Role
 
 # --- scaling
 

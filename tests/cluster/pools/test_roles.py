@@ -7,14 +7,14 @@ import asyncio
 import msgspec
 import pytest
 
-from cluster.config import PoolConfig, TandemConfig
-from cluster.hosts import Host
-from cluster.pools.supervisor import Phase
-from router.config import RouterConfig, RouterPlacement
+from tandem.cluster.config import PoolConfig, TandemConfig
+from tandem.cluster.hosts import Host
+from tandem.cluster.pools.supervisor import Phase
+from tandem.router.config import RouterConfig, RouterPlacement
+from tandem.wire.errors import Unavailable
+from tandem.wire.nodes import Role
 from tests.cluster.pools.helpers import TIMEOUTS, FakeHosts, Rig, in_loop, settle
 from tests.cluster.pools.pools_rig import DRAIN_S, PD, machine, phases, pool_of, pools
-from wire.errors import Unavailable
-from wire.nodes import Role
 
 # --- roles
 

@@ -8,15 +8,15 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from cluster.config import PoolConfig, PoolsConfig, TandemConfig
-from cluster.describe import parse_size
-from cluster.pools.placement import Machine, place_nodes
-from cluster.pools.room import AROUND_BYTES, NODE_BYTES, check_memory
-from engine.config import CacheConfig
+from tandem.cluster.config import PoolConfig, PoolsConfig, TandemConfig
+from tandem.cluster.describe import parse_size
+from tandem.cluster.pools.placement import Machine, place_nodes
+from tandem.cluster.pools.room import AROUND_BYTES, NODE_BYTES, check_memory
+from tandem.engine.config import CacheConfig
+from tandem.wire.errors import ConfigurationError
+from tandem.wire.nodes import Role
 from tests.cluster.pools.helpers import FakeHosts, Rig, in_loop
 from tests.cluster.pools.pools_rig import PD, machine, pools
-from wire.errors import ConfigurationError
-from wire.nodes import Role
 
 MIB = 1 << 20
 GIB = 1 << 30

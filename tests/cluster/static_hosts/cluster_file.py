@@ -11,7 +11,7 @@ def cluster_file(*decode_hosts: str) -> dict[str, Any]:
         "max_workers": 1000,
         "provider": {
             "type": "external",
-            "module": "cluster.static_hosts.provider.StaticHostsProvider",
+            "module": "tandem.cluster.static_hosts.provider.StaticHostsProvider",
             "head_ip": "10.0.0.10",
         },
         "auth": {"ssh_user": "ubuntu", "ssh_private_key": "~/key"},

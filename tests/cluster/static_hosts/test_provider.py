@@ -9,20 +9,20 @@ from typing import Any
 
 import pytest
 
-from cluster.on_ray.runtime import import_ray
-from cluster.static_hosts.config import bootstrapped, read_provider
-from cluster.static_hosts.reach import Reach, is_own_address, reach_from_here, resolve
-from cluster.static_hosts.shell import HostUnreachable, LocalShell, ScriptFailed, ThroughHead
-from cluster.static_hosts.store import LocalStore, RemoteStore
+from tandem.cluster.on_ray.runtime import import_ray
+from tandem.cluster.static_hosts.config import bootstrapped, read_provider
+from tandem.cluster.static_hosts.reach import Reach, is_own_address, reach_from_here, resolve
+from tandem.cluster.static_hosts.shell import HostUnreachable, LocalShell, ScriptFailed, ThroughHead
+from tandem.cluster.static_hosts.store import LocalStore, RemoteStore
+from tandem.wire.errors import ConfigurationError, NodeLost, Unavailable
 from tests.cluster.static_hosts.cluster_file import cluster_file
-from wire.errors import ConfigurationError, NodeLost, Unavailable
 
 import_ray()  # Ray reads its environment when it is first imported
 from ray.autoscaler._private.providers import _get_node_provider_cls  # noqa: E402
 from ray.autoscaler.v2.instance_manager.config import AutoscalingConfig, IConfigReader  # noqa: E402
 from ray.autoscaler.v2.instance_manager.node_provider import LaunchNodeError, NodeProviderAdapter  # noqa: E402
 
-from cluster.static_hosts.provider import StaticHostsProvider, drain_script, stop_script  # noqa: E402
+from tandem.cluster.static_hosts.provider import StaticHostsProvider, drain_script, stop_script  # noqa: E402
 
 HEAD = {"ray-node-type": "head", "ray-user-node-type": "head"}
 DECODE = {"ray-node-type": "worker", "ray-user-node-type": "decode"}

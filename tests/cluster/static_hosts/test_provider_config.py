@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from cluster.static_hosts.config import (
+from tandem.cluster.static_hosts.config import (
     KEY_ON_HEAD,
     PoolHosts,
     bootstrapped,
@@ -13,9 +13,9 @@ from cluster.static_hosts.config import (
     ssh_settings,
     ssh_settings_on_head,
 )
-from cluster.static_hosts.shell import SshSettings
+from tandem.cluster.static_hosts.shell import SshSettings
+from tandem.wire.errors import ConfigurationError
 from tests.cluster.static_hosts.cluster_file import cluster_file
-from wire.errors import ConfigurationError
 
 CONFIG = cluster_file("10.0.0.21", "10.0.0.22", "10.0.0.23")
 

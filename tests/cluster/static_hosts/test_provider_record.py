@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.static_hosts.record import (
+from tandem.cluster.static_hosts.record import (
     ClusterRecord,
     NodeRecord,
     decode,
@@ -16,7 +16,7 @@ from cluster.static_hosts.record import (
     with_tags,
     without_nodes,
 )
-from wire.errors import ConfigurationError
+from tandem.wire.errors import ConfigurationError
 
 HOSTS = {"prefill": ("p1", "p2"), "decode": ("d1", "d2", "d3")}
 

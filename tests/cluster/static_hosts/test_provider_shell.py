@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.static_hosts.shell import (
+from tandem.cluster.static_hosts.shell import (
     HostUnreachable,
     LocalShell,
     ScriptFailed,

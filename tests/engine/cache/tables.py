@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from engine.cache.groups import AttentionKind, KVCacheGroup
-from engine.cache.hashing import make_block_hasher
-from engine.cache.manager import KVCacheManager
-from engine.config import HashAlgorithm
-from engine.request import Request
-from wire.sampling import SamplingParams
+from tandem.engine.cache.groups import AttentionKind, KVCacheGroup
+from tandem.engine.cache.hashing import make_block_hasher
+from tandem.engine.cache.manager import KVCacheManager
+from tandem.engine.config import HashAlgorithm
+from tandem.engine.request import Request
+from tandem.wire.sampling import SamplingParams
 
 BLOCK = 4
 FULL = KVCacheGroup(AttentionKind.FULL, BLOCK, (0,))

@@ -7,8 +7,8 @@ from array import array
 
 import pytest
 
-from engine.cache.pool import BlockPool
-from wire.errors import InternalError
+from tandem.engine.cache.pool import BlockPool
+from tandem.wire.errors import InternalError
 
 
 def free(pool: BlockPool) -> list[int]:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.cache.coordinator import (
+from tandem.engine.cache.coordinator import (
     HybridCoordinator,
     NoCacheCoordinator,
     UnitaryCoordinator,
     hash_block_size,
     make_coordinator,
 )
-from engine.cache.groups import AttentionKind, KVCacheGroup
-from engine.cache.pool import BlockPool
+from tandem.engine.cache.groups import AttentionKind, KVCacheGroup
+from tandem.engine.cache.pool import BlockPool
 from tests.engine.cache.tables import FULL, admit, check, manager, request, sliding
 
 

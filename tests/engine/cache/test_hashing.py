@@ -11,11 +11,11 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.cache.hashing import BlockHasher, extra_keys, make_block_hasher
-from engine.config import HashAlgorithm
-from engine.request import MediaFeature, Request
-from wire.errors import InvalidRequest
-from wire.sampling import SamplingParams
+from tandem.engine.cache.hashing import BlockHasher, extra_keys, make_block_hasher
+from tandem.engine.config import HashAlgorithm
+from tandem.engine.request import MediaFeature, Request
+from tandem.wire.errors import InvalidRequest
+from tandem.wire.sampling import SamplingParams
 
 ALGORITHMS = list(HashAlgorithm)
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.cache.groups import AttentionKind, KVCacheGroup
+from tandem.engine.cache.groups import AttentionKind, KVCacheGroup
+from tandem.wire.errors import ConfigurationError
 from tests.engine.cache.tables import BLOCK, admit, check, decode, manager, request, sliding
-from wire.errors import ConfigurationError
 
 
 def table(cache, name):

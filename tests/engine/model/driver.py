@@ -9,10 +9,10 @@ from __future__ import annotations
 import dataclasses
 import random
 
-from engine.model.runner import LayerHooks
-from engine.model.torch_runner import TorchRunner
-from engine.scheduling.output import CachedRequestData, ModelOutput, NewRequestData, SchedulerOutput
-from wire.sampling import SamplingParams, TokenLogprobs
+from tandem.engine.model.runner import LayerHooks
+from tandem.engine.model.torch_runner import TorchRunner
+from tandem.engine.scheduling.output import CachedRequestData, ModelOutput, NewRequestData, SchedulerOutput
+from tandem.wire.sampling import SamplingParams, TokenLogprobs
 
 GREEDY = SamplingParams(temperature=0.0)
 

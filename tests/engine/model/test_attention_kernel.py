@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.model.attention import kernel
+from tandem.engine.model.attention import kernel
 
 
 def test_repeated_heads_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.cache.groups import AttentionKind
-from engine.model.attention.layers import AttentionLayer, plan_cache
+from tandem.engine.cache.groups import AttentionKind
+from tandem.engine.model.attention.layers import AttentionLayer, plan_cache
 
 
 def layers(windows: list[int | None], heads: int = 2, dim: int = 8) -> tuple[AttentionLayer, ...]:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from engine.model import cuda, torch_runner
-from engine.model.cuda import CudaRecorder
-from engine.model.staging import on
+from tandem.engine.model import cuda, torch_runner
+from tandem.engine.model.cuda import CudaRecorder
+from tandem.engine.model.staging import on
 from tests.engine.model import tiny
 from tests.engine.model.test_loading import greedy, load
 

@@ -15,16 +15,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.config import CacheConfig, ModelConfig, SchedulerConfig
-from engine.model import paths
-from engine.model.attention import flashinfer
-from engine.model.attention.flashinfer import FlashInferAttention, reason_against
-from engine.model.attention.gathered import GatheredAttention
-from engine.model.attention.layers import AttentionLayer, plan_cache
-from engine.model.decode_graphs import DecodeGraphs
-from engine.model.decode_inputs import bucket_of, request_buckets, table_width
-from engine.model.loading import load_runner
-from engine.model.torch_runner import TorchRunner
+from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
+from tandem.engine.model import paths
+from tandem.engine.model.attention import flashinfer
+from tandem.engine.model.attention.flashinfer import FlashInferAttention, reason_against
+from tandem.engine.model.attention.gathered import GatheredAttention
+from tandem.engine.model.attention.layers import AttentionLayer, plan_cache
+from tandem.engine.model.decode_graphs import DecodeGraphs
+from tandem.engine.model.decode_inputs import bucket_of, request_buckets, table_width
+from tandem.engine.model.loading import load_runner
+from tandem.engine.model.torch_runner import TorchRunner
 from tests.engine.model import fake_flashinfer, tiny
 from tests.engine.model.driver import Driver
 from tests.engine.model.hooks import Recorder

@@ -13,13 +13,13 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from engine.model.checkpoint import read_config
-from engine.model.source import Source
+from tandem.engine.model.checkpoint import read_config
+from tandem.engine.model.source import Source
+from tandem.wire.sampling import SamplingParams
 from tests.engine.model import tiny
 from tests.engine.model.driver import Driver
 from tests.engine.model.gguf_files import llama3_factors, write_gguf
 from tests.engine.model.test_loading import edit, greedy, load, refusal
-from wire.sampling import SamplingParams
 
 BOTH_PATHS = pytest.mark.parametrize("native", [True, False])
 LONG_PROMPT = [3 + 7 * index % 120 for index in range(90)]

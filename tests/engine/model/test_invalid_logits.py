@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.config import CacheConfig, ModelConfig, SchedulerConfig
-from engine.model.batch import Batch
-from engine.model.loading import load_runner
-from engine.model.runner import LayerHooks
-from engine.model.torch_runner import TorchRunner
+from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
+from tandem.engine.model.batch import Batch
+from tandem.engine.model.loading import load_runner
+from tandem.engine.model.runner import LayerHooks
+from tandem.engine.model.torch_runner import TorchRunner
+from tandem.wire.errors import InvalidLogits
+from tandem.wire.sampling import SamplingParams
 from tests.engine.model import tiny
 from tests.engine.model.driver import Driver
-from wire.errors import InvalidLogits
-from wire.sampling import SamplingParams
 
 PROMPTS = {"good": [5, 6, 7], "bad": [8, 9], "other": [10, 11, 12, 13]}
 WAYS = {

@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.model.leftovers import refuse_leftovers
+from tandem.engine.model.leftovers import refuse_leftovers
+from tandem.wire.errors import ConfigurationError
 from tests.engine.model import tiny
 from tests.engine.model.test_loading import edit, greedy, load, refusal
-from wire.errors import ConfigurationError
 
 BOTH_PATHS = pytest.mark.parametrize("native", [True, False])
 

@@ -18,17 +18,17 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.masking_utils import chunked_causal_mask_function
 
-from engine.cache.groups import AttentionKind
-from engine.config import CacheConfig, ModelConfig, SchedulerConfig
-from engine.model import memory, paths
-from engine.model.attention.interface import probed_mask
-from engine.model.checkpoint import eos_tokens
-from engine.model.loading import load_runner
-from engine.model.source import Source
-from engine.model.torch_runner import TorchRunner
+from tandem.engine.cache.groups import AttentionKind
+from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
+from tandem.engine.model import memory, paths
+from tandem.engine.model.attention.interface import probed_mask
+from tandem.engine.model.checkpoint import eos_tokens
+from tandem.engine.model.loading import load_runner
+from tandem.engine.model.source import Source
+from tandem.engine.model.torch_runner import TorchRunner
+from tandem.wire.errors import ConfigurationError
 from tests.engine.model import tiny
 from tests.engine.model.driver import Driver
-from wire.errors import ConfigurationError
 
 PROMPT = [7, 9, 11, 13, 5]
 

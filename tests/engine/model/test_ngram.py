@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.model.ngram import propose
+from tandem.engine.model.ngram import propose
 
 
 def drafts(tokens: list[int], count: int) -> list[int]:

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.model import passes
-from engine.model.passes import LOGIT_ROWS, cut_for_logits, hooks_of_pass
-from engine.model.states import RequestRows
+from tandem.engine.model import passes
+from tandem.engine.model.passes import LOGIT_ROWS, cut_for_logits, hooks_of_pass
+from tandem.engine.model.states import RequestRows
 from tests.engine.model.hooks import Recorder
 
 

@@ -15,12 +15,12 @@ from hypothesis import HealthCheck, given, settings
 from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from engine.model.checkpoint import choose_dtype, context_length, eos_tokens
-from engine.model.native.architecture import describe, refusal
-from engine.model.native.forward import _rotary
-from engine.model.paths import _native_layers
-from engine.model.plain_config import PlainConfig, read_plain_config
-from engine.model.source import Source
+from tandem.engine.model.checkpoint import choose_dtype, context_length, eos_tokens
+from tandem.engine.model.native.architecture import describe, refusal
+from tandem.engine.model.native.forward import _rotary
+from tandem.engine.model.paths import _native_layers
+from tandem.engine.model.plain_config import PlainConfig, read_plain_config
+from tandem.engine.model.source import Source
 from tests.engine.model import tiny
 
 # As published, so far as it counts.
@@ -248,8 +248,8 @@ def test_a_plain_model_is_loaded_without_transformers(tmp_path: Path) -> None:
     """Slow: in a process of its own."""
     code = """
 import sys
-from engine.config import CacheConfig, ModelConfig, SchedulerConfig
-from engine.model.loading import load_runner
+from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
+from tandem.engine.model.loading import load_runner
 load_runner(
     ModelConfig(path=sys.argv[1], device="cpu", threads=1), CacheConfig(memory_bytes=8 << 20), SchedulerConfig()
 )

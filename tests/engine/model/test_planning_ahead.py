@@ -12,22 +12,22 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.config import AsyncScheduling, CacheConfig, ModelConfig, SchedulerConfig
-from engine.core import Engine
-from engine.model.batch import Batch
-from engine.model.loading import load_runner
-from engine.model.runner import LayerHooks
-from engine.model.started import Started
-from engine.model.torch_runner import TorchRunner
-from engine.request import Request
-from engine.scheduling.output import SchedulerOutput
-from engine.scheduling.scheduler import Scheduler
+from tandem.engine.config import AsyncScheduling, CacheConfig, ModelConfig, SchedulerConfig
+from tandem.engine.core import Engine
+from tandem.engine.model.batch import Batch
+from tandem.engine.model.loading import load_runner
+from tandem.engine.model.runner import LayerHooks
+from tandem.engine.model.started import Started
+from tandem.engine.model.torch_runner import TorchRunner
+from tandem.engine.request import Request
+from tandem.engine.scheduling.output import SchedulerOutput
+from tandem.engine.scheduling.scheduler import Scheduler
+from tandem.wire.errors import ConfigurationError
+from tandem.wire.sampling import FinishReason, SamplingParams, TokenLogprobs
 from tests.engine.model import tiny
 from tests.engine.model.recording import LOOKS
 from tests.engine.model.test_decode_graphs import graphed
 from tests.engine.model.test_invalid_logits import Spoiling
-from wire.errors import ConfigurationError
-from wire.sampling import FinishReason, SamplingParams, TokenLogprobs
 
 BLOCK = 4
 STOPS = tuple(range(3, tiny.VOCAB, 17))

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.model import prefault
-from engine.model.prefault import PageMaker
+from tandem.engine.model import prefault
+from tandem.engine.model.prefault import PageMaker
 
 BLOCK = 1 << 20
 PATIENCE_S = 10.0

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import CacheConfig, ModelConfig, SchedulerConfig
-from engine.model.loading import load_runner
-from engine.model.torch_runner import TorchRunner
+from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
+from tandem.engine.model.loading import load_runner
+from tandem.engine.model.torch_runner import TorchRunner
+from tandem.wire.sampling import SamplingParams
 from tests.engine.model import tiny
 from tests.engine.model.driver import Driver
-from wire.sampling import SamplingParams
 
 NUM_TOKENS = 10
 LENGTHS = (1, 5, 23, 37, 16)

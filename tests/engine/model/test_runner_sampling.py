@@ -9,17 +9,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.config import CacheConfig, ModelConfig, SchedulerConfig
-from engine.model import passes
-from engine.model.batch import Batch
-from engine.model.loading import load_runner
-from engine.model.runner import LayerHooks
-from engine.model.torch_runner import TorchRunner
-from engine.scheduling.output import ModelOutput
+from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
+from tandem.engine.model import passes
+from tandem.engine.model.batch import Batch
+from tandem.engine.model.loading import load_runner
+from tandem.engine.model.runner import LayerHooks
+from tandem.engine.model.torch_runner import TorchRunner
+from tandem.engine.scheduling.output import ModelOutput
+from tandem.wire.sampling import SamplingParams
 from tests.engine.model import tiny
 from tests.engine.model.driver import Driver
 from tests.engine.model.hooks import Recorder
-from wire.sampling import SamplingParams
 
 NUM_TOKENS = 14
 PROMPT = [7, 8, 9, 7, 8, 9, 7, 8]

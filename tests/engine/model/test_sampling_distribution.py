@@ -11,13 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.model.sampling import restrict
-from engine.model.sampling.draw import Drawing
-from engine.model.sampling.noise import hashed_indices, log_exponential, noise_keys
-from engine.model.sampling.sampler import Sampler
-from engine.model.sampling.table import SamplingTable
-from engine.model.states import RequestRows
-from wire.sampling import SamplingParams
+from tandem.engine.model.sampling import restrict
+from tandem.engine.model.sampling.draw import Drawing
+from tandem.engine.model.sampling.noise import hashed_indices, log_exponential, noise_keys
+from tandem.engine.model.sampling.sampler import Sampler
+from tandem.engine.model.sampling.table import SamplingTable
+from tandem.engine.model.states import RequestRows
+from tandem.wire.sampling import SamplingParams
 
 VOCAB = 40
 DRAWS = 4000

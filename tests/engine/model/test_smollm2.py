@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from engine.config import CacheConfig, ModelConfig, SchedulerConfig
-from engine.model.loading import load_runner
-from engine.model.torch_runner import TorchRunner
+from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
+from tandem.engine.model.loading import load_runner
+from tandem.engine.model.torch_runner import TorchRunner
 from tests.engine.model import tiny
 from tests.engine.model.driver import Driver
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.model import staging
+from tandem.engine.model import staging
 
 DTYPES = (np.int32, np.int64, np.float32, np.uint8)
 SHAPES = st.one_of(st.tuples(st.integers(0, 9)), st.tuples(st.integers(0, 5), st.integers(0, 5)))

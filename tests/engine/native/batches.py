@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from engine.cache.groups import AttentionKind, KVCacheGroup
-from engine.model.batch import Batch
-from engine.model.native.forward import NativeLlamaForward
+from tandem.engine.cache.groups import AttentionKind, KVCacheGroup
+from tandem.engine.model.batch import Batch
+from tandem.engine.model.native.forward import NativeLlamaForward
 
 BLOCK_SIZE = 4
 

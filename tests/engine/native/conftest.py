@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.model.native import library
-from engine.model.native.build import BuildFailed
+from tandem.kernels import library
+from tandem.kernels.build import BuildFailed
 from tests.engine.native import probes
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from engine.model.native import library
+from tandem.kernels import library
 
 UNITS = ("amx", "avx512bf16", "avx512", "avx2", "portable")
 ROUNDING = ("amx", "avx512bf16")  # their activations are bfloat16; those of the others are float32

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.model.native import build
-from engine.model.native.build import BuildFailed, library_path
+from tandem.engine.model.native import build
+from tandem.kernels.build import BuildFailed, library_path
 
 FAKE = """#!/bin/sh
 case "$*" in --version) echo fake 1.0; exit 0;; esac
@@ -54,7 +54,7 @@ def test_processes_that_start_together_compile_once(compiler: Path) -> None:
             [
                 sys.executable,
                 "-c",
-                "from engine.model.native.build import library_path; print(library_path())",
+                "from tandem.kernels.build import library_path; print(library_path())",
             ],
             capture_output=True,
             text=True,

@@ -11,10 +11,10 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from engine.model.native.forward import NativeLlamaForward, supports
+from tandem.engine.model.native.forward import NativeLlamaForward, supports
+from tandem.wire.errors import ConfigurationError, InternalError
 from tests.engine.model.hooks import Recorder
 from tests.engine.native.batches import Sequences
-from wire.errors import ConfigurationError, InternalError
 
 VOCAB = 131
 WINDOW = 9

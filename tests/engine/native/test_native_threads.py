@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.model.native.forward import _cores
+from tandem.engine.model.native.forward import _cores
+from tandem.wire.errors import InternalError
 from tests.engine.native.batches import Sequences
 from tests.engine.native.test_native_model import build, native, tokens, windows
 from tests.idling import idle_share
-from wire.errors import InternalError
 
 linux = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 
-from engine.cache.groups import AttentionKind, KVCacheGroup
-from engine.config import CacheConfig, SchedulerConfig
-from engine.request import Request, RequestStatus
-from engine.scheduling.output import ModelOutput, SchedulerOutput
-from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.update import RequestUpdate
-from kvtransfer.base import (
+from tandem.engine.cache.groups import AttentionKind, KVCacheGroup
+from tandem.engine.config import CacheConfig, SchedulerConfig
+from tandem.engine.request import Request, RequestStatus
+from tandem.engine.scheduling.output import ModelOutput, SchedulerOutput
+from tandem.engine.scheduling.scheduler import Scheduler
+from tandem.engine.scheduling.update import RequestUpdate
+from tandem.kvtransfer.base import (
     BlockIds,
     ConnectorMetadata,
     ConnectorOutput,
@@ -22,10 +22,10 @@ from kvtransfer.base import (
     SchedulerConnector,
     TransferRequest,
 )
+from tandem.wire.nodes import PeerAddress
+from tandem.wire.requests import KVTransferParams, TransferRole
+from tandem.wire.sampling import SamplingParams
 from tests.engine.scheduling.model import FakeModel, kv_chain
-from wire.nodes import PeerAddress
-from wire.requests import KVTransferParams, TransferRole
-from wire.sampling import SamplingParams
 
 BLOCK = 4
 FULL = KVCacheGroup(AttentionKind.FULL, BLOCK, (0,))

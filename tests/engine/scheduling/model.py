@@ -12,8 +12,8 @@ import dataclasses
 import zlib
 from collections.abc import Callable, Sequence
 
-from engine.cache.groups import AttentionKind, KVCacheGroup
-from engine.scheduling.output import ModelOutput, SchedulerOutput
+from tandem.engine.cache.groups import AttentionKind, KVCacheGroup
+from tandem.engine.scheduling.output import ModelOutput, SchedulerOutput
 
 VOCABULARY = 50
 WRONG = -99  # sampled from something misread: no request may ever be given it

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from engine.request import RequestStatus
+from tandem.engine.request import RequestStatus
+from tandem.wire.sampling import SamplingParams
 from tests.engine.scheduling.driving import BLOCK, Driver, FakeConnector
-from wire.sampling import SamplingParams
 
 
 def test_no_more_run_at_once_than_may():

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from engine.request import RequestStatus
-from kvtransfer.base import ConnectorOutput, LoadFailurePolicy
+from tandem.engine.request import RequestStatus
+from tandem.kvtransfer.base import ConnectorOutput, LoadFailurePolicy
+from tandem.wire.sampling import FinishReason
 from tests.engine.scheduling.driving import BLOCK, FULL, Driver, FakeConnector, received, sliding
 from tests.engine.scheduling.model import alone
-from wire.sampling import FinishReason
 
 
 def loaded_driver(**options: object):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from engine.request import RequestStatus
-from engine.scheduling.output import ModelOutput
+from tandem.engine.request import RequestStatus
+from tandem.engine.scheduling.output import ModelOutput
+from tandem.wire.errors import InternalError, InvalidLogits
+from tandem.wire.sampling import FinishReason, SamplingParams, TokenLogprobs
 from tests.engine.scheduling.driving import Driver, unique_tokens
-from wire.errors import InternalError, InvalidLogits
-from wire.sampling import FinishReason, SamplingParams, TokenLogprobs
 
 
 def answer(driver: Driver, *tokens: int, **output: object):

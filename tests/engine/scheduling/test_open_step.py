@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from engine.request import RequestStatus
-from engine.scheduling.output import ModelOutput, SchedulerOutput
-from kvtransfer.base import ConnectorOutput
+from tandem.engine.request import RequestStatus
+from tandem.engine.scheduling.output import ModelOutput, SchedulerOutput
+from tandem.kvtransfer.base import ConnectorOutput
+from tandem.wire.errors import InvalidLogits
+from tandem.wire.sampling import FinishReason, SamplingParams
 from tests.engine.scheduling.driving import BLOCK, Driver, FakeConnector, produce
 from tests.engine.scheduling.model import alone, next_token
 from tests.engine.scheduling.world import EOS, Source, World
-from wire.errors import InvalidLogits
-from wire.sampling import FinishReason, SamplingParams
 
 
 def open_step(driver: Driver) -> SchedulerOutput:

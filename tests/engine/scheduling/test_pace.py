@@ -6,16 +6,16 @@ import math
 
 import pytest
 
-from engine.config import SchedulerConfig
-from engine.core import Engine
-from engine.model.runner import Computed, LayerHooks
-from engine.request import Request
-from engine.scheduling.output import SchedulerOutput
-from engine.scheduling.pace import FEWEST_TOKENS, Pace
+from tandem.engine.config import SchedulerConfig
+from tandem.engine.core import Engine
+from tandem.engine.model.runner import Computed, LayerHooks
+from tandem.engine.request import Request
+from tandem.engine.scheduling.output import SchedulerOutput
+from tandem.engine.scheduling.pace import FEWEST_TOKENS, Pace
+from tandem.wire.errors import ConfigurationError
+from tandem.wire.sampling import SamplingParams
 from tests.engine.engine_fakes import FakeRunner, make_scheduler
 from tests.engine.scheduling.driving import Driver
-from wire.errors import ConfigurationError
-from wire.sampling import SamplingParams
 
 # A core that needs 20 ms for a step and a millisecond for each token of a prompt.
 FIXED_S, TOKEN_S = 0.02, 0.001

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.request import RequestStatus
+from tandem.engine.request import RequestStatus
 from tests.engine.scheduling.driving import BLOCK, Driver
 from tests.engine.scheduling.model import alone
 

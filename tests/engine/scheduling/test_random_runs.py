@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from engine.scheduling import pace
-from engine.scheduling.scheduler import PauseState
-from kvtransfer.base import LoadFailurePolicy
+from tandem.engine.scheduling import pace
+from tandem.engine.scheduling.scheduler import PauseState
+from tandem.kvtransfer.base import LoadFailurePolicy
 from tests.engine.scheduling.model import next_token
 from tests.engine.scheduling.world import GROUPS, Source, World
 

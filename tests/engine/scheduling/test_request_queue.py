@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 
-from engine.config import SchedulingPolicy
-from engine.request import Request, RequestStatus
-from engine.scheduling.policies import make_policy
-from engine.scheduling.queue import RequestQueue
-from engine.scheduling.waiting import WaitingRequests
-from wire.sampling import SamplingParams
+from tandem.engine.config import SchedulingPolicy
+from tandem.engine.request import Request, RequestStatus
+from tandem.engine.scheduling.policies import make_policy
+from tandem.engine.scheduling.queue import RequestQueue
+from tandem.engine.scheduling.waiting import WaitingRequests
+from tandem.wire.sampling import SamplingParams
 
 
 def request(name: str, *, tokens: int = 3, priority: int = 0, arrival: float = 0.0) -> Request:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from engine.config import CacheConfig, SchedulerConfig
-from engine.scheduling.scheduler import Scheduler
+from tandem.engine.config import CacheConfig, SchedulerConfig
+from tandem.engine.scheduling.scheduler import Scheduler
+from tandem.wire.errors import ConfigurationError
 from tests.engine.scheduling.driving import BLOCK, FULL, Driver
 from tests.engine.scheduling.model import alone
-from wire.errors import ConfigurationError
 
 
 def test_a_prompt_is_computed_and_then_one_token_a_step():

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from engine.request import RequestStatus
+from tandem.engine.request import RequestStatus
+from tandem.wire.errors import InternalError
 from tests.engine.scheduling.driving import Driver, FakeConnector, produce
-from wire.errors import InternalError
 
 
 @pytest.fixture

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from engine.request import Request
+from tandem.engine.request import Request
+from tandem.wire.errors import ContextLengthExceeded, InvalidRequest
+from tandem.wire.sampling import SamplingParams
 from tests.engine.scheduling.driving import BLOCK, Driver
-from wire.errors import ContextLengthExceeded, InvalidRequest
-from wire.sampling import SamplingParams
 
 
 def refused(driver: Driver, error: type[Exception], match: str, *args: object, **fields: object) -> Exception:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from engine.cache.groups import AttentionKind, KVCacheGroup
-from engine.config import CacheConfig, SchedulerConfig
-from engine.request import Request
-from engine.scheduling.output import ModelOutput
-from engine.scheduling.scheduler import Scheduler
-from kvtransfer.base import ConnectorMetadata, ConnectorOutput, Handoff, SchedulerConnector
-from wire.sampling import SamplingParams
+from tandem.engine.cache.groups import AttentionKind, KVCacheGroup
+from tandem.engine.config import CacheConfig, SchedulerConfig
+from tandem.engine.request import Request
+from tandem.engine.scheduling.output import ModelOutput
+from tandem.engine.scheduling.scheduler import Scheduler
+from tandem.kvtransfer.base import ConnectorMetadata, ConnectorOutput, Handoff, SchedulerConnector
+from tandem.wire.sampling import SamplingParams
 
 NAMES = (
     AttentionKind,

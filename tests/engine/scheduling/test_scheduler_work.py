@@ -3,7 +3,7 @@ sleep through it."""
 
 from __future__ import annotations
 
-from engine.scheduling.scheduler import PauseState
+from tandem.engine.scheduling.scheduler import PauseState
 from tests.engine.scheduling.driving import Driver, FakeConnector, produce, sent
 
 

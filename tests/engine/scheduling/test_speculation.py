@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.scheduling.output import ModelOutput
+from tandem.engine.scheduling.output import ModelOutput
 from tests.engine.scheduling.driving import BLOCK, Driver
 from tests.engine.scheduling.model import alone, next_token
 

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.scheduling.scheduler import PauseState
-from kvtransfer.base import LoadFailurePolicy
+from tandem.engine.scheduling.scheduler import PauseState
+from tandem.kvtransfer.base import LoadFailurePolicy
 from tests.engine.scheduling.world import GROUPS, Source, World
 
 EXAMPLES = int(os.environ.get("TANDEM_STATEFUL_EXAMPLES", "100"))

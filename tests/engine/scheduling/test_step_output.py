@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from engine.scheduling.output import CachedRequestData, SchedulerOutput
+from tandem.engine.scheduling.output import CachedRequestData, SchedulerOutput
+from tandem.wire.sampling import SamplingParams
 from tests.engine.scheduling.driving import FULL, Driver, sliding
-from wire.sampling import SamplingParams
 
 
 def test_a_new_request_is_described_in_full_once():

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from engine.request import RequestStatus
-from kvtransfer.base import ConnectorOutput, Handoff, LoadFailurePolicy
+from tandem.engine.request import RequestStatus
+from tandem.kvtransfer.base import ConnectorOutput, Handoff, LoadFailurePolicy
+from tandem.wire.sampling import FinishReason
 from tests.engine.scheduling.driving import BLOCK, Driver, FakeConnector, consume, failed, received
 from tests.engine.scheduling.model import alone, next_token
-from wire.sampling import FinishReason
 
 
 def waiting_driver(prompt: object = 10, *, found_here: int = 0, **options: object):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tandem.wire.errors import InvalidRequest
 from tests.engine.scheduling.driving import Driver, FakeConnector, produce, sent
-from wire.errors import InvalidRequest
 
 
 def producer(**options: object):

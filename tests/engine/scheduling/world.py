@@ -12,13 +12,13 @@ import enum
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from engine.cache.groups import KVCacheGroup
-from engine.core import Engine
-from engine.model.runner import LayerHooks, ModelInfo
-from engine.request import Request, RequestStatus
-from engine.scheduling.output import ModelOutput, SchedulerOutput
-from engine.scheduling.scheduler import PauseState
-from kvtransfer.base import (
+from tandem.engine.cache.groups import KVCacheGroup
+from tandem.engine.core import Engine
+from tandem.engine.model.runner import LayerHooks, ModelInfo
+from tandem.engine.request import Request, RequestStatus
+from tandem.engine.scheduling.output import ModelOutput, SchedulerOutput
+from tandem.engine.scheduling.scheduler import PauseState
+from tandem.kvtransfer.base import (
     BlockIds,
     ConnectorMetadata,
     ConnectorOutput,
@@ -29,10 +29,10 @@ from kvtransfer.base import (
     TransferRequest,
     WorkerConnector,
 )
+from tandem.wire.errors import RequestError
+from tandem.wire.sampling import FinishReason, SamplingParams
 from tests.engine.scheduling.driving import FULL, Driver, FakeConnector, consume, produce, sliding
 from tests.engine.scheduling.model import VOCABULARY, WRONG, alone, kv_chain, next_token
-from wire.errors import RequestError
-from wire.sampling import FinishReason, SamplingParams
 
 EOS = 7
 GARBAGE = -1

@@ -10,13 +10,13 @@ import tokenizers
 import torch
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from engine.model.sampling.sampler import Sampler
-from engine.model.sampling.table import SamplingTable
-from engine.model.states import RequestRows
-from engine.structured.grammars import Grammars
-from engine.structured.masks import GrammarMasks
-from wire.errors import TandemError
-from wire.sampling import SamplingParams
+from tandem.engine.model.sampling.sampler import Sampler
+from tandem.engine.model.sampling.table import SamplingTable
+from tandem.engine.model.states import RequestRows
+from tandem.engine.structured.grammars import Grammars
+from tandem.engine.structured.masks import GrammarMasks
+from tandem.wire.errors import TandemError
+from tandem.wire.sampling import SamplingParams
 
 END = 1
 PROMPT = [5, 6, 7]

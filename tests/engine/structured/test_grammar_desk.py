@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine.structured.desk import GrammarDesk, GrammarReady
-from engine.structured.grammars import Grammars
+from tandem.engine.structured.desk import GrammarDesk, GrammarReady
+from tandem.engine.structured.grammars import Grammars
+from tandem.wire.errors import DeadlineExceeded, InternalError, InvalidRequest
 from tests.engine.structured.grammar_walks import END, backend, grammars, vocabulary
-from wire.errors import DeadlineExceeded, InternalError, InvalidRequest
 
 PATIENCE_S = 10.0
 

@@ -17,7 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLParserLimits
 
-from engine.structured.grammars import Grammars
+from tandem.engine.structured.grammars import Grammars
+from tandem.wire.errors import InternalError, InvalidRequest
+from tandem.wire.sampling import SamplingParams
 from tests.engine.structured.grammar_walks import (
     END,
     PROMPT,
@@ -30,8 +32,6 @@ from tests.engine.structured.grammar_walks import (
     vocabulary,
 )
 from tests.engine.structured.schema_strategies import Schema, schemas
-from wire.errors import InternalError, InvalidRequest
-from wire.sampling import SamplingParams
 
 replace = msgspec.structs.replace
 

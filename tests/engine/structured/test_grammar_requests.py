@@ -7,16 +7,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from decode_node.rules import DecodeRules
-from engine.model.runner import Computed
-from engine.scheduling.output import SchedulerOutput
-from engine.structured.grammars import Grammars
+from tandem.decode_node.rules import DecodeRules
+from tandem.engine.model.runner import Computed
+from tandem.engine.scheduling.output import SchedulerOutput
+from tandem.engine.structured.grammars import Grammars
+from tandem.wire.errors import InternalError
+from tandem.wire.nodes import Role
+from tandem.wire.requests import Cancel
+from tandem.wire.sampling import FinishReason, SamplingParams
 from tests.engine.structured.grammar_walks import END, backend, vocabulary
-from tests.engine.test_service import PATIENCE_S, ROUTER, Node
-from wire.errors import InternalError
-from wire.nodes import Role
-from wire.requests import Cancel
-from wire.sampling import FinishReason, SamplingParams
+from tests.node.test_service import PATIENCE_S, ROUTER, Node
 
 FOLLOWS = SamplingParams(max_tokens=4, temperature=0, grammar='start: "a"')
 

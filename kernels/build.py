@@ -1,0 +1,156 @@
+"""Compiles the library on first use and keeps it: `python -m tandem.kernels.build` does so ahead of time."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from tandem.machine.cores import usable_cores
+from tandem.wire.errors import ConfigurationError
+
+log = logging.getLogger(__name__)
+
+_SOURCES = Path(__file__).parent
+_NAME = "libtandem_native.so"
+_TIMEOUT_S = 180.0  # of one compiler run
+
+# No -march=native: a file system may be shared by different machines. Each unit has the flags of its instruction
+# set, and the library asks the processor which one to use. NaN and infinity keep their meaning (no -ffast-math).
+_FLAGS = [
+    "-std=c++20",
+    "-O3",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-ffp-contract=fast",
+]
+_AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mprefer-vector-width=512"]
+_UNIT_FLAGS = {
+    "unit_avx2.cpp": ["-mavx2", "-mfma"],
+    "unit_avx512.cpp": _AVX512,
+    "unit_avx512bf16.cpp": [*_AVX512, "-mavx512bf16"],
+    "unit_amx.cpp": [*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
+}
+_X86 = ("x86_64", "amd64")
+
+
+class BuildFailed(ConfigurationError):
+    """There is no compiler, or it refused. The general forward pass needs neither."""
+
+
+def library_path() -> Path:
+    """The compiled library, compiled now if this machine has not done so before. Raises BuildFailed."""
+    compiler = _find_compiler()
+    folder = _cache_folder() / _fingerprint(compiler)
+    library = folder / _NAME
+    if library.exists():
+        return library
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _locked(folder / "lock"):
+            if not library.exists():
+                _compile(compiler, library)
+    except OSError as error:
+        raise BuildFailed(f"the native library cannot be kept in {folder}: {error}") from error
+    return library
+
+
+def _find_compiler() -> str:
+    named = os.environ.get("CXX")
+    for name in [named] if named else ["g++", "c++", "clang++"]:
+        found = shutil.which(name)
+        if found:
+            return found
+    raise BuildFailed(f"there is no C++ compiler ({named or 'g++'}) to compile the native library with")
+
+
+def _cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "tandem" / "native"
+    except RuntimeError:
+        raise BuildFailed(
+            "this user has no home folder to keep the native library in: name another with XDG_CACHE_HOME"
+        ) from None
+
+
+def _sources(suffix: str) -> list[Path]:
+    return sorted(_SOURCES.glob(f"*{suffix}"))
+
+
+def _fingerprint(compiler: str) -> str:
+    """Changes with everything that the library is made of."""
+    digest = hashlib.sha256()
+    for path in [*_sources(".cpp"), *_sources(".h")]:
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    digest.update(repr((_FLAGS, _UNIT_FLAGS, platform.machine(), platform.system())).encode())
+    digest.update(_run([compiler, "--version"]).encode())
+    return digest.hexdigest()[:20]
+
+
+def _compile(compiler: str, library: Path) -> None:
+    log.info("compiling the native library (once for this machine)")
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        sources = _sources(".cpp")[::-1]  # the units take longest, so they begin
+        objects = [Path(folder) / f"{source.stem}.o" for source in sources]
+
+        def compile_one(source: Path, target: Path) -> None:
+            unit = _UNIT_FLAGS.get(source.name, []) if platform.machine().lower() in _X86 else []
+            _run([compiler, *_FLAGS, *unit, "-c", str(source), "-o", str(target)])
+
+        with ThreadPoolExecutor(max_workers=usable_cores()) as pool:
+            list(pool.map(compile_one, sources, objects))
+        linked = Path(folder) / _NAME
+        _run([compiler, "-shared", "-pthread", "-o", str(linked), *map(str, objects)])
+        linked.replace(library)  # whole or not at all
+    log.info("compiled the native library in %.1f s: %s", time.monotonic() - started, library)
+
+
+def _run(command: Sequence[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildFailed(f"{command[0]} did not run: {error}") from error
+    if done.returncode != 0:
+        said = "\n".join(done.stderr.strip().splitlines()[:8])
+        raise BuildFailed(f"{command[0]} could not compile the native library:\n{said}")
+    return done.stdout
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """One process at a time. Whoever holds it compiles, which has a deadline; one that dies lets go of it."""
+    import fcntl
+
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def main() -> int:
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    try:
+        path = library_path()
+    except BuildFailed as error:
+        log.warning("%s", error)
+        log.warning("Tandem works without it: models run through torch, more slowly.")
+        return 0
+    log.info("native library: %s", path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,122 @@
+"""The library's C interface (api.h), as ctypes sees it. A call releases the GIL while it runs."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_void_p
+from typing import Any
+
+import torch
+
+from tandem.kernels.build import BuildFailed, library_path
+from tandem.wire.errors import InternalError
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+QKV, OUTPUT, GATE_UP, DOWN, HEAD = range(5)
+INPUT_NORM, POST_NORM, Q_NORM, K_NORM, FINAL_NORM = range(5)
+PHASES = ("embed", "norm", "qkv", "rotary", "attention", "o", "gate_up", "down", "head")
+
+
+class Spec(ctypes.Structure):
+    _fields_ = (
+        ("layers", c_int32),
+        ("hidden", c_int32),
+        ("intermediate", c_int32),
+        ("heads", c_int32),
+        ("kv_heads", c_int32),
+        ("head_dim", c_int32),
+        ("vocab", c_int32),
+        ("dtype", c_int32),
+        ("qk_norm", c_int32),
+        ("eps", c_float),
+    )
+
+
+class Part(ctypes.Structure):
+    _fields_ = (("data", c_void_p), ("rows", c_int64), ("dtype", c_int32))
+
+
+class CacheLayout(ctypes.Structure):
+    _fields_ = (
+        ("data", c_void_p),
+        ("blocks", c_int64),
+        ("slots", c_int32),
+        ("block_size", c_int32),
+        ("layer_group", POINTER(c_int32)),
+        ("layer_slot", POINTER(c_int32)),
+        ("layer_window", POINTER(c_int32)),
+        ("groups", c_int32),
+    )
+
+
+class StepBatch(ctypes.Structure):
+    _fields_ = (
+        ("tokens", c_int32),
+        ("requests", c_int32),
+        ("token_ids", c_void_p),
+        ("positions", c_void_p),
+        ("query_start", c_void_p),
+        ("context_lens", c_void_p),
+        ("slot_mapping", POINTER(c_void_p)),
+        ("block_tables", POINTER(c_void_p)),
+        ("block_table_strides", POINTER(c_int64)),
+        ("logit_rows", c_void_p),
+        ("num_logit_rows", c_int32),
+    )
+
+
+_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "tandem_error": (c_char_p, []),
+    "tandem_instruction_set": (c_char_p, [c_int32, c_char_p]),
+    "tandem_create": (c_void_p, [POINTER(Spec), POINTER(c_int32), c_int32, c_char_p]),
+    "tandem_destroy": (None, [c_void_p]),
+    "tandem_load_linear": (c_int32, [c_void_p, c_int32, c_int32, POINTER(Part), POINTER(Part), c_int32]),
+    "tandem_load_vector": (c_int32, [c_void_p, c_int32, c_int32, POINTER(Part)]),
+    "tandem_use_embedding": (c_int32, [c_void_p, POINTER(Part)]),
+    "tandem_set_rotary": (c_int32, [c_void_p, POINTER(c_float), c_int32, c_float]),
+    "tandem_use_cache": (c_int32, [c_void_p, POINTER(CacheLayout)]),
+    "tandem_begin": (c_int32, [c_void_p, POINTER(StepBatch)]),
+    "tandem_run_layers": (c_int32, [c_void_p, c_int32, c_int32]),
+    "tandem_logits": (c_int32, [c_void_p, c_void_p, c_int64]),
+    "tandem_profile": (c_int32, [c_void_p, c_int32, POINTER(c_int64)]),
+}
+
+
+@functools.cache
+def load() -> ctypes.CDLL:
+    """Raises BuildFailed where the library can be neither found nor made."""
+    path = library_path()
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise BuildFailed(f"the native library cannot be loaded: {error}") from error
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library
+
+
+def check(status: int) -> None:
+    """What the library refuses is a mistake in what we told it."""
+    if status != 0:
+        raise InternalError(f"native model: {last_error()}")
+
+
+def last_error() -> str:
+    error: Callable[[], bytes] = load().tandem_error
+    return error().decode()
+
+
+def instruction_set(dtype: torch.dtype, limit: str = "") -> str | None:
+    """What a model of this dtype would run on here: amx, avx512bf16, avx512, avx2 or portable."""
+    code = DTYPES.get(dtype)
+    found: bytes | None = None if code is None else load().tandem_instruction_set(code, limit.encode())
+    return found.decode() if found else None
+
+
+def part(tensor: torch.Tensor) -> Part:
+    """Points into the tensor, which must be contiguous and outlive the call."""
+    return Part(tensor.data_ptr(), tensor.shape[0], DTYPES[tensor.dtype])

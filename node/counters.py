@@ -1,0 +1,45 @@
+"""What a node has done since it started, as it is told to routers."""
+
+from __future__ import annotations
+
+from tandem.engine.scheduling.stats import SchedulerStats
+from tandem.kvtransfer.base import TransferStats
+from tandem.wire.requests import NodeCounters
+
+
+def node_counters(
+    scheduler: SchedulerStats,
+    transfer: TransferStats | None,
+    *,
+    steps: int,
+    step_seconds: float,
+    malformed_frames: int,
+) -> NodeCounters:
+    """`transfer`: None for a node that neither sends nor receives KV."""
+    moved = transfer if transfer is not None else TransferStats()
+    return NodeCounters(
+        requests_started=scheduler.requests_started,
+        requests_finished=dict(scheduler.requests_finished),
+        prompt_tokens_computed=scheduler.prompt_tokens_computed,
+        prompt_tokens_cached=scheduler.prompt_tokens_cached,
+        prompt_tokens_received=scheduler.prompt_tokens_received,
+        output_tokens=scheduler.output_tokens,
+        preemptions=scheduler.preemptions,
+        steps=steps,
+        step_seconds=step_seconds,
+        malformed_frames=malformed_frames + moved.malformed_frames,
+        transfer_bytes_sent=moved.bytes_sent,
+        transfer_bytes_received=moved.bytes_received,
+        transfer_blocks_sent=moved.blocks_sent,
+        transfer_blocks_received=moved.blocks_received,
+        transfers_finished=dict(moved.outcomes),
+        leases_expired=moved.leases_expired,
+        transfer_descriptors_sent=moved.descriptors_sent,
+        transfer_bytes_overlapped=moved.bytes_overlapped,
+        transfer_refusals=dict(moved.refused),
+        transfer_blocks_freed=dict(moved.blocks_freed),
+        transfer_wait_seconds=dict(moved.waits),
+        speculative_drafted=scheduler.speculative_drafted,
+        speculative_accepted=scheduler.speculative_accepted,
+        model_errors=scheduler.model_errors,
+    )

@@ -1,0 +1,131 @@
+"""A node as the process that holds it sees it: started once, asked from many threads, msgspec bytes in and out.
+
+Whatever runs the process (a Ray actor, a test) calls these methods and adds nothing.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable
+
+import msgspec
+
+from tandem.node.config import NodeConfig
+from tandem.node.node import Node
+from tandem.wire.errors import InternalError, TandemError, Unavailable
+from tandem.wire.nodes import NodeInfo
+
+logger = logging.getLogger(__name__)
+
+_encode = msgspec.msgpack.Encoder().encode
+
+_REST_S = 1.0  # for the step thread to say that nothing is left
+_SWITCH_S = (
+    0.001  # a handover passes through several threads: each waits so long for one that computes in Python
+)
+
+FindModel = Callable[[str, Callable[[str, float], None]], str]
+"""From a model's name to a folder on this machine; says meanwhile what it does. Fetches what is missing."""
+
+
+class NodeHost:
+    def __init__(
+        self, make_node: Callable[[NodeConfig], Node], config: bytes, find_model: FindModel | None = None
+    ) -> None:
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        settings = msgspec.msgpack.decode(config, type=NodeConfig)
+        sys.setswitchinterval(_SWITCH_S)
+        self._config = config
+        self._model = settings.engine.model.path
+        self._find_model = find_model
+        if settings.engine.model.threads:
+            # Before anything loads OpenMP, which reads it once.
+            os.environ["OMP_NUM_THREADS"] = str(settings.engine.model.threads)
+        self._make_node = make_node
+        self._node = make_node(settings)
+        self._starting = threading.Lock()
+        self._info: NodeInfo | None = None
+        self._progress = threading.Condition()
+        self._steps: tuple[int, str, float] = (0, "", 0.0)
+        self._stopped = threading.Event()
+
+    def configuration(self) -> bytes:
+        """What it was made with, for a controller that comes back and asks whether this is the node that it wants."""
+        return self._config
+
+    def start(self) -> bytes:
+        """The node's NodeInfo. Blocks while the model loads; asked again, it answers what it answered before."""
+        with self._starting:
+            if self._info is None:
+                self._info = self._begin(self._first_start)
+            return _encode(self._info)
+
+    def _first_start(self) -> NodeInfo:
+        if self._find_model is None:
+            return self._node.start(self._report)
+        return self._node.start(self._report, model_folder=self._find_model(self._model, self._report))
+
+    def change_role(self, config: bytes) -> bytes:
+        """The same weights as another node, with an epoch and addresses of its own: its NodeInfo. Raises Unavailable
+        when the node that it was has not come to rest."""
+        settings = msgspec.msgpack.decode(config, type=NodeConfig)
+        with self._starting:
+            if not self._node.drain(_REST_S):
+                raise Unavailable(f"{settings.node_id} still has work, and cannot change its role")
+            self._info = None
+            self._info = self._begin(lambda: self._go_on_as(settings))
+            return _encode(self._info)
+
+    def _go_on_as(self, settings: NodeConfig) -> NodeInfo:
+        runner = self._node.release()
+        node = self._make_node(settings)
+        info = node.start(self._report, runner)
+        self._node = node
+        return info
+
+    def _begin(self, start: Callable[[], NodeInfo]) -> NodeInfo:
+        try:
+            info = start()
+            # What loading left is here to stay. A collection that walked over it would stop a step for a tenth of a
+            # second.
+            gc.collect()
+            gc.freeze()
+            return info
+        except TandemError:
+            raise
+        except Exception as error:
+            # Not every exception survives the way to another process; its text does.
+            logger.exception("the node did not start")
+            raise InternalError(f"{type(error).__name__}: {error}") from None
+
+    def _report(self, what: str, fraction: float) -> None:
+        with self._progress:
+            self._steps = (self._steps[0] + 1, what, fraction)
+            self._progress.notify_all()
+
+    def progress_after(self, seen: int, timeout_s: float) -> tuple[int, str, float]:
+        """The latest step of `start` and its number; waits for one that is newer than `seen`."""
+        with self._progress:
+            self._progress.wait_for(lambda: self._steps[0] > seen or self._stopped.is_set(), timeout_s)
+            return self._steps
+
+    def status(self) -> bytes:
+        return _encode(self._node.status())
+
+    def drain(self, timeout_s: float) -> bool:
+        return self._node.drain(timeout_s)
+
+    def stop(self) -> None:
+        self._node.stop()
+        self._stopped.set()
+        with self._progress:
+            self._progress.notify_all()
+
+    def hold(self, timeout_s: float) -> bool:
+        """Whether the node has been stopped; waits so long for it. Whoever asks learns at once when the process dies.
+        (Not for ever: one who asked and died himself would keep a thread.)"""
+        return self._stopped.wait(timeout_s)

@@ -1,0 +1,164 @@
+"""The thread that steps the engine, and the mailbox that feeds it.
+
+The loop steps while there is something to do and sleeps on its mailbox otherwise; it polls nothing but a connector that
+asked to be asked again. What comes in between two steps (requests, cancellations, a connector's wake) is taken up
+before the next one.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Generic, Protocol, TypeVar
+
+from tandem.engine.core import Engine
+from tandem.engine.scheduling.update import RequestUpdate
+from tandem.machine.affinity import bind
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+ItemT = TypeVar("ItemT", contravariant=True)
+
+
+class Mailbox(Generic[T]):
+    """Many threads put, one takes. `wake` makes a waiting taker return without an item."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[T | None] = queue.SimpleQueue()
+
+    def put(self, item: T) -> None:
+        self._queue.put(item)
+
+    def wake(self) -> None:
+        self._queue.put(None)
+
+    def take(self, wait_s: float) -> list[T]:
+        """Everything that is there; when nothing is, waits up to `wait_s` for the first."""
+        items: list[T] = []
+        try:
+            first = self._queue.get(timeout=wait_s) if wait_s > 0 else self._queue.get_nowait()
+            while True:
+                if first is not None:
+                    items.append(first)
+                first = self._queue.get_nowait()
+        except queue.Empty:
+            return items
+
+
+class LoopHost(Protocol[ItemT]):
+    """What the loop does not know: what an item means, and who wants to hear of a step's results."""
+
+    def handle(self, item: ItemT) -> None:
+        """An item from the mailbox, in the step thread, between two steps."""
+        ...
+
+    def publish(self, updates: list[RequestUpdate]) -> None: ...
+
+    def before_step(self, now: float) -> None:
+        """Called once per turn of the loop, before the step: deadlines and the like."""
+        ...
+
+    def after_step(self, progressed: bool) -> None:
+        """Called once per turn, after its results are published; the loop sleeps next when not `progressed`."""
+        ...
+
+    def seconds_until_due(self, now: float) -> float | None:
+        """When `before_step` next has something to do, if nothing arrives; None: never."""
+        ...
+
+    def failed(self, error: BaseException) -> None:
+        """The loop has ended because of `error`. Called once, from the step thread, last of all."""
+        ...
+
+
+class EngineLoop(Generic[T]):
+    """Owns the step thread. An exception out of a step ends it: the engine's state is unknown then, and an
+    unknown state must not answer anybody. The host fails every request, and the node is replaced."""
+
+    _IDLE_WAIT_S = 3600.0
+    # A connector that could not say yet is asked this often, unless it wakes the loop before.
+    _ASK_AGAIN_S = 0.005
+
+    def __init__(
+        self,
+        engine: Engine,
+        mailbox: Mailbox[T],
+        host: LoopHost[T],
+        clock: Callable[[], float] = time.monotonic,
+        cores: Sequence[int] = (),
+    ) -> None:
+        """`cores`: where its thread is to run; empty: anywhere."""
+        self._cores = cores
+        self._engine = engine
+        self._mailbox = mailbox
+        self._host = host
+        self._clock = clock
+        self._stopping = threading.Event()
+        self._step_started: float | None = None
+        self.steps = 0
+        self.step_seconds = 0.0
+        self._thread = threading.Thread(target=self._run, name="engine-step", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 10.0) -> bool:
+        """True when the thread has ended. A step under way is finished first."""
+        self._stopping.set()
+        self._mailbox.wake()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def step_age(self) -> float:
+        """Seconds that the current step has been running; 0 between steps and when idle."""
+        started = self._step_started
+        return 0.0 if started is None else max(0.0, self._clock() - started)
+
+    def _run(self) -> None:
+        try:
+            if self._cores:
+                bind([threading.get_native_id()], self._cores)
+            longest_wait = self._IDLE_WAIT_S
+            while not self._stopping.is_set():
+                for item in self._mailbox.take(self._wait(longest_wait)):
+                    self._host.handle(item)
+                if self._stopping.is_set():
+                    return
+                longest_wait = self._turn()
+        except BaseException as error:
+            logger.exception("the engine's step failed; this node can no longer answer")
+            self._host.failed(error)
+
+    def _wait(self, longest: float) -> float:
+        if longest == 0:
+            return 0.0
+        due = self._host.seconds_until_due(self._clock())
+        return longest if due is None else min(max(due, 0.001), longest)
+
+    def _turn(self) -> float:
+        """How long the loop may sleep before its next turn."""
+        started = self._clock()
+        self._host.before_step(started)
+        self._step_started = started
+        try:
+            result = self._engine.step()
+        finally:
+            self._step_started = None
+        if result.progressed:
+            self.steps += 1
+            self.step_seconds += self._clock() - started
+        if result.updates:
+            self._host.publish(result.updates)
+        self._host.after_step(result.progressed)
+        if result.progressed:
+            return 0.0
+        return self._ASK_AGAIN_S if result.ask_again else self._IDLE_WAIT_S

@@ -1,0 +1,236 @@
+"""A node: one engine with its model, its connector and its service, from start to stop.
+
+Prefill and decode nodes are this, with rules of their own. What an engine may not know (sockets, which
+connectors exist) is handed in.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from tandem.engine.core import Engine
+from tandem.engine.model.runner import ModelRunner
+from tandem.engine.scheduling.scheduler import Scheduler
+from tandem.kvtransfer.base import ConnectorContext, LoadFailurePolicy, SchedulerConnector, WorkerConnector
+from tandem.machine.affinity import bind, threads_here
+from tandem.machine.cores import core_quota
+from tandem.node.config import NodeConfig
+from tandem.node.loop import Mailbox
+from tandem.node.service import Item, NodeService, RoleRules
+from tandem.wire.errors import InternalError, Unavailable
+from tandem.wire.nodes import NodeInfo, NodeState, new_epoch
+from tandem.wire.requests import NodeCounters, NodeStatus, ToNode
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[str, float], None]
+"""What is being done, and how much of it is done (0 to 1)."""
+
+
+class NodeChannel(Protocol):
+    """Where routers reach this node, and how it answers. `wire.sockets.Channel` is one."""
+
+    @property
+    def endpoint(self) -> str: ...
+    @property
+    def malformed(self) -> int: ...
+    @property
+    def died(self) -> str | None: ...
+    def send(self, endpoint: str, message: msgspec.Struct) -> None: ...
+    def forget(self, endpoint: str) -> None: ...
+    def close(self) -> None: ...
+
+
+OpenChannel = Callable[[str, Callable[[ToNode], None], str], NodeChannel]
+"""(host to bind, what receives, a name for its thread) -> the open channel."""
+
+MakeConnector = Callable[[ConnectorContext], tuple[SchedulerConnector, WorkerConnector]]
+
+
+class _Line:
+    """The channel, for a service that is there before it."""
+
+    def __init__(self) -> None:
+        self.channel: NodeChannel | None = None
+
+    @property
+    def malformed(self) -> int:
+        return self.channel.malformed if self.channel is not None else 0
+
+    @property
+    def died(self) -> str | None:
+        return self.channel.died if self.channel is not None else None
+
+    def send(self, endpoint: str, message: msgspec.Struct) -> None:
+        if self.channel is None:
+            raise InternalError("a message to a router before the channel is open")
+        self.channel.send(endpoint, message)
+
+    def forget(self, endpoint: str) -> None:
+        if self.channel is not None:
+            self.channel.forget(endpoint)
+
+
+class Node:
+    """`start` blocks while the model loads; everything else may be called meanwhile, from other threads."""
+
+    def __init__(
+        self, config: NodeConfig, rules: RoleRules, open_channel: OpenChannel, make_connector: MakeConnector
+    ) -> None:
+        if core_quota() is not None:
+            # How many threads compute matters then, and not where: other containers of the machine count its cores from
+            # the same end.
+            config = msgspec.structs.replace(config, cores=[])
+        self.config = config
+        self.epoch = new_epoch()
+        self._rules = rules
+        self._open_channel = open_channel
+        self._make_connector = make_connector
+        self._engine: Engine | None = None
+        self._line = _Line()
+        self._service: NodeService | None = None
+
+    def start(
+        self,
+        progress: Progress | None = None,
+        runner: ModelRunner | None = None,
+        *,
+        model_folder: str | None = None,
+    ) -> NodeInfo:
+        """With the `runner` that another node of this process has released, nothing is loaded. `model_folder`: where
+        the model is on this machine, if that is not what the configuration says."""
+        config = self.config
+        if runner is None:
+            runner = self._load(progress, model_folder)
+        info = runner.info
+        mailbox: Mailbox[Item] = Mailbox()
+        planner: SchedulerConnector | None = None
+        mover: WorkerConnector | None = None
+        if config.transfer is not None:
+            planner, mover = self._make_connector(
+                ConnectorContext(
+                    node_id=config.node_id,
+                    epoch=self.epoch,
+                    host=config.host,
+                    block_size=config.engine.cache.block_size,
+                    config=config.transfer,
+                    wake=mailbox.wake,
+                )
+            )
+        scheduler = Scheduler(
+            config.engine.scheduler,
+            config.engine.cache,
+            groups=info.groups,
+            num_blocks=info.num_blocks,
+            max_model_len=info.max_model_len,
+            eos_token_ids=info.eos_token_ids,
+            connector=planner,
+            load_failure_policy=config.transfer.on_failure
+            if config.transfer
+            else LoadFailurePolicy.RECOMPUTE,
+        )
+        self._engine = Engine(
+            scheduler,
+            runner,
+            mover,
+            ahead=config.engine.scheduler.plans_ahead(info.device),
+            debug=config.engine.debug,
+        )
+        service = NodeService(
+            config,
+            self.epoch,
+            self._rules,
+            self._engine,
+            mailbox,
+            self._line,
+            grammars=runner.grammars,
+        )
+        # The service first: a channel that is open must have somebody behind it.
+        service.start()
+        self._service = service
+        channel = self._open_channel(config.host, service.receive, f"{config.node_id}-inbox")
+        self._line.channel = channel
+        return NodeInfo(
+            node_id=config.node_id,
+            role=self._rules.role,
+            epoch=self.epoch,
+            request_endpoint=channel.endpoint,
+            peer_endpoint=mover.peer_endpoint if mover is not None else "",
+            model=config.engine.model.served_name or info.name,
+            max_model_len=info.max_model_len,
+            block_size=config.engine.cache.block_size,
+        )
+
+    def _load(self, progress: Progress | None, folder: str | None) -> ModelRunner:
+        # Imported here: the cluster imports this module for its configuration, and must stay free of torch.
+        from tandem.engine.model.loading import load_runner
+        from tandem.engine.model.prefault import PageMaker
+
+        config = self.config
+        # The model's threads, which loading makes, stay on this node's cores, and so will the thread that steps. All
+        # the others only get in their way there: a token that leaves need not stop the next one's forward pass.
+        helpers = threads_here() if config.cores else []
+        anywhere = os.sched_getaffinity(0) if config.cores else set()
+        bind(helpers, config.cores)
+        model = config.engine.model
+        if folder is not None:
+            model = msgspec.structs.replace(model, path=folder)
+        runner = load_runner(model, config.engine.cache, config.engine.scheduler, progress)
+        bind(helpers, anywhere)
+        if runner.kv_cache.device.type == "cpu":
+            runner.pages = PageMaker(runner.kv_cache)
+        return runner
+
+    def status(self) -> NodeStatus:
+        if self._service is not None:
+            return self._service.status()
+        return NodeStatus(
+            node_id=self.config.node_id,
+            role=self._rules.role,
+            epoch=self.epoch,
+            state=NodeState.STARTING,
+            free_blocks=0,
+            total_blocks=0,
+            running=0,
+            waiting=0,
+            waiting_tokens=0,
+            transfers=0,
+            held_blocks=0,
+            step_age_s=0.0,
+            counters=NodeCounters(),
+        )
+
+    @property
+    def failure(self) -> str | None:
+        """Why this node can no longer answer; None while it can."""
+        return self._service.failure if self._service is not None else None
+
+    def drain(self, timeout_s: float) -> bool:
+        return self._service.drain(timeout_s) if self._service is not None else True
+
+    def stop(self) -> None:
+        """Idempotent. Whoever still waits for an answer gets none: drain first."""
+        if self._service is not None:
+            self._service.stop()
+        if self._engine is not None:
+            self._engine.shutdown()
+        if self._line.channel is not None:
+            self._line.channel.close()
+
+    def release(self) -> ModelRunner:
+        """Stops, and gives the loaded model to whoever goes on with it. Only after a drain that was finished: a peer
+        may still write to the blocks of a request that has not ended."""
+        if self._service is None or self._engine is None:
+            raise Unavailable(f"{self.config.node_id} has not started")
+        if self._service.failure is not None:
+            raise InternalError(f"{self.config.node_id} has failed: {self._service.failure}")
+        self.stop()
+        if self._service.loop.is_alive:
+            raise InternalError(f"{self.config.node_id}: its step thread does not end")
+        self._engine.runner.forget_requests()
+        return self._engine.runner

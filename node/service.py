@@ -1,0 +1,418 @@
+"""What a prefill node and a decode node share above the loop: requests in, token batches out, an honest status.
+
+Transport-free: messages come in through `receive` and leave through a `RouterLine`. A role differs only in
+which requests it takes and how one of them ends (`RoleRules`).
+
+Who may end a request, and who hears of it:
+- the engine (a stop token, the length, a failed transfer): its router gets a chunk with the finish reason;
+- its deadline: its router gets a chunk with error `deadline_exceeded`;
+- its router's Cancel, or the router's silence: nobody is told, there is nobody who wants to know;
+- the failure of this node: every router gets an error chunk for every request, then a status that says FAILED.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import logging
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Protocol
+
+from tandem.engine.core import Engine
+from tandem.engine.request import Request, RequestStatus
+from tandem.engine.scheduling.stats import SchedulerStats
+from tandem.engine.scheduling.update import RequestUpdate
+from tandem.engine.structured.desk import GrammarDesk, GrammarReady
+from tandem.engine.structured.grammars import Grammars
+from tandem.engine.tracing import FinishedTrace, Tracer
+from tandem.node.config import NodeConfig
+from tandem.node.counters import node_counters
+from tandem.node.loop import EngineLoop, Mailbox
+from tandem.node.routers import RouterLine, Routers
+from tandem.wire.errors import (
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    TandemError,
+    Unavailable,
+    WireError,
+)
+from tandem.wire.nodes import NodeState, Role
+from tandem.wire.requests import (
+    Cancel,
+    NodeStatus,
+    Ping,
+    Submit,
+    TokenBatch,
+    TokenChunk,
+    ToNode,
+)
+from tandem.wire.sampling import FinishReason, SamplingParams
+from tandem.wire.tracing import ClockReading, NodeTrace
+
+logger = logging.getLogger(__name__)
+
+_STATS_PERIOD_S = 0.05
+_SPARE_DEADLINES = 100
+
+
+class RoleRules(Protocol):
+    @property
+    def role(self) -> Role: ...
+
+    def sampling_for(self, submit: Submit) -> SamplingParams:
+        """What this node is to sample of the request. Raises InvalidRequest for one that is not its business."""
+        ...
+
+    def finish_of(self, submit: Submit, update: RequestUpdate) -> FinishReason | None:
+        """How an update's finish reason reads to the router."""
+        ...
+
+
+@dataclasses.dataclass(slots=True)
+class _Live:
+    """A request between its Submit and its end."""
+
+    submit: Submit
+    deadline: float
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class RouterLost:
+    """A router has been silent for too long, or does not read: its requests have no owner any more."""
+
+    reply_to: str
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class Drain:
+    """Refuse what is new from now on."""
+
+
+Item = ToNode | RouterLost | Drain | GrammarReady
+
+
+class NodeService:
+    """The step thread runs everything but `receive` and `status`."""
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        epoch: int,
+        rules: RoleRules,
+        engine: Engine,
+        mailbox: Mailbox[Item],
+        line: RouterLine,
+        clock: Callable[[], float] = time.monotonic,
+        grammars: Grammars | None = None,
+    ) -> None:
+        self._config = config
+        self._epoch = epoch
+        self._rules = rules
+        self._engine = engine
+        self._mailbox = mailbox
+        self._line = line
+        self._clock = clock
+        self._block_hasher = engine.scheduler.block_hasher
+        self._eos = engine.runner.info.eos_token_ids
+        self._desk = GrammarDesk(grammars, config.timeouts.grammar_s, mailbox.put)
+        self._live: dict[str, _Live] = {}
+        self._deadlines: list[tuple[float, str]] = []
+        self._routers = Routers(
+            line,
+            self.status,
+            lost=lambda reply_to: mailbox.put(RouterLost(reply_to)),
+            period_s=config.timeouts.status_period_s,
+            silence_s=config.timeouts.router_silence_s,
+            clock=clock,
+        )
+        self._state = NodeState.READY
+        self._detail = ""
+        self._scheduler_stats: SchedulerStats = engine.scheduler.stats()
+        self._stats_taken = clock()
+        self._quiet = threading.Event()  # set while nothing is live and no block is held
+        self._quiet.set()
+        worker = engine.worker
+        self._tracer = Tracer(
+            clock, worker.trace_of if worker is not None else lambda request_id: None, self._send_trace
+        )
+        self.loop: EngineLoop[Item] = EngineLoop(engine, mailbox, self, clock, config.cores)
+
+    # --- any thread
+
+    def start(self) -> None:
+        self.loop.start()
+        self._routers.start()
+
+    def receive(self, message: ToNode) -> None:
+        """From the inbox's thread."""
+        is_new = self._routers.heard(message.reply_to)
+        if isinstance(message, Ping):
+            if is_new:
+                self._routers.tell_status(message.reply_to)
+            if message.asked_at is not None:
+                reading = ClockReading(self._config.node_id, self._epoch, message.asked_at, self._clock())
+                self._routers.tell(message.reply_to, reading)
+        elif self._state is NodeState.FAILED and isinstance(message, Submit):
+            self._refuse(message, InternalError(f"node {self._config.node_id} has failed: {self._detail}"))
+        else:
+            if isinstance(message, Submit) and message.trace:
+                self._tracer.arrived(message.request_id)
+            self._mailbox.put(message)
+
+    def status(self) -> NodeStatus:
+        scheduler = self._scheduler_stats
+        worker = self._engine.worker
+        transfer = worker.stats() if worker is not None else None
+        failure = self.failure
+        return NodeStatus(
+            node_id=self._config.node_id,
+            role=self._rules.role,
+            epoch=self._epoch,
+            state=self._state if failure is None else NodeState.FAILED,
+            free_blocks=scheduler.free_blocks,
+            total_blocks=scheduler.total_blocks,
+            running=scheduler.running,
+            waiting=scheduler.waiting,
+            waiting_tokens=scheduler.waiting_tokens,
+            transfers=transfer.in_progress if transfer else 0,
+            held_blocks=scheduler.held_blocks,
+            step_age_s=self.loop.step_age(),
+            counters=node_counters(
+                scheduler,
+                transfer,
+                steps=self.loop.steps,
+                step_seconds=self.loop.step_seconds,
+                malformed_frames=self._line.malformed,
+            ),
+            detail=failure or "",
+        )
+
+    @property
+    def failure(self) -> str | None:
+        if self._state is not NodeState.FAILED and (why := self._line.died) is not None:
+            return f"nobody hears its routers any more: {why}"
+        return self._detail if self._state is NodeState.FAILED else None
+
+    def drain(self, timeout_s: float) -> bool:
+        """Takes nothing new; True when everything under way has ended and every block is free in time."""
+        if self._state is NodeState.READY:
+            self._state = NodeState.DRAINING
+        # The step thread says it anew, when it has seen what came before: a request may just be on its way in.
+        self._quiet.clear()
+        self._mailbox.put(Drain())
+        if self._state is NodeState.FAILED:
+            self._quiet.set()
+        return self._quiet.wait(timeout_s) and self._state is not NodeState.FAILED
+
+    def stop(self) -> None:
+        if not self.loop.stop():
+            logger.error("%s: the step thread did not end in time", self._config.node_id)
+        self._routers.stop()
+        self._desk.close()
+
+    # --- the step thread (engine.loop.LoopHost)
+
+    def handle(self, item: Item) -> None:
+        match item:
+            case Submit():
+                # Lost since it was sent, it is known again: whoever has a request here is told of it, or lost once more.
+                self._routers.heard(item.reply_to)
+                try:
+                    self._admit(item)
+                except TandemError as error:
+                    self._tracer.refused(item.request_id)
+                    self._refuse(item, error)
+            case Cancel():
+                self._abort([id for id in item.request_ids if self._is_owner(id, item.reply_to)])
+            case RouterLost():
+                self._abort([id for id, live in self._live.items() if live.submit.reply_to == item.reply_to])
+            case GrammarReady():
+                if self._desk.forget(item.request_id):
+                    self._go_on(item)
+            case Drain() | Ping():
+                pass  # a turn of the loop follows, and that is all they ask for
+
+    def before_step(self, now: float) -> None:
+        for request_id, error in self._desk.overdue(now):
+            self._go_on(GrammarReady(request_id, error))
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, request_id = heapq.heappop(self._deadlines)
+            live = self._live.get(request_id)
+            if live is None or live.deadline > now:
+                continue
+            self._abort([request_id])
+            self._refuse(
+                live.submit,
+                DeadlineExceeded(
+                    f"the request did not finish within its {live.submit.timeout_s:.1f} s on this node"
+                ),
+            )
+
+    def seconds_until_due(self, now: float) -> float | None:
+        while self._deadlines and self._deadlines[0][1] not in self._live:
+            heapq.heappop(self._deadlines)
+        due = self._deadlines[0][0] - now if self._deadlines else None
+        grammar_due = self._desk.seconds_until_due(now)
+        return grammar_due if due is None or (grammar_due is not None and grammar_due < due) else due
+
+    def publish(self, updates: list[RequestUpdate]) -> None:
+        batches: defaultdict[str, list[TokenChunk]] = defaultdict(list)
+        for update in updates:
+            live = self._live.get(update.request_id)
+            if live is None:
+                continue
+            finish = self._rules.finish_of(live.submit, update)
+            if update.finish is not None:
+                del self._live[update.request_id]
+            batches[live.submit.reply_to].append(
+                TokenChunk(
+                    request_id=update.request_id,
+                    start=update.start,
+                    token_ids=update.token_ids,
+                    finish=finish,
+                    stop_token=update.stop_token,
+                    error=update.error,
+                    logprobs=update.logprobs,
+                    prompt_logprobs=update.prompt_logprobs,
+                    cached_tokens=update.cached_tokens,
+                )
+            )
+        for reply_to, chunks in batches.items():
+            self._send_chunks(reply_to, chunks)
+        if self._engine.tracer is not None:
+            for update in updates:
+                if update.finish is not None:
+                    self._end_trace(update.request_id)
+
+    def after_step(self, progressed: bool) -> None:
+        # A snapshot walks over what runs: not for every token, but always before the loop sleeps.
+        if self._engine.tracer is not None and not self._tracer.active:
+            self._engine.tracer = None
+        now = self._clock()
+        if progressed and now - self._stats_taken < _STATS_PERIOD_S:
+            return
+        self._stats_taken = now
+        self._scheduler_stats = stats = self._engine.scheduler.stats()
+        if not self._live and stats.free_blocks == stats.total_blocks:
+            self._quiet.set()
+
+    def failed(self, error: BaseException) -> None:
+        self._detail = f"{type(error).__name__}: {error}"
+        self._state = NodeState.FAILED
+        self._quiet.set()  # whoever waits for it to come to rest waits for nothing
+        failure = InternalError(f"node {self._config.node_id} has failed: {self._detail}").to_wire()
+        for live in self._live.values():
+            self._send_chunks(live.submit.reply_to, [_error_chunk(live.submit, failure)])
+        self._live.clear()
+        self._routers.tell_all_status()
+
+    # --- helpers, in the step thread
+
+    def _admit(self, submit: Submit) -> None:
+        if self._state is not NodeState.READY:
+            raise Unavailable(f"node {self._config.node_id} is {self._state.value} and takes no new request")
+        if submit.transfer is not None and self._engine.worker is None:
+            raise InvalidRequest(
+                f"node {self._config.node_id} has no connector and cannot take part in a transfer"
+            )
+        self._check_vocabulary(submit)
+        now = self._clock()
+        request = Request(
+            submit.request_id,
+            submit.prompt_token_ids,
+            self._rules.sampling_for(submit),
+            output_token_ids=submit.output_token_ids,
+            priority=submit.priority,
+            arrival_time=now,
+            cache_salt=submit.cache_salt,
+            lora=submit.lora,
+            transfer=submit.transfer,
+            eos_token_ids=self._eos,
+            block_hasher=self._block_hasher,
+        )
+        grammar = request.sampling.grammar
+        if self._desk.must_wait(grammar):
+            request.status = RequestStatus.WAITING_FOR_GRAMMAR
+        self._engine.add_request(request)
+        if grammar is not None and request.status is RequestStatus.WAITING_FOR_GRAMMAR:
+            self._desk.begin(request.request_id, grammar, now)
+        deadline = now + submit.timeout_s
+        self._live[submit.request_id] = _Live(submit, deadline)
+        self._remember_deadline(deadline, submit.request_id)
+        self._quiet.clear()
+        if submit.trace:
+            self._tracer.admitted(submit)
+            self._engine.tracer = self._tracer
+
+    def _remember_deadline(self, deadline: float, request_id: str) -> None:
+        """A request that ends leaves its deadline behind, half an hour away: the dead go when they outnumber the living."""
+        heapq.heappush(self._deadlines, (deadline, request_id))
+        if len(self._deadlines) > 2 * len(self._live) + _SPARE_DEADLINES:
+            self._deadlines = [(live.deadline, id) for id, live in self._live.items()]
+            heapq.heapify(self._deadlines)
+
+    def _go_on(self, ready: GrammarReady) -> None:
+        """A request that waited for its grammar runs, or ends if it cannot."""
+        if ready.error is None:
+            self._engine.scheduler.wake(ready.request_id)
+        elif (live := self._live.pop(ready.request_id, None)) is not None:
+            self._engine.scheduler.finish_requests([ready.request_id], RequestStatus.FINISHED_ERROR)
+            self._refuse(live.submit, ready.error)
+            if self._engine.tracer is not None:
+                self._end_trace(ready.request_id)
+
+    def _check_vocabulary(self, submit: Submit) -> None:
+        """A token that the model does not know would read somebody else's memory, or stop the whole step."""
+        vocabulary = self._engine.runner.info.vocab_size
+        for tokens, name in ((submit.prompt_token_ids, "prompt"), (submit.output_token_ids, "output")):
+            if tokens and not 0 <= min(tokens) <= max(tokens) < vocabulary:
+                wrong = next(token for token in tokens if not 0 <= token < vocabulary)
+                raise InvalidRequest(
+                    f"token {wrong} of the {name} is not among the model's {vocabulary}", f"{name}_token_ids"
+                )
+
+    def _refuse(self, submit: Submit, error: TandemError) -> None:
+        self._send_chunks(submit.reply_to, [_error_chunk(submit, error.to_wire())])
+
+    def _is_owner(self, request_id: str, reply_to: str) -> bool:
+        live = self._live.get(request_id)
+        return live is not None and live.submit.reply_to == reply_to
+
+    def _abort(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            self._live.pop(request_id, None)
+            self._desk.forget(request_id)
+        self._engine.abort_requests(request_ids)
+        if self._engine.tracer is not None:
+            for request_id in request_ids:
+                self._end_trace(request_id)
+
+    def _end_trace(self, request_id: str) -> None:
+        """After its tokens were sent: whoever waits for those waits no longer for this."""
+        self._tracer.ended(request_id, is_held=self._engine.scheduler.holds_blocks_of(request_id))
+
+    def _send_trace(self, done: FinishedTrace) -> None:
+        submit = done.submit
+        trace = NodeTrace(
+            self._config.node_id, self._epoch, submit.request_id, done.spans, done.dropped, done.transfer
+        )
+        self._routers.tell(submit.reply_to, trace)
+
+    def _send_chunks(self, reply_to: str, chunks: list[TokenChunk]) -> None:
+        self._routers.tell(
+            reply_to, TokenBatch(node_id=self._config.node_id, epoch=self._epoch, chunks=chunks)
+        )
+
+
+def _error_chunk(submit: Submit, error: WireError) -> TokenChunk:
+    return TokenChunk(
+        request_id=submit.request_id,
+        start=len(submit.output_token_ids),
+        token_ids=[],
+        finish=FinishReason.ERROR,
+        error=error,
+    )

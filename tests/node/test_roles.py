@@ -1,0 +1,117 @@
+"""One loaded model, handed from a node to the node that its process becomes."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from tandem.decode_node.rules import DecodeRules
+from tandem.engine.config import CacheConfig, EngineConfig
+from tandem.node.config import NodeConfig
+from tandem.node.node import Node
+from tandem.node.service import RoleRules
+from tandem.prefill_node.rules import PrefillRules
+from tandem.wire.errors import InternalError, Unavailable
+from tandem.wire.nodes import NodeState, Role
+from tandem.wire.requests import Submit, TokenBatch, TokenChunk, ToNode
+from tandem.wire.sampling import FinishReason, SamplingParams
+from tests.engine.engine_fakes import BLOCK_SIZE, FakeRunner
+
+PATIENCE_S = 10.0
+ROUTER = "tcp://router:1"
+
+
+class FakeChannel:
+    """Where a node is reached, and what it has said."""
+
+    opened = 0
+
+    def __init__(self, host: str, receive: Callable[[ToNode], None], name: str) -> None:
+        FakeChannel.opened += 1
+        self.endpoint = f"tcp://{host}:{FakeChannel.opened}"
+        self.malformed = 0
+        self.died: str | None = None
+        self.receive = receive
+        self.chunks: queue.SimpleQueue[TokenChunk] = queue.SimpleQueue()
+        self.closed = False
+
+    def send(self, endpoint: str, message: msgspec.Struct) -> None:
+        if isinstance(message, TokenBatch):
+            for chunk in message.chunks:
+                self.chunks.put(chunk)
+
+    def forget(self, endpoint: str) -> None: ...
+
+    def close(self) -> None:
+        self.closed = True
+
+    def answer_to(self, request_id: str, prompt: int) -> list[int]:
+        sampling = SamplingParams(max_tokens=3, temperature=0)
+        tokens = list(range(10, 10 + prompt))
+        self.receive(Submit(request_id, ROUTER, tokens, sampling, timeout_s=PATIENCE_S))
+        answer: list[int] = []
+        while True:
+            chunk = self.chunks.get(timeout=PATIENCE_S)
+            assert chunk.error is None
+            answer += chunk.token_ids
+            if chunk.finish is not None:
+                assert chunk.finish is FinishReason.LENGTH
+                return answer
+
+
+def make_node(rules: RoleRules) -> tuple[Node, list[FakeChannel]]:
+    channels: list[FakeChannel] = []
+
+    def open_channel(host: str, receive: Callable[[ToNode], None], name: str) -> FakeChannel:
+        channels.append(FakeChannel(host, receive, name))
+        return channels[-1]
+
+    config = NodeConfig("n0", rules.role, engine=EngineConfig(cache=CacheConfig(block_size=BLOCK_SIZE)))
+    return Node(
+        config, rules, open_channel, lambda context: pytest.fail("no connector was asked for")
+    ), channels
+
+
+def test_the_node_that_takes_over_serves_with_the_same_runner_and_knows_nothing_of_what_was() -> None:
+    runner = FakeRunner()
+    first, (channels) = make_node(PrefillRules())
+    before = first.start(runner=runner)
+    expected = channels[0].answer_to("a", 5)
+    assert first.drain(PATIENCE_S)
+    released = first.release()
+    assert released is runner
+    assert runner.tokens == {}, "the engine that told it of its requests tells it no more"
+    assert channels[0].closed
+
+    second, others = make_node(DecodeRules(Role.DECODE))
+    try:
+        after = second.start(runner=released)
+        assert after.epoch != before.epoch
+        assert after.request_endpoint != before.request_endpoint
+        assert (before.role, after.role) == (Role.PREFILL, Role.DECODE)
+        assert others[0].answer_to("a", 5) == expected
+        assert second.status().state is NodeState.READY
+    finally:
+        second.stop()
+
+
+def test_a_node_that_has_not_started_has_nothing_to_give() -> None:
+    node, _ = make_node(PrefillRules())
+    with pytest.raises(Unavailable, match="has not started"):
+        node.release()
+
+
+def test_the_model_of_a_node_that_failed_is_not_trusted() -> None:
+    runner = FakeRunner()
+    node, channels = make_node(DecodeRules(Role.DECODE))
+    node.start(runner=runner)
+    runner.error = RuntimeError("boom")
+    channels[0].receive(Submit("a", ROUTER, [1, 2], SamplingParams(max_tokens=1), timeout_s=PATIENCE_S))
+    assert channels[0].chunks.get(timeout=PATIENCE_S).finish is FinishReason.ERROR
+    assert not node.drain(PATIENCE_S), "a node that failed comes to no rest, and says so at once"
+    with pytest.raises(InternalError, match="boom"):
+        node.release()
+    node.stop()

@@ -1,0 +1,341 @@
+"""A node above its loop: what comes in, what goes out, and who hears of an end."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from tandem.decode_node.rules import DecodeRules
+from tandem.engine import service
+from tandem.engine.core import Engine
+from tandem.engine.structured.grammars import Grammars
+from tandem.node.config import NodeConfig, NodeTimeouts
+from tandem.node.loop import Mailbox
+from tandem.node.service import NodeService
+from tandem.prefill_node.rules import PrefillRules
+from tandem.wire.errors import InvalidLogits, NodeLost
+from tandem.wire.nodes import NodeState, PeerAddress, Role
+from tandem.wire.requests import (
+    Cancel,
+    KVTransferParams,
+    NodeStatus,
+    Ping,
+    Submit,
+    TokenBatch,
+    TokenChunk,
+    TransferRole,
+)
+from tandem.wire.sampling import FinishReason, SamplingParams
+from tests.engine.engine_fakes import FakeRunner, make_scheduler, token_at
+from tests.waiting import until
+
+PATIENCE_S = 5.0
+ROUTER = "tcp://router:1"
+
+
+class Outgoing:
+    """What the node sent, per endpoint."""
+
+    def __init__(self) -> None:
+        self.batches: queue.Queue[TokenBatch] = queue.Queue()
+        self.statuses: queue.Queue[NodeStatus] = queue.Queue()
+        self.gone: set[str] = set()
+        self.forgotten: list[str] = []
+        self.malformed = 0
+        self.died: str | None = None
+
+    def send(self, endpoint: str, message: msgspec.Struct) -> None:
+        if endpoint in self.gone:
+            raise NodeLost(f"{endpoint} does not read")
+        if isinstance(message, TokenBatch):
+            self.batches.put(message)
+        elif isinstance(message, NodeStatus):
+            self.statuses.put(message)
+
+    def forget(self, endpoint: str) -> None:
+        self.forgotten.append(endpoint)
+
+    def until_finished(self, request_id: str) -> list[TokenChunk]:
+        chunks: list[TokenChunk] = []
+        while not chunks or chunks[-1].finish is None:
+            batch = self.batches.get(timeout=PATIENCE_S)
+            chunks += [chunk for chunk in batch.chunks if chunk.request_id == request_id]
+        return chunks
+
+    def status_where(self, condition) -> NodeStatus:
+        while True:
+            status = self.statuses.get(timeout=PATIENCE_S)
+            if condition(status):
+                return status
+
+
+class Node:
+    def __init__(
+        self,
+        rules,
+        silence_s: float = 60.0,
+        status_period_s: float = 0.02,
+        grammars: Grammars | None = None,
+        grammar_s: float = 10.0,
+        ahead: bool = False,
+    ) -> None:
+        # A context so long that a request without an end of its own outlives any test.
+        self.runner = FakeRunner(num_blocks=30_000, max_model_len=100_000)
+        self.outgoing = Outgoing()
+        mailbox: Mailbox = Mailbox()
+        timeouts = NodeTimeouts(
+            status_period_s=status_period_s, router_silence_s=silence_s, grammar_s=grammar_s
+        )
+        self.service = NodeService(
+            NodeConfig(node_id="n0", role=rules.role, timeouts=timeouts),
+            epoch=7,
+            rules=rules,
+            engine=Engine(make_scheduler(self.runner), self.runner, None, ahead=ahead, debug=True),
+            mailbox=mailbox,
+            line=self.outgoing,
+            grammars=grammars,
+        )
+        self.service.start()
+
+    def submit(self, request_id: str = "r", prompt: int = 5, timeout_s: float = 60.0, **fields) -> None:
+        sampling = fields.pop("sampling", SamplingParams(max_tokens=4, temperature=0))
+        self.service.receive(
+            Submit(
+                request_id=request_id,
+                reply_to=ROUTER,
+                prompt_token_ids=[10 + i % 1000 for i in range(prompt)],
+                sampling=sampling,
+                timeout_s=timeout_s,
+                **fields,
+            )
+        )
+
+
+@pytest.fixture(params=[False, True], ids=["", "ahead"])
+def node(request: pytest.FixtureRequest) -> Iterator[Node]:
+    made = Node(DecodeRules(Role.DECODE), ahead=request.param)
+    yield made
+    made.service.stop()
+
+
+def test_tokens_come_back_in_order_with_their_indices(node: Node) -> None:
+    node.submit(prompt=5)
+    chunks = node.outgoing.until_finished("r")
+    assert [(chunk.start, chunk.token_ids) for chunk in chunks] == [(i, [token_at(5 + i)]) for i in range(4)]
+    assert chunks[-1].finish is FinishReason.LENGTH
+    assert chunks[0].cached_tokens == 0
+
+
+def test_a_batch_names_the_node_and_its_epoch(node: Node) -> None:
+    node.submit()
+    batch = node.outgoing.batches.get(timeout=PATIENCE_S)
+    assert (batch.node_id, batch.epoch) == ("n0", 7)
+
+
+def test_a_request_that_moved_here_goes_on_where_it_was(node: Node) -> None:
+    node.submit(prompt=5, output_token_ids=[105, 106], sampling=SamplingParams(max_tokens=4, temperature=0))
+    chunks = node.outgoing.until_finished("r")
+    assert [(chunk.start, chunk.token_ids) for chunk in chunks] == [(2, [107]), (3, [108])]
+
+
+def test_a_request_that_can_never_run_is_refused_with_the_reason(node: Node) -> None:
+    node.submit(prompt=100_001)
+    [chunk] = node.outgoing.until_finished("r")
+    assert chunk.finish is FinishReason.ERROR
+    assert chunk.error is not None
+    assert chunk.error.code == "context_length_exceeded"
+
+
+def test_a_cancelled_request_frees_its_blocks_and_says_nothing(node: Node) -> None:
+    node.submit(sampling=SamplingParams(max_tokens=90_000, ignore_eos=True), prompt=5)
+    node.outgoing.batches.get(timeout=PATIENCE_S)
+    node.service.receive(Cancel(reply_to=ROUTER, request_ids=["r", "never heard of"]))
+    status = node.outgoing.status_where(lambda s: s.counters.requests_finished.get("abort") == 1)
+    assert status.free_blocks == status.total_blocks
+    assert status.running == 0
+
+
+def test_only_its_own_router_can_cancel_a_request(node: Node) -> None:
+    node.submit(prompt=5)
+    node.service.receive(Cancel(reply_to="tcp://other:1", request_ids=["r"]))
+    assert node.outgoing.until_finished("r")[-1].finish is FinishReason.LENGTH
+
+
+def test_a_deadline_ends_a_request_with_a_typed_error(node: Node) -> None:
+    node.submit(timeout_s=0.0, sampling=SamplingParams(max_tokens=90_000))
+    chunk = node.outgoing.until_finished("r")[-1]
+    assert chunk.error is not None
+    assert chunk.error.code == "deadline_exceeded"
+
+
+def test_requests_that_have_ended_leave_no_deadlines_behind(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "_SPARE_DEADLINES", 4)
+    node.submit("lasts", sampling=SamplingParams(max_tokens=90_000, ignore_eos=True), timeout_s=1000)
+    for number in range(20):
+        node.submit(f"r{number}", prompt=1, sampling=SamplingParams(max_tokens=1))
+        node.outgoing.until_finished(f"r{number}")
+    assert len(node.service._deadlines) <= 8
+    node.submit("late", timeout_s=0.0, sampling=SamplingParams(max_tokens=90_000, ignore_eos=True))
+    assert node.outgoing.until_finished("late")[-1].error is not None
+
+
+def test_a_failed_step_answers_everybody_and_marks_the_node(node: Node) -> None:
+    node.runner.error = RuntimeError("boom")
+    node.service.receive(Ping(reply_to=ROUTER))
+    node.submit()
+    [chunk] = node.outgoing.until_finished("r")
+    assert chunk.error is not None
+    assert "boom" in chunk.error.message
+    status = node.outgoing.status_where(lambda s: s.state is NodeState.FAILED)
+    assert "boom" in status.detail
+    node.submit("later")
+    [refused] = node.outgoing.until_finished("later")
+    assert refused.finish is FinishReason.ERROR
+    assert node.service.failure is not None
+
+
+def test_a_ping_is_answered_with_a_status(node: Node) -> None:
+    node.service.receive(Ping(reply_to=ROUTER))
+    status = node.outgoing.statuses.get(timeout=PATIENCE_S)
+    assert (status.node_id, status.epoch, status.state) == ("n0", 7, NodeState.READY)
+
+
+def test_the_requests_of_a_router_that_fell_silent_are_aborted() -> None:
+    node = Node(DecodeRules(Role.DECODE), silence_s=0.05)
+    try:
+        gate = threading.Event()
+        node.service.receive(Ping(reply_to="tcp://watcher:1"))
+        node.submit(sampling=SamplingParams(max_tokens=90_000, ignore_eos=True), prompt=5)
+        # The watcher goes on pinging; the request's router does not.
+        while not gate.wait(0.01):
+            node.service.receive(Ping(reply_to="tcp://watcher:1"))
+            status = node.service.status()
+            if status.counters.requests_finished:
+                gate.set()
+        assert status.free_blocks == status.total_blocks
+        assert node.outgoing.forgotten == [ROUTER], "a connection to it is left"
+    finally:
+        node.service.stop()
+
+
+def test_the_requests_of_a_router_that_does_not_read_are_aborted(node: Node) -> None:
+    node.outgoing.gone.add(ROUTER)
+    node.submit(sampling=SamplingParams(max_tokens=90_000, ignore_eos=True), prompt=5)
+    assert node.service.drain(PATIENCE_S)
+    assert node.service.status().running == 0
+
+
+def test_a_router_that_was_lost_is_told_nothing_until_it_is_heard_again(node: Node) -> None:
+    node.outgoing.gone.add(ROUTER)
+    node.submit("unread", sampling=SamplingParams(max_tokens=90_000, ignore_eos=True))
+    until(lambda: bool(node.outgoing.forgotten))
+    node.outgoing.gone.clear()
+    node.submit("again")
+    assert node.outgoing.until_finished("again")
+    assert node.outgoing.forgotten == [ROUTER]
+
+
+def test_a_node_that_hears_nobody_any_more_says_so_and_is_replaced(node: Node) -> None:
+    node.service.receive(Ping(reply_to=ROUTER))
+    node.outgoing.died = "OSError: out of memory"
+    status = node.outgoing.status_where(lambda status: status.state is NodeState.FAILED)
+    assert (
+        status.detail == node.service.failure == "nobody hears its routers any more: OSError: out of memory"
+    )
+
+
+def test_a_draining_node_finishes_what_it_has_and_refuses_the_rest(node: Node) -> None:
+    node.submit("old", sampling=SamplingParams(max_tokens=150, ignore_eos=True))
+    node.outgoing.batches.get(timeout=PATIENCE_S)
+    assert node.service.drain(PATIENCE_S)
+    node.submit("new")
+    [refused] = node.outgoing.until_finished("new")
+    assert refused.error is not None
+    assert refused.error.code == "unavailable"
+
+
+def transfer(role: TransferRole) -> KVTransferParams:
+    return KVTransferParams("t", role, PeerAddress("n1", 1, "tcp://peer:1"))
+
+
+class TestPrefillRules:
+    rules = PrefillRules()
+
+    def submit(
+        self, max_tokens: int, outputs: int = 0, role: TransferRole | None = TransferRole.PRODUCE
+    ) -> Submit:
+        return Submit(
+            request_id="r",
+            reply_to=ROUTER,
+            prompt_token_ids=[1],
+            sampling=SamplingParams(max_tokens=max_tokens),
+            timeout_s=1,
+            output_token_ids=[5] * outputs,
+            transfer=transfer(role) if role else None,
+        )
+
+    def finish(self, submit: Submit, reason: FinishReason) -> FinishReason | None:
+        from tandem.engine.scheduling.update import RequestUpdate
+
+        return self.rules.finish_of(submit, RequestUpdate("r", 0, [1], finish=reason))
+
+    def test_one_token_is_sampled_and_then_handed_over(self) -> None:
+        submit = self.submit(max_tokens=9)
+        assert self.rules.sampling_for(submit).max_tokens == 1
+        assert self.finish(submit, FinishReason.LENGTH) is FinishReason.HANDOFF
+
+    def test_a_request_that_moved_samples_one_more(self) -> None:
+        assert self.rules.sampling_for(self.submit(max_tokens=9, outputs=3)).max_tokens == 4
+
+    def test_the_last_token_allowed_is_the_end_and_no_handover(self) -> None:
+        assert self.finish(self.submit(max_tokens=1), FinishReason.LENGTH) is FinishReason.LENGTH
+        assert self.finish(self.submit(max_tokens=4, outputs=3), FinishReason.LENGTH) is FinishReason.LENGTH
+
+    def test_a_stop_token_is_the_end(self) -> None:
+        assert self.finish(self.submit(max_tokens=9), FinishReason.STOP) is FinishReason.STOP
+
+    def test_without_a_transfer_it_is_an_ordinary_request(self) -> None:
+        submit = self.submit(max_tokens=9, role=None)
+        assert self.rules.sampling_for(submit).max_tokens == 9
+        assert self.finish(submit, FinishReason.LENGTH) is FinishReason.LENGTH
+
+
+def test_a_decode_node_is_not_asked_to_send(node: Node) -> None:
+    node.submit(transfer=transfer(TransferRole.PRODUCE))
+    [chunk] = node.outgoing.until_finished("r")
+    assert chunk.error is not None
+    assert chunk.error.code == "invalid_request"
+
+
+@pytest.mark.parametrize(
+    "fields", [{"prompt_token_ids": [5, 2000]}, {"prompt_token_ids": [-1]}, {"output_token_ids": [9, 2**31]}]
+)
+def test_tokens_that_the_model_does_not_know_are_refused(node: Node, fields: dict[str, list[int]]) -> None:
+    sampling = SamplingParams(max_tokens=4)
+    tokens = {"prompt_token_ids": [5], **fields}
+    node.service.receive(Submit(request_id="r", reply_to=ROUTER, sampling=sampling, timeout_s=9.0, **tokens))
+    [chunk] = node.outgoing.until_finished("r")
+    assert chunk.error is not None
+    assert chunk.error.code == "invalid_request"
+    assert "2000" in chunk.error.message
+    node.submit("next")
+    assert node.outgoing.until_finished("next")[-1].finish is FinishReason.LENGTH
+
+
+def test_a_request_that_the_model_fails_ends_alone_and_is_counted(node: Node) -> None:
+    node.runner.failing["bad"] = InvalidLogits("no number")
+    node.submit("bad")
+    [chunk] = node.outgoing.until_finished("bad")
+    assert (chunk.finish, chunk.token_ids) == (FinishReason.ERROR, [])
+    assert chunk.error == InvalidLogits("no number").to_wire()
+    node.submit("good")
+    assert node.outgoing.until_finished("good")[-1].finish is FinishReason.LENGTH
+    node.service.receive(Ping(reply_to=ROUTER))
+    status = node.outgoing.status_where(lambda status: status.counters.model_errors == 1)
+    assert status.state is NodeState.READY
