@@ -16,9 +16,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tandem.machine.cores import usable_cores
-from tandem.wire.errors import ConfigurationError
-
 log = logging.getLogger(__name__)
 
 _SOURCES = Path(__file__).parent
@@ -46,7 +43,7 @@ _UNIT_FLAGS = {
 _X86 = ("x86_64", "amd64")
 
 
-class BuildFailed(ConfigurationError):
+class BuildFailed(Exception):
     """There is no compiler, or it refused. The general forward pass needs neither."""
 
 
@@ -111,7 +108,7 @@ def _compile(compiler: str, library: Path) -> None:
             unit = _UNIT_FLAGS.get(source.name, []) if platform.machine().lower() in _X86 else []
             _run([compiler, *_FLAGS, *unit, "-c", str(source), "-o", str(target)])
 
-        with ThreadPoolExecutor(max_workers=usable_cores()) as pool:
+        with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
             list(pool.map(compile_one, sources, objects))
         linked = Path(folder) / _NAME
         _run([compiler, "-shared", "-pthread", "-o", str(linked), *map(str, objects)])

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from tandem.kernels.build import BuildFailed, library_path
-from tandem.wire.errors import InternalError
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -85,6 +84,10 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 }
 
 
+class KernelError(Exception):
+    """The library refused a call: what it was told cannot be."""
+
+
 @functools.cache
 def load() -> ctypes.CDLL:
     """Raises BuildFailed where the library can be neither found nor made."""
@@ -102,7 +105,7 @@ def load() -> ctypes.CDLL:
 def check(status: int) -> None:
     """What the library refuses is a mistake in what we told it."""
     if status != 0:
-        raise InternalError(f"native model: {last_error()}")
+        raise KernelError(f"native model: {last_error()}")
 
 
 def last_error() -> str:

@@ -11,8 +11,8 @@
                  when it is asked, and by how many at once
     table, plot, report, progress
                  what the operator sees
-    options, plan, command
-                 `tandem bench`
+    options, plan
+                 one run, as it was asked for
 
 Definitions are those of vLLM's load generator, so that figures can be laid side by side: time to first token (TTFT)
 runs from the request's sending to its first chunk; time per output token (TPOT) is the rest of the answer's time

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import msgspec
 
-from tandem.cluster.saving import check_file, check_picture
 from tandem.loadgen.shape import Endpoint
 from tandem.loadgen.slo import ServiceLevel, parse_service_level
 from tandem.wire.errors import ConfigurationError
@@ -93,11 +92,6 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         for name, value in (("warmup", self.warmup), ("seed", self.seed), ("think", self.think)):
             if value is not None and value < 0:
                 raise ConfigurationError(f"--{name} must not be negative, not {value:g}")
-        if self.json is not None and self.json != Path("-"):
-            check_file(self.json)
-        for picture, option in ((self.plot, "--plot"), (self.timeline, "--timeline")):
-            if picture is not None:
-                check_picture(picture, option)
         if (self.trace is not None) != (self.workload is Workload.TRACE):
             raise ConfigurationError("--trace FILE and --workload trace belong together")
         if self.prompt_format is PromptFormat.IDS and self.endpoint is Endpoint.CHAT:

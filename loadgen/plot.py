@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tandem.cluster.saving import new_figure
 from tandem.loadgen.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -15,9 +14,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def plot_run(timelines: Sequence[Timeline], began_at: float, title: str) -> Figure:
+def plot_run(figure: Figure, timelines: Sequence[Timeline], began_at: float, title: str) -> None:
     served = [timeline for timeline in timelines if timeline.succeeded]
-    figure = new_figure(11, 7)
     figure.suptitle(title)
     axes = figure.subplots(2, 2)
     distribution(axes[0][0], "time to first token", {"": [timeline.ttft for timeline in served]})
@@ -25,7 +23,6 @@ def plot_run(timelines: Sequence[Timeline], began_at: float, title: str) -> Figu
     distribution(axes[0][1], "inter-token latency", {"": gaps})
     distribution(axes[1][0], "end to end", {"": [timeline.e2e for timeline in served]})
     _throughput(axes[1][1], served, began_at)
-    return figure
 
 
 def distribution(axes: Axes, title: str, series: Mapping[str, Sequence[float]]) -> None:

@@ -1,0 +1,6 @@
+"""What this machine has and allows: floor 1, below everything that computes.
+
+cores, memory     how many cores and how much memory this process may use
+control_groups    where the kernel keeps a container's limits
+affinity          which cores a thread runs on
+"""

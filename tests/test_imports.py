@@ -15,22 +15,42 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
-# package -> what it may import of ours. A dotted name allows that module alone.
+# Every package is imported as tandem.<package>; tandem/ holds a link to each folder.
+NAME = "tandem"
+# package -> what it may import of ours. A dotted name allows that module alone. Errors are one tree, so floors that need
+# nothing else of ours may raise them.
 MAY_IMPORT: dict[str, set[str]] = {
     "wire": set(),
+    "machine": {"wire.errors"},
+    "kernels": set(),
+    "loadgen": {"wire.errors"},
     "kvtransfer": {"wire"},
     "router": {"wire"},
     "engine": {
+        "kernels",
         "kvtransfer.base",
+        "machine",
         "wire.errors",
         "wire.nodes",
         "wire.requests",
         "wire.sampling",
         "wire.tracing",
     },
-    "prefill_node": {"engine", "kvtransfer", "wire"},
-    "decode_node": {"engine", "kvtransfer", "wire"},
-    "cluster": {"engine", "kvtransfer", "prefill_node", "decode_node", "router", "wire"},
+    "node": {"engine", "kvtransfer", "machine", "wire"},
+    "prefill_node": {"node", "engine", "kvtransfer", "wire"},
+    "decode_node": {"node", "engine", "kvtransfer", "wire"},
+    "cluster": {
+        "decode_node",
+        "engine",
+        "kernels",
+        "kvtransfer",
+        "loadgen",
+        "machine",
+        "node",
+        "prefill_node",
+        "router",
+        "wire",
+    },
 }
 # A folder of cluster/ -> what it may import of the others. All of them may import what lies in cluster/ itself.
 WITHIN_CLUSTER: dict[str, set[str]] = {
@@ -38,14 +58,13 @@ WITHIN_CLUSTER: dict[str, set[str]] = {
     "models": set(),
     "static_hosts": set(),
     "on_ray": {"pools", "models"},
-    "commands": {"pools", "models", "on_ray"},
+    "commands": {"pools", "models", "on_ray", "trace"},
     "trace": set(),
-    "bench": {"models", "trace"},
 }
 MAY_IMPORT_RAY = ("cluster/on_ray/", "cluster/static_hosts/")
 # An import of these takes seconds and hundreds of megabytes.
 HEAVY = {"torch", "transformers"}
-WITHOUT_HEAVY_PARTS = ("wire", "router", "cluster")
+WITHOUT_HEAVY_PARTS = ("wire", "machine", "loadgen", "router", "cluster")
 # They run what they read.
 UNPICKLERS = {"pickle", "_pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
 UNPICKLING_METHODS = {"recv_pyobj", "send_pyobj"}
@@ -81,15 +100,15 @@ def imports_in(tree: ast.Module, file: str) -> list[Import]:
     def visit(node: ast.AST, at_import_time: bool) -> None:
         match node:
             case ast.Import(names=names):
-                found.extend(Import(file, node.lineno, alias.name, at_import_time) for alias in names)
+                found.extend(Import(file, node.lineno, ours(alias.name), at_import_time) for alias in names)
             case ast.ImportFrom(module=module, level=level, names=names):
                 inside = file.split("/")[:-level] if level else []
-                base = ".".join([*inside, *([module] if module else [])])
+                base = ours(".".join([*inside, *([module] if module else [])]))
                 # `from wire import sockets` may name a module.
                 targets = [f"{base}.{alias.name}" for alias in names] if is_package(base) else [base]
                 found.extend(Import(file, node.lineno, target, at_import_time) for target in targets)
             case ast.Call(func=ast.Attribute(attr="import_module"), args=[ast.Constant(value=str(name)), *_]):
-                found.append(Import(file, node.lineno, name, at_import_time))
+                found.append(Import(file, node.lineno, ours(name), at_import_time))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or is_type_checking(node):
             at_import_time = False
         for child in ast.iter_child_nodes(node):
@@ -97,6 +116,11 @@ def imports_in(tree: ast.Module, file: str) -> list[Import]:
 
     visit(tree, True)
     return found
+
+
+def ours(module: str) -> str:
+    """A module of ours without the name that it is installed under."""
+    return module.removeprefix(NAME + ".")
 
 
 def is_package(module: str) -> bool:
@@ -128,8 +152,23 @@ def fail_with(offences: list[Import], rule: str) -> None:
 
 
 def test_every_package_of_the_house_is_in_the_table() -> None:
-    ours = {path.parent.name for path in ROOT.glob("*/py.typed")}
-    assert ours == set(MAY_IMPORT), "a package without a floor, or a floor without a package"
+    packages = {path.parent.name for path in ROOT.glob("*/py.typed")} - {NAME}
+    assert packages == set(MAY_IMPORT), "a package without a floor, or a floor without a package"
+
+
+def test_every_package_has_its_link_and_nothing_is_imported_by_the_name_of_its_folder() -> None:
+    links = {path.name: path.resolve() for path in (ROOT / NAME).iterdir() if path.is_symlink()}
+    assert links == {package: ROOT / package for package in MAY_IMPORT}
+    plain = re.compile(r"^\s*(?:from|import) (" + "|".join(MAY_IMPORT) + r")\b", re.MULTILINE)
+    folders = [*MAY_IMPORT, "benchmarks", "tests"]
+    offences = [
+        f"{path.relative_to(ROOT)}: {found[0].strip()}"
+        for folder in folders
+        for path in source_files(folder)
+        if path.name != "test_imports.py"
+        for found in plain.finditer(path.read_text(encoding="utf-8"))
+    ]
+    assert not offences, "a user's own module of that name would be imported: " + "; ".join(offences)
 
 
 @pytest.mark.parametrize("package", sorted(MAY_IMPORT))
@@ -140,8 +179,8 @@ def test_a_package_imports_only_from_floors_below_it(package: str) -> None:
 
 
 def test_every_folder_of_cluster_is_in_the_table() -> None:
-    ours = {path.parent.name for path in ROOT.glob("cluster/*/__init__.py")}
-    assert ours == set(WITHIN_CLUSTER), "a folder without a place, or a place without a folder"
+    folders = {path.parent.name for path in ROOT.glob("cluster/*/__init__.py")}
+    assert folders == set(WITHIN_CLUSTER), "a folder without a place, or a place without a folder"
 
 
 @pytest.mark.parametrize("folder", sorted(WITHIN_CLUSTER))
@@ -251,7 +290,7 @@ def test_no_module_asks_for_torch_when_it_is_imported(package: str) -> None:
 def test_importing_the_light_packages_does_not_bring_torch_along() -> None:
     """Through whatever they import in turn. Slow: an interpreter of its own imports all of it."""
     modules = [
-        path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
+        f"{NAME}.{module_of(path.relative_to(ROOT).as_posix())}"
         for package in WITHOUT_HEAVY_PARTS
         for path in source_files(package)
     ]
@@ -283,7 +322,7 @@ def read(source: str, file: str = "engine/sample.py") -> list[Import]:
 
 def test_the_reader_sees_every_way_to_import() -> None:
     source = (
-        "import ray\nfrom wire import sockets\nfrom wire.nodes import Role\nfrom . import core\n"
+        "import ray\nfrom tandem.wire import sockets\nfrom tandem.wire.nodes import Role\nfrom . import core\n"
         "def f():\n    import torch\n"
         "if TYPE_CHECKING:\n    import transformers\n"
         "importlib.import_module('nixl._api')\n"
@@ -301,9 +340,17 @@ def test_the_reader_sees_every_way_to_import() -> None:
 
 
 def test_the_table_refuses_what_is_not_in_it() -> None:
-    forbidden = ["from wire import sockets", "import router.config", "from kvtransfer.registry import find"]
+    forbidden = [
+        "from tandem.wire import sockets",
+        "import tandem.router.config",
+        "from tandem.kvtransfer.registry import find",
+    ]
     assert not any(is_allowed(found, "engine") for source in forbidden for found in read(source))
-    allowed = ["from kvtransfer.base import TransferConfig", "from engine.core import Engine", "import numpy"]
+    allowed = [
+        "from tandem.kvtransfer.base import TransferConfig",
+        "from tandem.engine.core import Engine",
+        "import numpy",
+    ]
     assert all(is_allowed(found, "engine") for source in allowed for found in read(source))
 
 

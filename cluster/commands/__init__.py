@@ -4,6 +4,7 @@ serve         preflight, progress, following, ready_lines: checked, shown while 
 operate       scale, drain, role, down; operate_options: their arguments; address, address_record: which cluster
 overview, status     `tandem status`, from the controller and from one router
 doctor, machine_checks   what this machine offers; one check for each subject
+bench         one run of the load generator (loadgen/), from its flags to its table
 chat, show_config
 json_output   `-o json`
 output        what a service prints, whoever reads it; what libraries print

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from tandem.cluster.api_client import key_from_environment
 from tandem.cluster.models.store import find_model
-from tandem.cluster.saving import as_json, save_picture, write_json
+from tandem.cluster.saving import as_json, check_file, check_picture, new_figure, save_picture, write_json
 from tandem.cluster.trace.fetch import TraceClient
 from tandem.cluster.trace.picture import draw_trace
 from tandem.cluster.trace.text import show_trace
@@ -50,7 +50,17 @@ def run(args: argparse.Namespace) -> int:
     """0: measured; 1: no request succeeded; 130: interrupted, and what was measured until then is shown. Raises
     ConfigurationError for what the operator can mend."""
     options = options_from(args)
+    _check_files(options)
     return asyncio.run(_measure(options, Console(stderr=True)))
+
+
+def _check_files(options: Options) -> None:
+    """A file that cannot be written is refused before the run that it is to hold."""
+    if options.json is not None and options.json != Path("-"):
+        check_file(options.json)
+    for picture, option in ((options.plot, "--plot"), (options.timeline, "--timeline")):
+        if picture is not None:
+            check_picture(picture, option)
 
 
 async def _measure(options: Options, errors: Console) -> int:
@@ -182,5 +192,6 @@ def _show(
         else:
             write_json(report, options.json)
     if options.plot is not None:
-        plot = plot_run(load.timelines, load.began_at, f"{model.id}, {options.workload}")
-        save_picture(plot, options.plot)
+        figure = new_figure(11, 7)
+        plot_run(figure, load.timelines, load.began_at, f"{model.id}, {options.workload}")
+        save_picture(figure, options.plot)

@@ -6,12 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tandem.engine import host_cores, node
+from tandem.machine import cores
 from tandem.machine.control_groups import folders_of
 from tandem.machine.cores import core_quota, usable_cores
-from tandem.node.config import NodeConfig
-from tandem.node.node import Node
-from tandem.wire.nodes import Role
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +34,7 @@ class Kernel:
 def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kernel:
     kernel = Kernel(tmp_path)
     monkeypatch.setattr(
-        host_cores, "folders_of", lambda controller: folders_of(controller, kernel.membership, kernel.mount)
+        cores, "folders_of", lambda controller: folders_of(controller, kernel.membership, kernel.mount)
     )
     return kernel
 
@@ -92,14 +89,3 @@ def test_less_than_a_core_is_one(kernel: Kernel) -> None:
 def test_a_kernel_without_control_groups_limits_nothing(kernel: Kernel) -> None:
     kernel.membership.unlink()
     assert core_quota() is None
-
-
-def test_under_a_quota_a_node_is_bound_to_no_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    def cores_of_node() -> list[int]:
-        config = NodeConfig("n", Role.DECODE, cores=[0, 1])
-        return Node(config, None, None, None).config.cores  # type: ignore[arg-type]
-
-    monkeypatch.setattr(node, "core_quota", lambda: None)
-    assert cores_of_node() == [0, 1]
-    monkeypatch.setattr(node, "core_quota", lambda: 2)
-    assert cores_of_node() == []

@@ -115,3 +115,14 @@ def test_the_model_of_a_node_that_failed_is_not_trusted() -> None:
     with pytest.raises(InternalError, match="boom"):
         node.release()
     node.stop()
+
+
+def test_under_a_quota_a_node_is_bound_to_no_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cores_of_node() -> list[int]:
+        config = NodeConfig("n", Role.DECODE, cores=[0, 1])
+        return Node(config, None, None, None).config.cores  # type: ignore[arg-type]
+
+    monkeypatch.setattr("tandem.node.node.core_quota", lambda: None)
+    assert cores_of_node() == [0, 1]
+    monkeypatch.setattr("tandem.node.node.core_quota", lambda: 2)
+    assert cores_of_node() == []

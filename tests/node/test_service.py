@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from tandem.decode_node.rules import DecodeRules
-from tandem.engine import service
 from tandem.engine.core import Engine
 from tandem.engine.structured.grammars import Grammars
+from tandem.node import service
 from tandem.node.config import NodeConfig, NodeTimeouts
 from tandem.node.loop import Mailbox
 from tandem.node.service import NodeService

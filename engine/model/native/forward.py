@@ -16,7 +16,7 @@ from tandem.engine.cache.groups import KVCacheGroup
 from tandem.engine.model.batch import Batch
 from tandem.engine.model.leftovers import refuse_leftovers
 from tandem.engine.model.native.architecture import describe, head_size, refusal, rope_parameters
-from tandem.engine.model.native.weights import Checkpoint, Take, load_weights
+from tandem.engine.model.native.weights import Checkpoint, Take, checked, load_weights
 from tandem.engine.model.runner import LayerHooks
 from tandem.kernels import library
 from tandem.kernels.build import BuildFailed
@@ -170,7 +170,7 @@ class NativeLlamaForward:
             layer_window=window_of,
             groups=len(groups),
         )
-        library.check(self._native.tandem_use_cache(self._model, layout))
+        checked(self._native.tandem_use_cache(self._model, layout))
         self._cache = kv_cache
         self._groups = len(groups)
 
@@ -180,16 +180,16 @@ class NativeLlamaForward:
         native, model, layers = self._native, self._model, self._architecture.layers
         # The library keeps the pointers until the step's last call, so what they lead to must outlive this line.
         step = self._step_batch(batch)
-        library.check(native.tandem_begin(model, step))
+        checked(native.tandem_begin(model, step))
         if hooks is None:
-            library.check(native.tandem_run_layers(model, 0, layers))
+            checked(native.tandem_run_layers(model, 0, layers))
         else:
             self._run_with_hooks(hooks, max(1, _TOKEN_LAYERS_PER_RANGE // batch.num_tokens))
         rows = batch.logit_rows.shape[0]
         if rows > self._logits.shape[0]:
             self._logits = torch.empty(rows, self._architecture.vocab)
         logits = self._logits[:rows]
-        library.check(native.tandem_logits(model, logits.data_ptr(), self._architecture.vocab))
+        checked(native.tandem_logits(model, logits.data_ptr(), self._architecture.vocab))
         del step
         return logits
 
@@ -200,7 +200,7 @@ class NativeLlamaForward:
     def profile(self, on: bool) -> dict[str, int]:
         """Nanoseconds per kind of work since profiling was last turned on."""
         times = (c_int64 * len(library.PHASES))()
-        library.check(self._native.tandem_profile(self._model, on, times))
+        checked(self._native.tandem_profile(self._model, on, times))
         return dict(zip(library.PHASES, times, strict=True))
 
     def _run_with_hooks(self, hooks: LayerHooks, step: int) -> None:
@@ -209,7 +209,7 @@ class NativeLlamaForward:
             last = min(layers, first + step)
             for layer in range(first, last):
                 hooks.wait_for_layer_load(layer)
-            library.check(self._native.tandem_run_layers(self._model, first, last))
+            checked(self._native.tandem_run_layers(self._model, first, last))
             for layer in range(first, last):
                 hooks.save_kv_layer(layer)
 
@@ -234,7 +234,7 @@ class NativeLlamaForward:
 
     def _set_rotary(self, inverse_frequencies: torch.Tensor, scaling: float) -> None:
         frequencies: list[float] = inverse_frequencies.float().tolist()
-        library.check(
+        checked(
             self._native.tandem_set_rotary(
                 self._model,
                 (ctypes.c_float * len(frequencies))(*frequencies),

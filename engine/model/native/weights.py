@@ -13,10 +13,18 @@ from safetensors import SafetensorError, safe_open
 
 from tandem.engine.model.native.architecture import Architecture
 from tandem.kernels import library
-from tandem.wire.errors import ConfigurationError
+from tandem.wire.errors import ConfigurationError, InternalError
 
 Take = Callable[[str], torch.Tensor | None]
 """A tensor by its name in the checkpoint. It is read once, and need not stay."""
+
+
+def checked(status: int) -> None:
+    """A call that the library refuses is a mistake of ours."""
+    try:
+        library.check(status)
+    except library.KernelError as error:
+        raise InternalError(str(error)) from error
 
 
 class Checkpoint:
@@ -55,12 +63,12 @@ def load_weights(
 
     def vector(which: int, layer: int, name: str, size: int) -> None:
         tensor = _required(take, name, (size,))
-        library.check(native.tandem_load_vector(model, which, layer, library.part(tensor)))
+        checked(native.tandem_load_vector(model, which, layer, library.part(tensor)))
 
     def linear(which: int, layer: int, inputs: int, outputs: dict[str, int], biased: bool) -> None:
         weights = [_required(take, f"{name}.weight", (rows, inputs)) for name, rows in outputs.items()]
         biases = [_required(take, f"{name}.bias", (rows,)) for name, rows in outputs.items() if biased]
-        library.check(
+        checked(
             native.tandem_load_linear(
                 model, which, layer, _parts(weights), _parts(biases) if biased else None, len(weights)
             )
@@ -84,8 +92,8 @@ def load_weights(
     vector(library.FINAL_NORM, 0, "model.norm.weight", a.hidden)
     embedding = _required(take, "model.embed_tokens.weight", (a.vocab, a.hidden))
     head = _head(take, a, embedding)
-    library.check(native.tandem_load_linear(model, library.HEAD, 0, _parts([head]), None, 1))
-    library.check(native.tandem_use_embedding(model, library.part(embedding)))
+    checked(native.tandem_load_linear(model, library.HEAD, 0, _parts([head]), None, 1))
+    checked(native.tandem_use_embedding(model, library.part(embedding)))
     progress(1.0)
     return embedding
 

@@ -292,13 +292,17 @@ def test_the_key_comes_from_the_environment(
         ("--workload", "trace"),
         ("--trace", "x"),
         ("--endpoint", "chat", "--prompt-format", "ids"),
-        ("--json", "/nowhere/at/all.json"),
-        ("--plot", "/nowhere/at/all.png"),
     ],
 )
 def test_flags_that_make_no_run_are_refused(flags: tuple[str, ...]) -> None:
     with pytest.raises(ConfigurationError):
         options_from(arguments(*flags))
+
+
+@pytest.mark.parametrize("flags", [("--json", "/nowhere/at/all.json"), ("--plot", "/nowhere/at/all.png")])
+def test_a_file_that_cannot_be_written_is_refused_before_the_run(flags: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigurationError, match="cannot be written"):
+        run(arguments(*flags))
 
 
 @pytest.mark.parametrize("flags", [("--slo", "ttft"), ("--workload", "mixed"), ("--rate", "fast")])

@@ -1,29 +1,5 @@
-"""These tests need the native library; where no compiler makes it there is nothing to test."""
+"""These tests need the native library, as those of the kernels do."""
 
-from __future__ import annotations
+from tests.kernels.conftest import _library, pytest_generate_tests
 
-import pytest
-import torch
-
-from tandem.kernels import library
-from tandem.kernels.build import BuildFailed
-from tests.engine.native import probes
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _library() -> None:
-    torch.set_num_threads(1)
-    try:
-        library.load()
-    except BuildFailed as error:
-        pytest.skip(str(error))
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`unit`: every (dtype, instruction set) that this processor runs. `float_unit`: those of float32."""
-    for name in {"unit", "float_unit"} & set(metafunc.fixturenames):
-        try:
-            units = [u for u in probes.available() if name == "unit" or u[0] == torch.float32]
-        except BuildFailed:
-            units = []
-        metafunc.parametrize(name, units, ids=lambda u: f"{u[1]}-{str(u[0]).removeprefix('torch.')}")
+__all__ = ["_library", "pytest_generate_tests"]

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.engine.native import probes
-from tests.engine.native.probes import Requests
+from tests.kernels import probes
+from tests.kernels.probes import Requests
 
 Unit = tuple[torch.dtype, str]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.engine.native import probes
+from tests.kernels import probes
 
 Unit = tuple[torch.dtype, str]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.engine.model.native import build
+from tandem.kernels import build
 from tandem.kernels.build import BuildFailed, library_path
 
 FAKE = """#!/bin/sh

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.engine.native import probes
+from tests.kernels import probes
 
 Unit = tuple[torch.dtype, str]
 
