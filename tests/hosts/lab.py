@@ -45,12 +45,18 @@ class Host:
     def netns(self) -> str:
         return f"{_PREFIX}_{self.name}"
 
+    @property
+    def port(self) -> str:
+        """Of the bridge that joins the hosts: this host's end of its wire."""
+        return f"v_{self.name}"
+
     def boot(self) -> None:
         for folder in (self.home / ".ssh", self.folder / "ray"):
             folder.mkdir(parents=True, exist_ok=True)
         self.home.chmod(0o700)
         (self.home / ".ssh").chmod(0o700)
-        shutil.copy(self._lab.key.with_suffix(".pub"), self.home / ".ssh" / "authorized_keys")
+        if self._lab.ssh:
+            shutil.copy(self._lab.key.with_suffix(".pub"), self.home / ".ssh" / "authorized_keys")
         with (self.folder / "sshd.log").open("ab") as log:
             self._root_process = subprocess.Popen(
                 ["ip", "netns", "exec", self.netns, "unshare", "--mount", "--pid", "--fork", "--kill-child",
@@ -71,7 +77,7 @@ class Host:
             mount -t tmpfs -o size=2g tmpfs /dev/shm
             mkdir -p /tmp/ray; mount --bind {self.folder}/ray /tmp/ray
             {private_home(self.home, self.folder)}
-            exec /usr/sbin/sshd -D -e -f /dev/null {sshd}
+            exec {f"/usr/sbin/sshd -D -e -f /dev/null {sshd}" if self._lab.ssh else "sleep infinity"}
         """
 
     def command(self, *words: str) -> list[str]:
@@ -85,10 +91,10 @@ class Host:
         return _checked(self.command(*words), timeout_s)
 
     def cut_off(self) -> None:
-        _ip("-n", _LAN, "link", "set", f"v_{self.name}", "down")
+        _ip("-n", _LAN, "link", "set", self.port, "down")
 
     def heal(self) -> None:
-        _ip("-n", _LAN, "link", "set", f"v_{self.name}", "up")
+        _ip("-n", _LAN, "link", "set", self.port, "up")
 
     def power_off(self) -> None:
         """Every process on it is gone at once."""
@@ -99,10 +105,12 @@ class Host:
 
 
 class Lab:
-    """`with Lab(folder, hosts=5) as lab:`; the hosts are lab.hosts, and lab.laptop is beside them."""
+    """`with Lab(folder, hosts=5) as lab:`; the hosts are lab.hosts, and lab.laptop is beside them. Without `ssh` the hosts
+    have no sshd: only `Host.run` reaches them."""
 
-    def __init__(self, folder: Path, hosts: int) -> None:
+    def __init__(self, folder: Path, hosts: int, *, ssh: bool = True) -> None:
         self.folder = folder
+        self.ssh = ssh
         self.key = folder / "key"
         self.host_key = folder / "host_key"
         self.hosts = [Host(self, f"h{index}", f"{NETWORK}.{10 + index}") for index in range(hosts)]
@@ -131,11 +139,12 @@ class Lab:
 
     def _begin(self) -> None:
         _sweep()
-        Path("/run/sshd").mkdir(exist_ok=True)
+        if self.ssh:
+            Path("/run/sshd").mkdir(exist_ok=True)
         for name in ("ray", "tmp"):
             (self.folder / "laptop" / name).mkdir(parents=True, exist_ok=True)
         (self.laptop_home / ".ssh").mkdir(parents=True, exist_ok=True)
-        for key in (self.key, self.host_key):
+        for key in (self.key, self.host_key) if self.ssh else ():
             if not key.exists():
                 _checked(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)], 10)
         _ip("netns", "add", _LAN)
@@ -145,8 +154,9 @@ class Lab:
         for host in self.hosts:
             _join(host.name, host.address)
             host.boot()
-        for host in self.hosts:
-            self._wait_for_sshd(host)
+        if self.ssh:
+            for host in self.hosts:
+                self._wait_for_sshd(host)
 
     def _wait_for_sshd(self, host: Host, within_s: float = 20.0) -> None:
         deadline = time.monotonic() + within_s
@@ -239,6 +249,24 @@ def _only_child(pid: int, within_s: float = 10.0) -> int:
 
 def _ip(*words: str) -> str:
     return _checked(["ip", *words], 10)
+
+
+def in_netns(host: Host, *words: str, check: bool = True) -> str:
+    """A command in the host's network alone, such as nft or tc. What it says; "" when it fails and may."""
+    return _in_named_netns(host.netns, *words, check=check)
+
+
+def on_bridge(*words: str, check: bool = True) -> str:
+    return _in_named_netns(_LAN, *words, check=check)
+
+
+def _in_named_netns(name: str, *words: str, check: bool) -> str:
+    try:
+        return _checked(["ip", "netns", "exec", name, *words], 10)
+    except AssertionError:
+        if check:
+            raise
+        return ""
 
 
 def _checked(command: Sequence[str], timeout_s: float) -> str:

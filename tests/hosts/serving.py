@@ -20,14 +20,19 @@ CLIENT = Path(__file__).with_name("client.py")
 
 
 def give_model(lab: Lab, source: Path) -> Path:
-    """The folder that all hosts see. The compiled kernels go where each host looks for them: its home is empty."""
+    """The folder that all hosts see."""
     model = lab.folder / "SmolLM2-135M-Instruct"
     shutil.copytree(source, model, dirs_exist_ok=True)
+    give_kernels(lab)
+    return model
+
+
+def give_kernels(lab: Lab) -> None:
+    """The compiled kernels go where each host looks for them: its home is empty."""
     library = library_path()
     for host in lab.hosts:
         kept = host.home / ".cache" / "tandem" / "native" / library.parent.name
         shutil.copytree(library.parent, kept, dirs_exist_ok=True)
-    return model
 
 
 class Client:

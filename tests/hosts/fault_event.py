@@ -1,0 +1,370 @@
+"""One fault, done to a cluster in the middle of requests of every phase, and what came of each of them."""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import json
+import queue
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fault_cluster import FaultCluster, NotMended
+from fault_table import Fault
+from lab import Lab
+from stalls import Stalls
+
+LOAD = Path(__file__).with_name("fault_load.py")
+LONGEST_GAP_S = 3.0
+_BEGIN_S = 40.0  # for the requests that a fault is to meet to have come that far
+_OVER_S = 150.0  # for the last answer, once the fault is over
+_SHORT, _LONG = 40, 1000
+_STREAM, _ANSWER = 250, 24
+_SETTLED_S = 0.3  # between the fault's beginning and the requests that come meanwhile
+
+
+class Phase(enum.StrEnum):
+    """How far a request was when the fault began."""
+
+    QUEUED = "queued"  # other prompts before it in the prefill nodes' lines
+    PROMPT = "prompt"  # being read
+    TRANSFER = "transfer"  # its first token was there, and the others wait for its KV
+    DECODE = "decode"  # in the middle of its answer
+    DURING = "during"  # it came while the fault lasted
+    AFTER = "after"  # it came when the fault was over
+
+
+@dataclass(frozen=True)
+class Question:
+    body: dict[str, Any]
+
+    def key(self) -> str:
+        return json.dumps(self.body, sort_keys=True)
+
+
+class Questions:
+    """The same ones each time, so that each has one right answer."""
+
+    def __init__(self, vocabulary: int) -> None:
+        rng = random.Random(5)
+        self._prompts = {
+            length: [[rng.randrange(8, vocabulary) for _ in range(length)] for _ in range(6)]
+            for length in (_SHORT, _LONG)
+        }
+
+    def _make(self, length: int, number: int, tokens: int) -> Question:
+        prompts = self._prompts[length]
+        number %= len(prompts)
+        body: dict[str, Any] = {
+            "model": "model", "prompt": prompts[number], "max_tokens": tokens, "ignore_eos": True,
+            "stream": True,
+        }  # fmt: skip
+        sampling = {"temperature": 0.9, "top_p": 0.95, "seed": number} if number % 2 else {"temperature": 0}
+        return Question(body | sampling)
+
+    def stream(self, number: int) -> Question:
+        return self._make(_SHORT, number, _STREAM)
+
+    def long(self, number: int) -> Question:
+        return self._make(_LONG, number, _ANSWER)
+
+    def short(self, number: int) -> Question:
+        return self._make(_SHORT, number, _ANSWER)
+
+
+@dataclass
+class Asked:
+    """One request, and what was heard of it."""
+
+    question: Question
+    sent: float
+    times: list[float] = field(default_factory=list)
+    ending: dict[str, Any] | None = None
+    changed: Callable[[], None] = lambda: None
+
+    @property
+    def tokens(self) -> int:
+        return len(self.times)
+
+
+class LoadProcess:
+    """fault_load.py, beside the hosts."""
+
+    def __init__(self, lab: Lab, url: str) -> None:
+        self._url = f"{url}/v1/completions"
+        self._process = subprocess.Popen(
+            lab.laptop_command(sys.executable, str(LOAD)), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )  # fmt: skip
+        self._asked: dict[str, Asked] = {}
+        self._heard: queue.SimpleQueue[None] = queue.SimpleQueue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def ask(self, question: Question, salt: str) -> Asked:
+        name = str(len(self._asked))
+        asked = self._asked[name] = Asked(question, time.monotonic())
+        self._tell({"ask": name, "url": self._url, "body": question.body | {"cache_salt": salt}})
+        return asked
+
+    def leave(self, asked: Asked) -> None:
+        self._tell({"leave": next(name for name, one in self._asked.items() if one is asked)})
+
+    def wait(self, is_so: Callable[[], bool], until: float) -> bool:
+        """Looks again at each thing that is heard. False when it was not so by then."""
+        while not is_so():
+            left = until - time.monotonic()
+            if left <= 0:
+                return False
+            try:
+                self._heard.get(timeout=min(left, 1.0))
+            except queue.Empty:
+                assert self._process.poll() is None, "the load's process has ended"
+        return True
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(message) + "\n")
+        self._process.stdin.flush()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            news = json.loads(line)
+            asked = self._asked[news["id"]]
+            if news["event"] == "token":
+                asked.times.append(news["at"])
+            else:
+                asked.times, asked.ending = news["times"], news
+            self._heard.put(None)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+@dataclass
+class Run:
+    """The requests of one phase under one fault. What a line of the results says."""
+
+    fault: str
+    repetition: int
+    rate: str
+    phase: str
+    requests: int
+    right: int = 0
+    typed_errors: int = 0
+    faults: list[str] = field(default_factory=list)  # what must not be, a sentence each
+    errors: list[str] = field(default_factory=list)  # what the typed errors said
+    longest_gap_s: float = 0.0
+    over_s: float = 0.0  # of a gap, what neither the quiet run nor the machine's stalls explain
+    stalled_s: float = 0.0
+    mended_s: float = 0.0  # from the fault's end to every block free
+    dropped_packets: int = 0
+
+    @property
+    def ok(self) -> bool:
+        return not self.faults
+
+
+class Reference:
+    """What the cluster says and how long it takes while nothing is done to it."""
+
+    def __init__(self) -> None:
+        self.texts: dict[str, str] = {}
+        self.lines: dict[str, float] = {}  # the longest wait of a phase of the quiet scene, by rate and phase
+
+
+class Scene:
+    def __init__(
+        self,
+        cluster: FaultCluster,
+        load: LoadProcess,
+        stalls: Stalls,
+        questions: Questions,
+        reference: Reference,
+    ) -> None:
+        self._cluster = cluster
+        self._load = load
+        self._stalls = stalls
+        self._questions = questions
+        self._reference = reference
+        self._salt = ""
+        self._salts = 0
+
+    def learn(self) -> None:
+        """Asks each question in peace."""
+        questions = self._questions
+        self._learn([questions.stream(number) for number in range(6)])  # together: these take seconds
+        for number in range(6):
+            for question in (questions.long(number), questions.short(number)):
+                self._learn([question])
+
+    def _learn(self, questions: list[Question]) -> None:
+        asked = [self._load.ask(question, "in peace") for question in questions]
+        self._load.wait(lambda: all(one.ending for one in asked), time.monotonic() + 120)
+        for one in asked:
+            ending = one.ending or {"outcome": "hang"}
+            assert ending["outcome"] == "whole", f"a question asked in peace is not answered: {ending}"
+            self._reference.texts[one.question.key()] = ending["text"]
+
+    def play(self, fault: Fault | None, repetition: int, rate: str) -> list[Run]:
+        """Without a fault it is the quiet scene, which says how long each phase's line is."""
+        cluster, load, questions = self._cluster, self._load, self._questions
+        self._salt = f"{fault.name if fault else 'quiet'}/{repetition}/{rate}/{time.time():.3f}"
+        cluster.limit_links(rate)
+        before = [self._ask(questions.stream(number)) for number in (repetition, repetition + 1)]
+        load.wait(lambda: all(one.tokens >= 8 or one.ending for one in before), time.monotonic() + _BEGIN_S)
+        longs = [self._ask(questions.long(repetition + number)) for number in range(4)]
+        crowd = [self._ask(questions.long(number)) for number in range(fault.crowd if fault else 0)]
+        if repetition % 2 == 0:
+            load.wait(lambda: any(one.tokens or one.ending for one in longs), time.monotonic() + _BEGIN_S)
+        else:
+            time.sleep(0.05 * (1 + repetition))  # somewhere in the reading of the prompts
+        phases = {id(one): self._phase(one, longs) for one in [*before, *longs]}
+        began = time.monotonic()
+        dropped = 0
+        late: list[Asked] = []
+        if fault is not None:
+            with self._fault(fault):
+                time.sleep(min(_SETTLED_S, fault.seconds))
+                late = self._meanwhile()
+                if fault.leaving:
+                    self._leave(crowd, repetition)
+                time.sleep(max(0.0, began + fault.seconds - time.monotonic()))
+                dropped = cluster.dropped_packets()
+        else:
+            time.sleep(_SETTLED_S)
+            late = self._meanwhile()
+        phases |= {id(one): Phase.DURING for one in late}
+        ended = time.monotonic()
+        after = [self._ask(questions.short(repetition)), self._ask(questions.long(repetition + 1))]
+        phases |= {id(one): Phase.AFTER for one in after}
+        everyone = [*before, *longs, *late, *after]
+        load.wait(lambda: all(one.ending for one in [*everyone, *crowd]), ended + _OVER_S)
+        for one in [*everyone, *crowd]:
+            if one.ending is None:
+                load.leave(one)
+        audit, mended_s = self._audit(ended)
+        runs = []
+        for phase in Phase:
+            requests = [one for one in everyone if phases[id(one)] is phase]
+            if requests:
+                run = Run(fault.name if fault else "", repetition, rate, phase.value, len(requests))
+                run.mended_s, run.dropped_packets = mended_s, dropped
+                run.faults += audit
+                for one in requests:
+                    self._judge(run, one, phase, fault, began)
+                runs.append(run)
+        self._judge_crowd(runs, crowd, fault)
+        return runs
+
+    def _ask(self, question: Question) -> Asked:
+        """Under a salt of its own: no answer is in any cache."""
+        self._salts += 1
+        return self._load.ask(question, f"{self._salt}/{self._salts}")
+
+    def _meanwhile(self) -> list[Asked]:
+        questions = self._questions
+        return [self._ask(questions.short(0)), self._ask(questions.short(1)), self._ask(questions.long(4))]
+
+    def _leave(self, crowd: list[Asked], seed: int) -> None:
+        rng = random.Random(seed)
+        for one in crowd:
+            time.sleep(rng.uniform(0.0, 0.25))
+            self._load.leave(one)
+
+    @contextmanager
+    def _fault(self, fault: Fault) -> Iterator[None]:
+        try:
+            fault.begin(self._cluster)
+            yield
+        finally:
+            fault.end(self._cluster)
+
+    def _phase(self, asked: Asked, longs: list[Asked]) -> Phase:
+        if asked.tokens > 1 or asked.ending:
+            return Phase.DECODE
+        if asked.tokens == 1:
+            return Phase.TRANSFER
+        if asked in longs[2:]:
+            return Phase.QUEUED
+        return Phase.PROMPT
+
+    def _audit(self, ended: float) -> tuple[list[str], float]:
+        try:
+            self._cluster.until_quiet()
+            return [], time.monotonic() - ended
+        except NotMended as error:
+            return [str(error)], time.monotonic() - ended
+
+    def _judge(self, run: Run, asked: Asked, phase: Phase, fault: Fault | None, began: float) -> None:
+        ending = asked.ending or {"outcome": "hang", "detail": "no end"}
+        outcome, detail = ending["outcome"], ending.get("detail", "")
+        right = self._reference.texts[asked.question.key()]
+        if outcome == "whole" and ending["text"] == right:
+            run.right += 1
+        elif outcome == "whole":
+            run.faults.append(f"wrong: {ending['text'][:80]!r} instead of {right[:80]!r}")
+        elif outcome in ("error", "refused"):
+            run.typed_errors += 1
+            run.errors.append(detail)
+            if not right.startswith(ending["text"]):
+                run.faults.append(f"wrong before its error: {ending['text'][:80]!r}")
+        elif outcome == "connection" and fault is not None and fault.ends_connections:
+            run.typed_errors += 1
+            run.errors.append(detail)
+        else:
+            run.faults.append(f"{outcome}: {detail}")
+        self._judge_gaps(run, asked, phase, fault, began)
+
+    def _judge_gaps(self, run: Run, asked: Asked, phase: Phase, fault: Fault | None, began: float) -> None:
+        """The first wait is from when it was sent; a phase's line is what the quiet scene waited at most."""
+        moments = [asked.sent, *asked.times, *([asked.ending["at"]] if asked.ending else [])]
+        for number, (last, this) in enumerate(itertools.pairwise(moments)):
+            if this < began and fault is not None:
+                continue
+            stalled = self._stalls.within(last, this)
+            line = self._line(run.rate, number)
+            over = this - last - stalled - line
+            run.longest_gap_s = max(run.longest_gap_s, this - last)
+            run.stalled_s = max(run.stalled_s, stalled)
+            run.over_s = max(run.over_s, over)
+            if fault is None:
+                self._note_line(run.rate, number, this - last)
+            elif fault.has_healthy_way and over > LONGEST_GAP_S:
+                run.faults.append(
+                    f"a gap of {this - last:.1f} s after {number} tokens ({line:.1f} s of it in line, "
+                    f"{stalled:.1f} s the machine's)"
+                )
+
+    def _line(self, rate: str, number: int) -> float:
+        return self._reference.lines.get(f"{rate}/{min(number, 2)}", 0.0)
+
+    def _note_line(self, rate: str, number: int, waited: float) -> None:
+        """Of first tokens, of second ones, and of all others, whose line is none."""
+        if number < 2:
+            key = f"{rate}/{number}"
+            self._reference.lines[key] = max(self._reference.lines.get(key, 0.0), waited)
+
+    def _judge_crowd(self, runs: list[Run], crowd: list[Asked], fault: Fault | None) -> None:
+        if not crowd or fault is None:
+            return
+        run = Run(
+            fault.name, runs[0].repetition, runs[0].rate, "crowd", len(crowd), mended_s=runs[0].mended_s
+        )
+        for one in crowd:
+            if one.ending is not None and one.ending["outcome"] == "left":
+                run.right += 1
+                right = self._reference.texts[one.question.key()]
+                if not right.startswith(one.ending["text"]):
+                    run.faults.append(f"wrong before its client left: {one.ending['text'][:80]!r}")
+            else:
+                self._judge(run, one, Phase.QUEUED, fault, one.sent)
+        runs.append(run)

@@ -1,0 +1,243 @@
+"""The whole fault table, on two prefill hosts, two decode hosts and a router host.
+
+    make test-lab MINUTES=90
+    python tests/hosts/fault_runs.py --minutes 8 --only 'reset|killed'
+
+Each fault is done several times, in the middle of requests of every phase, over links of 100 Mbit, 1 Gbit and 10 Gbit. One line
+for each run (the requests of one phase under one fault) goes to results/lab/runs.jsonl at once. Started again, it goes on where
+it was: what is there for this commit and model is not done again. Ends with status 1 when something was what it must not be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from fault_cluster import RATES, FaultCluster
+from fault_event import LoadProcess, Questions, Reference, Run, Scene
+from fault_table import Fault, all_faults
+from lab import ROOT, Lab
+from lab_model import VOCABULARY, make_tiny_model
+from serving import give_kernels, give_model
+from stalls import Stalls
+from tools import install_absent, why_impossible
+
+RESULTS = ROOT / "results" / "lab" / "runs.jsonl"
+LONG_S = 60.0  # faults from this length on are done less often
+REPETITIONS, REPETITIONS_OF_LONG = 3, 2
+_NOISY_S = 5.0  # a machine that stood still for so long has shown nothing
+
+
+def commit() -> str:
+    """What is tested. Changes that are not committed have a name of their own."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True
+        ).stdout
+
+    changed = git("status", "--porcelain", "--untracked-files=no").strip()
+    return git("rev-parse", "--short=10", "HEAD").strip() + ("+changes" if changed else "")
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    fault: Fault
+    repetition: int
+
+    @property
+    def rate(self) -> str:
+        return self.fault.rate or RATES[self.repetition % len(RATES)]
+
+
+def plan(faults: Iterable[Fault]) -> Iterator[Event]:
+    """Every fault once, then every fault again, so that a run that is cut short has seen all of them."""
+    listed = list(faults)
+    for repetition in range(max(REPETITIONS, REPETITIONS_OF_LONG)):
+        for fault in listed:
+            if repetition < (REPETITIONS_OF_LONG if fault.seconds >= LONG_S else REPETITIONS):
+                yield Event(fault, repetition)
+
+
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    """Without a last line that was cut off with its process."""
+    lines = []
+    for line in file.read_text().splitlines() if file.exists() else []:
+        try:
+            lines.append(json.loads(line))
+        except ValueError:
+            continue
+    return lines
+
+
+class Table:
+    """Plays events on clusters of the lab, each until something is not as it was."""
+
+    def __init__(
+        self,
+        folder: Path,
+        model: str,
+        deadline: float,
+        write: Callable[[Run], None],
+        say: Callable[[str], None],
+    ) -> None:
+        self._folder = folder
+        self._model = model
+        self._deadline = deadline
+        self._write = write
+        self._say = say
+        self._reference = Reference()
+
+    def play(self, events: list[Event]) -> None:
+        waiting = list(events)
+        starts = 0
+        while waiting and time.monotonic() < self._deadline:
+            starts += 1
+            with ExitStack() as stack:
+                lab = stack.enter_context(Lab(self._folder / f"start-{starts}", hosts=5, ssh=False))
+                scene = self._scene(lab, stack)
+                self._play_on(scene, waiting)
+
+    def _scene(self, lab: Lab, stack: ExitStack) -> Scene:
+        if self._model == "tiny":
+            model, vocabulary = make_tiny_model(self._folder / "tiny-model"), VOCABULARY
+            give_kernels(lab)
+        else:
+            from tandem.cluster.models.store import prepare_model
+
+            model = give_model(lab, Path(prepare_model(self._model, lambda what, share: None).path))
+            vocabulary = int(json.loads((model / "config.json").read_text())["vocab_size"])
+        cluster = stack.enter_context(FaultCluster(lab, model))
+        self._say(f"the cluster serves after {cluster.started_s:.0f} s")
+        load = LoadProcess(lab, cluster.url)
+        stack.callback(load.close)
+        stalls = Stalls()
+        stack.callback(stalls.close)
+        scene = Scene(cluster, load, stalls, Questions(vocabulary), self._reference)
+        scene.learn()
+        for rate in RATES:
+            for run in scene.play(None, 0, rate):
+                assert run.ok, f"in peace, at {rate}: {run.faults}"
+        return scene
+
+    def _play_on(self, scene: Scene, waiting: list[Event]) -> None:
+        """Returns when nothing waits, the time is up, or a cluster must be made again."""
+        while waiting and time.monotonic() + waiting[0].fault.seconds < self._deadline:
+            event = waiting.pop(0)
+            began = time.monotonic()
+            runs = scene.play(event.fault, event.repetition, event.rate)
+            for run in runs:
+                self._write(run)
+            bad = [f"{run.phase}: {fault}" for run in runs for fault in run.faults]
+            worst = max(runs, key=lambda run: run.over_s)
+            self._say(
+                f"{event.fault.name} #{event.repetition} at {event.rate}: "
+                f"{sum(run.right for run in runs)} of {sum(run.requests for run in runs)} right, "
+                f"{sum(run.typed_errors for run in runs)} typed errors, longest gap {worst.longest_gap_s:.1f} s, "
+                f"blocks back after {runs[0].mended_s:.1f} s ({time.monotonic() - began:.0f} s)"
+            )
+            for line in bad:
+                self._say(f"   ✗ {line}")
+            if any("still not" in line for line in bad):
+                return  # what is left there would be counted against the next
+        if waiting and time.monotonic() < self._deadline:
+            del waiting[0]  # does not fit into what is left
+
+
+def report(lines: list[dict[str, Any]]) -> str:
+    """A row for each fault; and what can be said of them all."""
+    rows = [
+        f"{'fault':48} {'runs':>4} {'requests':>8} {'right':>6} {'errors':>6} {'bad':>4} {'gap s':>6} {'mended s':>8}"
+    ]
+    names = sorted({line["fault"] for line in lines})
+    for name in names:
+        of = [line for line in lines if line["fault"] == name]
+        rows.append(
+            f"{name:48} {len(of):4} {sum(x['requests'] for x in of):8} {sum(x['right'] for x in of):6} "
+            f"{sum(x['typed_errors'] for x in of):6} {sum(bool(x['faults']) for x in of):4} "
+            f"{max(x['over_s'] for x in of):6.1f} {max(x['mended_s'] for x in of):8.1f}"
+        )
+    bad = [line for line in lines if line["faults"]]
+    events = {(line["fault"], line["repetition"]) for line in lines}
+    requests = sum(line["requests"] for line in lines)
+    wrong = sum("wrong" in fault for line in lines for fault in line["faults"])
+    rows.append(
+        f"{len(names)} faults, done {len(events)} times: {len(lines)} runs, {requests} requests, {wrong} wrong, "
+        f"{sum(line['typed_errors'] for line in lines)} typed errors, {len(bad)} runs with something that must not be"
+    )
+    if lines and not bad:
+        rows.append(
+            f"nothing in {len(lines)} runs: with 95% confidence less than {3 / len(lines):.2%} of such runs would show something"
+        )
+    if requests and not wrong:
+        rows.append(
+            f"no answer of {requests} was wrong: with 95% confidence less than {3 / requests:.3%} are"
+        )
+    return "\n".join(rows)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--minutes", type=float, default=90.0, metavar="M", help="in all (%(default)s)")
+    parser.add_argument(
+        "--model", default="tiny", metavar="NAME", help="tiny, made here, or smollm2 (%(default)s)"
+    )
+    parser.add_argument("--only", default="", metavar="REGEX", help="faults whose names it is found in")
+    parser.add_argument("--out", type=Path, default=RESULTS, metavar="FILE", help="(%(default)s)")
+    parser.add_argument("--list", action="store_true", help="the faults' names, and do nothing")
+    options = parser.parse_args()
+    faults = [fault for fault in all_faults() if re.search(options.only, fault.name)]
+    if not faults:
+        parser.error(f"--only {options.only!r} is found in no fault's name: --list shows them")
+    if options.list:
+        print("\n".join(fault.name for fault in faults))
+        return 0
+    if reason := why_impossible():
+        sys.exit(reason)
+    install_absent()
+    deadline = time.monotonic() + options.minutes * 60
+    version, began = commit(), time.monotonic()
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+
+    def own() -> list[dict[str, Any]]:
+        return [
+            line
+            for line in read_lines(options.out)
+            if (line["commit"], line["model"]) == (version, options.model)
+        ]
+
+    done = {(line["fault"], line["repetition"]) for line in own()}
+    events = [event for event in plan(faults) if (event.fault.name, event.repetition) not in done]
+
+    def say(text: str) -> None:
+        print(f"{(time.monotonic() - began) / 60:5.1f} min  {text}", flush=True)
+
+    def write(run: Run) -> None:
+        line = {"commit": version, "model": options.model, "unix_time": round(time.time())}
+        with options.out.open("a") as file:
+            file.write(json.dumps(line | dataclasses.asdict(run)) + "\n")
+
+    say(
+        f"{len(events)} of {len(list(plan(faults)))} times that faults are done are left, for commit {version}"
+    )
+    with tempfile.TemporaryDirectory(prefix="tandem-lab-") as folder:
+        Table(Path(folder), options.model, deadline, write, say).play(events)
+    lines = [line for line in own() if re.search(options.only, line["fault"])]
+    print(report(lines))
+    return 1 if any(line["faults"] for line in lines) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
