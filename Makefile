@@ -5,6 +5,8 @@
 #                    direction (about 15 minutes)
 # make test-hosts    `ray up` on several hosts made of network namespaces; needs root, and installs the Debian packages
 #                    that it lacks (about 15 minutes)
+# make test-lab    every fault that a network or a machine can have, on five hosts made of network namespaces; needs root;
+#                    goes on where it was stopped; MINUTES=90 MODEL=smollm2 ONLY='reset|killed'
 # make bench    every part measured, short, in one table beside the floors (about ten minutes; alone on the machine)
 # make soak     half an hour of everything that clients do, on two prefill and two decode nodes; MINUTES=3 KILL_EVERY=120
 # make check    style, types, and which package imports which
@@ -16,7 +18,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-faults test-hosts bench soak check clean install
+.PHONY: help serve test test-faults test-hosts test-lab bench soak check clean install
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -53,6 +55,10 @@ test-faults: install
 
 test-hosts: install
 	TANDEM_TEST_HOSTS=1 $(BIN)/python -m pytest tests/hosts -v -rs
+
+test-lab: install
+	$(BIN)/python tests/hosts/fault_runs.py $(if $(MODEL),--model '$(MODEL)') $(if $(MINUTES),--minutes '$(MINUTES)') \
+		$(if $(ONLY),--only '$(ONLY)') $(ARGS)
 
 bench: install
 	$(BIN)/python -m benchmarks.suite $(if $(MODEL),--model '$(MODEL)') $(ARGS)

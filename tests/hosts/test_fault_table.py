@@ -1,0 +1,51 @@
+"""A few of the faults that `make test-lab` does all of, each once: what they leave of requests, streams and blocks."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+from fault_event import Run
+from fault_runs import Table, plan
+from fault_table import all_faults
+from tools import install_absent, why_impossible
+
+pytestmark = [pytest.mark.timeout(600), pytest.mark.integration]
+
+BOUNDED = (
+    "reset: tokens of a decode host",
+    "reset: KV to a decode host",
+    "reset: requests to a decode host",
+    "refused: requests to a prefill host",
+    "stopped: decode, 1 s",
+    "killed: decode",
+    "killed: prefill",
+    "killed: controller",
+    "data: prefill to decode is cut, 1 s",
+    "control: a decode host is not heard, 5 s",
+    "crowd: clients leave during slow moves",
+)
+WITHIN_S = 200.0
+
+
+def test_every_fault_has_a_name_of_its_own_and_the_bounded_share_names_some_of_them() -> None:
+    names = [fault.name for fault in all_faults()]
+    assert len(names) == len(set(names)) >= 20
+    assert set(BOUNDED) <= set(names)
+
+
+def test_each_request_under_a_fault_is_answered_as_in_peace_and_every_block_comes_back(
+    tmp_path: Path,
+) -> None:
+    if os.environ.get("TANDEM_TEST_HOSTS") != "1":
+        pytest.skip("takes minutes and several machines' worth of processes: `make test-hosts` runs it")
+    if reason := why_impossible():
+        pytest.skip(reason)
+    install_absent()
+    events = [event for event in plan(all_faults()) if event.fault.name in BOUNDED and event.repetition == 0]
+    runs: list[Run] = []
+    Table(tmp_path, "tiny", time.monotonic() + WITHIN_S, runs.append, print).play(events)
+    assert len({run.fault for run in runs}) >= len(BOUNDED) // 2, "the machine is too slow to show anything"
+    assert [f"{run.fault}, {run.phase}: {fault}" for run in runs for fault in run.faults] == []
