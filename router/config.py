@@ -43,6 +43,20 @@ class ToolFormat(enum.StrEnum):
     NONE = "none"  # calls stay text
 
 
+class UnknownFields(enum.StrEnum):
+    """What happens to a request's fields that this server does not know."""
+
+    IGNORE = "ignore"  # they are named in the answer's header and in the log
+    REFUSE = "refuse"
+
+
+class SamplingDefaults(enum.StrEnum):
+    """Where the sampling of a request comes from that says nothing about it."""
+
+    MODEL = "model"  # the model's generation_config.json, and OpenAI's defaults for what it leaves out
+    OPENAI = "openai"
+
+
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How much of anything a client may ask for, or a crowd of them."""
 
@@ -154,6 +168,9 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     policy: PolicyName = PolicyName.LEAST_WAIT
     local_prefill: LocalPrefill = LocalPrefill.AUTO
     tool_format: ToolFormat = ToolFormat.AUTO
+    chat_template: str | None = None  # a file, or the template itself; None is the model's own
+    unknown_fields: UnknownFields = UnknownFields.IGNORE
+    sampling_defaults: SamplingDefaults = SamplingDefaults.MODEL
     max_failovers: int = 3
     api_keys: tuple[ApiKey, ...] = ()
     api_keys_file: str | None = None  # one key per line, or a JSON list of {name, key, quotas}

@@ -65,7 +65,9 @@ class RouterServer:
             self._port = listener.getsockname()[1]
             keys = load_keys(config.api_keys, config.api_keys_file)
             tokenizer = await asyncio.to_thread(Tokenizer.from_folder, config.tokenizer_path)
-            template = await asyncio.to_thread(ChatTemplate.from_folder, config.tokenizer_path)
+            template = await asyncio.to_thread(
+                ChatTemplate.from_folder, config.tokenizer_path, config.chat_template
+            )
             self._services = self._assemble(KeyRing(keys, time.monotonic), tokenizer, template)
             await self._listen_to_nodes()
             await self._serve(listener)

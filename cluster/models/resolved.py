@@ -6,13 +6,20 @@ import msgspec
 
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.models.store import Model, tokenizer_folder
+from tandem.router.text.chat_template import template_source
 
 
 def with_model(config: TandemConfig, model: Model) -> TandemConfig:
+    own = config.router.chat_template  # read here, where the operator's files are
     replace = msgspec.structs.replace
     name = config.model.served_name or model.served_name
     return replace(
         config,
         model=replace(config.model, path=model.path, served_name=name),
-        router=replace(config.router, tokenizer_path=tokenizer_folder(model.path), model_name=name),
+        router=replace(
+            config.router,
+            tokenizer_path=tokenizer_folder(model.path),
+            model_name=name,
+            chat_template=template_source(own) if own is not None else None,
+        ),
     )

@@ -18,9 +18,11 @@ from tandem.router.openai.answer_types import (
     Detokenized,
     ErrorBody,
     Health,
+    Load,
     ModelCard,
     ModelList,
     Tokenized,
+    Version,
 )
 from tandem.router.openai.chat_request import ChatRequest
 from tandem.router.openai.completion_request import CompletionRequest
@@ -33,7 +35,7 @@ _TEXT_ERRORS = ("400", "401", "404", "408", "413", "415", "429", "431", "503")
 _GENERATION_ERRORS = ("400", "401", "404", "408", "413", "415", "429", "431", "500", "502", "503", "504")
 _TYPES: tuple[type[msgspec.Struct], ...] = (
     CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, Completion, ChatCompletion,
-    ChatCompletionChunk, ModelCard, ModelList, Tokenized, Detokenized, Health, ErrorBody, ClusterState, TraceList,
+    ChatCompletionChunk, ModelCard, ModelList, Tokenized, Detokenized, Health, Version, Load, ErrorBody, ClusterState, TraceList,
     TraceRecord,
 )  # fmt: skip
 
@@ -81,6 +83,9 @@ def _paths() -> dict[str, Any]:
             "post": _operation("Token ids to text", DetokenizeRequest, Detokenized, _TEXT_ERRORS)
         },
         "/health": {"get": _health()},
+        "/ping": {"get": _health(), "post": _health()},
+        "/version": {"get": _operation("This server's version", None, Version, ())},
+        "/load": {"get": _operation("Requests that this router is working on", None, Load, ("401",))},
         "/metrics": {
             "get": {
                 "summary": "Prometheus' metrics of the router and of every node",

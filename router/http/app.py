@@ -10,7 +10,15 @@ from tandem.router.http.api_document import DocumentRoute, TryRoute
 from tandem.router.http.gate import Gate, exchange_of
 from tandem.router.http.generate_routes import CHAT, COMPLETIONS, GenerateRoute
 from tandem.router.http.services import Services
-from tandem.router.http.status_routes import ClusterRoute, HealthRoute, MetricsRoute, ModelRoute, ModelsRoute
+from tandem.router.http.status_routes import (
+    ClusterRoute,
+    HealthRoute,
+    LoadRoute,
+    MetricsRoute,
+    ModelRoute,
+    ModelsRoute,
+    VersionRoute,
+)
 from tandem.router.http.text_routes import DetokenizeRoute, TokenizeRoute
 from tandem.router.http.trace_routes import TraceRoute, TracesRoute
 
@@ -40,7 +48,13 @@ def _with_cors(app: ASGIApp, origins: tuple[str, ...]) -> ASGIApp:
         allow_origins=origins,
         allow_methods=["GET", "POST"],
         allow_headers=["*"],
-        expose_headers=["x-request-id", "x-tandem-nodes", "x-tandem-decision", "retry-after"],
+        expose_headers=[
+            "x-request-id",
+            "x-tandem-nodes",
+            "x-tandem-decision",
+            "x-tandem-ignored-fields",
+            "retry-after",
+        ],
     )
 
 
@@ -53,6 +67,9 @@ def make_app(services: Services) -> ASGIApp:
         _route("/tokenize", TokenizeRoute(services), "POST"),
         _route("/detokenize", DetokenizeRoute(services), "POST"),
         _route("/health", HealthRoute(services), "GET"),
+        _route("/ping", HealthRoute(services), "GET", "POST"),
+        _route("/version", VersionRoute(), "GET"),
+        _route("/load", LoadRoute(services), "GET"),
         _route("/metrics", MetricsRoute(services), "GET"),
         _route("/cluster", ClusterRoute(services), "GET"),
         _route("/traces", TracesRoute(services), "GET"),

@@ -12,6 +12,7 @@ from starlette.types import Message, Receive, Scope
 from tandem.router.config import Limits, RouterConfig, Timeouts
 from tandem.router.http.body_budget import BodyShare
 from tandem.router.http.errors import BodyTimeout, BodyTooLarge, UnsupportedContentType
+from tandem.router.http.gate import exchange_of
 from tandem.router.http.json_body import parse_object
 from tandem.router.openai.checking import read_request
 from tandem.wire.errors import Cancelled, InvalidRequest
@@ -29,12 +30,17 @@ async def read_body(
     limits = config.limits
     body = await _read(scope, receive, limits, config.timeouts, share)
     if len(body) <= INLINE_BYTES:
-        return _request_of(body, request_type, limits)
-    return await asyncio.to_thread(_request_of, body, request_type, limits)
+        request, ignored = _request_of(body, request_type, config)
+    else:
+        request, ignored = await asyncio.to_thread(_request_of, body, request_type, config)
+    exchange_of(scope).ignored_fields = ignored
+    return request
 
 
-def _request_of(body: bytearray, request_type: type[R], limits: Limits) -> R:
-    return read_request(parse_object(body, limits.json_depth, limits.json_containers), request_type)
+def _request_of(body: bytearray, request_type: type[R], config: RouterConfig) -> tuple[R, list[str]]:
+    limits = config.limits
+    value = parse_object(body, limits.json_depth, limits.json_containers)
+    return read_request(value, request_type, config.unknown_fields)
 
 
 def _header(scope: Scope, wanted: bytes) -> bytes | None:

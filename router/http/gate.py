@@ -33,7 +33,7 @@ access_logger = logging.getLogger("router.access")
 _REQUEST_ID = re.compile(rb"^[A-Za-z0-9._:-]{1,128}$")
 _TRACE_PARENT = re.compile(rb"^[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}$")
 # Probes and scrapers have no key, and learn nothing here that needs one. Their successes are no news for the log.
-OPEN_PATHS = frozenset({"/health", "/metrics", "/openapi.json", "/docs"})
+OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/metrics", "/openapi.json", "/docs"})
 
 
 class Exchange:
@@ -45,6 +45,7 @@ class Exchange:
         self.tenant: Tenant | None = None
         self.route = "other"  # a metric's label: never a path that a client chose
         self.notes = ""  # for the log: nodes, tokens
+        self.ignored_fields: list[str] = []  # that the request had and this server does not know
         self.status: int | None = None
         self.ended = False  # the answer's last byte is sent
         self.is_stream = False
@@ -80,6 +81,8 @@ class Gate:
             if message["type"] == "http.response.start":
                 exchange.status = message["status"]
                 message["headers"] = [*message["headers"], (b"x-request-id", exchange.request_id.encode())]
+                if exchange.ignored_fields:
+                    message["headers"].append((b"x-tandem-ignored-fields", _names(exchange.ignored_fields)))
             elif not message.get("more_body", False):
                 exchange.ended = True
             await send(message)
@@ -108,11 +111,12 @@ class Gate:
             is_news = exchange.status != 200 or scope["path"] not in OPEN_PATHS
             access_logger.log(
                 logging.INFO if is_news else logging.DEBUG,
-                "%s %s %s %s %.3fs%s%s%s",
+                "%s %s %s %s %.3fs%s%s%s%s",
                 exchange.request_id, scope["method"], _path(scope), exchange.status, took,
                 f" key={exchange.tenant.name}" if exchange.tenant else "",
                 f" trace={exchange.trace_id}" if exchange.trace_id else "",
                 exchange.notes,
+                f" ignored={_names(exchange.ignored_fields).decode()}" if exchange.ignored_fields else "",
             )  # fmt: skip
 
     def _admit(self, scope: Scope, exchange: Exchange, headers: list[tuple[bytes, bytes]]) -> None:
@@ -140,6 +144,13 @@ def _path(scope: Scope) -> str:
     """As it was sent, for logs: decoded it could hold a line break, and forge a line."""
     raw: bytes = scope.get("raw_path") or scope["path"].encode()
     return raw.decode("latin-1")[:500]
+
+
+def _names(fields: list[str]) -> bytes:
+    """Clients' names of fields, fit for a header and a line of the log: at most a kilobyte of printable ASCII."""
+    return re.sub(rb"[^!-~]", b"?", b",".join(name.encode("ascii", "replace")[:100] for name in fields))[
+        :1024
+    ]
 
 
 def _bearer(headers: list[tuple[bytes, bytes]]) -> bytes:

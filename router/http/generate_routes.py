@@ -137,7 +137,9 @@ class GenerateRoute:
     ) -> None:
         tokenizer = self._services.model.tokenizer
         choices = plan.choices(generation, tokenizer)
-        head = AnswerHead.new(self._endpoint.id_prefix, int(time.time()), request.model)
+        head = AnswerHead.new(
+            self._endpoint.id_prefix, int(time.time()), self._services.model.name_of(request.model)
+        )
         trace = exchange.trace
         if trace is not None:
             trace.answer_id = head.id

@@ -1,7 +1,8 @@
-"""GET /v1/models, /health, /metrics and /cluster."""
+"""GET /v1/models, /health, /ping, /version, /load, /metrics and /cluster."""
 
 from __future__ import annotations
 
+import importlib.metadata
 from typing import Any
 
 import msgspec
@@ -12,6 +13,8 @@ from tandem.router.http.services import Services
 from tandem.router.metrics import CONTENT_TYPE
 from tandem.router.pool import Member
 from tandem.wire.errors import UnknownModel
+
+VERSION = importlib.metadata.version("tandem-serve")
 
 
 def _model_card(services: Services, name: str) -> dict[str, Any]:
@@ -64,6 +67,22 @@ class HealthRoute:
                 status=503,
                 headers=[(b"retry-after", b"1")],
             )
+
+
+class VersionRoute:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send_json(send, {"version": VERSION})
+
+
+class LoadRoute:
+    """Requests that this router is working on, as vLLM's servers count them for whoever balances load."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        dispatcher = self._services.dispatcher
+        await send_json(send, {"server_load": dispatcher.running + dispatcher.admission.queued})
 
 
 class MetricsRoute:

@@ -18,7 +18,8 @@ from tandem.router.http.respond import send_json
 from tandem.router.http.services import Services
 from tandem.router.openai.chat_prompt import render_chat
 from tandem.router.openai.chat_request import ChatMessage, Tool
-from tandem.router.openai.fields import JsonObject, TokenId
+from tandem.router.openai.fields import TokenId
+from tandem.router.openai.grammar import JsonObject
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.wire.errors import InvalidRequest
 
@@ -70,8 +71,7 @@ class TokenizeRoute:
     async def _read(self, scope: Scope, receive: Receive, share: BodyShare) -> TokenizeRequest:
         services = self._services
         request = await read_body(scope, receive, TokenizeRequest, services.config, share)
-        if request.model is not None:
-            services.model.check_name(request.model)
+        services.model.check_name(request.model)
         if (request.prompt is None) == (request.messages is None):
             raise InvalidRequest("prompt: either prompt or messages must be given, and not both", "prompt")
         return request
@@ -126,8 +126,7 @@ class DetokenizeRoute:
     async def _read(self, scope: Scope, receive: Receive, share: BodyShare) -> list[int]:
         services, model = self._services, self._services.model
         request = await read_body(scope, receive, DetokenizeRequest, services.config, share)
-        if request.model is not None:
-            model.check_name(request.model)
+        model.check_name(request.model)
         unknown = model.tokenizer.first_unknown(request.tokens)
         if unknown is not None:
             size = model.tokenizer.vocab_size

@@ -2,6 +2,8 @@
 
 fields, chat_request, completion_request   what may be asked
 checking, sampling, grammar, chat_prompt   from JSON to a checked request, and what crosses several fields
+sampling_defaults  the model's own sampling, for a request that does not say
+constraint     the one grammar that a request's fields add up to
 plan           a checked request, tokenized: what is to be generated
 choice, reading    one choice as its tokens come; a generation read to its end
 answer, chat_answer, completion_answer, logprobs, usage

@@ -25,11 +25,23 @@ class CompletionLogprobs(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     text_offset: list[int]
 
 
+class PromptLogprob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
 class CompletionChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: Literal["stop", "length"] | None
+    prompt_token_ids: list[int] = []  # with return_token_ids
+    token_ids: list[int] = []
+    prompt_logprobs: PromptLogprobs = []  # with prompt_logprobs
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -85,6 +97,7 @@ class ChatChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     message: AnswerMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
+    token_ids: list[int] = []  # with return_token_ids
 
 
 class ChatCompletion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -94,6 +107,8 @@ class ChatCompletion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_token_ids: list[int] = []  # with return_token_ids
+    prompt_logprobs: PromptLogprobs = []  # with prompt_logprobs
 
 
 class MessageDelta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -107,6 +122,7 @@ class ChunkChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     delta: MessageDelta
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
+    token_ids: list[int] = []
 
 
 class ChatCompletionChunk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -116,6 +132,7 @@ class ChatCompletionChunk(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     model: str
     choices: list[ChunkChoice]
     usage: Usage | None = None
+    prompt_token_ids: list[int] = []  # in the first
 
 
 class ModelCard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -147,6 +164,14 @@ class Detokenized(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Health(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     status: Literal["ok", "unavailable"]
     reason: str | None = None
+
+
+class Version(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    version: str
+
+
+class Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    server_load: int
 
 
 class ErrorDetail(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -10,7 +10,7 @@ import msgspec
 from tandem.router.openai.answer import AnswerHead, StreamedUsage, event
 from tandem.router.openai.chat_request import ChatRequest
 from tandem.router.openai.choice import Choice, Delta
-from tandem.router.openai.logprobs import chat_logprobs
+from tandem.router.openai.logprobs import chat_logprobs, prompt_logprobs
 from tandem.router.openai.plan import Plan
 from tandem.router.openai.reading import ReadChoice
 from tandem.router.openai.tool_calls import ToolCallReader
@@ -36,11 +36,16 @@ def whole_chat(
                 "message": message,
                 "logprobs": logprobs,
                 "finish_reason": finish_reason,
+                **({"token_ids": one.choice.token_ids} if plan.return_token_ids else {}),
             }
         )
-    return msgspec.json.encode(
-        {**head.fields(OBJECT), "choices": choices, "usage": usage(plan, [one.choice for one in read])}
-    )
+    body = {**head.fields(OBJECT), "choices": choices, "usage": usage(plan, [one.choice for one in read])}
+    if plan.return_token_ids:
+        body["prompt_token_ids"] = plan.prompts[0]
+    if plan.prompt_logprobs is not None:
+        found = read[0].choice.life.prompt_logprobs or []
+        body["prompt_logprobs"] = prompt_logprobs(plan.prompts[0], found, tokenizer, plan.prompt_logprobs)
+    return msgspec.json.encode(body)
 
 
 def _message(plan: Plan, one: ReadChoice) -> tuple[dict[str, Any], str | None]:

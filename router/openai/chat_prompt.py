@@ -21,6 +21,7 @@ async def render_chat(
     *,
     add_generation_prompt: bool,
     continue_final_message: bool,
+    documents: Sequence[Mapping[str, Any]] | None = None,
     extra: Mapping[str, Any] | None,
 ) -> str:
     """A long chat does not hold up everybody else's stream."""
@@ -31,6 +32,7 @@ async def render_chat(
         tools or (),
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final_message,
+        documents=documents,
         extra=extra,
     )
     if len(messages) + len(tools or ()) <= INLINE_ITEMS:

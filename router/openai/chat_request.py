@@ -8,10 +8,13 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from tandem.router.openai.fields import JsonObject, MaxTokens, SamplingFields, TopLogprobs
-from tandem.router.openai.grammar import ResponseFormat
+from tandem.router.openai.fields import MaxTokens, SamplingFields, TopLogprobs
+from tandem.router.openai.grammar import JsonObject, ResponseFormat
 from tandem.wire.errors import InvalidRequest
 
+ReasoningEffort = Annotated[
+    str, Meta(pattern="^[a-z_]{1,20}$", description="such as none, low, medium, high")
+]
 FunctionName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
 
 
@@ -76,9 +79,25 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fiel
     parallel_tool_calls: bool | None = None  # false: a call that is required is the only one
     modalities: list[Literal["text"]] | None = None
     prompt_cache_key: str | None = None  # keeps a conversation on its nodes, under session affinity
+    reasoning_effort: ReasoningEffort | None = None
+    enable_thinking: bool | None = None
+    documents: list[JsonObject] | None = None
     chat_template_kwargs: JsonObject | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+
+
+def template_variables(request: ChatRequest) -> JsonObject:
+    """What the request says about reasoning, under the names that models' templates read; and its own variables."""
+    variables: JsonObject = {}
+    thinks = request.enable_thinking
+    if request.reasoning_effort is not None:
+        variables["reasoning_effort"] = request.reasoning_effort
+        if thinks is None and request.reasoning_effort == "none":
+            thinks = False
+    if thinks is not None:
+        variables["enable_thinking"] = variables["thinking"] = thinks
+    return variables | (request.chat_template_kwargs or {})
 
 
 def messages_for_template(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import msgspec
 
+from tandem.router.config import UnknownFields
 from tandem.router.openai.fields import ACCEPTED, INTERNAL, REFUSED
 from tandem.wire.errors import InvalidRequest
 
@@ -22,17 +24,33 @@ _MISSING = re.compile(
 _AT = re.compile(r"^(?P<what>.*) - at `(?:key in )?\$\.?(?P<path>.*)`$", re.DOTALL)
 
 
-def read_request(body: Mapping[str, Any], request_type: type[R]) -> R:
-    for name in body:
+def read_request(
+    body: Mapping[str, Any], request_type: type[R], unknown_fields: UnknownFields
+) -> tuple[R, list[str]]:
+    """The request, and the fields that were ignored because this server does not know them."""
+    fields = _fields_of(request_type)
+    known: dict[str, Any] = {}
+    ignored: list[str] = []
+    for name, value in body.items():
         if name in INTERNAL:
             raise InvalidRequest(f"{name}: internal to the server, not accepted from a client", name)
-        if name in REFUSED:
+        if name in fields:
+            known[name] = value
+        elif name in REFUSED and value not in (None, False):
             raise InvalidRequest(f"{name}: not supported; {REFUSED[name]}", name)
-    known = {name: value for name, value in body.items() if name not in ACCEPTED}
+        elif name not in ACCEPTED and name not in REFUSED:
+            if unknown_fields is UnknownFields.REFUSE:
+                raise InvalidRequest(f"{name}: unknown field", name)
+            ignored.append(name)
     try:
-        return msgspec.convert(known, request_type)
+        return msgspec.convert(known, request_type), ignored
     except msgspec.ValidationError as error:
         raise _explain(str(error)) from None
+
+
+@functools.cache
+def _fields_of(request_type: type[msgspec.Struct]) -> frozenset[str]:
+    return frozenset(request_type.__struct_encode_fields__)
 
 
 def _explain(text: str) -> InvalidRequest:

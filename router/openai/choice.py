@@ -26,6 +26,7 @@ class Delta(msgspec.Struct, frozen=True):
     text: str
     tokens: Sequence[ShownToken] = ()
     finish_reason: str | None = None
+    token_ids: Sequence[int] = ()  # where they are asked for
 
 
 class Choice:
@@ -41,6 +42,7 @@ class Choice:
         include_stop: bool = False,
         skip_special: bool = True,
         show_logprobs: bool = False,
+        show_token_ids: bool = False,
         text_offset: int = 0,
     ) -> None:
         self.index = index
@@ -53,6 +55,8 @@ class Choice:
         self._include_stop = include_stop
         self._by_token = bool(stops) or show_logprobs
         self._show_logprobs = show_logprobs
+        self._show_token_ids = show_token_ids
+        self._ids_shown = 0
         self._text_length = text_offset  # of what the detokenizer has given, held back or not
 
     def advance(self) -> Delta | None:
@@ -79,7 +83,15 @@ class Choice:
             self.finish_reason = _FINISH.get(life.finish or FinishReason.STOP, "stop")
         if not text and not shown and self.finish_reason is None:
             return None
-        return Delta(text, shown, self.finish_reason)
+        ids: Sequence[int] = ()
+        if self._show_token_ids:
+            ids = tokens[self._ids_shown : self.completion_tokens]
+            self._ids_shown = self.completion_tokens
+        return Delta(text, shown, self.finish_reason, ids)
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        return self.life.ledger.tokens[: self.completion_tokens]
 
     @property
     def failed(self) -> TandemError | None:

@@ -10,7 +10,7 @@ import msgspec
 from tandem.router.openai.answer import AnswerHead, StreamedUsage, event
 from tandem.router.openai.choice import Choice, Delta, ShownToken
 from tandem.router.openai.completion_request import CompletionRequest
-from tandem.router.openai.logprobs import completion_logprobs
+from tandem.router.openai.logprobs import completion_logprobs, prompt_logprobs
 from tandem.router.openai.plan import Plan
 from tandem.router.openai.reading import ReadChoice, keep_best
 from tandem.router.openai.usage import usage
@@ -26,12 +26,20 @@ def whole_completion(
     for index, one in enumerate(keep_best(read, plan.choices_per_prompt, plan.keep)):
         prompt = one.choice.index // plan.choices_per_prompt
         shown = [] if plan.only_echo else one.tokens
+        extra: dict[str, Any] = {}
+        if plan.return_token_ids:
+            extra = {"prompt_token_ids": plan.prompts[prompt], "token_ids": one.choice.token_ids}
+        if plan.prompt_logprobs is not None:
+            extra["prompt_logprobs"] = prompt_logprobs(
+                plan.prompts[prompt], one.choice.life.prompt_logprobs or [], tokenizer, plan.prompt_logprobs
+            )
         choices.append(
             {
                 "index": index,
                 "text": plan.prompt_texts[prompt] + ("" if plan.only_echo else one.text),
                 "logprobs": _logprobs(plan, request, one.choice, shown, tokenizer, first=True),
                 "finish_reason": "length" if plan.only_echo else one.choice.finish_reason,
+                **extra,
             }
         )
     return msgspec.json.encode(
@@ -80,7 +88,8 @@ class CompletionStream:
 
     def events(self, choice: Choice, delta: Delta) -> bytes:
         first = choice.index not in self._begun
-        if not first and delta.finish_reason is None and not delta.tokens and not self._usage.continuous:
+        plain = not delta.tokens and not delta.token_ids and not self._usage.continuous
+        if plain and not first and delta.finish_reason is None:
             return self._before[choice.index] + msgspec.json.encode(delta.text) + self._after
         self._begun.add(choice.index)
         text, shown, finish = delta.text, delta.tokens, delta.finish_reason
@@ -98,11 +107,20 @@ class CompletionStream:
                         self._plan, self._request, choice, shown, self._tokenizer, first=first
                     ),
                     "finish_reason": finish,
+                    **self._token_ids(choice, delta, first=first),
                 }
             ],
             **self._usage.field(),
         }
         return event(body)
+
+    def _token_ids(self, choice: Choice, delta: Delta, *, first: bool) -> dict[str, Any]:
+        if not self._plan.return_token_ids:
+            return {}
+        shown: dict[str, Any] = {"token_ids": delta.token_ids}
+        if first:
+            shown["prompt_token_ids"] = self._plan.prompts[choice.index // self._plan.choices_per_prompt]
+        return shown
 
     def closing(self) -> bytes:
         return self._usage.closing(self._head.fields(OBJECT)) + b"data: [DONE]\n\n"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
-from tandem.router.openai.grammar import StructuredOutputs
+from tandem.router.openai.grammar import JsonObject, StructuredOutputs, Text, TextChoice
 
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
@@ -33,6 +33,11 @@ Priority = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1, description="lower run
 MaxTokens = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 MinTokens = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+PromptLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+AllowedTokenIds = Annotated[list[TokenId], Meta(min_length=1, max_length=4096)]
+TruncatePromptTokens = Annotated[
+    int, Meta(ge=-1, le=2**31 - 1, description="keeps this many of the prompt's last tokens; -1: what fits")
+]
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -44,7 +49,7 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What chat and completions both take. `null` means the default everywhere, as with OpenAI."""
 
-    model: str
+    model: str | None = None  # the one that this server has
     temperature: Temperature | None = None
     top_p: TopP | None = None
     n: Choices | None = None
@@ -65,6 +70,14 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     bad_words: BadWords | None = None
     ignore_eos: bool | None = None
     structured_outputs: StructuredOutputs | None = None
+    guided_json: JsonObject | str | None = None  # the older names of what structured_outputs holds
+    guided_regex: Text | None = None
+    guided_choice: TextChoice | None = None
+    guided_grammar: Text | None = None
+    allowed_token_ids: AllowedTokenIds | None = None
+    truncate_prompt_tokens: TruncatePromptTokens | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    return_token_ids: bool | None = None
     skip_special_tokens: bool | None = None
     priority: Priority | None = None
     cache_salt: CacheSalt | None = None
@@ -79,8 +92,8 @@ ACCEPTED: dict[str, str] = {
     "safety_identifier": "not used",
     "prompt_cache_retention": "the cache keeps what is used",
     "prediction": "only ever a hint for speed",
-    "reasoning_effort": "a model's own matter; pass it in chat_template_kwargs if its template knows it",
-    "verbosity": "as reasoning_effort",
+    "reasoning_effort": "a text is completed without reasoning; in a chat it reaches the template",
+    "verbosity": "a model's own matter; pass it in chat_template_kwargs if its template knows it",
 }
 
 # OpenAI defines them; ignoring them would give an answer to another question, so they are refused by name.
@@ -89,11 +102,11 @@ REFUSED: dict[str, str] = {
     "function_call": "use tool_choice",
     "audio": "this server answers in text",
     "web_search_options": "this server does not search the web",
+    "use_beam_search": "answers are sampled; n and best_of give several",
+    "chat_template": "the operator sets it (router.chat_template)",
 }
 
-# Ours. A client that could set them would read other people's memory.
+# The servers' own. A client that could set them would read other people's memory.
 INTERNAL: frozenset[str] = frozenset(
     {"kv_transfer_params", "transfer", "reply_to", "output_token_ids", "lora"}
 )
-
-JsonObject = dict[str, Any]

@@ -23,6 +23,8 @@ _SOURCE_LINES = re.compile(r"\n\s+\d+ \|.*", re.DOTALL)
 _PLACE = re.compile(r"^at \d+\(\d+\): |failed to compile JSON schema: ")
 
 JsonObject = dict[str, Any]
+Text = Annotated[str, Meta(min_length=1)]
+TextChoice = Annotated[list[Text], Meta(min_length=1, max_length=1024)]
 SchemaName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 
 
@@ -42,11 +44,9 @@ class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     """One of them. `grammar` is Lark, as llguidance reads it."""
 
     json: JsonObject | None = None
-    regex: Annotated[str, Meta(min_length=1)] | None = None
-    choice: (
-        Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1, max_length=1024)] | None
-    ) = None
-    grammar: Annotated[str, Meta(min_length=1)] | None = None
+    regex: Text | None = None
+    choice: TextChoice | None = None
+    grammar: Text | None = None
 
 
 def json_schema(schema: JsonObject, *, lenient: bool = False) -> str:
@@ -76,7 +76,9 @@ async def grammar_of_format(wanted: ResponseFormat | None) -> str | None:
     return grammar
 
 
-async def grammar_of_structured_outputs(wanted: StructuredOutputs | None) -> str | None:
+async def grammar_of_structured_outputs(
+    wanted: StructuredOutputs | None, param: str = "structured_outputs"
+) -> str | None:
     if wanted is None:
         return None
     given = [name for name in wanted.__struct_fields__ if getattr(wanted, name) is not None]
@@ -93,7 +95,7 @@ async def grammar_of_structured_outputs(wanted: StructuredOutputs | None) -> str
         grammar = "start: " + " | ".join(map(quoted, wanted.choice))
     else:
         grammar = wanted.grammar or ""
-    await check_grammar(grammar, f"structured_outputs.{given[0]}")
+    await check_grammar(grammar, f"{param}.{given[0]}" if param == "structured_outputs" else param)
     return grammar
 
 

@@ -60,6 +60,31 @@ def completion_logprobs(
     return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
 
 
+def prompt_logprobs(
+    prompt: Sequence[int], found: Sequence[TokenLogprobs | None], tokenizer: Tokenizer, top: int
+) -> list[dict[str, Any] | None]:
+    """For each token of the prompt the alternatives and the token itself, by id. Nothing stands before the first."""
+    shown: list[dict[str, Any] | None] = []
+    for at in range(len(prompt)):
+        one = found[at] if at < len(found) else None
+        if one is None:
+            shown.append(None)
+            continue
+        ranked = {token_id: (logprob, rank) for rank, (token_id, logprob) in enumerate(one.top[:top], 1)}
+        ranked.setdefault(one.token_id, (one.logprob, one.rank))
+        shown.append(
+            {
+                str(token_id): {
+                    "logprob": _finite(logprob),
+                    "rank": rank,
+                    "decoded_token": _shown(token_id, tokenizer),
+                }
+                for token_id, (logprob, rank) in ranked.items()
+            }
+        )
+    return shown
+
+
 def _top(found: TokenLogprobs, tokenizer: Tokenizer, top: int) -> dict[str, float]:
     """The alternatives, and always the token that stands there."""
     shown: dict[str, float] = {}

@@ -9,14 +9,14 @@ import msgspec
 from tandem.router.config import RouterConfig
 from tandem.router.dispatch import Generation, SequenceSpec
 from tandem.router.openai.chat_prompt import render_chat
-from tandem.router.openai.chat_request import ChatRequest
+from tandem.router.openai.chat_request import ChatRequest, template_variables
 from tandem.router.openai.choice import Choice
 from tandem.router.openai.completion_request import CompletionRequest, prompts_of
+from tandem.router.openai.constraint import chat_grammar, completion_grammar, grammar_of_tokens
 from tandem.router.openai.fields import SamplingFields
-from tandem.router.openai.grammar import grammar_of_format, grammar_of_structured_outputs
 from tandem.router.openai.sampling import bad_word_ids, sampling_params, seed_of_choice, stop_strings
+from tandem.router.openai.sampling_defaults import defaults_of
 from tandem.router.openai.tool_calls import Format, format_of
-from tandem.router.openai.tool_grammar import grammar_of_calls
 from tandem.router.text.chat_template import ChatTemplate
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.router.tracing.trace import RequestTrace
@@ -47,6 +47,7 @@ class ServedModel:
         self.tokenizer = tokenizer
         self.template = template
         self.created = created
+        self.defaults = defaults_of(config)
         self.tool_format = format_of(config.tool_format, template)
         self.names = (config.model_name, *config.model_aliases)
         self._max_model_len = max_model_len
@@ -56,8 +57,12 @@ class ServedModel:
         """The shortest of the nodes': any of them may get the request. None while there is no node."""
         return self._max_model_len()
 
-    def check_name(self, name: str) -> None:
-        if name not in self.names:
+    def name_of(self, name: str | None) -> str:
+        """As an answer gives it: what the request called it, which may be nothing."""
+        return self.names[0] if name is None else name
+
+    def check_name(self, name: str | None) -> None:
+        if name is not None and name not in self.names:
             raise UnknownModel(
                 f"the model {name[:200]!r} does not exist; this server has {', '.join(self.names)}"
             )
@@ -83,6 +88,8 @@ class Plan(msgspec.Struct, frozen=True):
     show_logprobs: bool
     include_stop: bool
     skip_special: bool
+    prompt_logprobs: int | None = None  # how many alternatives of the prompt's tokens are shown
+    return_token_ids: bool = False
     tool_format: Format | None = None  # how calls are written, when the request offers tools
     only_echo: bool = False  # max_tokens is 0: the token that a node generates all the same is not shown
 
@@ -96,6 +103,7 @@ class Plan(msgspec.Struct, frozen=True):
                 include_stop=self.include_stop,
                 skip_special=self.skip_special,
                 show_logprobs=self.show_logprobs,
+                show_token_ids=self.return_token_ids,
                 text_offset=len(self.prompt_texts[index // self.choices_per_prompt]),
             )
             for index, life in enumerate(generation.lives)
@@ -124,7 +132,10 @@ async def plan_completion(request: CompletionRequest, model: ServedModel, caller
     _check_stream_options(request)
     prompts = prompts_of(request)
     _check_counts(len(prompts), best_of, model.config)
-    token_ids = [await _prompt_ids(prompt, request, model) for prompt in prompts]
+    token_ids = [
+        _truncated(await _prompt_ids(prompt, request, model), request, max_tokens, model)
+        for prompt in prompts
+    ]
     shows = request.logprobs is not None
     ranks = best_of > n and not shows  # the best is the likeliest, so its logprobs are needed
     return _plan(
@@ -137,9 +148,9 @@ async def plan_completion(request: CompletionRequest, model: ServedModel, caller
         n=n,
         best_of=best_of,
         logprobs=0 if ranks else request.logprobs,
-        prompt_logprobs=request.logprobs if echo else None,
+        echo_logprobs=request.logprobs if echo else None,
         show_logprobs=shows,
-        grammar=await grammar_of_structured_outputs(request.structured_outputs),
+        grammar=await completion_grammar(request),
         bad_words=await bad_word_ids(request.bad_words, model.tokenizer),
     )
 
@@ -168,22 +179,24 @@ async def plan_chat(request: ChatRequest, model: ServedModel, caller: Caller) ->
     # None when the model is to know of none.
     tools = request.tools if request.tools and request.tool_choice != "none" else None
     _check_tools(request, model)
-    grammar = await _chat_grammar(request, model)
+    grammar = await chat_grammar(request, model.tool_format if tools else None, model.tokenizer)
     text = await render_chat(
         model.template,
         request.messages,
         tools,
         add_generation_prompt=not continues and request.add_generation_prompt is not False,
         continue_final_message=continues,
-        extra=request.chat_template_kwargs,
+        documents=request.documents,
+        extra=template_variables(request),
     )
     # The template writes the special tokens itself.
-    token_ids = await _encode(text, "messages", model, special=False)
+    token_ids = await _encode(text, "messages", model, request, special=False)
     if not token_ids:
         raise InvalidRequest("messages: the chat template makes an empty prompt of them", "messages")
     max_tokens = (
         request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
     )
+    token_ids = _truncated(token_ids, request, max_tokens, model)
     return _plan(
         request,
         model,
@@ -194,7 +207,6 @@ async def plan_chat(request: ChatRequest, model: ServedModel, caller: Caller) ->
         n=n,
         best_of=n,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
-        prompt_logprobs=None,
         show_logprobs=bool(request.logprobs),
         tool_format=model.tool_format if tools else None,
         grammar=grammar,
@@ -213,12 +225,21 @@ def _plan(
     n: int,
     best_of: int,
     logprobs: int | None,
-    prompt_logprobs: int | None,
+    echo_logprobs: int | None = None,
     show_logprobs: bool,
     tool_format: Format | None = None,
     grammar: str | None = None,
     bad_words: list[list[int]],
 ) -> Plan:
+    if request.prompt_logprobs is not None and request.stream:
+        raise InvalidRequest("prompt_logprobs: not with stream", "prompt_logprobs")
+    if request.allowed_token_ids is not None and grammar is not None:
+        raise InvalidRequest(
+            "allowed_token_ids: contradicts the grammar that the answer has to follow", "allowed_token_ids"
+        )
+    shown = [count for count in (echo_logprobs, request.prompt_logprobs) if count is not None]
+    if shown and logprobs is None:
+        logprobs = 0  # an answer with them waits for the prefill node's report, which the prompt's come with
     context = model.max_model_len
     specs: list[SequenceSpec] = []
     sampling: SamplingParams | None = None
@@ -227,15 +248,19 @@ def _plan(
         room = context - len(prompt) if context is not None else max_tokens or DEFAULT_COMPLETION_TOKENS
         _check_context(request, len(prompt), max_tokens, context)
         # A node always generates: with max_tokens=0 it is the prompt's logprobs that are wanted.
-        wanted = max(1, room if max_tokens is None else max_tokens)
+        wanted = max(
+            1, min(room, model.defaults.max_new_tokens or room) if max_tokens is None else max_tokens
+        )
         if sampling is None or sampling.max_tokens != wanted:
+            allowed = request.allowed_token_ids
             sampling = sampling_params(
                 request,
                 model.tokenizer,
+                model.defaults,
                 max_tokens=wanted,
                 logprobs=logprobs,
-                prompt_logprobs=prompt_logprobs,
-                grammar=grammar,
+                prompt_logprobs=max(shown, default=None),
+                grammar=grammar_of_tokens(allowed, wanted, model.tokenizer) if allowed else grammar,
                 bad_words=bad_words,
             )
         for index in range(best_of):
@@ -262,6 +287,8 @@ def _plan(
         include_stop=bool(request.include_stop_str_in_output),
         skip_special=request.skip_special_tokens is not False
         and not _is_special(tool_format, model.tokenizer),
+        prompt_logprobs=request.prompt_logprobs,
+        return_token_ids=bool(request.return_token_ids),
         tool_format=tool_format,
         only_echo=max_tokens == 0,
     )
@@ -303,21 +330,6 @@ def _check_tools(request: ChatRequest, model: ServedModel) -> None:
         )
 
 
-async def _chat_grammar(request: ChatRequest, model: ServedModel) -> str | None:
-    answer = await grammar_of_format(request.response_format)
-    other = await grammar_of_structured_outputs(request.structured_outputs)
-    if answer is not None and other is not None:
-        raise InvalidRequest("structured_outputs: contradicts response_format; set one", "structured_outputs")
-    answer = answer or other
-    if not request.tools or request.tool_choice == "none" or model.tool_format is None:
-        return answer
-    if other is not None:
-        raise InvalidRequest(
-            "structured_outputs: contradicts tools, unless tool_choice is 'none'", "structured_outputs"
-        )
-    return await grammar_of_calls(request, model.tool_format, model.tokenizer, answer)
-
-
 def _is_special(tool_format: Format | None, tokenizer: Tokenizer) -> bool:
     """The mark of a call is a special token, which would not be shown, and then not be found."""
     return tool_format is not None and tokenizer.is_special(tool_format.begin)
@@ -340,7 +352,7 @@ def _check_stream_options(request: SamplingFields) -> None:
 
 async def _prompt_ids(prompt: str | list[int], request: CompletionRequest, model: ServedModel) -> list[int]:
     if isinstance(prompt, str):
-        ids = await _encode(prompt, "prompt", model, special=request.add_special_tokens is not False)
+        ids = await _encode(prompt, "prompt", model, request, special=request.add_special_tokens is not False)
         if not ids:
             raise InvalidRequest("prompt: must not be empty", "prompt")
         return ids
@@ -353,9 +365,28 @@ async def _prompt_ids(prompt: str | list[int], request: CompletionRequest, model
     return prompt
 
 
-async def _encode(text: str, param: str, model: ServedModel, *, special: bool) -> list[int]:
+def _truncated(
+    token_ids: list[int], request: SamplingFields, max_tokens: int | None, model: ServedModel
+) -> list[int]:
+    """The prompt's end, as long as the request wants it at most."""
+    keep, context = request.truncate_prompt_tokens, model.max_model_len
+    if keep is None or (keep == -1 and context is None):
+        return token_ids
+    if keep == -1 and context is not None:
+        keep = context - max(1, max_tokens or 1)
+    if keep < 1:
+        raise InvalidRequest(
+            "truncate_prompt_tokens: must be at least 1, or -1 with max_tokens that leave room for a prompt",
+            "truncate_prompt_tokens",
+        )
+    return token_ids[-keep:]
+
+
+async def _encode(
+    text: str, param: str, model: ServedModel, request: SamplingFields, *, special: bool
+) -> list[int]:
     """What cannot fit into the context is not tokenized to find out by how much."""
-    context = model.max_model_len
+    context = model.max_model_len if request.truncate_prompt_tokens is None else None
     if context is not None and len(text) > model.tokenizer.most_characters(context):
         raise PromptTooLong(
             f"{param}: {len(text)} characters are more than the model's context of {context} tokens can hold",

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import secrets
+from typing import TypeVar
 
 from tandem.router.openai.fields import SamplingFields
+from tandem.router.openai.sampling_defaults import Defaults
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.wire.errors import InvalidRequest
 from tandem.wire.sampling import SamplingParams
+
+T = TypeVar("T")
 
 _SEED_MASK = 2**63 - 1
 
@@ -15,6 +19,7 @@ _SEED_MASK = 2**63 - 1
 def sampling_params(
     request: SamplingFields,
     tokenizer: Tokenizer,
+    defaults: Defaults,
     *,
     max_tokens: int,
     logprobs: int | None,
@@ -41,11 +46,11 @@ def sampling_params(
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
-        temperature=1.0 if request.temperature is None else request.temperature,
-        top_p=1.0 if request.top_p is None else request.top_p,
-        top_k=max(0, request.top_k or 0),
-        min_p=request.min_p or 0.0,
-        repetition_penalty=1.0 if request.repetition_penalty is None else request.repetition_penalty,
+        temperature=_first(request.temperature, defaults.temperature),
+        top_p=_first(request.top_p, defaults.top_p),
+        top_k=max(0, _first(request.top_k, defaults.top_k)),
+        min_p=_first(request.min_p, defaults.min_p),
+        repetition_penalty=_first(request.repetition_penalty, defaults.repetition_penalty),
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
         logit_bias=_logit_bias(request.logit_bias, tokenizer.vocab_size),
@@ -57,6 +62,10 @@ def sampling_params(
         prompt_logprobs=prompt_logprobs,
         grammar=grammar,
     )
+
+
+def _first(asked: T | None, default: T) -> T:
+    return default if asked is None else asked
 
 
 def _check_ends_with_grammar(request: SamplingFields) -> None:

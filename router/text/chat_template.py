@@ -1,8 +1,8 @@
 """A model's chat template: the Jinja program in its folder that turns messages into a prompt.
 
 The template is the operator's, not the client's, yet it runs sandboxed: what clients send goes through it.
-The environment (block trimming, `raise_exception`, `strftime_now`, `tojson`, loop controls, `{% generation %}`) is
-the one that templates are written for.
+The environment is the one that templates are written for: a test renders many families' templates here and by
+transformers, and compares.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,25 +23,52 @@ import jinja2.sandbox
 from tandem.router.text.tokenizer import read_json
 from tandem.wire.errors import ConfigurationError, InvalidRequest
 
+# Under what names clients and templates hand over an earlier turn's reasoning. The first is the usual one.
+_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %}` marks what the assistant said, for training; here it is its content and no more."""
+    """`{% generation %}` marks what the assistant said, for training; here it is its content and no more.
+
+    A block of its own: what is set in it is not set after it.
+    """
 
     tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
 
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.CallBlock(self.call_method("_content"), [], [], body).set_lineno(line)
+
+    def _content(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+class _Dict:
+    """`dict` in a template, without what else the type would give away."""
+
+    def __call__(self, *args: Any, **fields: Any) -> dict[Any, Any]:
+        return dict(*args, **fields)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
 
 
 def _raise(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False, **options: Any) -> str:
-    return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii, **options)
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _environment() -> jinja2.Environment:
@@ -50,6 +77,7 @@ def _environment() -> jinja2.Environment:
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise
+    environment.globals["dict"] = _Dict()
     environment.globals["strftime_now"] = lambda pattern: datetime.datetime.now().strftime(pattern)
     return environment
 
@@ -68,10 +96,15 @@ class ChatTemplate:
         self.mentions_tools = self.mentions("tools")
 
     @classmethod
-    def from_folder(cls, folder: str) -> ChatTemplate | None:
-        """None when the model has no chat template: it completes text, but does not chat."""
+    def from_folder(cls, folder: str, own: str | None = None) -> ChatTemplate | None:
+        """None when the model has no chat template: it completes text, but does not chat.
+
+        `own` is the operator's, a file or the template itself, and the only one then.
+        """
         path = Path(folder)
         settings = read_json(path / "tokenizer_config.json")
+        if own is not None:
+            return cls({"default": template_source(own)}, _special_tokens(path, settings))
         sources: dict[str, str] = {}
         declared = settings.get("chat_template")
         if isinstance(declared, str):
@@ -101,11 +134,13 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        documents: Sequence[Mapping[str, Any]] | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> str:
         template = self._templates.get("tool_use") if tools else None
         if template is None:
             template = self._templates.get("default") or next(iter(self._templates.values()))
+        messages = [_with_reasoning(message) for message in messages]
         mark = secrets.token_hex(16) if continue_final_message else ""
         if mark:
             messages = [*messages[:-1], _marked(messages[-1], mark)]
@@ -116,7 +151,7 @@ class ChatTemplate:
                     **(extra or {}),
                     "messages": messages,
                     "tools": tools,
-                    "documents": None,
+                    "documents": documents,
                     "add_generation_prompt": add_generation_prompt,
                 }
             )
@@ -132,6 +167,18 @@ class ChatTemplate:
         return _cut_at(text, mark) if mark else text
 
 
+def template_source(own: str) -> str:
+    """The template that an operator named: a file's text, or what was given if it is one itself."""
+    if "{{" in own or "{%" in own:
+        return own
+    file = Path(own)
+    if not file.is_file():
+        raise ConfigurationError(
+            f"router.chat_template: {own!r} is neither a file nor a template, which would have {{{{ or {{% in it"
+        )
+    return _read_text(file)
+
+
 def _read_text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
@@ -140,25 +187,34 @@ def _read_text(file: Path) -> str:
 
 
 def _marked(message: Mapping[str, Any], mark: str) -> dict[str, Any]:
-    """With a mark at the end of its text, which nobody could have written: the text itself may stand in the
-    template's own words behind it, too."""
-    content = str(message.get("content") or "").rstrip()
-    if not content:
+    """With a mark at the end of its text that no client can guess: the text itself may also stand in what the
+    template writes after it."""
+    content = str(message.get("content") or "")
+    if not content.strip():
         raise InvalidRequest(
             "messages: with continue_final_message the last must have text to go on with", "messages"
         )
-    return {**message, "content": content + mark}
+    return {**message, "content": content + mark + " "}
 
 
 def _cut_at(text: str, mark: str) -> str:
-    """Drop what the template put behind the last message, so that the model goes on with it."""
-    before, found, _ = text.rpartition(mark)
+    """Drops what the template wrote after the last message, so that the model goes on with it."""
+    before, found, after = text.rpartition(mark)
     if not found:
         raise InvalidRequest(
             "messages: continue_final_message cannot be had, because the model's chat template leaves out the last",
             "messages",
         )
-    return before
+    # A template that trims messages took the mark's space; it would have taken the text's.
+    return before if after.startswith(" ") else before.rstrip()
+
+
+def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Under each name that templates look for it."""
+    reasoning = next((message[name] for name in _REASONING_FIELDS if message.get(name) is not None), None)
+    if reasoning is None:
+        return message
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 def _special_tokens(path: Path, settings: Mapping[str, Any]) -> dict[str, str]:

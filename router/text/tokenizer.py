@@ -34,6 +34,7 @@ class Tokenizer:
         self.settings = settings
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.end_ids = self._end_ids()
         vocabulary = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         self._longest_piece = max(map(len, vocabulary), default=1)
@@ -65,6 +66,13 @@ class Tokenizer:
         except Exception as error:  # the library raises bare Exception for a file that it cannot read
             raise ConfigurationError(f"{file} is not a tokenizer: {error}") from error
         return cls(backend, settings)
+
+    def _end_ids(self) -> frozenset[int]:
+        """Tokens that end an answer, as far as the tokenizer's settings say."""
+        declared = self.settings.get("eos_token")
+        text = declared.get("content") if isinstance(declared, dict) else declared
+        token_id = self._backend.token_to_id(text) if isinstance(text, str) else None
+        return frozenset() if token_id is None else frozenset({token_id})
 
     def is_special(self, text: str) -> bool:
         return self._backend.token_to_id(text) in self.special_ids

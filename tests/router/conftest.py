@@ -17,7 +17,7 @@ import tokenizers
 import uvloop
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from tandem.router.config import Heartbeat, LocalPrefill, RouterConfig
+from tandem.router.config import Heartbeat, LocalPrefill, RouterConfig, UnknownFields
 from tandem.router.server import RouterServer
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.wire.nodes import Role
@@ -199,7 +199,12 @@ class Running:
 
 
 @contextmanager
-def bombarded(model_folder: str, end_token: int, **node: Any) -> Iterator[Running]:
+def bombarded(
+    model_folder: str,
+    end_token: int,
+    unknown_fields: UnknownFields = UnknownFields.IGNORE,
+    **node: Any,
+) -> Iterator[Running]:
     """A router with one node of each role. Whatever is sent to it in the block, it answers afterwards, and nothing is
     left behind, and none of its tasks has died."""
     config = RouterConfig(
@@ -208,6 +213,7 @@ def bombarded(model_folder: str, end_token: int, **node: Any) -> Iterator[Runnin
         port=0,
         heartbeat=Heartbeat(ping_interval=0.1, silence=5),
         local_prefill=LocalPrefill.NEVER,
+        unknown_fields=unknown_fields,
     )
     running = Running(config, LETTERS, end_token)
     running.add("p0", Role.PREFILL, **node)

@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tandem.router.config import UnknownFields
 from tests.router.bad_inputs import CHAT, COMPLETIONS, VALID, Bad, all_bad
 from tests.router.conftest import Running, bombarded
 
@@ -15,7 +16,7 @@ BAD = list(all_bad())
 
 @pytest.fixture(scope="module")
 def router(model_folder: str, end_token: int) -> Iterator[Running]:
-    with bombarded(model_folder, end_token) as running:
+    with bombarded(model_folder, end_token, UnknownFields.REFUSE) as running:
         yield running
 
 

@@ -56,7 +56,7 @@ def test_a_final_message_to_go_on_with_ends_where_its_text_ends() -> None:
     messages = [*HELLO, {"role": "assistant", "content": "The answer is "}]
     assert (
         template(source).render(messages, continue_final_message=True)
-        == "<user>hello</><assistant>The answer is"
+        == "<user>hello</><assistant>The answer is "
     )
 
 

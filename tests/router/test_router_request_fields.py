@@ -1,0 +1,209 @@
+"""Fields that this server does not know, those that it has from other servers, and what holds when none is sent."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from tandem.router.config import RouterConfig, SamplingDefaults
+from tandem.router.openai.fields import INTERNAL
+from tandem.router.openai.sampling_defaults import Defaults, defaults_of
+from tandem.router.text.tokenizer import Tokenizer
+from tandem.wire.errors import ConfigurationError
+from tandem.wire.sampling import SamplingParams
+from tests.router.conftest import Running, StartRouter
+
+EXTRAS = {
+    "top_a": 0.1,
+    "request_id": "a",
+    "nvext": {"ignore": True},
+    "provider": {"order": []},
+    "extra_body": {},
+    "num_ctx": 5,
+}
+
+
+@pytest.fixture
+def router(start_router: StartRouter) -> Running:
+    return start_router()
+
+
+def sampled(router: Running) -> SamplingParams:
+    return router.nodes["p0"].submits[-1].sampling
+
+
+def test_unknown_fields_are_ignored_and_named(router: Running, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "router.access"):
+        for answer in (router.complete(**EXTRAS, max_tokens=2), router.chat(**EXTRAS, max_tokens=2)):
+            assert answer.status_code == 200
+            assert answer.headers["x-tandem-ignored-fields"].split(",") == list(EXTRAS)
+        assert "x-tandem-ignored-fields" not in router.complete(max_tokens=2).headers
+        router.wait_for(lambda: len(caplog.messages) >= 3, "three lines")
+    assert sum("ignored=top_a,request_id," in line for line in caplog.messages) == 2
+
+
+def test_a_name_that_no_header_may_hold_does_no_harm(router: Running) -> None:
+    answer = router.complete(**{"a\r\nset-cookie: b": 1, "ü" * 2000: 1}, max_tokens=2)
+    assert answer.status_code == 200
+    assert "set-cookie" not in answer.headers
+    assert len(answer.headers["x-tandem-ignored-fields"]) <= 1024
+
+
+@pytest.mark.parametrize("name", sorted(INTERNAL))
+def test_internals_are_refused_whatever_they_hold(router: Running, name: str) -> None:
+    for value in (None, {}, 1):
+        answer = router.complete(**{name: value})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == name
+
+
+def test_the_model_need_not_be_named(start_router: StartRouter) -> None:
+    router = start_router(model_aliases=("other",))
+    messages = [{"role": "user", "content": "hi"}]
+    body: dict[str, Any] = {"messages": messages, "max_tokens": 2}
+    for extra, shown in (({}, "fake"), ({"model": None}, "fake"), ({"model": "other"}, "other")):
+        answer = router.client.post("/v1/chat/completions", json=body | extra)
+        assert answer.json()["model"] == shown
+    assert {card["id"] for card in router.client.get("/v1/models").json()["data"]} == {"fake", "other"}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "grammar"),
+    [
+        ("guided_json", {"type": "integer"}, "%json"),
+        ("guided_json", '{"type": "integer"}', "%json"),
+        ("guided_regex", "[ab]+", "start: /"),
+        ("guided_choice", ["yes", "no"], 'start: "yes" | "no"'),
+        ("guided_grammar", 'start: "x"', 'start: "x"'),
+    ],
+)
+def test_the_older_names_of_structured_outputs(router: Running, field: str, value: Any, grammar: str) -> None:
+    for answer in (router.complete(**{field: value}), router.chat(**{field: value})):
+        assert answer.status_code == 200, answer.text
+        assert grammar in (sampled(router).grammar or "")
+    refused = router.complete(**{field: value, "structured_outputs": {"regex": "a"}})
+    assert refused.json()["error"]["param"] == field
+
+
+def test_only_these_tokens(router: Running, model_folder: str, end_token: int) -> None:
+    backend = LLTokenizer((Path(model_folder) / "tokenizer.json").read_text(), eos_token=[end_token])
+
+    def allows(text_ids: list[int]) -> tuple[bool, bool]:
+        found = LLMatcher(backend, LLMatcher.grammar_from_lark(sampled(router).grammar or ""), log_level=0)
+        return found.try_consume_tokens(text_ids) == len(text_ids), found.is_accepting()
+
+    assert router.complete(allowed_token_ids=[70, 75], max_tokens=3).status_code == 200
+    assert allows([70, 75]) == (True, False)
+    assert allows([71]) == (False, False)
+    assert router.complete(allowed_token_ids=[70, end_token], max_tokens=3).status_code == 200
+    assert allows([70]) == (True, True)
+    refused = router.complete(allowed_token_ids=[70], guided_regex="a")
+    assert refused.json()["error"]["param"] == "allowed_token_ids"
+
+
+def test_a_prompt_is_cut_to_its_end(router: Running, tokenizer: Tokenizer) -> None:
+    text = "the quick brown fox " * 2000  # far more than the context
+    ids = tokenizer.encode(text, special=True)
+    for keep, kept in ((5, ids[-5:]), (-1, ids[-(2048 - 7) :])):
+        assert router.complete(prompt=text, truncate_prompt_tokens=keep, max_tokens=7).status_code == 200
+        assert router.nodes["p0"].submits[-1].prompt_token_ids == kept
+    assert router.chat(text, truncate_prompt_tokens=9, max_tokens=7).status_code == 200
+    assert len(router.nodes["p0"].submits[-1].prompt_token_ids) == 9
+
+
+def test_token_ids_are_returned(router: Running, tokenizer: Tokenizer) -> None:
+    prompt = tokenizer.encode("the fox", special=True)
+    whole = router.complete(return_token_ids=True, max_tokens=5, seed=3).json()["choices"][0]
+    assert whole["prompt_token_ids"] == prompt
+    assert tokenizer.decode(whole["token_ids"]) == whole["text"]
+    with router.stream(return_token_ids=True, max_tokens=5, seed=3) as events:
+        choices = [event["choices"][0] for event in events.rest() if event != "[DONE]"]
+    assert choices[0]["prompt_token_ids"] == prompt
+    assert [token for choice in choices for token in choice["token_ids"]] == whole["token_ids"]
+    chat = router.chat(return_token_ids=True, max_tokens=5, seed=3).json()
+    assert tokenizer.decode(chat["choices"][0]["token_ids"]) == chat["choices"][0]["message"]["content"]
+    assert chat["prompt_token_ids"] == router.nodes["p0"].submits[-1].prompt_token_ids
+
+
+def test_log_probabilities_of_the_prompt(router: Running, tokenizer: Tokenizer) -> None:
+    for ask in (router.complete, router.chat):
+        body = ask(prompt_logprobs=2, max_tokens=2).json()
+        shown = body["choices"][0].get("prompt_logprobs") or body["prompt_logprobs"]
+        ids = router.nodes["p0"].submits[-1].prompt_token_ids
+        assert shown[0] is None
+        for token_id, entry in zip(ids[1:], shown[1:], strict=True):
+            assert entry[str(token_id)]["decoded_token"] == tokenizer.decode([token_id])
+            assert len(entry) == 2
+    refused = router.complete(prompt_logprobs=1, stream=True)
+    assert refused.json()["error"]["param"] == "prompt_logprobs"
+
+
+def folder_with(model_folder: str, tmp_path: Path, **declared: Any) -> str:
+    for file in Path(model_folder).iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "generation_config.json").write_text(json.dumps(declared))
+    return str(tmp_path)
+
+
+def test_a_models_own_sampling_is_the_default(
+    start_router: StartRouter, model_folder: str, tmp_path: Path
+) -> None:
+    folder = folder_with(
+        model_folder, tmp_path, temperature=0.6, top_p=0.9, top_k=20, min_p=0.1, repetition_penalty=1.1,
+        max_new_tokens=9, do_sample=True,
+    )  # fmt: skip
+    router = start_router(tokenizer_path=folder)
+    assert router.chat().status_code == 200
+    found = sampled(router)
+    assert (found.temperature, found.top_p, found.top_k, found.min_p) == (0.6, 0.9, 20, 0.1)
+    assert (found.repetition_penalty, found.max_tokens) == (1.1, 9)
+    assert router.chat(temperature=0, top_p=1, top_k=0, min_p=0, repetition_penalty=1, max_tokens=12).json()
+    found = sampled(router)
+    assert (found.temperature, found.top_p, found.top_k, found.min_p) == (0, 1, 0, 0)
+    assert (found.repetition_penalty, found.max_tokens) == (1, 12)
+
+    router = start_router(tokenizer_path=folder, sampling_defaults=SamplingDefaults.OPENAI)
+    assert router.chat(max_tokens=2).status_code == 200
+    assert sampled(router).temperature == 1.0
+    assert sampled(router).top_k == 0
+
+
+@pytest.mark.parametrize(
+    "declared", [{"temperature": -1}, {"top_k": "many"}, {"top_p": True}, {"top_k": 1.5}]
+)
+def test_a_models_own_sampling_that_cannot_be(
+    model_folder: str, tmp_path: Path, declared: dict[str, Any]
+) -> None:
+    config = RouterConfig(folder_with(model_folder, tmp_path, **declared), "fake")
+    with pytest.raises(ConfigurationError, match=next(iter(declared))):
+        defaults_of(config)
+
+
+def test_null_and_off_values_mean_the_default(model_folder: str, tmp_path: Path) -> None:
+    config = RouterConfig(
+        folder_with(model_folder, tmp_path, temperature=None, top_k=-1, eos_token_id=2), "fake"
+    )
+    assert defaults_of(config) == Defaults()
+
+
+def test_an_operators_template_takes_the_models_place(start_router: StartRouter, tmp_path: Path) -> None:
+    source = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    (tmp_path / "own.jinja").write_text(source)
+    for own in (source, str(tmp_path / "own.jinja")):
+        router = start_router(chat_template=own)
+        body = {"messages": [{"role": "user", "content": "hi"}]}
+        ids = router.client.post("/tokenize", json=body).json()["tokens"]
+        assert router.server.services.model.tokenizer.decode(ids) == "[hi]"
+    with pytest.raises(ConfigurationError, match="neither a file nor a template"):
+        start_router(chat_template=str(tmp_path / "none.jinja"))
+
+
+def test_probes(router: Running) -> None:
+    assert router.client.get("/ping").json() == router.client.post("/ping").json() == {"status": "ok"}
+    assert router.client.get("/version").json()["version"]
+    assert router.client.get("/load").json() == {"server_load": 0}
