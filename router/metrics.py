@@ -65,7 +65,7 @@ class RouterMetrics:
 
         self.time_to_first_token = histogram(
             "tandem_time_to_first_token_seconds",
-            "From a request's submission to its first token",
+            "From a request's arrival to its first token, with its waiting in the router and its tokenizing",
             _FIRST_TOKEN_BUCKETS,
         )
         self.inter_token_latency = histogram(
@@ -79,7 +79,7 @@ class RouterMetrics:
             _REQUEST_BUCKETS,
         )
         self.queue_time = histogram(
-            "tandem_request_queue_time_seconds", "Waiting in the router for a place", _REQUEST_BUCKETS
+            "tandem_request_queue_time_seconds", "Waiting in the router for a first place", _REQUEST_BUCKETS
         )
         self.prefill_time = histogram(
             "tandem_request_prefill_time_seconds",

@@ -10,6 +10,7 @@ from __future__ import annotations
 from tandem.wire.errors import TandemError
 
 _MORE, _LONG, _COMMAND = 1, 2, 4
+MAX_FRAMES = 16  # in a message; ours have one
 
 _SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
 _VERSION = b"\x03\x00"
@@ -47,6 +48,7 @@ class MessageReader:
         self._buffer = bytearray()
         self._at = 0  # everything before it has been read
         self._frames: list[bytes] = []  # of a message that goes on
+        self._frame_bytes = 0  # of those
         self.greeted = False
         self.ready = False  # the other side has introduced itself, and listens
 
@@ -61,8 +63,10 @@ class MessageReader:
             return None
         while (head := self._head()) is not None:
             flags, begin, length = head
-            if length + sum(map(len, self._frames)) > self._max_bytes:
+            if length + self._frame_bytes > self._max_bytes:
                 raise ProtocolError(f"a message has more than {self._max_bytes} bytes")
+            if len(self._frames) == MAX_FRAMES:
+                raise ProtocolError(f"a message has more than {MAX_FRAMES} frames")
             end = begin + length
             if end > len(self._buffer):
                 return None
@@ -72,8 +76,9 @@ class MessageReader:
                 self.ready = True  # the first is READY, and later ones ask for nothing
                 continue
             self._frames.append(body)
+            self._frame_bytes += length
             if not flags & _MORE:
-                frames, self._frames = self._frames, []
+                frames, self._frames, self._frame_bytes = self._frames, [], 0
                 return frames
         return None
 

@@ -24,33 +24,65 @@ class QueueFull(Overloaded):
 
 
 class Slots:
-    """Places that one HTTP request holds; each of its sequences gives one back as it ends."""
+    """One HTTP request's places. Each of its sequences needs one; they come one at a time, in the tenant's turns."""
 
-    def __init__(self, admission: Admission, count: int) -> None:
+    def __init__(self, admission: Admission, tenant: str, wanted: int) -> None:
         self._admission = admission
-        self._count = count
+        self._on_place: Callable[[], None] | None = None
+        self._on_refused: Callable[[TandemError], None] | None = None
+        self.tenant = tenant
+        self.wanted = wanted  # that it is still in line for
+        self.held = 0
+        self.first: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def listen(self, on_place: Callable[[], None], on_refused: Callable[[TandemError], None]) -> None:
+        """`on_place` is called for each place that it has and each that will come, `on_refused` when no more come."""
+        self._on_place, self._on_refused = on_place, on_refused
+        for _ in range(self.held):
+            on_place()
+
+    def grant(self, count: int) -> None:
+        self.wanted -= count
+        self.held += count
+        if not self.first.done():
+            self.first.set_result(None)
+        if self._on_place is not None:
+            for _ in range(count):
+                self._on_place()
+
+    def refuse(self, error: TandemError) -> None:
+        if not self.first.done():
+            self.first.set_exception(error)
+        elif self._on_refused is not None:
+            self._on_refused(error)
 
     def release_one(self) -> None:
-        if self._count > 0:
-            self._count -= 1
+        """A sequence that had a place has ended."""
+        if self.held > 0:
+            self.held -= 1
             self._admission.give_back(1)
 
+    def drop_one(self) -> None:
+        """A sequence has ended that had not begun."""
+        if self.wanted > 0:
+            self._admission.leave(self, 1)
+        else:
+            self.release_one()
+
     def release_all(self) -> None:
-        count, self._count = self._count, 0
+        self._admission.leave(self, self.wanted)
+        count, self.held = self.held, 0
         if count:
             self._admission.give_back(count)
 
 
-class _Waiter:
-    def __init__(self, count: int, ready: asyncio.Future[None]) -> None:
-        self.count = count
-        self.ready = ready
-
-
 class Admission:
-    """Fair between tenants: the next place goes to the tenant whose last turn is longest ago.
+    """Fair between tenants: the next place goes to the tenant whose last turn is longest ago, and within the tenant to
+    the request whose last turn is longest ago.
 
-    A request that needs more places than there are gets in when it is alone, so that it is not left waiting forever.
+    A place is one sequence's. A request for many begins with the first place that it gets, and goes to the end of its
+    tenant's line for the next: it keeps no place empty while it waits for others, nobody waits for all of its sequences,
+    and it is not overtaken by more than the line's length before each of them.
     """
 
     def __init__(
@@ -68,55 +100,59 @@ class Admission:
         self._clock = clock
         self._metrics = metrics
         self._on_release = on_release
-        self._queues: OrderedDict[str, deque[_Waiter]] = OrderedDict()  # in the order of their turns
+        self._queues: OrderedDict[str, deque[Slots]] = OrderedDict()  # in the order of their turns
         self._between_ends = Average()
         self._last_end: float | None = None
         self.held = 0
         self.queued = 0  # sequences
 
-    def _fits(self, count: int) -> bool:
-        return self.held + count <= self._capacity() or self.held == 0
-
     async def acquire(self, tenant: str, count: int, deadline: float) -> Slots:
-        if not self._queues and self._fits(count):
-            self.held += count
-            self._metrics.queue_time.observe(0)
-            return Slots(self, count)
-        if self.queued + count > self._max_queued:
+        """Returns with the first of `count` places; the others may come later. Raises QueueFull, DeadlineExceeded."""
+        slots = Slots(self, tenant, count)
+        at_once = 0 if self._queues else min(count, max(0, self._capacity() - self.held))
+        rest = count - at_once
+        if rest and self.queued + rest > self._max_queued:
             self._metrics.refusals.labels(reason="queue_full").inc()
             raise QueueFull(
                 f"{self.queued} sequences wait already, and no more than {self._max_queued} may",
                 self.retry_after_s(),
             )
+        if at_once:
+            self.held += at_once
+            slots.grant(at_once)
+        if rest:
+            self._queues.setdefault(tenant, deque()).append(slots)
+            self.queued += rest
+        if at_once:
+            self._metrics.queue_time.observe(0)
+            return slots
         began = self._clock()
-        waiter = _Waiter(count, asyncio.get_running_loop().create_future())
-        self._queues.setdefault(tenant, deque()).append(waiter)
-        self.queued += count
         timeout = min(self._timeout_s, deadline - began)
         try:
             async with asyncio.timeout(max(0.0, timeout)):
-                await waiter.ready
+                await slots.first
         except TimeoutError:
-            self._leave(tenant, waiter)
+            slots.release_all()
             self._metrics.deadlines.labels(phase="queue").inc()
             raise DeadlineExceeded(f"no node had room for the request within {timeout:.0f} s") from None
         except BaseException:
-            self._leave(tenant, waiter)
+            slots.release_all()
             raise
         self._metrics.queue_time.observe(self._clock() - began)
-        return Slots(self, count)
+        return slots
 
-    def _leave(self, tenant: str, waiter: _Waiter) -> None:
-        if waiter.ready.done() and not waiter.ready.cancelled() and waiter.ready.exception() is None:
-            self.give_back(waiter.count)  # its place came in the moment it stopped waiting
+    def leave(self, slots: Slots, count: int) -> None:
+        """`count` of its sequences are no longer in line."""
+        if count == 0:
             return
-        queue = self._queues.get(tenant)
-        if queue is not None and waiter in queue:
-            queue.remove(waiter)
-            self.queued -= waiter.count
+        slots.wanted -= count
+        self.queued -= count
+        if slots.wanted == 0:
+            queue = self._queues[slots.tenant]
+            queue.remove(slots)
             if not queue:
-                del self._queues[tenant]
-        self.pump()
+                del self._queues[slots.tenant]
+        self._on_release()
 
     def give_back(self, count: int) -> None:
         self.held -= count
@@ -128,28 +164,25 @@ class Admission:
         self._on_release()
 
     def refuse_all(self, error: TandemError) -> None:
-        """Whoever still waits need not."""
-        for queue in self._queues.values():
-            for waiter in queue:
-                if not waiter.ready.done():
-                    waiter.ready.set_exception(error)
+        """Those in line get no place any more."""
+        for queue in list(self._queues.values()):
+            for slots in list(queue):
+                slots.refuse(error)
 
     def pump(self) -> None:
-        """Let in whoever fits, tenant by tenant. Called when a place or a node appears."""
-        while self._queues:
+        """Gives out what is free. Called when a place or a node appears."""
+        while self._queues and self.held < self._capacity():
             tenant, queue = next(iter(self._queues.items()))
-            waiter = queue[0]
-            if not self._fits(waiter.count) or self._capacity() == 0:
-                return
-            queue.popleft()
-            self.queued -= waiter.count
+            slots = queue.popleft()
+            self.queued -= 1
+            self.held += 1
+            if slots.wanted > 1:
+                queue.append(slots)
             if queue:
                 self._queues.move_to_end(tenant)
             else:
                 del self._queues[tenant]
-            if not waiter.ready.done():
-                self.held += waiter.count
-                waiter.ready.set_result(None)
+            slots.grant(1)
 
     def retry_after_s(self) -> int:
         """About when the queue as it is now will be through."""

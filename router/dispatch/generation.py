@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from collections.abc import Callable
 
 from tandem.router.dispatch.admission import Slots
 from tandem.router.dispatch.life import RequestLife
 from tandem.router.dispatch.spec import SequenceSpec
+from tandem.router.prefixes import PromptHashes
+from tandem.wire.errors import DeadlineExceeded, InternalError, TandemError
+
+logger = logging.getLogger(__name__)
 
 _LifeFactory = Callable[
     [SequenceSpec, Callable[[RequestLife], None], Callable[[RequestLife], None]], RequestLife
 ]
+
+
+# Starting a sequence may mean to hash and send a long prompt: others on the loop get their turn in between.
+START_TURN_S = 0.002
 
 
 class Generation:
@@ -20,6 +30,7 @@ class Generation:
     def __init__(
         self, make_life: _LifeFactory, specs: list[SequenceSpec], slots: Slots, *, eager: bool
     ) -> None:
+        self._loop = asyncio.get_running_loop()
         self._slots = slots
         self._eager = eager
         self._wake: asyncio.Future[None] | None = None
@@ -27,18 +38,64 @@ class Generation:
         self._show: Callable[[RequestLife], bool] | None = None
         self._broken: Exception | None = None
         self.lives = [make_life(spec, self._on_news, self._on_end) for spec in specs]
+        self._unplaced = dict.fromkeys(self.lives)  # that have not begun, because no place has come for them
+        self._places = 0  # that have come, and that no life has begun on
+        self._starting: asyncio.Handle | None = None
+        self._late: asyncio.TimerHandle | None = None
+        prompts: dict[tuple[int, str | None], PromptHashes] = {}
+        for life in self.lives:
+            key = (id(life.spec.prompt_token_ids), life.spec.cache_salt)
+            life.hashes = prompts.setdefault(
+                key, life.hashes
+            )  # a prompt is hashed once for all of its choices
 
     def start(self) -> None:
-        """All of them or none: raises what the first that cannot start raises."""
+        """Raises what the first that cannot start raises: then none has begun. Others begin as their places come."""
+        self._slots.listen(self._on_place, self._on_refused)
         started = False
         try:
-            for life in self.lives:
-                life.start()
+            self._next().start()
             started = True
         finally:
             if not started:
-                self._slots.release_all()
                 self.cancel()
+                self._slots.release_all()
+        if self._unplaced:
+            deadline = min(life.spec.deadline for life in self._unplaced)
+            self._late = self._loop.call_at(deadline, self._on_late)
+
+    def _next(self) -> RequestLife:
+        """The next that begins. A place is there."""
+        life = next(iter(self._unplaced))
+        del self._unplaced[life]
+        self._places -= 1
+        return life
+
+    def _on_place(self) -> None:
+        self._places += 1
+        if self._starting is None:
+            self._starting = self._loop.call_soon(self._start_some)
+
+    def _start_some(self) -> None:
+        self._starting = None
+        until = time.monotonic() + START_TURN_S
+        while self._places > 0 and self._unplaced:
+            if time.monotonic() > until:
+                self._starting = self._loop.call_soon(self._start_some)
+                return
+            life = self._next()
+            try:
+                life.try_again()
+            except Exception as error:
+                logger.exception("%s: starting it failed", life.spec.label)
+                life.fail(InternalError(f"the router failed to start it: {type(error).__name__}"))
+
+    def _on_late(self) -> None:
+        self._on_refused(DeadlineExceeded("no node had room for all of the request before its deadline"))
+
+    def _on_refused(self, error: TandemError) -> None:
+        for life in list(self._unplaced):
+            life.fail(error)
 
     def _on_news(self, life: RequestLife) -> None:
         if not self._eager and not life.ended:
@@ -62,7 +119,14 @@ class Generation:
             return False
 
     def _on_end(self, life: RequestLife) -> None:
-        self._slots.release_one()
+        if life in self._unplaced:
+            del self._unplaced[life]
+            self._slots.drop_one()
+        else:
+            self._slots.release_one()
+        if not self._unplaced and self._late is not None:
+            self._late.cancel()
+            self._late = None
 
     def show_with(self, show: Callable[[RequestLife], bool]) -> None:
         """While the reader waits for news, `show` gets them first, where they arrive: waking up a task costs a lone

@@ -89,6 +89,7 @@ class RequestLife:
         self.error: TandemError | None = None
         self.ended = False
         self.started_at = time.monotonic()
+        self.arrived_at = self.started_at if spec.arrived is None else spec.arrived
         self.first_token_at: float | None = None
         self.last_token_at: float | None = None
         self.ended_at: float | None = None
@@ -165,7 +166,7 @@ class RequestLife:
             self._host.metrics.inter_token_latency.observe(now - self.last_token_at)
         else:
             self.first_token_at = now
-            self._host.metrics.time_to_first_token.observe(now - self.started_at)
+            self._host.metrics.time_to_first_token.observe(now - self.arrived_at)
         self.last_token_at = now
         if attempt.first_token_at is None:
             attempt.first_token_at = now

@@ -17,3 +17,4 @@ class SequenceSpec(msgspec.Struct, frozen=True):
     cache_salt: str | None = None
     session: str | None = None
     trace: RequestTrace | None = None
+    arrived: float | None = None  # when the HTTP request came; None: now

@@ -124,6 +124,7 @@ class GenerateRoute:
             cache_salt=tenant.salted if tenant is not None else _unsalted,
             session=session[:256] if session else None,
             trace=exchange.trace,
+            arrived=arrived,
         )
 
     async def _answer(

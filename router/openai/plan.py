@@ -76,6 +76,7 @@ class Caller(msgspec.Struct, frozen=True):
     cache_salt: Callable[[str | None], str | None]
     session: str | None
     trace: RequestTrace | None = None
+    arrived: float | None = None
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -274,6 +275,7 @@ def _plan(
                     cache_salt=caller.cache_salt(request.cache_salt),
                     session=caller.session,
                     trace=caller.trace,
+                    arrived=caller.arrived,
                 )
             )
     return Plan(

@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tandem.router.dispatch.admission import Admission, QueueFull, Slots
 from tandem.router.metrics import RouterMetrics
@@ -145,15 +147,95 @@ def test_whoever_is_cancelled_the_moment_its_place_comes_gives_it_back() -> None
     run(work)
 
 
-def test_a_request_larger_than_everything_gets_in_alone() -> None:
+def test_a_request_for_more_than_there_is_begins_with_what_there_is() -> None:
     async def work() -> None:
         place = Place(2)
         slots = await place.ask()
-        large = place.ask(count=5)
-        await settle()
-        assert not large.done()
+        large = await place.ask(count=5)
+        assert (large.held, place.admission.queued) == (1, 4)
         slots.release_all()
-        (await large).release_all()
+        assert (large.held, place.admission.queued) == (2, 3)
+        for left in (3, 2, 1, 0):
+            large.release_one()
+            assert place.admission.queued == max(0, left - 1)
+        large.release_all()
+        assert (place.admission.held, place.admission.queued) == (0, 0)
+
+    run(work)
+
+
+def test_a_wide_request_keeps_no_place_empty_and_nobody_waiting() -> None:
+    """128 wide, 56 places free: all of them are used, and single requests of others get every second one."""
+
+    async def work() -> None:
+        place = Place(256, queued=1024)
+        running = [await place.ask(f"t{index}") for index in range(200)]
+        wide = await place.ask("wide", 128)
+        assert place.admission.held == 256
+        narrow = [place.ask(f"u{index}") for index in range(20)]
+        await settle()
+        for slots in running[:40]:
+            slots.release_one()
+        await settle()
+        assert all(task.done() for task in narrow)
+        assert wide.held == 56 + 20
+        assert place.admission.held == 256
+        for slots in running[40:]:
+            slots.release_one()
+        assert wide.held == 128
+        wide.release_all()
+
+    run(work)
+
+
+def test_a_wide_request_is_not_starved_by_narrow_ones_of_its_own_tenant() -> None:
+    async def work() -> None:
+        place = Place(1, queued=100)
+        now = await place.ask()
+        wide = place.ask(count=3)
+        await settle()
+        had = 0
+        for _ in range(12):
+            narrow = place.ask()
+            await settle()
+            now.release_one()
+            await settle()
+            if wide.done() and wide.result().held:
+                had += 1
+                now = wide.result()
+                narrow.cancel()
+            else:
+                now = await narrow
+            await settle()
+        assert had >= 3
+
+    run(work)
+
+
+@given(
+    widths=st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 9)), min_size=1, max_size=12),
+    capacity=st.integers(1, 8),
+    data=st.data(),
+)
+def test_places_are_neither_lost_nor_given_twice_nor_left_empty(
+    widths: list[tuple[str, int]], capacity: int, data: st.DataObject
+) -> None:
+    async def work() -> None:
+        place = Place(capacity, queued=1000)
+        tasks = [place.ask(tenant, count) for tenant, count in widths]
+        alive: list[Slots] = []
+        done: set[int] = set()
+        while len(done) < len(tasks) or any(slots.held or slots.wanted for slots in alive):
+            await settle()
+            for index, task in enumerate(tasks):
+                if index not in done and task.done():
+                    done.add(index)
+                    alive.append(task.result())
+            assert place.admission.held == sum(slots.held for slots in alive) <= capacity
+            assert place.admission.held == capacity or place.admission.queued == 0
+            slots = data.draw(st.sampled_from([slots for slots in alive if slots.held]))
+            data.draw(st.sampled_from([slots.release_one, slots.drop_one, slots.release_all]))()
+        assert (place.admission.held, place.admission.queued) == (0, 0)
 
     run(work)
 

@@ -153,3 +153,60 @@ def test_stop_is_idempotent_and_leaves_no_task(start_router: StartRouter) -> Non
 
         router.wait_for(lambda: router.call is not None, "settled")
         assert router.call(others()) == []
+
+
+def test_a_wide_request_runs_in_the_places_that_there_are_and_others_run_beside_it(
+    start_router: StartRouter,
+) -> None:
+    keys = (ApiKey("wide", "key-wide"), ApiKey("narrow", "key-narrow"))
+    router = start_router(prefill=0, limits=Limits(inflight_per_node=2), api_keys=keys)
+    node, admission = router.nodes["d0"], router.server.services.dispatcher.admission
+    node.set(pause_at=1)
+
+    def ask(key: str, **fields: object) -> httpx.Response:
+        body = {"model": "fake", "prompt": "the fox", "max_tokens": 2, "seed": 5, **fields}
+        return router.client.post("/v1/completions", json=body, headers={"authorization": f"Bearer {key}"})
+
+    with ThreadPoolExecutor(2) as pool:
+        wide = pool.submit(ask, "key-wide", n=7)
+        node.wait_until(lambda: len(node.submits) == 2, "it runs with two of seven")
+        router.wait_for(lambda: admission.queued == 5, "the others wait")
+        narrow = pool.submit(ask, "key-narrow")
+        router.wait_for(lambda: admission.queued == 6, "queued")
+        node.resume()
+        assert narrow.result(10).status_code == 200
+        answer = wide.result(10)
+    texts = [choice["text"] for choice in answer.json()["choices"]]
+    assert texts == [router.expected("the fox", 2, seed=5 + index) for index in range(7)]
+    router.wait_for(router.idle, "nothing is left")
+
+
+def test_what_waits_of_a_wide_request_leaves_the_line_with_its_client(start_router: StartRouter) -> None:
+    router = start_router(prefill=0, limits=Limits(inflight_per_node=2))
+    router.nodes["d0"].set(pause_at=1)
+    with router.stream(max_tokens=3, n=6) as events:
+        events.text(count=1)
+        assert router.server.services.dispatcher.admission.queued == 4
+    router.wait_for(router.idle, "nothing is left")
+
+
+def test_the_rest_of_a_wide_request_waits_to_its_own_deadline_and_no_longer(
+    start_router: StartRouter,
+) -> None:
+    router = start_router(prefill=0, limits=Limits(inflight_per_node=1), timeouts=Timeouts(total=0.5))
+    router.nodes["d0"].set(pause_at=1)
+    assert router.complete(max_tokens=3, n=3).status_code == 504
+    router.wait_for(router.idle, "nothing is left")
+
+
+def test_the_time_to_the_first_token_begins_with_the_request(start_router: StartRouter) -> None:
+    router = start_router(prefill=0, limits=Limits(inflight_per_node=1))
+    with occupy(router), ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(router.complete, max_tokens=2)
+        router.wait_for(lambda: router.server.services.dispatcher.admission.queued == 1, "it waits")
+        before = router.metric("tandem_time_to_first_token_seconds_sum")
+        router.nodes["d0"].resume()
+        assert waiting.result(10).status_code == 200
+    waited = router.metric("tandem_request_queue_time_seconds_sum")
+    assert waited > 0
+    assert router.metric("tandem_time_to_first_token_seconds_sum") - before >= waited

@@ -69,3 +69,18 @@ def test_what_is_no_push_socket_is_refused(data: bytes) -> None:
 def test_no_bytes_do_more_than_be_refused(data: bytes, greeted: bool) -> None:
     with contextlib.suppress(ProtocolError):
         read(PUSH_OPENING + data if greeted else data, [])
+
+
+def test_a_message_of_endless_frames_is_refused_after_some() -> None:
+    reader = MessageReader(1 << 20)
+    reader.feed(PUSH_OPENING + b"\x01\x00" * 20_000)
+    with pytest.raises(ProtocolError, match="frames"):
+        reader.next_message()
+
+
+def test_a_message_is_refused_for_what_its_frames_have_together() -> None:
+    reader = MessageReader(100)
+    frame = b"\x01\x3c" + bytes(60)
+    reader.feed(PUSH_OPENING + frame + frame)
+    with pytest.raises(ProtocolError, match="bytes"):
+        reader.next_message()
