@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Coroutine
 from typing import Any, TypeVar
 
 from tandem.wire.errors import DeadlineExceeded
 
 T = TypeVar("T")
+S = TypeVar("S")
 
 
 class Clock:
@@ -21,16 +22,27 @@ class Clock:
 
     async def within(self, seconds: float, work: Coroutine[Any, Any, T], what: str) -> T:
         """The work's result, or DeadlineExceeded: "`what` took longer than ..."."""
-        task = asyncio.ensure_future(work)
-        alarm = asyncio.ensure_future(self.sleep(seconds))
-        try:
-            await asyncio.wait({task, alarm}, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                return task.result()
-            raise DeadlineExceeded(f"{what} took longer than {seconds:g} s")
-        finally:
-            await cancel(task)
-            await cancel(alarm)
+        result, _ = await first_of(work, self.sleep(seconds))
+        if has_ended(result):
+            return result.result()
+        raise DeadlineExceeded(f"{what} took longer than {seconds:g} s")
+
+
+async def first_of(work: Awaitable[T], other: Awaitable[S]) -> tuple[asyncio.Future[T], asyncio.Future[S]]:
+    """Returns when one of the two has ended, in whatever way; the other one has been cancelled by then. Cancelled
+    itself, it cancels both."""
+    futures = asyncio.ensure_future(work), asyncio.ensure_future(other)
+    try:
+        await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for future in futures:
+            await cancel(future)
+    return futures
+
+
+def has_ended(future: asyncio.Future[Any]) -> bool:
+    """It has a result or an error: `first_of` did not cancel it."""
+    return future.done() and not future.cancelled()
 
 
 async def cancel(task: asyncio.Future[Any]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from tandem.cluster.clock import Clock, cancel
+from tandem.cluster.clock import Clock, first_of, has_ended
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.control import ClusterView
 from tandem.cluster.describe import counted
@@ -93,17 +93,10 @@ class Controller:
         await self._unless_it_fails(self._until_ready())
 
     async def _unless_it_fails(self, work: Coroutine[Any, Any, None]) -> None:
-        done = asyncio.ensure_future(work)
-        failed = asyncio.ensure_future(self._tasks.failed())
-        try:
-            either: list[asyncio.Future[Any]] = [done, failed]
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if failed.done():
-                raise InternalError(failed.result())
-            done.result()
-        finally:
-            await cancel(done)
-            await cancel(failed)
+        done, failed = await first_of(work, self._tasks.failed())
+        if has_ended(failed):
+            raise InternalError(failed.result())
+        done.result()
 
     async def failed(self) -> str:
         """Returns when the controller itself can no longer do its work, with the reason."""

@@ -8,11 +8,10 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 
-from tandem.cluster.clock import Clock, cancel
+from tandem.cluster.clock import Clock, first_of, has_ended
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.control import Decision
 from tandem.cluster.describe import counted
@@ -153,16 +152,9 @@ class Reconciler:
                 await self._clock.sleep(self._config.timeouts.heartbeat_s)
 
     async def _until_woken(self) -> None:
-        wake = asyncio.ensure_future(self._wake.wait())
-        changed = asyncio.ensure_future(self._hosts.changed(_LOOK_AGAIN_S))
-        try:
-            either: list[asyncio.Future[Any]] = [wake, changed]
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if changed.done():
-                changed.result()
-        finally:
-            await cancel(wake)
-            await cancel(changed)
+        _, changed = await first_of(self._wake.wait(), self._hosts.changed(_LOOK_AGAIN_S))
+        if has_ended(changed):
+            changed.result()
 
     async def _converge(self) -> None:
         while True:

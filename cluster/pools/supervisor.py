@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from tandem.cluster.clock import Clock, cancel
+from tandem.cluster.clock import Clock, first_of, has_ended
 from tandem.cluster.config import ClusterTimeouts
 from tandem.cluster.events import Events
 from tandem.cluster.launcher import Handle
@@ -140,30 +140,18 @@ class Supervisor(abc.ABC, Generic[H, Ready]):
 
     async def _start_or_end(self, handle: H) -> Ready:
         """A process that dies while it starts may leave its `start` unanswered."""
-        start = asyncio.ensure_future(
-            self._clock.within(
-                self._timeouts.start_s, self._start(handle), f"starting {self.name} (timeouts.start_s)"
-            )
+        limit_s = self._timeouts.start_s
+        start, ended = await first_of(
+            self._clock.within(limit_s, self._start(handle), f"starting {self.name} (timeouts.start_s)"),
+            handle.ended(),
         )
-        ended = asyncio.ensure_future(handle.ended())
-        try:
-            await asyncio.wait({start, ended}, return_when=asyncio.FIRST_COMPLETED)
-            if start.done():
-                return start.result()
-            raise TandemError(f"its process ended while it started: {ended.result()}")
-        finally:
-            await cancel(start)
-            await cancel(ended)
+        if has_ended(start):
+            return start.result()
+        raise TandemError(f"its process ended while it started: {ended.result()}")
 
     async def _watch_until_lost(self, handle: H, ready: Ready) -> str:
-        watch = asyncio.ensure_future(self._watch(handle, ready))
-        ended = asyncio.ensure_future(handle.ended())
-        try:
-            await asyncio.wait({watch, ended}, return_when=asyncio.FIRST_COMPLETED)
-            return f"its process ended: {ended.result()}" if ended.done() else watch.result()
-        finally:
-            await cancel(watch)
-            await cancel(ended)
+        watch, ended = await first_of(self._watch(handle, ready), handle.ended())
+        return f"its process ended: {ended.result()}" if has_ended(ended) else watch.result()
 
     async def _pause(self, reason: str, attempt: int) -> None:
         backoff = min(
