@@ -48,6 +48,13 @@ class Decision(msgspec.Struct, frozen=True):
     text: str
 
 
+class Ending(msgspec.Struct, frozen=True):
+    """A cluster was told to end. Recorded before anything is ended; nothing else is an end, and no silence."""
+
+    unix_time: float
+    why: str  # what has ended it: "`tandem down`"
+
+
 class ClusterView(msgspec.Struct, frozen=True):
     model: str
     pools: list[PoolView]

@@ -1,13 +1,23 @@
-"""A cluster as it starts and runs, followed from a command: what happens there is shown here."""
+"""A cluster as it starts and runs, followed from a command: what happens there is shown here.
+
+A controller that is silent is no end. Ray may be starting it again, the network between us may be down, its process
+may be stopped. The cluster is over when an end was recorded, and then only.
+"""
 
 from __future__ import annotations
 
+import contextlib
 from typing import Protocol
 
+from tandem.cluster.clock import Clock
+from tandem.cluster.control import Ending
 from tandem.cluster.events import Events
 from tandem.cluster.pools.controller_host import Account, Stage
 from tandem.cluster.pools.event_log import replay
 from tandem.wire.errors import NodeLost, TandemError, Unavailable
+
+ASK_AGAIN_S = 0.5
+SILENT_START_S = 120.0  # a cluster that has not served yet, and whose controller says nothing for so long
 
 
 class Followed(Protocol):
@@ -15,48 +25,84 @@ class Followed(Protocol):
         """Waits a while for something newer, or another stage."""
         ...
 
+    async def ending(self) -> Ending | None:
+        """The recorded decision to end this cluster. None: nobody has decided that."""
+        ...
+
+    async def revive(self) -> None:
+        """Makes a controller if there is none any more and Ray will not start it again. It takes over what runs."""
+        ...
+
 
 class Follower:
-    def __init__(self, controller: Followed, events: Events) -> None:
+    def __init__(self, controller: Followed, events: Events, clock: Clock | None = None) -> None:
         self._controller = controller
         self._events = events
+        self._clock = clock or Clock()
         self._seen = 0
         self._stage = Stage.STARTING
 
     async def until_serving(self) -> Account:
         """Raises what the cluster could not start for."""
         while True:
-            account = await self._next()
+            account = await self._next(SILENT_START_S)
+            if isinstance(account, Ending):
+                raise Unavailable(f"the cluster was ended meanwhile: {account.why}")
             if account.stage is Stage.SERVING:
                 return account
-            if account.stage in (Stage.FAILED, Stage.STOPPED):
+            if account.stage is Stage.FAILED:
                 raise _failure(account)
 
-    async def until_over(self) -> str | None:
-        """Why nobody mends the cluster any more; None when another command has ended it."""
+    async def until_over(self) -> Ending:
+        """A controller that has failed is no end either: its process ends by itself, and the next one goes on."""
+        while True:
+            before = self._stage
+            account = await self._next(None)
+            if isinstance(account, Ending):
+                return account
+            if account.stage is Stage.FAILED and before is not Stage.FAILED:
+                self._events.trouble("controller", str(_failure(account)))
+
+    async def _next(self, limit_s: float | None) -> Account | Ending:
+        """What the controller says next, however long it is silent before; not longer than `limit_s`."""
+        silent_since: float | None = None
         while True:
             try:
-                account = await self._next()
-            except NodeLost:
-                return None
-            if account.stage is Stage.STOPPED:
-                return None
-            if account.stage is Stage.FAILED:
-                return str(_failure(account))
+                account = await self._controller.account_after(self._seen, self._stage)
+            except TandemError as error:
+                if silent_since is None:
+                    silent_since = self._clock.now()
+                    self._events.trouble("controller", f"does not answer: {error}")
+                elif limit_s is not None and self._clock.now() - silent_since > limit_s:
+                    raise Unavailable(
+                        f"the controller has not answered for {limit_s:.0f} s: {error}"
+                    ) from error
+                if (ending := await self._recorded_or_revived()) is not None:
+                    return ending
+                self._stage = Stage.STOPPED  # whatever it is in now is news
+                if isinstance(error, NodeLost):
+                    self._seen = 0  # the next one counts from the beginning
+                await self._clock.sleep(ASK_AGAIN_S)
+                continue
+            if silent_since is not None:
+                seconds = self._clock.now() - silent_since
+                self._events.ready("controller", f"answers again after {seconds:.1f} s")
+            if account.ending is not None:
+                return account.ending
+            replay(account.happened, self._events)
+            self._seen, self._stage = account.latest, account.stage
+            return account
 
-    async def _next(self) -> Account:
-        """A controller that is lost is started again by Ray, which the next question waits for."""
-        try:
-            account = await self._controller.account_after(self._seen, self._stage)
-        except NodeLost as error:
-            account = await self._controller.account_after(0, Stage.STOPPED)
-            self._events.trouble("controller", f"it was lost, and is back: {error}")
-        replay(account.happened, self._events)
-        self._seen, self._stage = account.latest, account.stage
-        return account
+    async def _recorded_or_revived(self) -> Ending | None:
+        """What cannot be asked now is asked again."""
+        with contextlib.suppress(TandemError):
+            if (ending := await self._controller.ending()) is not None:
+                return ending
+            await self._controller.revive()
+        return None
 
 
 def _failure(account: Account) -> TandemError:
     if account.failure is not None:
         return account.failure.to_exception()
-    return Unavailable("another command has ended the cluster")
+    return Unavailable("the controller has failed and does not say why")

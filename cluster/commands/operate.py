@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tandem.cluster.on_ray.remote_controller import RemoteController
 
 END_S = 60.0
+DOWN = "`tandem down`"
 _WONDER_S = 0.7
 
 T = TypeVar("T")
@@ -147,11 +148,20 @@ async def change_role_of(controller: RemoteController, node_id: str, role: Role,
 
 def down(address: str | None, *, now: bool, say: Say = _say) -> bool:
     """Whether everything that ran was finished."""
+    with joined(address):
+        from tandem.cluster.on_ray.remote_controller import (
+            end_without_a_controller,
+            find_controller,
+            the_controller,
+        )
 
-    async def work(controller: RemoteController) -> bool:
-        return await end_cluster(controller, now=now, say=say)
+        async def work() -> bool:
+            if find_controller() is None and await end_without_a_controller(DOWN):
+                say("it had no controller any more")
+                return False
+            return await end_cluster(the_controller(), now=now, say=say)
 
-    finished = with_controller(address, work)
+        finished = asyncio.run(work())
     say("everything was finished; it is down" if finished else "it is down; not everything was finished")
     return finished
 
@@ -169,5 +179,5 @@ async def end_cluster(controller: RemoteController, *, now: bool, say: Say) -> b
         except asyncio.CancelledError:
             say("it takes nothing new, and is not ended: `tandem down --now` ends it")
             raise
-    await controller.end(END_S)
+    await controller.end(END_S, DOWN)
     return finished

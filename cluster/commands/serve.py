@@ -8,16 +8,17 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Awaitable
 from concurrent.futures import Future
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
+from typing import TYPE_CHECKING, NoReturn, TextIO, TypeVar, cast
 
 from rich.console import Console
 from rich.markup import escape
 
-from tandem.cluster.clock import cancel
+from tandem.cluster.clock import first_of, has_ended
 from tandem.cluster.commands.address_record import forget_address, remember_address
 from tandem.cluster.commands.output import OtherPeoplesOutput, UnfailingOutput
 from tandem.cluster.commands.preflight import check_before_attach, check_before_start
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
     from tandem.cluster.on_ray.remote_controller import RemoteController
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _ENDINGS = (signal.SIGTERM, signal.SIGHUP)  # a supervisor's, and a terminal that was closed
 
@@ -167,22 +170,25 @@ class _Serving:
 
     async def run(self, found: Future[Model]) -> int:
         self._interrupts = _Interrupts()  # they need the loop
-        stop = asyncio.ensure_future(self._interrupts.first.wait())
         try:
-            model = asyncio.wrap_future(found)
-            await _first_of(model, stop)
-            return await self._on_ray(with_model(self._config, model.result()), stop)
+            model = await self._unless_stopped(asyncio.wrap_future(found))
+            return await self._on_ray(with_model(self._config, model))
         finally:
-            await cancel(stop)
             forget_address()
             # While there is still a loop: what Ray owes us an answer for, it answers now.
             stop_ray()
 
-    async def _on_ray(self, config: TandemConfig, stop: asyncio.Future[Any]) -> int:
+    async def _unless_stopped(self, work: Awaitable[T]) -> T:
+        """A signal that comes first ends the work."""
+        done, _ = await first_of(work, self._interrupts.first.wait())
+        if not has_ended(done):
+            raise _Interrupted
+        return done.result()
+
+    async def _on_ray(self, config: TandemConfig) -> int:
         # Imported here, when Ray is running already: it takes a while, and not every command needs it.
         from tandem.cluster.commands.following import Follower
-        from tandem.cluster.on_ray.deploying import Place
-        from tandem.cluster.on_ray.remote_controller import clear_away, create_controller, find_controller
+        from tandem.cluster.on_ray.remote_controller import create_controller, find_controller
 
         own_ray = self._where.address is None
         if not own_ray:
@@ -191,10 +197,7 @@ class _Serving:
         controller = None if own_ray else find_controller()
         is_new = controller is None
         if controller is None:
-            if not own_ray:
-                await clear_away()
-            place = Place(own_ray=own_ray, detached=own_ray or self._where.detach)
-            controller = create_controller(config, place)
+            controller = await create_controller(config, own_ray=own_ray, detach=self._where.detach)
         elif not self._where.detach:
             raise Unavailable(
                 "Tandem runs on this Ray cluster already: look with `tandem status`, change its pools with "
@@ -207,9 +210,7 @@ class _Serving:
         try:
             if not is_new:
                 await self._reconfigure(controller, config)
-            ready = asyncio.ensure_future(follower.until_serving())
-            await _first_of(ready, stop)
-            account = ready.result()
+            account = await self._unless_stopped(follower.until_serving())
             view = await controller.view()
             self._display.stop()
             seconds = time.monotonic() - self._began
@@ -223,7 +224,7 @@ class _Serving:
         finally:
             # What this command did not start, or what goes on without it, is not its to end.
             if is_new and not finished:
-                await controller.end(2 * config.timeouts.stop_s)
+                await controller.end(2 * config.timeouts.stop_s, "the command that started it has ended it")
 
     async def _reconfigure(self, controller: RemoteController, config: TandemConfig) -> None:
         change = await controller.configure(config)
@@ -234,23 +235,14 @@ class _Serving:
 
     async def _until_stopped(self, controller: RemoteController, follower: Follower) -> int:
         console = self._display.console
-        failed = asyncio.ensure_future(follower.until_over())
-        stop = asyncio.ensure_future(self._interrupts.first.wait())
-        await asyncio.wait({failed, stop}, return_when=asyncio.FIRST_COMPLETED)
-        if failed.done():
-            await cancel(stop)
-            why = failed.result()
-            console.print("another command has ended it" if why is None else f"[red]✗[/] {escape(why)}")
-            return 0 if why is None else 1
-        await cancel(failed)
+        over, _ = await first_of(follower.until_over(), self._interrupts.first.wait())
+        if has_ended(over):
+            console.print(f"it was ended: {escape(over.result().why)}")
+            return 0
         limit = self._config.timeouts.nodes.drain_s
         console.print(f"\nfinishing what is running (up to {limit:.0f} s; once more to end at once)")
-        drain = asyncio.ensure_future(controller.drain(limit))
-        now = asyncio.ensure_future(self._interrupts.second.wait())
-        await asyncio.wait({drain, now}, return_when=asyncio.FIRST_COMPLETED)
-        finished = drain.done() and _drained(drain)
-        await cancel(drain)
-        await cancel(now)
+        drain, _ = await first_of(controller.drain(limit), self._interrupts.second.wait())
+        finished = has_ended(drain) and _drained(drain)
         console.print("everything was finished" if finished else "ended before everything was finished")
         return 0
 
@@ -261,11 +253,3 @@ def _drained(drain: asyncio.Future[bool]) -> bool:
     except TandemError as error:
         logger.warning("draining: %s", error)
         return False
-
-
-async def _first_of(work: asyncio.Future[Any], stop: asyncio.Future[Any]) -> None:
-    """Returns when the work is done. A signal that comes first ends it."""
-    await asyncio.wait([work, stop], return_when=asyncio.FIRST_COMPLETED)
-    if not work.done():
-        await cancel(work)
-        raise _Interrupted

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ray
 
-from tandem.cluster.on_ray.deploying import deployment_maker, end_this_process
+from tandem.cluster.on_ray.deploying import RayPlatform
 from tandem.cluster.pools.controller_host import ControllerHost
 
 
@@ -14,4 +14,4 @@ class ControllerActor(ControllerHost):
     """`place`: how and where it runs, as `cluster.on_ray.deploying.Place`."""
 
     def __init__(self, config: bytes, place: bytes) -> None:
-        super().__init__(config, deployment_maker(place), end_this_process)
+        super().__init__(config, RayPlatform(place))

@@ -1,57 +1,118 @@
-"""A deployment put together out of Ray's parts: what the controller's process does when it begins."""
+"""A deployment put together out of Ray's parts, and how it ends: what the controller's process is made of."""
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 import os
-from collections.abc import Callable
 
 import msgspec
 import ray
+from ray.exceptions import RayError
 
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.events import Events
 from tandem.cluster.hosts import Hosts
 from tandem.cluster.on_ray.hosts import RayHosts
 from tandem.cluster.on_ray.launcher import RayLauncher
+from tandem.cluster.on_ray.runtime import NAMESPACE, has_job_ended
 from tandem.cluster.on_ray.state_store import RayStateStore
 from tandem.cluster.pools.deployment import Deployment
 from tandem.cluster.pools.local_hosts import ThisMachine
 from tandem.cluster.pools.placement import this_machine
 from tandem.cluster.pools.places import needs_of
+from tandem.wire.errors import TandemError
 
 LOCAL_HOST = "127.0.0.1"  # where routers and nodes of one machine reach each other
+CONTROLLER = "controller"
 STATE = "controller"
 MACHINES = "machines"
+_OWNER_PERIOD_S = 1.0
 
 logger = logging.getLogger(__name__)
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Where a deployment runs."""
+    """Where a deployment runs, and for how long."""
 
     own_ray: bool  # a Ray that was started for it, on one machine, and ends with it
-    detached: bool  # it goes on when the command that started it has ended
+    deployment: str  # its id: another deployment on the same Ray cluster has another
+    job: str = ""  # Ray's id of the command that it belongs to, and ends with; "" when it belongs to none
 
 
-def deployment_maker(place: bytes) -> Callable[[TandemConfig, Events], Deployment]:
-    where = msgspec.msgpack.decode(place, type=Place)
-    # The controller is what an operator reads about; the rest of what is imported here speaks up when it matters.
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+def ending_store(deployment: str) -> RayStateStore:
+    return RayStateStore(f"ended-{deployment}")
 
-    def make(config: TandemConfig, events: Events) -> Deployment:
+
+class RayPlatform:
+    """Implements `cluster.pools.controller_host.Platform`."""
+
+    def __init__(self, place: bytes) -> None:
+        self._place = msgspec.msgpack.decode(place, type=Place)
+        self.id = self._place.deployment
+        self.endings = ending_store(self.id)
+        # The controller is what an operator reads about; the rest of what is imported here speaks up when it matters.
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def deployment(self, config: TandemConfig, events: Events) -> Deployment:
         needs = needs_of(config)
-        address = LOCAL_HOST if where.own_ray else ray.util.get_node_ip_address()
+        own_ray = self._place.own_ray
+        address = LOCAL_HOST if own_ray else ray.util.get_node_ip_address()
         hosts: Hosts = (
             ThisMachine(this_machine(), address)
-            if where.own_ray
+            if own_ray
             else RayHosts(RayStateStore(MACHINES), needs, say=functools.partial(events.trouble, "machines"))
         )
-        launcher = RayLauncher(config.timeouts.stop_s, needs, detached=where.detached)
+        launcher = RayLauncher(config.timeouts.stop_s, needs)
         return Deployment(reachable(config, address), hosts, launcher, RayStateStore(STATE), events)
 
-    return make
+    async def owner_ended(self) -> str:
+        """Ray's control store records the end of a job when the process that it belonged to is gone."""
+        if not self._place.job:
+            await asyncio.Event().wait()
+        while True:
+            await asyncio.sleep(_OWNER_PERIOD_S)
+            if await self._has_owner_ended():
+                return "the command that started it has ended"
+
+    async def _has_owner_ended(self) -> bool:
+        try:
+            return await asyncio.to_thread(has_job_ended, self._place.job)
+        except TandemError as error:
+            logger.warning("Ray does not say whether the command still runs: %s", error)
+            return False
+
+    def restart(self) -> None:
+        """Ray starts the controller again, and the new one comes back to the nodes."""
+        logger.error("this controller ends, so that another one can go on")
+        logging.shutdown()
+        os._exit(1)
+
+    async def end(self) -> None:
+        await clear_away(but=CONTROLLER)
+        me = ray.get_runtime_context().current_actor
+        await asyncio.to_thread(ray.kill, me, no_restart=True)
+
+
+async def left_behind(but: str = "") -> list[str]:
+    """The names of a deployment's processes that still run."""
+    named = await asyncio.to_thread(ray.util.list_named_actors, True)
+    return [one["name"] for one in named if one["namespace"] == NAMESPACE and one["name"] != but]
+
+
+async def clear_away(but: str = "") -> None:
+    """Ends what is left of a deployment whose end was decided, and forgets it."""
+    for name in await left_behind(but):
+        try:
+            actor = await asyncio.to_thread(ray.get_actor, name, NAMESPACE)
+            await asyncio.to_thread(ray.kill, actor, no_restart=True)
+        except ValueError:
+            continue  # it has ended meanwhile
+        except RayError as error:
+            logger.warning("%s could not be ended: %s", name, error)
+    for store in (STATE, MACHINES):
+        await RayStateStore(store).forget()
 
 
 def reachable(config: TandemConfig, address: str) -> TandemConfig:
@@ -60,10 +121,3 @@ def reachable(config: TandemConfig, address: str) -> TandemConfig:
     if config.router.inbox_host != LOCAL_HOST:
         return config
     return replace(config, router=replace(config.router, inbox_host=address))
-
-
-def end_this_process() -> None:
-    """Ray starts the controller again, and the new one comes back to the nodes."""
-    logger.error("this controller ends, so that another one can go on")
-    logging.shutdown()
-    os._exit(1)

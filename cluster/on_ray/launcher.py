@@ -172,8 +172,8 @@ class RayRouter(RayHandle):
 class RayLauncher:
     """`needs` is what Ray must set aside for a node of a role, besides the role's own resource, such as {"GPU": 1}.
 
-    `detached`: what is launched outlives the process that launched it, and is found again by its name. `prefix`
-    keeps apart the names of several deployments on one Ray.
+    What is launched outlives the process that launched it, and is found again by its name. `prefix` keeps apart the
+    names of several deployments on one Ray.
     """
 
     def __init__(
@@ -181,12 +181,10 @@ class RayLauncher:
         stop_s: float,
         needs: Mapping[Role, Mapping[str, float]] | None = None,
         *,
-        detached: bool = True,
         prefix: str = "",
     ) -> None:
         self._stop_s = stop_s
         self._needs = needs or {}
-        self._detached = detached
         self._prefix = prefix
 
     def launch_node(self, config: NodeConfig, host: Host, slot: Role) -> NodeHandle:
@@ -214,7 +212,7 @@ class RayLauncher:
             num_cpus=0,
             name=name,
             namespace=NAMESPACE,
-            lifetime="detached" if self._detached else None,
+            lifetime="detached",
             **options,
         )
         return lambda: placed.remote(config)

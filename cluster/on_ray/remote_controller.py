@@ -4,40 +4,48 @@ besides."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import Awaitable
+import secrets
+import time
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import msgspec
 import ray
 
 from tandem.cluster.config import TandemConfig
-from tandem.cluster.control import ClusterView
+from tandem.cluster.control import ClusterView, Ending
 from tandem.cluster.on_ray.controller_actor import ControllerActor
-from tandem.cluster.on_ray.deploying import MACHINES, STATE, Place
+from tandem.cluster.on_ray.deploying import CONTROLLER, Place, clear_away, ending_store, left_behind
 from tandem.cluster.on_ray.errors import answer
-from tandem.cluster.on_ray.runtime import HEAD_ONLY, NAMESPACE
+from tandem.cluster.on_ray.runtime import HEAD_ONLY, NAMESPACE, own_job
 from tandem.cluster.on_ray.state_store import RayStateStore
 from tandem.cluster.pools.controller_host import Account, Change, Stage
-from tandem.wire.errors import DeadlineExceeded, TandemError, Unavailable
+from tandem.wire.errors import DeadlineExceeded, NodeLost, TandemError, Unavailable
 from tandem.wire.nodes import Role
 
 logger = logging.getLogger(__name__)
 
-NAME = "controller"
 FOLLOW_S = 10.0
 _ANSWER_S = 30.0  # a controller that Ray is just starting again answers in less
+_ASK_AGAIN_S = 0.2
 _LONGER_THAN_ASKED_S = 15.0
+_LATEST = RayStateStore("deployment")  # the id of the one that runs on this cluster, or ran last
 
 T = TypeVar("T")
 
 
-def find_controller() -> RemoteController | None:
+def _lookup() -> Any | None:
+    """None: Ray's control store says that there is no controller, and none will come by itself."""
     try:
-        return RemoteController(ray.get_actor(NAME, NAMESPACE))
+        return ray.get_actor(CONTROLLER, NAMESPACE)
     except ValueError:
         return None
+
+
+def find_controller() -> RemoteController | None:
+    actor = _lookup()
+    return None if actor is None else RemoteController(actor)
 
 
 def the_controller() -> RemoteController:
@@ -49,80 +57,173 @@ def the_controller() -> RemoteController:
     return controller
 
 
-def create_controller(config: TandemConfig, place: Place) -> RemoteController:
-    """The one that is there already, where two commands do this at once: there is one of it in a cluster."""
-    actor: Any = ControllerActor
-    placed = actor.options(
-        name=NAME,
-        namespace=NAMESPACE,
-        lifetime="detached" if place.detached else None,
-        get_if_exists=True,
-        resources=HEAD_ONLY,
-    )
-    return RemoteController(placed.remote(msgspec.msgpack.encode(config), msgspec.msgpack.encode(place)))
+async def create_controller(config: TandemConfig, *, own_ray: bool, detach: bool) -> RemoteController:
+    """The one that is there already, where two commands do this at once: there is one of it in a cluster. What an
+    earlier deployment left is ended if its end was recorded. Otherwise its controller has been lost for good, and
+    its nodes may serve: the new one takes them over."""
+    deployment = secrets.token_hex(8)
+    if not own_ray:
+        if (unended := await _left_without_a_controller()) is not None:
+            if not detach:
+                raise Unavailable(
+                    "nodes run on this Ray cluster whose controller is gone, although nobody has ended them: `tandem serve "
+                    "--detach` takes them over, `tandem down` ends them"
+                )
+            deployment = unended
+        else:
+            await clear_away()
+    await _LATEST.save(deployment.encode())
+    # A Ray of our own ends with us; on a cluster the controller must see that we have ended.
+    place = Place(own_ray, deployment, "" if own_ray or detach else own_job())
+
+    def make() -> Any:
+        actor: Any = ControllerActor
+        placed = actor.options(
+            name=CONTROLLER, namespace=NAMESPACE, lifetime="detached", get_if_exists=True, resources=HEAD_ONLY
+        )
+        return placed.remote(msgspec.msgpack.encode(config), msgspec.msgpack.encode(place))
+
+    return RemoteController(await asyncio.to_thread(make), deployment, make)
 
 
-async def clear_away() -> None:
-    """What a deployment leaves whose controller is gone for good, which may have been killed with its command: the next
-    one would take over its nodes, and its pools' sizes instead of its own."""
-    for one in await asyncio.to_thread(ray.util.list_named_actors, True):
-        if one["namespace"] == NAMESPACE:
-            with contextlib.suppress(ValueError):  # it has ended meanwhile
-                ray.kill(ray.get_actor(one["name"], NAMESPACE), no_restart=True)
-    for name in (STATE, MACHINES):
-        await RayStateStore(name).forget()
+async def _left_without_a_controller() -> str | None:
+    """The id of a deployment that nobody has ended and that has processes left."""
+    kept = await _LATEST.load()
+    if kept is None or not await left_behind(but=CONTROLLER):
+        return None
+    deployment = kept.decode()
+    return deployment if await ending_store(deployment).load() is None else None
+
+
+async def end_without_a_controller(why: str) -> bool:
+    """Ends what a controller left that is gone for good. False: there is nothing."""
+    if not await left_behind():
+        return False
+    kept = await _LATEST.load()
+    if kept is not None:
+        await _record_end(kept.decode(), why)
+    await clear_away()
+    return True
+
+
+async def _record_end(deployment: str, why: str) -> None:
+    await ending_store(deployment).save(msgspec.msgpack.encode(Ending(time.time(), why)))
 
 
 class RemoteController:
-    def __init__(self, actor: Any) -> None:
-        self._actor = actor
+    """`make` makes the controller of this deployment anew, for the command that the deployment belongs to."""
 
-    async def _within(self, timeout_s: float, ref: Awaitable[T], what: str) -> T:
-        try:
-            return await asyncio.wait_for(answer(ref), timeout_s)
-        except TimeoutError as error:
-            raise DeadlineExceeded(f"the controller did not {what} within {timeout_s:.0f} s") from error
+    def __init__(self, actor: Any, deployment: str = "", make: Callable[[], Any] | None = None) -> None:
+        self._actor = actor
+        self._deployment = deployment
+        self._followed = ""  # the id of the deployment that has told us something
+        self._make = make
+
+    async def _ask(self, timeout_s: float, what: str, ask: Callable[[Any], Awaitable[T]]) -> T:
+        """Asked again where Ray has just lost the controller: it starts another. What is asked for twice is done
+        once."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                return await asyncio.wait_for(answer(ask(self._actor)), deadline - time.monotonic())
+            except TimeoutError as error:
+                raise DeadlineExceeded(f"the controller did not {what} within {timeout_s:.0f} s") from error
+            except NodeLost:
+                if time.monotonic() + _ASK_AGAIN_S > deadline or await asyncio.to_thread(_lookup) is None:
+                    raise
+                await asyncio.sleep(_ASK_AGAIN_S)
+
+    # --- following
+
+    async def ending(self) -> Ending | None:
+        deployment = self._followed or self._deployment
+        kept = await ending_store(deployment).load() if deployment else None
+        return msgspec.msgpack.decode(kept, type=Ending) if kept else None
+
+    async def revive(self) -> None:
+        actor = await asyncio.to_thread(_lookup)
+        if actor is None and self._make is not None:
+            logger.warning("the controller is gone for good although nobody ended it: another one goes on")
+            actor = await asyncio.to_thread(self._make)
+        if actor is not None:
+            self._actor = actor
 
     async def account_after(self, seen: int, stage: Stage) -> Account:
+        """Of the controller that is there: who follows wants to know when it was lost."""
         ref = self._actor.account_after.remote(seen, stage.value, FOLLOW_S)
-        account = await self._within(FOLLOW_S + _ANSWER_S, ref, "tell how far it is")
-        return msgspec.msgpack.decode(account, type=Account)
+        try:
+            account = await asyncio.wait_for(answer(ref), FOLLOW_S + _ANSWER_S)
+        except TimeoutError as error:
+            raise DeadlineExceeded(
+                f"the controller has said nothing for {FOLLOW_S + _ANSWER_S:.0f} s"
+            ) from error
+        told: Account = msgspec.msgpack.decode(account, type=Account)
+        if self._followed and told.deployment != self._followed:
+            raise NodeLost("another deployment runs on this Ray cluster now")
+        self._followed = told.deployment
+        return told
+
+    # --- operating
 
     async def configuration(self) -> TandemConfig:
-        config = await self._within(_ANSWER_S, self._actor.configuration.remote(), "say what it runs")
+        config = await self._ask(_ANSWER_S, "say what it runs", lambda actor: actor.configuration.remote())
         return msgspec.msgpack.decode(config, type=TandemConfig)
 
     async def configure(self, config: TandemConfig) -> Change:
-        ref = self._actor.configure.remote(msgspec.msgpack.encode(config))
-        return msgspec.msgpack.decode(
-            await self._within(_ANSWER_S, ref, "take the configuration"), type=Change
+        encoded = msgspec.msgpack.encode(config)
+        change = await self._ask(
+            _ANSWER_S, "take the configuration", lambda actor: actor.configure.remote(encoded)
         )
+        return msgspec.msgpack.decode(change, type=Change)
 
     async def view(self) -> ClusterView:
-        view = await self._within(_ANSWER_S, self._actor.view.remote(), "tell what it sees")
+        view = await self._ask(_ANSWER_S, "tell what it sees", lambda actor: actor.view.remote())
         return msgspec.msgpack.decode(view, type=ClusterView)
 
     async def scale(self, wanted: dict[Role, int]) -> list[str]:
-        ref = self._actor.scale.remote(msgspec.msgpack.encode(wanted))
-        return list(await self._within(_ANSWER_S, ref, "decide"))
+        encoded = msgspec.msgpack.encode(wanted)
+        return list(await self._ask(_ANSWER_S, "decide", lambda actor: actor.scale.remote(encoded)))
 
     async def drain_node(self, node_id: str, timeout_s: float) -> bool:
-        ref = self._actor.drain_node.remote(node_id, timeout_s)
-        return bool(await self._within(timeout_s + _LONGER_THAN_ASKED_S, ref, f"drain {node_id}"))
+        return bool(
+            await self._ask(
+                timeout_s + _LONGER_THAN_ASKED_S,
+                f"drain {node_id}",
+                lambda actor: actor.drain_node.remote(node_id, timeout_s),
+            )
+        )
 
     async def change_role(self, node_id: str, role: Role, timeout_s: float) -> None:
-        await self._within(
-            timeout_s, self._actor.change_role.remote(node_id, role.value), f"change {node_id}"
+        await self._ask(
+            timeout_s, f"change {node_id}", lambda actor: actor.change_role.remote(node_id, role.value)
         )
 
     async def drain(self, timeout_s: float) -> bool:
-        return bool(await self._within(timeout_s + _LONGER_THAN_ASKED_S, self._actor.drain.remote(), "drain"))
+        return bool(
+            await self._ask(timeout_s + _LONGER_THAN_ASKED_S, "drain", lambda actor: actor.drain.remote())
+        )
 
-    async def end(self, timeout_s: float) -> None:
-        """Ends every node and router, then the controller. What does not end politely is ended all the same."""
+    # --- ending
+
+    async def end(self, timeout_s: float, why: str) -> None:
+        """Ends every node and router, then the controller. What does not end politely is ended all the same. The
+        controller records the end; where it does not answer, this does."""
         try:
-            await self._within(timeout_s, self._actor.stop.remote(), "stop everything")
+            await self._ask(timeout_s, "stop everything", lambda actor: actor.end.remote(why))
         except TandemError as error:
             logger.warning("%s: what is left is ended without it", error)
-        ray.kill(self._actor, no_restart=True)
-        await clear_away()
+            await self._record_end(why)
+        try:
+            await asyncio.to_thread(ray.kill, self._actor, no_restart=True)
+            await clear_away()
+        except ray.exceptions.RayError as error:
+            raise Unavailable(f"what is left cannot be ended: {error}") from error
+
+    async def _record_end(self, why: str) -> None:
+        deployment = self._followed or self._deployment
+        try:
+            if not deployment and (kept := await _LATEST.load()) is not None:
+                deployment = kept.decode()
+            await _record_end(deployment, why)
+        except TandemError as error:
+            logger.warning("the end could not be recorded: %s", error)

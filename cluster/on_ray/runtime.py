@@ -168,6 +168,24 @@ def own_address() -> str:
     return str(joined_ray().get_runtime_context().gcs_address)
 
 
+def own_job() -> str:
+    """Ray's id of this process, while it is joined to a cluster."""
+    return str(joined_ray().get_runtime_context().get_job_id())
+
+
+def has_job_ended(job: str) -> bool:
+    """False, too, for one that the control store does not know: only a recorded end is one."""
+    ray = joined_ray()
+    client = ray._private.worker.global_worker.gcs_client  # the public way needs the dashboard
+    try:
+        jobs = client.get_all_job_info(
+            skip_submission_job_info_field=True, skip_is_running_tasks_field=True, timeout=_REACH_S
+        )
+    except Exception as error:  # Ray's own, and gRPC's
+        raise Unavailable(f"Ray's control store does not answer: {error}") from error
+    return any(bool(info.is_dead) for id, info in jobs.items() if id.hex() == job)
+
+
 def ray_resources() -> list[dict[str, float]]:
     """Of each machine of the cluster that this process has joined."""
     return [node["Resources"] for node in joined_ray().nodes() if node["Alive"]]

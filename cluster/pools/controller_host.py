@@ -8,16 +8,17 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
-from collections.abc import Callable
+import time
 from typing import Protocol
 
 import msgspec
 
 from tandem.cluster.changes import compare, with_sizes
-from tandem.cluster.clock import cancel
+from tandem.cluster.clock import Clock, cancel
 from tandem.cluster.config import TandemConfig
-from tandem.cluster.control import Control
+from tandem.cluster.control import Control, Ending
 from tandem.cluster.events import Events, LoggedEvents
+from tandem.cluster.hosts import StateStore
 from tandem.cluster.pools.event_log import EventLog, Happening
 from tandem.wire.errors import InternalError, TandemError, Unavailable, WireError
 from tandem.wire.nodes import Role
@@ -42,7 +43,9 @@ class Account(msgspec.Struct, frozen=True):
     latest: int  # ask for what comes after this
     url: str = ""
     model: str = ""
+    deployment: str = ""  # its id
     failure: WireError | None = None
+    ending: Ending | None = None  # with STOPPED
 
 
 class Change(msgspec.Struct, frozen=True):
@@ -68,36 +71,84 @@ class Served(Protocol):
     async def stop(self) -> None: ...
 
 
-class ControllerHost:
-    """Made inside a running event loop; begins to serve at once, and goes on until `stop`."""
+class Platform(Protocol):
+    """What runs the controller's process, and what outlives it."""
 
-    def __init__(
-        self,
-        config: bytes,
-        make: Callable[[TandemConfig, Events], Served],
-        on_failure: Callable[[], None] = lambda: None,
-    ) -> None:
+    @property
+    def id(self) -> str:
+        """Of the deployment; every controller that it ever has bears it."""
+        ...
+
+    @property
+    def endings(self) -> StateStore:
+        """Where the decision to end this deployment is recorded."""
+        ...
+
+    def deployment(self, config: TandemConfig, events: Events) -> Served: ...
+
+    async def owner_ended(self) -> str:
+        """Returns when the command has ended that this deployment belongs to, and says so. A deployment that belongs
+        to no command waits here for ever."""
+        ...
+
+    def restart(self) -> None:
+        """Ends this process, so that another one goes on."""
+        ...
+
+    async def end(self) -> None:
+        """Ends what is left of the deployment, then this process for good."""
+        ...
+
+
+class ControllerHost:
+    """Made inside a running event loop; begins to serve at once, and goes on until `end`."""
+
+    def __init__(self, config: bytes, platform: Platform, clock: Clock | None = None) -> None:
         self._config = msgspec.msgpack.decode(config, type=TandemConfig)
         self._events = EventLog(LoggedEvents())
-        self._on_failure = on_failure
+        self._platform = platform
+        self._clock = clock or Clock()
         self._stage = Stage.STARTING
         self._failure: WireError | None = None
-        self._stopped = asyncio.Event()
-        self._deployment = make(self._config, self._events)
+        self._ending: Ending | None = None
+        self._deployment = platform.deployment(self._config, self._events)
         self._run = asyncio.create_task(self._serve(), name="serve")
+        self._watch = asyncio.create_task(self._end_with_owner(), name="end with the command")
 
     async def _serve(self) -> None:
-        """Nothing that goes wrong here may go unnoticed: whoever follows is told."""
+        """Nothing that goes wrong here may go unnoticed: followers are told."""
         try:
+            if (ending := await self._recorded_end()) is not None:
+                logger.info("an earlier controller was ending this cluster: %s", ending.why)
+                self._ending = ending
+                self._enter(Stage.STOPPED)
+                return await self._platform.end()
             await self._start()
             self._enter(Stage.SERVING)
             self._fail(InternalError(await self._deployment.failed()))
-            self._on_failure()
+            self._platform.restart()
         except TandemError as error:
             self._fail(error)
         except Exception as error:
             logger.exception("the deployment did not start")
             self._fail(InternalError(f"{type(error).__name__}: {error}"))
+
+    async def _recorded_end(self) -> Ending | None:
+        while True:
+            try:
+                kept = await self._platform.endings.load()
+                return msgspec.msgpack.decode(kept, type=Ending) if kept else None
+            except TandemError as error:
+                logger.warning("cannot read whether this cluster was ended, and asks again: %s", error)
+                await self._clock.sleep(self._config.timeouts.heartbeat_s)
+
+    async def _end_with_owner(self) -> None:
+        try:
+            await self.end(await self._platform.owner_ended())
+            await self._platform.end()
+        except Exception:
+            logger.exception("this controller cannot see whether its command has ended")
+            self._platform.restart()
 
     async def _start(self) -> None:
         """Who starts a cluster ends it when it cannot start. A controller that came back to one has nobody who would:
@@ -134,7 +185,9 @@ class ControllerHost:
                 latest=happened[-1].number if happened else seen,
                 url=self._deployment.url if serving else "",
                 model=self._deployment.model_name,
+                deployment=self._platform.id,
                 failure=self._failure,
+                ending=self._ending if self._stage is Stage.STOPPED else None,
             )
         )
 
@@ -173,9 +226,18 @@ class ControllerHost:
     async def drain(self) -> bool:
         return self._stage is Stage.SERVING and await self._deployment.drain()
 
-    async def stop(self) -> None:
-        """Idempotent. Ends every node and router; whoever holds the controller may end it after this."""
+    async def end(self, why: str) -> None:
+        """Records the end, then ends every node and router. Idempotent. Somebody has decided this: where it cannot be
+        recorded, it is done all the same."""
+        if self._ending is None:
+            self._ending = Ending(time.time(), why)
+            logger.info("the cluster is ended: %s", why)
+            try:
+                await self._platform.endings.save(_encode(self._ending))
+            except TandemError as error:
+                logger.warning("the end could not be recorded: %s", error)
         await cancel(self._run)
+        if self._watch is not asyncio.current_task():
+            await cancel(self._watch)
         await self._deployment.stop()
         self._enter(Stage.STOPPED)
-        self._stopped.set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 import subprocess
 import sys
 import threading
@@ -18,6 +19,13 @@ import pytest
 
 PATIENCE_S = 90.0
 MODEL = "smollm2"
+
+
+def free_port() -> int:
+    """A router that is replaced comes back at its port, so it needs one of its own."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 class RayNodes:
@@ -80,6 +88,13 @@ class Tandem:
             f"tandem {' '.join(words)}: {process.returncode}\n{said}"
         )
         return said
+
+    def python(self, program: str) -> str:
+        """What somebody does to the cluster without us."""
+        return subprocess.run(
+            [sys.executable, "-c", program], check=True, text=True, capture_output=True, timeout=60,
+            env={**os.environ, "RAY_ADDRESS": self.address},
+        ).stdout  # fmt: skip
 
     def begin(self, *words: str) -> subprocess.Popen[str]:
         root = str(Path(__file__).resolve().parents[2])

@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -15,15 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.cluster_lab import MODEL, Load, RayNodes, Tandem, stream
-
-
-def free_port() -> int:
-    """A router that is replaced comes back at its port, so it needs one of its own."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
+from tests.integration.cluster_lab import MODEL, Load, RayNodes, Tandem, free_port, stream
 
 SETTINGS = ("--model", MODEL, "--port", str(free_port()), "--kv-memory", "256MiB",
             "--set", "router.local_prefill=never")  # fmt: skip

@@ -164,7 +164,7 @@ class FakeController:
         await self.may_finish.wait()
         return self.finishes
 
-    async def end(self, timeout_s: float) -> None:
+    async def end(self, timeout_s: float, why: str) -> None:
         self.ended = True
 
 

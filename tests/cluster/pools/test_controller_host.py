@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 import msgspec
 import pytest
 
+from tandem.cluster.clock import cancel
 from tandem.cluster.commands.following import Follower
 from tandem.cluster.config import PoolConfig, PoolsConfig, TandemConfig
-from tandem.cluster.control import ClusterView, PoolView
+from tandem.cluster.control import ClusterView, Ending, PoolView
 from tandem.cluster.events import Events
 from tandem.cluster.pools.controller_host import Account, Change, ControllerHost, Stage
-from tandem.wire.errors import InternalError, InvalidRequest, NodeLost, TandemError, Unavailable
+from tandem.wire.errors import InternalError, InvalidRequest, TandemError, Unavailable
 from tandem.wire.nodes import Role
-from tests.cluster.pools.helpers import RecordedEvents, in_loop, settle
+from tests.cluster.pools.helpers import FakeClock, RecordedEvents, in_loop, settle
+from tests.cluster.pools.memory_store import MemoryStore
 
 encode = msgspec.msgpack.encode
 decode = msgspec.msgpack.decode
@@ -57,6 +58,8 @@ class FakeDeployment:
         self.error: Exception | None = None
         self.failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.stopped = False
+        self.may_stop = asyncio.Event()
+        self.may_stop.set()
         self.drained = False
 
     async def start(self) -> None:
@@ -77,19 +80,45 @@ class FakeDeployment:
         return True
 
     async def stop(self) -> None:
+        await self.may_stop.wait()
         self.stopped = True
 
 
 class Rig:
-    def __init__(self, on_failure: Callable[[], None] = lambda: None) -> None:
-        self.deployment: FakeDeployment
-        self.host = ControllerHost(encode(TandemConfig()), self._make, on_failure)
-        self.events = RecordedEvents()
-        self.follower = Follower(self, self.events)
+    """The host's platform as well, and what a follower asks."""
 
-    def _make(self, config: TandemConfig, events: Events) -> FakeDeployment:
-        self.deployment = FakeDeployment(events)
-        return self.deployment
+    def __init__(self, ended: Ending | None = None) -> None:
+        self.id = "one"
+        self.endings = MemoryStore()
+        self.endings.state = encode(ended) if ended else None
+        self.restarted = asyncio.Event()
+        self.ended = asyncio.Event()
+        self.owner: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.made: FakeDeployment
+        self.clock = FakeClock()
+        self.host = ControllerHost(encode(TandemConfig()), self, self.clock)
+        self.events = RecordedEvents()
+        self.follower = Follower(self, self.events, self.clock)
+
+    def deployment(self, config: TandemConfig, events: Events) -> FakeDeployment:
+        self.made = FakeDeployment(events)
+        return self.made
+
+    async def owner_ended(self) -> str:
+        return await asyncio.shield(self.owner)
+
+    def restart(self) -> None:
+        self.restarted.set()
+
+    async def end(self) -> None:
+        self.ended.set()
+
+    async def ending(self) -> Ending | None:
+        kept = await self.endings.load()
+        return decode(kept, type=Ending) if kept else None
+
+    async def revive(self) -> None:
+        """It lives."""
 
     async def account_after(self, seen: int, stage: Stage) -> Account:
         return decode(await self.host.account_after(seen, stage.value, 60.0), type=Account)
@@ -98,8 +127,8 @@ class Rig:
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        await self.host.stop()
-        assert self.deployment.stopped
+        await self.host.end("the test")
+        assert self.made.stopped
 
 
 @in_loop
@@ -109,7 +138,7 @@ async def test_who_follows_sees_what_happens_until_it_serves() -> None:
         await settle()
         assert rig.events.of("progress", "decode-0") == ["loading"]
         assert not following.done()
-        rig.deployment.may_start.set()
+        rig.made.may_start.set()
         account = await following
         assert (account.url, account.model) == ("http://router", "fake")
         assert rig.events.of("ready", "decode-0") == ["decode"]
@@ -123,8 +152,8 @@ async def test_a_start_that_fails_is_told_to_who_follows(
     error: Exception, seen_as: type[TandemError]
 ) -> None:
     async with Rig() as rig:
-        rig.deployment.error = error
-        rig.deployment.may_start.set()
+        rig.made.error = error
+        rig.made.may_start.set()
         with pytest.raises(seen_as):
             await rig.follower.until_serving()
 
@@ -133,44 +162,91 @@ async def test_a_start_that_fails_is_told_to_who_follows(
 async def test_a_cluster_that_answers_after_all_serves() -> None:
     """A controller that came back, whose machines came later: it is drained before it ends, as any other."""
     async with Rig() as rig:
-        rig.deployment.error = Unavailable("no machine")
-        rig.deployment.may_start.set()
+        rig.made.error = Unavailable("no machine")
+        rig.made.may_start.set()
         with pytest.raises(Unavailable, match="no machine"):
             await rig.follower.until_serving()
-        rig.deployment.may_recover.set()
+        rig.made.may_recover.set()
         account = await rig.follower.until_serving()
         assert account.failure is None
         assert await rig.host.drain()
 
 
 @in_loop
-async def test_a_controller_that_can_do_nothing_any_more_says_so_and_ends() -> None:
-    ended = asyncio.Event()
-    async with Rig(ended.set) as rig:
-        rig.deployment.may_start.set()
+async def test_a_controller_that_can_do_nothing_any_more_says_so_and_ends_and_the_cluster_goes_on() -> None:
+    async with Rig() as rig:
+        rig.made.may_start.set()
         await rig.follower.until_serving()
-        rig.deployment.failure.set_result("supervise decode-0 died")
-        await ended.wait()
-        assert "supervise decode-0 died" in str(await rig.follower.until_over())
+        over = asyncio.create_task(rig.follower.until_over())
+        rig.made.failure.set_result("supervise decode-0 died")
+        await rig.restarted.wait()
+        await settle()
+        assert "supervise decode-0 died" in rig.events.of("trouble", "controller")[0]
+        assert not over.done()
+        assert not rig.made.stopped
+        await cancel(over)
 
 
 @in_loop
-async def test_a_cluster_that_another_command_ends_is_no_failure() -> None:
+async def test_an_end_is_recorded_before_anything_is_ended_and_told_to_who_follows() -> None:
     async with Rig() as rig:
-        rig.deployment.may_start.set()
+        rig.made.may_start.set()
         await rig.follower.until_serving()
         over = asyncio.create_task(rig.follower.until_over())
-        await asyncio.sleep(0)
-        await rig.host.stop()
-        assert await over is None
+        await settle()
+        rig.made.may_stop.clear()
+        ending = asyncio.create_task(rig.host.end("`tandem down`"))
+        await settle()
+        recorded = await rig.ending()
+        assert recorded is not None
+        assert recorded.why == "`tandem down`"
+        assert not rig.made.stopped
+        assert not over.done(), "it is not over while it is being ended"
+        rig.made.may_stop.set()
+        await ending
+        assert (await over).why == "`tandem down`"
         with pytest.raises(Unavailable, match="has been stopped"):
             await rig.host.view()
 
 
 @in_loop
+async def test_a_deployment_ends_with_the_command_that_it_belongs_to() -> None:
+    async with Rig() as rig:
+        rig.made.may_start.set()
+        await rig.follower.until_serving()
+        rig.owner.set_result("the command has ended")
+        await rig.ended.wait()
+        assert rig.made.stopped
+        recorded = await rig.ending()
+        assert recorded is not None
+        assert recorded.why == "the command has ended"
+
+
+@in_loop
+async def test_a_controller_that_finds_a_recorded_end_carries_it_out_and_starts_nothing() -> None:
+    async with Rig(Ending(0.0, "`tandem down`")) as rig:
+        await rig.ended.wait()
+        assert rig.events.happened == []
+        assert (await rig.follower.until_over()).why == "`tandem down`"
+
+
+@in_loop
+async def test_a_controller_whose_store_is_away_waits_for_it() -> None:
+    async with Rig() as rig:
+        rig.endings.error = Unavailable("away")
+        rig.made.may_start.set()
+        following = asyncio.create_task(rig.follower.until_serving())
+        await rig.clock.advance(5)
+        assert not following.done()
+        rig.endings.error = None
+        await rig.clock.advance(5)
+        assert (await following).stage is Stage.SERVING
+
+
+@in_loop
 async def test_what_is_asked_reaches_the_controller() -> None:
     async with Rig() as rig:
-        control = rig.deployment.control
+        control = rig.made.control
         assert await rig.host.scale(encode({Role.DECODE: 3})) == ["decode: 3"]
         assert await rig.host.drain_node("decode-0", 5.0)
         await rig.host.change_role("prefill-0", "decode")
@@ -179,7 +255,7 @@ async def test_what_is_asked_reaches_the_controller() -> None:
         view = decode(await rig.host.view(), type=ClusterView)
         assert {pool.role: pool.wanted for pool in view.pools}[Role.DECODE] == 3
         assert not await rig.host.drain(), "it does not serve yet"
-        rig.deployment.may_start.set()
+        rig.made.may_start.set()
         await rig.follower.until_serving()
         assert await rig.host.drain()
 
@@ -198,7 +274,7 @@ async def test_what_somebody_scaled_stays_when_the_same_configuration_is_given_a
     async with Rig() as rig:
         await rig.host.scale(encode({Role.DECODE: 3}))
         assert await configure(rig, TandemConfig()) == Change([], [])
-        assert rig.deployment.control.sizes[Role.DECODE] == 3
+        assert rig.made.control.sizes[Role.DECODE] == 3
 
 
 @in_loop
@@ -218,31 +294,3 @@ async def test_what_cannot_be_applied_is_named_without_its_value() -> None:
 
 async def configure(rig: Rig, config: TandemConfig) -> Change:
     return decode(await rig.host.configure(encode(config)), type=Change)
-
-
-class Restarting:
-    """A controller that is lost once; the next one begins its numbers afresh."""
-
-    def __init__(self, before: list[Account | TandemError]) -> None:
-        self.answers = before
-
-    async def account_after(self, seen: int, stage: Stage) -> Account:
-        answer = self.answers.pop(0)
-        if isinstance(answer, TandemError):
-            raise answer
-        return answer
-
-
-@in_loop
-async def test_a_controller_that_is_lost_is_followed_into_its_next_life() -> None:
-    serving = Account(Stage.SERVING, [], latest=7, url="http://router", model="fake")
-    events = RecordedEvents()
-    follower = Follower(Restarting([NodeLost("killed"), serving]), events)
-    assert await follower.until_serving() == serving
-    assert "killed" in events.of("trouble", "controller")[0]
-
-
-@in_loop
-async def test_a_controller_that_does_not_come_back_was_ended_by_somebody() -> None:
-    follower = Follower(Restarting([NodeLost("killed"), NodeLost("killed")]), RecordedEvents())
-    assert await follower.until_over() is None

@@ -1,0 +1,143 @@
+"""The controller is killed and stopped under load, again and again: no request fails, no node is lost, and no command
+takes the silence for an end. TANDEM_CONTROLLER_KILLS says how often."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.cluster_lab import MODEL, Load, RayNodes, Tandem, free_port
+from tests.integration.test_serve_command import START_S, Serve, epochs, serve
+
+__all__ = ["serve"]  # a fixture
+
+KILLS = int(os.environ.get("TANDEM_CONTROLLER_KILLS", "2"))
+STOP_S = 3.0
+CLIENTS = 4
+BACK_S = 60.0
+CONTROLLER = "ray::ControllerActor"
+
+pytestmark = pytest.mark.timeout(120 + 40 * KILLS)
+
+Processes = Callable[[], dict[int, str]]
+
+
+def controllers(processes: Processes) -> set[int]:
+    return {pid for pid, command in processes().items() if command.startswith(CONTROLLER)}
+
+
+def kill_again_and_again(url: str, model: str, processes: Processes) -> None:
+    """Under load, then stops it once. Each time the next one must be there, and requests must go on meanwhile."""
+    before = epochs(url)
+    with Load(url, model, clients=CLIENTS) as load:
+        for _ in range(KILLS):
+            (pid,) = until(lambda: controllers(processes), "a controller")
+            os.kill(pid, signal.SIGKILL)
+            done = load.finished
+            until(lambda pid=pid: controllers(processes) - {pid}, "the next controller")
+            until(lambda done=done: load.finished > done + CLIENTS, "requests finished")
+        (pid,) = controllers(processes)
+        os.kill(pid, signal.SIGSTOP)
+        resume = threading.Timer(STOP_S, os.kill, (pid, signal.SIGCONT))
+        resume.start()
+        done = load.finished
+        until(lambda: load.finished > done, "requests finished while it stood still")
+        resume.join()
+    assert epochs(url) == before, "no node was lost"
+
+
+def until(condition: Callable[[], Any], what: str) -> Any:
+    deadline = time.monotonic() + BACK_S
+    while not (seen := condition()):
+        assert time.monotonic() < deadline, f"after {BACK_S:.0f} s still not: {what}"
+        time.sleep(0.02)
+    return seen
+
+
+def test_under_a_command_with_a_ray_of_its_own(serve: Any) -> None:
+    command: Serve = serve("--prefill", "1", "--decode", "1")
+    url = command.until(r"^API: +(http://\S+)/v1$", START_S)[1]
+    command.until(r"^stop: ", 10)
+    kill_again_and_again(url, "SmolLM2-135M-Instruct", command.processes)
+    assert command.process.poll() is None
+    command.process.send_signal(signal.SIGINT)
+    command.until(r"everything was finished", 60)
+    assert command.ended() == 0
+
+
+@pytest.fixture(scope="module")
+def ray_nodes(smollm2_path: Path) -> Iterator[RayNodes]:
+    nodes = RayNodes(prefill=1, decode=1)
+    yield nodes
+    nodes.close()
+
+
+@pytest.fixture(scope="module")
+def tandem(ray_nodes: RayNodes, tmp_path_factory: pytest.TempPathFactory) -> Tandem:
+    return Tandem(ray_nodes.address, tmp_path_factory.mktemp("operator"))
+
+
+SETTINGS = ("--model", MODEL, "--kv-memory", "256MiB", "--set", "router.local_prefill=never")
+
+
+def test_under_a_command_on_a_cluster_that_another_one_ends(tandem: Tandem, ray_nodes: RayNodes) -> None:
+    with tandem.begin("serve", "--port", str(free_port()), *SETTINGS) as command:
+        assert command.stdout is not None
+        said = ""
+        for line in command.stdout:
+            said += line
+            if line.startswith("stop: "):
+                break
+        url = re.findall(r"^API: +(http://\S+)/v1$", said, re.MULTILINE)[0]
+        kill_again_and_again(url, "SmolLM2-135M-Instruct", lambda: ray_nodes.processes("ray::"))
+        assert command.poll() is None
+        assert "everything was finished" in tandem("down")
+        rest, _ = command.communicate(timeout=BACK_S)
+        assert "it was ended: `tandem down`" in rest
+        assert "answers again after" in rest
+        assert command.returncode == 0
+    until(lambda: not actors(ray_nodes), "nothing left")
+
+
+def test_detached(tandem: Tandem, ray_nodes: RayNodes) -> None:
+    said = tandem("serve", "--detach", "--port", str(free_port()), *SETTINGS, timeout_s=180)
+    tandem.url = re.findall(r"^API: +(http://\S+)/v1$", said, re.MULTILINE)[0]
+    kill_again_and_again(tandem.url, "SmolLM2-135M-Instruct", lambda: ray_nodes.processes("ray::"))
+    assert "took over 2 nodes" in tandem("status")
+
+
+def test_a_controller_that_is_gone_for_good_ends_nothing_and_the_next_command_takes_over(
+    tandem: Tandem, ray_nodes: RayNodes
+) -> None:
+    """Ray was told never to start it again, by no command of ours. (Follows the test before.)"""
+    before = epochs(tandem.url)
+    tandem.python(
+        "import ray; ray.init(address='auto', namespace='tandem', log_to_driver=False); "
+        "ray.kill(ray.get_actor('controller'), no_restart=True)"
+    )
+    until(lambda: not ray_nodes.processes(CONTROLLER), "the controller gone")
+    assert "does not run on this Ray cluster" in tandem("status", status=1)
+    assert "nobody has ended them" in tandem("serve", "--port", "1", *SETTINGS, status=1)
+    port = tandem.url.rpartition(":")[2]
+    assert "ready after" in tandem("serve", "--detach", "--port", port, *SETTINGS, timeout_s=180)
+    assert epochs(tandem.url) == before
+    tandem.python(
+        "import ray; ray.init(address='auto', namespace='tandem', log_to_driver=False); "
+        "ray.kill(ray.get_actor('controller'), no_restart=True)"
+    )
+    until(lambda: not ray_nodes.processes(CONTROLLER), "the controller gone")
+    assert "it had no controller any more" in tandem("down")
+    until(lambda: not actors(ray_nodes), "nothing left")
+
+
+def actors(ray_nodes: RayNodes) -> list[str]:
+    kinds = ("Controller", "Router", "Prefill", "Decode")
+    return [name for kind in kinds for name in ray_nodes.processes(f"ray::{kind}Actor").values()]
