@@ -58,11 +58,11 @@ def _packaged(folder: Path) -> Iterator[FetchedModel]:
 
 
 def _from_hub() -> Iterator[FetchedModel]:
-    from huggingface_hub import scan_cache_dir
+    from huggingface_hub import constants, scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
     try:
-        cache = scan_cache_dir()
+        cache = scan_cache_dir(constants.HF_HUB_CACHE)
     except (CacheNotFound, ValueError):  # nothing was ever fetched, or HF_HOME names no folder
         return
     for repo in cache.repos:
