@@ -43,7 +43,8 @@ class StartedStep(Protocol):
     at most one is unfinished when the next is started, and none when it holds drafts."""
 
     def finish(self) -> ModelOutput:
-        """Waits for the sampled tokens. To be called once."""
+        """Waits until the device has computed the step, whether it samples tokens or not: what it wrote is written when
+        this returns. To be called once."""
         ...
 
 

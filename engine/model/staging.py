@@ -46,24 +46,36 @@ def to_device_together(arrays: Sequence[Array], device: torch.device) -> list[to
     return unpack(arrays, places, host.to(device, non_blocking=True))
 
 
+class DeviceMark:
+    """The place that the device's work has now. Waiting for it waits for what was given to the device before, not for
+    what came after. On a CPU everything is done when it has been called."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record(torch.cuda.current_stream(device))
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+
+
 class HostCopy:
     """A tensor of the device on its way to the host. Reading it waits for what was given to the device before the copy,
     not for what came after."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        """On a CPU no copy is made: nobody may change the tensor."""
-        self._event: torch.cuda.Event | None = None
+        """On a CPU no copy is made: the tensor must not change any more."""
         if tensor.device.type == "cpu":
             self._host = tensor
-            return
-        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        self._host.copy_(tensor, non_blocking=True)
-        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._event.record(torch.cuda.current_stream(tensor.device))
+        else:
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+        self._copied = DeviceMark(tensor.device)
 
     def read(self) -> torch.Tensor:
-        if self._event is not None:
-            self._event.synchronize()
+        self._copied.wait()
         return self._host
 
 

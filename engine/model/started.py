@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from tandem.engine.model.batching import Unread
 from tandem.engine.model.sampling.logprobs import ComputedLogprobs
-from tandem.engine.model.staging import HostCopy
+from tandem.engine.model.staging import DeviceMark, HostCopy
 from tandem.engine.scheduling.output import ModelOutput
 from tandem.wire.errors import TandemError
 
@@ -47,6 +47,8 @@ class Started:
     sampled: Sampled | None = None
     unread: Unread | None = None  # the same tokens, for the next step
     pieces: list[PromptPiece] = dataclasses.field(default_factory=list)
+    # Where the step ends on the device, if reading its tokens does not wait for that: it has none to read.
+    end: DeviceMark | None = None
 
     def finish(self) -> ModelOutput:
         return self.read(self)

@@ -16,7 +16,7 @@ from tandem.engine.model.runner import LayerHooks, ModelInfo
 from tandem.engine.model.sampling.logprobs import ComputedLogprobs
 from tandem.engine.model.sampling.sampler import Sampler
 from tandem.engine.model.sampling.table import SamplingTable
-from tandem.engine.model.staging import HostCopy, on, to_device
+from tandem.engine.model.staging import DeviceMark, HostCopy, on, to_device
 from tandem.engine.model.started import PromptPiece, Sampled, Started
 from tandem.engine.model.states import RequestRows
 from tandem.engine.scheduling.output import ModelOutput, SchedulerOutput
@@ -108,6 +108,8 @@ class TorchRunner:
                     self._sample(batch, scheduled, logits, started)
                 if not last:
                     self._requests.num_computed[scheduled.rows] += np.diff(scheduled.query_start)
+            if started.sampled is None:
+                started.end = DeviceMark(self._device)
             self._unfinished = started
             return started
 
@@ -199,6 +201,10 @@ class TorchRunner:
     def _finish(self, started: Started) -> ModelOutput:
         if self._unfinished is started:
             self._unfinished = None
+        # The engine takes a finished step's blocks for its own: a peer may write to one that comes free. So the device
+        # must be through with the step, also where there is no token to wait for.
+        if started.end is not None:
+            started.end.wait()
         output = ModelOutput({})
         self._read_prompts(started.pieces, output)
         if started.sampled is not None:

@@ -1,0 +1,313 @@
+"""A device that computes later than it is told to, on a CPU: one stream, events, page-locked copies, graphs.
+
+Tensors of the device are wrappers. What is done with them is put in line and carried out when something waits for it,
+or when a test says so; what a copy to the device reads from page-locked memory is read then, not before. So whatever an
+engine frees, overwrites or reads too early shows in its results. Work outside the stream (what a peer writes into the
+cache) goes to `memory(tensor)` directly, as RDMA does.
+
+Each operation also runs at once on a shadow of its tensors, which gives the result its shape. Nothing else is read from
+a shadow.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+CUDA = torch.device("cuda:0")
+_READS = {"tolist", "item", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__"}
+_LOOKS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select"}
+
+
+class DeviceTensor(torch.Tensor):
+    """`shadow` has the shape; `box` holds the memory once the device has come so far."""
+
+    shadow: torch.Tensor
+    box: list[torch.Tensor]
+
+    @staticmethod
+    def __new__(cls, shadow: torch.Tensor, box: list[torch.Tensor]) -> DeviceTensor:
+        made: DeviceTensor = torch.Tensor._make_wrapper_subclass(
+            cls,
+            shadow.size(),
+            strides=shadow.stride(),
+            storage_offset=shadow.storage_offset(),
+            dtype=shadow.dtype,
+        )
+        made.shadow, made.box = shadow, box
+        return made
+
+    device = property(lambda self: CUDA)  # type: ignore[assignment]
+    is_cuda = property(lambda self: True)  # type: ignore[assignment]
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"DeviceTensor({tuple(self.shape)}, {self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{func} on a tensor of a device that is not there any more")
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+
+class FakeDevice:
+    """`pace`: how likely it is that some of the work in line is done when more is added. 0: only what is waited for."""
+
+    def __init__(self, seed: int = 0, pace: float = 0.0) -> None:
+        self._line: deque[Callable[[], None]] = deque()
+        self._random = random.Random(seed)
+        self.pace = pace
+        self.given = self.done = 0
+        self.num_waits = 0
+        self.recording: list[Callable[[], None]] | None = None
+        self.making = False
+
+    def enqueue(self, work: Callable[[], None]) -> None:
+        if self.recording is not None:
+            self.recording.append(work)
+            return
+        self._line.append(work)
+        self.given += 1
+        if self.pace and self._random.random() < self.pace:
+            self.advance(self._random.randint(1, len(self._line)))
+
+    def advance(self, count: int) -> None:
+        for _ in range(min(count, len(self._line))):
+            self._line.popleft()()
+            self.done += 1
+
+    def wait_until(self, place: int) -> None:
+        self.num_waits += 1
+        self.advance(place - self.done)
+
+    def synchronize(self) -> None:
+        if self.recording is not None:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        self.wait_until(self.given)
+
+    @contextmanager
+    def present(self) -> Iterator[FakeDevice]:
+        """Within, `cuda:0` is this device, for torch and for whoever asks torch.cuda."""
+        with _Patched(self), _Functions(self), _Operations(self):
+            yield self
+
+
+def memory(tensor: torch.Tensor) -> torch.Tensor:
+    """What lies in the device's memory now."""
+    assert isinstance(tensor, DeviceTensor)
+    return tensor.box[0]
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self, device: FakeDevice) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        leaves, spec = tree_flatten((args, kwargs))
+        if not self._device.making and not any(isinstance(leaf, DeviceTensor) for leaf in leaves):
+            return func(*args, **kwargs)
+        name = func.__name__.split(".")[0]
+        if name == "detach":
+            return leaves[0]
+        if name in _LOOKS:
+            self._device.synchronize()
+            real = tree_map(lambda leaf: memory(leaf) if isinstance(leaf, DeviceTensor) else leaf, leaves)
+            args, kwargs = tree_unflatten(real, spec)
+            found = func(*args, **kwargs)
+            return DeviceTensor(found, [found]) if isinstance(found, torch.Tensor) else found
+        return self._later(func, leaves, spec, name)
+
+    def _later(self, func: Any, leaves: list[Any], spec: Any, name: str) -> Any:
+        target = leaves[0] if name == "copy_" else None
+        blocking = name == "copy_" and True not in leaves[2:]
+        to_host = target is not None and not isinstance(target, DeviceTensor)
+        if to_host and blocking:
+            self._device.synchronize()
+            assert isinstance(target, torch.Tensor)
+            return target.copy_(memory(leaves[1]))
+        # What is in ordinary host memory is read before the call returns; page-locked memory when the copy runs.
+        late = leaves
+        if not (name == "copy_" and not blocking):
+            late = [_frozen(leaf) for leaf in leaves]
+        if to_host:
+            source = leaves[1]
+            assert isinstance(target, torch.Tensor)
+
+            def land() -> None:
+                target.copy_(memory(source))
+
+            self._device.enqueue(land)
+            return target
+        shadows = [leaf.shadow if isinstance(leaf, DeviceTensor) else leaf for leaf in leaves]
+        args, kwargs = tree_unflatten(shadows, spec)
+        shadow_out = func(*args, **kwargs)
+        owners = {id(leaf.shadow): leaf for leaf in leaves if isinstance(leaf, DeviceTensor)}
+        outs, out_spec = tree_flatten(shadow_out)
+        made: list[Any] = []
+        for out in outs:
+            if not isinstance(out, torch.Tensor):
+                made.append(out)
+            elif id(out) in owners:
+                made.append(owners[id(out)])
+            else:
+                made.append(DeviceTensor(out, []))
+
+        def run() -> None:
+            real = [memory(leaf) if isinstance(leaf, DeviceTensor) else leaf for leaf in late]
+            args, kwargs = tree_unflatten(real, spec)
+            for wrapper, result in zip(made, tree_flatten(func(*args, **kwargs))[0], strict=True):
+                if isinstance(wrapper, DeviceTensor) and id(wrapper.shadow) not in owners:
+                    wrapper.box[:] = [result]
+
+        self._device.enqueue(run)
+        return tree_unflatten(made, out_spec)
+
+
+def _frozen(leaf: Any) -> Any:
+    is_host = isinstance(leaf, torch.Tensor) and not isinstance(leaf, DeviceTensor)
+    # Weights stay as they are; copying them for each operation would only take time.
+    return (
+        leaf.clone() if is_host and leaf.numel() < 4096 and not isinstance(leaf, torch.nn.Parameter) else leaf
+    )
+
+
+class _Functions(TorchFunctionMode):
+    """What names a device, or looks at values, before it becomes an operation."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        pinned = kwargs.pop("pin_memory", False)
+        assert not (pinned and kwargs.get("device") is not None)
+        if name == "pin_memory":
+            return args[0].clone()
+        if name in _READS and isinstance(args[0], DeviceTensor):
+            self._device.synchronize()
+            return func(memory(args[0]), *args[1:], **kwargs)
+        if name in ("to", "cpu", "cuda") and isinstance(args[0], torch.Tensor):
+            moved = self._moved(name, args, kwargs)
+            if moved is not None:
+                return moved
+        if _is_cuda(kwargs.get("device")):
+            kwargs.pop("device")
+            with self._making():
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    @contextmanager
+    def _making(self) -> Iterator[None]:
+        before, self._device.making = self._device.making, True
+        try:
+            yield
+        finally:
+            self._device.making = before
+
+    def _moved(self, name: str, args: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:
+        tensor: torch.Tensor = args[0]
+        wanted = kwargs.get("device", args[1] if len(args) > 1 else None)
+        to_device = name == "cuda" or _is_cuda(wanted)
+        to_host = name == "cpu" or _is_host(wanted)
+        on_device = isinstance(tensor, DeviceTensor)
+        if to_host and on_device:
+            self._device.synchronize()
+            return memory(tensor).clone()
+        if to_device and not on_device:
+            with self._making():
+                copy = torch.empty_like(tensor)
+            return copy.copy_(tensor, non_blocking=bool(kwargs.get("non_blocking", False)))
+        return tensor if to_device and on_device else None
+
+
+def _is_cuda(device: Any) -> bool:
+    return isinstance(device, torch.device | str) and torch.device(device).type == "cuda"
+
+
+def _is_host(device: Any) -> bool:
+    return device == "cpu" or (isinstance(device, torch.device) and device.type == "cpu")
+
+
+class _Event:
+    def __init__(self, device: FakeDevice, **_: Any) -> None:
+        self._device = device
+        self._place = 0
+
+    def record(self, stream: Any = None) -> None:
+        self._place = self._device.given
+
+    def query(self) -> bool:
+        return self._device.done >= self._place
+
+    def synchronize(self) -> None:
+        self._device.wait_until(self._place)
+
+
+class _Stream:
+    """There is one: whatever is given to another comes after what was given before."""
+
+    device = CUDA
+
+    def wait_stream(self, other: Any) -> None: ...
+    def wait_event(self, event: Any) -> None: ...
+
+
+class _Graph:
+    def __init__(self, device: FakeDevice) -> None:
+        self._device = device
+        self.work: list[Callable[[], None]] = []
+
+    def replay(self) -> None:
+        for work in self.work:
+            self._device.enqueue(work)
+
+
+class _Patched:
+    def __init__(self, device: FakeDevice) -> None:
+        stream = _Stream()
+
+        @contextmanager
+        def graph(graph: _Graph, **_: Any) -> Iterator[None]:
+            device.recording = graph.work
+            try:
+                yield
+            finally:
+                device.recording = None
+
+        self._names: dict[str, Any] = {
+            "Event": lambda **options: _Event(device, **options),
+            "Stream": lambda *_: stream,
+            "current_stream": lambda *_: stream,
+            "stream": lambda *_: nullcontext(),
+            "device": lambda *_: nullcontext(),
+            "synchronize": lambda *_: device.synchronize(),
+            "is_available": lambda: True,
+            "device_count": lambda: 1,
+            "CUDAGraph": lambda: _Graph(device),
+            "graph": graph,
+            "graph_pool_handle": lambda: object(),
+            "set_device": lambda *_: None,
+            "empty_cache": lambda: None,
+        }
+        self._before: dict[str, Any] = {}
+
+    def __enter__(self) -> None:
+        for name, value in self._names.items():
+            self._before[name] = getattr(torch.cuda, name)
+            setattr(torch.cuda, name, value)
+
+    def __exit__(self, *_: object) -> None:
+        for name, value in self._before.items():
+            setattr(torch.cuda, name, value)

@@ -1,0 +1,264 @@
+"""The engine on a device that computes late (tests.engine.model.fake_device): planning ahead, recorded steps, aborts,
+preemption, and a peer that writes into blocks as soon as it may. Answers are those of each request alone on the CPU."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
+from tandem.engine.core import Engine
+from tandem.engine.model.attention.layers import plan_cache
+from tandem.engine.model.checkpoint import read_config
+from tandem.engine.model.cuda import CudaRecorder
+from tandem.engine.model.decode_graphs import DecodeGraphs
+from tandem.engine.model.forward import Forward
+from tandem.engine.model.loading import load_runner
+from tandem.engine.model.paths import Shape, load_general
+from tandem.engine.model.runner import ModelInfo
+from tandem.engine.model.source import find_source
+from tandem.engine.model.torch_runner import TorchRunner
+from tandem.engine.request import Request
+from tandem.engine.scheduling.scheduler import Scheduler
+from tandem.kvtransfer.base import (
+    BlockIds,
+    ConnectorMetadata,
+    ConnectorOutput,
+    Handoff,
+    KVCacheMemory,
+    ScheduledStep,
+    SchedulerConnector,
+    TransferRequest,
+    WorkerConnector,
+)
+from tandem.wire.sampling import SamplingParams
+from tests.engine.model import tiny
+from tests.engine.model.driver import Driver
+from tests.engine.model.fake_device import CUDA, DeviceTensor, FakeDevice, memory
+
+BLOCK = 4
+MAX_LEN = 64
+NUM_BLOCKS = 17  # of which one request at full length needs 16
+CONFIG = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=12, max_model_len=MAX_LEN)
+CACHE = CacheConfig(block_size=BLOCK, hash_seed="tests")
+
+
+class Truth:
+    """What a request's answer is, and the KV of its prompt: from an engine on the CPU."""
+
+    def __init__(self, path: Path) -> None:
+        model = ModelConfig(path=str(path), dtype="float32", device="cpu", threads=1)
+        cache = CacheConfig(block_size=BLOCK, memory_bytes=4 << 20, prefix_caching=False)
+        self.runner = load_runner(
+            model, cache, SchedulerConfig(max_num_seqs=1, max_model_len=96), native=False
+        )
+        self._known: dict[tuple[int, ...], tuple[list[int], torch.Tensor]] = {}
+
+    def of(self, prompt: list[int]) -> tuple[list[int], torch.Tensor]:
+        """Its tokens, and [blocks, ...] of the prompt."""
+        key = tuple(prompt)
+        if key not in self._known:
+            driver = Driver(self.runner)
+            driver.add("r", prompt)
+            driver.step({"r": len(prompt)})
+            kv = self.runner.kv_cache[driver.requests["r"].blocks[0]].clone()
+            self._known[key] = driver.generate(16)["r"], kv
+            driver.finish("r")
+            driver.step({})
+        return self._known[key]
+
+
+class Metadata(ConnectorMetadata):
+    def __init__(self, loads: list[tuple[str, list[int]]]) -> None:
+        self.loads = loads
+
+
+class Peer(SchedulerConnector, WorkerConnector):
+    """Writes the whole prompt's KV at the moment from which it may, from outside the device's line of work."""
+
+    def __init__(self, truth: Truth) -> None:
+        self._truth = truth
+        self._planned: list[tuple[str, list[int]]] = []
+        self._bound: list[tuple[str, list[int]]] = []
+        self._arrived: dict[str, Handoff] = {}
+        self.remote: dict[str, list[int]] = {}  # request id -> prompt
+        self.cache: torch.Tensor | None = None
+
+    def get_num_new_matched_tokens(
+        self, request: TransferRequest, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        if request.request_id not in self.remote or request.num_tokens > request.num_prompt_tokens:
+            return 0, False
+        return request.num_tokens - num_computed_tokens, True
+
+    def update_state_after_alloc(
+        self, request: TransferRequest, block_ids: BlockIds, num_external_tokens: int
+    ) -> None:
+        if num_external_tokens:
+            self._planned.append((request.request_id, list(block_ids[0])))
+
+    def build_connector_meta(self, step: ScheduledStep) -> ConnectorMetadata:
+        planned, self._planned = self._planned, []
+        return Metadata(planned)
+
+    def has_pending_work(self) -> bool:
+        return bool(self._planned or self._arrived)
+
+    def request_finished(self, request: TransferRequest, block_ids: BlockIds) -> bool:
+        return False
+
+    def register_kv_caches(self, memory: KVCacheMemory) -> None:
+        self.cache = memory.tensor
+
+    def bind_connector_metadata(self, metadata: ConnectorMetadata) -> None:
+        assert isinstance(metadata, Metadata)
+        self._bound = metadata.loads
+
+    def start_load_kv(self) -> None:
+        assert self.cache is not None
+        for request_id, table in self._bound:
+            prompt = self.remote[request_id]
+            tokens, kv = self._truth.of(prompt)
+            memory(self.cache)[table[: len(kv)]] = kv
+            self._arrived[request_id] = Handoff(first_token=tokens[0], num_tokens=len(prompt))
+        self._bound = []
+
+    def get_finished(self, finished_req_ids: set[str]) -> ConnectorOutput:
+        arrived, self._arrived = self._arrived, {}
+        return ConnectorOutput(finished_recving=arrived)
+
+    def shutdown(self) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save("llama", tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def truth(path: Path) -> Truth:
+    return Truth(path)
+
+
+@contextmanager
+def on_the_device(
+    path: Path, truth: Truth, device: FakeDevice, *, graphs: bool, drafts: int = 0
+) -> Iterator[tuple[Engine, Peer]]:
+    source = find_source(str(path), lambda *_: None)
+    loaded = load_general(source, read_config(source), torch.float32, torch.device("cpu"), lambda *_: None)
+    plan = plan_cache(loaded.layers, BLOCK)
+    with device.present(), torch.inference_mode():
+        cache = torch.zeros(plan.shape(NUM_BLOCKS), device=CUDA)
+        device.synchronize()
+        assert isinstance(cache, DeviceTensor)
+        forward: Forward = loaded.use_cache(cache, plan, Shape(CONFIG.max_num_seqs, MAX_LEN))
+        if graphs:
+            recorded = DecodeGraphs(
+                forward,  # type: ignore[arg-type]
+                CudaRecorder(CUDA),
+                num_groups=len(plan.groups),
+                block_size=BLOCK,
+                max_requests=CONFIG.max_num_seqs,
+                device=CUDA,
+            )
+            recorded.record_ahead(lambda _share: None)
+            assert len(recorded.shapes) == 3
+            forward = recorded
+        info = ModelInfo(
+            name="fake",
+            dtype="float32",
+            device="cuda:0",
+            vocab_size=loaded.vocab_size,
+            max_model_len=MAX_LEN,
+            eos_token_ids=frozenset(),
+            num_layers=len(loaded.layers),
+            num_kv_heads=plan.num_kv_heads,
+            head_dim=plan.head_dim,
+            groups=plan.groups,
+            num_blocks=NUM_BLOCKS,
+        )
+        runner = TorchRunner(
+            info,
+            cache,
+            forward,
+            block_size=BLOCK,
+            max_num_seqs=CONFIG.max_num_seqs,
+            num_speculative_tokens=drafts,
+        )
+        peer = Peer(truth)
+        scheduler = Scheduler(CONFIG, CACHE, info.groups, NUM_BLOCKS, MAX_LEN, connector=peer)
+        assert CONFIG.plans_ahead(info.device)
+        engine = Engine(scheduler, runner, peer, ahead=True)
+        yield engine, peer
+        engine.shutdown()
+
+
+def greedy(count: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
+
+
+def test_blocks_of_an_aborted_prompt_are_free_when_the_device_has_written_them(
+    path: Path, truth: Truth
+) -> None:
+    """The steps of a long prompt sample nothing. Aborted between them, its blocks go to a request whose KV a peer
+    writes at once: a step that the device still had to do overwrote that."""
+    device = FakeDevice()
+    with on_the_device(path, truth, device, graphs=False) as (engine, peer):
+        engine.add_request(Request("long", list(range(3, 51)), greedy(4)))
+        for _ in range(3):
+            engine.step()
+        peer.remote["loaded"] = prompt = list(range(100, 131)) + list(range(5, 30))
+        engine.abort_requests(["long"])
+        engine.add_request(Request("loaded", prompt, greedy(8)))
+        tokens: list[int] = []
+        for _ in range(12):
+            for update in engine.step().updates:
+                tokens += update.token_ids
+        assert tokens == truth.of(prompt)[0][:8]
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "recorded"])
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_comes_and_goes_answers_are_right(path: Path, truth: Truth, seed: int, graphs: bool) -> None:
+    rng = random.Random(seed)
+    device = FakeDevice(seed, pace=rng.choice([0.0, 0.02, 0.3]))
+    prompts: dict[str, list[int]] = {}
+    told: dict[str, list[int]] = {}
+    lengths: dict[str, int] = {}
+    ended: set[str] = set()
+    aborted: set[str] = set()
+    with on_the_device(path, truth, device, graphs=graphs) as (engine, peer):
+        scheduler = engine.scheduler
+        for step in range(400):
+            if len(prompts) < 10 and rng.random() < 0.3:
+                name = f"r{len(prompts)}"
+                start = rng.randrange(3)
+                prompts[name] = [3 + (start * 37 + i * (start + 1)) % 120 for i in range(rng.randint(1, 30))]
+                lengths[name] = rng.randint(1, 8)
+                told[name] = []
+                if rng.random() < 0.5:
+                    peer.remote[name] = prompts[name]
+                engine.add_request(Request(name, prompts[name], greedy(lengths[name])))
+            alive = sorted(set(prompts) - ended - aborted)
+            if alive and rng.random() < 0.08:
+                aborted.add(name := rng.choice(alive))
+                engine.abort_requests([name])
+            for update in engine.step().updates:
+                assert update.error is None
+                told[update.request_id] += update.token_ids
+                if update.finish is not None:
+                    ended.add(update.request_id)
+            scheduler.check_integrity()
+            if step > 40 and len(prompts) == 10 and not scheduler.has_work():
+                break
+        for name, tokens in told.items():
+            right = truth.of(prompts[name])[0]
+            if name not in aborted:
+                assert len(tokens) == lengths[name]
+            assert tokens == right[: len(tokens)]
+        assert scheduler.stats().free_blocks == scheduler.stats().total_blocks
