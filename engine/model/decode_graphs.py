@@ -25,6 +25,8 @@ Record = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], None], torch.
 
 # Where attention copies keys and values together, a recording keeps the memory for that: so many at most.
 _MOST_GATHERED_KEYS = 1 << 16
+# So many shapes are tried before a model of which none was recorded counts as one that cannot be.
+_MOST_REFUSED = 3
 
 
 class Computing(Protocol):
@@ -58,7 +60,8 @@ class _Recorded:
 
 
 class DecodeGraphs:
-    """A forward pass (engine.model.forward.Forward) in front of another."""
+    """A forward pass (engine.model.forward.Forward) in front of another. A shape that cannot be recorded is computed as it
+    comes; the others are replayed all the same."""
 
     def __init__(
         self,
@@ -77,20 +80,28 @@ class DecodeGraphs:
         self._device = device
         self._buckets = request_buckets(max_requests)
         self._recorded: dict[tuple[int, int], _Recorded] = {}
-        self._works = True
+        self._refused: set[tuple[int, int]] = (
+            set()
+        )  # shapes that cannot be recorded, and are computed as they come
         self.num_replays = 0
 
     def record_ahead(self, progress: Callable[[float], None]) -> None:
-        """Records every number of requests, with the narrowest tables, so that nobody waits for it later. The largest
-        first: the memory that it needs serves the others."""
+        """Records every number of requests, with the narrowest tables, so that no request waits for it later. The largest
+        first: the memory that it needs serves the others. Raises torch.OutOfMemoryError where there is too little."""
         columns = table_width(1) if self._forward.attention.reads_tables else 0
         buckets = self._buckets[::-1]
         for done, size in enumerate(buckets, 1):
-            if not self._works:
+            if self._gave_up:
                 return
-            if self._fits(size, columns):
-                self._find(size, columns)
+            if self._fits(size, columns) and (size, columns) not in self._recorded:
+                # The cache leaves too little memory: better known now than when requests wait.
+                self._record_shape(size, columns)
             progress(done / len(buckets))
+
+    @property
+    def _gave_up(self) -> bool:
+        """Nothing was recorded, and trying took time more than once: it is the model that cannot be."""
+        return not self._recorded and len(self._refused) >= _MOST_REFUSED
 
     def __call__(self, batch: Batch, hooks: LayerHooks | None) -> torch.Tensor:
         recorded = self._recorded_for(batch)
@@ -106,7 +117,7 @@ class DecodeGraphs:
         return logits if batch.logit_rows.shape[0] == batch.num_requests else logits[batch.logit_rows]
 
     def _recorded_for(self, batch: Batch) -> _Recorded | None:
-        if not self._works or batch.host is None or batch.num_decodes != batch.num_requests:
+        if self._gave_up or batch.host is None or batch.num_decodes != batch.num_requests:
             return None
         size = bucket_of(self._buckets, batch.num_requests)
         columns = 0
@@ -120,20 +131,37 @@ class DecodeGraphs:
         return size * columns * self._block_size <= _MOST_GATHERED_KEYS
 
     def _find(self, size: int, columns: int) -> _Recorded | None:
-        recorded = self._recorded.get((size, columns))
-        if recorded is not None:
-            return recorded
+        shape = size, columns
+        if shape in self._recorded:
+            return self._recorded[shape]
+        if shape in self._refused:
+            return None
+        try:
+            return self._record_shape(size, columns)
+        except torch.OutOfMemoryError as error:
+            # What is recorded stays: it holds its memory already.
+            self._refuse(shape, error)
+            return None
+
+    def _record_shape(self, size: int, columns: int) -> _Recorded | None:
+        """None where this shape cannot be recorded. Raises OutOfMemoryError: that says nothing about the shape."""
         inputs = DecodeInputs(size, columns, self._num_groups, self._block_size, self._device)
         try:
             recorded = _Recorded(inputs, self._forward, self._record)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             # A model that looks at its own intermediate results cannot be recorded; it runs all the same.
-            self._works = False
-            self._recorded.clear()
-            log.warning("decode steps are not recorded, and slower for it: %s", _first_line(error))
+            self._refuse((size, columns), error)
             return None
         self._recorded[size, columns] = recorded
         return recorded
+
+    def _refuse(self, shape: tuple[int, int], error: Exception) -> None:
+        self._refused.add(shape)
+        log.warning(
+            "steps of %d requests are not recorded, and slower for it: %s", shape[0], _first_line(error)
+        )
 
     @property
     def shapes(self) -> Sequence[tuple[int, int]]:

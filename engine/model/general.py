@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -52,7 +54,19 @@ def load_model(
         finish_loading(source, model)
     model.eval()
     model.requires_grad_(False)
+    keep_rotary_constant(model)
     return model
+
+
+def keep_rotary_constant(model: PreTrainedModel) -> None:
+    """Two types of rotary embedding look at a step's longest request and choose their frequencies by it: a wait for
+    the device in each pass, and nothing that could be recorded. `context_length` admits no request beyond the length up
+    to which they are the frequencies that the model starts with, so the choice is left out."""
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        names = set(kinds.values()) if isinstance(kinds, dict) else {kinds}
+        if names & {"dynamic", "longrope"}:
+            module.forward = types.MethodType(inspect.unwrap(type(module).forward), module)
 
 
 @contextmanager

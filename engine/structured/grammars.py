@@ -2,28 +2,44 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from tandem.engine.model.source import Source
 from tandem.wire.errors import ConfigurationError, InvalidRequest
 
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
 _KEPT = 256
 # What one grammar may cost: a step is everybody's, so what needs more ends the request, not the others' rhythm. The
 # costliest that passes takes tens of milliseconds once; schemas as people write them take a fraction of one.
-_LIMITS = LLParserLimits(initial_lexer_fuel=200_000, step_lexer_fuel=20_000, step_max_items=5_000)
+_LIMITS = {"initial_lexer_fuel": 200_000, "step_lexer_fuel": 20_000, "step_max_items": 5_000}
 _WORD = 32
 # What the library calls by a name of its own.
 _PLAIN = {"NoExtensionBias": "no text can follow it, such as one that refers to itself without an end"}
 
 BitMask = npt.NDArray[np.uint32]
 """A bit for each token of the vocabulary, the lowest first."""
+
+
+@functools.cache
+def _library() -> Any:
+    """Imported when the first grammar comes: an engine alone, as benchmarks run it, does without."""
+    try:
+        return importlib.import_module("llguidance")
+    except ImportError as error:
+        raise ConfigurationError(
+            f"grammars need the package llguidance, which does not load here: {error}"
+        ) from error
 
 
 class GrammarPosition:
@@ -76,7 +92,7 @@ class Grammars:
         tokenizer_json: Callable[[], str],
         vocab_size: int,
         eos_token_ids: frozenset[int],
-        limits: LLParserLimits = _LIMITS,
+        limits: LLParserLimits | None = None,
     ) -> None:
         self._tokenizer_json = tokenizer_json
         self._vocab_size = vocab_size
@@ -112,8 +128,10 @@ class Grammars:
             if (found := self._compiled.get(grammar)) is not None:
                 self._compiled.move_to_end(grammar)
                 return found
-        matcher = LLMatcher(
-            self._loaded(), LLMatcher.grammar_from_lark(grammar), log_level=0, limits=self._limits
+        library = _library()
+        limits = self._limits or library.LLParserLimits(**_LIMITS)
+        matcher = library.LLMatcher(
+            self._loaded(), library.LLMatcher.grammar_from_lark(grammar), log_level=0, limits=limits
         )
         # What can be computed lazily is computed by the first mask, and then shared by all copies.
         GrammarPosition(matcher, 0).fill(self.empty_masks(1)[0])
@@ -128,7 +146,9 @@ class Grammars:
         with self._tokenizer_lock:
             if self._tokenizer is None:
                 try:
-                    self._tokenizer = LLTokenizer(self._tokenizer_json(), eos_token=self._eos or None)
+                    self._tokenizer = _library().LLTokenizer(
+                        self._tokenizer_json(), eos_token=self._eos or None
+                    )
                 except ValueError as error:
                     raise ConfigurationError(f"grammars cannot follow this tokenizer: {error}") from error
             return self._tokenizer

@@ -15,6 +15,14 @@ from tandem.wire.errors import InternalError, TandemError
 _BANNED = float("-inf")
 
 
+def unpacked(packed: torch.Tensor, count: int) -> torch.Tensor:
+    """bool [N, count]: the bits of bytes [N, B], each byte's lowest first. They are unpacked where they are needed: for
+    256 rows of a large vocabulary, 4 MiB go to the device, not 32."""
+    bit = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    bits = (packed[:, :, None] >> bit).bitwise_and_(1)
+    return bits.view(torch.bool).flatten(1)[:, :count]
+
+
 class GrammarMasks:
     """Belongs to one sampler. Positions in grammars are kept in the table, row by row, and are nothing but a cache:
     they catch up with the request's tokens, forward or back, whatever happened to it since."""
@@ -52,9 +60,9 @@ class GrammarMasks:
                 masks.append(mask)
         if not which:
             return
-        vocab = scores.shape[1]
-        bits = np.unpackbits(np.stack(masks).view(np.uint8), axis=1, bitorder="little")[:, :vocab]
-        refused = to_device(bits == 0, scores.device)
+        refused = unpacked(
+            to_device(np.stack(masks).view(np.uint8), scores.device), scores.shape[1]
+        ).logical_not_()
         chosen = to_device(np.array(which), scores.device)
         masked = scores[chosen].masked_fill_(refused, _BANNED)
         if table.edited[rows[which]].any():

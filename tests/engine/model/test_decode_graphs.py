@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from tandem.engine.model.attention import flashinfer
 from tandem.engine.model.attention.flashinfer import FlashInferAttention, reason_against
 from tandem.engine.model.attention.gathered import GatheredAttention
 from tandem.engine.model.attention.layers import AttentionLayer, plan_cache
-from tandem.engine.model.decode_graphs import DecodeGraphs
+from tandem.engine.model.decode_graphs import DecodeGraphs, Record
 from tandem.engine.model.decode_inputs import bucket_of, request_buckets, table_width
 from tandem.engine.model.loading import load_runner
 from tandem.engine.model.torch_runner import TorchRunner
@@ -47,10 +48,10 @@ def load(path: Path) -> TorchRunner:
     )
 
 
-def graphed(runner: TorchRunner) -> DecodeGraphs:
+def graphed(runner: TorchRunner, recorder: Record = record) -> DecodeGraphs:
     graphs = DecodeGraphs(
         runner.forward,  # type: ignore[arg-type]
-        record,
+        recorder,
         num_groups=len(runner.info.groups),
         block_size=runner.info.groups[0].block_size,
         max_requests=5,
@@ -156,6 +157,53 @@ def test_every_number_of_requests_is_recorded_ahead(tmp_path: Path) -> None:
     assert sorted(size for size, _ in graphs.shapes) == [1, 2, 4, 5]
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
+
+
+def failing_at(sizes: set[int], error: type[Exception]) -> Any:
+    def recorder(work: Any) -> Any:
+        replay, logits = record(work)
+        if logits.shape[0] in sizes:
+            raise error(f"no {logits.shape[0]}")
+        return replay, logits
+
+    return recorder
+
+
+def test_an_error_at_one_size_keeps_the_others(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tiny.save("llama", tmp_path)
+    plain = Driver(load(path))
+    runner = load(path)
+    graphs = graphed(runner, failing_at({4, 5}, RuntimeError))
+    with torch.inference_mode():
+        graphs.record_ahead(lambda _share: None)
+    assert sorted(size for size, _ in graphs.shapes) == [1, 2]
+    assert caplog.text.count("not recorded") == 2
+    driver = Driver(runner)
+    for each in (plain, driver):
+        for index in range(3):
+            each.add(str(index), [5 + index, 6, 7])
+    assert driver.generate(4) == plain.generate(4)
+    assert graphs.num_replays == 0  # three requests stand in the row of four
+    for index in range(2):
+        driver.finish(str(index))
+    driver.step({"2": 1})
+    assert graphs.num_replays == 1
+    assert caplog.text.count("not recorded") == 2  # tried once
+
+
+def test_too_little_memory_at_load_is_said_and_on_the_way_costs_only_that_shape(tmp_path: Path) -> None:
+    runner = load(tiny.save("llama", tmp_path))
+    graphs = graphed(runner, failing_at({5}, torch.OutOfMemoryError))
+    with torch.inference_mode(), pytest.raises(torch.OutOfMemoryError):
+        graphs.record_ahead(lambda _share: None)
+    driver = Driver(runner)
+    for index in range(5):
+        driver.add(str(index), [5 + index, 6, 7])
+    driver.generate(3)
+    assert graphs.num_replays == 0
+    driver.finish("4")
+    driver.step({"0": 1})
+    assert graphs.num_replays == 1
 
 
 @given(st.integers(1, 1000), st.data())
