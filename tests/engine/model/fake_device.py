@@ -67,6 +67,7 @@ class FakeDevice:
         self.pace = pace
         self.given = self.done = 0
         self.num_waits = 0
+        self.operations: set[str] = set()  # by name, of all that were given so far
         self.recording: list[Callable[[], None]] | None = None
         self.making = False
 
@@ -135,6 +136,7 @@ class _Operations(TorchDispatchMode):
             self._device.synchronize()
             assert isinstance(target, torch.Tensor)
             return target.copy_(memory(leaves[1]))
+        self._device.operations.add(name)
         # What is in ordinary host memory is read before the call returns; page-locked memory when the copy runs.
         late = leaves
         if not (name == "copy_" and not blocking):

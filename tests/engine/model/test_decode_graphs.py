@@ -6,6 +6,7 @@ its contract (tests.engine.model.fake_flashinfer). Tokens must be those of the p
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from types import SimpleNamespace
@@ -157,6 +158,34 @@ def test_every_number_of_requests_is_recorded_ahead(tmp_path: Path) -> None:
     assert sorted(size for size, _ in graphs.shapes) == [1, 2, 4, 5]
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotary_embeddings_that_choose_their_frequencies_are_recorded(tmp_path: Path, kind: str) -> None:
+    """Up to the length that is served they have no choice, so nothing looks at a step's positions."""
+    path = tiny.save("phi3" if kind == "longrope" else "llama", tmp_path)
+    file = path / "config.json"
+    config = json.loads(file.read_text())
+    factors = {"short_factor": [1.0 + 0.1 * i for i in range(4)], "long_factor": [2.0] * 4}
+    config["rope_parameters"] = {"rope_type": kind, "rope_theta": 10_000.0, "factor": 2.0}
+    config["rope_parameters"] |= {"original_max_position_embeddings": 128}
+    if kind == "longrope":
+        config["rope_parameters"] |= factors
+        config["original_max_position_embeddings"] = 128
+    file.write_text(json.dumps(config))
+    runner = load(path)
+    assert runner.info.max_model_len == 128
+    graphs = graphed(runner)
+    with torch.inference_mode():
+        graphs.record_ahead(lambda _share: None)
+    assert len(graphs.shapes) == 4
+    prompts = [[5, 6, 7], list(range(3, 60))]
+    driver = Driver(runner)
+    for index, prompt in enumerate(prompts):
+        driver.add(str(index), prompt)
+    expected = [answer.tokens for answer in tiny.reference(path, prompts, 8)]
+    assert list(driver.generate(8).values()) == expected
+    assert graphs.num_replays
 
 
 def failing_at(sizes: set[int], error: type[Exception]) -> Any:

@@ -18,6 +18,7 @@ from tandem.engine.model.sampling.sampler import Sampler
 from tandem.engine.model.sampling.table import SamplingTable
 from tandem.engine.model.states import RequestRows
 from tandem.wire.sampling import SamplingParams
+from tests.engine.model.fake_device import CUDA, FakeDevice
 
 VOCAB = 40
 DRAWS = 4000
@@ -277,3 +278,63 @@ def test_top_p_is_the_same_set_however_it_is_found(monkeypatch: pytest.MonkeyPat
         found.append(bounds)
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
+
+
+@st.composite
+def _logits(draw: st.DrawFn) -> torch.Tensor:
+    """Rows as models make them, and as they do not: spread or alike, with ties and with tokens that are banned."""
+    rows, width = draw(st.integers(1, 3)), draw(st.sampled_from([2, 64, 300]))
+    torch.manual_seed(draw(st.integers(0, 10_000)))
+    scaled = torch.randn(rows, width) * draw(st.sampled_from([0.0, 1e-6, 0.3, 4.0, 60.0]))
+    if draw(st.booleans()):
+        scaled = scaled.bfloat16().float()  # many are equal
+    if draw(st.booleans()):
+        scaled = scaled.masked_fill(torch.rand(rows, width) < 0.4, float("-inf"))
+        scaled[:, 0] = draw(st.sampled_from([0.0, -3.5, 1e-30]))
+    return scaled
+
+
+@given(_logits(), st.floats(1e-6, 1 - 1e-6))
+def test_what_a_device_selects_for_top_p_is_what_sorting_finds(scaled: torch.Tensor, share: float) -> None:
+    rows = restrict.Rows(scaled)
+    shares = torch.full((len(scaled), 1), share, dtype=torch.float64)
+    selected = restrict._selected_by_weight(scaled, rows.weights, shares)
+    values = scaled.sort(dim=1, descending=True).values
+    weights = (values - rows.largest).exp().double()
+    before = weights.cumsum(dim=1) - weights
+    wanted = weights.sum(dim=1, keepdim=True) * shares
+    # Where the sums are within rounding of what is wanted, either answer is right.
+    for slack in (0.0, -1e-9, 1e-9):
+        inside = before < wanted * (1 + slack)
+        inside[:, 0] = True
+        if torch.equal(selected, values.masked_fill(~inside, float("inf")).amin(dim=1, keepdim=True)):
+            return
+    raise AssertionError((scaled, share, selected))
+
+
+@given(_logits(), st.data())
+def test_what_a_device_selects_for_top_k_is_the_kth(scaled: torch.Tensor, data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, scaled.shape[1]))
+    selected = restrict._selected(scaled, None, torch.full((len(scaled), 1), count))
+    assert torch.equal(selected, scaled.sort(dim=1, descending=True).values[:, count - 1 : count])
+
+
+@pytest.mark.parametrize("top_k", [0, 40, 1000])
+def test_a_device_draws_the_tokens_that_a_cpu_draws(top_k: int) -> None:
+    """And sorts nothing on the way: bounds are selected, or found among the candidates."""
+    vocab, count = 40_000, 6
+    torch.manual_seed(0)
+    logits = torch.randn(count, vocab) * torch.tensor([0.2, 1.0, 3.0] * 2)[:, None]
+    table = SamplingTable(count)
+    for row in range(count):
+        table.set(row, SamplingParams(seed=row, top_p=(0.3, 0.95)[row % 2], top_k=top_k))
+    rows = np.arange(count)
+    expected = Drawing(vocab, torch.device("cpu")).draw(logits, rows, rows, table).tolist()
+    device = FakeDevice()
+    with device.present(), torch.inference_mode():
+        drawing, scores = Drawing(vocab, CUDA), logits.to(CUDA)
+        waits = device.num_waits
+        chosen = drawing.draw(scores, rows, rows, table)
+        assert device.num_waits == waits
+        assert chosen.tolist() == expected
+    assert "sort" not in device.operations
