@@ -41,7 +41,9 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     block_size: int = 16
     memory_bytes: int | None = None  # None: a share of what is free (`memory_share`)
-    memory_share: float = 0.5
+    memory_share: float | None = (
+        None  # None: 0.85 on a GPU, which is the cache's own; 0.5 of a CPU's memory, which is not
+    )
     prefix_caching: bool = True
     hash_algorithm: HashAlgorithm = HashAlgorithm.SHA256
     hash_seed: str | None = None  # None: a random root for every process
@@ -49,10 +51,16 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if self.block_size < 1 or self.block_size & (self.block_size - 1):
             raise ConfigurationError(f"cache.block_size must be a power of two, not {self.block_size}")
-        if not 0 < self.memory_share <= 1:
+        if self.memory_share is not None and not 0 < self.memory_share <= 1:
             raise ConfigurationError(
                 f"cache.memory_share must be above 0 and at most 1, not {self.memory_share}"
             )
+
+    def share_on(self, device: str) -> float:
+        """Of the memory that is free there once the weights are loaded."""
+        if self.memory_share is not None:
+            return self.memory_share
+        return 0.85 if device.startswith("cuda") else 0.5
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -99,7 +99,7 @@ def _place_on(config: TandemConfig, host: Host, taken: Sequence[Placement], role
     used = Counter(placement.device for placement in taken)
     device = min(dict.fromkeys(devices), key=lambda device: used[device])
     neighbours = max(Counter(devices)[device], used[device] + 1)
-    return Placement(host.name, host.address, role, cores, device, config.cache.memory_share / neighbours)
+    return Placement(host.name, host.address, role, cores, device, config.cache.share_on(device) / neighbours)
 
 
 # --- cores

@@ -29,6 +29,15 @@ _MOST_GATHERED_KEYS = 1 << 16
 _MOST_REFUSED = 3
 
 
+# Of one recorded step: its nodes, and a library's plan for it.
+_BYTES_PER_GRAPH = 24 << 20
+
+
+def memory_of_graphs(max_requests: int, vocab_size: int, element_bytes: int) -> int:
+    """What recorded steps take beside the KV cache."""
+    return max_requests * vocab_size * element_bytes + len(request_buckets(max_requests)) * _BYTES_PER_GRAPH
+
+
 class Computing(Protocol):
     """The forward pass between its inputs and its attention."""
 
@@ -44,12 +53,12 @@ class Computing(Protocol):
 
 
 class _Recorded:
-    def __init__(self, inputs: DecodeInputs, forward: Computing, record: Record) -> None:
+    def __init__(self, inputs: DecodeInputs, forward: Computing, record: Record, results: _Results) -> None:
         self.inputs = inputs
         self._fixed: FixedAttention = forward.attention.fixed(inputs)
         self._fixed.prepare(None)
         self._replay, self._logits = record(
-            lambda: forward.compute(inputs.token_ids, inputs.positions, self._fixed.begin())
+            lambda: results.keep(forward.compute(inputs.token_ids, inputs.positions, self._fixed.begin()))
         )
 
     def run(self, batch: Batch) -> torch.Tensor:
@@ -57,6 +66,21 @@ class _Recorded:
         self._fixed.prepare(batch.host)
         self._replay()
         return self._logits
+
+
+class _Results:
+    """One tensor for the logits of all recorded steps. Each would hold its own for ever, half a gigabyte together; only
+    those of the latest are asked for."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._logits: torch.Tensor | None = None
+
+    def keep(self, logits: torch.Tensor) -> torch.Tensor:
+        if self._logits is None:
+            # Warming up comes before recording, so this is no part of a recording.
+            self._logits = logits.new_empty(self._most, logits.shape[1])
+        return self._logits[: logits.shape[0]].copy_(logits)
 
 
 class DecodeGraphs:
@@ -79,6 +103,7 @@ class DecodeGraphs:
         self._block_size = block_size
         self._device = device
         self._buckets = request_buckets(max_requests)
+        self._results = _Results(max_requests)
         self._recorded: dict[tuple[int, int], _Recorded] = {}
         self._refused: set[tuple[int, int]] = (
             set()
@@ -147,7 +172,7 @@ class DecodeGraphs:
         """None where this shape cannot be recorded. Raises OutOfMemoryError: that says nothing about the shape."""
         inputs = DecodeInputs(size, columns, self._num_groups, self._block_size, self._device)
         try:
-            recorded = _Recorded(inputs, self._forward, self._record)
+            recorded = _Recorded(inputs, self._forward, self._record, self._results)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:

@@ -54,6 +54,12 @@ def load_runner(
         loaded = load_general(source, config, dtype, device, tell)
     plan = plan_cache(loaded.layers, cache.block_size)
     max_model_len = context_length(config, scheduler.max_model_len)
+    shape = Shape(scheduler.max_num_seqs, max_model_len)
+    beside = 0
+    if loaded.beside_cache is not None:
+        tell("measuring a step's memory", 0.0)
+        with on(device), _cache_left_room():
+            beside = loaded.beside_cache(shape, scheduler.max_num_batched_tokens)
     num_blocks = size_block_pool(
         plan,
         cache,
@@ -62,10 +68,11 @@ def load_runner(
         max_model_len=max_model_len,
         max_num_seqs=scheduler.max_num_seqs,
         tokens_per_step=scheduler.max_num_batched_tokens,
+        beside=beside,
     )
     with on(device), _cache_left_room():
         kv_cache = allocate_cache(plan, num_blocks, loaded.dtype, device)
-        forward = loaded.use_cache(kv_cache, plan, Shape(scheduler.max_num_seqs, max_model_len))
+        forward = loaded.use_cache(kv_cache, plan, shape)
     info = ModelInfo(
         name=model.served_name or source.name,
         dtype=str(loaded.dtype).removeprefix("torch."),

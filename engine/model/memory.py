@@ -38,8 +38,10 @@ def size_block_pool(
     max_model_len: int,
     max_num_seqs: int,
     tokens_per_step: int,
+    beside: int = 0,
 ) -> int:
-    """Blocks in the pool, the null block included. Never more than all sequences at full length can use."""
+    """Blocks in the pool, the null block included. Never more than all sequences at full length can use. `beside` is
+    what a step needs beside the cache: it stays free, whatever the cache's share is."""
     block_bytes = plan.elements_per_block * dtype.itemsize
     one_request = plan.blocks_for(max_model_len, tokens_per_step)
     needed = (one_request + 1) * block_bytes
@@ -53,7 +55,7 @@ def size_block_pool(
         budget = cache.memory_bytes
         hint = "raise --kv-memory"
     else:
-        budget = int(free * cache.memory_share)
+        budget = min(int(free * cache.share_on(device.type)), max(0, free - beside))
         if device.type == "cpu":
             budget = min(budget, max(CPU_CAP_BYTES, needed))
         hint = "give the cache more with --kv-memory"

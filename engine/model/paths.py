@@ -35,6 +35,9 @@ class LoadedModel:
     vocab_size: int
     dtype: torch.dtype
     use_cache: Callable[[torch.Tensor, CachePlan, Shape], Forward]
+    # Bytes that a step of so many tokens and the library's workspaces take on the device; None on a CPU, where pages
+    # come and go.
+    beside_cache: Callable[[Shape, int], int] | None = None
 
 
 def load_native(
@@ -118,7 +121,19 @@ def load_general(
             graphs.record_ahead(lambda share: progress("recording decode steps", share))
         return graphs
 
-    return LoadedModel(probed.layers, probed.vocab_size, model.dtype, use_cache)
+    def beside_cache(shape: Shape, tokens: int) -> int:
+        from tandem.engine.model.attention import flashinfer
+        from tandem.engine.model.decode_graphs import memory_of_graphs
+        from tandem.engine.model.transformers_forward import peak_of_step
+
+        # The sampler holds float32 logits, what is left of them, and its noise.
+        sampling = 3 * 4 * shape.max_requests * probed.vocab_size
+        step = peak_of_step(model, tokens, shape.max_requests, device)
+        recorded = memory_of_graphs(shape.max_requests, probed.vocab_size, model.dtype.itemsize)
+        return step + sampling + recorded + flashinfer.WORKSPACE_BYTES
+
+    on_device = beside_cache if device.type == "cuda" else None
+    return LoadedModel(probed.layers, probed.vocab_size, model.dtype, use_cache, on_device)
 
 
 def _choose_attention(

@@ -46,6 +46,30 @@ class TransformersForward:
         return logits if picks or logit_rows is None else logits[logit_rows]
 
 
+def peak_of_step(model: PreTrainedModel, tokens: int, rows: int, device: torch.device) -> int:
+    """Bytes that a forward pass of so many tokens, `rows` of which want logits, takes on the device at its worst moment:
+    measured, with attention that computes nothing."""
+
+    def nothing(
+        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, None]:
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
+
+    picks = "logits_to_keep" in inspect.signature(model.forward).parameters
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    with torch.inference_mode(), attention_through(nothing):
+        numbers = torch.arange(tokens, device=device)[None]
+        options: dict[str, Any] = {"logits_to_keep": numbers[0, :rows]} if picks else {}
+        model(input_ids=torch.zeros_like(numbers), position_ids=numbers, use_cache=False, **options)
+    torch.cuda.synchronize(device)
+    peak = int(torch.cuda.max_memory_allocated(device)) - before
+    # What torch keeps of it for later must not look taken when the cache is measured out.
+    torch.cuda.empty_cache()
+    return peak
+
+
 class _HookedStep:
     def __init__(self, step: AttentionStep, hooks: LayerHooks | None) -> None:
         self._step = step

@@ -130,7 +130,7 @@ class Grammars:
                 return found
         library = _library()
         limits = self._limits or library.LLParserLimits(**_LIMITS)
-        matcher = library.LLMatcher(
+        matcher: LLMatcher = library.LLMatcher(
             self._loaded(), library.LLMatcher.grammar_from_lark(grammar), log_level=0, limits=limits
         )
         # What can be computed lazily is computed by the first mask, and then shared by all copies.

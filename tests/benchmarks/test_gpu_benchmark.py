@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -27,6 +28,16 @@ def test_without_a_gpu_it_says_so_and_measures_nothing(
     captured = capsys.readouterr()
     assert "no GPU" in captured.err
     assert captured.out == ""
+
+
+def test_it_starts_without_what_only_a_cluster_needs() -> None:
+    """A machine that is lent for half an hour has torch and transformers, and little else."""
+    absent = ("llguidance", "ray", "nixl", "zmq", "starlette", "uvicorn", "prometheus_client", "uvloop")
+    blocked = f"import sys; sys.modules.update(dict.fromkeys({absent!r}))"
+    code = f"{blocked}; from benchmarks import gpu; sys.argv = ['gpu', '--help']; gpu.main()"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert "--kv-memory" in ran.stdout
 
 
 def test_utilisation_is_of_what_the_machine_can_do() -> None:

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 _HEAD_DIMS = (64, 128, 256)
 _DTYPES = (torch.float16, torch.bfloat16)
 # For the partial results of 256 requests with 64 heads of 128, whose keys are split among blocks of threads.
-_WORKSPACE_BYTES = 384 << 20
+WORKSPACE_BYTES = 384 << 20
 # Runs on every card since Ampere, and computes the same on all of them.
 _KERNELS = "fa2"
 
@@ -113,7 +113,7 @@ class FlashInferAttention:
                 self.kinds.append(kind)
             self.kind_of_layer.append(self.kinds.index(kind))
         # Wrappers run one after the other, so they can share what none keeps from one run to the next.
-        self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=tensor.device)
+        self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=tensor.device)
         self._wrappers = [self._wrapper() for _ in self.kinds]
         self._max_pages = -(-max_model_len // plan.block_size)
         self._page_buffers: list[torch.Tensor] = []

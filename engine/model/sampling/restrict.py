@@ -164,7 +164,7 @@ def _selected_by_weight(scaled: torch.Tensor, weights: torch.Tensor, share: torc
 
 
 def _slices(tensor: torch.Tensor, scaled: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return tensor.split(max(1, _AT_ONCE // scaled.shape[1]))
+    return torch.split(tensor, max(1, _AT_ONCE // scaled.shape[1]))
 
 
 def _part_of(weights: torch.Tensor, share: torch.Tensor) -> torch.Tensor:

@@ -159,7 +159,7 @@ def test_the_emptiest_machine_comes_first() -> None:
 def test_nodes_take_turns_on_gpus_and_share_the_memory_of_each() -> None:
     placed = list(placed_on(config(2, 1), machine(8, gpus=2)).values())
     assert [placement.device for placement in placed] == ["cuda:0", "cuda:1", "cuda:0"]
-    assert [placement.memory_share for placement in placed] == [0.25, 0.5, 0.25]
+    assert [placement.memory_share for placement in placed] == [0.425, 0.85, 0.425]
 
 
 def test_a_device_that_was_named_is_kept() -> None:

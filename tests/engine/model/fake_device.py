@@ -70,6 +70,8 @@ class FakeDevice:
         self.operations: set[str] = set()  # by name, of all that were given so far
         self.recording: list[Callable[[], None]] | None = None
         self.making = False
+        self.made_bytes = 0
+        self.emptied = False
 
     def enqueue(self, work: Callable[[], None]) -> None:
         if self.recording is not None:
@@ -79,6 +81,9 @@ class FakeDevice:
         self.given += 1
         if self.pace and self._random.random() < self.pace:
             self.advance(self._random.randint(1, len(self._line)))
+
+    def empty(self) -> None:
+        self.emptied = True
 
     def advance(self, count: int) -> None:
         for _ in range(min(count, len(self._line))):
@@ -162,6 +167,7 @@ class _Operations(TorchDispatchMode):
             elif id(out) in owners:
                 made.append(owners[id(out)])
             else:
+                self._device.made_bytes += out.numel() * out.element_size()
                 made.append(DeviceTensor(out, []))
 
         def run() -> None:
@@ -301,7 +307,11 @@ class _Patched:
             "graph": graph,
             "graph_pool_handle": lambda: object(),
             "set_device": lambda *_: None,
-            "empty_cache": lambda: None,
+            "empty_cache": device.empty,
+            # An allocator that never forgets: what was made since the last look counts.
+            "reset_peak_memory_stats": lambda *_: None,
+            "memory_allocated": lambda *_: 0,
+            "max_memory_allocated": lambda *_: device.made_bytes,
         }
         self._before: dict[str, Any] = {}
 

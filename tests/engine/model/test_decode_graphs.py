@@ -73,7 +73,7 @@ class Case:
         self.answers = plain.generate(NUM_TOKENS)
         with pytest.MonkeyPatch.context() as patch:
             if attention == "flashinfer":
-                patch.setattr(flashinfer, "_WORKSPACE_BYTES", 1 << 10)
+                patch.setattr(flashinfer, "WORKSPACE_BYTES", 1 << 10)
                 patch.setattr(
                     paths,
                     "_choose_attention",
@@ -295,7 +295,7 @@ class Broken(fake_flashinfer.BatchPrefillWithPagedKVCacheWrapper):
 def test_the_library_is_tried_out_before_it_is_relied_on(
     library: object, dtype: torch.dtype, sinks: bool, expected: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flashinfer, "_WORKSPACE_BYTES", 1 << 10)
+    monkeypatch.setattr(flashinfer, "WORKSPACE_BYTES", 1 << 10)
     layers = tuple(
         AttentionLayer(index, 4, 2, 64, 64, window=None if index else 9, scale=0.125, sinks=sinks)
         for index in range(2)

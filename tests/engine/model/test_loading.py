@@ -22,13 +22,18 @@ from tandem.engine.cache.groups import AttentionKind
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.model import memory, paths
 from tandem.engine.model.attention.interface import probed_mask
+from tandem.engine.model.attention.layers import AttentionLayer, plan_cache
 from tandem.engine.model.checkpoint import eos_tokens
+from tandem.engine.model.general import load_model
 from tandem.engine.model.loading import load_runner
-from tandem.engine.model.source import Source
+from tandem.engine.model.memory import size_block_pool
+from tandem.engine.model.source import Source, find_source
 from tandem.engine.model.torch_runner import TorchRunner
+from tandem.engine.model.transformers_forward import peak_of_step
 from tandem.wire.errors import ConfigurationError
 from tests.engine.model import tiny
 from tests.engine.model.driver import Driver
+from tests.engine.model.fake_device import CUDA, FakeDevice
 
 PROMPT = [7, 9, 11, 13, 5]
 
@@ -395,6 +400,47 @@ def test_the_pool_is_a_share_of_what_is_free_up_to_what_can_be_used(
     assert blocks(1 << 40) == 60
     with pytest.raises(ConfigurationError, match="give the cache more with --kv-memory"):
         blocks(30 * block)
+
+
+def test_what_a_step_needs_beside_the_cache_stays_free(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda device: 100 << 20)
+    plan = plan_cache((AttentionLayer(0, 2, 2, 8, 8, None),), 16)
+    block = plan.elements_per_block * 4
+
+    def blocks(beside: int, device: str = "cuda", **cache: Any) -> int:
+        return size_block_pool(
+            plan,
+            CacheConfig(**cache),
+            dtype=torch.float32,
+            device=torch.device(device),
+            max_model_len=64,
+            max_num_seqs=1 << 20,
+            tokens_per_step=64,
+            beside=beside,
+        )
+
+    assert blocks(0) == int((100 << 20) * 0.85) // block
+    assert blocks(0, "cpu") == (50 << 20) // block
+    assert blocks(40 << 20) == (60 << 20) // block
+    assert blocks(40 << 20, memory_share=0.1) == int((100 << 20) * 0.1) // block
+    with pytest.raises(ConfigurationError, match="is missing"):
+        blocks(100 << 20)
+
+
+def test_a_step_is_measured_on_the_device(llama: Path) -> None:
+    """Every module runs, logits are computed for the rows that are sampled, and nothing stays."""
+    model = load_model(
+        find_source(str(llama), lambda *_: None),
+        transformers.AutoConfig.from_pretrained(llama),
+        torch.float32,
+        torch.device("cpu"),
+        lambda *_: None,
+    )
+    device = FakeDevice()
+    with device.present():
+        assert peak_of_step(model, 24, 3, CUDA) > 0
+    assert {"mm", "addmm"} & device.operations
+    assert device.emptied
 
 
 def test_loading_needs_no_copy_of_the_folder(llama: Path) -> None:
