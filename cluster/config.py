@@ -2,30 +2,45 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
 
 from tandem.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from tandem.kvtransfer.base import TransferConfig
 from tandem.node.config import NodeTimeouts
 from tandem.router.config import RouterConfig
 from tandem.wire.nodes import Role
+from tandem.wire.settings import AtLeastOne, Seconds, about
 
 DEFAULT_MODEL = "smollm2"
 
-# Far beyond what anyone runs, and what the code that counts nodes and waits can bear.
-MOST_NODES = 10_000  # of one pool
-LONGEST_S = 1_000_000.0
+MOST_NODES = 10_000  # of one pool: far beyond what anyone runs, and what the code that counts nodes can bear
+NodeCount = Annotated[int, Meta(ge=0, le=MOST_NODES)]
 
 
 class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`pools.prefill: 2` is short for `pools.prefill.nodes: 2`."""
 
-    nodes: int | None = 0  # to begin with; null: one for every place that machines offer, as they come and go
-    threads: int | None = None  # cores per node; None: an equal share of the machine's
-    # What Ray sets aside for each node, besides one of the role's own resource: {GPU: 1}. Only on a cluster.
-    resources: dict[str, float] = {}
-    min: int = 0  # never fewer
-    max: int | None = None  # never more; with it the pool is scaled by its load, between the two
+    nodes: Annotated[
+        NodeCount | None,
+        about("nodes to begin with; `null`: one for every place that machines offer, as they come and go"),
+    ] = 0
+    threads: Annotated[
+        AtLeastOne | None, about("cores of each node; `null`: an equal share of its machine's")
+    ] = None
+    resources: Annotated[
+        dict[str, Annotated[float, Meta(gt=0)]],
+        about(
+            "what Ray sets aside for each node, such as `{GPU: 1}`, besides a place. On a Ray cluster only"
+        ),
+    ] = {}
+    min: Annotated[NodeCount, about("never fewer nodes")] = 0
+    max: Annotated[
+        Annotated[int, Meta(ge=1, le=MOST_NODES)] | None,
+        about("never more nodes; with it the pool is scaled by its load"),
+    ] = None
 
     @property
     def first_size(self) -> int:
@@ -44,7 +59,13 @@ class PoolsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     aggregated: PoolConfig = PoolConfig()  # instead of the two: nodes that do both
     # Of one machine, where no places are offered: more are refused. Four is the least layout that can lose a node of
     # each pool, on a single core; beyond that nodes only take time from one another.
-    nodes_per_core: int = 4
+    nodes_per_core: Annotated[
+        AtLeastOne,
+        about(
+            "most nodes that share a core of one machine, where they compute in turns: more are "
+            "refused. On a Ray cluster the places that machines offer decide"
+        ),
+    ] = 4
 
     def of(self, role: Role) -> PoolConfig:
         return {Role.PREFILL: self.prefill, Role.DECODE: self.decode, Role.AGGREGATED: self.aggregated}[role]
@@ -57,29 +78,41 @@ class PoolsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class SloConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What users are to feel. Pools with a `max` are scaled to keep it."""
 
-    ttft_s: float = 2.0  # from a request to its first token
-    inter_token_s: float = 0.1  # between two tokens of an answer
+    ttft_s: Annotated[
+        Seconds, about("seconds to the first token that users should feel; half of them may be waiting")
+    ] = 2.0
+    inter_token_s: Annotated[
+        Seconds, about("seconds between two tokens of an answer that users should feel")
+    ] = 0.1
 
 
 class AutoscalingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    period_s: float = 1.0  # between two looks
-    grow_after_s: float = 10.0  # of breaking the SLO
-    shrink_after_s: float = 120.0  # of having room to spare
-    settle_s: float = 15.0  # after a change, before what is measured counts again
+    period_s: Annotated[Seconds, about("between two looks at the load")] = 1.0
+    grow_after_s: Annotated[Seconds, about("of breaking what `slo` says, before a pool grows")] = 10.0
+    shrink_after_s: Annotated[Seconds, about("of having room to spare, before it shrinks")] = 120.0
+    settle_s: Annotated[Seconds, about("after a change, before what is measured counts again")] = 15.0
 
 
 class ClusterTimeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How long the controller waits, and when it gives up on whom."""
 
-    start_s: float = 300.0  # for one node to fetch what it lacks of its model, load it and answer
-    heartbeat_s: float = 0.5  # between two questions to a node
-    silence_s: float = 2.0  # for an answer; one that comes later is none
-    unresponsive_s: float = 15.0  # silent for this long: ended and replaced
-    step_s: float = 120.0  # one engine step longer than this is a wedged engine: ended and replaced
-    restart_backoff_s: float = 0.5  # before the first restart; doubles up to `restart_backoff_max_s`
-    restart_backoff_max_s: float = 15.0
-    stop_s: float = 10.0  # for one process to end after it was told to
-    machines_s: float = 900.0  # at start, for the machines that the first nodes need
+    start_s: Annotated[
+        Seconds, about("for one node to fetch what it lacks of its model, load it and answer")
+    ] = 300.0
+    heartbeat_s: Annotated[Seconds, about("between the controller's questions to a node")] = 0.5
+    silence_s: Annotated[Seconds, about("for an answer to the controller; a later one is none")] = 2.0
+    unresponsive_s: Annotated[Seconds, about("a node that is silent for so long is ended and replaced")] = (
+        15.0
+    )
+    step_s: Annotated[
+        Seconds, about("an engine step that takes longer than this is a wedged engine: ended and replaced")
+    ] = 120.0
+    restart_backoff_s: Annotated[
+        Seconds, about("before a node is started again; doubles up to `restart_backoff_max_s`")
+    ] = 0.5
+    restart_backoff_max_s: Annotated[Seconds, about("longest wait before a node is started again")] = 15.0
+    stop_s: Annotated[Seconds, about("for one process to end after it was told to")] = 10.0
+    machines_s: Annotated[Seconds, about("at start, for the machines that the first nodes need")] = 900.0
     nodes: NodeTimeouts = NodeTimeouts()
 
 
@@ -95,7 +128,7 @@ class TandemConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     slo: SloConfig = SloConfig()
     autoscaling: AutoscalingConfig = AutoscalingConfig()
     timeouts: ClusterTimeouts = ClusterTimeouts()
-    debug: bool = False  # every engine audits its invariants whenever it is idle
+    debug: Annotated[bool, about("every engine audits its invariants whenever it is idle")] = False
 
     @property
     def engine(self) -> EngineConfig:

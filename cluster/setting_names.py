@@ -1,5 +1,4 @@
-"""The list of settings, read from the structs of `cluster.config`: their paths, their types, and what somebody meant who
-wrote another."""
+"""The list of settings, read from the structs of `cluster.config`: their paths and types, and which one a misspelt name means."""
 
 from __future__ import annotations
 

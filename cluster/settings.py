@@ -1,6 +1,6 @@
 """From the layers to one TandemConfig, or to every mistake in them at once. Later layers win.
 
-Values are checked against the types of `cluster.config`'s structs, and then against `cluster.rules`.
+Values are checked against the types of the fields of `cluster.config`'s structs, then against `cluster.rules`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import msgspec
 import yaml
 
 from tandem.cluster.config import TandemConfig
-from tandem.cluster.describe import LARGEST, parse_size, sentence_for
+from tandem.cluster.describe import LARGEST, parse_size
 from tandem.cluster.rules import broken_rules
 from tandem.cluster.setting_layers import Given, Layer
 from tandem.cluster.setting_names import Path, dotted, fields_of, known_settings, section_type
 from tandem.wire.errors import ConfigurationError
 from tandem.wire.nodes import Role
+from tandem.wire.settings import refusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,7 @@ def _convert(path: Path, given: Given) -> object:
     try:
         converted = msgspec.convert(value, annotation, strict=not given.textual)
     except msgspec.ValidationError as error:
-        raise _refusal(path, given, sentence_for(annotation, value, str(error))) from error
+        raise _refusal(path, given, refusal(annotation, value, str(error))) from error
     if isinstance(converted, float) and not math.isfinite(converted):
         raise _refusal(path, given, "must be a finite number")
     if isinstance(converted, int) and abs(converted) > LARGEST:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import enum
-import math
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 from tandem.wire.errors import ConfigurationError
+from tandem.wire.settings import AtLeastOne, NotEmpty, NotNegative, about, check_fields
 
 
 class SchedulingPolicy(enum.StrEnum):
@@ -31,30 +33,50 @@ class AsyncScheduling(enum.StrEnum):
 
 
 class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    path: str = ""  # a Hugging Face folder or name
-    served_name: str = ""  # what clients call it; the folder's name when empty
-    dtype: str = "auto"  # auto (the checkpoint's own), float32, bfloat16, float16
-    device: str = "auto"  # auto (cuda when there is one), cpu, cuda, cuda:1 ...
-    threads: int = 0  # CPU threads for the model; 0 is every core that the process may use
+    path: Annotated[
+        NotEmpty,
+        about(
+            "a folder with `config.json`, a GGUF file beside its model's `tokenizer.json`, "
+            "`owner/name` on the Hugging Face hub, or `smollm2`. `model: NAME` is short for it"
+        ),
+    ] = ""
+    served_name: Annotated[str, about("what clients call it; empty: the folder's or the hub's name")] = ""
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        about("`float32`, `bfloat16`, `float16`; `auto` is the checkpoint's own"),
+    ] = "auto"
+    device: Annotated[NotEmpty, about("`cpu`, `cuda`, `cuda:1`; `auto` takes a GPU where there is one")] = (
+        "auto"
+    )
+    threads: Annotated[NotNegative, about("CPU threads that compute; 0: as many as the node has cores")] = 0
 
 
 class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    block_size: int = 16
-    memory_bytes: int | None = None  # None: a share of what is free (`memory_share`)
-    memory_share: float | None = (
-        None  # None: 0.85 on a GPU, which is the cache's own; 0.5 of a CPU's memory, which is not
-    )
-    prefix_caching: bool = True
-    hash_algorithm: HashAlgorithm = HashAlgorithm.SHA256
-    hash_seed: str | None = None  # None: a random root for every process
+    block_size: Annotated[AtLeastOne, about("tokens of a block; a power of two")] = 16
+    memory_bytes: Annotated[
+        Annotated[int, Meta(ge=1 << 20)] | None,
+        about("KV cache of each node, such as `4GiB`; `null`: a share of what is free"),
+    ] = None
+    memory_share: Annotated[
+        Annotated[float, Meta(gt=0, le=1)] | None,
+        about("that share, divided among the nodes of one device; `null`: 0.85 on a GPU, 0.5 on a CPU"),
+    ] = None
+    prefix_caching: Annotated[bool, about("blocks of earlier prompts are found again")] = True
+    hash_algorithm: Annotated[
+        HashAlgorithm,
+        about(
+            "by which they are found: `sha256`, `sha256_cbor`, `xxhash`, `xxhash_cbor`. The latter "
+            "two are faster, and not safe from tenants who make collisions"
+        ),
+    ] = HashAlgorithm.SHA256
+    hash_seed: Annotated[
+        str | None, about("what every chain of hashes begins with; `null`: random for each process")
+    ] = None
 
     def __post_init__(self) -> None:
-        if self.block_size < 1 or self.block_size & (self.block_size - 1):
+        check_fields(self, "cache")
+        if self.block_size & (self.block_size - 1):
             raise ConfigurationError(f"cache.block_size must be a power of two, not {self.block_size}")
-        if self.memory_share is not None and not 0 < self.memory_share <= 1:
-            raise ConfigurationError(
-                f"cache.memory_share must be above 0 and at most 1, not {self.memory_share}"
-            )
 
     def share_on(self, device: str) -> float:
         """Of the memory that is free there once the weights are loaded."""
@@ -64,26 +86,47 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    policy: SchedulingPolicy = SchedulingPolicy.FCFS
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
-    max_model_len: int | None = None  # None: what the model was trained for
-    long_prefill_token_threshold: int = 0  # 0 is off: a prompt may fill the whole token budget
-    step_target_ms: float = 80.0  # how long a step that also decodes should take; 0: however long it takes
-    chunked_prefill: bool = True
-    reserve_full_sequence: bool = False  # admit a request only when all that it may ever need is free
-    num_speculative_tokens: int = 0
-    max_loras: int | None = None
-    async_scheduling: AsyncScheduling = AsyncScheduling.AUTO
+    policy: Annotated[SchedulingPolicy, about("`fcfs`, or `priority`: by the requests' `priority`")] = (
+        SchedulingPolicy.FCFS
+    )
+    max_num_seqs: Annotated[AtLeastOne, about("requests that run at once on a node")] = 256
+    max_num_batched_tokens: Annotated[AtLeastOne, about("tokens that one step computes")] = 2048
+    max_model_len: Annotated[
+        AtLeastOne | None, about("longest prompt and answer together; `null`: what the model was trained for")
+    ] = None
+    long_prefill_token_threshold: Annotated[
+        NotNegative, about("most tokens of one prompt in a step; 0: no limit of its own")
+    ] = 0
+    step_target_ms: Annotated[
+        Annotated[float, Meta(ge=0, le=1e6)],
+        about(
+            "how long the model should need for a step while somebody decodes: prompts get shorter "
+            "chunks beside decodes where this node needs longer "
+            "([scheduler](scheduler.md#how-long-a-step-takes)); 0: no limit"
+        ),
+    ] = 80.0
+    chunked_prefill: Annotated[bool, about("a prompt may be computed in several steps")] = True
+    reserve_full_sequence: Annotated[
+        bool,
+        about(
+            "a request is admitted only when all the blocks are free that it and the others may ever "
+            "need: nobody is preempted"
+        ),
+    ] = False
+    num_speculative_tokens: Annotated[
+        NotNegative, about("tokens that are guessed from what was said before, and checked together")
+    ] = 0
+    max_loras: Annotated[AtLeastOne | None, about("adapters in one step. There are no adapters yet")] = None
+    async_scheduling: Annotated[
+        AsyncScheduling,
+        about(
+            "`auto`, `always`, `never`: whether a step is planned while the one before it runs; "
+            "`auto` is on GPUs, without drafts"
+        ),
+    ] = AsyncScheduling.AUTO
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens"):
-            if getattr(self, name) < 1:
-                raise ConfigurationError(f"scheduler.{name} must be at least 1, not {getattr(self, name)}")
-        if not 0 <= self.step_target_ms < math.inf:
-            raise ConfigurationError(
-                f"scheduler.step_target_ms must be 0, which is off, or more, not {self.step_target_ms}"
-            )
+        check_fields(self, "scheduler")
         if self.async_scheduling is AsyncScheduling.ALWAYS and self.num_speculative_tokens:
             raise ConfigurationError(
                 "scheduler.async_scheduling cannot be always with scheduler.num_speculative_tokens above 0: "

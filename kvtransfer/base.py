@@ -41,11 +41,13 @@ from __future__ import annotations
 import abc
 import enum
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Annotated, Literal, Protocol
 
 import msgspec
+from msgspec import Meta
 
 from tandem.wire.requests import KVTransferParams, Waits
+from tandem.wire.settings import NotEmpty, Seconds, about
 from tandem.wire.tracing import TransferRecord, TransferTrace
 
 if TYPE_CHECKING:
@@ -197,16 +199,27 @@ class KVCacheMemory(msgspec.Struct, frozen=True):
         return int(self.tensor[0].numel() * self.tensor.element_size())
 
 
+# A consumer waits for the end of a lease that it cannot revoke: longer ones are a mistake, or worse.
+MAX_LEASE_S = 3600.0
+
+
 class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`transfer:` in tandem.yaml."""
 
-    connector: str = "nixl"  # a registered name, or "package.module:factory"
-    direction: str = "push"
-    lease_s: float = 10.0  # how long a producer holds blocks for a consumer that does not renew
-    timeout_s: float = 60.0  # how long a consumer waits for one transfer before it computes the prompt itself
-    handshake_timeout_s: float = 5.0
-    on_failure: LoadFailurePolicy = LoadFailurePolicy.RECOMPUTE
-    options: dict[str, str] = {}  # the connector's own, checked by it
+    connector: Annotated[
+        NotEmpty, about("`nixl`, `nccl`, or `package.module:factory`: [connectors](connectors.md)")
+    ] = "nixl"
+    direction: Annotated[Literal["push", "pull"], about("`push` or `pull`")] = "push"
+    lease_s: Annotated[
+        Annotated[float, Meta(gt=0, le=MAX_LEASE_S)],
+        about("a prefill node holds blocks for this long when nobody renews the lease; at most 3600"),
+    ] = 10.0
+    timeout_s: Annotated[Seconds, about("a decode node waits this long for one transfer")] = 60.0
+    handshake_timeout_s: Annotated[Seconds, about("and this long for two nodes to know each other")] = 5.0
+    on_failure: Annotated[
+        LoadFailurePolicy, about("`recompute`: the decode node then reads the prompt itself; or `fail`")
+    ] = LoadFailurePolicy.RECOMPUTE
+    options: Annotated[dict[str, str], about("the connector's own")] = {}
 
 
 class ConnectorContext(msgspec.Struct, frozen=True):

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from tandem.engine.config import EngineConfig
 from tandem.kvtransfer.base import TransferConfig
 from tandem.wire.nodes import Role
+from tandem.wire.settings import Seconds, about
 
 
 class NodeTimeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How long a node waits for others."""
 
-    status_period_s: float = 0.25  # a node's report of itself to every router that pinged it lately
-    router_silence_s: float = 10.0  # then a router's requests are aborted
-    drain_s: float = 60.0
-    grammar_s: float = 10.0  # to compile one answer's grammar
+    status_period_s: Annotated[Seconds, about("between a node's reports of itself to routers")] = 0.25
+    router_silence_s: Annotated[Seconds, about("then a router's requests are given up")] = 10.0
+    drain_s: Annotated[Seconds, about("for what runs on a node that is to go")] = 60.0
+    grammar_s: Annotated[Seconds, about("to compile one answer's grammar")] = 10.0
 
 
 class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

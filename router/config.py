@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import enum
 import re
+from typing import Annotated
 from urllib.parse import urlsplit
 
 import msgspec
+from msgspec import Meta
 
 from tandem.wire.errors import ConfigurationError
+from tandem.wire.settings import AtLeastOne, NotEmpty, NotNegative, Seconds, about, check_fields
 
 
 class PolicyName(enum.StrEnum):
@@ -60,53 +63,68 @@ class SamplingDefaults(enum.StrEnum):
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How much of anything a client may ask for, or a crowd of them."""
 
-    header_bytes: int = 32 << 10
-    body_bytes: int = 16 << 20
-    body_bytes_at_once: int = 256 << 20  # of all requests that are being read
-    json_depth: int = 64
-    json_containers: int = 100_000  # objects and arrays in one body
-    connections: int = 4096
-    prompts_per_request: int = 128
-    choices_per_request: int = 128  # prompts times max(n, best_of)
-    inflight_per_node: int = 256  # sequences at once, for every node that can decode
-    queued: int = 1024  # sequences waiting in the router beyond those
+    header_bytes: Annotated[AtLeastOne, about("of one request's header")] = 32 << 10
+    body_bytes: Annotated[AtLeastOne, about("of one request's body")] = 16 << 20
+    body_bytes_at_once: Annotated[
+        AtLeastOne,
+        about(
+            "of all requests whose bodies are being received, parsed or tokenized; at least "
+            "`body_bytes`. Parsed, a body takes several times its bytes"
+        ),
+    ] = 256 << 20
+    json_depth: Annotated[AtLeastOne, about("how deep a body may nest")] = 64
+    json_containers: Annotated[AtLeastOne, about("objects and arrays in its body")] = 100_000
+    connections: Annotated[AtLeastOne, about("open at once")] = 4096
+    prompts_per_request: Annotated[AtLeastOne, about("prompts in one request")] = 128
+    choices_per_request: Annotated[AtLeastOne, about("prompts times `n` or `best_of`")] = 128
+    inflight_per_node: Annotated[AtLeastOne, about("sequences at once, for every node that decodes")] = 256
+    queued: Annotated[AtLeastOne, about("sequences that wait beyond those")] = 1024
 
 
 class Timeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Seconds. Every wait in a request's life ends with one of these."""
 
-    header: float = 10.0
-    body: float = 30.0
-    queue: float = 30.0  # waiting in the router for a place
-    first_token: float = 120.0  # from submission to the first token
-    token_idle: float = 30.0  # between two tokens; then somebody else goes on with the request
-    total: float = 1800.0
-    slow_reader: float = 30.0  # a client that takes nothing of its answer for so long is cut off
-    keep_alive: float = 75.0
-    failover_wait: float = 10.0  # for a node to appear, when the last one was lost
+    header: Annotated[Seconds, about("for the request's header to arrive")] = 10.0
+    body: Annotated[
+        Seconds,
+        about(
+            "for its body; and for the rest of one that is answered already, before its connection is closed"
+        ),
+    ] = 30.0
+    queue: Annotated[Seconds, about("for a place")] = 30.0
+    first_token: Annotated[Seconds, about("from a place to the first token")] = 120.0
+    token_idle: Annotated[Seconds, about("between two tokens; then it goes on elsewhere")] = 30.0
+    total: Annotated[Seconds, about("for all of it")] = 1800.0
+    slow_reader: Annotated[
+        Seconds, about("a client that takes nothing of its answer for so long is cut off")
+    ] = 30.0
+    keep_alive: Annotated[Seconds, about("an idle connection is closed")] = 75.0
+    failover_wait: Annotated[Seconds, about("for a node to appear when the last one was lost")] = 10.0
 
 
 class Heartbeat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    ping_interval: float = 0.5
+    ping_interval: Annotated[Seconds, about("between two questions to a node")] = 0.5
     # A node that said nothing for so long is lost. With the time until that is noticed it is less than 3 s.
-    silence: float = 2.5
-    wedged: float = 60.0  # a node whose engine has not completed a step for so long gets nothing new
+    silence: Annotated[Seconds, about("a node that said nothing for so long is lost")] = 2.5
+    wedged: Annotated[Seconds, about("a node that has been in one step for so long gets nothing new")] = 60.0
 
 
 class TracingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A request is traced when its caller asks: a `traceparent` that says sampled, or an `x-tandem-trace` header."""
 
-    sample: float = 0.0  # besides, this share of the requests whose caller says nothing
-    keep: int = 64  # how many traces `tandem trace` can show: the last ones
-    otlp_endpoint: str = ""  # OpenTelemetry's collector, such as http://localhost:4318; "" exports nothing
-    otlp_headers: dict[str, str] = {}  # a collector's key
-    service_name: str = "tandem"
+    sample: Annotated[
+        Annotated[float, Meta(ge=0, le=1)],
+        about("share of the requests that are traced although nobody asked"),
+    ] = 0.0
+    keep: Annotated[AtLeastOne, about("traces that `tandem trace` can show: the last ones")] = 64
+    otlp_endpoint: Annotated[
+        str, about("OpenTelemetry's collector, such as `http://localhost:4318`; empty exports nothing")
+    ] = ""
+    otlp_headers: Annotated[dict[str, str], about("headers that the collector is shown, such as a key")] = {}
+    service_name: Annotated[str, about("the service's name in OpenTelemetry")] = "tandem"
 
     def __post_init__(self) -> None:
-        if not 0 <= self.sample <= 1:
-            raise ConfigurationError(f"router.tracing.sample must be from 0 to 1, not {self.sample}")
-        if self.keep < 1:
-            raise ConfigurationError(f"router.tracing.keep must be at least 1, not {self.keep}")
+        check_fields(self, "router.tracing")
         if self.otlp_endpoint and not _is_http_url(self.otlp_endpoint):
             raise ConfigurationError(
                 f"router.tracing.otlp_endpoint must be an http or https URL, not {self.otlp_endpoint!r}"
@@ -160,21 +178,62 @@ class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tokenizer_path: str  # a folder with tokenizer.json, and the chat template if there is one
     model_name: str  # what clients call it, and what nodes must announce as theirs
-    model_aliases: tuple[str, ...] = ()
-    host: str = "127.0.0.1"
-    port: int = 8000  # 0 takes a free one
-    placement: RouterPlacement = RouterPlacement.HEAD
-    inbox_host: str = "127.0.0.1"  # where nodes answer; an address that they can reach
-    policy: PolicyName = PolicyName.LEAST_WAIT
-    local_prefill: LocalPrefill = LocalPrefill.AUTO
-    tool_format: ToolFormat = ToolFormat.AUTO
-    chat_template: str | None = None  # a file, or the template itself; None is the model's own
-    unknown_fields: UnknownFields = UnknownFields.IGNORE
-    sampling_defaults: SamplingDefaults = SamplingDefaults.MODEL
-    max_failovers: int = 3
-    api_keys: tuple[ApiKey, ...] = ()
-    api_keys_file: str | None = None  # one key per line, or a JSON list of {name, key, quotas}
-    cors_origins: tuple[str, ...] = ()  # whose web pages may ask from a browser; "*" is everybody's
+    model_aliases: Annotated[tuple[str, ...], about("further names of the model")] = ()
+    host: Annotated[NotEmpty, about("where it listens; `0.0.0.0` is everywhere")] = "127.0.0.1"
+    port: Annotated[Annotated[int, Meta(ge=0, le=65535)], about("0 takes a free one")] = 8000
+    placement: Annotated[RouterPlacement, about("`head`, or `every_host`: one on each machine")] = (
+        RouterPlacement.HEAD
+    )
+    inbox_host: Annotated[
+        str, about("where nodes answer it; on a Ray cluster the default is its machine's address")
+    ] = "127.0.0.1"
+    policy: Annotated[
+        PolicyName,
+        about(
+            "`least_wait`, `prefix_affinity`, `session_affinity` or `round_robin`: "
+            "[api](api.md#what-happens-to-a-request)"
+        ),
+    ] = PolicyName.LEAST_WAIT
+    local_prefill: Annotated[
+        LocalPrefill,
+        about(
+            "whether a decode node reads a prompt itself: `auto`, when that costs less, and stalls no "
+            "stream there for more than 50 ms; or `never`, `always`"
+        ),
+    ] = LocalPrefill.AUTO
+    tool_format: Annotated[
+        ToolFormat,
+        about(
+            "how the model writes tool calls: as its chat template shows; or `hermes`, `llama3`, "
+            "`mistral`, `none`"
+        ),
+    ] = ToolFormat.AUTO
+    chat_template: Annotated[
+        str | None,
+        about("a file with a chat template, or the template itself, that takes the place of the model's own"),
+    ] = None
+    unknown_fields: Annotated[
+        UnknownFields,
+        about(
+            "what happens to a request's fields that this server does not know: `ignore` names them in a "
+            "header and in the log, `refuse` answers 400. Internals are always refused"
+        ),
+    ] = UnknownFields.IGNORE
+    sampling_defaults: Annotated[
+        SamplingDefaults,
+        about(
+            "how tokens are sampled for a request that does not say: as the model's `generation_config.json` "
+            "recommends (`model`), or as OpenAI does (`openai`)"
+        ),
+    ] = SamplingDefaults.MODEL
+    max_failovers: Annotated[NotNegative, about("how often one request may go on elsewhere")] = 3
+    api_keys: Annotated[
+        tuple[ApiKey, ...], about("who may ask, each with its quotas: [api](api.md#keys). Empty: everybody")
+    ] = ()
+    api_keys_file: Annotated[str | None, about("the same in a file: one key per line, or a JSON list")] = None
+    cors_origins: Annotated[
+        tuple[str, ...], about("whose web pages may ask from a browser; `*` is everybody's")
+    ] = ()
     limits: Limits = Limits()
     timeouts: Timeouts = Timeouts()
     heartbeat: Heartbeat = Heartbeat()
@@ -185,19 +244,12 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigurationError("router.tokenizer_path must name the model's folder")
         if not self.model_name:
             raise ConfigurationError("router.model_name must not be empty")
-        if not 0 <= self.port <= 65535:
-            raise ConfigurationError(f"router.port must be from 0 to 65535, not {self.port}")
+        check_fields(self, "router")
         for key in self.api_keys:
             if mistake := key.mistake():
                 raise ConfigurationError(f"router.api_keys: {key.name}: {mistake}")
-        if self.max_failovers < 0:
-            raise ConfigurationError(f"router.max_failovers must not be negative, not {self.max_failovers}")
         for group in (self.limits, self.timeouts, self.heartbeat):
-            for name in group.__struct_fields__:
-                value = getattr(group, name)
-                if value <= 0:
-                    kind = type(group).__name__.lower()
-                    raise ConfigurationError(f"router.{kind}.{name} must be above 0, not {value}")
+            check_fields(group, f"router.{type(group).__name__.lower()}")
         if self.limits.body_bytes_at_once < self.limits.body_bytes:
             raise ConfigurationError(
                 "router.limits.body_bytes_at_once must be at least body_bytes, "

@@ -34,6 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "wire.nodes",
         "wire.requests",
         "wire.sampling",
+        "wire.settings",
         "wire.tracing",
     },
     "node": {"engine", "kvtransfer", "machine", "wire"},

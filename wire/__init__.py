@@ -3,6 +3,7 @@
 Floor 1: imports nothing of ours. Everything is msgspec; nothing here or above ever unpickles bytes.
 
     errors      the tree of everything that can go wrong, with the code a client sees
+    settings    which values a setting takes, and the sentence that says so
     sampling    how a request wants its tokens chosen
     nodes       who is in the cluster: identity, role, epoch, addresses
     requests    router -> node (Submit, Cancel, Ping) and node -> router (TokenBatch, NodeStatus)

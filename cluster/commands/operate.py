@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tandem.cluster.commands.address import choose_address
 from tandem.cluster.commands.output import OtherPeoplesOutput
-from tandem.cluster.config import LONGEST_S, MOST_NODES
+from tandem.cluster.config import MOST_NODES
 from tandem.cluster.on_ray.runtime import connect_to_ray, stop_ray
 from tandem.cluster.pools.supervisor import MAX_START_FAILURES
 from tandem.wire.errors import ConfigurationError, TandemError
 from tandem.wire.nodes import Role
+from tandem.wire.settings import LONGEST_S
 
 if TYPE_CHECKING:
     from tandem.cluster.on_ray.remote_controller import RemoteController

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from tandem.kvtransfer.base import Handoff, LoadFailure
+from tandem.kvtransfer.base import MAX_LEASE_S, Handoff, LoadFailure
 from tandem.kvtransfer.protocol import commands
 from tandem.kvtransfer.protocol.answers import Answers
 from tandem.kvtransfer.protocol.declined import Declined
@@ -16,7 +16,6 @@ from tandem.kvtransfer.protocol.mapping import Mapping
 from tandem.kvtransfer.protocol.pulling import Pulling
 from tandem.kvtransfer.protocol.receiving import Receiving, Stage
 from tandem.kvtransfer.protocol.registering import Registrar
-from tandem.kvtransfer.protocol.settings import MAX_LEASE_S
 from tandem.kvtransfer.protocol.side import Side
 from tandem.kvtransfer.protocol.statistics import Outcome
 from tandem.kvtransfer.protocol.transport import Activity, Direction

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from tandem.kvtransfer.base import TransferConfig
+from tandem.kvtransfer.base import MAX_LEASE_S, TransferConfig
 from tandem.wire.errors import ConfigurationError
-
-# A consumer waits for the end of a lease that it cannot revoke: longer ones are a mistake, or worse.
-MAX_LEASE_S = 3600.0
 
 
 class Settings(msgspec.Struct, frozen=True):

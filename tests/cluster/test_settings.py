@@ -105,7 +105,7 @@ MISTAKES = [
     ("model: 7", "FILE: model.path must be text, not 7; put it in quotes"),
     (
         "model: {dtype: float8}",
-        "FILE: model.dtype must be one of auto, float32, bfloat16, float16, not 'float8'",
+        "FILE: model.dtype must be one of auto, bfloat16, float16, float32, not 'float8'; did you mean float32?",
     ),
     ("model: ''", "FILE: model.path must not be empty, not ''"),
     (
@@ -145,10 +145,10 @@ MISTAKES = [
     ("transfer: {lease_s: .inf}", "FILE: transfer.lease_s must be a finite number"),
     (
         "transfer: {lease_s: 86400}",
-        "FILE: transfer.lease_s must be above 0 and at most 3600, not 86400.0",
+        "FILE: transfer.lease_s must be above 0 and at most 3600, not 86400",
     ),
-    ("transfer: {direction: sideways}", "FILE: transfer.direction must be one of push, pull, not 'sideways'"),
-    ("timeouts: {start_s: 0}", "FILE: timeouts.start_s must be above 0 and at most 1000000, not 0.0"),
+    ("transfer: {direction: sideways}", "FILE: transfer.direction must be one of pull, push, not 'sideways'"),
+    ("timeouts: {start_s: 0}", "FILE: timeouts.start_s must be above 0 and at most 1000000, not 0"),
     (
         "pools: {decode: {nodes: 5, min: 1, max: 3}}",
         "FILE: pools.decode.max is 3, which is less than pools.decode.nodes (5)",
@@ -166,7 +166,7 @@ MISTAKES = [
         "FILE: pools.decode.max is 3, but pools.decode.nodes is null: a pool follows the machines or its load, "
         "not both",
     ),
-    ("slo: {ttft_s: 0}", "FILE: slo.ttft_s must be above 0 and at most 1000000, not 0.0"),
+    ("slo: {ttft_s: 0}", "FILE: slo.ttft_s must be above 0 and at most 1000000, not 0"),
     (
         "autoscaling: {shrink_after_s: 0.5}",
         "FILE: autoscaling.shrink_after_s must be at least autoscaling.period_s (1.0)",

@@ -79,9 +79,7 @@ class TestPace:
 
     @pytest.mark.parametrize("wrong", [-1.0, math.nan, math.inf])
     def test_a_target_that_is_none_is_refused(self, wrong: float) -> None:
-        with pytest.raises(
-            ConfigurationError, match=r"scheduler\.step_target_ms must be 0, which is off, or more"
-        ):
+        with pytest.raises(ConfigurationError, match=r"scheduler\.step_target_ms must be (from 0|a finite)"):
             SchedulerConfig(step_target_ms=wrong)
 
 

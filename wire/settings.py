@@ -1,0 +1,137 @@
+"""What a setting's type says of it: which values it takes, in the operator's words, and what it is for.
+
+A setting is a field of a frozen struct: `port: Annotated[int, Meta(ge=0, le=65535), about("0 takes a free one")] = 8000`.
+From that come the refusal of any other value, the line in `tandem init`'s file and the row in docs/settings.md.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from tandem.wire.errors import ConfigurationError
+
+LONGEST_S = 1_000_000.0  # far beyond what anyone waits, and what the code that adds up waits can bear
+
+Seconds = Annotated[float, Meta(gt=0, le=LONGEST_S)]
+NotEmpty = Annotated[str, Meta(pattern=r"\S")]
+AtLeastOne = Annotated[int, Meta(ge=1)]
+NotNegative = Annotated[int, Meta(ge=0)]
+
+
+def about(description: str) -> Meta:
+    """One sentence or two, in Markdown."""
+    return Meta(description=description)
+
+
+def description_of(annotation: Any) -> str:
+    kind = msgspec.inspect.type_info(annotation)
+    extra = kind.extra_json_schema if isinstance(kind, msgspec.inspect.Metadata) else None
+    return str((extra or {}).get("description", ""))
+
+
+def check_fields(section: msgspec.Struct, name: str) -> None:
+    """For a struct's `__post_init__`: what its fields' types say holds for values from code as for those from a file."""
+    for field in msgspec.structs.fields(section):
+        value = getattr(section, field.name)
+        if isinstance(value, msgspec.Struct):
+            continue
+        try:
+            msgspec.convert(msgspec.to_builtins(value), field.type)
+        except msgspec.ValidationError as error:
+            sentence = refusal(field.type, value, str(error))
+            raise ConfigurationError(f"{name}.{field.name} {sentence}") from None
+
+
+_CONTAINERS = (msgspec.inspect.ListType, msgspec.inspect.VarTupleType, msgspec.inspect.DictType)
+_OUT_OF_RANGE = re.compile(r"Expected `\w+` (?:[<>]|of length|matching)")
+
+
+def refusal(annotation: Any, value: object, reason: str) -> str:
+    """What a value of this type must be, and what was given instead. `reason` is msgspec's message. A list or mapping
+    is not repeated, because it may hold a key; the reason says where in it the mistake is."""
+    members = _members(msgspec.inspect.type_info(annotation))
+    if isinstance(value, (list, dict)) and any(isinstance(member, _CONTAINERS) for member in members):
+        return f"is not right: {reason}"
+    if isinstance(value, float) and not math.isfinite(value):
+        return "must be a finite number"
+    if _OUT_OF_RANGE.match(reason):
+        shown = value if isinstance(value, str) and not _is_text(members) else repr(value)
+        return f"must {' or '.join(filter(None, map(_range, members)))}, not {_shortened(str(shown))}"
+    choices = [choice for member in members for choice in _choices(member)]
+    hint = ""
+    if choices and isinstance(value, str):
+        close = difflib.get_close_matches(value, choices, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+    elif _is_text(members) and isinstance(value, (int, float)):
+        hint = "; put it in quotes"
+    return f"must be {' or '.join(map(_words, members))}, not {_shortened(repr(value))}{hint}"
+
+
+def _members(kind: msgspec.inspect.Type) -> Sequence[msgspec.inspect.Type]:
+    if isinstance(kind, msgspec.inspect.Metadata):
+        kind = kind.type
+    return kind.types if isinstance(kind, msgspec.inspect.UnionType) else (kind,)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _is_text(members: Sequence[msgspec.inspect.Type]) -> bool:
+    return any(isinstance(member, msgspec.inspect.StrType) for member in members)
+
+
+def _choices(kind: msgspec.inspect.Type) -> list[str]:
+    match kind:
+        case msgspec.inspect.EnumType():
+            return [str(choice.value) for choice in kind.cls]
+        case msgspec.inspect.LiteralType():
+            return [str(choice) for choice in kind.values]
+        case _:
+            return []
+
+
+def _range(kind: msgspec.inspect.Type) -> str:
+    """ "" for a type without limits."""
+    match kind:
+        case msgspec.inspect.StrType(pattern=str()):
+            return "not be empty"
+        case (
+            msgspec.inspect.IntType(ge=int(low), le=int(high)) | msgspec.inspect.FloatType(ge=low, le=high)
+        ) if low is not None and high is not None:
+            return f"be from {low:g} to {high:.15g}"
+        case msgspec.inspect.IntType() | msgspec.inspect.FloatType():
+            limits = {"above": kind.gt, "at least": kind.ge, "below": kind.lt, "at most": kind.le}
+            said = [f"{word} {limit:.15g}" for word, limit in limits.items() if limit is not None]
+            return f"be {' and '.join(said)}" if said else ""
+        case _:
+            return ""
+
+
+def _words(kind: msgspec.inspect.Type) -> str:
+    match kind:
+        case msgspec.inspect.EnumType() | msgspec.inspect.LiteralType():
+            return "one of " + ", ".join(_choices(kind))
+        case msgspec.inspect.ListType() | msgspec.inspect.VarTupleType():
+            return "a list"
+        case msgspec.inspect.DictType():
+            return "a mapping"
+        case msgspec.inspect.IntType():
+            return "a whole number"
+        case msgspec.inspect.FloatType():
+            return "a number"
+        case msgspec.inspect.BoolType():
+            return "true or false"
+        case msgspec.inspect.StrType():
+            return "text"
+        case msgspec.inspect.NoneType():
+            return "null"
+        case _:
+            return type(kind).__name__.removesuffix("Type").lower()
