@@ -10,6 +10,7 @@
 # make bench    every part measured, short, in one table beside the floors (about ten minutes; alone on the machine)
 # make soak     half an hour of everything that clients do, on two prefill and two decode nodes; MINUTES=3 KILL_EVERY=120
 # make check    style, types, and which package imports which
+# make docs     the parts of documents that are written from the code
 # make clean    the environment and everything that tools left here; the model cache stays
 #
 # make serve PORT=9000 MODEL=folder-or-name PREFILL=2 DECODE=2      AGGREGATED=2 instead of the two
@@ -18,7 +19,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-faults test-hosts test-lab bench soak check clean install
+.PHONY: help serve test test-faults test-hosts test-lab bench soak check docs clean install
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -73,6 +74,9 @@ check: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_imports.py
+
+docs: install
+	$(BIN)/python -m tandem.cluster.documents
 
 # The native kernels are compiled once for a machine, and again when their sources change.
 install: $(INSTALLED)

@@ -16,6 +16,7 @@ from tandem.cluster.commands.json_output import add_output, print_json, wants_js
 from tandem.cluster.vllm_flags import add_flags, read_flags, translated
 
 if TYPE_CHECKING:
+    from tandem.cluster.setting_layers import Layer
     from tandem.cluster.settings import Settings
 
 DEFAULT_FILE = "tandem.yaml"
@@ -199,6 +200,19 @@ def make_parser() -> argparse.ArgumentParser:
     add_output(remove)
     remove.set_defaults(run=_remove)
 
+    init = commands.add_parser(
+        "init", help="write a tandem.yaml that explains every setting, and a cluster's files"
+    )
+    init.add_argument("folder", nargs="?", type=Path, default=Path(), help="where to (default: here)")
+    init.add_argument(
+        "--cluster",
+        choices=("static", "aws", "gcp", "kuberay"),
+        help="the files of a cluster too: machines that you have, a cloud's, or Kubernetes'",
+    )
+    _add_settings(init)
+    add_output(init)
+    init.set_defaults(run=_init)
+
     completion = commands.add_parser("completion", help="print the lines that complete commands in a shell")
     completion.add_argument("shell", choices=("bash", "zsh", "fish"))
     completion.add_argument("--words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -229,7 +243,7 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
 
 def read_settings(options: argparse.Namespace) -> Settings:
     """Defaults < file < environment < flags."""
-    from tandem.cluster.setting_layers import Layer, read_assignments, read_environment, read_file
+    from tandem.cluster.setting_layers import read_environment, read_file
     from tandem.cluster.settings import resolve
 
     layers: list[Layer] = []
@@ -237,7 +251,12 @@ def read_settings(options: argparse.Namespace) -> Settings:
         layers.append(read_file(Path(options.config)))
     elif Path(DEFAULT_FILE).exists():
         layers.append(read_file(Path(DEFAULT_FILE)))
-    layers.append(read_environment(os.environ))
+    return resolve([*layers, read_environment(os.environ), _flags(options)])
+
+
+def _flags(options: argparse.Namespace) -> Layer:
+    from tandem.cluster.setting_layers import read_assignments
+
     assignments, answers = read_flags(options.foreign)
     for text in options.set:
         name, given, value = text.partition("=")
@@ -254,8 +273,7 @@ def read_settings(options: argparse.Namespace) -> Settings:
         assignments.append(("model.path", model, "MODEL"))
     flags = read_assignments(assignments)
     flags.mistakes += answers
-    layers.append(flags)
-    return resolve(layers)
+    return flags
 
 
 def _serve(options: argparse.Namespace) -> int:
@@ -366,6 +384,22 @@ def _remove(options: argparse.Namespace) -> int:
     else:
         for model in removed:
             print(f"{model.name} is deleted: {format_size(model.num_bytes)} in {model.path}")
+    return 0
+
+
+def _init(options: argparse.Namespace) -> int:
+    from tandem.cluster.commands.init import cluster_settings, init
+    from tandem.cluster.setting_layers import read_file
+    from tandem.cluster.settings import resolve
+
+    layers = [cluster_settings(options.cluster), _flags(options)]
+    if options.config is not None:
+        layers.insert(1, read_file(Path(options.config)))
+    files = init(options.folder, resolve(layers), options.cluster)
+    if wants_json(options):
+        print_json([str(file) for file in files])
+    else:
+        print("\n".join(map(str, files)))
     return 0
 
 

@@ -13,6 +13,8 @@ Broken = tuple[Path, str]
 
 
 def broken_rules(config: TandemConfig) -> Iterator[Broken]:
+    if not config.model.path.strip():
+        yield ("model", "path"), f"must not be empty, not {config.model.path!r}"
     yield from _pools(config)
     yield from _together(config)
 

@@ -34,7 +34,7 @@ class AsyncScheduling(enum.StrEnum):
 
 class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     path: Annotated[
-        NotEmpty,
+        str,
         about(
             "a folder with `config.json`, a GGUF file beside its model's `tokenizer.json`, "
             "`owner/name` on the Hugging Face hub, or `smollm2`. `model: NAME` is short for it"

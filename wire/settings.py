@@ -58,6 +58,11 @@ def refusal(annotation: Any, value: object, reason: str) -> str:
     is not repeated, because it may hold a key; the reason says where in it the mistake is."""
     members = _members(msgspec.inspect.type_info(annotation))
     if isinstance(value, (list, dict)) and any(isinstance(member, _CONTAINERS) for member in members):
+        inside = next(
+            (member.value_type for member in members if isinstance(member, msgspec.inspect.DictType)), None
+        )
+        if inside is not None and _OUT_OF_RANGE.match(reason):
+            return f"is not right: its values must {_range(_members(inside)[0])}"
         return f"is not right: {reason}"
     if isinstance(value, float) and not math.isfinite(value):
         return "must be a finite number"

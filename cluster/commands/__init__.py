@@ -6,6 +6,7 @@ overview, status     `tandem status`, from the controller and from one router
 doctor, machine_checks   what this machine offers; one check for each subject
 bench         one run of the load generator (loadgen/), from its flags to its table
 chat, show_config
+init          a commented tandem.yaml and a cluster's files
 json_output   `-o json`
 output        what a service prints, whoever reads it; what libraries print
 """

@@ -36,7 +36,7 @@ def _lines(section: msgspec.Struct, prefix: Path, origins: dict[Path, str]) -> I
             yield from _lines(value, path, origins)
         else:
             origin = f"  # {origins[path]}" if path in origins else ""
-            yield f"{indent}{name}: {_scalar(path, value)}{origin}"
+            yield f"{indent}{name}: {scalar(path, value)}{origin}"
 
 
 def as_values(settings: Settings) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def _plain(path: Path, value: Any) -> Any:
     return _SECRET[path](plain) if path in _SECRET else plain
 
 
-def _scalar(path: Path, value: Any) -> str:
+def scalar(path: Path, value: Any) -> str:
     plain = _plain(path, value)
     text = yaml.safe_dump(plain, default_flow_style=True, width=10**6, allow_unicode=True)
     return text.removesuffix("\n").removesuffix("...").strip()

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
+from pathlib import Path as FilePath
 
+import pytest
 import yaml
 
 from tandem.cluster.commands.show_config import render
+from tandem.cluster.config import DERIVED
+from tandem.cluster.documents import settings_page
+from tandem.cluster.setting_names import Path, dotted, known_settings
 from tandem.cluster.settings import resolve
 from tandem.wire.nodes import Role
+from tandem.wire.settings import description_of
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "settings.md"
+PAGE = FilePath(__file__).resolve().parents[2] / "docs" / "settings.md"
 _ROW = re.compile(r"^\| `([\w.]+)` \| `([^`]*)` \|", re.MULTILINE)
 
 
@@ -38,6 +43,23 @@ def defaults() -> dict[str, object]:
 
     walk(yaml.safe_load(render(resolve([]))), "")
     return found
+
+
+def test_the_page_says_what_the_fields_say() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert settings_page(page) == page, "a setting has changed: `make docs` writes the page's rows anew"
+
+
+def test_a_setting_without_a_row_gets_one_in_its_section() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    row = next(line for line in page.splitlines() if line.startswith("| `router.timeouts.total`"))
+    lines = settings_page(page.replace(row + "\n", "")).splitlines()
+    assert lines[lines.index(row) - 1].startswith("| `router.timeouts.")
+
+
+@pytest.mark.parametrize("path", sorted(known_settings()), ids=dotted)
+def test_every_setting_says_what_it_is_for(path: Path) -> None:
+    assert path in DERIVED or description_of(known_settings()[path]), f"{dotted(path)} needs an about(...)"
 
 
 def test_every_setting_is_documented_with_its_default() -> None:

@@ -51,7 +51,7 @@ MISTAKES: dict[str, Case] = {
         "serve --set pools.decode.min=4 pools.decode.max=2", r"pools\.decode\.min is 4, which is more than", None,
     ),
     "a resource of which nothing is asked": (
-        "serve", r"pools\.decode\.resources must be amounts above 0",
+        "serve", r"pools\.decode\.resources is not right: its values must be above 0",
         settings_file("pools: {decode: {nodes: 1, resources: {GPU: 0}}}"),
     ),
     "a choice that does not exist": ("serve --set router.policy=round_robbin", r"did you mean round_robin\?", None),

@@ -1,0 +1,95 @@
+"""`tandem init`: a `tandem.yaml` that names and explains every setting, and the files of a cluster."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path as FilePath
+
+import msgspec
+
+from tandem.cluster.commands.show_config import scalar
+from tandem.cluster.config import DERIVED
+from tandem.cluster.setting_layers import Layer, read_file
+from tandem.cluster.setting_names import Path, fields_of, section_type
+from tandem.cluster.settings import Settings
+from tandem.wire.errors import ConfigurationError
+from tandem.wire.settings import description_of
+
+MANIFESTS = FilePath(__file__).resolve().parents[2] / "manifests"
+CLUSTERS = ("static", "aws", "gcp", "kuberay")
+
+_WIDTH = 110
+
+
+def cluster_settings(cluster: str | None) -> Layer:
+    """What this kind of cluster needs set otherwise than one machine does."""
+    if cluster is None:
+        return Layer()
+    layer = read_file(_manifests() / ("kuberay/base" if cluster == "kuberay" else "ray") / "tandem.yaml")
+    for path in [path for path in layer.givens if path == ("model", "path")]:
+        del layer.givens[path]
+    return layer
+
+
+def init(folder: FilePath, settings: Settings, cluster: str | None) -> list[FilePath]:
+    """The files written. Writes none where one of them is there already."""
+    files = {"tandem.yaml": commented(settings)}
+    if cluster == "kuberay":
+        source = _manifests() / "kuberay"
+        named = {
+            file.relative_to(source).as_posix(): file for file in sorted(source.rglob("*")) if file.is_file()
+        }
+        files = {name: file.read_text(encoding="utf-8") for name, file in named.items()}
+        files["base/tandem.yaml"] = commented(settings)
+    elif cluster is not None:
+        text = (_manifests() / "ray" / f"{cluster}.yaml").read_text(encoding="utf-8")
+        files[f"{cluster}.yaml"] = text.replace("manifests/ray/", "")
+    targets = {folder / name: text for name, text in files.items()}
+    there = [str(file) for file in targets if file.exists()]
+    if there:
+        raise ConfigurationError(
+            f"{', '.join(there)} would be overwritten: name another folder, or move it away"
+        )
+    for file, text in targets.items():
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigurationError(f"{file} cannot be written: {error}") from error
+    return list(targets)
+
+
+def _manifests() -> FilePath:
+    if not MANIFESTS.is_dir():
+        raise ConfigurationError(f"the clusters' files are not at {MANIFESTS}: install Tandem from its wheel")
+    return MANIFESTS
+
+
+def commented(settings: Settings) -> str:
+    """A file that makes these settings. What is not set stands as a comment with its default."""
+    head = (
+        "# The settings of `tandem serve`. What stands behind a # is the default: take the # away to change it.\n"
+        "# Flags and variables (TANDEM_ROUTER__PORT=9000) win over this file; `tandem config` prints the result.\n"
+    )
+    return head + "\n".join(_lines(settings.config, (), settings)) + "\n"
+
+
+def _lines(section: msgspec.Struct, prefix: Path, settings: Settings) -> Iterator[str]:
+    indent = "  " * len(prefix)
+    kind: type[msgspec.Struct] = type(section)
+    for name, info in fields_of(kind).items():
+        path = (*prefix, name)
+        if path in DERIVED:
+            continue
+        value = getattr(section, name)
+        if section_type(info.type) is not None:
+            yield "" if not prefix else f"{indent}#"
+            yield f"{indent}{name}:"
+            yield from _lines(value, path, settings)
+            continue
+        about = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", description_of(info.type))
+        yield from (f"{indent}# {line}" for line in textwrap.wrap(about, _WIDTH - len(indent) - 2))
+        is_set = path in settings.origins
+        yield f"{indent}{'' if is_set else '# '}{name}: {scalar(path, value)}"

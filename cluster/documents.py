@@ -1,0 +1,90 @@
+"""The parts of documents that are written from the code: `python -m tandem.cluster.documents` writes them anew, and
+tests hold the pages to them."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from itertools import takewhile
+from pathlib import Path as FilePath
+
+import msgspec
+
+from tandem.cluster.commands.show_config import scalar
+from tandem.cluster.config import DERIVED, TandemConfig
+from tandem.cluster.setting_names import Path, dotted, fields_of, section_type
+from tandem.cluster.vllm_flags import table
+from tandem.wire.nodes import Role
+from tandem.wire.settings import description_of
+
+DOCS = FilePath(__file__).resolve().parents[1] / "docs"
+
+_ROW = re.compile(r"^\| `([\w.]+)` \|")
+_POOL = re.compile(rf"^pools\.(?:{'|'.join(role.value for role in Role)})\.(?!nodes$)")
+
+
+def settings_page(page: str) -> str:
+    """The page with each setting's row as its field says. A new setting comes after the last of its section."""
+    rows = dict(_rows())
+    lines: list[str] = []
+    there: set[str] = set()
+    for line in page.splitlines():
+        found = _ROW.match(line)
+        if found is None:
+            lines.append(line)
+        elif found[1] in rows:
+            there.add(found[1])
+            lines.append(rows[found[1]])
+    for name in [name for name in rows if name not in there]:
+        lines.insert(_place_for(name, lines), rows[name])
+    return "\n".join(lines) + "\n"
+
+
+def _place_for(name: str, lines: list[str]) -> int:
+    named = [(place, found[1]) for place, line in enumerate(lines) if (found := _ROW.match(line))]
+
+    def shared(other: str) -> int:
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(other, name, strict=False)))
+
+    return 1 + max(named, key=lambda one: (shared(one[1]), one[0]))[0]
+
+
+def _rows() -> Iterator[tuple[str, str]]:
+    def walk(section: msgspec.Struct, prefix: Path) -> Iterator[tuple[str, str]]:
+        kind: type[msgspec.Struct] = type(section)
+        for field, info in fields_of(kind).items():
+            path, value = (*prefix, field), getattr(section, field)
+            if section_type(info.type) is not None:
+                yield from walk(value, path)
+            elif path not in DERIVED:
+                name = _POOL.sub("pools.POOL.", dotted(path))
+                about = description_of(info.type).replace("|", "\\|")
+                yield name, f"| `{name}` | `{scalar(path, value)}` | {about} |"
+
+    yield from walk(TandemConfig(), ())
+
+
+def vllm_page(page: str) -> str:
+    head, first, *_ = table()
+    before, _, after = page.partition(head + "\n" + first + "\n")
+    after = re.sub(r"\A(?:\|.*\n)*", "", after)
+    return before + "\n".join(table()) + "\n" + after
+
+
+PAGES = {"settings.md": settings_page, "from-vllm.md": vllm_page}
+
+
+def main() -> int:
+    for name, written in PAGES.items():
+        file = DOCS / name
+        before = file.read_text(encoding="utf-8")
+        after = written(before)
+        if after != before:
+            file.write_text(after, encoding="utf-8")
+            print(f"{file} is written anew")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

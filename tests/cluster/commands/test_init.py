@@ -1,0 +1,77 @@
+"""`tandem init`: what it writes is what the settings say, and can be served from."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tandem.cluster.cli import main, make_parser, read_settings
+from tandem.cluster.commands.init import CLUSTERS
+from tandem.cluster.config import TandemConfig
+from tandem.cluster.setting_layers import read_file
+from tandem.cluster.setting_names import known_settings
+from tandem.cluster.settings import resolve
+
+
+@pytest.fixture(autouse=True)
+def _empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_the_file_as_written_changes_nothing(tmp_path: Path) -> None:
+    assert main(["init"]) == 0
+    assert resolve([read_file(tmp_path / "tandem.yaml")]).config == TandemConfig()
+
+
+def test_the_file_with_every_comment_sign_taken_away_is_the_defaults(tmp_path: Path) -> None:
+    main(["init"])
+    text = (tmp_path / "tandem.yaml").read_text()
+    names = {path[-1] for path in known_settings()}
+    pattern = rf"^( *)# ((?:{'|'.join(sorted(names))}): .*)$"
+    text, count = re.subn(pattern, r"\1\2", text, flags=re.MULTILINE)
+    assert count >= len(known_settings()) - 2  # two follow from the model
+    (tmp_path / "tandem.yaml").write_text(text)
+    assert resolve([read_file(tmp_path / "tandem.yaml")]).config == TandemConfig()
+
+
+def test_flags_are_written_as_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [
+        "--model",
+        "org/m",
+        "--prefill",
+        "2",
+        "--max-num-seqs",
+        "9",
+        "--set",
+        "router.policy=round_robin",
+    ]
+    assert main(["init", "there", *flags, "-o", "json"]) == 0
+    assert json.loads(capsys.readouterr().out) == ["there/tandem.yaml"]
+    config = read_settings(make_parser().parse_args(["config", "--config", "there/tandem.yaml"])).config
+    assert config == read_settings(make_parser().parse_args(["config", *flags])).config
+
+
+def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "tandem.yaml").write_text("model: mine")
+    assert main(["init", "--cluster", "aws"]) == 1
+    assert "tandem.yaml would be overwritten: name another folder" in capsys.readouterr().err
+    assert [file.name for file in tmp_path.iterdir()] == ["tandem.yaml"]
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS)
+def test_a_clusters_files_come_with_the_settings_that_it_needs(tmp_path: Path, cluster: str) -> None:
+    assert main(["init", "c", "--cluster", cluster, "--model", "org/m"]) == 0
+    settings = tmp_path / "c" / ("base/tandem.yaml" if cluster == "kuberay" else "tandem.yaml")
+    config = resolve([read_file(settings)]).config
+    assert config.model.path == "org/m"
+    if cluster == "kuberay":
+        assert config.pools.decode.max == 8
+        assert (tmp_path / "c" / "overlays" / "gpu" / "kustomization.yaml").is_file()
+    else:
+        assert config.pools.decode.nodes is None
+        mounts = yaml.safe_load((tmp_path / "c" / f"{cluster}.yaml").read_text())["file_mounts"]
+        assert mounts["~/tandem.yaml"] == "tandem.yaml"
