@@ -31,8 +31,8 @@ from benchmarks.side_by_side.show import draw_outcome, print_outcome
 from benchmarks.side_by_side.systems import System, tandem_systems, vllm_systems
 from tandem.cluster.models.store import prepare_model
 from tandem.cluster.saving import check_picture, results_folder, save_picture
+from tandem.loadgen.metrics import parse_service_level
 from tandem.loadgen.report import Machine
-from tandem.loadgen.slo import parse_service_level
 from tandem.loadgen.vocabulary import TextVocabulary, load_tokenizer
 from tandem.wire.errors import ConfigurationError
 

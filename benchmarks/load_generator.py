@@ -29,13 +29,12 @@ from rich.table import Table
 
 from benchmarks.paced_server import FIRST_TOKEN_S, GAP_S, LONG_GAP_EVERY, LONG_GAP_S
 from tandem.cluster.saving import write_json
-from tandem.loadgen.api import Api
+from tandem.loadgen.api import Api, RequestShape
 from tandem.loadgen.connections import Address, HttpClient
 from tandem.loadgen.load import Load
 from tandem.loadgen.metrics import Summary, summarize
-from tandem.loadgen.shape import RequestShape
-from tandem.loadgen.synthetic import Lengths, random_prompts
 from tandem.loadgen.vocabulary import GuessedVocabulary
+from tandem.loadgen.workload import Lengths, random_prompts
 from tandem.wire.errors import DeadlineExceeded, TandemError, Unavailable
 
 _USERS, _REQUESTS, _INPUT, _OUTPUT = 8, 64, 128, 64

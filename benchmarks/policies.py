@@ -25,7 +25,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from tandem.loadgen.percentiles import percentile
+from tandem.loadgen.metrics import percentile
 from tandem.router.config import Heartbeat, LocalPrefill, PolicyName
 from tandem.router.policy import Decision, Policy, RoutingRequest, make_policy
 from tandem.router.pool import Pool

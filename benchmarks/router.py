@@ -39,7 +39,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from benchmarks.router_engines import MODEL, serve_engines
 from benchmarks.router_load import Answer, requests, streams
 from benchmarks.router_relay import read_relay, serve_relay
-from tandem.loadgen.percentiles import percentile
+from tandem.loadgen.metrics import percentile
 from tandem.router.config import Limits, LocalPrefill, RouterConfig
 from tandem.router.hosting import RouterHost
 from tandem.wire.nodes import NodeInfo

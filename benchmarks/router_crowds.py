@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.router import PROMPT, running_engines, running_router
-from tandem.loadgen.percentiles import percentile
+from tandem.loadgen.metrics import percentile
 
 STREAMS, STALLED, SLOW = 32, 100, 500
 STEP_S = 0.02

@@ -329,8 +329,7 @@ def _trace(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from tandem.cluster.api_client import key_from_environment
-    from tandem.cluster.trace.command import run
-    from tandem.cluster.trace.fetch import TraceClient
+    from tandem.cluster.trace.command import TraceClient, run
 
     client = TraceClient(options.url, key_from_environment())
     try:

@@ -1,18 +1,15 @@
 """The load generator: what a user of any OpenAI-compatible server would have felt.
 
     timeline     one request as it happened: when each chunk came, or why none did
-    metrics, percentiles, slo
-                 what a run's timelines add up to
-    http1, sse, connections, answers, shape, api
-                 from a socket's bytes to a timeline, at a cost that does not disturb what is measured
-    vocabulary, workload, synthetic, traces
-                 what is asked: prompts of exactly so many tokens
-    arrivals, load
-                 when it is asked, and by how many at once
-    table, plot, report, progress
-                 what the operator sees
+    metrics      a run's timelines summed up: percentiles, throughput, goodput under a service level
+    http1, connections, answers, api
+                 from a socket's bytes to a timeline, cheaply enough not to disturb what is measured
+    vocabulary, workload, traces
+                 prompts of an exact number of tokens, synthetic or replayed from a recorded trace
+    load         sends a workload, at given times or by a number of users at once
+    show, report progress, table and plot in the terminal; the run as JSON
     options, plan
-                 one run, as it was asked for
+                 one run's flags, and the sessions and arrival times that follow from them
 
 Definitions are those of vLLM's load generator, so that figures can be laid side by side: time to first token (TTFT)
 runs from the request's sending to its first chunk; time per output token (TPOT) is the rest of the answer's time

@@ -1,4 +1,4 @@
-"""From a completion's stream to its timeline."""
+"""From a completion's stream of server-sent events to its timeline."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from typing import Any
 
 import msgspec
 
-from tandem.loadgen.sse import EventSplitter
 from tandem.loadgen.timeline import RequestFailure, Timeline
 
 _MAX_ERROR_TEXT = 300
@@ -24,8 +23,8 @@ class _Choice(msgspec.Struct):
 
     @property
     def announces_only(self) -> bool:
-        """A chat stream's opening event names the speaker. Some servers send it before they have read the prompt:
-        it is no token."""
+        """A chat stream's first event names the role and holds no token; some servers send it before they read the
+        prompt."""
         return (
             self.delta is not None
             and self.delta.role is not None
@@ -52,8 +51,28 @@ class _Event(msgspec.Struct):
 _DECODER = msgspec.json.Decoder(_Event)
 
 
+class EventSplitter:
+    """Only the data of an event matters here; names, ids and comments (servers' keep-alives) do not."""
+
+    def __init__(self) -> None:
+        self._buffer = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The data of every event that is complete now."""
+        self._buffer = (self._buffer + data).replace(b"\r\n", b"\n")
+        *events, self._buffer = self._buffer.split(b"\n\n")
+        return [payload for event in events if (payload := _data_of(event))]
+
+
+def _data_of(event: bytes) -> bytes:
+    if b"\n" not in event and event.startswith(b"data: "):
+        return event[6:]
+    lines = [line[5:].removeprefix(b" ") for line in event.split(b"\n") if line.startswith(b"data:")]
+    return b"\n".join(lines)
+
+
 class AnswerReader:
-    """Takes one response's body as it comes and fills a timeline. Whatever was wrong is raised by `finish`."""
+    """Reads one response's body as it arrives and fills a timeline. `finish` raises what went wrong."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
@@ -84,7 +103,7 @@ class AnswerReader:
             return
         if event.error is not None:
             self._fail("stream_error", _error_text(payload))
-        if event.usage is not None:  # some servers repeat it in every event: the last one counts
+        if event.usage is not None:  # some servers repeat it in every event; the last one counts
             if event.usage.prompt_tokens is not None:
                 self._timeline.prompt_tokens = event.usage.prompt_tokens
             if event.usage.completion_tokens:

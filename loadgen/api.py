@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import enum
 import time
 from pathlib import Path
 
@@ -10,7 +11,6 @@ import msgspec
 
 from tandem.loadgen.answers import AnswerReader
 from tandem.loadgen.connections import NO_HEADERS, HttpClient
-from tandem.loadgen.shape import Endpoint, RequestShape
 from tandem.loadgen.timeline import RequestFailure, Timeline
 from tandem.wire.errors import ConfigurationError
 
@@ -117,3 +117,20 @@ async def served_models(http: HttpClient) -> list[ServedModel]:
         raise ConfigurationError(
             f"{http.authority}/v1/models is not a list of models: name the model with --model"
         ) from error
+
+
+class Endpoint(enum.StrEnum):
+    COMPLETIONS = "completions"
+    CHAT = "chat"
+
+    @property
+    def path(self) -> str:
+        return "/v1/completions" if self is Endpoint.COMPLETIONS else "/v1/chat/completions"
+
+
+class RequestShape(msgspec.Struct, frozen=True):
+    model: str
+    endpoint: Endpoint = Endpoint.COMPLETIONS
+    ignore_eos: bool = True  # so that an answer has exactly the tokens asked for
+    temperature: float | None = None  # None: the server's default
+    timeout_s: float = 600.0

@@ -1,4 +1,4 @@
-"""Asks a workload of a server, and keeps what happened."""
+"""Sends a workload to a server and records every request's timeline."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tandem.wire.errors import ConfigurationError
 class Load:
     """One stream of sessions under one label. Several may run side by side on one event loop.
 
-    With `arrivals` each session is sent at its time, late only if `concurrency` are already running; without, as soon
-    as one of `concurrency` users is free.
+    With `arrivals`, each session is sent at its time, or later if `concurrency` sessions are already running. Without
+    `arrivals`, the next session is sent as soon as one of `concurrency` users is free.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Load:
         return (self._ended or time.perf_counter()) - self._began if self._began else 0.0
 
     def stop(self) -> None:
-        """Send nothing more; what has been sent is still waited for."""
+        """Sends no further requests. Those already sent run to their end."""
         self._stopping.set()
 
     async def run(self, stop_after_s: float | None = None) -> None:

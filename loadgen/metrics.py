@@ -2,15 +2,73 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from statistics import fmean
 
 import msgspec
 
-from tandem.loadgen.percentiles import percentile
-from tandem.loadgen.slo import ServiceLevel
 from tandem.loadgen.timeline import Timeline
+from tandem.wire.errors import ConfigurationError
+
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s)?")
+# A request meets its inter-token limit if this percentile of its own gaps does: one slow gap spoils a short answer, not a
+# long one.
+_ITL_PERCENT = 99.0
+
+
+def percentile(ascending: Sequence[float], percent: float) -> float:
+    """`ascending` must hold at least one value."""
+    place = (len(ascending) - 1) * percent / 100
+    below = int(place)
+    above = min(below + 1, len(ascending) - 1)
+    return ascending[below] + (ascending[above] - ascending[below]) * (place - below)
+
+
+class ServiceLevel(msgspec.Struct, frozen=True):
+    """Limits in seconds; None does not limit."""
+
+    ttft: float | None = None
+    tpot: float | None = None
+    itl: float | None = None
+    e2e: float | None = None
+
+    def is_met_by(self, timeline: Timeline) -> bool:
+        if not timeline.succeeded:
+            return False
+        if self.ttft is not None and timeline.ttft > self.ttft:
+            return False
+        if self.e2e is not None and timeline.e2e > self.e2e:
+            return False
+        if self.tpot is not None and (timeline.tpot or 0.0) > self.tpot:
+            return False
+        if self.itl is not None and len(timeline.chunk_times) > 1:
+            return percentile(sorted(timeline.inter_token), _ITL_PERCENT) <= self.itl
+        return True
+
+    def __str__(self) -> str:
+        limits = {name: getattr(self, name) for name in self.__struct_fields__}
+        return ", ".join(
+            f"{name} ≤ {limit * 1e3:g} ms" for name, limit in limits.items() if limit is not None
+        )
+
+
+def parse_service_level(text: str) -> ServiceLevel:
+    """`name=limit` pairs; a limit without a unit is in milliseconds."""
+    limits: dict[str, float] = {}
+    for pair in text.split(","):
+        name, _, value = pair.strip().partition("=")
+        match = _DURATION.fullmatch(value.strip())
+        if name not in ServiceLevel.__struct_fields__ or match is None:
+            known = ", ".join(ServiceLevel.__struct_fields__)
+            raise ConfigurationError(
+                f"{pair.strip()!r} must be a limit on one of {known}, such as ttft=200ms or itl=0.05s"
+            )
+        if name in limits:
+            raise ConfigurationError(f"{name} is limited twice")
+        limits[name] = float(match[1]) * (1.0 if match[2] == "s" else 1e-3)
+    return ServiceLevel(**limits)
 
 
 class Distribution(msgspec.Struct, frozen=True):
@@ -25,7 +83,7 @@ class Distribution(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> Distribution | None:
-        """None of nothing: a zero would read as a very good result."""
+        """None for no values: a zero would read as a very good result."""
         if not seconds:
             return None
         values = sorted(value * 1e3 for value in seconds)
@@ -47,7 +105,7 @@ class Summary(msgspec.Struct, frozen=True):
     failures: list[FailureCount]
     input_tokens: int
     output_tokens: int
-    short_answers: int  # ended before the tokens asked for: the run is lighter than it says
+    short_answers: int  # ended before `max_tokens`: the run was lighter than its settings say
     requests_per_s: float
     input_tokens_per_s: float
     output_tokens_per_s: float
@@ -69,7 +127,7 @@ def summarize(
     input_tokens = sum(timeline.prompt_tokens for timeline in served)
     output_tokens = sum(timeline.output_tokens for timeline in served)
     good = sum(slo.is_met_by(timeline) for timeline in served) if slo is not None else 0
-    # A run without a single moment in it has no rate.
+    # A run of no duration has no rate.
     per_second = 1.0 / duration_s if duration_s > 0 else 0.0
     return Summary(
         label=label,

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import msgspec
 
-from tandem.loadgen.shape import Endpoint
-from tandem.loadgen.slo import ServiceLevel, parse_service_level
+from tandem.loadgen.api import Endpoint
+from tandem.loadgen.metrics import ServiceLevel, parse_service_level
 from tandem.wire.errors import ConfigurationError
 
 _DEFAULT_REQUESTS = 100

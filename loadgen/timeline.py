@@ -11,7 +11,7 @@ from tandem.wire.errors import TandemError
 class RequestFailure(TandemError):
     """A measured request did not get its answer. `kind` is what failures are counted by:
 
-    connect         nobody listened, or TLS failed
+    connect         the connection was refused, or TLS failed
     disconnected    the connection ended before the answer did
     timeout         the request's own deadline passed
     http_<status>   an answer other than 200
@@ -37,10 +37,10 @@ class Timeline:
     sent_at: float = 0.0
     chunk_times: list[float] = field(default_factory=list)
     text: list[str] = field(default_factory=list)
-    prompt_tokens: int = 0  # what the server counted; before its report, what the workload meant
+    prompt_tokens: int = 0  # the server's count; until it reports one, the workload's
     reported_tokens: int | None = None  # the server's own count of the answer's tokens
     failure: RequestFailure | None = None
-    ended_at: float = 0.0  # also of a failure
+    ended_at: float = 0.0  # set for failures too
     trace: str = ""  # the id under which the server is asked to trace it
 
     @property
@@ -49,7 +49,7 @@ class Timeline:
 
     @property
     def output_tokens(self) -> int:
-        """A server that reports no usage is taken to send one token a chunk."""
+        """If the server reports no usage, each chunk counts as one token."""
         return len(self.chunk_times) if self.reported_tokens is None else self.reported_tokens
 
     @property
@@ -62,7 +62,7 @@ class Timeline:
 
     @property
     def tpot(self) -> float | None:
-        """None for an answer of one token: there is no second one to wait for."""
+        """None for an answer of one token: it has no second token to time."""
         others = self.output_tokens - 1
         return (self.e2e - self.ttft) / others if others > 0 else None
 

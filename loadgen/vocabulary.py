@@ -1,8 +1,8 @@
-"""Prompts of exactly so many tokens.
+"""Prompts of an exact number of tokens.
 
-Text is the hard case: a tokenizer that decodes random tokens seldom encodes the text back to as many. So prompts are
-made of words that are one token each wherever they stand after another word. Cut such a text between any two words,
-or put another behind it, and the counts add up; so prompts can share a prefix to the token.
+Text is the hard case: random tokens decoded to text seldom encode back to the same number. So prompts are made of words
+that are one token each after any other word. Such a text can be cut between any two words, or continued with more words,
+and the counts still add up; so prompts can share a prefix to the token.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import tokenizers
 from tandem.loadgen.api import Prompt
 from tandem.wire.errors import ConfigurationError
 
-# The text's beginning: a word behind it is always a word behind another.
+# Every text begins with this word, so that each drawn word follows another word.
 ANCHOR = "The"
 _WORD = re.compile(
     r"[Ġ▁]([a-z]{2,})"
@@ -41,7 +41,7 @@ class Vocabulary(Protocol):
 
 
 def words_for(vocabulary: Vocabulary, tokens: int) -> int:
-    """How many words make a prompt of so many tokens."""
+    """How many words make a prompt of `tokens` tokens."""
     if tokens <= vocabulary.overhead:
         raise ConfigurationError(
             f"a prompt must have at least {vocabulary.overhead + 1} tokens, not {tokens}"
@@ -50,7 +50,7 @@ def words_for(vocabulary: Vocabulary, tokens: int) -> int:
 
 
 class TextVocabulary:
-    """One model's, prompts as text."""
+    """One model's words, prompts as text."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend
@@ -59,7 +59,7 @@ class TextVocabulary:
 
     @property
     def words(self) -> list[str]:
-        """Each one token behind another; without the space before it."""
+        """Each is one token after another word. Without the space before it."""
         return [word.strip() for word in self._words]
 
     def draw(self, rng: np.random.Generator, words: int) -> list[int]:
@@ -80,7 +80,7 @@ class TextVocabulary:
 
 
 class IdVocabulary:
-    """One model's, prompts as token ids: nothing is left to the server's tokenizer."""
+    """One model's words, prompts as token ids: the server's tokenizer is not involved."""
 
     overhead = 0
 
@@ -100,7 +100,7 @@ class IdVocabulary:
 
 
 class GuessedVocabulary:
-    """No tokenizer at hand: words so common that nearly every model has a token for each."""
+    """Without a tokenizer: words so common that nearly every model has one token for each."""
 
     overhead = 1
     _WORDS = (  # noqa: SIM905 (as a list it would be a page)

@@ -1,10 +1,15 @@
-"""What is asked. A workload is a list of sessions; a session is asked turn by turn, each after the last's answer."""
+"""A workload is a list of sessions. A session's turns are sent one by one, each after the answer to the one before."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import numpy as np
+
 from tandem.loadgen.api import Prompt
+from tandem.loadgen.vocabulary import Vocabulary, words_for
+from tandem.wire.errors import ConfigurationError
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,3 +30,86 @@ class Session:
 
 def single(prompt: Prompt, prompt_tokens: int, max_tokens: int, arrival_s: float | None = None) -> Session:
     return Session((Turn(prompt, prompt_tokens, max_tokens),), arrival_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Tokens of a prompt and of its answer. `spread` 0.2 draws each evenly from 80% to 120% of the mean."""
+
+    input: int
+    output: int
+    spread: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.input < 1 or self.output < 1:
+            raise ConfigurationError("a prompt and an answer must have at least 1 token each")
+        if not 0.0 <= self.spread < 1.0:
+            raise ConfigurationError(
+                f"the lengths' spread must be at least 0 and below 1, not {self.spread:g}"
+            )
+
+    def draw_input(self, rng: np.random.Generator) -> int:
+        return self._draw(rng, self.input)
+
+    def draw_output(self, rng: np.random.Generator) -> int:
+        return self._draw(rng, self.output)
+
+    def _draw(self, rng: np.random.Generator, mean: int) -> int:
+        low = max(1, math.floor(mean * (1 - self.spread)))
+        return int(rng.integers(low, math.ceil(mean * (1 + self.spread)) + 1))
+
+
+def random_prompts(
+    vocabulary: Vocabulary, rng: np.random.Generator, count: int, lengths: Lengths
+) -> list[Session]:
+    """No two prompts have anything in common."""
+    sessions = []
+    for _ in range(count):
+        tokens = lengths.draw_input(rng)
+        prompt = vocabulary.prompt(vocabulary.draw(rng, words_for(vocabulary, tokens)))
+        sessions.append(single(prompt, tokens, lengths.draw_output(rng)))
+    return sessions
+
+
+def shared_prefix(
+    vocabulary: Vocabulary,
+    rng: np.random.Generator,
+    count: int,
+    lengths: Lengths,
+    prefix_tokens: int,
+    prefixes: int,
+) -> list[Session]:
+    """Every prompt begins with one of a few prefixes, in turn; `lengths.input` counts what follows it."""
+    if prefixes < 1:
+        raise ConfigurationError("there must be at least 1 shared prefix")
+    heads = [vocabulary.draw(rng, words_for(vocabulary, prefix_tokens)) for _ in range(prefixes)]
+    sessions = []
+    for index in range(count):
+        own = lengths.draw_input(rng)
+        prompt = vocabulary.prompt([*heads[index % prefixes], *vocabulary.draw(rng, own)])
+        sessions.append(single(prompt, prefix_tokens + own, lengths.draw_output(rng)))
+    return sessions
+
+
+def multi_turn(
+    vocabulary: Vocabulary,
+    rng: np.random.Generator,
+    count: int,
+    lengths: Lengths,
+    turns: int,
+    turn_tokens: int,
+    think_s: float,
+) -> list[Session]:
+    """Conversations: the first prompt has `lengths.input` tokens, each later turn adds the answer and `turn_tokens`."""
+    if turns < 1 or turn_tokens < 1:
+        raise ConfigurationError("a conversation must have at least 1 turn, and a turn at least 1 token")
+    sessions = []
+    for _ in range(count):
+        tokens = lengths.draw_input(rng)
+        opening = vocabulary.prompt(vocabulary.draw(rng, words_for(vocabulary, tokens)))
+        asked = [Turn(opening, tokens, lengths.draw_output(rng))]
+        for _ in range(turns - 1):
+            said = vocabulary.continuation(vocabulary.draw(rng, turn_tokens))
+            asked.append(Turn(said, turn_tokens, lengths.draw_output(rng), wait_s=think_s))
+        sessions.append(Session(tuple(asked)))
+    return sessions

@@ -4,9 +4,11 @@ time leaves of them."""
 from __future__ import annotations
 
 import os
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from tandem.machine.control_groups import folders_of
+from tandem.wire.errors import ConfigurationError
 
 
 def usable_cores() -> int:
@@ -36,3 +38,17 @@ def _quota(folder: Path) -> float | None:
             return None
     # Without a limit the one says max, the other -1.
     return int(limit) / int(period) if limit.isdigit() and period.isdigit() and int(period) else None
+
+
+def threads_here() -> list[int]:
+    return [int(name) for name in os.listdir("/proc/self/task")]
+
+
+def bind(threads: Iterable[int], cores: Collection[int]) -> None:
+    for thread_id in threads:
+        try:
+            os.sched_setaffinity(thread_id, cores)
+        except ProcessLookupError:
+            continue  # it ended meanwhile
+        except OSError as error:
+            raise ConfigurationError(f"cannot bind to cores {sorted(cores)}: {error}") from error

@@ -16,7 +16,7 @@ from typing import Generic, Protocol, TypeVar
 
 from tandem.engine.core import Engine
 from tandem.engine.scheduling.update import RequestUpdate
-from tandem.machine.affinity import bind
+from tandem.machine.cores import bind
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,7 @@ from benchmarks.side_by_side.handovers import measure_handovers
 from benchmarks.side_by_side.loads import Examiner, Plan, Questions
 from benchmarks.side_by_side.outcome import Absence, Examined, Gaps, Handovers, Outcome, Start, judge
 from benchmarks.side_by_side.systems import Started, System, check_alive, running
-from tandem.loadgen.metrics import summarize
-from tandem.loadgen.slo import ServiceLevel
+from tandem.loadgen.metrics import ServiceLevel, summarize
 from tandem.loadgen.vocabulary import Vocabulary
 from tandem.wire.errors import TandemError
 

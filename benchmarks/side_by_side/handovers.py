@@ -10,7 +10,7 @@ import httpx
 
 from tandem.cluster.saving import save_picture
 from tandem.cluster.trace.account import handover
-from tandem.cluster.trace.fetch import TraceClient
+from tandem.cluster.trace.command import TraceClient
 from tandem.cluster.trace.picture import draw_trace
 from tandem.loadgen.api import Prompt
 from tandem.wire.errors import Unavailable

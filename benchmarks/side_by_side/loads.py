@@ -12,15 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 from rich.console import Console
 
-from tandem.loadgen.api import Api
+from tandem.loadgen.api import Api, RequestShape
 from tandem.loadgen.connections import Address, HttpClient
 from tandem.loadgen.load import Load
-from tandem.loadgen.progress import with_progress
-from tandem.loadgen.shape import RequestShape
-from tandem.loadgen.synthetic import Lengths, random_prompts, shared_prefix
+from tandem.loadgen.show import with_progress
 from tandem.loadgen.timeline import Timeline
 from tandem.loadgen.vocabulary import Vocabulary
-from tandem.loadgen.workload import Session
+from tandem.loadgen.workload import Lengths, Session, random_prompts, shared_prefix
 from tandem.wire.errors import Unavailable
 
 ALONE, BESIDE, LONG = "chats alone", "chats beside long prompts", "the long prompts"

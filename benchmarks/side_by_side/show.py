@@ -22,7 +22,7 @@ from benchmarks.side_by_side.outcome import (
     ttft,
 )
 from tandem.cluster.saving import new_figure
-from tandem.loadgen.plot import distribution
+from tandem.loadgen.show import distribution
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -17,20 +17,17 @@ from rich.console import Console
 from tandem.cluster.api_client import key_from_environment
 from tandem.cluster.models.store import find_model
 from tandem.cluster.saving import as_json, check_file, check_picture, new_figure, save_picture, write_json
-from tandem.cluster.trace.fetch import TraceClient
+from tandem.cluster.trace.command import TraceClient
 from tandem.cluster.trace.picture import draw_trace
 from tandem.cluster.trace.text import show_trace
-from tandem.loadgen.api import Api, ServedModel, served_models
+from tandem.loadgen.api import Api, RequestShape, ServedModel, served_models
 from tandem.loadgen.connections import Address, HttpClient
 from tandem.loadgen.load import Load
 from tandem.loadgen.metrics import summarize
 from tandem.loadgen.options import Options, PromptFormat, options_from
 from tandem.loadgen.plan import arrival_times, make_sessions
-from tandem.loadgen.plot import plot_run
-from tandem.loadgen.progress import with_progress
 from tandem.loadgen.report import make_report
-from tandem.loadgen.shape import RequestShape
-from tandem.loadgen.table import print_summary
+from tandem.loadgen.show import plot_run, print_summary, with_progress
 from tandem.loadgen.vocabulary import (
     GuessedVocabulary,
     IdVocabulary,

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
+from typing import TypeVar
+from urllib.parse import quote
 
+import httpx
+import msgspec
 from rich.console import Console
 
+from tandem.cluster.api_client import ApiClient
 from tandem.cluster.saving import as_json, check_picture, save_picture, write_json
-from tandem.cluster.trace.fetch import TraceClient
 from tandem.cluster.trace.picture import draw_trace
 from tandem.cluster.trace.text import show_list, show_trace
-from tandem.wire.errors import ConfigurationError
+from tandem.router.tracing.record import TraceList, TraceRecord
+from tandem.wire.errors import ConfigurationError, InternalError
 
 
 def run(
@@ -36,3 +42,40 @@ def run(
     if picture is not None:
         save_picture(draw_trace(record), picture)
     return 0
+
+
+# A prefill node tells when its transfer is confirmed, which can be a moment after the answer's end.
+COMPLETE_WITHIN_S = 2.0
+_ASK_AGAIN_S = 0.1
+
+T = TypeVar("T")
+
+
+class TraceClient:
+    def __init__(self, url: str, key: str | None, transport: httpx.BaseTransport | None = None) -> None:
+        self._api = ApiClient(url, key, transport)
+
+    def close(self) -> None:
+        self._api.close()
+
+    def recent(self) -> TraceList:
+        return self._get("/traces", TraceList)
+
+    def find(self, name: str) -> TraceRecord:
+        """Waits a moment for what is still to come of it."""
+        deadline = time.monotonic() + COMPLETE_WITHIN_S
+        while True:
+            record = self._get(f"/traces/{quote(name, safe='')}", TraceRecord)
+            complete = record.ended is not None and not record.missing
+            if complete or time.monotonic() > deadline:
+                return record
+            time.sleep(_ASK_AGAIN_S)
+
+    def _get(self, path: str, kind: type[T]) -> T:
+        response = self._api.get(path)
+        try:
+            return msgspec.json.decode(response.content, type=kind)
+        except msgspec.MsgspecError as error:
+            raise InternalError(
+                f"{self._api.url}{path} does not look like a Tandem router's: {error}"
+            ) from error

@@ -19,8 +19,8 @@ from benchmarks.side_by_side.loads import QUICK, Examination, Measured, cells_of
 from benchmarks.side_by_side.outcome import Absence, Outcome, Start
 from benchmarks.side_by_side.resume import Kept, keep, resume
 from benchmarks.side_by_side.systems import System
+from tandem.loadgen.metrics import parse_service_level
 from tandem.loadgen.report import Machine
-from tandem.loadgen.slo import parse_service_level
 from tandem.loadgen.timeline import Timeline
 from tandem.loadgen.vocabulary import GuessedVocabulary
 from tandem.wire.errors import ConfigurationError, Unavailable

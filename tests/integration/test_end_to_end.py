@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from tandem.cluster.trace.account import a_step, first_token_s, handover, way_to_first_token
-from tandem.cluster.trace.fetch import TraceClient
+from tandem.cluster.trace.command import TraceClient
 from tandem.wire.tracing import Phase
 from tests.faults.processes import actors
 from tests.integration.conftest import (

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.loadgen.answers import EventSplitter
 from tandem.loadgen.http1 import MalformedResponse, ResponseParser
-from tandem.loadgen.sse import EventSplitter
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\n"
 

@@ -5,10 +5,9 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import pytest
 
-from tandem.loadgen.api import Api
+from tandem.loadgen.api import Api, Endpoint, RequestShape
 from tandem.loadgen.connections import Address, HttpClient
 from tandem.loadgen.load import Load
-from tandem.loadgen.shape import Endpoint, RequestShape
 from tandem.loadgen.workload import Session, Turn, single
 from tandem.wire.errors import ConfigurationError
 from tests.loadgen.fake_server import Exchange, FakeServer, complete, serving

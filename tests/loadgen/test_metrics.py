@@ -5,9 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.loadgen.metrics import Distribution, summarize
-from tandem.loadgen.percentiles import percentile
-from tandem.loadgen.slo import parse_service_level
+from tandem.loadgen.metrics import Distribution, parse_service_level, percentile, summarize
 from tandem.loadgen.timeline import RequestFailure, Timeline
 
 

@@ -7,9 +7,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from tandem.loadgen.api import Api, Prompt
+from tandem.loadgen.api import Api, Endpoint, Prompt, RequestShape
 from tandem.loadgen.connections import Address, HttpClient
-from tandem.loadgen.shape import Endpoint, RequestShape
 from tandem.loadgen.timeline import Timeline
 from tandem.wire.errors import ConfigurationError
 from tests.loadgen.fake_server import Exchange, FakeServer, complete, serving

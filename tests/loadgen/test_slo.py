@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.loadgen.slo import ServiceLevel, parse_service_level
+from tandem.loadgen.metrics import ServiceLevel, parse_service_level
 from tandem.loadgen.timeline import RequestFailure, Timeline
 from tandem.wire.errors import ConfigurationError
 
