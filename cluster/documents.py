@@ -33,7 +33,7 @@ def settings_page(page: str) -> str:
         found = _ROW.match(line)
         if found is None:
             lines.append(line)
-        elif found[1] in rows:
+        elif found[1] in rows and found[1] not in there:
             there.add(found[1])
             lines.append(rows[found[1]])
     for name in [name for name in rows if name not in there]:

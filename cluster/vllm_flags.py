@@ -85,6 +85,7 @@ _ONE_DEVICE = (
     "with --prefill N and --decode N, or --aggregated N"
 )
 _POOLS = "give each pool its nodes: --prefill N and --decode N, or --aggregated N for nodes that do both"
+_SAMPLING = {"auto": "model", "vllm": "openai"}
 TOOL_FORMATS = {"llama3_json": "llama3", "llama4_json": "llama3"}
 
 VLLM: tuple[Flag, ...] = (
@@ -172,6 +173,8 @@ VLLM: tuple[Flag, ...] = (
     Flag(("--enable-request-id-headers",), Holds("every answer has its x-request-id"), 0),
     Flag(("--disable-log-stats",), Answered("the log holds no statistics, /metrics does: leave the flag out"), 0),
     # the API
+    Flag(("--chat-template",), sets("router.chat_template")),
+    Flag(("--generation-config", "--sampling-defaults"), sets("router.sampling_defaults", _SAMPLING)),
     Flag(("--enable-auto-tool-choice",), Holds("a request that brings tools gets `tool_choice: auto`"), 0),
     Flag(
         ("--tool-call-parser",),

@@ -57,6 +57,8 @@ COMMANDS: list[tuple[Sequence[str], dict[str, object]]] = [
     (["--tool-call-parser", "llama3_json", "--enable-auto-tool-choice"], {"router.tool_format": "llama3"}),
     (["--allowed-origins", '["https://a.example"]'], {"router.cors_origins": ["https://a.example"]}),
     (["-tp", "1", "--tensor-parallel-size", "1", "--distributed-executor-backend", "ray"], {}),
+    (["--generation-config", "vllm"], {"router.sampling_defaults": "openai"}),
+    (["--chat-template", "t.jinja"], {"router.chat_template": "t.jinja"}),
     (["--otlp-traces-endpoint", "http://c:4318"], {"router.tracing.otlp_endpoint": "http://c:4318"}),
 ]
 
