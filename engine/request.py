@@ -5,11 +5,10 @@ from __future__ import annotations
 import enum
 import time
 from collections.abc import Sequence
-from typing import Protocol
 
 import msgspec
 
-from tandem.engine.cache.hashing import Hashed
+from tandem.engine.cache.hashing import BlockHasher
 from tandem.wire.requests import KVTransferParams
 from tandem.wire.sampling import FinishReason, SamplingParams
 
@@ -56,14 +55,6 @@ class MediaFeature(msgspec.Struct, frozen=True):
     identifier: str  # a hash of the content
     offset: int
     length: int
-
-
-class BlockHasher(Protocol):
-    @property
-    def block_size(self) -> int: ...
-    def extend(self, chain: list[bytes], request: Hashed) -> None:
-        """Appends the hashes of the full blocks that `chain` does not cover yet."""
-        ...
 
 
 def _reads_history(sampling: SamplingParams) -> bool:
@@ -147,20 +138,20 @@ class Request:
         self.all_token_ids = [*prompt_token_ids, *output_token_ids]
         self.num_prompt_tokens = len(prompt_token_ids)
         self.num_tokens = len(self.all_token_ids)
-        # It moved here with these. They count as its output, and are computed as a prompt is.
+        # Output tokens that the request brought from another node. They are computed as part of a prompt.
         self.num_initial_output_tokens = len(output_token_ids)
         self.spec_token_ids: list[int] = []  # drafts, to be verified in the next step
 
         self.num_computed_tokens = 0
         self.num_output_placeholders = 0  # tokens of the open step, which is still under way
         self.num_external_tokens = 0  # promised by the connector
-        self.valid_load_tokens: int | None = None  # a load under way has spoilt all tokens behind these
+        self.valid_load_tokens: int | None = None  # a load under way has overwritten all tokens after these
         self.num_cached_tokens = -1  # found in the prefix cache when first admitted; -1 before
         self.num_preemptions = 0
-        self.has_loaded = False  # KV came from outside, or tried to: it is never asked for again
+        self.has_loaded = False  # a connector has loaded KV, or failed to: it is not asked again
 
         self.status = RequestStatus.WAITING
-        # What it may be given next is decided on the host, from all that it has: its steps run one after the other.
+        # The next token depends on the tokens so far on the host, so its steps cannot be planned ahead.
         self.needs_its_last_token = _reads_history(sampling)
         # Set by `limit`, when a scheduler accepts the request.
         self.length_limit = self.num_prompt_tokens + sampling.max_tokens
@@ -174,7 +165,7 @@ class Request:
             self.hash_with(block_hasher)
 
     def hash_with(self, hasher: BlockHasher) -> None:
-        """Hashes what there is now, so that no step has to; raises InvalidRequest for what is no token."""
+        """Hashes the tokens there are, so that no step has to. Raises InvalidRequest for an id that is not a token."""
         hasher.extend(self._block_hashes, self)
         self.block_hasher = hasher
 

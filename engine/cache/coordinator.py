@@ -99,20 +99,20 @@ class Coordinator(abc.ABC):
 
 
 class NoCacheCoordinator(Coordinator):
-    """Without prefix caching nothing is ever found, and a request's blocks have no horizon but their number."""
+    """Without prefix caching there are no hits, and a request's horizon is its number of blocks."""
 
     def find_longest_hit(self, block_hashes: Sequence[bytes], max_tokens: int) -> tuple[Tables, int]:
         return [[] for _ in self.managers], 0
 
     def cache_full_blocks(self, request: Request, num_tokens: int) -> None:
-        """Nothing is filed."""
+        """Without prefix caching no block is cached."""
 
     def num_common_prefix_blocks(self, request_id: str) -> list[int]:
         return [0] * len(self.managers)
 
 
 class UnitaryCoordinator(Coordinator):
-    """One group: what it finds is found."""
+    """One group, whose hit is the answer."""
 
     def __init__(self, groups: Sequence[KVCacheGroup], pool: BlockPool) -> None:
         super().__init__(groups, pool)
@@ -125,8 +125,8 @@ class UnitaryCoordinator(Coordinator):
 
 
 class HybridCoordinator(Coordinator):
-    """Groups of several kinds: each shortens what the one before it accepts, round after round, until a whole
-    round accepts the same length. Lengths are multiples of every group's block size, so the loop is finite."""
+    """Groups of several kinds: each may shorten the hit that the one before it found, round after round, until a whole
+    round keeps the same length. Lengths are multiples of every group's block size, so the loop is finite."""
 
     def __init__(self, groups: Sequence[KVCacheGroup], pool: BlockPool) -> None:
         super().__init__(groups, pool)

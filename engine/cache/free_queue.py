@@ -1,4 +1,4 @@
-"""The blocks that nobody uses, least recently used first.
+"""The blocks that no table uses, least recently used first.
 
 A doubly linked list threaded through two columns that are indexed by block id: no node objects, so a queue
 of a million blocks is built in milliseconds and the garbage collector never walks it. One sentinel closes the

@@ -10,7 +10,7 @@ from tandem.engine.cache.group_manager import GroupManager
 
 class FullAttentionManager(GroupManager):
     def find_longest_hit(self, block_hashes: Sequence[bytes], max_tokens: int, alignment: int) -> list[int]:
-        """From the left, to the first miss: behind it the chain can't match."""
+        """Searches from the left to the first miss. After it the chain of hashes cannot match."""
         per_block = self._hashes_per_block
         ends = islice(block_hashes, per_block - 1, max_tokens // self.block_size * per_block, per_block)
         hits = self._pool.lookup_run(self.index, ends)
@@ -21,7 +21,7 @@ class FullAttentionManager(GroupManager):
         return 0
 
     def drop_skipped_blocks(self, request_id: str, num_computed_tokens: int) -> None:
-        """There are none."""
+        """Full attention skips none."""
 
     def max_blocks(self, num_tokens: int, max_new_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

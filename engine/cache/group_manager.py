@@ -14,14 +14,14 @@ from tandem.wire.errors import InternalError
 
 class GroupManager(abc.ABC):
     """Tables only grow: block i of a request holds its tokens `i * block_size` onwards, for as long as it has
-    blocks. A place whose block is no longer kept holds the null block."""
+    blocks. A place whose block was dropped holds the null block."""
 
     def __init__(self, index: int, group: KVCacheGroup, pool: BlockPool, hash_block_size: int) -> None:
         self.index = index
         self.block_size = group.block_size
         self.tables: dict[str, list[int]] = {}
         self._pool = pool
-        # Leading places of a table that need no more caching: they are cached, or have been given up.
+        # Leading places of a table that need no more caching: they are cached, or were dropped.
         self._num_cached: dict[str, int] = {}
         # A block may span several hashes. The last of them stands for it, as for all before it.
         self._hashes_per_block = group.block_size // hash_block_size
@@ -82,8 +82,8 @@ class GroupManager(abc.ABC):
         return blocks
 
     def cache_full_blocks(self, request: Request, num_tokens: int) -> None:
-        """Files the blocks that are full of the first `num_tokens` tokens under their hashes. Drafts have no
-        hash: a block with one in it can't be found before the draft has turned out right."""
+        """Caches the blocks that the first `num_tokens` tokens fill. Drafts have no hash: a block that holds one cannot be
+        found before the draft is accepted."""
         full = num_tokens // self.block_size
         cached = self._num_cached[request.request_id]
         if full <= cached:
@@ -94,25 +94,25 @@ class GroupManager(abc.ABC):
             return
         table, pool = self.tables[request.request_id], self._pool
         for i in range(cached, full):
-            # Requests that share a block and had to compute it again file it once.
+            # Requests that share a block and had to compute it again cache it once.
             if table[i] != NULL_BLOCK_ID and table[i] not in pool.hashes:
                 pool.cache(self.index, table[i], hashes[(i + 1) * per_block - 1])
         self._num_cached[request.request_id] = full
 
     def horizon(self, request_id: str, num_lookahead_tokens: int) -> int:
-        """While a request's tokens end here or before there is nothing to allocate, cache or give back."""
+        """While a request has no more tokens than this, there is nothing to allocate, cache or release for it."""
         allocated = len(self.tables[request_id]) * self.block_size - num_lookahead_tokens
         if not self._pool.caching:
             return allocated
         return min(allocated, (self._num_cached[request_id] + 1) * self.block_size - 1)
 
     def cached_blocks_from(self, request_id: str, num_tokens: int) -> list[int]:
-        """Blocks that hold anything behind the first `num_tokens` tokens and can be found."""
+        """Cached blocks that hold tokens after the first `num_tokens`."""
         first, end = num_tokens // self.block_size, self._num_cached.get(request_id, 0)
         return [block for block in self.tables.get(request_id, ())[first:end] if block != NULL_BLOCK_ID]
 
     def forget_after(self, request_id: str, num_tokens: int) -> None:
-        """Only the first `num_tokens` tokens' KV is right: full blocks behind are not found any more."""
+        """Uncaches the full blocks after the first `num_tokens` tokens, whose KV alone is right."""
         valid = num_tokens // self.block_size
         if self._num_cached.get(request_id, 0) > valid:
             for block in self.cached_blocks_from(request_id, num_tokens):
@@ -120,7 +120,7 @@ class GroupManager(abc.ABC):
             self._num_cached[request_id] = valid
 
     def check_table(self, request: Request) -> None:
-        """The table covers what is computed, and a block in it that can be found is found for what it holds."""
+        """Checks that the table covers the computed tokens, and that every cached block in it has the hash of its tokens."""
         table = self.tables[request.request_id]
         if len(table) * self.block_size < request.num_computed_tokens:
             raise InternalError(f"{request!r} has {len(table)} blocks in group {self.index}")
@@ -129,12 +129,14 @@ class GroupManager(abc.ABC):
             filed = self._pool.hashes.get(block)
             end = (i + 1) * per_block
             if filed is not None and (end > len(hashes) or filed != hashes[end - 1]):
-                raise InternalError(f"block {block} of {request!r} is filed as what it does not hold")
+                raise InternalError(
+                    f"block {block} of {request!r} is cached under a hash that is not its tokens'"
+                )
             if filed is not None and (i + 1) * self.block_size > request.num_computed_tokens:
-                raise InternalError(f"block {block} of {request!r} is filed before it is computed")
+                raise InternalError(f"block {block} of {request!r} is cached before it is computed")
 
     def free(self, request_id: str) -> None:
-        """The last block first: the further back, the fewer prefixes it is part of, the sooner it may go."""
+        """Releases the last block first: later blocks are part of fewer prefixes, so they may be evicted sooner."""
         self._num_cached.pop(request_id, None)
         table = self.tables.pop(request_id, None)
         if table:

@@ -18,8 +18,8 @@ class KVCacheManager:
         | computed | found | external | new | lookahead |
                              <-------- slots ---------->
 
-    `computed` has its KV and its blocks already, `found` lies in the prefix cache, `external` is brought by a
-    connector, `new` is computed in this step, and `lookahead` is room for the drafts of the next.
+    `computed` tokens have KV and blocks already, `found` are in the prefix cache, `external` are loaded by a connector,
+    `new` are computed in this step, and `lookahead` is room for the next step's drafts.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class KVCacheManager:
         self._no_blocks: Tables = [[] for _ in groups]
         # The longest that one request can become, when it has the whole pool to itself.
         self.max_request_tokens = self._longest_request(max_model_len)
-        # Blocks that tokens of this step are the first to use since they were free.
+        # Blocks that were free before this step and hold its tokens now.
         self._fresh: list[int] = []
 
     def _longest_request(self, max_model_len: int) -> int:
@@ -82,7 +82,7 @@ class KVCacheManager:
             return None
         coordinator.adopt(request_id, hits, computed)
         blocks = coordinator.grow(request_id, num_slots)
-        # What a connector writes to is its business, even where it fills a block only in part.
+        # Blocks that a connector writes to are not zeroed, even where it fills a block only in part.
         for manager, new in zip(coordinator.managers, blocks, strict=True):
             table = manager.tables[request_id]
             external_end = -(-computed // manager.block_size) if num_external_tokens else 0
@@ -94,7 +94,7 @@ class KVCacheManager:
 
     def extend_slots(self, request: Request, num_new_tokens: int) -> Tables | None:
         """Slots for a request that has blocks. New blocks per group, or None when there are not enough, and then
-        nothing has changed, except that blocks which nobody will read any more have been given back.
+        nothing has changed, except that blocks outside the attention window have been released.
 
         Called only beyond `request.allocation_horizon`: up to there it would do nothing.
         """
@@ -130,7 +130,7 @@ class KVCacheManager:
         return max(ahead, 0)
 
     def cache_loaded(self, request: Request) -> None:
-        """What a connector brought is here, and right, up to the request's computed tokens."""
+        """Caches the blocks that a connector has loaded and verified, up to the request's computed tokens."""
         self.coordinator.cache_full_blocks(request, request.num_computed_tokens)
         request.allocation_horizon = self.coordinator.horizon(request.request_id, self._num_lookahead)
 
@@ -147,12 +147,12 @@ class KVCacheManager:
             request.num_computed_tokens = 0
 
     def uncache(self, blocks: Iterable[int]) -> None:
-        """Nobody finds these blocks any more."""
+        """Removes these blocks from the prefix cache."""
         for block in blocks:
             self.pool.uncache(block)
 
     def cached_blocks_from(self, request: Request, num_tokens: int) -> list[int]:
-        """The request's blocks that hold anything behind its first `num_tokens` tokens and can be found."""
+        """The request's cached blocks that hold tokens after its first `num_tokens`."""
         return [
             block
             for manager in self.coordinator.managers
@@ -171,7 +171,7 @@ class KVCacheManager:
         return first
 
     def forget_uncomputed(self, request: Request) -> None:
-        """Blocks that were filed for tokens that were never computed are not found any more."""
+        """Uncaches blocks whose tokens were never computed."""
         self.coordinator.forget_after(request.request_id, request.num_computed_tokens)
 
     def free(self, request: Request) -> None:
@@ -202,8 +202,8 @@ class KVCacheManager:
         return self.pool.reset()
 
     def check_integrity(self, owners: dict[str, Request]) -> None:
-        """`owners` are the requests that should have blocks. Besides the pool's own invariants: nobody else has
-        any, a table covers what is computed, and a cached block is the one that its request would look up."""
+        """`owners` are the requests that should have blocks. Besides the pool's own invariants: no other
+        request has blocks, a table covers the computed tokens, and a cached block has the hash that its request would look up."""
         managers = self.coordinator.managers
         self.pool.check_integrity(table for manager in managers for table in manager.tables.values())
         for manager in managers:

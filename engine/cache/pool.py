@@ -1,12 +1,12 @@
-"""All blocks of the KV cache: who uses how many, what they hold, and which to give away next.
+"""All blocks of the KV cache: how many tables use each, what it holds, and which to evict next.
 
-A block is a number. What there is to know of it stands in columns: how many tables it is in, and the hash of
-what it holds, when it is full and can be found again. The columns are plain memory that the garbage collector
-does not walk: a step costs the same with a million blocks as with a thousand. Block 0 is the null block: it fills the places of a
-table where nothing is kept, belongs to nobody, and is never free.
+A block is a number. Its state stands in columns: how many tables it is in, and the hash of its content when it is full
+and cached. The columns are plain memory that the garbage collector does not walk, so a step costs the same with a million
+blocks as with a thousand. Block 0 is the null block: it fills the places of a table where nothing is kept, is in no count,
+and is never free.
 
-A block that nobody uses keeps its content and its hash until it is taken for something else (lazy eviction):
-until then a request with the same prefix gets it back.
+A free block keeps its content and its hash until it is taken for other tokens (lazy eviction); until then a request with
+the same prefix can use it again.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class BlockPool:
             cached[block_hash] = {there: None, block: None}
 
     def uncache(self, block: int) -> None:
-        """Nobody finds this block any more. One that is not cached is left as it is."""
+        """Removes the block from the prefix cache, if it is there."""
         block_hash = self.hashes.pop(block, None)
         if block_hash is None:
             return
@@ -131,11 +131,11 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        """Blocks that can be found, in use or not."""
+        """Blocks in the prefix cache, in use or free."""
         return len(self.hashes)
 
     def reset(self) -> bool:
-        """Forgets everything cached, if nobody uses any block; the content may no longer mean what it did."""
+        """Empties the prefix cache, if no block is in use. Called when cached content is no longer valid."""
         if self.num_free != self.num_usable:
             return False
         self.hashes.clear()

@@ -1,5 +1,5 @@
-"""Sliding-window attention: a token reads itself and the `window - 1` before it. What lies further back is
-given up as the request goes on, and a prefix counts as found when the window before its end is there."""
+"""Sliding-window attention: a token reads itself and the `window - 1` tokens before it. Earlier blocks are freed as the
+request goes on, and a prefix is a hit when the window before its end is cached."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class SlidingWindowManager(GroupManager):
         self._num_dropped: dict[str, int] = {}  # leading places of a table that are null
 
     def find_longest_hit(self, block_hashes: Sequence[bytes], max_tokens: int, alignment: int) -> list[int]:
-        """From the right, to the first run of cached blocks that covers a window; what lies before it is null.
-        A run that reaches the very beginning is a hit however short it is."""
+        """Searches from the right to the first run of cached blocks that covers a window; places before the run are null.
+        A run that reaches the first block is a hit however short it is."""
         per_block = self._hashes_per_block
         wanted = max(-(-(self._window - 1) // self.block_size), 1)
         limit = min(max_tokens // self.block_size, len(block_hashes) // per_block)
@@ -69,7 +69,7 @@ class SlidingWindowManager(GroupManager):
         return min(super().horizon(request_id, num_lookahead_tokens), next_drop)
 
     def num_common_prefix_blocks(self, request_id: str) -> int:
-        """Early blocks come and go: none is shared by all for long enough to be worth counting."""
+        """Early blocks are dropped as the window moves, so none is shared long enough to be worth counting."""
         return 0
 
     def can_resume_at(self, request_id: str, num_tokens: int) -> bool:
