@@ -2,7 +2,7 @@
 
 admission    how many at once, who waits, whose turn is next
 spec         what is asked for, once checked
-ledger       tokens by index from two nodes, merged into one sequence
+ledger       tokens by index from two nodes, merged into one sequence; logprobs: their log-probabilities, as numbers
 attempt      one try on one pair of nodes
 life         from the first submission to the one end, across attempts
 dispatcher   finds the life that a message belongs to; starts them

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from tandem.router.dispatch.logprobs import LogprobStore
 from tandem.wire.errors import InternalError
 from tandem.wire.requests import TokenChunk
-from tandem.wire.sampling import FinishReason, TokenLogprobs
+from tandem.wire.sampling import FinishReason
 
 
 class TokenMismatch(InternalError):
@@ -20,7 +21,7 @@ class TokenLedger:
 
     def __init__(self, *, wants_logprobs: bool) -> None:
         self.tokens: list[int] = []
-        self.logprobs: list[TokenLogprobs] = []
+        self.logprobs = LogprobStore()
         self.finish: FinishReason | None = None
         self.stop_token: int | None = None
         self._wants_logprobs = wants_logprobs

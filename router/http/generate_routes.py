@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -16,6 +16,7 @@ from tandem.router.http.disconnect import until_disconnect
 from tandem.router.http.errors import Draining
 from tandem.router.http.event_stream import EventStream
 from tandem.router.http.gate import Exchange, exchange_of
+from tandem.router.http.respond import send_pieces
 from tandem.router.http.services import Services
 from tandem.router.openai.answer import AnswerHead
 from tandem.router.openai.chat_answer import ChatStream, whole_chat
@@ -24,11 +25,15 @@ from tandem.router.openai.choice import Choice, Delta
 from tandem.router.openai.completion_answer import CompletionStream, whole_completion
 from tandem.router.openai.completion_request import CompletionRequest
 from tandem.router.openai.fields import SamplingFields
+from tandem.router.openai.pieces import Turn
 from tandem.router.openai.plan import Caller, Plan, ServedModel, plan_chat, plan_completion
 from tandem.router.openai.reading import ReadChoice, read_all
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.router.tracing.trace import RequestTrace
 from tandem.wire.tracing import Phase
+
+# What an answer that has fallen behind its client writes at once.
+WRITE_BYTES = 64 << 10
 
 R = TypeVar("R", CompletionRequest, ChatRequest)
 
@@ -45,7 +50,7 @@ class Endpoint(msgspec.Struct, frozen=True):
     id_prefix: str
     request_type: Any
     plan: Callable[[Any, ServedModel, Caller], Awaitable[Plan]]
-    whole: Callable[[AnswerHead, Plan, Any, Sequence[ReadChoice], Tokenizer], bytes]
+    whole: Callable[[AnswerHead, Plan, Any, Sequence[ReadChoice], Tokenizer], Iterator[bytes]]
     stream: Callable[[AnswerHead, Plan, Any, Sequence[Choice], Tokenizer], AnswerStream]
 
 
@@ -149,14 +154,8 @@ class GenerateRoute:
             await self._stream(scope, send, generation, choices, answer, trace)
             return
         read = await read_all(generation, choices)
-        body = self._endpoint.whole(head, plan, request, read, tokenizer)
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(body)).encode()),
-            *_routing_headers(generation),
-        ]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": body, "more_body": False})
+        pieces = self._endpoint.whole(head, plan, request, read, tokenizer)
+        await send_pieces(send, pieces, _routing_headers(generation))
         if trace is not None:
             trace.flushed(time.monotonic())
 
@@ -181,7 +180,9 @@ class GenerateRoute:
             if delta is None:
                 return b""
             unfinished -= delta.finish_reason is not None
-            return answer.events(choice, delta)
+            events = answer.events(choice, delta)
+            life.ledger.logprobs.forget(choice.completion_tokens)
+            return events
 
         def show(life: RequestLife) -> bool:
             """Tokens in the middle of an answer, for a client that keeps up, are all that is shown from here."""
@@ -196,6 +197,7 @@ class GenerateRoute:
             return False
 
         generation.show_with(show)
+        turn = Turn()
         while unfinished:
             failure = None
             news = await generation.news()
@@ -203,7 +205,14 @@ class GenerateRoute:
             unwritten.clear()
             for life in news:
                 events += read(life)
+                while by_life[life].behind:
+                    if len(events) > WRITE_BYTES:
+                        await stream.write(events)
+                        events = b""
+                    await turn.pass_on()
+                    events += read(life)
                 failure = by_life[life].failed or failure
+                await turn.pass_on()
             if failure is not None:
                 if stream.begun:  # then every token that came is shown; else the failure is a status code
                     await stream.write(events)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -11,6 +11,7 @@ from tandem.router.openai.answer import AnswerHead, StreamedUsage, event
 from tandem.router.openai.chat_request import ChatRequest
 from tandem.router.openai.choice import Choice, Delta
 from tandem.router.openai.logprobs import chat_logprobs, prompt_logprobs
+from tandem.router.openai.pieces import json_pieces
 from tandem.router.openai.plan import Plan
 from tandem.router.openai.reading import ReadChoice
 from tandem.router.openai.tool_calls import ToolCallReader
@@ -23,29 +24,34 @@ CHUNK = "chat.completion.chunk"
 
 def whole_chat(
     head: AnswerHead, plan: Plan, request: ChatRequest, read: Sequence[ReadChoice], tokenizer: Tokenizer
-) -> bytes:
-    choices: list[dict[str, Any]] = []
-    for one in read:
-        message, finish_reason = _message(plan, one)
-        logprobs = (
-            chat_logprobs(one.tokens, tokenizer, request.top_logprobs or 0) if request.logprobs else None
-        )
-        choices.append(
-            {
-                "index": one.choice.index,
-                "message": message,
-                "logprobs": logprobs,
-                "finish_reason": finish_reason,
-                **({"token_ids": one.choice.token_ids} if plan.return_token_ids else {}),
-            }
-        )
-    body = {**head.fields(OBJECT), "choices": choices, "usage": usage(plan, [one.choice for one in read])}
+) -> Iterator[bytes]:
+    """In pieces: an answer may be larger than what may be made at once."""
+    body = {
+        **head.fields(OBJECT),
+        "choices": (_choice(plan, request, one, tokenizer) for one in read),
+        "usage": usage(plan, [one.choice for one in read]),
+    }
     if plan.return_token_ids:
         body["prompt_token_ids"] = plan.prompts[0]
     if plan.prompt_logprobs is not None:
         found = read[0].choice.life.prompt_logprobs or []
         body["prompt_logprobs"] = prompt_logprobs(plan.prompts[0], found, tokenizer, plan.prompt_logprobs)
-    return msgspec.json.encode(body)
+    return json_pieces(body)
+
+
+def _choice(plan: Plan, request: ChatRequest, one: ReadChoice, tokenizer: Tokenizer) -> dict[str, Any]:
+    message, finish_reason = _message(plan, one)
+    logprobs = None
+    if request.logprobs:
+        store = one.choice.life.ledger.logprobs
+        logprobs = chat_logprobs(store, one.tokens, tokenizer, request.top_logprobs or 0)
+    return {
+        "index": one.choice.index,
+        "message": message,
+        "logprobs": logprobs,
+        "finish_reason": finish_reason,
+        **({"token_ids": one.choice.token_ids} if plan.return_token_ids else {}),
+    }
 
 
 def _message(plan: Plan, one: ReadChoice) -> tuple[dict[str, Any], str | None]:
@@ -144,7 +150,8 @@ class ChatStream:
     ) -> bytes:
         logprobs = None
         if delta is not None and delta.tokens:
-            logprobs = chat_logprobs(delta.tokens, self._tokenizer, self._request.top_logprobs or 0)
+            store, top = choice.life.ledger.logprobs, self._request.top_logprobs or 0
+            logprobs = chat_logprobs(store, delta.tokens, self._tokenizer, top).joined()
         entry = {
             "index": choice.index,
             "delta": content,

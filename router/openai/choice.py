@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import msgspec
@@ -10,21 +11,18 @@ from tandem.router.dispatch import RequestLife
 from tandem.router.text.stops import StopMatcher
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.wire.errors import TandemError
-from tandem.wire.sampling import FinishReason, TokenLogprobs
+from tandem.wire.sampling import FinishReason
 
 _FINISH = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
 
-class ShownToken(msgspec.Struct, frozen=True):
-    """A token with its logprobs, and where it begins in the choice's text."""
-
-    logprobs: TokenLogprobs
-    offset: int
+# An answer that is far ahead of its reader is read in pieces: others on the loop get their turn in between.
+PIECE_TOKENS = 256
 
 
 class Delta(msgspec.Struct, frozen=True):
     text: str
-    tokens: Sequence[ShownToken] = ()
+    tokens: range = range(0)  # of the output, those whose log-probabilities are shown with it
     finish_reason: str | None = None
     token_ids: Sequence[int] = ()  # where they are asked for
 
@@ -58,23 +56,36 @@ class Choice:
         self._show_token_ids = show_token_ids
         self._ids_shown = 0
         self._text_length = text_offset  # of what the detokenizer has given, held back or not
+        self.offsets = array("q")  # where in the text each token begins, if log-probabilities are shown
+
+    @property
+    def behind(self) -> bool:
+        """More has come than the last `advance` has read."""
+        return self.finish_reason is None and self.completion_tokens < len(self.life.ledger.tokens)
+
+    @property
+    def shown_tokens(self) -> range:
+        """Those whose log-probabilities are shown."""
+        return range(self.completion_tokens if self._show_logprobs else 0)
 
     def advance(self) -> Delta | None:
-        """What is new, or None. After a finish_reason nothing more comes; nor, without one, when `failed`."""
+        """What is new, PIECE_TOKENS of it at most, or None. After a finish_reason nothing more comes; nor, without
+        one, when `failed` and not `behind`."""
         life = self.life
         if self.finish_reason is not None:
             return None
         tokens = life.ledger.tokens
-        start, end = self.completion_tokens, len(tokens)
-        at_end = life.ended and life.error is None
+        start = self.completion_tokens
+        end = min(len(tokens), start + PIECE_TOKENS)
+        at_end = life.ended and life.error is None and end == len(tokens)
         # The stop token is the last one, and is not part of the text.
         silent_end = end - 1 if at_end and self._ends_with_stop_token() else end
-        shown: list[ShownToken] = []
         if self._by_token:
-            text = self._advance_by_token(start, end, silent_end, shown)
+            text = self._advance_by_token(start, end, silent_end)
         else:
-            text = self._detokenizer.push(tokens[start:silent_end] if start or silent_end != end else tokens)
+            text = self._detokenizer.push(tokens[start:silent_end])
             self.completion_tokens = end
+        shown = range(start, self.completion_tokens) if self._show_logprobs else range(0)
         if self._stops.matched is not None:
             self.finish_reason = "stop"
             life.stop()
@@ -98,12 +109,12 @@ class Choice:
         """Why the rest of it will never come. Not if it is complete: a stop string may have come before the failure."""
         return self.life.error if self.finish_reason is None else None
 
-    def _advance_by_token(self, start: int, end: int, silent_end: int, shown: list[ShownToken]) -> str:
+    def _advance_by_token(self, start: int, end: int, silent_end: int) -> str:
         ledger, minimum = self.life.ledger, self.life.spec.sampling.min_tokens
         pieces: list[str] = []
         for index in range(start, end):
             if self._show_logprobs:
-                shown.append(ShownToken(ledger.logprobs[index], self._text_length))
+                self.offsets.append(self._text_length)
             self.completion_tokens = index + 1
             if index >= silent_end:
                 continue

@@ -2,68 +2,80 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
 
 from tandem.router.openai.answer import AnswerHead, StreamedUsage, event
-from tandem.router.openai.choice import Choice, Delta, ShownToken
+from tandem.router.openai.choice import Choice, Delta
 from tandem.router.openai.completion_request import CompletionRequest
 from tandem.router.openai.logprobs import completion_logprobs, prompt_logprobs
+from tandem.router.openai.pieces import RawPieces, json_pieces
 from tandem.router.openai.plan import Plan
 from tandem.router.openai.reading import ReadChoice, keep_best
 from tandem.router.openai.usage import usage
 from tandem.router.text.tokenizer import Tokenizer
+from tandem.wire.sampling import TokenLogprobs
 
 OBJECT = "text_completion"
 
 
 def whole_completion(
     head: AnswerHead, plan: Plan, request: CompletionRequest, read: Sequence[ReadChoice], tokenizer: Tokenizer
-) -> bytes:
-    choices: list[dict[str, Any]] = []
-    for index, one in enumerate(keep_best(read, plan.choices_per_prompt, plan.keep)):
-        prompt = one.choice.index // plan.choices_per_prompt
-        shown = [] if plan.only_echo else one.tokens
-        extra: dict[str, Any] = {}
-        if plan.return_token_ids:
-            extra = {"prompt_token_ids": plan.prompts[prompt], "token_ids": one.choice.token_ids}
-        if plan.prompt_logprobs is not None:
-            extra["prompt_logprobs"] = prompt_logprobs(
-                plan.prompts[prompt], one.choice.life.prompt_logprobs or [], tokenizer, plan.prompt_logprobs
-            )
-        choices.append(
-            {
-                "index": index,
-                "text": plan.prompt_texts[prompt] + ("" if plan.only_echo else one.text),
-                "logprobs": _logprobs(plan, request, one.choice, shown, tokenizer, first=True),
-                "finish_reason": "length" if plan.only_echo else one.choice.finish_reason,
-                **extra,
-            }
-        )
-    return msgspec.json.encode(
-        {**head.fields(OBJECT), "choices": choices, "usage": usage(plan, [one.choice for one in read])}
+) -> Iterator[bytes]:
+    """In pieces: an answer may be larger than what may be made at once."""
+    kept = keep_best(read, plan.choices_per_prompt, plan.keep)
+    return json_pieces(
+        {
+            **head.fields(OBJECT),
+            "choices": (_choice(plan, request, index, one, tokenizer) for index, one in enumerate(kept)),
+            "usage": usage(plan, [one.choice for one in read]),
+        }
     )
+
+
+def _choice(
+    plan: Plan, request: CompletionRequest, index: int, one: ReadChoice, tokenizer: Tokenizer
+) -> dict[str, Any]:
+    prompt = one.choice.index // plan.choices_per_prompt
+    shown = range(0) if plan.only_echo else one.tokens
+    logprobs = _logprobs(plan, request, one.choice, shown, tokenizer, first=True)
+    choice: dict[str, Any] = {
+        "index": index,
+        "text": plan.prompt_texts[prompt] + ("" if plan.only_echo else one.text),
+        "logprobs": logprobs,
+        "finish_reason": "length" if plan.only_echo else one.choice.finish_reason,
+    }
+    if plan.return_token_ids:
+        choice |= {"prompt_token_ids": plan.prompts[prompt], "token_ids": one.choice.token_ids}
+    if plan.prompt_logprobs is not None:
+        found = one.choice.life.prompt_logprobs or []
+        choice["prompt_logprobs"] = prompt_logprobs(
+            plan.prompts[prompt], found, tokenizer, plan.prompt_logprobs
+        )
+    return choice
 
 
 def _logprobs(
     plan: Plan,
     request: CompletionRequest,
     choice: Choice,
-    shown: Sequence[ShownToken],
+    shown: range,
     tokenizer: Tokenizer,
     *,
     first: bool,
-) -> dict[str, Any] | None:
+) -> RawPieces | None:
     if request.logprobs is None:
         return None
-    echoed: list[Any] = []
+    prompt: Sequence[int] = ()
+    found: Sequence[TokenLogprobs | None] = ()
     if first and request.echo:
         prompt = plan.prompts[choice.index // plan.choices_per_prompt]
         found = choice.life.prompt_logprobs or []
-        echoed = [(token_id, found[at] if at < len(found) else None) for at, token_id in enumerate(prompt)]
-    return completion_logprobs(shown, tokenizer, request.logprobs, echoed)
+    return completion_logprobs(
+        choice.life.ledger.logprobs, shown, choice.offsets, tokenizer, request.logprobs, prompt, found
+    )
 
 
 class CompletionStream:
@@ -94,18 +106,17 @@ class CompletionStream:
         self._begun.add(choice.index)
         text, shown, finish = delta.text, delta.tokens, delta.finish_reason
         if self._plan.only_echo:
-            text, shown, finish = "", (), "length" if finish is not None else None
+            text, shown, finish = "", range(0), "length" if finish is not None else None
         if first:
             text = self._plan.prompt_texts[choice.index // self._plan.choices_per_prompt] + text
+        logprobs = _logprobs(self._plan, self._request, choice, shown, self._tokenizer, first=first)
         body = {
             **self._head.fields(OBJECT),
             "choices": [
                 {
                     "index": choice.index,
                     "text": text,
-                    "logprobs": _logprobs(
-                        self._plan, self._request, choice, shown, self._tokenizer, first=first
-                    ),
+                    "logprobs": logprobs.joined() if logprobs is not None else None,
                     "finish_reason": finish,
                     **self._token_ids(choice, delta, first=first),
                 }

@@ -2,15 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from tandem.router.openai.choice import ShownToken
+import msgspec
+
+from tandem.router.dispatch.logprobs import LogprobStore
+from tandem.router.openai.pieces import RawPieces
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.wire.sampling import TokenLogprobs
 
 # JSON has no minus infinity.
 LOWEST = -9999.0
+
+_TOKENS_OF_A_PIECE = 64
+_REMEMBERED_TOKENS = 1 << 16
+
+_encode = msgspec.json.Encoder().encode
+
+
+class _TokenTexts:
+    """Tokens as JSON shows them, each made once: an answer shows the same alternatives over and over."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._token_bytes = tokenizer.token_bytes
+        self._known: dict[int, tuple[str, str]] = {}
+
+    def of(self, token_id: int) -> tuple[str, str]:
+        """Its text and the list of its bytes."""
+        found = self._known.get(token_id)
+        if found is None:
+            data = self._token_bytes(token_id)
+            text = _encode(data.decode("utf-8", "replace")).decode()
+            found = (text, _encode(list(data)).decode())
+            if len(self._known) >= _REMEMBERED_TOKENS:
+                self._known.clear()
+            self._known[token_id] = found
+        return found
+
+
+_texts_of: weakref.WeakKeyDictionary[Tokenizer, _TokenTexts] = weakref.WeakKeyDictionary()
+
+
+def _texts(tokenizer: Tokenizer) -> _TokenTexts:
+    found = _texts_of.get(tokenizer)
+    if found is None:
+        found = _texts_of[tokenizer] = _TokenTexts(tokenizer)
+    return found
 
 
 def _finite(logprob: float) -> float:
@@ -21,73 +60,124 @@ def _shown(token_id: int, tokenizer: Tokenizer) -> str:
     return tokenizer.token_bytes(token_id).decode("utf-8", "replace")
 
 
-def chat_logprobs(tokens: Sequence[ShownToken], tokenizer: Tokenizer, top: int) -> dict[str, Any]:
-    def entry(token_id: int, logprob: float) -> dict[str, Any]:
-        data = tokenizer.token_bytes(token_id)
-        return {"token": data.decode("utf-8", "replace"), "logprob": _finite(logprob), "bytes": list(data)}
+def chat_logprobs(store: LogprobStore, tokens: range, tokenizer: Tokenizer, top: int) -> RawPieces:
+    return RawPieces(_chat_logprobs(store, tokens, _texts(tokenizer), top))
 
-    content = []
-    for token in tokens:
-        found = token.logprobs
-        alternatives = [entry(token_id, logprob) for token_id, logprob in found.top[:top]]
-        content.append({**entry(found.token_id, found.logprob), "top_logprobs": alternatives})
-    return {"content": content, "refusal": None}
+
+def _chat_logprobs(store: LogprobStore, tokens: range, texts: _TokenTexts, top: int) -> Iterator[bytes]:
+    def entry(token_id: int, logprob: float) -> str:
+        text, data = texts.of(token_id)
+        return f'{{"token":{text},"logprob":{_finite(logprob)!r},"bytes":{data}'
+
+    def token(index: int) -> str:
+        ids, values = store.row(index)
+        alternatives = "},".join(map(entry, ids[1 : top + 1], values[1 : top + 1]))
+        return f'{entry(ids[0], values[0])},"top_logprobs":[{alternatives}{"}" if alternatives else ""}]}}'
+
+    yield b'{"content":['
+    yield from _columns(map(token, tokens))
+    yield b'],"refusal":null}'
+
+
+def _columns(items: Iterable[str]) -> Iterator[bytes]:
+    """Some at a time, with commas."""
+    batch: list[str] = []
+    before = ""
+    for item in items:
+        batch.append(item)
+        if len(batch) == _TOKENS_OF_A_PIECE:
+            yield (before + ",".join(batch)).encode()
+            batch.clear()
+            before = ","
+    if batch:
+        yield (before + ",".join(batch)).encode()
 
 
 def completion_logprobs(
-    tokens: Sequence[ShownToken],
+    store: LogprobStore,
+    tokens: range,
+    offsets: Sequence[int],
     tokenizer: Tokenizer,
     top: int,
-    echoed: Sequence[tuple[int, TokenLogprobs | None]] = (),
-) -> dict[str, Any]:
-    """`echoed` are the prompt's tokens; the first of them has no logprob, because nothing stands before it."""
-    texts: list[str] = []
-    logprobs: list[float | None] = []
-    tops: list[dict[str, float] | None] = []
-    offsets: list[int] = []
-    detokenizer, offset = tokenizer.detokenizer(skip_special=False), 0
-    for token_id, found in echoed:
-        texts.append(_shown(token_id, tokenizer))
-        offsets.append(offset)
-        offset += len(detokenizer.push((token_id,)))
-        logprobs.append(None if found is None else _finite(found.logprob))
-        tops.append(None if found is None else _top(found, tokenizer, top))
-    for token in tokens:
-        texts.append(_shown(token.logprobs.token_id, tokenizer))
-        offsets.append(token.offset)
-        logprobs.append(_finite(token.logprobs.logprob))
-        tops.append(_top(token.logprobs, tokenizer, top))
-    return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
+    prompt: Sequence[int] = (),
+    prompt_found: Sequence[TokenLogprobs | None] = (),
+) -> RawPieces:
+    """`prompt` is echoed; its first token has no logprob, because nothing stands before it. `offsets` say where in the
+    text each of the output's tokens begins."""
+    echoed = LogprobStore(found or TokenLogprobs(0, 0.0, 0) for found in prompt_found)
+    known = [at < len(prompt_found) and prompt_found[at] is not None for at in range(len(prompt))]
+    return RawPieces(_completion_logprobs(store, tokens, offsets, tokenizer, top, prompt, echoed, known))
+
+
+def _completion_logprobs(
+    store: LogprobStore,
+    tokens: range,
+    offsets: Sequence[int],
+    tokenizer: Tokenizer,
+    top: int,
+    prompt: Sequence[int],
+    echoed: LogprobStore,
+    known: Sequence[bool],
+) -> Iterator[bytes]:
+    texts = _texts(tokenizer)
+
+    def rows() -> Iterator[tuple[Sequence[int], Sequence[float]] | None]:
+        for at, is_known in enumerate(known):
+            yield echoed.row(at) if is_known else None
+        for index in tokens:
+            yield store.row(index)
+
+    def names() -> Iterator[str]:
+        for token_id in prompt:
+            yield texts.of(token_id)[0]
+        for index in tokens:
+            yield texts.of(store.row(index)[0][0])[0]
+
+    def best(row: tuple[Sequence[int], Sequence[float]] | None) -> str:
+        """The alternatives, and always the token that stands there. Two tokens may have one text."""
+        if row is None:
+            return "null"
+        ids, values = row
+        shown: dict[str, float] = {}
+        for at in (*range(1, min(top + 1, len(ids))), 0):
+            shown.setdefault(texts.of(ids[at])[0], _finite(values[at]))
+        return "{" + ",".join(f"{text}:{value!r}" for text, value in shown.items()) + "}"
+
+    def places() -> Iterator[str]:
+        detokenizer, offset = tokenizer.detokenizer(skip_special=False), 0
+        for token_id in prompt:
+            yield str(offset)
+            offset += len(detokenizer.push((token_id,)))
+        for index in tokens:
+            yield str(offsets[index])
+
+    yield b'{"tokens":['
+    yield from _columns(names())
+    yield b'],"token_logprobs":['
+    yield from _columns("null" if row is None else repr(_finite(row[1][0])) for row in rows())
+    yield b'],"top_logprobs":['
+    yield from _columns(map(best, rows()))
+    yield b'],"text_offset":['
+    yield from _columns(places())
+    yield b"]}"
 
 
 def prompt_logprobs(
     prompt: Sequence[int], found: Sequence[TokenLogprobs | None], tokenizer: Tokenizer, top: int
-) -> list[dict[str, Any] | None]:
+) -> Iterator[dict[str, Any] | None]:
     """For each token of the prompt the alternatives and the token itself, by id. Nothing stands before the first."""
-    shown: list[dict[str, Any] | None] = []
     for at in range(len(prompt)):
         one = found[at] if at < len(found) else None
         if one is None:
-            shown.append(None)
+            yield None
             continue
         ranked = {token_id: (logprob, rank) for rank, (token_id, logprob) in enumerate(one.top[:top], 1)}
         ranked.setdefault(one.token_id, (one.logprob, one.rank))
-        shown.append(
-            {
-                str(token_id): {
-                    "logprob": _finite(logprob),
-                    "rank": rank,
-                    "decoded_token": _shown(token_id, tokenizer),
-                }
-                for token_id, (logprob, rank) in ranked.items()
+        yield {
+            str(token_id): {
+                "logprob": _finite(logprob),
+                "rank": rank,
+                "decoded_token": _shown(token_id, tokenizer),
             }
-        )
-    return shown
-
-
-def _top(found: TokenLogprobs, tokenizer: Tokenizer, top: int) -> dict[str, float]:
-    """The alternatives, and always the token that stands there."""
-    shown: dict[str, float] = {}
-    for token_id, logprob in [*found.top[:top], (found.token_id, found.logprob)]:
-        shown.setdefault(_shown(token_id, tokenizer), _finite(logprob))
-    return shown
+            for token_id, (logprob, rank) in ranked.items()
+        }

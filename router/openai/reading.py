@@ -2,44 +2,53 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 
 from tandem.router.dispatch import Generation
-from tandem.router.openai.choice import Choice, ShownToken
+from tandem.router.openai.choice import Choice
+from tandem.router.openai.pieces import Turn
 
 
 class ReadChoice:
     def __init__(self, choice: Choice) -> None:
         self.choice = choice
-        self._pieces: list[str] = []
-        self.tokens: list[ShownToken] = []
+        self._text = io.StringIO()
 
     @property
     def text(self) -> str:
-        return "".join(self._pieces)
+        return self._text.getvalue()
+
+    @property
+    def tokens(self) -> range:
+        """Those whose log-probabilities are shown."""
+        return self.choice.shown_tokens
 
     def read(self) -> None:
         delta = self.choice.advance()
         if delta is not None:
-            self._pieces.append(delta.text)
-            self.tokens.extend(delta.tokens)
+            self._text.write(delta.text)
 
     @property
     def mean_logprob(self) -> float:
         """What best_of compares: the likelihood per token, so that long answers are not worse for their length."""
-        logprobs = self.choice.life.ledger.logprobs[: self.choice.completion_tokens]
-        return sum(found.logprob for found in logprobs) / max(1, len(logprobs))
+        return self.choice.life.ledger.logprobs.mean(self.choice.completion_tokens)
 
 
 async def read_all(generation: Generation, choices: Sequence[Choice]) -> list[ReadChoice]:
     """Raises what any of them failed with: an answer with a hole in it is not one."""
     read = {choice.life: ReadChoice(choice) for choice in choices}
     unfinished = len(read)
+    turn = Turn()
     while unfinished:
         for life in await generation.news():
             one = read[life]
             was_finished = one.choice.finish_reason is not None
             one.read()
+            while one.choice.behind:
+                await turn.pass_on()
+                one.read()
+            await turn.pass_on()
             if one.choice.failed is not None:
                 raise one.choice.failed
             if one.choice.finish_reason is not None and not was_finished:

@@ -92,7 +92,7 @@ def test_a_reader_that_stops_is_cut_off_and_nobody_else_notices(start_router: St
 
 
 def test_an_answer_that_nobody_fetches_does_not_hold_its_connection(start_router: StartRouter) -> None:
-    router = start_router(prefill=0, decode=0, timeouts=Timeouts(keep_alive=1))
+    router = start_router(prefill=0, decode=0, timeouts=Timeouts(keep_alive=1, slow_reader=1))
     router.add("d0", "decode", max_model_len=400_000)  # type: ignore[arg-type]
     router.wait_ready()
     body = {"model": "fake", "prompt": "x", "max_tokens": 4_000, "n": 4, "logprobs": 20}
