@@ -7,14 +7,16 @@ from __future__ import annotations
 import ctypes
 import importlib.metadata
 import os
-import re
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import msgspec
+
+from tandem.kvtransfer.nixl.lanes import lanes_in
 
 _BYTES = 1 << 20
 _DEADLINE_S = 20.0
@@ -34,7 +36,8 @@ class _Moved(msgspec.Struct, frozen=True):
     gigabytes_per_s: float
 
 
-def check(timeout_s: float = 60.0) -> NixlReport:
+def check(timeout_s: float = 60.0, device: str = "") -> NixlReport:
+    """Host memory between two agents of one process, or, with `device`, that device's memory between two processes."""
     try:
         version = importlib.metadata.version("nixl")
     except importlib.metadata.PackageNotFoundError:
@@ -43,7 +46,7 @@ def check(timeout_s: float = 60.0) -> NixlReport:
         log = Path(folder) / "ucx.log"
         try:
             child = subprocess.run(
-                [sys.executable, "-m", "tandem.kvtransfer.nixl_check"],
+                [sys.executable, "-m", "tandem.kvtransfer.nixl_check", *([device] if device else [])],
                 env={**os.environ, "UCX_LOG_LEVEL": "info", "UCX_LOG_FILE": str(log)},
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
@@ -59,18 +62,8 @@ def check(timeout_s: float = 60.0) -> NixlReport:
             )
         moved = msgspec.json.decode(child.stdout, type=_Moved)
         # UCX writes its log when the process ends.
-        transports = transports_in(log.read_text(errors="replace")) if log.exists() else []
+        transports = lanes_in(log.read_text(errors="replace")) if log.exists() else []
         return NixlReport(version, moved.plugins, transports, moved.gigabytes_per_s)
-
-
-def transports_in(ucx_log: str) -> list[str]:
-    """From lines such as "... intra-node cfg#1 rma_am(tcp/lo)  am(tcp/lo cma/memory)"."""
-    found: set[str] = set()
-    for line in ucx_log.splitlines():
-        if "cfg#" in line and "self cfg#" not in line:
-            for lanes in re.findall(r"\w+\(([^)]*)\)", line):
-                found.update(lanes.split())
-    return sorted(found)
 
 
 def _loop_back() -> tuple[list[str], float]:
@@ -120,10 +113,79 @@ def _address(buffer: bytearray) -> int:
     return ctypes.addressof((ctypes.c_char * len(buffer)).from_buffer(buffer))
 
 
+class _Offered(msgspec.Struct, frozen=True):
+    metadata: bytes
+    address: int
+
+
+def _on_device(device: str) -> tuple[list[str], float]:
+    """Between processes, as nodes are: within one there is another way from a GPU's memory to itself."""
+    agent, tensor = _agent_on("sender", device)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("UCX_LOG")}
+    command = [sys.executable, "-m", "tandem.kvtransfer.nixl_check", device, "receive"]
+    with subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as receiver:
+        assert receiver.stdin is not None
+        assert receiver.stdout is not None
+        line = receiver.stdout.readline()
+        if not line:
+            raise RuntimeError(f"a second process cannot use NIXL with {device}")
+        offered = msgspec.json.decode(line, type=_Offered)
+        peer = agent.add_remote_agent(offered.metadata)
+        kind, number = _kind_of(tensor)
+        handle = agent.initialize_xfer(
+            "WRITE",
+            agent.get_xfer_descs([(tensor.data_ptr(), _BYTES, number)], kind),
+            agent.get_xfer_descs([(offered.address, _BYTES, number)], kind),
+            peer.decode() if isinstance(peer, bytes) else peer,
+        )
+        _transfer(agent, handle)
+        seconds = _transfer(agent, handle)
+        agent.release_xfer_handle(handle)
+        receiver.stdin.write(b"look\n")
+        receiver.stdin.close()
+        if receiver.stdout.readline() != b"arrived\n":
+            raise RuntimeError("the bytes that arrived are not the bytes that were sent")
+    return sorted(agent.get_plugin_list()), _BYTES / seconds / 1e9
+
+
+def _receive(device: str, out: BinaryIO) -> None:
+    agent, tensor = _agent_on("receiver", device)
+    tensor.zero_()
+    if tensor.is_cuda:
+        tensor.sum().item()  # the zeros are there before anything arrives
+    offered = _Offered(agent.get_agent_metadata(), tensor.data_ptr())
+    out.write(msgspec.json.encode(offered) + b"\n")
+    out.flush()
+    sys.stdin.readline()
+    out.write(b"arrived\n" if bool((tensor == 7).all()) else b"wrong\n")
+    out.flush()
+
+
+def _agent_on(name: str, device: str) -> tuple[Any, Any]:
+    # Imported here because host memory can do without it.
+    import torch
+    from nixl._api import nixl_agent, nixl_agent_config
+
+    tensor = torch.full((_BYTES,), 7, dtype=torch.uint8, device=device)
+    kind, number = _kind_of(tensor)
+    agent = nixl_agent(name, nixl_agent_config(backends=[_BACKEND]))
+    agent.register_memory([(tensor.data_ptr(), _BYTES, number, "")], kind)
+    return agent, tensor
+
+
+def _kind_of(tensor: Any) -> tuple[str, int]:
+    return ("VRAM", tensor.get_device()) if tensor.is_cuda else ("DRAM", 0)
+
+
 def main() -> None:
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what NIXL prints is not ours to pass on
-    plugins, speed = _loop_back()
+    if "receive" in sys.argv:
+        _receive(sys.argv[1], out)
+        return
+    plugins, speed = _on_device(sys.argv[1]) if len(sys.argv) > 1 else _loop_back()
     out.write(msgspec.json.encode(_Moved(plugins, speed)))
     out.flush()
 

@@ -46,6 +46,7 @@ def checks_for(config: TandemConfig) -> dict[str, Check]:
         "python": check_python,
         "ray": check_ray,
         "nixl": check_nixl,
+        **({"nixl-gpu": check_nixl_on_gpu} if _has_gpu() else {}),
         "torch": check_torch,
         "compiler": check_compiler,
         "cores": lambda: check_cores(config),
@@ -105,6 +106,36 @@ def check_nixl() -> Finding:
             "between processes of this machine only TCP works: allow process_vm_writev (ptrace) in the container",
         )
     return Finding("nixl", Level.OK, what)
+
+
+def _has_gpu() -> bool:
+    return Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists()
+
+
+def check_nixl_on_gpu() -> Finding:
+    """Which way a GPU's memory goes from one process to another: slow ways work, too."""
+    from tandem.kvtransfer.nixl.lanes import reaches_device
+    from tandem.kvtransfer.nixl_check import check
+
+    report = check(_CHECK_TIMEOUT_S, "cuda:0")
+    if report.error:
+        return Finding(
+            "nixl-gpu",
+            Level.WARN,
+            report.error,
+            "keys and values on a GPU cannot be handed over between its processes; see the finding on torch first",
+        )
+    lanes = ", ".join(report.transports) or "an unknown transport"
+    what = f"UCX moves the GPU's memory at {report.gigabytes_per_s:.1f} GB/s over {lanes}"
+    if report.transports and not reaches_device(report.transports):
+        return Finding(
+            "nixl-gpu",
+            Level.WARN,
+            f"{what}: staged through host memory, not by CUDA's IPC",
+            "give the nodes of one machine one container and its IPC namespace, and leave expandable_segments out of "
+            "PYTORCH_CUDA_ALLOC_CONF; RDMA does as well",
+        )
+    return Finding("nixl-gpu", Level.OK, what)
 
 
 def check_torch() -> Finding:

@@ -1,6 +1,7 @@
 """The NIXL connector: KV blocks move between the nodes' memory by RDMA, shared memory or TCP, whatever UCX finds.
 
 agent      NIXL's interface and errors, translated into ours
+lanes      which way UCX moves them, from its own log
 transport  the agent as a `kvtransfer.protocol.transport.Transport`
 options    `transfer.options` of this connector
 """

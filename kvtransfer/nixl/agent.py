@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tandem.kvtransfer.nixl.lanes import LANE_LOG
 from tandem.kvtransfer.nixl.options import NixlOptions
 from tandem.kvtransfer.protocol.transport import UnitIds
 from tandem.wire.errors import ConfigurationError, TransferError
@@ -38,6 +39,7 @@ def _translated(doing: str) -> Iterator[None]:
 def _load_bindings() -> Any:
     # Read once, when the first agent is made; who sets it differently is obeyed.
     os.environ.setdefault("UCX_USE_MT_MUTEX", "y")
+    LANE_LOG.before_loading()
     try:
         import nixl._bindings as bindings
     except ImportError as error:
@@ -66,6 +68,7 @@ class NixlAgent:
             )
         with _translated(f"making the backend {options.backend}"):
             self._backend = self._agent.createBackend(options.backend, {})
+        LANE_LOG.after_loading()
         self._memory_types = {"DRAM": self._nixl.DRAM_SEG, "VRAM": self._nixl.VRAM_SEG}
         self._operations = {"write": self._nixl.NIXL_WRITE, "read": self._nixl.NIXL_READ}
         self._registered: list[Any] = []

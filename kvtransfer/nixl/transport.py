@@ -5,15 +5,21 @@ from __future__ import annotations
 
 import itertools
 import logging
+import threading
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
 from tandem.kvtransfer.base import KVCacheMemory
 from tandem.kvtransfer.nixl.agent import BlockArray, NixlAgent
+from tandem.kvtransfer.nixl.lanes import name_lanes
 from tandem.kvtransfer.protocol.transport import HandleId, Move, RemoteId, Transport
 from tandem.wire.errors import InternalError, TransferError
 from tandem.wire.handoff import CacheMemory
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -35,11 +41,17 @@ class NixlTransport(Transport):
         self._remote_ids = itertools.count()
         # Handles that were done when they were posted are asked about all the same, once.
         self._done: dict[HandleId, bool] = {}
+        self._lanes_unnamed: set[RemoteId] = set()  # nothing has moved there yet
+        self._to_name: dict[HandleId, RemoteId] = {}
+        self._device: torch.device | None = None
+        self._in_thread = threading.local()
         self._closed = False
 
     def register(self, memory: KVCacheMemory) -> CacheMemory:
         tensor = memory.tensor
         on_device = tensor.is_cuda
+        self._device = tensor.device if on_device else None
+        self._enter_device()
         memory_type, device_id = ("VRAM", tensor.get_device()) if on_device else ("DRAM", 0)
         self._agent.register(
             memory_type, tensor.data_ptr(), memory.num_blocks * memory.block_bytes, device_id
@@ -56,7 +68,19 @@ class NixlTransport(Transport):
         self._mine = described
         return described
 
+    def _enter_device(self) -> None:
+        """UCX asks the calling thread for its CUDA context when memory is registered and when a peer's is unpacked. Finding
+        none it gives CUDA's IPC up, in silence. A thread has one once it has launched something; to set the device is
+        not enough."""
+        if self._device is not None and not getattr(self._in_thread, "entered", False):
+            import torch  # loaded by whoever made the tensor; this package does without where memory is the host's
+
+            torch.zeros(1, device=self._device)
+            torch.cuda.synchronize(self._device)
+            self._in_thread.entered = True
+
     def connect(self, memory: CacheMemory) -> RemoteId:
+        self._enter_device()
         name = self._agent.add_remote(memory.agent_metadata)
         try:
             prepared = self._agent.prepare(name, memory.memory_type, _blocks(memory))
@@ -65,10 +89,12 @@ class NixlTransport(Transport):
             raise
         remote = RemoteId(next(self._remote_ids))
         self._remotes[remote] = _Remote(name, prepared, memory)
+        self._lanes_unnamed.add(remote)
         return remote
 
     def disconnect(self, remote: RemoteId) -> None:
         known = self._remotes.pop(remote)
+        self._lanes_unnamed.discard(remote)
         try:
             self._agent.release_prepared(known.prepared)
             self._agent.remove_remote(known.name)
@@ -94,6 +120,8 @@ class NixlTransport(Transport):
             )
         handle = HandleId(started)
         self._done[handle] = done
+        if remote in self._lanes_unnamed:
+            self._to_name[handle] = remote
         return handle
 
     def is_done(self, handle: HandleId) -> bool:
@@ -103,11 +131,20 @@ class NixlTransport(Transport):
             self._end(handle)
             raise
         if done:
+            self._name_lanes(handle)
             self._end(handle)
         return done
 
+    def _name_lanes(self, handle: HandleId) -> None:
+        """UCX connects with the first transfer."""
+        remote = self._to_name.get(handle)
+        if remote in self._lanes_unnamed:
+            self._lanes_unnamed.discard(remote)
+            name_lanes(self._remotes[remote].name, on_device=self._device is not None)
+
     def _end(self, handle: HandleId) -> None:
         del self._done[handle]
+        self._to_name.pop(handle, None)
         try:
             self._agent.release(handle)
         except TransferError as error:

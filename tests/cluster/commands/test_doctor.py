@@ -16,7 +16,7 @@ from tandem.cluster.commands.machine_checks import Finding, Level
 from tandem.cluster.config import PoolConfig, PoolsConfig, TandemConfig
 from tandem.cluster.pools.placement import Machine
 from tandem.engine.config import CacheConfig
-from tandem.kvtransfer.nixl_check import transports_in
+from tandem.kvtransfer.nixl.lanes import lanes_in
 
 GIB = 1 << 30
 replace = msgspec.structs.replace
@@ -149,4 +149,4 @@ def test_transports_are_read_from_what_ucx_logs() -> None:
         "ucp_worker.c:1997 UCX  INFO    A intra-node cfg#1 rma_am(tcp/lo)  am(tcp/lo cma/memory)  ka(tcp/lo)\n"
         "ucp_context.c:2753 UCX  INFO  Version 1.23.0 (loaded from somewhere)\n"
     )
-    assert transports_in(log) == ["cma/memory", "tcp/lo"]
+    assert lanes_in(log) == ["cma/memory", "tcp/lo"]
