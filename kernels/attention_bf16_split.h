@@ -1,8 +1,8 @@
-// Attention of a request with few query rows over one key block: see attention_bf16.h. Needs a unit's products of it,
-// included first.
+// Attention of a request with few query rows over one key block: see attention_bf16.h.
 #pragma once
 
 #include "attention_bf16.h"
+#include "products_bf16.h"
 
 namespace tandem {
 namespace {

@@ -1,8 +1,8 @@
-// Attention of prompts: tiles of 16 query rows, key blocks outside, tiles inside. See attention_bf16.h. Needs a unit's
-// products of kTilesTogether tiles and of one, included first.
+// Attention of prompts: tiles of 16 query rows, key blocks outside, tiles inside. See attention_bf16.h.
 #pragma once
 
 #include "attention_bf16.h"
+#include "products_bf16.h"
 
 namespace tandem {
 namespace {

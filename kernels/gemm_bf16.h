@@ -1,8 +1,9 @@
 // Matrix products of bfloat16: float32 accumulation in order of K, a block of rows by a panel of weights at a time.
 // Few rows stream the weights through, once; many rows reuse a panel from the first-level cache while the activations
-// pass by. Needs a unit's multiply_block and Finisher, included first.
+// pass by.
 #pragma once
 
+#include "products_bf16.h"
 #include "weight_panels.h"
 
 namespace tandem {

@@ -1,8 +1,8 @@
 // What works on rows: RMSNorm, rotary embedding with the cache write, and what follows a matrix product.
-// Needs an activation layout (put, put_span), included first.
 #pragma once
 
 #include "simd.h"
+#include "unit_parts.h"
 
 namespace tandem {
 namespace {

@@ -1,10 +1,31 @@
-// The table of one unit. Included last by each unit's source, after its kernels.
+// The table of one unit: the kernels that it was compiled with.
 #pragma once
+
+#include "unit_parts.h"
+#if UNIT_MULTIPLIES_BF16
+#include "attention_bf16_split.h"
+#include "attention_bf16_tiles.h"
+#include "gemm_bf16.h"
+#else
+#include "attention_fma.h"
+#include "gemm_fma.h"
+#endif
+#include "rows.h"
 
 namespace tandem {
 namespace {
 
 void nothing() {}
+
+#if UNIT_MULTIPLIES_BF16
+void attention(const Attention& a, const AttentionTask& task, const AttentionTask* next) {
+  AttentionScratch& s = *reinterpret_cast<AttentionScratch*>(a.scratch);
+  if (task.blocks > 0)
+    attend_split(a, task, next, s);
+  else
+    attend_tiles(a, task, s);
+}
+#endif
 
 constexpr Kernels table(const char* name, Dtype dtype) {
   Kernels k = {};

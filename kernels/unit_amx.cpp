@@ -5,11 +5,6 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include "activation_tiles.h"
-//
-#include "attention_amx.h"
-#include "gemm_amx.h"
-//
 #include "unit_bf16.h"
 
 namespace tandem {

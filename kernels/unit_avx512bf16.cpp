@@ -1,11 +1,6 @@
 // Kernels for AVX-512 BF16 without AMX, as in AMD's processors since Zen 4: bfloat16 only.
 #if defined(__x86_64__)
 
-#include "activation_tiles.h"
-//
-#include "attention_dot.h"
-#include "gemm_dot.h"
-//
 #include "unit_bf16.h"
 
 namespace tandem {

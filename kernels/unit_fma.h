@@ -1,10 +1,6 @@
 // A unit that multiplies with vectors: in float32, and in bfloat16 widened to float32.
 #pragma once
 
-#include "activation_rows.h"
-//
-#include "attention_fma.h"
-#include "gemm_fma.h"
 #include "unit.h"
 
 namespace tandem {

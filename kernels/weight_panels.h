@@ -6,6 +6,7 @@
 
 #include "compact.h"
 #include "packing.h"
+#include "unit_parts.h"
 
 namespace tandem {
 namespace {
