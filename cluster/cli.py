@@ -119,6 +119,14 @@ def _describe_bench(parser: argparse.ArgumentParser) -> None:
     add_output(parser)
 
 
+def _describe_chaos(parser: argparse.ArgumentParser) -> None:
+    from tandem.cluster.chaos.command import add_arguments
+    from tandem.cluster.commands.operate_options import add_address
+
+    add_address(parser)
+    add_arguments(parser)
+
+
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tandem", description="Serve language models with prefill and decode on separate machines."
@@ -180,6 +188,13 @@ def make_parser() -> argparse.ArgumentParser:
         "bench", help="measure any OpenAI-compatible server as its users feel it", describe=_describe_bench
     )
     bench.set_defaults(run=_bench)
+
+    chaos = commands.add_parser(
+        "chaos",
+        help="kill and stop processes of a cluster, and report what came of it",
+        describe=_describe_chaos,
+    )
+    chaos.set_defaults(run=_chaos)
 
     config = commands.add_parser("config", help="print the configuration that these settings make")
     _add_settings(config)
@@ -307,6 +322,12 @@ def _bench(options: argparse.Namespace) -> int:
 
     if wants_json(options) and options.json is None:
         options.json = Path("-")
+    return run(options)
+
+
+def _chaos(options: argparse.Namespace) -> int:
+    from tandem.cluster.chaos.command import run
+
     return run(options)
 
 

@@ -61,6 +61,7 @@ WITHIN_CLUSTER: dict[str, set[str]] = {
     "on_ray": {"pools", "models"},
     "commands": {"pools", "models", "on_ray", "trace"},
     "trace": set(),
+    "chaos": {"commands", "on_ray"},
 }
 MAY_IMPORT_RAY = ("cluster/on_ray/", "cluster/static_hosts/")
 # An import of these takes seconds and hundreds of megabytes.

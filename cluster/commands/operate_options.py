@@ -13,14 +13,14 @@ DRAIN_S = 60.0
 
 def add_commands(commands: Any) -> None:
     status = commands.add_parser("status", help="a running cluster on one screen")
-    _add_address(status)
+    add_address(status)
     add_output(status)
     status.add_argument("--url", help="ask this router alone, from wherever it can be reached")
     status.set_defaults(run=_status)
 
     scale = commands.add_parser("scale", help="change how many nodes the pools have")
     scale.add_argument("sizes", nargs="+", metavar="POOL=N", help="such as prefill=3 decode=2")
-    _add_address(scale)
+    add_address(scale)
     add_output(scale)
     scale.set_defaults(run=_scale)
 
@@ -31,25 +31,25 @@ def add_commands(commands: Any) -> None:
     drain.add_argument(
         "--timeout", type=float, default=DRAIN_S, metavar="S", help=f"seconds (default {DRAIN_S:.0f})"
     )
-    _add_address(drain)
+    add_address(drain)
     add_output(drain)
     drain.set_defaults(run=_drain)
 
     role = commands.add_parser("role", help="make a node one of another pool, with the weights it has loaded")
     role.add_argument("node", metavar="NODE")
     role.add_argument("role", metavar="ROLE", help="prefill, decode or aggregated")
-    _add_address(role)
+    add_address(role)
     add_output(role)
     role.set_defaults(run=_role)
 
     down = commands.add_parser("down", help="end everything that `tandem serve` started on a Ray cluster")
     down.add_argument("--now", action="store_true", help="without finishing what is running")
-    _add_address(down)
+    add_address(down)
     add_output(down)
     down.set_defaults(run=_down)
 
 
-def _add_address(parser: argparse.ArgumentParser) -> None:
+def add_address(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--address",
         metavar="HOST:PORT",

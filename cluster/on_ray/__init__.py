@@ -5,4 +5,5 @@ hosts, launcher, state_store, errors    `cluster.hosts` and `cluster.launcher` a
 deploying           a deployment put together out of these
 controller_actor, node_actor, router_actor   shells without logic
 remote_controller   the controller from another process
+processes           which process is which, and signals to them, for `tandem chaos`
 """

@@ -27,7 +27,7 @@ _LOOK_EVERY_S = 0.2
 # A node's word of itself must be younger than the last answer: it reports four times a second.
 _REPORTED_S = 1.0
 HTTP_PORT = 8000
-RATES = ("100mbit", "1gbit", "10gbit")
+RATES = {"1gbit": 1e9, "100mbit": 1e8, "10gbit": 1e10}  # bits a second
 _KINDS = {
     "prefill": "ray::PrefillActor",
     "decode": "ray::DecodeActor",
@@ -50,7 +50,7 @@ class FaultCluster:
         self.url = f"http://{self.router.address}:{HTTP_PORT}"
         self._model = model
         self._settings = settings or {}
-        self._rate = RATES[-1]
+        self._rate = next(iter(RATES))
         self.started_s = 0.0
 
     @property

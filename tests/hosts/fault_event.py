@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fault_cluster import FaultCluster, NotMended
+from fault_cluster import RATES, FaultCluster, NotMended
 from fault_table import Fault
 from lab import Lab
 from stalls import Stalls
@@ -26,8 +26,9 @@ LOAD = Path(__file__).with_name("fault_load.py")
 LONGEST_GAP_S = 3.0
 _BEGIN_S = 40.0  # for the requests that a fault is to meet to have come that far
 _OVER_S = 150.0  # for the last answer, once the fault is over
-_SHORT, _LONG = 40, 1000
+_SHORT, _LONG = 40, 600
 _STREAM, _ANSWER = 250, 24
+_LONGS = 6  # in one scene: before, while and after the fault
 _SETTLED_S = 0.3  # between the fault's beginning and the requests that come meanwhile
 
 
@@ -189,12 +190,14 @@ class Scene:
         stalls: Stalls,
         questions: Questions,
         reference: Reference,
+        kv_bytes: int,
     ) -> None:
         self._cluster = cluster
         self._load = load
         self._stalls = stalls
         self._questions = questions
         self._reference = reference
+        self._kv_bytes = kv_bytes  # of one token
         self._salt = ""
         self._salts = 0
 
@@ -325,7 +328,7 @@ class Scene:
         self._judge_gaps(run, asked, phase, fault, began)
 
     def _judge_gaps(self, run: Run, asked: Asked, phase: Phase, fault: Fault | None, began: float) -> None:
-        """The first wait is from when it was sent; a phase's line is what the quiet scene waited at most."""
+        """The first wait is from when it was sent; a gap's line is what `_line` says."""
         moments = [asked.sent, *asked.times, *([asked.ending["at"]] if asked.ending else [])]
         for number, (last, this) in enumerate(itertools.pairwise(moments)):
             if this < began and fault is not None:
@@ -345,7 +348,10 @@ class Scene:
                 )
 
     def _line(self, rate: str, number: int) -> float:
-        return self._reference.lines.get(f"{rate}/{min(number, 2)}", 0.0)
+        """What the quiet scene waited at this place, and what the link takes for the scene's long prompts once more: those
+        of a lost node go over another's link."""
+        again = _LONGS * _LONG * self._kv_bytes * 8 / RATES[rate]
+        return again + self._reference.lines.get(f"{rate}/{min(number, 2)}", 0.0)
 
     def _note_line(self, rate: str, number: int, waited: float) -> None:
         """Of first tokens, of second ones, and of all others, whose line is none."""

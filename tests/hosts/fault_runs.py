@@ -27,7 +27,7 @@ from fault_cluster import RATES, FaultCluster
 from fault_event import LoadProcess, Questions, Reference, Run, Scene
 from fault_table import Fault, all_faults
 from lab import ROOT, Lab
-from lab_model import VOCABULARY, make_tiny_model
+from lab_model import KV_BYTES_PER_TOKEN, VOCABULARY, make_tiny_model
 from serving import give_kernels, give_model
 from stalls import Stalls
 from tools import install_absent, why_impossible
@@ -57,7 +57,7 @@ class Event:
 
     @property
     def rate(self) -> str:
-        return self.fault.rate or RATES[self.repetition % len(RATES)]
+        return self.fault.rate or list(RATES)[self.repetition % len(RATES)]
 
 
 def plan(faults: Iterable[Fault]) -> Iterator[Event]:
@@ -110,20 +110,27 @@ class Table:
 
     def _scene(self, lab: Lab, stack: ExitStack) -> Scene:
         if self._model == "tiny":
-            model, vocabulary = make_tiny_model(self._folder / "tiny-model"), VOCABULARY
+            model, vocabulary, kv_bytes = (
+                make_tiny_model(self._folder / "tiny-model"),
+                VOCABULARY,
+                KV_BYTES_PER_TOKEN,
+            )
             give_kernels(lab)
         else:
             from tandem.cluster.models.store import prepare_model
 
             model = give_model(lab, Path(prepare_model(self._model, lambda what, share: None).path))
-            vocabulary = int(json.loads((model / "config.json").read_text())["vocab_size"])
+            shape = json.loads((model / "config.json").read_text())
+            vocabulary = int(shape["vocab_size"])
+            head = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
+            kv_bytes = shape["num_hidden_layers"] * 2 * shape["num_key_value_heads"] * head * 4
         cluster = stack.enter_context(FaultCluster(lab, model))
         self._say(f"the cluster serves after {cluster.started_s:.0f} s")
         load = LoadProcess(lab, cluster.url)
         stack.callback(load.close)
         stalls = Stalls()
         stack.callback(stalls.close)
-        scene = Scene(cluster, load, stalls, Questions(vocabulary), self._reference)
+        scene = Scene(cluster, load, stalls, Questions(vocabulary), self._reference, kv_bytes)
         scene.learn()
         for rate in RATES:
             for run in scene.play(None, 0, rate):

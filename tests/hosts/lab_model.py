@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 VOCABULARY = 512
-# 8 layers of keys and values, 8 heads of 64 values of 4 bytes.
-KV_BYTES_PER_TOKEN = 8 * 2 * 8 * 64 * 4
+# 8 layers of keys and values, 4 heads of 64 values of 4 bytes.
+KV_BYTES_PER_TOKEN = 8 * 2 * 4 * 64 * 4
 
 
 def make_tiny_model(folder: Path) -> Path:
@@ -24,7 +24,7 @@ def make_tiny_model(folder: Path) -> Path:
         intermediate_size=128,
         num_hidden_layers=8,
         num_attention_heads=8,
-        num_key_value_heads=8,
+        num_key_value_heads=4,
         head_dim=64,
         max_position_embeddings=4096,
         # So large that the two best tokens are never almost equal, and the whole prompt decides between them.

@@ -1,0 +1,261 @@
+"""`tandem chaos`: first what it would do; with `--yes` it does that, and reports."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import re
+import shlex
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from tandem.cluster.api_client import ApiClient, key_from_environment
+from tandem.cluster.chaos.conductor import Conductor
+from tandem.cluster.chaos.plan import (
+    Blow,
+    Kind,
+    Rules,
+    Strike,
+    chosen_kinds,
+    dangers,
+    make_plan,
+    processes_of,
+)
+from tandem.cluster.chaos.probes import Probes
+from tandem.cluster.chaos.report import (
+    ChaosReport,
+    Traffic,
+    blow_reports,
+    bounds,
+    judge,
+    print_report,
+    traffic_of,
+)
+from tandem.cluster.commands.json_output import add_output, print_json, wants_json
+from tandem.cluster.control import ClusterView
+from tandem.cluster.saving import results_folder, write_json
+from tandem.wire.errors import ConfigurationError, TandemError, Unavailable
+
+if TYPE_CHECKING:
+    from tandem.cluster.on_ray.processes import Process
+    from tandem.cluster.on_ray.remote_controller import RemoteController
+
+_WIDTH = 120
+_FINISHED = re.compile(r'^tandem_requests_finished_total\{finished_reason="(\w+)"\} (\S+)$', re.M)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    rules = Rules()
+    parser.add_argument(
+        "--minutes", type=float, default=rules.minutes, metavar="M", help="how long (%(default)g)"
+    )
+    parser.add_argument(
+        "--every",
+        type=float,
+        default=rules.every_s,
+        metavar="S",
+        help="seconds between two blows (%(default)g)",
+    )
+    parser.add_argument(
+        "--blow", choices=[blow.value for blow in Blow], action="append", help="kill or stop (default: both)"
+    )
+    parser.add_argument(
+        "--stop", type=float, default=rules.stop_s, metavar="S", help="how long a stop lasts (%(default)g s)"
+    )
+    parser.add_argument(
+        "--to", choices=[kind.value for kind in Kind], action="append", metavar="KIND",
+        help="prefill, decode, aggregated, router or controller; may be repeated (default: nodes and the controller, and "
+        "routers where there are several)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--seed", type=int, default=rules.seed, metavar="N", help="the same seed, the same plan"
+    )
+    parser.add_argument(
+        "--traffic", choices=("probes", "own"), default="probes",
+        help="probes: requests of its own, whose answers it knows; own: only what the cluster is asked anyway (%(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--users", type=int, default=4, metavar="N", help="probes at once (%(default)s)")
+    parser.add_argument(
+        "--url",
+        help="the router that is asked (default: the cluster's own, which must be reachable from here)",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("results/chaos"),
+        metavar="FOLDER",
+        help="for the report (%(default)s)",
+    )
+    parser.add_argument(
+        "--yes", action="store_true", help="do it; without this it only says what it would do"
+    )
+    add_output(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    from tandem.cluster.commands.operate import joined
+
+    rules = Rules(
+        minutes=options.minutes, every_s=options.every, stop_s=options.stop, seed=options.seed,
+        kinds=tuple(Kind(name) for name in options.to or ()),
+        blows=tuple(dict.fromkeys(Blow(name) for name in options.blow or (blow.value for blow in Blow))),
+    )  # fmt: skip
+    if not 1 <= options.users <= 1000:
+        raise ConfigurationError(f"--users must be from 1 to 1000, not {options.users}")
+    # Standard output is Ray's while we are joined, and JSON's alone where that is asked for.
+    console = Console(file=sys.stderr if wants_json(options) else sys.__stdout__, highlight=False)
+    with joined(options.address):
+        report = asyncio.run(_run(options, rules, console))
+    if report is None:
+        return 0
+    folder = results_folder(options.out)
+    write_json(report, folder / "chaos.json")
+    with (folder / "chaos.txt").open("w", encoding="utf-8") as text:
+        print_report(Console(file=text, width=_WIDTH), report)
+    if wants_json(options):
+        print_json(report)
+    else:
+        print_report(console, report)
+        console.print(f"saved: {folder / 'chaos.json'}", style="dim")
+    return 1 if report.faults else 0
+
+
+class RayHands:
+    def __init__(self, controller: Callable[[], RemoteController]) -> None:
+        self._controller = controller
+
+    async def view(self) -> ClusterView:
+        """Found again each time: the controller may be one of the victims."""
+        return await self._controller().view()
+
+    async def find(self, name: str) -> Process:
+        from tandem.cluster.on_ray.processes import find_process
+
+        return await find_process(name)
+
+    async def send(self, victim: Process, number: signal.Signals, wake_after_s: float | None) -> None:
+        from tandem.cluster.on_ray.processes import send_signal
+
+        await send_signal(victim, number, wake_after_s)
+
+
+async def _run(options: argparse.Namespace, rules: Rules, console: Console) -> ChaosReport | None:
+    from tandem.cluster.on_ray.remote_controller import the_controller
+
+    hands = RayHands(the_controller)
+    view = await hands.view()
+    if view.failure:
+        raise Unavailable(f"the cluster is not mended any more, and cannot be tried: {view.failure}")
+    kinds = chosen_kinds(rules, view)
+    plan = make_plan(rules, kinds)
+    unresponsive_s = (await the_controller().configuration()).timeouts.unresponsive_s
+    stops = rules.stop_s if any(strike.blow is Blow.STOP for strike in plan) else 0.0
+    for line in describe(
+        view, plan, dangers(view, kinds, unresponsive_s, stops), options.traffic, options.users
+    ):
+        console.print(line, markup=False, soft_wrap=True)
+    if not options.yes:
+        console.print("nothing was done: --yes does it", style="bold")
+        return None
+    conductor = Conductor(hands, lambda text: console.print(text, markup=False, style="dim"))
+    key = key_from_environment()
+    urls = (
+        [options.url] if options.url else [router.url for router in view.routers if router.phase == "ready"]
+    )
+    if not urls:
+        raise Unavailable("no router of this cluster is ready: nothing would be answered")
+    turns = iter(range(1 << 62))
+
+    def url() -> str:
+        return urls[next(turns) % len(urls)].rstrip("/")
+
+    probes: Probes | None = None
+    if options.traffic == "probes":
+        probes = Probes(url, key, view.model, rules.seed, options.users)
+        checked = await probes.learn()
+        console.print(
+            f"asked in peace: {checked} of {len(probes.questions)} questions have one answer", style="dim"
+        )
+    before = finished(urls, key)
+    await _carry_out(conductor, plan, probes, rules.minutes * 60)
+    traffic = traffic_of(probes.tally) if probes else own_traffic(before, finished(urls, key))
+    back_s, left = await conductor.until_quiet() if probes else (None, [])
+    report = ChaosReport(
+        made_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=shlex.join(["tandem", *sys.argv[1:]]),
+        model=view.model,
+        seed=rules.seed,
+        minutes=rules.minutes,
+        blows=blow_reports(conductor.struck, probes.tally if probes else None),
+        traffic=traffic,
+        blocks_back_after_s=back_s,
+        left_behind=left,
+    )
+    report.faults = judge(report)
+    report.bounds = bounds(report)
+    return report
+
+
+async def _carry_out(
+    conductor: Conductor[Process], plan: Sequence[Strike], probes: Probes | None, seconds: float
+) -> None:
+    """The blows and the traffic side by side. Traffic goes on until the last blow has been mended, and the time is up."""
+    ending = asyncio.Event()
+    asking = asyncio.create_task(probes.run(ending)) if probes else None
+    try:
+        began = asyncio.get_running_loop().time()
+        await conductor.run(plan)
+        await asyncio.sleep(max(0.0, began + seconds - asyncio.get_running_loop().time()))
+        ending.set()
+        if asking is not None:
+            await asking
+    finally:
+        if asking is not None and not asking.done():
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+
+
+def describe(
+    view: ClusterView, plan: Sequence[Strike], risks: Sequence[str], traffic: str, users: int
+) -> list[str]:
+    """What would be done to which cluster, a line each."""
+    there = processes_of(view)
+    lines = [f"{view.model}: " + ", ".join(f"{len(names)} {kind.value}" for kind, names in there.items())]
+    lines.append(
+        f"traffic: {users} probes at once, with answers that are known" if traffic == "probes"
+        else "traffic: the cluster's own; whether its answers are right is not known"
+    )  # fmt: skip
+    for strike in plan:
+        what = "kill" if strike.blow is Blow.KILL else f"stop for {strike.stop_s:g} s"
+        lines.append(f"  after {strike.at_s:6.0f} s: {what} {strike.choose(there[strike.kind])}")
+    lines += [f"! {risk}" for risk in risks]
+    return lines
+
+
+def finished(urls: Sequence[str], key: str | None) -> dict[str, float]:
+    """Of all routers that answer: sequences that ended, by reason."""
+    found: dict[str, float] = {}
+    for url in urls:
+        client = ApiClient(url, key)
+        try:
+            text = client.get("/metrics").text
+        except TandemError:
+            continue  # it may be who was struck last
+        finally:
+            client.close()
+        for reason, count in _FINISHED.findall(text):
+            found[reason] = found.get(reason, 0.0) + float(count)
+    return found
+
+
+def own_traffic(before: dict[str, float], after: dict[str, float]) -> Traffic:
+    """A router that was killed begins to count again: what it had counted before is left out."""
+    ended = {reason: round(max(0.0, count - before.get(reason, 0.0))) for reason, count in after.items()}
+    errors = ended.get("error", 0)
+    return Traffic("own", requests=sum(ended.values()), failed={"error": errors} if errors else {})

@@ -1,0 +1,167 @@
+"""Carries a plan out. The next blow comes only when the cluster is whole again after the one before."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Callable, Sequence
+from typing import Generic, Protocol, TypeVar
+
+import msgspec
+
+from tandem.cluster.chaos.plan import Blow, Kind, Strike, processes_of
+from tandem.cluster.control import ClusterView
+from tandem.wire.errors import DeadlineExceeded, TandemError
+from tandem.wire.nodes import NodeState
+
+WHOLE_WITHIN_S = 180.0
+QUIET_WITHIN_S = 60.0
+_LOOK_EVERY_S = 0.5
+_MOST_LEFT = 8
+
+
+class Victim(Protocol):
+    """A process that can be told from one that took its place."""
+
+    @property
+    def pid(self) -> int: ...
+    @property
+    def started(self) -> int: ...
+
+
+V = TypeVar("V", bound=Victim)
+
+
+class Hands(Protocol[V]):
+    """What reaches the cluster's processes."""
+
+    async def view(self) -> ClusterView: ...
+
+    async def find(self, name: str) -> V: ...
+
+    async def send(self, victim: V, number: signal.Signals, wake_after_s: float | None) -> None: ...
+
+
+class Struck(msgspec.Struct, frozen=True):
+    """A blow, and how the cluster took it."""
+
+    at_s: float
+    blow: Blow
+    kind: Kind
+    name: str
+    machine: str
+    stop_s: float
+    whole_after_s: float | None  # None: not within WHOLE_WITHIN_S
+    began: float  # on this process's monotonic clock
+    detail: str = ""
+
+
+class Conductor(Generic[V]):
+    def __init__(
+        self, hands: Hands[V], say: Callable[[str], None], look_every_s: float = _LOOK_EVERY_S
+    ) -> None:
+        self._hands = hands
+        self._say = say
+        self._look_every_s = look_every_s
+        self.struck: list[Struck] = []
+
+    async def run(self, plan: Sequence[Strike]) -> None:
+        """Ends early when the cluster does not become whole: more blows would prove nothing."""
+        began = time.monotonic()
+        for strike in plan:
+            await asyncio.sleep(max(0.0, began + strike.at_s - time.monotonic()))
+            struck = await self._strike(strike, began)
+            self.struck.append(struck)
+            if struck.whole_after_s is None:
+                self._say(f"{struck.name}: {struck.detail}; no more blows")
+                return
+            self._say(f"{struck.name}: whole again after {struck.whole_after_s:.1f} s")
+
+    async def _strike(self, strike: Strike, began: float) -> Struck:
+        view = await self._hands.view()
+        name = strike.choose(processes_of(view)[strike.kind])
+        victim = await self._hands.find(name)
+        kill = strike.blow is Blow.KILL
+        self._say(f"{name}: killed" if kill else f"{name}: stopped for {strike.stop_s:g} s")
+        hit_at = time.monotonic()
+        number = signal.SIGKILL if kill else signal.SIGSTOP
+        await self._hands.send(victim, number, None if kill else strike.stop_s)
+        struck = Struck(
+            hit_at - began, strike.blow, strike.kind, name, machine_of(view, name), 0.0 if kill else strike.stop_s,
+            None, hit_at,
+        )  # fmt: skip
+        if not kill:
+            await asyncio.sleep(strike.stop_s)
+        try:
+            await self._until_whole(
+                view, victim if kill else None, name, hit_at + strike.stop_s + WHOLE_WITHIN_S
+            )
+        except TandemError as error:
+            return msgspec.structs.replace(struck, detail=str(error))
+        return msgspec.structs.replace(struck, whole_after_s=time.monotonic() - hit_at)
+
+    async def _until_whole(self, before: ClusterView, gone: V | None, name: str, deadline: float) -> None:
+        async def is_whole() -> bool:
+            if gone is not None:
+                now = await self._hands.find(name)
+                if (now.pid, now.started) == (gone.pid, gone.started):
+                    return False
+            return missing_in(await self._hands.view(), before) == ""
+
+        why = "it was not seen whole"
+        while time.monotonic() < deadline:
+            try:
+                if await is_whole():
+                    return
+                why = missing_in(await self._hands.view(), before) or why
+            except TandemError as error:  # the controller may be who was struck
+                why = str(error)
+            await asyncio.sleep(self._look_every_s)
+        raise DeadlineExceeded(f"not whole again within {WHOLE_WITHIN_S:.0f} s: {why}")
+
+    async def until_quiet(self, within_s: float = QUIET_WITHIN_S) -> tuple[float | None, list[str]]:
+        """With nothing asked any more: how long until every block is free, or what is left and where."""
+        began = time.monotonic()
+        left: list[str] = []
+        while time.monotonic() - began < within_s:
+            try:
+                left = left_behind(await self._hands.view())
+                if not left:
+                    return time.monotonic() - began, []
+            except TandemError as error:
+                left = [str(error)]
+            await asyncio.sleep(self._look_every_s)
+        return None, left[:_MOST_LEFT]
+
+
+def missing_in(view: ClusterView, before: ClusterView) -> str:
+    """What it had before and has not; "" when nothing."""
+    there, wanted = processes_of(view), processes_of(before)
+    missing = [
+        f"{len(wanted[kind]) - len(there.get(kind, []))} {kind.value}"
+        for kind in wanted
+        if len(there.get(kind, [])) < len(wanted[kind])
+    ]
+    return f"missing: {', '.join(missing)}" if missing else ""
+
+
+def machine_of(view: ClusterView, name: str) -> str:
+    return next((node.host for node in view.nodes if node.node_id == name), "")
+
+
+def left_behind(view: ClusterView) -> list[str]:
+    """What nodes that have nothing to do should not have, a sentence for each node."""
+    found = []
+    for node in view.nodes:
+        status = node.status
+        if status is None or status.state is not NodeState.READY:
+            found.append(f"{node.node_id} does not say what it holds")
+            continue
+        left = {name: getattr(status, name) for name in ("running", "waiting", "transfers", "held_blocks")}
+        left["blocks not free"] = status.total_blocks - status.free_blocks
+        left |= {name: getattr(status, name) for name in status.__struct_fields__ if "quarantine" in name}
+        if any(left.values()):
+            counts = ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in left.items() if count)
+            found.append(f"{node.node_id}: {counts}")
+    return found

@@ -1,0 +1,205 @@
+"""Generated requests whose answers are known, and what came of them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import msgspec
+
+from tandem.wire.errors import Unavailable
+
+_WORDS = [
+    "river",
+    "stone",
+    "window",
+    "garden",
+    "paper",
+    "market",
+    "bridge",
+    "winter",
+    "summer",
+    "engine",
+    "letter",
+    "number",
+    "station",
+    "doctor",
+    "village",
+    "forest",
+    "mirror",
+    "candle",
+    "yellow",
+    "silver",
+    "broken",
+    "simple",
+    "quiet",
+    "early",
+    "moving",
+    "bright",
+    "narrow",
+    "distant",
+]
+# (words of the prompt, tokens of the answer): short and long, so that blows meet prompts, moves and answers.
+_SHAPES = ((12, 96), (40, 48), (120, 64), (400, 32), (700, 24))
+_A_REQUEST_S = 180.0
+_RETRY_S = 0.5
+NOTED_GAP_S = 0.2  # shorter ones are not kept
+
+
+@dataclass
+class Question:
+    body: dict[str, Any]
+    answer: str | None = None  # None: the cluster does not say the same each time, in peace
+
+
+@dataclass
+class Tally:
+    requests: int = 0
+    right: int = 0
+    unchecked: int = 0  # finished; in peace the cluster has more than one answer
+    wrong: list[str] = field(default_factory=list)
+    refused: int = 0  # before the first byte, with a status and a reason
+    failed: dict[str, int] = field(default_factory=dict)  # ended with an error event, by its code
+    lost: dict[str, int] = field(default_factory=dict)  # ended in silence, or not at all
+    examples: dict[str, str] = field(default_factory=dict)
+    gaps: list[tuple[float, float]] = field(default_factory=list)  # when, on the monotonic clock
+
+
+class _Ended(Exception):
+    """Without a whole answer."""
+
+    def __init__(self, kind: str, name: str, why: str) -> None:
+        super().__init__(why)
+        self.kind, self.name = kind, name
+
+
+class Probes:
+    def __init__(
+        self,
+        url: Callable[[], str],
+        key: str | None,
+        model: str,
+        seed: int,
+        users: int,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        self.tally = Tally()
+        self._url = url  # of a router that serves now
+        self._users = users
+        self._random = random.Random(seed)
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._transport = transport
+        self.questions = [
+            Question(self._body(model, words, tokens, seeded))
+            for words, tokens in _SHAPES
+            for seeded in (False, True)
+        ]
+
+    def _body(self, model: str, words: int, tokens: int, seeded: bool) -> dict[str, Any]:
+        sampling = (
+            {"temperature": 0.8, "seed": self._random.randrange(1 << 30)} if seeded else {"temperature": 0}
+        )
+        return {
+            "model": model, "prompt": " ".join(self._random.choices(_WORDS, k=words)), "max_tokens": tokens,
+            "ignore_eos": True, "stream": True, **sampling,
+        }  # fmt: skip
+
+    def _client(self) -> httpx.AsyncClient:
+        # A connection of its own for each request: one that a router's death has cut is nobody else's.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        timeout = httpx.Timeout(_A_REQUEST_S, connect=10.0)
+        return httpx.AsyncClient(
+            headers=self._headers, limits=limits, timeout=timeout, trust_env=False, transport=self._transport
+        )
+
+    async def learn(self) -> int:
+        """The questions' answers in peace: alone, and then all at once. A question whose answers differ is asked, and its
+        answer is not checked. How many are checked."""
+        async with self._client() as http:
+            try:
+                alone = [await self._ask(http, one) for one in self.questions]
+                together = await asyncio.gather(*(self._ask(http, one) for one in self.questions))
+            except _Ended as error:
+                raise Unavailable(f"a question asked in peace is not answered: {error}") from error
+        for question, first, again in zip(self.questions, alone, together, strict=True):
+            question.answer = first if first == again else None
+        self.tally.gaps.clear()
+        return sum(one.answer is not None for one in self.questions)
+
+    async def run(self, ending: asyncio.Event) -> None:
+        """Returns when the last answer has come."""
+        async with self._client() as http, asyncio.TaskGroup() as group:
+            for _ in range(self._users):
+                group.create_task(self._user(http, ending))
+
+    async def _user(self, http: httpx.AsyncClient, ending: asyncio.Event) -> None:
+        tally = self.tally
+        while not ending.is_set():
+            question = self._random.choice(self.questions)
+            tally.requests += 1
+            try:
+                text = await self._ask(http, question)
+            except _Ended as error:
+                self._note(error)
+                await asyncio.sleep(_RETRY_S)  # as a client that was refused would
+                continue
+            if question.answer is None:
+                tally.unchecked += 1
+            elif text == question.answer:
+                tally.right += 1
+            else:
+                tally.wrong.append(f"{text[:200]!r} instead of {question.answer[:200]!r}")
+
+    def _note(self, error: _Ended) -> None:
+        self.tally.examples.setdefault(error.name, str(error)[:300])
+        if error.kind == "refused":
+            self.tally.refused += 1
+        else:
+            counts = self.tally.failed if error.kind == "failed" else self.tally.lost
+            counts[error.name] = counts.get(error.name, 0) + 1
+
+    async def _ask(self, http: httpx.AsyncClient, question: Question) -> str:
+        """Under a salt of its own, so that no cache knows it."""
+        body = question.body | {"cache_salt": f"chaos {self._random.random()}"}
+        text, done = "", False
+        last = time.monotonic()
+        try:
+            async with (
+                asyncio.timeout(_A_REQUEST_S),
+                http.stream("POST", f"{self._url()}/v1/completions", json=body) as response,
+            ):
+                if response.status_code != 200:
+                    said = (await response.aread()).decode(errors="replace")
+                    raise _Ended("refused", f"http {response.status_code}", said)
+                async for line in response.aiter_lines():
+                    if line == "data: [DONE]":
+                        done = True
+                    elif line.startswith("data: "):
+                        event: dict[str, Any] = msgspec.json.decode(line[6:])
+                        if "error" in event:
+                            raise _Ended("failed", str(event["error"].get("code") or "error"), line[6:])
+                        text += "".join(choice.get("text", "") for choice in event["choices"])
+                        last = self._note_gap(last)
+        except TimeoutError as error:
+            raise _Ended("lost", "no end", f"not over after {_A_REQUEST_S:.0f} s") from error
+        except httpx.HTTPError as error:
+            raise _Ended("lost", type(error).__name__, str(error)) from error
+        if not done:
+            raise _Ended("lost", "cut off", "the stream ended without [DONE] and without an error")
+        return text
+
+    def _note_gap(self, last: float) -> float:
+        now = time.monotonic()
+        if now - last >= NOTED_GAP_S:
+            self.tally.gaps.append((last, now))
+        return now
+
+
+def longest_gap(gaps: Sequence[tuple[float, float]], begin: float, end: float) -> float:
+    """Of those that this stretch of time has a part of."""
+    return max((last - first for first, last in gaps if first < end and last > begin), default=0.0)

@@ -1,0 +1,161 @@
+"""Everything that was seen, what of it must not be, and what may be concluded from nothing having been seen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+
+import msgspec
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from tandem.cluster.chaos.conductor import Struck
+from tandem.cluster.chaos.probes import Tally, longest_gap
+
+
+class Traffic(msgspec.Struct):
+    """What clients met. Of a cluster's own traffic the routers' counters know no more than requests and errors."""
+
+    source: str  # "probes" or "own"
+    requests: int = 0
+    right: int = 0
+    unchecked: int = 0
+    wrong: list[str] = []
+    refused: int = 0
+    failed: dict[str, int] = {}
+    lost: dict[str, int] = {}
+    examples: dict[str, str] = {}
+
+    @property
+    def unanswered(self) -> int:
+        """Let in, and without a whole answer."""
+        return sum(self.failed.values()) + sum(self.lost.values())
+
+
+class BlowReport(msgspec.Struct):
+    at_s: float
+    blow: str
+    kind: str
+    name: str
+    machine: str
+    stop_s: float
+    whole_after_s: float | None
+    longest_gap_s: (
+        float | None
+    )  # in any answer meanwhile; None under a cluster's own traffic, which nobody times
+    detail: str = ""
+
+
+class ChaosReport(msgspec.Struct):
+    made_at: str
+    command: str
+    model: str
+    seed: int
+    minutes: float
+    blows: list[BlowReport]
+    traffic: Traffic
+    blocks_back_after_s: float | None  # None: not all came back, or traffic went on
+    left_behind: list[str]
+    faults: list[str] = []
+    bounds: list[str] = []
+
+
+def blow_reports(struck: Sequence[Struck], tally: Tally | None) -> list[BlowReport]:
+    return [
+        BlowReport(
+            one.at_s, one.blow.value, one.kind.value, one.name, one.machine, one.stop_s, one.whole_after_s,
+            None if tally is None else longest_gap(tally.gaps, one.began, one.began + (one.whole_after_s or 1e9)),
+            one.detail,
+        )
+        for one in struck
+    ]  # fmt: skip
+
+
+def traffic_of(tally: Tally) -> Traffic:
+    fields = {name: getattr(tally, name) for name in Traffic.__struct_fields__ if name != "source"}
+    return Traffic("probes", **fields)
+
+
+def judge(report: ChaosReport) -> list[str]:
+    """What must not be, a sentence each; none when all is well."""
+    traffic = report.traffic
+    found = []
+    if not traffic.requests:
+        found.append("nothing was asked while it lasted: it shows nothing about requests")
+    if traffic.wrong:
+        found.append(f"{len(traffic.wrong)} wrong answers, the first: {traffic.wrong[0]}")
+    for name, count in sorted((traffic.lost | traffic.failed).items()):
+        found.append(f"{count} requests got no whole answer, {name}: {traffic.examples.get(name, '')}")
+    for blow in report.blows:
+        if blow.whole_after_s is None:
+            found.append(f"{blow.name}: {blow.detail}")
+    found += [f"left behind: {left}" for left in report.left_behind]
+    return found
+
+
+def bounds(report: ChaosReport) -> list[str]:
+    """The rule of three: of what was not seen in N tries, there is less than 3/N, with 95% confidence."""
+    traffic, found = report.traffic, []
+    checked = traffic.right + len(traffic.wrong)
+    if checked and not traffic.wrong:
+        found.append(f"none of {checked} answers was wrong: fewer than {rule_of_three(checked)} are")
+    if traffic.requests and not traffic.unanswered:
+        found.append(
+            f"none of {traffic.requests} requests was lost: fewer than {rule_of_three(traffic.requests)} are"
+        )
+    blows = len(report.blows)
+    if blows and not report.faults:
+        found.append(
+            f"nothing bad came of {blows} blows: of fewer than {rule_of_three(blows)} something does"
+        )
+    return found
+
+
+def rule_of_three(tries: int) -> str:
+    return f"{min(1.0, 3 / tries):.3%} (3/N, 95% confidence)"
+
+
+def print_report(console: Console, report: ChaosReport) -> None:
+    table = Table(
+        title=f"{escape(report.model)}: {len(report.blows)} blows, seed {report.seed}", title_justify="left"
+    )
+    for name, justify in (
+        ("after s", "right"), ("blow", "left"), ("process", "left"), ("machine", "left"),
+        ("whole again s", "right"), ("longest gap s", "right"),
+    ):  # fmt: skip
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    for blow in report.blows:
+        table.add_row(
+            f"{blow.at_s:.0f}",
+            blow.blow if blow.blow == "kill" else f"stop {blow.stop_s:g} s",
+            escape(blow.name),
+            blow.machine,
+            "never" if blow.whole_after_s is None else f"{blow.whole_after_s:.1f}",
+            "" if blow.longest_gap_s is None else f"{blow.longest_gap_s:.1f}",
+        )
+    console.print(table)
+    for line in summary(report):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    for fault in report.faults:
+        console.print(f"✗ {fault}", style="red", highlight=False, markup=False, soft_wrap=True)
+    for bound in report.bounds:
+        console.print(f"✓ {bound}", style="green", highlight=False, markup=False, soft_wrap=True)
+
+
+def summary(report: ChaosReport) -> list[str]:
+    traffic = report.traffic
+    lines = [
+        f"{traffic.requests} requests ({traffic.source}): {traffic.unanswered} without a whole answer, "
+        f"{len(traffic.wrong)} wrong, {traffic.refused} refused at the door"
+    ]
+    if traffic.source == "probes":
+        lines[0] += f"; {traffic.right} answers were known and right, {traffic.unchecked} not checked"
+    times = [blow.whole_after_s for blow in report.blows if blow.whole_after_s is not None]
+    if times:
+        lines.append(f"whole again after {median(times):.1f} s (median), {max(times):.1f} s at most")
+    if report.blocks_back_after_s is not None:
+        lines.append(f"every block was free {report.blocks_back_after_s:.1f} s after the last answer")
+    elif not report.left_behind:
+        lines.append("blocks were not counted: the cluster's own traffic went on")
+    return lines

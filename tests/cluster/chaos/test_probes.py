@@ -1,0 +1,137 @@
+"""Answers that are known, and everything else that an answer can be."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections.abc import Callable
+
+import httpx
+import pytest
+
+from tandem.cluster.chaos.probes import Probes, longest_gap
+from tandem.wire.errors import Unavailable
+
+
+def stream(text: str, done: bool = True) -> httpx.Response:
+    events = [json.dumps({"choices": [{"text": word}]}) for word in text.split()]
+    lines = [f"data: {event}\n\n" for event in events] + (["data: [DONE]\n\n"] if done else [])
+    return httpx.Response(200, text="".join(lines))
+
+
+def known(request: httpx.Request) -> str:
+    """One answer for each prompt."""
+    return f"answer {hash(json.loads(request.content)['prompt'])}"
+
+
+def probes(answer: Callable[[httpx.Request], httpx.Response]) -> Probes:
+    return Probes(lambda: "http://tandem", "k3y", "tiny", 1, 2, httpx.MockTransport(answer))
+
+
+def ask_some(made: Probes, answer: Callable[[httpx.Request], httpx.Response], requests: int = 6) -> None:
+    """The traffic ends with the request of this number."""
+
+    async def work() -> None:
+        ending = asyncio.Event()
+        asked = itertools.count(1)
+
+        def handle(request: httpx.Request) -> httpx.Response:
+            if next(asked) >= requests:
+                ending.set()
+            return answer(request)
+
+        made._transport = httpx.MockTransport(handle)
+        async with asyncio.timeout(10):
+            await made.run(ending)
+
+    asyncio.run(work())
+
+
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.cluster.chaos.probes._RETRY_S", 0.0)
+
+
+def test_right_answers_are_counted_and_each_request_has_the_key_and_a_salt_of_its_own() -> None:
+    salts, keys = [], set()
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        salts.append(json.loads(request.content)["cache_salt"])
+        keys.add(request.headers["authorization"])
+        return stream(known(request))
+
+    made = probes(answer)
+    assert asyncio.run(made.learn()) == len(made.questions)
+    ask_some(made, answer)
+    assert made.tally.right == made.tally.requests >= 6
+    assert len(set(salts)) == len(salts)
+    assert keys == {"Bearer k3y"}
+
+
+def test_an_answer_that_differs_is_wrong() -> None:
+    made = probes(lambda request: stream(known(request)))
+    asyncio.run(made.learn())
+    ask_some(made, lambda request: stream("something else"))
+    assert made.tally.right == 0
+    assert len(made.tally.wrong) == made.tally.requests
+    assert "instead of" in made.tally.wrong[0]
+
+
+def test_a_question_with_two_answers_in_peace_is_not_held_against_the_cluster() -> None:
+    count = iter(range(10**6))
+    made = probes(lambda request: stream(f"answer {next(count)}"))
+    assert asyncio.run(made.learn()) == 0
+    ask_some(made, lambda request: stream(f"answer {next(count)}"))
+    assert made.tally.unchecked == made.tally.requests
+    assert made.tally.wrong == []
+
+
+def _cut(request: httpx.Request) -> httpx.Response:
+    raise httpx.ReadError("connection reset")
+
+
+@pytest.mark.parametrize(
+    ("answer", "where", "name"),
+    [
+        (lambda request: stream("half of", done=False), "lost", "cut off"),
+        (_cut, "lost", "ReadError"),
+        (
+            lambda request: httpx.Response(
+                200, text='data: {"error": {"code": "node_lost", "message": "x"}}\n\n'
+            ),
+            "failed",
+            "node_lost",
+        ),
+    ],
+)
+def test_what_is_no_whole_answer_is_counted_by_what_it_is(
+    answer: Callable[[httpx.Request], httpx.Response], where: str, name: str
+) -> None:
+    made = probes(answer)
+    ask_some(made, answer)
+    assert getattr(made.tally, where) == {name: made.tally.requests}
+    assert name in made.tally.examples
+
+
+def test_a_refusal_at_the_door_is_not_a_lost_request() -> None:
+    def full(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(503, text="full", headers={"retry-after": "1"})
+
+    made = probes(full)
+    ask_some(made, full)
+    assert made.tally.refused == made.tally.requests
+    assert not made.tally.lost
+    assert not made.tally.failed
+
+
+def test_a_cluster_that_does_not_answer_in_peace_is_not_tried() -> None:
+    made = probes(lambda request: httpx.Response(401, text="a key is needed"))
+    with pytest.raises(Unavailable, match="a key is needed"):
+        asyncio.run(made.learn())
+
+
+def test_the_longest_gap_of_a_stretch_is_of_those_that_reach_into_it() -> None:
+    gaps = [(0.0, 1.0), (2.0, 5.0), (4.5, 4.9), (9.0, 30.0)]
+    assert longest_gap(gaps, 4.0, 6.0) == 3.0
+    assert longest_gap(gaps, 6.0, 8.0) == 0.0

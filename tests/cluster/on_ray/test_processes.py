@@ -1,0 +1,47 @@
+"""Signals to real processes: what is stopped wakes by itself, and nobody else is hit."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tandem.cluster.on_ray.processes import hit, started_at
+from tests.waiting import until
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen(["sleep", "60"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def state_of(process: subprocess.Popen[bytes]) -> str:
+    return (Path("/proc") / str(process.pid) / "stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_a_stopped_process_wakes_by_itself(sleeper: subprocess.Popen[bytes]) -> None:
+    assert hit(sleeper.pid, started_at(sleeper.pid), signal.SIGSTOP, 0.2)
+    until(lambda: state_of(sleeper) == "T")
+    until(lambda: state_of(sleeper) == "S")
+
+
+def test_a_killed_process_ends(sleeper: subprocess.Popen[bytes]) -> None:
+    assert hit(sleeper.pid, started_at(sleeper.pid), signal.SIGKILL, None)
+    assert sleeper.wait(10) == -signal.SIGKILL
+
+
+def test_another_process_with_the_number_is_left_alone(sleeper: subprocess.Popen[bytes]) -> None:
+    assert not hit(sleeper.pid, started_at(sleeper.pid) - 1, signal.SIGKILL, None)
+    assert sleeper.poll() is None
+
+
+def test_one_that_has_ended_is_said_to_be_gone() -> None:
+    process = subprocess.Popen(["true"])
+    process.wait()
+    assert not hit(process.pid, 1, signal.SIGKILL, None)
