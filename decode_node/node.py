@@ -6,8 +6,7 @@ from tandem.decode_node.rules import DecodeRules
 from tandem.kvtransfer.registry import create_connector
 from tandem.node.config import NodeConfig
 from tandem.node.node import Node
-from tandem.wire.requests import ToNode
-from tandem.wire.sockets import Channel
+from tandem.wire.lines import NumberedChannel
 
 
 class DecodeNode(Node):
@@ -15,6 +14,6 @@ class DecodeNode(Node):
         super().__init__(
             config,
             DecodeRules(config.role),
-            open_channel=lambda host, receive, name: Channel(host, ToNode, receive, name=name),
+            open_channel=NumberedChannel,
             make_connector=create_connector,
         )

@@ -14,6 +14,7 @@ def node_counters(
     steps: int,
     step_seconds: float,
     malformed_frames: int,
+    line_gaps: int,
 ) -> NodeCounters:
     """`transfer`: None for a node that neither sends nor receives KV."""
     moved = transfer if transfer is not None else TransferStats()
@@ -28,6 +29,7 @@ def node_counters(
         steps=steps,
         step_seconds=step_seconds,
         malformed_frames=malformed_frames + moved.malformed_frames,
+        line_gaps=line_gaps,
         transfer_bytes_sent=moved.bytes_sent,
         transfer_bytes_received=moved.bytes_received,
         transfer_blocks_sent=moved.blocks_sent,

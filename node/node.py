@@ -22,6 +22,7 @@ from tandem.node.config import NodeConfig
 from tandem.node.loop import Mailbox
 from tandem.node.service import Item, NodeService, RoleRules
 from tandem.wire.errors import InternalError, Unavailable
+from tandem.wire.lines import Position
 from tandem.wire.nodes import NodeInfo, NodeState, new_epoch
 from tandem.wire.requests import NodeCounters, NodeStatus, ToNode
 
@@ -32,7 +33,7 @@ Progress = Callable[[str, float], None]
 
 
 class NodeChannel(Protocol):
-    """Where routers reach this node, and how it answers. `wire.sockets.Channel` is one."""
+    """Where routers reach this node, and how it answers. `wire.lines.NumberedChannel` is one."""
 
     @property
     def endpoint(self) -> str: ...
@@ -40,13 +41,28 @@ class NodeChannel(Protocol):
     def malformed(self) -> int: ...
     @property
     def died(self) -> str | None: ...
+    @property
+    def gaps(self) -> int: ...
     def send(self, endpoint: str, message: msgspec.Struct) -> None: ...
+    def received(self, endpoint: str) -> Position: ...
     def forget(self, endpoint: str) -> None: ...
     def close(self) -> None: ...
 
 
-OpenChannel = Callable[[str, Callable[[ToNode], None], str], NodeChannel]
-"""(host to bind, what receives, a name for its thread) -> the open channel."""
+class OpenChannel(Protocol):
+    """Binds to the host's address. The arguments are those of `wire.lines.NumberedChannel`."""
+
+    def __call__(
+        self,
+        host: str,
+        epoch: int,
+        on_message: Callable[[ToNode], None],
+        *,
+        begun: Callable[[str], None],
+        replaced: Callable[[str], None],
+        name: str,
+    ) -> NodeChannel: ...
+
 
 MakeConnector = Callable[[ConnectorContext], tuple[SchedulerConnector, WorkerConnector]]
 
@@ -65,10 +81,17 @@ class _Line:
     def died(self) -> str | None:
         return self.channel.died if self.channel is not None else None
 
+    @property
+    def gaps(self) -> int:
+        return self.channel.gaps if self.channel is not None else 0
+
     def send(self, endpoint: str, message: msgspec.Struct) -> None:
         if self.channel is None:
             raise InternalError("a message to a router before the channel is open")
         self.channel.send(endpoint, message)
+
+    def received(self, endpoint: str) -> Position:
+        return self.channel.received(endpoint) if self.channel is not None else Position(0, 0)
 
     def forget(self, endpoint: str) -> None:
         if self.channel is not None:
@@ -149,10 +172,17 @@ class Node:
             self._line,
             grammars=runner.grammars,
         )
-        # The service first: a channel that is open must have somebody behind it.
+        # The service first: it must run before the channel delivers anything.
         service.start()
         self._service = service
-        channel = self._open_channel(config.host, service.receive, f"{config.node_id}-inbox")
+        channel = self._open_channel(
+            config.host,
+            self.epoch,
+            service.receive,
+            begun=service.line_begun,
+            replaced=service.router_replaced,
+            name=f"{config.node_id}-inbox",
+        )
         self._line.channel = channel
         return NodeInfo(
             node_id=config.node_id,

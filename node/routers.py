@@ -10,6 +10,7 @@ from typing import Protocol
 import msgspec
 
 from tandem.wire.errors import NodeLost
+from tandem.wire.lines import Position
 from tandem.wire.requests import NodeStatus
 
 logger = logging.getLogger(__name__)
@@ -25,8 +26,17 @@ class RouterLine(Protocol):
         """Why nothing is received any more, although nobody closed it."""
         ...
 
+    @property
+    def gaps(self) -> int:
+        """How often messages were missing and asked for again."""
+        ...
+
     def send(self, endpoint: str, message: msgspec.Struct) -> None:
-        """Queues a message; raises NodeLost when nobody reads there. The first one makes a connection, which is kept."""
+        """Queues a message; raises NodeLost when the router does not read. The first one makes a connection, which is kept."""
+        ...
+
+    def received(self, endpoint: str) -> Position:
+        """The router's last message that was delivered."""
         ...
 
     def forget(self, endpoint: str) -> None:

@@ -8,6 +8,9 @@ Who may end a request, and who hears of it:
 - its deadline: its router gets a chunk with error `deadline_exceeded`;
 - its router's Cancel, or the router's silence: nobody is told, there is nobody who wants to know;
 - the failure of this node: every router gets an error chunk for every request, then a status that says FAILED.
+
+Messages come in order and none is lost in silence (`wire.lines`). Where some may have been lost for good, the node tells the router
+which of its requests it holds.
 """
 
 from __future__ import annotations
@@ -40,9 +43,12 @@ from tandem.wire.errors import (
     Unavailable,
     WireError,
 )
+from tandem.wire.lines import Position
 from tandem.wire.nodes import NodeState, Role
 from tandem.wire.requests import (
+    Ask,
     Cancel,
+    Holding,
     NodeStatus,
     Ping,
     Submit,
@@ -78,6 +84,7 @@ class _Live:
 
     submit: Submit
     deadline: float
+    reported: int  # how many output tokens its router has been told of, or told us of
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -88,11 +95,19 @@ class RouterLost:
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
+class ListRequests:
+    """Tell the router what it has here, now that its messages up to `position` are acted on."""
+
+    reply_to: str
+    position: Position
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
 class Drain:
     """Refuse what is new from now on."""
 
 
-Item = ToNode | RouterLost | Drain | GrammarReady
+Item = ToNode | RouterLost | ListRequests | Drain | GrammarReady
 
 
 class NodeService:
@@ -130,6 +145,7 @@ class NodeService:
             clock=clock,
         )
         self._state = NodeState.READY
+        self._state_lock = threading.Lock()  # of every change of the state: FAILED is never left
         self._detail = ""
         self._scheduler_stats: SchedulerStats = engine.scheduler.stats()
         self._stats_taken = clock()
@@ -156,12 +172,27 @@ class NodeService:
             if message.asked_at is not None:
                 reading = ClockReading(self._config.node_id, self._epoch, message.asked_at, self._clock())
                 self._routers.tell(message.reply_to, reading)
+        elif isinstance(message, Ask):
+            self._list_requests(message.reply_to)
         elif self._state is NodeState.FAILED and isinstance(message, Submit):
             self._refuse(message, InternalError(f"node {self._config.node_id} has failed: {self._detail}"))
         else:
             if isinstance(message, Submit) and message.trace:
                 self._tracer.arrived(message.request_id)
             self._mailbox.put(message)
+
+    def line_begun(self, reply_to: str) -> None:
+        """A new line with this router has begun: messages may be missing on either side."""
+        if self._routers.heard(reply_to):
+            self._routers.tell_status(reply_to)
+        self._list_requests(reply_to)
+
+    def router_replaced(self, reply_to: str) -> None:
+        """Another incarnation of a router listens there: the requests of the one before have no owner."""
+        self._mailbox.put(RouterLost(reply_to))
+
+    def _list_requests(self, reply_to: str) -> None:
+        self._mailbox.put(ListRequests(reply_to, self._line.received(reply_to)))
 
     def status(self) -> NodeStatus:
         scheduler = self._scheduler_stats
@@ -187,6 +218,7 @@ class NodeService:
                 steps=self.loop.steps,
                 step_seconds=self.loop.step_seconds,
                 malformed_frames=self._line.malformed,
+                line_gaps=self._line.gaps,
             ),
             detail=failure or "",
         )
@@ -199,9 +231,10 @@ class NodeService:
 
     def drain(self, timeout_s: float) -> bool:
         """Takes nothing new; True when everything under way has ended and every block is free in time."""
-        if self._state is NodeState.READY:
-            self._state = NodeState.DRAINING
-        # The step thread says it anew, when it has seen what came before: a request may just be on its way in.
+        with self._state_lock:
+            if self._state is NodeState.READY:
+                self._state = NodeState.DRAINING
+        # The step thread sets it again when it has seen what came before: a request may just be on its way in.
         self._quiet.clear()
         self._mailbox.put(Drain())
         if self._state is NodeState.FAILED:
@@ -219,7 +252,7 @@ class NodeService:
     def handle(self, item: Item) -> None:
         match item:
             case Submit():
-                # Lost since it was sent, it is known again: whoever has a request here is told of it, or lost once more.
+                # The router may have been marked lost after it sent this. It is alive, so it is known again.
                 self._routers.heard(item.reply_to)
                 try:
                     self._admit(item)
@@ -230,10 +263,12 @@ class NodeService:
                 self._abort([id for id in item.request_ids if self._is_owner(id, item.reply_to)])
             case RouterLost():
                 self._abort([id for id, live in self._live.items() if live.submit.reply_to == item.reply_to])
+            case ListRequests():
+                self._tell_what_is_held(item)
             case GrammarReady():
                 if self._desk.forget(item.request_id):
                     self._go_on(item)
-            case Drain() | Ping():
+            case Drain() | Ping() | Ask():
                 pass  # a turn of the loop follows, and that is all they ask for
 
     def before_step(self, now: float) -> None:
@@ -266,6 +301,7 @@ class NodeService:
             if live is None:
                 continue
             finish = self._rules.finish_of(live.submit, update)
+            live.reported = max(live.reported, update.start + len(update.token_ids))
             if update.finish is not None:
                 del self._live[update.request_id]
             batches[live.submit.reply_to].append(
@@ -302,8 +338,9 @@ class NodeService:
 
     def failed(self, error: BaseException) -> None:
         self._detail = f"{type(error).__name__}: {error}"
-        self._state = NodeState.FAILED
-        self._quiet.set()  # whoever waits for it to come to rest waits for nothing
+        with self._state_lock:
+            self._state = NodeState.FAILED
+        self._quiet.set()  # a drain would wait for nothing
         failure = InternalError(f"node {self._config.node_id} has failed: {self._detail}").to_wire()
         for live in self._live.values():
             self._send_chunks(live.submit.reply_to, [_error_chunk(live.submit, failure)])
@@ -341,7 +378,7 @@ class NodeService:
         if grammar is not None and request.status is RequestStatus.WAITING_FOR_GRAMMAR:
             self._desk.begin(request.request_id, grammar, now)
         deadline = now + submit.timeout_s
-        self._live[submit.request_id] = _Live(submit, deadline)
+        self._live[submit.request_id] = _Live(submit, deadline, len(submit.output_token_ids))
         self._remember_deadline(deadline, submit.request_id)
         self._quiet.clear()
         if submit.trace:
@@ -377,6 +414,16 @@ class NodeService:
 
     def _refuse(self, submit: Submit, error: TandemError) -> None:
         self._send_chunks(submit.reply_to, [_error_chunk(submit, error.to_wire())])
+
+    def _tell_what_is_held(self, item: ListRequests) -> None:
+        held = {
+            request_id: live.reported
+            for request_id, live in self._live.items()
+            if live.submit.reply_to == item.reply_to
+        }
+        self._routers.tell(
+            item.reply_to, Holding(self._config.node_id, self._epoch, *item.position, requests=held)
+        )
 
     def _is_owner(self, request_id: str, reply_to: str) -> bool:
         live = self._live.get(request_id)

@@ -6,8 +6,7 @@ from tandem.kvtransfer.registry import create_connector
 from tandem.node.config import NodeConfig
 from tandem.node.node import Node
 from tandem.prefill_node.rules import PrefillRules
-from tandem.wire.requests import ToNode
-from tandem.wire.sockets import Channel
+from tandem.wire.lines import NumberedChannel
 
 
 class PrefillNode(Node):
@@ -15,6 +14,6 @@ class PrefillNode(Node):
         super().__init__(
             config,
             PrefillRules(),
-            open_channel=lambda host, receive, name: Channel(host, ToNode, receive, name=name),
+            open_channel=NumberedChannel,
             make_connector=create_connector,
         )

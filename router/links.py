@@ -1,4 +1,7 @@
-"""The router's sockets: one inbox that every node answers to, one outbox to them all, on the event loop."""
+"""The router's sockets: one inbox that every node answers to, one outbox to them all, on the event loop.
+
+Both directions are numbered lines (`wire.lines`): a lost message is asked for again, and is never lost in silence.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,20 @@ import time
 from collections.abc import Callable
 
 from tandem.wire.errors import NodeLost
+from tandem.wire.lines import LetterToRouter, Lines, Position
 from tandem.wire.loop_inbox import LoopInbox
 from tandem.wire.loop_outbox import LoopOutbox
-from tandem.wire.nodes import NodeInfo
-from tandem.wire.requests import Cancel, NodeStatus, Ping, Submit, TokenBatch, ToRouter
+from tandem.wire.nodes import NodeInfo, new_epoch
+from tandem.wire.requests import (
+    Ask,
+    Cancel,
+    Holding,
+    NodeStatus,
+    Ping,
+    Submit,
+    TokenBatch,
+    ToRouter,
+)
 from tandem.wire.tracing import ClockReading, NodeTrace
 
 logger = logging.getLogger(__name__)
@@ -24,7 +37,13 @@ class NodeLinks:
         self._loop = asyncio.get_running_loop()
         self._cancels: dict[NodeInfo, list[str]] = {}
         self._outbox = LoopOutbox()
-        self._inbox: LoopInbox[ToRouter] = LoopInbox(host, ToRouter, self._receive, name="router-inbox")
+        self.lines: Lines[ToRouter] = Lines(
+            new_epoch(), self._outbox.send_frame, self._receive, meets_strangers=False
+        )
+        self._inbox: LoopInbox[LetterToRouter] = LoopInbox(
+            host, LetterToRouter, self.lines.receive, name="router-inbox"
+        )
+        self.lines.endpoint = self._inbox.endpoint
 
     async def listen(
         self,
@@ -32,11 +51,13 @@ class NodeLinks:
         on_status: Callable[[NodeStatus], None],
         on_trace: Callable[[NodeTrace], None],
         on_clock: Callable[[ClockReading], None],
+        on_holding: Callable[[Holding], None],
     ) -> None:
         self._on_tokens = on_tokens
         self._on_status = on_status
         self._on_trace = on_trace
         self._on_clock = on_clock
+        self._on_holding = on_holding
         await self._inbox.listen()
 
     def _receive(self, message: ToRouter) -> None:
@@ -46,6 +67,8 @@ class NodeLinks:
             self._on_status(message)
         elif isinstance(message, NodeTrace):
             self._on_trace(message)
+        elif isinstance(message, Holding):
+            self._on_holding(message)
         else:
             self._on_clock(message)
 
@@ -61,9 +84,22 @@ class NodeLinks:
     def handler_errors(self) -> int:
         return self._inbox.handler_errors
 
-    def submit(self, node: NodeInfo, submit: Submit) -> None:
-        """Raises NodeLost when the node has not been reading for long."""
-        self._outbox.send(node.request_endpoint, submit)
+    def meet(self, node: NodeInfo) -> None:
+        """It is a member from now on: what it says is heard."""
+        self.lines.meet(node.request_endpoint, node.epoch)
+
+    def submit(self, node: NodeInfo, submit: Submit) -> Position:
+        """Where the message stands on the line to the node. Raises NodeLost when the node has not been reading for long."""
+        return self.lines.send(node.request_endpoint, submit)
+
+    def has_heard(self, node: NodeInfo, message: Position) -> bool:
+        """Whether the node has acknowledged it. A message on a line that was replaced never is."""
+        acknowledged = self.lines.acknowledged(node.request_endpoint)
+        return acknowledged.line == message.line and acknowledged.number >= message.number
+
+    def unheard_since(self, node: NodeInfo) -> float | None:
+        """When the oldest message was sent that the node has not acknowledged."""
+        return self.lines.unheard_since(node.request_endpoint)
 
     def cancel(self, node: NodeInfo, request_id: str) -> None:
         """All that is cancelled in one turn of the loop leaves in one message per node, after it."""
@@ -79,15 +115,26 @@ class NodeLinks:
     def ping(self, node: NodeInfo) -> None:
         self._try(node, Ping(self.endpoint, asked_at=time.monotonic()))
 
-    def _try(self, node: NodeInfo, message: Cancel | Ping) -> None:
-        """For messages whose loss is told by other means: a node that reads neither is soon silent, and lost."""
+    def ask(self, node: NodeInfo) -> None:
+        """The node answers with Holding."""
+        self._try(node, Ask(self.endpoint))
+
+    def _try(self, node: NodeInfo, message: Cancel | Ping | Ask) -> None:
+        """For messages whose loss is told by other means: a node that reads none is soon silent, and lost."""
         try:
-            self._outbox.send(node.request_endpoint, message)
+            self.lines.send(node.request_endpoint, message)
         except NodeLost as error:
             logger.warning("%s to node %s not sent: %s", type(message).__name__, node.node_id, error)
 
-    def forget(self, node: NodeInfo) -> None:
+    def begin_anew(self, node: NodeInfo) -> None:
+        """What was sent to the node and has not arrived is dropped. What the node says is still heard."""
         self._outbox.forget(node.request_endpoint)
+        self.lines.begin_anew(node.request_endpoint)
+
+    def forget(self, node: NodeInfo) -> None:
+        """It is no member any more."""
+        self._outbox.forget(node.request_endpoint)
+        self.lines.forget(node.request_endpoint)
 
     async def close(self) -> None:
         """Idempotent. What was sent just before still leaves, if somebody reads it."""

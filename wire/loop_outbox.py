@@ -34,12 +34,16 @@ class LoopOutbox:
 
         After close() nothing is sent and nothing is raised: whoever closes has no use for what others still say.
         """
+        self.send_frame(endpoint, self._encoder.encode(said))
+
+    def send_frame(self, endpoint: str, frame: bytes) -> None:
+        """The same, for a message that is encoded already."""
         if self._closed:
             return
         connection = self._connections.get(endpoint)
         if connection is None:
             connection = self._connections[endpoint] = _Connection(endpoint)
-        connection.send(message(self._encoder.encode(said)))
+        connection.send(message(frame))
 
     def forget(self, endpoint: str) -> None:
         """Drop the connection and whatever is queued on it."""

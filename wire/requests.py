@@ -2,7 +2,8 @@
 
 A router binds one Inbox and names it as `reply_to`; a node answers every router there, one TokenBatch per
 engine step for all of that router's requests. A router pings each node twice a second or so; a node sends its
-NodeStatus to every router that pinged it lately, and aborts the requests of one that fell silent.
+NodeStatus to every router that pinged it lately, and aborts the requests of one that fell silent. All of these
+travel on numbered lines (`wire.lines`), so none is lost in silence.
 """
 
 from __future__ import annotations
@@ -61,7 +62,13 @@ class Ping(msgspec.Struct, frozen=True, tag="ping", forbid_unknown_fields=True):
     asked_at: float | None = None  # on the router's monotonic clock
 
 
-ToNode = Submit | Cancel | Ping
+class Ask(msgspec.Struct, frozen=True, tag="ask", forbid_unknown_fields=True):
+    """Answer with Holding: the router has waited long for some of its requests."""
+
+    reply_to: str
+
+
+ToNode = Submit | Cancel | Ping | Ask
 
 
 class TokenChunk(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -121,6 +128,7 @@ class NodeCounters(msgspec.Struct, frozen=True):
     steps: int = 0
     step_seconds: float = 0.0
     malformed_frames: int = 0
+    line_gaps: int = 0  # times that messages of a router were missing and asked for again
     transfer_bytes_sent: int = 0
     transfer_bytes_received: int = 0
     transfer_blocks_sent: int = 0
@@ -157,4 +165,18 @@ class NodeStatus(msgspec.Struct, frozen=True, tag="status"):
     detail: str = ""  # why, when failed
 
 
-ToRouter = TokenBatch | NodeStatus | NodeTrace | ClockReading
+class Holding(msgspec.Struct, frozen=True, tag="holding"):
+    """All requests of one router that a node holds, each with the number of output tokens that it has reported.
+
+    Sent when messages may have been lost for good, and to an Ask. A request that was submitted at or before `line` and `number`, the
+    router's last message that the node had acted on, and that is not listed, has ended here or never arrived.
+    """
+
+    node_id: str
+    epoch: int
+    line: int
+    number: int
+    requests: dict[str, int]
+
+
+ToRouter = TokenBatch | NodeStatus | NodeTrace | ClockReading | Holding

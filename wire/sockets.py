@@ -175,7 +175,10 @@ class Outbox:
 
         After close() nothing is sent and nothing is raised: whoever closes has no use for what others still say.
         """
-        frame = self._encoder.encode(message)
+        self.send_frame(endpoint, self._encoder.encode(message))
+
+    def send_frame(self, endpoint: str, frame: bytes) -> None:
+        """The same, for a message that is encoded already."""
         with self._lock:
             if self._closed:
                 return
@@ -225,33 +228,3 @@ class Outbox:
         for socket in sockets.values():
             socket.close(linger=linger_ms)
         self._context.term()
-
-
-class Channel(Generic[M]):
-    """An Inbox and an Outbox with one owner and one end."""
-
-    def __init__(self, host: str, message_type: Any, on_message: Callable[[M], None], *, name: str) -> None:
-        self._outbox = Outbox()
-        self._inbox: Inbox[M] = Inbox(host, message_type, on_message, name=name)
-
-    @property
-    def endpoint(self) -> str:
-        return self._inbox.endpoint
-
-    @property
-    def malformed(self) -> int:
-        return self._inbox.malformed
-
-    @property
-    def died(self) -> str | None:
-        return self._inbox.died
-
-    def send(self, endpoint: str, message: msgspec.Struct) -> None:
-        self._outbox.send(endpoint, message)
-
-    def forget(self, endpoint: str) -> None:
-        self._outbox.forget(endpoint)
-
-    def close(self) -> None:
-        self._inbox.close()
-        self._outbox.close()

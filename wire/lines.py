@@ -1,0 +1,405 @@
+"""Numbered lines: how a router and a node notice every message that is lost between them, and heal it.
+
+Two processes that talk have two lines, one in each direction. A line belongs to one incarnation of its sender and one of
+its receiver, and it has an id that only grows. Every message that matters has a number on its line: 1, 2, 3 and so on. What only
+describes the present (Ping, NodeStatus, ClockReading) has none: the next one replaces it.
+
+    sender                                            receiver
+       │ ── Letter(line 4, number 7, sent 7, body) ──▶ │   the next number: delivered
+       │ ── Letter(line 4, number 8, ...) ─── lost     │
+       │ ── Letter(line 4, number 9, ...) ───────────▶ │   a gap: nothing after it is delivered
+       │ ◀────────────────────── Resend(line 4, after 7) │   at once, and later once more
+       │ ── Letter 8, Letter 9 ──────────────────────▶ │   from the sender's replay buffer
+       │ ◀──── any letter (heard line 4, number 9) ── │   acknowledged: the buffer forgets them
+
+- **Every letter says how far its sender has come** (`sent`), also one without a number. So a status or a ping, which come several
+  times a second, betray a message that was lost at the tail.
+- **Every letter acknowledges** (`heard`): the highest number that its sender received without a gap. A Submit needs no answer of
+  its own: it has arrived when its number is acknowledged.
+- **Delivery is in order and at most once.** A number that was delivered before is dropped; a letter after a gap is dropped too, and
+  comes again.
+- **The replay buffer is bounded.** When what is asked for is gone from it, or when the sender forgot the receiver, the sender begins
+  a new line. The receiver sees a higher line id and drops everything that belongs to the old one. A node then lists the requests that
+  it holds (`Holding`), and the router moves those that are missing there, or of which tokens are missing. Nothing is listed otherwise.
+- **Incarnations.** A letter for another incarnation of the receiver is dropped and counted. So is one of an incarnation of the
+  sender that was replaced.
+
+Nothing here knows the transport. It may lose, double, delay and reorder frames, and break its connections.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import msgspec
+
+from tandem.wire.errors import NodeLost
+from tandem.wire.requests import Ask, NodeStatus, Ping, ToNode, ToRouter
+from tandem.wire.sockets import Inbox, Outbox
+from tandem.wire.tracing import ClockReading
+
+B = TypeVar("B")
+
+# A receiver that waits for a resent message asks again after so long, then after twice as long, up to the longest.
+RETRY_S = 0.2
+RETRY_MAX_S = 3.0
+# What one line keeps for its receiver until it is acknowledged: some seconds of the busiest node's tokens.
+REPLAY_BYTES = 64 << 20
+REPLAY_FRAMES = 50_000
+PAST_INCARNATIONS = 16
+
+_UNNUMBERED = (Ping, Ask, NodeStatus, ClockReading)
+
+
+class Resend(msgspec.Struct, frozen=True, tag="resend"):
+    """Send everything on this line again that has a number above `after`."""
+
+    line: int
+    after: int
+
+
+class Letter(msgspec.Struct, Generic[B], frozen=True, array_like=True):
+    """What travels between a router and a node: a message, and where it stands on its line."""
+
+    sender: str  # the endpoint where the sender is reached
+    sender_epoch: int
+    receiver_epoch: int
+    line: int
+    number: int  # 0: this message has none
+    sent: int  # the highest number on this line so far
+    heard_line: int  # the other direction: the line that the sender reads,
+    heard: int  # and the highest number that came on it without a gap
+    body: B
+
+
+LetterToNode = Letter[ToNode | Resend]
+LetterToRouter = Letter[ToRouter | Resend]
+
+
+class Position(NamedTuple):
+    """A place on a line. Positions of one pair of incarnations are ordered: a later line comes after an earlier one."""
+
+    line: int
+    number: int
+
+
+@dataclasses.dataclass(slots=True)
+class SendingLine:
+    """Invariant: `kept` holds the frames with the last `len(kept)` numbers up to `sent`."""
+
+    id: int
+    sent: int = 0
+    heard: int = 0
+    kept: deque[tuple[float, bytes]] = dataclasses.field(default_factory=deque)
+    kept_bytes: int = 0
+
+    def keep(self, frame: bytes, now: float, max_bytes: int, max_frames: int) -> None:
+        """The frame with number `sent`."""
+        self.kept.append((now, frame))
+        self.kept_bytes += len(frame)
+        while self.kept_bytes > max_bytes or len(self.kept) > max_frames:
+            self._drop_oldest()
+
+    def acknowledge(self, number: int) -> None:
+        if self.heard < number <= self.sent:
+            self.heard = number
+            while self.kept and self.sent - len(self.kept) < number:
+                self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        _, frame = self.kept.popleft()
+        self.kept_bytes -= len(frame)
+
+    def frames_after(self, number: int) -> list[bytes] | None:
+        """None when some of them are gone."""
+        missing = self.sent - number
+        if missing > len(self.kept):
+            return None
+        return [frame for _, frame in itertools.islice(self.kept, len(self.kept) - max(missing, 0), None)]
+
+    @property
+    def unheard_since(self) -> float | None:
+        """When the oldest message that is not acknowledged was sent."""
+        return self.kept[0][0] if self.kept else None
+
+
+@dataclasses.dataclass(slots=True)
+class _Peer:
+    epoch: int
+    out: SendingLine
+    line: int = 0  # the line that comes from it; 0: none yet
+    heard: int = 0  # on that line, without a gap
+    asked_at: float | None = None  # when a gap was last asked about; None: there is none
+    retry_s: float = RETRY_S
+    past: tuple[int, ...] = ()  # its earlier incarnations
+
+
+class Lines(Generic[B]):
+    """All lines of one process. The lock, if one is given, is held whenever a frame is made and sent, so that numbers leave in order.
+
+    `deliver` gets each message once and in order. `begun(endpoint)`: a new line has begun in one of the directions, so messages may be lost
+    for good. `replaced(endpoint)`: another incarnation listens there now. All three are called without the lock.
+    """
+
+    def __init__(
+        self,
+        epoch: int,
+        send_frame: Callable[[str, bytes], None],
+        deliver: Callable[[B], None],
+        *,
+        begun: Callable[[str], None] = lambda endpoint: None,
+        replaced: Callable[[str], None] = lambda endpoint: None,
+        meets_strangers: bool,
+        lock: contextlib.AbstractContextManager[Any] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        replay_bytes: int = REPLAY_BYTES,
+        replay_frames: int = REPLAY_FRAMES,
+    ) -> None:
+        """`meets_strangers`: whoever writes here is answered. Otherwise only those that `meet` named are heard."""
+        self.endpoint = ""  # where this process is reached; set before anything is sent
+        self.epoch = epoch
+        self.gaps = 0  # times that messages were asked for again
+        self.resent = 0  # messages
+        self.restarts = 0  # lines that could not be healed
+        self.foreign = 0  # letters for, or from, another incarnation
+        self._send_frame = send_frame
+        self._deliver = deliver
+        self._begun = begun
+        self._replaced = replaced
+        self._meets_strangers = meets_strangers
+        self._lock = lock if lock is not None else contextlib.nullcontext()
+        self._clock = clock
+        self._replay_bytes = replay_bytes
+        self._replay_frames = replay_frames
+        self._peers: dict[str, _Peer] = {}
+        self._ids = itertools.count(1)
+        self._encoder = msgspec.msgpack.Encoder()
+
+    # --- sending
+
+    def meet(self, endpoint: str, epoch: int) -> None:
+        """From now on this incarnation is spoken to there, and heard. Its lines begin, unless they have begun."""
+        with self._lock:
+            peer = self._peers.get(endpoint)
+            if peer is None or peer.epoch != epoch:
+                self._peers[endpoint] = _Peer(epoch, self._new_line())
+
+    def send(self, endpoint: str, body: msgspec.Struct) -> Position:
+        """Where the message stands on its line, for comparing with `acknowledged`. Raises NodeLost for an endpoint that
+        was never met, and when the transport does."""
+        with self._lock:
+            peer = self._peers.get(endpoint)
+            if peer is None:
+                raise NodeLost(f"nothing is known of {endpoint}: it has not been heard, or it was forgotten")
+            return self._write(endpoint, peer, body)
+
+    def _write(self, endpoint: str, peer: _Peer, body: msgspec.Struct) -> Position:
+        out, number = peer.out, 0
+        numbered = not isinstance(body, (*_UNNUMBERED, Resend))
+        if numbered:
+            number = out.sent + 1
+        frame = self._encoder.encode(
+            Letter(
+                self.endpoint,
+                self.epoch,
+                peer.epoch,
+                out.id,
+                number,
+                max(out.sent, number),
+                peer.line,
+                peer.heard,
+                body,
+            )
+        )
+        if numbered:
+            out.sent = number
+            out.keep(frame, self._clock(), self._replay_bytes, self._replay_frames)
+        self._send_frame(endpoint, frame)
+        return Position(out.id, out.sent)
+
+    def begin_anew(self, endpoint: str) -> None:
+        """What was sent there and not acknowledged is dropped. What comes from there is still heard."""
+        with self._lock:
+            peer = self._peers.get(endpoint)
+            if peer is not None:
+                peer.out = self._new_line()
+
+    def forget(self, endpoint: str) -> None:
+        with self._lock:
+            self._peers.pop(endpoint, None)
+
+    def _new_line(self) -> SendingLine:
+        return SendingLine(next(self._ids))
+
+    # --- what the other side is known to have
+
+    def acknowledged(self, endpoint: str) -> Position:
+        """The last message there that is known to have arrived."""
+        with self._lock:
+            peer = self._peers.get(endpoint)
+            return Position(peer.out.id, peer.out.heard) if peer is not None else Position(0, 0)
+
+    def received(self, endpoint: str) -> Position:
+        """The last message from there that was delivered."""
+        with self._lock:
+            peer = self._peers.get(endpoint)
+            return Position(peer.line, peer.heard) if peer is not None else Position(0, 0)
+
+    def unheard_since(self, endpoint: str) -> float | None:
+        """When the oldest message there was sent that is not acknowledged; None when all are."""
+        with self._lock:
+            peer = self._peers.get(endpoint)
+            return peer.out.unheard_since if peer is not None else None
+
+    # --- receiving
+
+    def receive(self, letter: Letter[B | Resend]) -> None:
+        """From one thread at a time."""
+        events: list[Callable[[], None]] = []
+        with self._lock:
+            peer = self._sender_of(letter, events)
+            delivers = peer is not None and self._take(letter, peer, events)
+        for event in events:
+            event()
+        if not delivers or peer is None:
+            return
+        try:
+            self._deliver(letter.body)  # type: ignore[arg-type]  # a Resend is never delivered
+        finally:
+            # Only now: `received` promises that the message was delivered.
+            if letter.number:
+                with self._lock:
+                    if peer.line == letter.line:
+                        peer.heard = letter.number
+
+    def _sender_of(self, letter: Letter[Any], events: list[Callable[[], None]]) -> _Peer | None:
+        endpoint, epoch = letter.sender, letter.sender_epoch
+        peer = self._peers.get(endpoint)
+        if letter.receiver_epoch != self.epoch:
+            self.foreign += 1
+            return None
+        if peer is not None and peer.epoch == epoch:
+            return peer
+        if not self._meets_strangers or (peer is not None and epoch in peer.past):
+            self.foreign += 1
+            return None
+        past: tuple[int, ...] = ()
+        if peer is not None:
+            past = (peer.epoch, *peer.past)[:PAST_INCARNATIONS]
+            events.append(lambda: self._replaced(endpoint))
+        met = self._peers[endpoint] = _Peer(epoch, self._new_line(), past=past)
+        return met
+
+    def _take(self, letter: Letter[Any], peer: _Peer, events: list[Callable[[], None]]) -> bool:
+        """Whether its message is to be delivered."""
+        out = peer.out
+        if letter.heard_line == out.id:
+            out.acknowledge(letter.heard)
+        if letter.line < peer.line:
+            return False  # it was on its way while its line was replaced
+        if letter.line > peer.line:
+            peer.line, peer.heard, peer.asked_at = letter.line, 0, None
+            events.append(lambda: self._begun(letter.sender))
+        if isinstance(letter.body, Resend):
+            self._resend(letter.sender, peer, letter.body, events)
+        elif letter.number and letter.number <= peer.heard:
+            return False
+        missing_from = letter.number - 1 if letter.number else letter.sent
+        if missing_from > peer.heard:
+            self._ask_again(letter.sender, peer)
+            return letter.number == 0 and not isinstance(letter.body, Resend)
+        if letter.number:
+            peer.asked_at = None
+        return not isinstance(letter.body, Resend)
+
+    def _ask_again(self, endpoint: str, peer: _Peer) -> None:
+        now = self._clock()
+        if peer.asked_at is None:
+            self.gaps += 1
+            peer.retry_s = RETRY_S
+        elif now < peer.asked_at + peer.retry_s:
+            return
+        else:
+            peer.retry_s = min(2 * peer.retry_s, RETRY_MAX_S)  # on a slow link the answer is on its way
+        peer.asked_at = now
+        with contextlib.suppress(NodeLost):  # the next letter is another occasion
+            self._write(endpoint, peer, Resend(peer.line, peer.heard))
+
+    def _resend(self, endpoint: str, peer: _Peer, asked: Resend, events: list[Callable[[], None]]) -> None:
+        out = peer.out
+        if asked.line != out.id:
+            return
+        frames = out.frames_after(asked.after)
+        if frames is None:
+            peer.out = self._new_line()
+            self.restarts += 1
+            events.append(lambda: self._begun(endpoint))
+            return
+        self.resent += len(frames)
+        with contextlib.suppress(NodeLost):  # it asks again
+            for frame in frames:
+                self._send_frame(endpoint, frame)
+
+
+class NumberedChannel:
+    """A node's inbox and outbox, with numbered lines to every router that has written to it."""
+
+    def __init__(
+        self,
+        host: str,
+        epoch: int,
+        on_message: Callable[[ToNode], None],
+        *,
+        begun: Callable[[str], None],
+        replaced: Callable[[str], None],
+        name: str,
+    ) -> None:
+        self._outbox = Outbox()
+        self._lines: Lines[ToNode] = Lines(
+            epoch,
+            self._outbox.send_frame,
+            on_message,
+            begun=begun,
+            replaced=replaced,
+            meets_strangers=True,
+            lock=threading.Lock(),
+        )
+        self._inbox: Inbox[LetterToNode] = Inbox(host, LetterToNode, self._lines.receive, name=name)
+        self._lines.endpoint = self._inbox.endpoint
+
+    @property
+    def endpoint(self) -> str:
+        return self._inbox.endpoint
+
+    @property
+    def malformed(self) -> int:
+        return self._inbox.malformed
+
+    @property
+    def died(self) -> str | None:
+        return self._inbox.died
+
+    @property
+    def gaps(self) -> int:
+        return self._lines.gaps
+
+    def send(self, endpoint: str, message: msgspec.Struct) -> None:
+        self._lines.send(endpoint, message)
+
+    def received(self, endpoint: str) -> Position:
+        return self._lines.received(endpoint)
+
+    def forget(self, endpoint: str) -> None:
+        self._lines.forget(endpoint)
+        self._outbox.forget(endpoint)
+
+    def close(self) -> None:
+        self._inbox.close()
+        self._outbox.close()
