@@ -42,8 +42,9 @@ from benchmarks.router_relay import read_relay, serve_relay
 from tandem.loadgen.metrics import percentile
 from tandem.router.config import Limits, LocalPrefill, RouterConfig
 from tandem.router.hosting import RouterHost
+from tandem.wire.lines import LetterToRouter, Lines
 from tandem.wire.nodes import NodeInfo
-from tandem.wire.requests import Submit, ToRouter
+from tandem.wire.requests import Submit, TokenBatch, ToRouter
 from tandem.wire.sampling import SamplingParams
 from tandem.wire.sockets import Inbox, Outbox
 
@@ -141,14 +142,24 @@ def relay_us_per_token(decode: NodeInfo, count: int, tokens: int) -> float:
 def bare_first_token_s(node: NodeInfo) -> float:
     """From a Submit to its first token over the same sockets, with nothing in between."""
     arrived = threading.Event()
-    inbox: Inbox[Any] = Inbox("127.0.0.1", ToRouter, lambda message: arrived.set(), name="bare")
+
+    def on_message(message: ToRouter) -> None:
+        if isinstance(message, TokenBatch):
+            arrived.set()
+
     outbox = Outbox()
+    lines: Lines[ToRouter] = Lines(
+        1, outbox.send_frame, on_message, meets_strangers=False, lock=threading.Lock()
+    )
+    inbox: Inbox[LetterToRouter] = Inbox("127.0.0.1", LetterToRouter, lines.receive, name="bare")
+    lines.endpoint = inbox.endpoint
+    lines.meet(node.request_endpoint, node.epoch)
     try:
         for warm in (True, False):
             arrived.clear()
             began = time.perf_counter()
             sampling = SamplingParams(max_tokens=1)
-            outbox.send(node.request_endpoint, Submit("bare", inbox.endpoint, [1] * 128, sampling, 5.0))
+            lines.send(node.request_endpoint, Submit("bare", inbox.endpoint, [1] * 128, sampling, 5.0))
             if not arrived.wait(5):
                 raise RuntimeError("the engine did not answer")
             if not warm:

@@ -10,6 +10,7 @@ import threading
 import time
 from multiprocessing.connection import Connection
 
+from tandem.wire.lines import NumberedChannel
 from tandem.wire.nodes import NodeInfo, NodeState, Role, new_epoch
 from tandem.wire.requests import (
     Cancel,
@@ -23,7 +24,6 @@ from tandem.wire.requests import (
     TransferRole,
 )
 from tandem.wire.sampling import FinishReason
-from tandem.wire.sockets import Inbox, Outbox
 
 MODEL = "instant"
 TOKEN = 70
@@ -36,28 +36,33 @@ class InstantNode:
         self._running: dict[str, tuple[Submit, int]] = {}
         self._lock = threading.Lock()
         self._wake = threading.Event()
-        self._outbox = Outbox()
-        self._inbox: Inbox[Submit | Cancel | Ping] = Inbox(
-            "127.0.0.1", ToNode, self._on_message, name=node_id
+        epoch = new_epoch()
+        self._channel = NumberedChannel(
+            "127.0.0.1",
+            epoch,
+            self._on_message,
+            begun=lambda endpoint: None,
+            replaced=lambda endpoint: None,
+            name=node_id,
         )
         self.info = NodeInfo(
-            node_id, role, new_epoch(), self._inbox.endpoint, "tcp://127.0.0.1:1", MODEL, 1 << 20, 16
+            node_id, role, epoch, self._channel.endpoint, "tcp://127.0.0.1:1", MODEL, 1 << 20, 16
         )
         threading.Thread(target=self._steps, daemon=True).start()
 
-    def _on_message(self, message: Submit | Cancel | Ping) -> None:
+    def _on_message(self, message: ToNode) -> None:
         if isinstance(message, Submit):
             self._on_submit(message)
         elif isinstance(message, Cancel):
             with self._lock:
                 for request_id in message.request_ids:
                     self._running.pop(request_id, None)
-        else:
+        elif isinstance(message, Ping):
             status = NodeStatus(
                 self.info.node_id, self._role, self.info.epoch, NodeState.READY, 10**6, 10**6, len(self._running),
                 0, 0, 0, 0, 0.0, NodeCounters(),
             )  # fmt: skip
-            self._outbox.send(message.reply_to, status)
+            self._channel.send(message.reply_to, status)
 
     def _on_submit(self, submit: Submit) -> None:
         alone = submit.transfer is None
@@ -74,7 +79,7 @@ class InstantNode:
             self._wake.set()
 
     def _send(self, reply_to: str, chunks: list[TokenChunk]) -> None:
-        self._outbox.send(reply_to, TokenBatch(self.info.node_id, self.info.epoch, chunks))
+        self._channel.send(reply_to, TokenBatch(self.info.node_id, self.info.epoch, chunks))
 
     def _steps(self) -> None:
         while True:

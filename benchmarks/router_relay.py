@@ -12,10 +12,9 @@ from typing import cast
 
 import uvloop
 
-from tandem.wire.loop_inbox import LoopInbox
-from tandem.wire.loop_outbox import LoopOutbox
+from tandem.router.links import NodeLinks
 from tandem.wire.nodes import NodeInfo
-from tandem.wire.requests import NodeStatus, Submit, TokenBatch, ToRouter
+from tandem.wire.requests import Submit, TokenBatch
 from tandem.wire.sampling import SamplingParams
 
 ANSWER_S = 60.0
@@ -26,26 +25,22 @@ class Relay:
     def __init__(self, decode: NodeInfo, tokens: int) -> None:
         self._decode = decode
         self._tokens = tokens
-        self._outbox = LoopOutbox()
         self._clients: dict[str, asyncio.Transport] = {}
-        self._inbox: LoopInbox[TokenBatch | NodeStatus] = LoopInbox(
-            "127.0.0.1", ToRouter, self._on_message, name="relay"
-        )
+        self._links = NodeLinks("127.0.0.1")
+        self._links.meet(decode)
 
     async def listen(self) -> None:
-        await self._inbox.listen()
+        def ignore(message: object) -> None: ...
+
+        await self._links.listen(self._on_tokens, ignore, ignore, ignore, ignore)
 
     def add(self, transport: asyncio.Transport) -> None:
         request_id = f"relay-{id(transport)}"
         self._clients[request_id] = transport
         sampling = SamplingParams(max_tokens=self._tokens)
-        self._outbox.send(
-            self._decode.request_endpoint, Submit(request_id, self._inbox.endpoint, [1] * 128, sampling, 60.0)
-        )
+        self._links.submit(self._decode, Submit(request_id, self._links.endpoint, [1] * 128, sampling, 60.0))
 
-    def _on_message(self, message: TokenBatch | NodeStatus) -> None:
-        if isinstance(message, NodeStatus):
-            return
+    def _on_tokens(self, message: TokenBatch) -> None:
         for chunk in message.chunks:
             transport = self._clients[chunk.request_id]
             transport.write(EVENT)

@@ -92,8 +92,12 @@ class Timeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = 30.0
     queue: Annotated[Seconds, about("for a place")] = 30.0
-    first_token: Annotated[Seconds, about("from a place to the first token")] = 120.0
-    token_idle: Annotated[Seconds, about("between two tokens; then it goes on elsewhere")] = 30.0
+    token_idle: Annotated[
+        Seconds,
+        about(
+            "without a token for half of it, the nodes are asked whether they have the request; it goes on elsewhere when they do not, or neither answer in the other half nor are in a step"
+        ),
+    ] = 30.0
     total: Annotated[Seconds, about("for all of it")] = 1800.0
     slow_reader: Annotated[
         Seconds, about("a client that takes nothing of its answer for so long is cut off")

@@ -74,11 +74,16 @@ class NodeLinks:
 
     @property
     def endpoint(self) -> str:
-        return self._inbox.endpoint
+        return self.lines.endpoint
 
     @property
     def malformed(self) -> int:
         return self._inbox.malformed
+
+    @property
+    def foreign(self) -> int:
+        """Letters of nodes or incarnations that are not members."""
+        return self.lines.foreign
 
     @property
     def handler_errors(self) -> int:

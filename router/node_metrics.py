@@ -65,7 +65,15 @@ class NodeCollector(Collector):
         yield CounterMetricFamily(
             "tandem_foreign_messages",
             "Messages of nodes or epochs that are not members",
-            value=self._pool.foreign_messages,
+            value=self._pool.foreign_messages + self._links.foreign,
+        )
+        yield CounterMetricFamily(
+            "tandem_line_gaps",
+            "Times that messages of a node were missing and asked for again",
+            value=self._links.lines.gaps,
+        )
+        yield CounterMetricFamily(
+            "tandem_messages_resent", "Messages that nodes asked for again", value=self._links.lines.resent
         )
         restarts = CounterMetricFamily("tandem_task_restarts", "Background tasks that died", labels=["task"])
         for name, count in self._supervisor.restarts.items():

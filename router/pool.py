@@ -31,6 +31,7 @@ class Member:
         self.status_at = 0.0
         self.heard_at: float | None = None
         self.lost: str | None = None  # why
+        self.is_deaf = False  # it speaks, and does not acknowledge what it is sent
         self.meter = NodeRateMeter(info.role)
         self.pending: dict[str, tuple[float, int]] = {}  # sent, and not yet part of a status: when, tokens
 
@@ -129,11 +130,11 @@ class Pool:
             member.lost = None
             self._changed()
 
-    def check_silence(self) -> None:
+    def check_silence(self) -> bool:
         """To be called several times within the silence that is allowed.
 
         If this was not called for long, it is the router that was away (stopped, starved, asleep), and what the
-        nodes said meanwhile is still in its queue: they get their whole time again.
+        nodes said meanwhile is still in its queue: they get their whole time again, and False is returned.
         """
         now = self._clock()
         was_away = self._checked_at is not None and now - self._checked_at > self._heartbeat.silence / 2
@@ -143,7 +144,7 @@ class Pool:
             for member in self._members.values():
                 if member.heard_at is not None:
                     member.heard_at = now
-            return
+            return False
         for member in list(self._members.values()):
             if (
                 member.lost is None
@@ -151,9 +152,20 @@ class Pool:
                 and now - member.heard_at > self._heartbeat.silence
             ):
                 self._lose(member, f"it has been silent for {now - member.heard_at:.1f} s")
+        return True
+
+    def note_deaf(self, member: Member, is_deaf: bool) -> None:
+        if member.is_deaf != is_deaf:
+            member.is_deaf = is_deaf
+            logger.warning(
+                "node %s %s what it is sent",
+                member.info.node_id,
+                "does not receive" if is_deaf else "receives",
+            )
+            self._changed()
 
     def suspect(self, node_id: str, epoch: int, why: str) -> None:
-        """Somebody else found it gone, for example by a full send queue."""
+        """It was found gone by other means than its silence, for example by a full send queue."""
         member = self._members.get(node_id)
         if member is not None and member.info.epoch == epoch:
             self._lose(member, why)
@@ -205,6 +217,8 @@ class Pool:
             return f"it serves the model {member.info.model!r}, not {self._model_name!r}"
         if member.lost is not None:
             return member.lost
+        if member.is_deaf:
+            return "it does not receive what it is sent"
         if member.status is None:
             return "it has not reported its status yet"
         if member.status.state is not NodeState.READY:

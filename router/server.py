@@ -120,7 +120,11 @@ class RouterServer:
     async def _listen_to_nodes(self) -> None:
         dispatcher, traces = self.services.dispatcher, self.services.traces
         await self.services.links.listen(
-            dispatcher.on_tokens, dispatcher.on_status, traces.on_node_trace, traces.on_clock
+            dispatcher.on_tokens,
+            dispatcher.on_status,
+            traces.on_node_trace,
+            traces.on_clock,
+            dispatcher.on_holding,
         )
 
     async def _serve(self, listener: socket.socket) -> None:
@@ -145,7 +149,7 @@ class RouterServer:
                 services.links.ping(member.info)
             for _ in range(3):
                 await asyncio.sleep(interval / 3)
-                services.pool.check_silence()
+                services.dispatcher.check_nodes()
 
     def set_members(self, infos: list[NodeInfo]) -> None:
         """The whole membership, every time. Who is not in it any more is lost; a new epoch is a new node."""
@@ -163,7 +167,7 @@ class RouterServer:
                     "set router.inbox_host to an address of this machine",
                     info.node_id, info.request_endpoint, services.links.endpoint,
                 )  # fmt: skip
-            services.links.ping(info)
+            services.dispatcher.on_node_joined(info)
 
     async def drain(self, timeout_s: float) -> bool:
         """Take nothing new, finish what is there. False when the time was over first: the rest was failed."""

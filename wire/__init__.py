@@ -6,7 +6,8 @@ Floor 1: imports nothing of ours. Everything is msgspec; nothing here or above e
     settings    which values a setting takes, and the sentence that says so
     sampling    how a request wants its tokens chosen
     nodes       who is in the cluster: identity, role, epoch, addresses
-    requests    router -> node (Submit, Cancel, Ping) and node -> router (TokenBatch, NodeStatus)
+    requests    router -> node (Submit, Cancel, Ping) and node -> router (TokenBatch, NodeStatus, Holding)
+    lines       numbers on all of these, so that a lost message is noticed and sent again
     tracing     node -> router: where a traced request's time went, and by which clock
     handoff     node -> node: how a prefill node and a decode node agree on a KV transfer
     sockets     Inbox (receives, in its own thread) and Outbox (sends, from any thread)

@@ -49,7 +49,7 @@ B = TypeVar("B")
 
 # A receiver that waits for a resent message asks again after so long, then after twice as long, up to the longest.
 RETRY_S = 0.2
-RETRY_MAX_S = 3.0
+RETRY_MAX_S = 1.0
 # What one line keeps for its receiver until it is acknowledged: some seconds of the busiest node's tokens.
 REPLAY_BYTES = 64 << 20
 REPLAY_FRAMES = 50_000

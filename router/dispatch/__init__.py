@@ -5,7 +5,8 @@ spec         what is asked for, once checked
 ledger       tokens by index from two nodes, merged into one sequence; logprobs: their log-probabilities, as numbers
 attempt      one try on one pair of nodes
 life         from the first submission to the one end, across attempts
-dispatcher   finds the life that a message belongs to; starts them
+placement    which nodes an attempt goes to, what they are told, and who runs where
+dispatcher   starts lives, and finds the life that a message belongs to
 generation   the lives of one HTTP request, as its handler reads them
 """
 

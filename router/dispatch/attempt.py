@@ -7,6 +7,7 @@ import secrets
 
 from tandem.router.dispatch.spec import SequenceSpec
 from tandem.router.policy import Decision
+from tandem.wire.lines import Position
 from tandem.wire.nodes import NodeInfo, PeerAddress
 from tandem.wire.requests import KVTransferParams, Submit, TransferRole
 
@@ -17,7 +18,7 @@ class Source(enum.Enum):
 
 
 class Attempt:
-    """A new request id for each attempt: a late word of an abandoned one can never be taken for this one's."""
+    """A new request id for each attempt: a late message about an abandoned one can never be taken for this one's."""
 
     def __init__(self, decision: Decision, base: int, submitted_at: float) -> None:
         self.decision = decision
@@ -25,9 +26,18 @@ class Attempt:
         self.transfer_id = f"kv-{secrets.token_hex(16)}"
         self.base = base  # output tokens that it began with
         self.submitted_at = submitted_at
-        self.prefill_reported = False  # the prefill node's first token is here
+        self.sent: dict[NodeInfo, Position] = {}  # where its Submits stand on the lines to its nodes
+        self.alive_at = (
+            submitted_at  # it last reported a token then, or its nodes said that they have the request
+        )
+        self.prefill_reported = (
+            False  # the prefill node's first token is here, or it said that it will send none
+        )
         self.decode_started = False  # the decode node has reported: it has the KV, or computed it
         self.first_token_at: float | None = None
+        self.asked_at: float | None = None  # when its nodes were last asked whether they have it
+        self.unanswered: set[NodeInfo] = set()  # those that were asked, until they say that they do
+        self.may_differ = False  # the decode node may repeat tokens that are known, differently
 
     @property
     def prefill(self) -> NodeInfo | None:

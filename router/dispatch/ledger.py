@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import enum
+
 from tandem.router.dispatch.logprobs import LogprobStore
 from tandem.wire.errors import InternalError
 from tandem.wire.requests import TokenChunk
 from tandem.wire.sampling import FinishReason
 
 
-class TokenMismatch(InternalError):
-    """Two nodes reported different tokens for one index: one of the two answers is wrong."""
+class Merged(enum.Enum):
+    NEWS = enum.auto()  # tokens, or the end, or nothing that was not known: it is in
+    HELD = enum.auto()  # it waits for a report that comes before it
+    DIFFERS = enum.auto()  # it contradicts a token that is known: it was dropped
 
 
 class TokenLedger:
@@ -17,6 +21,8 @@ class TokenLedger:
 
     A chunk that leaves a gap, or lacks logprobs for tokens that are new, is held until another fills in what is
     missing: the decode node may report the first token, without logprobs, before the prefill node's report comes.
+
+    The first report of a token counts. It may have been shown already, so a later one that differs changes nothing.
     """
 
     def __init__(self, *, wants_logprobs: bool) -> None:
@@ -27,47 +33,61 @@ class TokenLedger:
         self._wants_logprobs = wants_logprobs
         self._held: list[TokenChunk] = []
 
-    def accept(self, chunk: TokenChunk) -> bool:
-        """Whether there is news: tokens, or the end. Raises TokenMismatch."""
-        if not self._merge(chunk):
+    def accept(self, chunk: TokenChunk, *, may_differ: bool = False) -> Merged:
+        """`may_differ`: take what is new of a chunk even if it repeats known tokens differently."""
+        merged = self._merge(chunk, may_differ)
+        if merged is Merged.HELD:
             self._held.append(chunk)
-            return False
-        news = True
-        while self._held:
+        while merged is Merged.NEWS and self._held:
             held, self._held = self._held, []
-            self._held = [waiting for waiting in held if not self._merge(waiting)]
+            differs = False
+            for waiting in held:
+                again = self._merge(waiting, may_differ)
+                if again is Merged.HELD:
+                    self._held.append(waiting)
+                differs = differs or again is Merged.DIFFERS
+            if differs:
+                return Merged.DIFFERS
             if len(self._held) == len(held):
                 break
-        return news
+        return merged
 
-    def _merge(self, chunk: TokenChunk) -> bool:
-        """False when it cannot be merged yet."""
+    def _merge(self, chunk: TokenChunk, may_differ: bool) -> Merged:
         tokens, ids, start = self.tokens, chunk.token_ids, chunk.start
         have = len(tokens)
         if start != have:
             if start < 0:
-                raise TokenMismatch(f"a node reported tokens from index {start}")
+                raise InternalError(f"a node reported tokens from index {start}")
             if start > have:
-                return False
+                return Merged.HELD
             known = have - start
-            if tokens[start : start + len(ids)] != ids[:known]:
-                raise TokenMismatch(f"two nodes disagree about the tokens from index {start}")
+            if tokens[start : start + len(ids)] != ids[:known] and not may_differ:
+                return Merged.DIFFERS
             ids = ids[known:]
         if ids:
             if self._wants_logprobs:
                 if chunk.logprobs is None:
-                    return False
+                    return Merged.HELD
                 self.logprobs.extend(chunk.logprobs[len(chunk.token_ids) - len(ids) :])
             tokens.extend(ids)
         if chunk.finish is FinishReason.STOP or chunk.finish is FinishReason.LENGTH:
             self.finish = chunk.finish
             self.stop_token = chunk.stop_token
-        return True
+        return Merged.NEWS
 
     @property
     def waiting(self) -> bool:
         """Something was reported that cannot be merged yet."""
         return bool(self._held)
+
+    @property
+    def reported(self) -> int:
+        """How many tokens were reported without a gap, merged or held."""
+        have = len(self.tokens)
+        for chunk in sorted(self._held, key=lambda chunk: chunk.start):
+            if chunk.start <= have:
+                have = max(have, chunk.start + len(chunk.token_ids))
+        return have
 
     def drop_held(self) -> None:
         """Another attempt begins: it reports everything again from the last token that is here."""

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable
-from typing import Protocol
 
-from tandem.router.config import RouterConfig
 from tandem.router.dispatch.attempt import Attempt, Source
-from tandem.router.dispatch.ledger import TokenLedger, TokenMismatch
+from tandem.router.dispatch.ledger import Merged, TokenLedger
+from tandem.router.dispatch.placement import Placement
 from tandem.router.dispatch.spec import SequenceSpec
-from tandem.router.metrics import RouterMetrics
 from tandem.router.policy import Decision, RoutingRequest
 from tandem.router.prefixes import PromptHashes
 from tandem.wire.errors import (
@@ -25,38 +24,10 @@ from tandem.wire.errors import (
     Unavailable,
 )
 from tandem.wire.nodes import NodeInfo
-from tandem.wire.requests import TokenChunk
+from tandem.wire.requests import Holding, TokenChunk
 from tandem.wire.sampling import FinishReason, TokenLogprobs
 
 logger = logging.getLogger(__name__)
-
-
-class Host(Protocol):
-    """Whoever runs lives: does for them what touches nodes, and hears how they fare."""
-
-    config: RouterConfig
-    metrics: RouterMetrics
-
-    @property
-    def prefill_ids(self) -> frozenset[str]: ...
-
-    def choose(self, request: RoutingRequest, hashes: PromptHashes) -> Decision: ...
-
-    def submit(self, life: RequestLife, attempt: Attempt) -> None: ...
-
-    def withdraw(self, life: RequestLife, attempt: Attempt, ended_at: NodeInfo | None) -> None: ...
-
-    def wait_for_nodes(self, life: RequestLife) -> None: ...
-
-    def stop_waiting(self, life: RequestLife) -> None: ...
-
-    def on_prefill_reported(self, attempt: Attempt) -> None: ...
-
-    def on_decode_started(self, attempt: Attempt) -> None: ...
-
-    def on_first_token(self, life: RequestLife, attempt: Attempt) -> None: ...
-
-    def on_ended(self, life: RequestLife, attempt: Attempt | None) -> None: ...
 
 
 class RequestLife:
@@ -67,12 +38,14 @@ class RequestLife:
 
     def __init__(
         self,
-        host: Host,
+        placement: Placement[RequestLife],
         spec: SequenceSpec,
         on_news: Callable[[RequestLife], None],
         on_end: Callable[[RequestLife], None],
     ) -> None:
-        self._host = host
+        self._placement = placement
+        self._metrics = placement.metrics
+        self._timeouts = placement.config.timeouts
         self._loop = asyncio.get_running_loop()
         self._on_news = on_news
         self._on_end = on_end
@@ -120,18 +93,15 @@ class RequestLife:
         attempt = self.attempt
         source = attempt.source(node_id, epoch) if attempt is not None else None
         if attempt is None or source is None:
-            self._host.metrics.foreign_chunks.inc()
+            self._metrics.foreign_chunks.inc()
             return
         if chunk.finish is FinishReason.ERROR or chunk.finish is FinishReason.ABORT:
             self._on_node_error(attempt, source, chunk)
             return
         had = len(self.ledger.tokens)
-        try:
-            news = self.ledger.accept(chunk)
-        except TokenMismatch as error:
-            self._host.metrics.token_mismatches.inc()
-            logger.error("%s: %s (nodes %s)", self.spec.label, error, attempt.decision.node_names)
-            self.fail(error)
+        merged = self.ledger.accept(chunk, may_differ=attempt.may_differ)
+        if merged is Merged.DIFFERS:
+            self._on_difference(attempt, source)
             return
         self._note_report(attempt, source, chunk)
         if len(self.ledger.tokens) > had:
@@ -140,18 +110,31 @@ class RequestLife:
                 self.spec.trace.arrived(time.monotonic(), node_id, len(self.ledger.tokens) - had)
         if self.ledger.finish is not None:
             self._end(self.ledger.finish, None, ended_at=attempt.node(source))
-        elif news:
+        elif merged is Merged.NEWS:
             self._on_news(self)
+
+    def _on_difference(self, attempt: Attempt, source: Source) -> None:
+        """Two nodes computed the first token of an attempt, and their numbers differ a little. The first one stays. A decode node
+        that went on from another one is stopped, and the answer goes on from the token that is known."""
+        self._metrics.token_mismatches.inc()
+        logger.warning("%s: two nodes differ in a token (%s)", self.spec.label, attempt.decision.node_names)
+        if source is Source.PREFILL:
+            attempt.prefill_reported = True
+        elif self.failovers < self._placement.config.max_failovers:
+            prefill = {attempt.prefill.node_id} if attempt.prefill is not None else set()
+            self._fail_over(TransferError("the nodes differ in the first token"), prefill)
+        else:
+            attempt.may_differ = True
 
     def _note_report(self, attempt: Attempt, source: Source, chunk: TokenChunk) -> None:
         """Once per node and attempt; afterwards two tests and nothing more."""
         if source is Source.DECODE:
             if not attempt.decode_started:
                 attempt.decode_started = True
-                self._host.on_decode_started(attempt)
+                self._placement.on_decode_started(attempt)
         elif not attempt.prefill_reported:
             attempt.prefill_reported = True
-            self._host.on_prefill_reported(attempt)
+            self._placement.on_prefill_reported(attempt)
         if chunk.cached_tokens is None and chunk.prompt_logprobs is None:
             return
         if source is Source.PREFILL or attempt.prefill is None:
@@ -163,15 +146,15 @@ class RequestLife:
     def _note_tokens(self, attempt: Attempt) -> None:
         now = time.monotonic()
         if self.last_token_at is not None:
-            self._host.metrics.inter_token_latency.observe(now - self.last_token_at)
+            self._metrics.inter_token_latency.observe(now - self.last_token_at)
         else:
             self.first_token_at = now
-            self._host.metrics.time_to_first_token.observe(now - self.arrived_at)
-        self.last_token_at = now
+            self._metrics.time_to_first_token.observe(now - self.arrived_at)
+        self.last_token_at = attempt.alive_at = now
         if attempt.first_token_at is None:
             attempt.first_token_at = now
-            self._host.on_first_token(self, attempt)
-            self._arm()  # the idle deadline may be nearer than the one for the first token was
+            computed = len(self.spec.prompt_token_ids) + attempt.base - (self.cached_tokens or 0)
+            self._placement.on_first_token(attempt, computed)
 
     # --- failures ---------------------------------------------------------------------------------------------
 
@@ -183,13 +166,44 @@ class RequestLife:
             return
         self._fail_over(NodeLost(f"node {node.node_id} is lost: {why}"), {node.node_id})
 
+    def on_unheard(self, node: NodeInfo) -> None:
+        """The node speaks, and has not acknowledged for long what it was sent. What it has begun goes on."""
+        attempt = self.attempt
+        if attempt is not None and not self._placement.has_heard(node, attempt):
+            self.on_node_lost(node, "it does not receive what it is sent")
+
+    def on_holding(self, node: NodeInfo, holding: Holding) -> None:
+        """The node lists what it has. A request that is not there, or of which tokens are missing here, goes on elsewhere."""
+        attempt = self.attempt
+        sent = attempt.sent.get(node) if attempt is not None else None
+        if attempt is None or sent is None or self.ended:
+            return
+        reported = holding.requests.get(attempt.request_id)
+        is_prefill = node == attempt.prefill
+        if reported is None:
+            if sent > (holding.line, holding.number):
+                return  # the node had not read it
+            if is_prefill and (self._handed_over(attempt) or attempt.prefill_reported):
+                return
+            self._fail_over(NodeLost(f"node {node.node_id} no longer has the request"), ())
+        elif not is_prefill and reported > self.ledger.reported:
+            self._fail_over(NodeLost(f"tokens from node {node.node_id} are lost"), ())
+        elif node in attempt.unanswered:
+            attempt.unanswered.discard(node)
+            if not attempt.unanswered:
+                attempt.alive_at = time.monotonic()
+
     def _handed_over(self, attempt: Attempt) -> bool:
-        """The decode node has all that it needs, and so have we: what becomes of the prefill node is no matter."""
+        """The decode node has all that it needs, and so have we: the prefill node no longer matters."""
         return attempt.prefill is not None and attempt.decode_started and not self.ledger.waiting
 
     def _on_node_error(self, attempt: Attempt, source: Source, chunk: TokenChunk) -> None:
         if source is Source.PREFILL and self._handed_over(attempt):
             logger.info("%s: after the handover, the prefill node reports %s", self.spec.label, chunk.error)
+            return
+        if source is Source.PREFILL and chunk.finish is FinishReason.ABORT:
+            # Its decode node told it that the prompt is no longer wanted, and reads it itself.
+            attempt.prefill_reported = True
             return
         reporter = attempt.node(source)
         peer = attempt.prefill if source is Source.DECODE else attempt.decode
@@ -228,14 +242,14 @@ class RequestLife:
         if len(self.ledger.tokens) >= self.spec.sampling.max_tokens:
             self._end(FinishReason.LENGTH, None)  # only the word that it had finished was lost
             return
-        if self.failovers >= self._host.config.max_failovers:
+        if self.failovers >= self._placement.config.max_failovers:
             self.fail(error)
             return
         self.failovers += 1
-        self._host.metrics.failovers.labels(reason=error.code).inc()
+        self._metrics.failovers.labels(reason=error.code).inc()
         logger.warning(
             "%s: %s; going on elsewhere after %d tokens (failover %d of %d)",
-            self.spec.label, error, len(self.ledger.tokens), self.failovers, self._host.config.max_failovers,
+            self.spec.label, error, len(self.ledger.tokens), self.failovers, self._placement.config.max_failovers,
         )  # fmt: skip
         self.ledger.drop_held()
         if isinstance(error, NodeLost | TransferError):
@@ -247,7 +261,7 @@ class RequestLife:
         """The node lives, and cannot take it now. Somebody else at once; the same one only later, and only for a
         request that has begun: one that has not is better told so."""
         try:
-            decision = self._host.choose(self._routing(frozenset(self._avoid)), self.hashes)
+            decision = self._placement.choose(self._routing(frozenset(self._avoid)), self.hashes)
         except Unavailable:
             if self.ledger.tokens:
                 self._wait_for_nodes()
@@ -270,18 +284,18 @@ class RequestLife:
     def _wait_for_nodes(self) -> None:
         if self._waiting_since is None:
             self._waiting_since = time.monotonic()
-            self._host.wait_for_nodes(self)
+            self._placement.wait_for_nodes(self)
             self._arm()
 
     def _choose(self) -> Decision:
         try:
-            return self._host.choose(self._routing(frozenset(self._avoid)), self.hashes)
+            return self._placement.choose(self._routing(frozenset(self._avoid)), self.hashes)
         except Unavailable:
             if not self._avoid:
                 raise
             # Better the decode node that failed it before than nobody; never again the same prefill node.
-            avoid = self._host.prefill_ids & self._avoid
-            return self._host.choose(self._routing(avoid), self.hashes)
+            avoid = self._placement.prefill_ids & self._avoid
+            return self._placement.choose(self._routing(avoid), self.hashes)
 
     def _routing(self, avoid: frozenset[str]) -> RoutingRequest:
         done = len(self.ledger.tokens)
@@ -298,32 +312,33 @@ class RequestLife:
         self.decisions.append(decision)
         self.request_ids.append(attempt.request_id)
         self._waiting_since = None
-        self._host.stop_waiting(self)
+        self._placement.stop_waiting(self)
         self._arm()
-        self._host.submit(self, attempt)
+        error = self._placement.submit(self, attempt, self.spec, self.ledger.tokens)
+        if error is not None and self.attempt is attempt:
+            self._fail_over(error, {node.node_id for node in attempt.nodes if node not in attempt.sent})
 
     def _abandon_attempt(self, ended_at: NodeInfo | None = None) -> None:
         if (attempt := self.attempt) is not None:
             self.attempt = None
-            self._host.withdraw(self, attempt, ended_at)
+            self._placement.withdraw(self, attempt, ended_at)
 
     # --- deadlines --------------------------------------------------------------------------------------------
 
     def _next_deadline(self) -> tuple[float, str]:
         """The earliest of those that hold in the phase it is in, and what it is called."""
-        timeouts = self._host.config.timeouts
         deadlines = [(self.spec.deadline, "total")]
         attempt = self.attempt
         if attempt is None:
-            deadlines.append(
-                ((self._waiting_since or self.started_at) + timeouts.failover_wait, "failover_wait")
-            )
-        elif attempt.first_token_at is None:
-            deadlines.append((attempt.submitted_at + timeouts.first_token, "first_token"))
+            since = self._waiting_since or self.started_at
+            deadlines.append((since + self._timeouts.failover_wait, "failover_wait"))
         else:
-            deadlines.append(
-                ((self.last_token_at or attempt.first_token_at) + timeouts.token_idle, "token_idle")
-            )
+            # First the nodes are asked whether they still have it. A request that waits in a node's line is listed.
+            asked = attempt.asked_at if attempt.asked_at is not None else -math.inf
+            if asked <= attempt.alive_at:
+                deadlines.append((attempt.alive_at + self._timeouts.token_idle / 2, "ask"))
+            else:
+                deadlines.append((asked + self._timeouts.token_idle / 2, "token_idle"))
         return min(deadlines)
 
     def _arm(self) -> None:
@@ -338,20 +353,47 @@ class RequestLife:
         deadline, name = self._next_deadline()
         if time.monotonic() < deadline:
             self._arm()
-            return
-        self._host.metrics.deadlines.labels(phase=name).inc()
-        if name == "token_idle" and self.attempt is not None:
-            # Before the handover either of the two may be to blame; after it, the decode node is.
-            suspects = [self.attempt.decode] if self._handed_over(self.attempt) else self.attempt.nodes
-            names = self.attempt.decision.node_names
-            idle = self._host.config.timeouts.token_idle
-            self._fail_over(
-                NodeLost(f"no token for {idle:g} s from {names}"), {node.node_id for node in suspects if node}
-            )
+        elif name == "ask" and self.attempt is not None:
+            self._ask(self.attempt)
+        elif name == "token_idle" and self.attempt is not None:
+            self._on_no_answer(self.attempt)
         elif name == "failover_wait":
+            self._metrics.deadlines.labels(phase=name).inc()
             self.fail(self._last_failure or Unavailable("no node is ready"))
         else:
+            self._metrics.deadlines.labels(phase=name).inc()
             self.fail(DeadlineExceeded(f"the request took longer than timeouts.{name} allows"))
+
+    def _working(self, attempt: Attempt) -> list[NodeInfo]:
+        """Those of its nodes that it still needs."""
+        if self._handed_over(attempt):
+            return [node for node in (attempt.decode,) if node is not None]
+        return [node for node in attempt.nodes if node != attempt.prefill or not attempt.prefill_reported]
+
+    def _ask(self, attempt: Attempt) -> None:
+        attempt.asked_at = time.monotonic()
+        attempt.unanswered = set(self._working(attempt))
+        for node in attempt.unanswered:
+            self._placement.ask(node)
+        self._arm()
+
+    def _on_no_answer(self, attempt: Attempt) -> None:
+        """Silence proves nothing about a node that is in the middle of a long step: it answers after it. One that is in none, or in one
+        for too long, is left."""
+        silent = [
+            node
+            for node in self._working(attempt)
+            if node in attempt.unanswered and not self._placement.is_in_a_step(node)
+        ]
+        if not silent:
+            self._ask(attempt)
+            return
+        self._metrics.deadlines.labels(phase="token_idle").inc()
+        names = ", ".join(node.node_id for node in silent)
+        self._fail_over(
+            NodeLost(f"no token for {self._timeouts.token_idle:g} s, and no answer from {names}"),
+            {node.node_id for node in silent},
+        )
 
     # --- the end ----------------------------------------------------------------------------------------------
 
@@ -368,7 +410,12 @@ class RequestLife:
             self._timer = None
         last = self.attempt
         self._abandon_attempt(ended_at)
-        self._host.stop_waiting(self)
-        self._host.on_ended(self, last)
+        self._placement.stop_waiting(self)
+        self._placement.on_ended(last, self.hashes, self.ledger.tokens)
+        self._metrics.requests_finished.labels(finished_reason=finish.value).inc()
+        self._metrics.prompt_tokens.inc(len(self.spec.prompt_token_ids))
+        self._metrics.generation_tokens.inc(len(self.ledger.tokens))
+        if self.first_token_at is not None:
+            self._metrics.decode_time.observe(self.ended_at - self.first_token_at)
         self._on_end(self)
         self._on_news(self)

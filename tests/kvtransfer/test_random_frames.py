@@ -28,9 +28,10 @@ from tandem.kvtransfer.nccl.transport import NcclTransport
 from tandem.kvtransfer.protocol.channel import SideChannel
 from tandem.kvtransfer.protocol.transport import Move, Operation
 from tandem.wire.handoff import CancelTransfer, Envelope, RenewLease
+from tandem.wire.lines import Letter, LetterToNode, LetterToRouter
 from tandem.wire.loop_inbox import LoopInbox
 from tandem.wire.nodes import NodeState, Role
-from tandem.wire.requests import NodeCounters, NodeStatus, Ping, ToNode, ToRouter
+from tandem.wire.requests import NodeCounters, NodeStatus, Ping
 from tandem.wire.sockets import Inbox
 
 pytestmark = pytest.mark.slow
@@ -59,6 +60,10 @@ class Listening:
 def a_status() -> NodeStatus:
     counters = NodeCounters(transfers_finished={"sent": 4})
     return NodeStatus("n", Role.DECODE, 1, NodeState.READY, 1, 2, 3, 4, 5, 6, 7, 0.5, counters)
+
+
+def a_letter(body: msgspec.Struct) -> Letter[Any]:
+    return Letter("tcp://somewhere", 1, 2, 3, 0, 4, 5, 6, body)
 
 
 @contextmanager
@@ -90,7 +95,9 @@ def routers_loop() -> Iterator[Listening]:
     thread.start()
 
     async def make() -> LoopInbox[Any]:
-        made = LoopInbox[Any]("127.0.0.1", ToRouter, lambda message: listening.take(message), name="test")
+        made = LoopInbox[Any](
+            "127.0.0.1", LetterToRouter, lambda message: listening.take(message), name="test"
+        )
         await made.listen()
         return made
 
@@ -98,7 +105,7 @@ def routers_loop() -> Iterator[Listening]:
         inbox.close()
 
     inbox = asyncio.run_coroutine_threadsafe(make(), loop).result(5)
-    listening = Listening(inbox.endpoint, lambda: inbox.malformed, a_status())
+    listening = Listening(inbox.endpoint, lambda: inbox.malformed, a_letter(a_status()))
     yield listening
     asyncio.run_coroutine_threadsafe(close(), loop).result(5)
     loop.call_soon_threadsafe(loop.stop)
@@ -130,8 +137,8 @@ def _nccl(name: str) -> NcclTransport:
 SOCKETS = {
     "a node's side channel": side_channel,
     "a node's pairs": pairs,
-    "a node's requests": _inbox(ToNode, Ping("tcp://somewhere")),
-    "a router's answers": _inbox(ToRouter, a_status()),
+    "a node's requests": _inbox(LetterToNode, a_letter(Ping("tcp://somewhere"))),
+    "a router's answers": _inbox(LetterToRouter, a_letter(a_status())),
     "a router's answers, on its loop": routers_loop,
 }
 

@@ -15,6 +15,7 @@ from tandem.node.node import Node
 from tandem.node.service import RoleRules
 from tandem.prefill_node.rules import PrefillRules
 from tandem.wire.errors import InternalError, Unavailable
+from tandem.wire.lines import Position
 from tandem.wire.nodes import NodeState, Role
 from tandem.wire.requests import Submit, TokenBatch, TokenChunk, ToNode
 from tandem.wire.sampling import FinishReason, SamplingParams
@@ -29,10 +30,11 @@ class FakeChannel:
 
     opened = 0
 
-    def __init__(self, host: str, receive: Callable[[ToNode], None], name: str) -> None:
+    def __init__(self, host: str, epoch: int, receive: Callable[[ToNode], None], **_: object) -> None:
         FakeChannel.opened += 1
         self.endpoint = f"tcp://{host}:{FakeChannel.opened}"
         self.malformed = 0
+        self.gaps = 0
         self.died: str | None = None
         self.receive = receive
         self.chunks: queue.SimpleQueue[TokenChunk] = queue.SimpleQueue()
@@ -42,6 +44,9 @@ class FakeChannel:
         if isinstance(message, TokenBatch):
             for chunk in message.chunks:
                 self.chunks.put(chunk)
+
+    def received(self, endpoint: str) -> Position:
+        return Position(0, 0)
 
     def forget(self, endpoint: str) -> None: ...
 
@@ -65,8 +70,10 @@ class FakeChannel:
 def make_node(rules: RoleRules) -> tuple[Node, list[FakeChannel]]:
     channels: list[FakeChannel] = []
 
-    def open_channel(host: str, receive: Callable[[ToNode], None], name: str) -> FakeChannel:
-        channels.append(FakeChannel(host, receive, name))
+    def open_channel(
+        host: str, epoch: int, on_message: Callable[[ToNode], None], **others: object
+    ) -> FakeChannel:
+        channels.append(FakeChannel(host, epoch, on_message, **others))
         return channels[-1]
 
     config = NodeConfig("n0", rules.role, engine=EngineConfig(cache=CacheConfig(block_size=BLOCK_SIZE)))

@@ -18,9 +18,12 @@ from tandem.node.loop import Mailbox
 from tandem.node.service import NodeService
 from tandem.prefill_node.rules import PrefillRules
 from tandem.wire.errors import InvalidLogits, NodeLost
+from tandem.wire.lines import Position
 from tandem.wire.nodes import NodeState, PeerAddress, Role
 from tandem.wire.requests import (
+    Ask,
     Cancel,
+    Holding,
     KVTransferParams,
     NodeStatus,
     Ping,
@@ -46,6 +49,9 @@ class Outgoing:
         self.gone: set[str] = set()
         self.forgotten: list[str] = []
         self.malformed = 0
+        self.gaps = 0
+        self.position = Position(1, 0)
+        self.held: queue.Queue[Holding] = queue.Queue()
         self.died: str | None = None
 
     def send(self, endpoint: str, message: msgspec.Struct) -> None:
@@ -55,6 +61,11 @@ class Outgoing:
             self.batches.put(message)
         elif isinstance(message, NodeStatus):
             self.statuses.put(message)
+        elif isinstance(message, Holding):
+            self.held.put(message)
+
+    def received(self, endpoint: str) -> Position:
+        return self.position
 
     def forget(self, endpoint: str) -> None:
         self.forgotten.append(endpoint)
@@ -248,6 +259,52 @@ def test_a_node_that_hears_nobody_any_more_says_so_and_is_replaced(node: Node) -
     assert (
         status.detail == node.service.failure == "nobody hears its routers any more: OSError: out of memory"
     )
+
+
+def test_a_router_that_asks_is_told_which_of_its_requests_are_here_and_how_far_they_were_reported(
+    node: Node,
+) -> None:
+    endless = SamplingParams(max_tokens=90_000, temperature=0)
+    node.submit("long", sampling=endless)
+    node.submit("moved", output_token_ids=[105, 106, 107], sampling=endless)
+    node.service.receive(
+        Submit("another router's", "tcp://router:2", [5], endless, timeout_s=60.0, output_token_ids=[])
+    )
+    node.outgoing.position = Position(3, 14)
+    node.service.receive(Ask(ROUTER))
+    held = node.outgoing.held.get(timeout=PATIENCE_S)
+    assert (held.node_id, held.epoch, held.line, held.number) == ("n0", 7, 3, 14)
+    assert set(held.requests) == {"long", "moved"}
+    assert held.requests["moved"] >= 3
+    reported = {"long": 0, "moved": 3}
+    while reported["long"] < held.requests["long"] or reported["moved"] < held.requests["moved"]:
+        for chunk in node.outgoing.batches.get(timeout=PATIENCE_S).chunks:
+            if chunk.request_id in reported:
+                reported[chunk.request_id] = chunk.start + len(chunk.token_ids)
+
+
+def test_where_a_line_begins_the_node_says_what_it_holds_without_being_asked(node: Node) -> None:
+    node.submit("long", sampling=SamplingParams(max_tokens=90_000, temperature=0))
+    node.service.line_begun(ROUTER)
+    assert set(node.outgoing.held.get(timeout=PATIENCE_S).requests) == {"long"}
+
+
+def test_the_requests_of_a_router_that_was_started_again_at_the_same_address_are_aborted(
+    node: Node,
+) -> None:
+    node.submit("old", sampling=SamplingParams(max_tokens=90_000, temperature=0))
+    node.service.router_replaced(ROUTER)
+    node.service.receive(Ask(ROUTER))
+    assert node.outgoing.held.get(timeout=PATIENCE_S).requests == {}
+
+
+def test_a_node_that_has_failed_stays_failed_when_it_is_drained(node: Node) -> None:
+    node.runner.error = RuntimeError("boom")
+    node.submit()
+    node.outgoing.until_finished("r")
+    node.outgoing.status_where(lambda status: status.state is NodeState.FAILED)
+    assert not node.service.drain(PATIENCE_S)
+    assert node.service.status().state is NodeState.FAILED
 
 
 def test_a_draining_node_finishes_what_it_has_and_refuses_the_rest(node: Node) -> None:

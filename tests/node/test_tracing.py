@@ -17,6 +17,7 @@ from tandem.kvtransfer.base import ConnectorOutput, Handoff, LoadFailure
 from tandem.node.config import NodeConfig
 from tandem.node.loop import Mailbox
 from tandem.node.service import NodeService
+from tandem.wire.lines import Position
 from tandem.wire.nodes import Role
 from tandem.wire.requests import Cancel, Ping, Submit
 from tandem.wire.sampling import SamplingParams
@@ -157,6 +158,7 @@ def test_what_is_kept_of_one_request_and_of_many_has_a_bound() -> None:
 
 class Sent:
     malformed = 0
+    gaps = 0
     died = None
 
     def __init__(self) -> None:
@@ -169,6 +171,9 @@ class Sent:
             self.traces.put(message)
         elif isinstance(message, ClockReading):
             self.clocks.put(message)
+
+    def received(self, endpoint: str) -> Position:
+        return Position(0, 0)
 
     def forget(self, endpoint: str) -> None: ...
 

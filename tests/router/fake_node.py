@@ -12,13 +12,15 @@ import time
 from collections.abc import Callable, Sequence
 
 from tandem.wire.errors import WireError
+from tandem.wire.lines import NumberedChannel
 from tandem.wire.nodes import NodeInfo, NodeState, Role, new_epoch
 from tandem.wire.requests import (
+    Ask,
     Cancel,
+    Holding,
     KVTransferParams,
     NodeCounters,
     NodeStatus,
-    Ping,
     Submit,
     TokenBatch,
     TokenChunk,
@@ -26,7 +28,6 @@ from tandem.wire.requests import (
     TransferRole,
 )
 from tandem.wire.sampling import FinishReason, TokenLogprobs
-from tandem.wire.sockets import Inbox, Outbox
 from tandem.wire.tracing import ClockReading, NodeTrace, Phase, Span
 
 WAIT_S = 10.0
@@ -80,10 +81,12 @@ class FakeNode:
         self.submits: list[Submit] = []
         self.cancels: list[str] = []
         self.pings = 0
+        self.asks = 0
         # What it does wrong, set by tests.
         self.refuse: WireError | None = None  # the answer to every Submit
         self.pause_at: int | None = None  # output index before which every request stops
         self.mute = False  # answers no ping and sends no token
+        self.wedged = False  # its engine stands still: no token, and no word about what it holds
         self.hide_first_token = False  # the prefill node's report is lost
         self.report_first_token_as: int | None = None
         self.error_at: tuple[int, WireError] | None = None  # at this output index, this error
@@ -96,15 +99,20 @@ class FakeNode:
         self._lock = self.board.changed
         self._running: dict[str, _Running] = {}
         self._dead = False
-        self._outbox = Outbox()
-        self._inbox: Inbox[Submit | Cancel | Ping] = Inbox(
-            "127.0.0.1", ToNode, self._on_message, name=node_id
+        epoch = new_epoch()
+        self._channel = NumberedChannel(
+            "127.0.0.1",
+            epoch,
+            self._on_message,
+            begun=self._list_requests,
+            replaced=lambda endpoint: None,
+            name=node_id,
         )
         self.info = NodeInfo(
             node_id=node_id,
             role=role,
-            epoch=new_epoch(),
-            request_endpoint=self._inbox.endpoint,
+            epoch=epoch,
+            request_endpoint=self._channel.endpoint,
             peer_endpoint=f"peer://{node_id}",
             model=model,
             max_model_len=max_model_len,
@@ -137,6 +145,22 @@ class FakeNode:
         with self._lock:
             self._send(submit.reply_to, [chunk])
 
+    def say(self, submit: Submit, start: int, tokens: list[int], finish: FinishReason | None) -> None:
+        """A report out of its turn."""
+        with self._lock:
+            self._send(submit.reply_to, [TokenChunk(submit.request_id, start, tokens, finish=finish)])
+
+    def forget(self, request_id: str) -> None:
+        """It loses a request, which must not happen."""
+        with self._lock:
+            del self._running[request_id]
+
+    def become(self, info: NodeInfo) -> None:
+        """It was started again at the same address."""
+        with self._lock:
+            self.info = info
+            self._channel._lines.epoch = info.epoch
+
     @property
     def running(self) -> list[str]:
         with self._lock:
@@ -150,13 +174,30 @@ class FakeNode:
             self._dead = True
             self._running.clear()
             self._lock.notify_all()
-        self._inbox.close()
         self._thread.join(WAIT_S)
-        self._outbox.close(linger_ms=0)
+        self._channel.close()
 
     # --- being a node -----------------------------------------------------------------------------------------
 
-    def _on_message(self, message: Submit | Cancel | Ping) -> None:
+    def _list_requests(self, endpoint: str) -> None:
+        position = self._channel.received(endpoint)
+        with self._lock:
+            if self.mute or self.wedged or self._dead:
+                return
+            held = {
+                id: running.next
+                for id, running in self._running.items()
+                if running.submit.reply_to == endpoint
+            }
+            self._channel.send(
+                endpoint, Holding(self.info.node_id, self.info.epoch, *position, requests=held)
+            )
+
+    def _on_message(self, message: ToNode) -> None:
+        if isinstance(message, Ask):
+            self.asks += 1
+            self._list_requests(message.reply_to)
+            return
         with self._lock:
             if isinstance(message, Submit):
                 self.submits.append(message)
@@ -175,7 +216,7 @@ class FakeNode:
                 self.pings += 1
                 self._send_status(message.reply_to)
                 if message.asked_at is not None and not self.mute:
-                    self._outbox.send(
+                    self._channel.send(
                         message.reply_to,
                         ClockReading(self.info.node_id, self.info.epoch, message.asked_at, self._now()),
                     )
@@ -188,7 +229,7 @@ class FakeNode:
         """One span, of the moment in which its last token was made."""
         now = self._now()
         span = Span(Phase.PREFILL if self.role is Role.PREFILL else Phase.DECODE, now - 0.001, now, 1)
-        self._outbox.send(
+        self._channel.send(
             submit.reply_to, NodeTrace(self.info.node_id, self.info.epoch, submit.request_id, [span])
         )
 
@@ -206,14 +247,14 @@ class FakeNode:
             "step_age_s": 0.0,
             "counters": self.counters,
         } | self.status_fields
-        self._outbox.send(
+        self._channel.send(
             reply_to,
             NodeStatus(self.info.node_id, self.role, self.info.epoch, self.state, **fields),  # type: ignore[arg-type]
         )
 
     def _send(self, reply_to: str, chunks: list[TokenChunk]) -> None:
         if not self.mute:
-            self._outbox.send(reply_to, TokenBatch(self.info.node_id, self.info.epoch, chunks))
+            self._channel.send(reply_to, TokenBatch(self.info.node_id, self.info.epoch, chunks))
 
     def _work(self) -> None:
         with self._lock:
@@ -248,7 +289,7 @@ class FakeNode:
 
     def _advance(self, running: _Running) -> TokenChunk | None:
         submit, index = running.submit, running.next
-        if self.pause_at is not None and index >= self.pause_at:
+        if self.wedged or (self.pause_at is not None and index >= self.pause_at):
             return None
         if self.error_at is not None and index >= self.error_at[0] and self.errors_left > 0:
             self.errors_left -= 1

@@ -105,13 +105,13 @@ def test_however_long_the_reasons_of_many_choices_are_the_answer_is_sent(
 ) -> None:
     """They go into a header, which is cut; one that ends in a space cannot be sent at all."""
     dispatcher = router.server.services.dispatcher
-    choose = dispatcher.choose
+    choose = dispatcher._placement.choose
 
     def explain(routing: RoutingRequest, hashes: PromptHashes) -> Decision:
         decision = choose(routing, hashes)
         return msgspec.structs.replace(decision, reason="x" * 1023 + " and so on")
 
-    monkeypatch.setattr(dispatcher, "choose", explain)
+    monkeypatch.setattr(dispatcher._placement, "choose", explain)
     answer = router.complete(max_tokens=2)
     assert answer.status_code == 200
     assert answer.headers["x-tandem-decision"] == "x" * 1023

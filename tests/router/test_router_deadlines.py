@@ -6,13 +6,14 @@ from tandem.router.config import Limits, Timeouts
 from tests.router.conftest import StartRouter
 
 
-def test_no_first_token_in_time(start_router: StartRouter) -> None:
-    router = start_router(timeouts=Timeouts(first_token=0.15))
+def test_no_first_token_before_the_requests_own_deadline(start_router: StartRouter) -> None:
+    router = start_router(timeouts=Timeouts(total=0.3, token_idle=0.1))
     router.nodes["p0"].set(pause_at=0)
     answer = router.complete()
     assert answer.status_code == 504
     assert answer.json()["error"]["code"] == "deadline_exceeded"
-    assert router.metric("tandem_deadlines_exceeded_total", phase="first_token") == 1
+    assert router.metric("tandem_deadlines_exceeded_total", phase="total") == 1
+    assert router.metric("tandem_deadlines_exceeded_total", phase="token_idle") == 0
     for node in router.nodes.values():
         node.wait_until(lambda node=node: node.submits[0].request_id in node.cancels, "cancelled")  # type: ignore[misc]
 
@@ -27,14 +28,15 @@ def test_the_whole_took_too_long(start_router: StartRouter) -> None:
     assert router.nodes["d0"].submits[0].timeout_s <= 1.0
 
 
-def test_the_idle_deadline_holds_from_the_first_token_on(start_router: StartRouter) -> None:
-    """It is shorter than the one for the first token, whose timer is already running."""
-    router = start_router(prefill=0, timeouts=Timeouts(first_token=60, token_idle=0.15), max_failovers=0)
+def test_a_node_that_gives_no_token_and_does_not_answer(start_router: StartRouter) -> None:
+    router = start_router(prefill=0, timeouts=Timeouts(token_idle=0.15), max_failovers=0)
     router.nodes["d0"].set(pause_at=2)
     with router.stream(max_tokens=20) as events:
+        events.text(count=2)
+        router.nodes["d0"].set(wedged=True)
         bodies = events.rest()
     assert bodies[-1]["error"]["code"] == "node_lost"
-    assert "no token for 0.15 s" in bodies[-1]["error"]["message"]
+    assert "no token for 0.15 s, and no answer from d0" in bodies[-1]["error"]["message"]
 
 
 def test_no_place_in_time(start_router: StartRouter) -> None:

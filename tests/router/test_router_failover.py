@@ -11,6 +11,7 @@ from tandem.router.text.tokenizer import Tokenizer
 from tandem.wire.errors import WireError
 from tandem.wire.nodes import Role
 from tandem.wire.requests import TransferRole
+from tandem.wire.sampling import FinishReason
 from tests.router.conftest import Running, StartRouter
 from tests.router.fake_node import FakeNode
 
@@ -175,13 +176,45 @@ def test_without_logprobs_the_decode_nodes_report_is_enough(start_router: StartR
     assert answer["choices"][0]["text"] == router.expected("the fox", COUNT, seed=9)
 
 
-def test_nodes_that_disagree_about_a_token_are_never_believed(start_router: StartRouter) -> None:
+def test_a_first_token_that_comes_late_and_differs_is_counted_and_nothing_more(
+    start_router: StartRouter,
+) -> None:
+    """The transfer failed, so both nodes computed the first token; the decode node's was shown."""
     router = start_router()
-    router.nodes["p0"].set(report_first_token_as=99)
-    answer = router.complete(max_tokens=COUNT, seed=9)
-    assert answer.status_code == 500
-    assert answer.json()["error"]["code"] == "internal_error"
+    prefill, decode = router.nodes["p0"], router.nodes["d0"]
+    prefill.set(pause_at=0)
+    decode.set(pause_at=6)
+    with router.stream(max_tokens=COUNT, seed=9) as events:
+        submitted(decode)
+        submit = decode.submits[0]
+        router.board.hand_off(submit.transfer.transfer_id, router.board.rule(submit.prompt_token_ids, 9, 0))
+        text = events.text(count=6)
+        prefill.say(submit, 0, [99], FinishReason.HANDOFF)
+        router.wait_for(lambda: router.metric("tandem_token_mismatches_total") == 1, "counted")
+        decode.resume()
+        text += events.text()
+    assert text == router.expected("the fox", COUNT, seed=9)
+    assert len(decode.submits) == 1
+
+
+def test_a_decode_node_that_began_from_another_first_token_goes_on_from_the_one_that_was_shown(
+    start_router: StartRouter,
+) -> None:
+    router = start_router()
+    router.nodes["p0"].set(report_first_token_as=80)
+    with router.stream(max_tokens=COUNT, seed=9) as events:
+        text = events.text()
+    decode = router.nodes["d0"]
+    assert decode.submits[1].output_token_ids == [80]
+    assert text[1:] == router.expected("the fox", COUNT, seed=9)[1:]
     assert router.metric("tandem_token_mismatches_total") == 1
+
+
+def test_nodes_that_never_agree_kill_no_stream(start_router: StartRouter) -> None:
+    router = start_router(max_failovers=0)
+    router.nodes["p0"].set(report_first_token_as=80)
+    with router.stream(max_tokens=COUNT, seed=9) as events:
+        assert events.text()[1:] == router.expected("the fox", COUNT, seed=9)[1:]
 
 
 def test_only_so_many_failovers(start_router: StartRouter) -> None:
@@ -274,6 +307,7 @@ def test_a_node_that_stops_giving_tokens_is_left(start_router: StartRouter) -> N
     with router.stream(max_tokens=COUNT, seed=9) as events:
         text = events.text(count=5)
         wedged = serving(router)
+        wedged.set(wedged=True)
         other(router, wedged).resume()
         text += events.text()
     assert text == router.expected("the fox", COUNT, seed=9)
@@ -311,8 +345,8 @@ def test_a_restart_at_the_same_address_is_another_node(start_router: StartRouter
         info = msgspec.structs.replace(old.info, epoch=old.info.epoch + 1)
         router.look(lambda: router.server.set_members([info]))
         old.resume()
-        router.wait_for(lambda: router.server.services.pool.foreign_messages > 0, "its words are refused")
-        old.info = info
+        router.wait_for(lambda: router.server.services.links.foreign > 0, "what it says is refused")
+        old.become(info)
         assert events.rest()[-1] == "[DONE]"
 
 
@@ -353,7 +387,7 @@ def test_a_bug_in_one_requests_handling_is_its_own_misfortune(
     with router.stream(max_tokens=6, seed=1) as doomed, router.stream(max_tokens=6, seed=9) as healthy:
         doomed.text(count=2)
         text = healthy.text(count=2)
-        lives = router.server.services.dispatcher._by_request_id.values()
+        lives = router.server.services.dispatcher._placement.lives()
 
         def broken(*_: object) -> None:
             raise ValueError("a bug")
@@ -379,18 +413,76 @@ def test_a_prefill_node_that_fails_after_the_handover_is_no_matter(start_router:
     assert len(decode.submits) == 1
 
 
-def test_a_handover_that_never_comes_is_gone_around(start_router: StartRouter) -> None:
-    """Neither node says anything: the decode node reads the prompt itself."""
-    router = start_router(timeouts=Timeouts(token_idle=0.5))
+def test_a_request_that_waits_in_a_healthy_nodes_line_is_left_there(start_router: StartRouter) -> None:
+    """The decode node has no room for it yet, for many times the idle time, and says so when it is asked."""
+    router = start_router(timeouts=Timeouts(token_idle=0.1))
     decode = router.nodes["d0"]
     decode.set(pause_at=0)
     with router.stream(max_tokens=COUNT, seed=9) as events:
         text = events.text(count=1)
-        decode.wait_until(lambda: len(decode.submits) == 2, "tried again")
+        decode.wait_until(lambda: decode.asks >= 5, "asked what it holds, again and again")
         decode.resume()
         text += events.text()
     assert text == router.expected("the fox", COUNT, seed=9)
-    assert decode.submits[1].transfer is None
+    assert len(decode.submits) == len(router.nodes["p0"].submits) == 1
+    assert decode.cancels == []
+
+
+def test_a_request_that_waits_for_its_first_token_is_left_too(start_router: StartRouter) -> None:
+    router = start_router(timeouts=Timeouts(token_idle=0.1))
+    prefill = router.nodes["p0"]
+    prefill.set(pause_at=0)
+    with router.stream(max_tokens=COUNT, seed=9) as events:
+        prefill.wait_until(lambda: prefill.asks >= 5, "asked what it holds")
+        prefill.resume()
+        assert events.text() == router.expected("the fox", COUNT, seed=9)
+    assert len(prefill.submits) == len(router.nodes["d0"].submits) == 1
+
+
+def test_a_request_that_its_node_lost_goes_on_elsewhere(start_router: StartRouter) -> None:
+    router = start_router(prefill=0, decode=1, timeouts=Timeouts(token_idle=0.2))
+    node = router.nodes["d0"]
+    node.set(pause_at=3)
+    with router.stream(max_tokens=COUNT, seed=9) as events:
+        text = events.text(count=3)
+        node.forget(node.submits[0].request_id)
+        submitted(node, 2)
+        node.resume()
+        text += events.text()
+    assert text == router.expected("the fox", COUNT, seed=9)
+    assert node.submits[1].output_token_ids != []
+
+
+def test_a_node_in_a_long_step_is_waited_for(start_router: StartRouter) -> None:
+    """It cannot answer before the step is over, and its status says that it is in one."""
+    router = start_router(prefill=0, decode=1, timeouts=Timeouts(token_idle=0.1))
+    node = router.nodes["d0"]
+    node.set(pause_at=3)
+    with router.stream(max_tokens=COUNT, seed=9) as events:
+        text = events.text(count=3)
+        node.set(wedged=True, status_fields={"step_age_s": 5.0})
+        node.wait_until(lambda: node.asks >= 5, "asked")
+        node.set(wedged=False, status_fields={})
+        node.resume()
+        text += events.text()
+    assert text == router.expected("the fox", COUNT, seed=9)
+    assert len(node.submits) == 1
+
+
+def test_a_decode_node_that_read_the_prompt_itself_frees_the_prefill_node_of_it(
+    start_router: StartRouter,
+) -> None:
+    router = start_router()
+    prefill, decode = router.nodes["p0"], router.nodes["d0"]
+    prefill.set(pause_at=0)
+    with router.stream(max_tokens=COUNT, seed=9) as events:
+        submitted(decode)
+        router.board.hand_off(
+            decode.submits[0].transfer.transfer_id,
+            router.board.rule(decode.submits[0].prompt_token_ids, 9, 0),
+        )
+        assert events.text() == router.expected("the fox", COUNT, seed=9)
+    prefill.wait_until(lambda: prefill.submits[0].request_id in prefill.cancels, "not computed for nothing")
 
 
 def test_a_stream_outlives_a_successor_that_is_full_for_a_moment(start_router: StartRouter) -> None:

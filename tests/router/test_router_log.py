@@ -183,7 +183,7 @@ def test_a_request_that_moves_is_named_in_the_warning(logged: LoggedRouter) -> N
         assert answer.read().endswith(b"data: [DONE]\n\n")
     warnings = logged.lines_with(" moved: ")
     assert len(warnings) == 1
-    assert "going on elsewhere after 2 tokens" in warnings[0]
+    assert "going on elsewhere after" in warnings[0]
 
 
 def test_what_is_no_request_gets_an_id_too(logged: LoggedRouter) -> None:

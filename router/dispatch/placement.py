@@ -1,0 +1,210 @@
+"""What touches nodes for one request: choosing them, telling them, withdrawing. Keeps the tables of who runs where.
+
+Calls go one way: the dispatcher hears the nodes and calls lives, a life calls its placement. A placement calls neither, but for one
+case: when a node's queue is full, the pool says that the node is lost, and the dispatcher tells every life there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+import msgspec
+
+from tandem.router.config import RouterConfig
+from tandem.router.dispatch.attempt import Attempt
+from tandem.router.dispatch.spec import SequenceSpec
+from tandem.router.links import NodeLinks
+from tandem.router.metrics import RouterMetrics
+from tandem.router.policy import Decision, Policy, RoutingRequest
+from tandem.router.pool import Pool
+from tandem.router.prefixes import PrefixRecord, PromptHashes
+from tandem.wire.errors import NodeLost
+from tandem.wire.nodes import NodeInfo
+
+L = TypeVar("L")  # a request's life: here, only the owner of an attempt
+
+# Chunks of a request that ended here are under way for a moment; after that the node has missed the Cancel.
+LATE_CHUNK_S = 1.0
+REMEMBERED_ENDS = 8192
+
+
+class Placement(Generic[L]):
+    """On the event loop only."""
+
+    def __init__(
+        self, config: RouterConfig, links: NodeLinks, pool: Pool, policy: Policy, metrics: RouterMetrics
+    ) -> None:
+        self.config = config
+        self.metrics = metrics
+        self.clock = time.monotonic  # as everywhere here: the event loop's own clock counts milliseconds
+        self._links = links
+        self._pool = pool
+        self._policy = policy
+        self._prefixes = PrefixRecord()
+        self._by_request_id: dict[str, L] = {}
+        self._by_node: dict[NodeInfo, set[L]] = {}
+        self._waiting: dict[L, None] = {}  # for a node to appear
+        self._ends: OrderedDict[str, float] = OrderedDict()  # request ids of attempts that are over
+        self._turn = 0
+
+    # --- who is where
+
+    @property
+    def running(self) -> int:
+        return len(self._by_request_id) + len(self._waiting)
+
+    @property
+    def waiting(self) -> list[L]:
+        """Those that have no node, in the order in which they lost theirs."""
+        return list(self._waiting)
+
+    def life_of(self, request_id: str) -> L | None:
+        return self._by_request_id.get(request_id)
+
+    def lives(self) -> list[L]:
+        return [*self._by_request_id.values(), *self._waiting]
+
+    def lives_on(self, node: NodeInfo) -> list[L]:
+        return list(self._by_node.get(node, ()))
+
+    def wait_for_nodes(self, life: L) -> None:
+        self._waiting[life] = None
+
+    def stop_waiting(self, life: L) -> None:
+        self._waiting.pop(life, None)
+
+    @property
+    def prefill_ids(self) -> frozenset[str]:
+        return frozenset(view.node_id for view in self._pool.snapshot().prefill)
+
+    # --- an attempt, from its choice to its end
+
+    def choose(self, request: RoutingRequest, hashes: PromptHashes) -> Decision:
+        """Raises Unavailable when no node can take it."""
+        snapshot = self._pool.snapshot()
+        self._turn += 1
+        cached = {
+            view.node_id: view.info.block_size
+            * self._prefixes.overlap(view.node_id, hashes.of(view.info.block_size))
+            for view in (*snapshot.prefill, *snapshot.decode)
+        }
+        decision = self._policy(snapshot, msgspec.structs.replace(request, cached=cached, turn=self._turn))
+        for node in (decision.prefill, decision.decode):
+            if node is not None:
+                self._prefixes.sent(node.node_id, hashes.of(node.block_size))
+        self.metrics.decisions.labels(
+            kind="away" if decision.prefill and decision.decode else "one_node"
+        ).inc()
+        return decision
+
+    def submit(self, life: L, attempt: Attempt, spec: SequenceSpec, tokens: list[int]) -> NodeLost | None:
+        """Returns why it could not, when a node does not read."""
+        self._by_request_id[attempt.request_id] = life
+        for node in attempt.nodes:
+            self._by_node.setdefault(node, set()).add(life)
+        if spec.trace is not None:
+            spec.trace.attempt(attempt.request_id, attempt.nodes, attempt.decision.reason)
+        remaining = max(0.0, spec.deadline - self.clock())
+        prompt_tokens = len(spec.prompt_token_ids) + attempt.base
+        for node, message in attempt.submits(spec, tokens, self._links.endpoint, remaining):
+            try:
+                attempt.sent[node] = self._links.submit(node, message)
+            except NodeLost as error:
+                # Tells every life on that node, this one too, which then moves to another attempt.
+                self._pool.suspect(node.node_id, node.epoch, str(error))
+                return error
+            reads_prompt = node is attempt.prefill or attempt.prefill is None
+            self._pool.sent(node.node_id, attempt.request_id, prompt_tokens if reads_prompt else 0)
+        return None
+
+    def withdraw(self, life: L, attempt: Attempt, ended_at: NodeInfo | None) -> None:
+        """The attempt is over. Both nodes are told, except one that said so itself (`ended_at`); a node that is done with it
+        ignores it."""
+        if self._by_request_id.pop(attempt.request_id, None) is None:
+            return
+        self.remember_end(attempt.request_id)
+        for node in attempt.nodes:
+            lives = self._by_node.get(node)
+            if lives is not None:
+                lives.discard(life)
+                if not lives:
+                    del self._by_node[node]
+            self._pool.answered(node.node_id, attempt.request_id)
+            if node is not ended_at:
+                self.cancel(node, attempt.request_id)
+
+    def cancel(self, node: NodeInfo, request_id: str) -> None:
+        member = self._pool.member(node.node_id)
+        if member is not None and member.info == node:
+            self._links.cancel(node, request_id)
+
+    def remember_end(self, request_id: str) -> None:
+        self._ends[request_id] = self.clock()
+        if len(self._ends) > REMEMBERED_ENDS:
+            self._ends.popitem(last=False)
+
+    def ended_just_now(self, request_id: str) -> bool:
+        return self.clock() - self._ends.get(request_id, -LATE_CHUNK_S) < LATE_CHUNK_S
+
+    # --- what is known of the nodes' work
+
+    def has_heard(self, node: NodeInfo, attempt: Attempt) -> bool:
+        """Whether the node has acknowledged the attempt's Submit."""
+        sent = attempt.sent.get(node)
+        return sent is not None and self._links.has_heard(node, sent)
+
+    def ask(self, node: NodeInfo) -> None:
+        """The node answers with what it holds, between two steps."""
+        self._links.ask(node)
+
+    def is_in_a_step(self, node: NodeInfo) -> bool:
+        """Whether the node, by its last status, is in a step that may well be a long one."""
+        member = self._pool.member(node.node_id)
+        status = member.status if member is not None and member.info == node else None
+        return status is not None and 0 < status.step_age_s < self.config.heartbeat.wedged
+
+    # --- what a life tells of its course
+
+    def on_prefill_reported(self, attempt: Attempt) -> None:
+        if attempt.prefill is not None:
+            self._pool.answered(attempt.prefill.node_id, attempt.request_id)
+
+    def on_decode_started(self, attempt: Attempt) -> None:
+        """The prefill node has reported too, unless the decode node read the prompt itself: then it need not go on."""
+        if attempt.decode is not None:
+            self._pool.answered(attempt.decode.node_id, attempt.request_id)
+        if attempt.prefill is None:
+            return
+        if attempt.first_token_at is None:
+            self.cancel(attempt.prefill, attempt.request_id)
+            return
+        waited = self.clock() - attempt.first_token_at
+        self._pool.handover.observe(waited)
+        self.metrics.handover_time.observe(waited)
+
+    def on_first_token(self, attempt: Attempt, computed: int) -> None:
+        """`computed`: how many tokens were read for it, those in a prefix cache left out."""
+        took = self.clock() - attempt.submitted_at
+        self.metrics.prefill_time.observe(took)
+        if attempt.prefill is not None or attempt.decode is None:
+            return
+        member = self._pool.member(attempt.decode.node_id)
+        if member is not None and member.status is not None and member.status.waiting == 0:
+            member.meter.on_local_prefill(computed, took)
+
+    def on_ended(self, attempt: Attempt | None, hashes: PromptHashes, output: Sequence[int]) -> None:
+        if attempt is not None and attempt.decode is not None and attempt.decode_started and output:
+            # What a chat's next turn begins with is now cached where it was decoded.
+            node = attempt.decode
+            self._prefixes.sent(node.node_id, hashes.with_output(node.block_size, output))
+
+    # --- what the dispatcher hears of the pool
+
+    def set_capacity(self, node_id: str, blocks: int) -> None:
+        self._prefixes.set_capacity(node_id, blocks)
+
+    def forget_prefixes(self, node: NodeInfo) -> None:
+        self._prefixes.forget(node.node_id)

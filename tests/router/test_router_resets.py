@@ -1,0 +1,145 @@
+"""A real node service and a real router, with connections between them that are reset again and again under load."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tandem.decode_node.rules import DecodeRules
+from tandem.engine.core import Engine
+from tandem.engine.model.runner import Computed, LayerHooks
+from tandem.engine.scheduling.output import SchedulerOutput
+from tandem.node.config import NodeConfig
+from tandem.node.loop import Mailbox
+from tandem.node.node import _Line
+from tandem.node.service import Item, NodeService
+from tandem.router.config import Heartbeat
+from tandem.wire.lines import NumberedChannel
+from tandem.wire.nodes import NodeInfo, Role
+from tests.engine.engine_fakes import BLOCK_SIZE, FakeRunner, make_scheduler
+from tests.router.conftest import Running, StartRouter
+from tests.router.fake_node import fake_logprobs
+from tests.router.resetting_proxy import ResettingProxy
+
+STREAMS = 6
+TOKENS = 400
+STEP_S = 0.004
+
+
+class LetterRunner(FakeRunner):
+    """Takes some time for a step, and its tokens are letters of the tests' tokenizer."""
+
+    def start(self, step: SchedulerOutput, hooks: LayerHooks | None = None) -> Computed:
+        if step.total_num_scheduled_tokens:
+            time.sleep(STEP_S)
+        computed = super().start(step, hooks)
+        output = computed.finish()
+        for request_id, tokens in output.sampled_token_ids.items():
+            letters = [67 + token % 26 for token in tokens]
+            output.sampled_token_ids[request_id] = letters
+            output.logprobs[request_id] = [fake_logprobs(letter, 2) for letter in letters]
+        return computed
+
+
+class RealNode:
+    """Everything of a decode node but the model, behind a proxy."""
+
+    def __init__(self, node_id: str, reset_after: int) -> None:
+        runner = LetterRunner(num_blocks=4096, max_model_len=2048)
+        engine = Engine(make_scheduler(runner), runner, None)
+        self._line = _Line()
+        mailbox: Mailbox[Item] = Mailbox()
+        self.service = NodeService(
+            NodeConfig(node_id, Role.AGGREGATED),
+            77,
+            DecodeRules(Role.AGGREGATED),
+            engine,
+            mailbox,
+            self._line,
+        )
+        self.service.start()
+        self._channel = NumberedChannel(
+            "127.0.0.1",
+            77,
+            self.service.receive,
+            begun=self.service.line_begun,
+            replaced=self.service.router_replaced,
+            name=node_id,
+        )
+        self._line.channel = self._channel
+        self.proxy = ResettingProxy(self._channel.endpoint, reset_after)
+        self._channel._lines.endpoint = self.proxy.endpoint
+        self.info = NodeInfo(
+            node_id, Role.AGGREGATED, 77, self.proxy.endpoint, "", "fake", 2048, block_size=BLOCK_SIZE
+        )
+
+    def kill(self) -> None:
+        self.service.stop()
+        self.proxy.close()
+        self._channel.close()
+
+
+@pytest.fixture
+def proxied(start_router: StartRouter) -> Iterator[tuple[Running, RealNode, ResettingProxy]]:
+    router = start_router(prefill=0, decode=0, heartbeat=Heartbeat(ping_interval=0.05, silence=2.5))
+    links = router.server.services.links
+    inbox = ResettingProxy(links.endpoint, reset_after=150_000)
+    links.lines.endpoint = inbox.endpoint
+    node = RealNode("n0", reset_after=4_000)
+    router.nodes["n0"] = node  # type: ignore[assignment]
+    router.announce()
+    router.wait_ready()
+    yield router, node, inbox
+    inbox.close()
+
+
+def read(router: Running, index: int, texts: dict[int, str], gaps: list[float], **fields: object) -> None:
+    with router.stream(prompt="the fox " * (index + 1), max_tokens=TOKENS, **fields) as events:
+        pieces, last = [], time.monotonic()
+        while True:
+            data = events.next_event()
+            gaps.append(time.monotonic() - last)
+            last = time.monotonic()
+            if data is None or data == "[DONE]":
+                break
+            body = json.loads(data)
+            assert "error" not in body, body
+            pieces.append(body["choices"][0]["text"])
+        texts[index] = "".join(pieces)
+
+
+@pytest.mark.parametrize("fields", [{}, {"logprobs": 2}], ids=["plain", "logprobs"])
+def test_resets_cost_no_request_no_token_and_no_second_computation(
+    proxied: tuple[Running, RealNode, ResettingProxy], fields: dict[str, object]
+) -> None:
+    router, node, inbox = proxied
+    expected = {}
+    tokenizer = router.server.services.model.tokenizer
+    for index in range(STREAMS):
+        prompt = tokenizer.encode("the fox " * (index + 1), special=True)
+        ids = [67 + (100 + (len(prompt) + at) % 1000) % 26 for at in range(TOKENS)]
+        expected[index] = tokenizer.decode(ids, skip_special=True)
+    texts: dict[int, str] = {}
+    gaps: list[float] = []
+    threads = [
+        threading.Thread(target=read, args=(router, index, texts, gaps), kwargs=fields)
+        for index in range(STREAMS)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert texts == expected
+    assert inbox.resets >= 2, "from the node to the router"
+    assert node.proxy.resets >= 1, "from the router to the node"
+    assert max(gaps) < 2.0
+    counters = node.service.status().counters
+    assert counters.requests_started == STREAMS, "nothing was submitted twice"
+    assert router.metric("tandem_requests_finished_total", finished_reason="length") == STREAMS
+    links = router.server.services.links
+    assert router.look(lambda: links.lines.gaps) + counters.line_gaps >= 1, "messages were lost, and healed"
+    assert router.look(lambda: links.lines.restarts) == 0
