@@ -482,7 +482,8 @@ def test_a_decode_node_that_read_the_prompt_itself_frees_the_prefill_node_of_it(
             router.board.rule(decode.submits[0].prompt_token_ids, 9, 0),
         )
         assert events.text() == router.expected("the fox", COUNT, seed=9)
-    prefill.wait_until(lambda: prefill.submits[0].request_id in prefill.cancels, "not computed for nothing")
+    request_id = decode.submits[0].request_id
+    prefill.wait_until(lambda: request_id in prefill.cancels, "not computed for nothing")
 
 
 def test_a_stream_outlives_a_successor_that_is_full_for_a_moment(start_router: StartRouter) -> None:
