@@ -228,6 +228,8 @@ def make_tokenizer(folder: str) -> None:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.save(str(Path(folder) / "tokenizer.json"))
+    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    Path(folder, "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
 
 
 def serve_router(pipe: Connection, folder: str, nodes: list[NodeInfo], profile: str | None) -> None:

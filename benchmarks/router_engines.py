@@ -6,6 +6,7 @@ per step for all that are running, as a real engine's do.
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from multiprocessing.connection import Connection
@@ -23,10 +24,21 @@ from tandem.wire.requests import (
     ToNode,
     TransferRole,
 )
-from tandem.wire.sampling import FinishReason
+from tandem.wire.sampling import FinishReason, TokenLogprobs
 
 MODEL = "instant"
 TOKEN = 70
+MOST_LOGPROBS = 20
+_draw = random.Random(0)
+_ROWS = [
+    TokenLogprobs(
+        TOKEN,
+        -_draw.random(),
+        1,
+        [(_draw.randrange(256), -20 * _draw.random()) for _ in range(MOST_LOGPROBS)],
+    )
+    for _ in range(257)
+]
 
 
 class InstantNode:
@@ -71,7 +83,9 @@ class InstantNode:
             finish = FinishReason.LENGTH
         elif submit.transfer is not None and submit.transfer.role is TransferRole.PRODUCE:
             finish = FinishReason.HANDOFF
-        chunk = TokenChunk(submit.request_id, 0, [TOKEN], finish=finish, cached_tokens=0)
+        chunk = TokenChunk(
+            submit.request_id, 0, [TOKEN], finish=finish, cached_tokens=0, logprobs=_logprobs(submit, 0)
+        )
         self._send(submit.reply_to, [chunk])
         if finish is None and (alone or self._role is not Role.PREFILL):
             with self._lock:
@@ -101,7 +115,18 @@ class InstantNode:
         submit, index = self._running[request_id]
         self._running[request_id] = (submit, index + 1)
         finish = FinishReason.LENGTH if index + 1 >= submit.sampling.max_tokens else None
-        return TokenChunk(request_id, index, [TOKEN], finish=finish)
+        return TokenChunk(request_id, index, [TOKEN], finish=finish, logprobs=_logprobs(submit, index))
+
+
+def _logprobs(submit: Submit, index: int) -> list[TokenLogprobs] | None:
+    """Others for each of a few tokens, as a model's are: no two answers that are alike cost the router less."""
+    count = submit.sampling.logprobs
+    if count is None:
+        return None
+    row = _ROWS[index % len(_ROWS)]
+    return [
+        row if count == len(row.top) else TokenLogprobs(row.token_id, row.logprob, row.rank, row.top[:count])
+    ]
 
 
 def serve_engines(pipe: Connection, step_s: float) -> None:

@@ -74,6 +74,8 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = 256 << 20
     json_depth: Annotated[AtLeastOne, about("how deep a body may nest")] = 64
     json_containers: Annotated[AtLeastOne, about("objects and arrays in its body")] = 100_000
+    json_items: Annotated[AtLeastOne, about("items in those: a token id is one")] = 1_000_000
+    json_members: Annotated[AtLeastOne, about("names in its objects")] = 100_000
     connections: Annotated[AtLeastOne, about("open at once")] = 4096
     prompts_per_request: Annotated[AtLeastOne, about("prompts in one request")] = 128
     choices_per_request: Annotated[AtLeastOne, about("prompts times `n` or `best_of`")] = 128

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import sys
 from collections.abc import Callable
 
 import msgspec
@@ -18,6 +19,8 @@ from tandem.router.http.serving import listen
 from tandem.router.server import RouterServer
 from tandem.wire.errors import Unavailable
 from tandem.wire.nodes import NodeInfo
+
+_SWITCH_S = 0.001
 
 FindModel = Callable[[str, Callable[[str, float], None]], str]
 """From a model's name to a folder on this machine; says meanwhile what it does. Fetches what is missing."""
@@ -30,6 +33,8 @@ class RouterHost:
         # As nodes and the controller do. Ray's actors write this to a file of their own.
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each export is no news
+        # The event loop gets the interpreter back within this, whatever a thread parses or renders.
+        sys.setswitchinterval(_SWITCH_S)
         self._config = config
         self._find_model = find_model
         self._starting: asyncio.Task[str] | None = None

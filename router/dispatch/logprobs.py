@@ -68,6 +68,7 @@ class LogprobStore(Sequence[TokenLogprobs]):
 
     def forget(self, before: int) -> None:
         """Rows before this index will not be asked for again."""
+        before = min(before, len(self))
         count = before - self._forgotten
         if count < _FORGET_AT_ONCE:
             return

@@ -38,8 +38,7 @@ async def read_body(
 
 
 def _request_of(body: bytearray, request_type: type[R], config: RouterConfig) -> tuple[R, list[str]]:
-    limits = config.limits
-    value = parse_object(body, limits.json_depth, limits.json_containers)
+    value = parse_object(body, config.limits)
     return read_request(value, request_type, config.unknown_fields)
 
 

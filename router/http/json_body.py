@@ -9,25 +9,31 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
+from tandem.router.config import Limits
 from tandem.wire.errors import InvalidRequest
 
-# A bracket, with what stands before it: outside of strings, strings whole. Nothing in it is ever looked at twice, which is why
-# a string may lack its end and why the end of the body matches, too.
-_NEXT_BRACKET = re.compile(
-    rb'(?:[^"\[\]{}]++|"[^"\\]*+(?:\\.[^"\\]*+)*+"?)*+(?:([\[{])|([\]}])|\Z)', re.DOTALL
+# What structures a body, with what stands before it: outside of strings, strings whole. The last is a string without its end.
+_NEXT_MARK = re.compile(
+    rb"""(?:[^"\[\]{},:]++|"[^"\\]*+(?:\\.[^"\\]*+)*+")*+(?:([\[{])|([\]}])|(,)|(:)|(")|\Z)""", re.DOTALL
 )
+_OPENS, _CLOSES, _ITEM, _MEMBER, _STRING = 1, 2, 3, 4, 5
+_IN_STRING = re.compile(rb"""[^"\\]*+(?:\\.[^"\\]*+)*+""", re.DOTALL)
+# One match does not let other threads run, so none is over more than this.
+_WINDOW_BYTES = 256 << 10
 
 
-def parse_object(body: bytes | bytearray, max_depth: int, max_containers: int) -> dict[str, Any]:
+def parse_object(body: bytes | bytearray, limits: Limits) -> dict[str, Any]:
+    max_depth = limits.json_depth
     if not body or body.isspace():
         raise InvalidRequest("the body is empty; it must be a JSON object")
     try:
         text = body.decode("utf-8")
     except UnicodeDecodeError as error:
         raise InvalidRequest(f"the body is not UTF-8: {error.reason} at byte {error.start}") from None
-    _check_count(body, max_depth, max_containers)
+    _check_counts(body, limits)
     try:
         value = json.loads(
             text,
@@ -48,26 +54,62 @@ def parse_object(body: bytes | bytearray, max_depth: int, max_containers: int) -
     return value
 
 
-def _check_count(body: bytes | bytearray, max_depth: int, max_containers: int) -> None:
+def _check_counts(body: bytes | bytearray, limits: Limits) -> None:
     """Before anything is made of it: two bytes of an empty array are thirty times as many in memory.
 
-    Brackets in strings are told apart from others only when there are so many that it matters.
+    Marks in strings are told apart from others only when there are so many that it matters.
     """
-    if body.count(b"[") + body.count(b"{") <= max_containers:
+    if (
+        body.count(b"[") + body.count(b"{") <= limits.json_containers
+        and body.count(b",") <= limits.json_items
+        and body.count(b":") <= limits.json_members
+    ):
         return
-    depth = containers = 0
-    for found in _NEXT_BRACKET.finditer(body):
-        if found.lastindex == 1:
+    depth = containers = items = members = 0
+    for kind in _marks(body):
+        if kind == _OPENS:
             depth += 1
             containers += 1
-        else:
+        elif kind == _CLOSES:
             depth -= 1
+        elif kind == _ITEM:
+            items += 1
+        elif kind == _MEMBER:
+            members += 1
         if depth < 0:
             return  # closed more often than opened: no JSON, and not parsed beyond this
-        if depth > max_depth:
-            raise _too_deep(max_depth)
-        if containers > max_containers:
-            raise InvalidRequest(f"the body has more than {max_containers} objects and arrays")
+        if depth > limits.json_depth:
+            raise _too_deep(limits.json_depth)
+        if containers > limits.json_containers:
+            raise InvalidRequest(f"the body has more than {limits.json_containers} objects and arrays")
+        if items > limits.json_items:
+            raise InvalidRequest(
+                f"the body has more than {limits.json_items} items in its objects and arrays"
+            )
+        if members > limits.json_members:
+            raise InvalidRequest(f"the body has more than {limits.json_members} members in its objects")
+
+
+def _marks(body: bytes | bytearray) -> Iterator[int]:
+    """What stands outside of strings, in order."""
+    at, in_string = 0, False
+    while at < len(body):
+        end = min(len(body), at + _WINDOW_BYTES)
+        if in_string:
+            found = _IN_STRING.match(body, at, end)
+            at = found.end() if found is not None else at
+            if at < end:
+                in_string = body[at : at + 1] != b'"'
+                at += 1 + in_string  # a backslash at the window's end, and what it escapes
+            continue
+        for found in _NEXT_MARK.finditer(body, at, end):
+            if found.lastindex == _STRING:
+                at, in_string = found.end(), True
+                break
+            if found.lastindex is not None:
+                yield found.lastindex
+        else:
+            at = end
 
 
 def _too_deep(max_depth: int) -> InvalidRequest:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import re
+from collections import OrderedDict
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -14,8 +14,10 @@ from msgspec import Meta
 from tandem.wire.errors import InvalidRequest
 
 MAX_GRAMMAR = 256 * 1024
-# Longer ones may take milliseconds to check, and are worth a hop to a thread.
-_INLINE = 2_000
+_REMEMBERED = 256
+# Checked grammars, and what is wrong with them. Others are checked in a thread, as short as they may be: a schema of a
+# few hundred characters can cost a tenth of a second.
+_checked: OrderedDict[str, str | None] = OrderedDict()
 # Without a bound a model may write white space for ever, and every letter of it follows the grammar.
 _JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A]{1,40}"}
 
@@ -109,15 +111,17 @@ async def check_grammar(grammar: str, param: str) -> None:
     """Raises InvalidRequest, naming the field, for what no node could compile."""
     if len(grammar) > MAX_GRAMMAR:
         raise InvalidRequest(f"{param}: must be at most {MAX_GRAMMAR} characters long", param)
-    if len(grammar) <= _INLINE:
-        problem = _problem(grammar)
+    if grammar in _checked:
+        problem = _checked[grammar]
+        _checked.move_to_end(grammar)
     else:
-        problem = await asyncio.to_thread(_problem, grammar)
+        problem = _checked[grammar] = await asyncio.to_thread(_problem, grammar)
+        if len(_checked) > _REMEMBERED:
+            _checked.popitem(last=False)
     if problem is not None:
         raise InvalidRequest(f"{param}: {problem}", param)
 
 
-@functools.lru_cache(maxsize=256)
 def _problem(grammar: str) -> str | None:
     is_error, messages = LLMatcher.validate_grammar_with_warnings(LLMatcher.grammar_from_lark(grammar))
     if not is_error:

@@ -9,11 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.router.config import Limits
+from tandem.router.http import json_body
 from tandem.router.http.json_body import parse_object
 from tandem.wire.errors import InvalidRequest
 
 DEPTH = 8
 CONTAINERS = 1000
+LIMITS = Limits(json_depth=DEPTH, json_containers=CONTAINERS, json_items=5000, json_members=2000)
 
 
 @pytest.mark.parametrize(
@@ -46,20 +49,22 @@ CONTAINERS = 1000
         (b'{"a": ' + b"[" * 100_000, "nested"),
         (b'{"a": ' * 100_000, "nested"),
         (b'{"a": "\t"}', "not JSON"),
+        (b'{"a": [' + b"1," * 5001 + b"1]}", "items"),
+        (b'{"a": {' + b",".join(b'"%d":1' % n for n in range(2001)) + b"}}", "members"),
     ],
 )
 def test_refuses(body: bytes, complaint: str) -> None:
     with pytest.raises(InvalidRequest, match=complaint):
-        parse_object(body, DEPTH, CONTAINERS)
+        parse_object(body, LIMITS)
 
 
 def test_the_deepest_that_is_allowed() -> None:
     body = b'{"a": ' + b"[" * (DEPTH - 1) + b"]" * (DEPTH - 1) + b"}"
-    parse_object(body, DEPTH, CONTAINERS)
+    parse_object(body, LIMITS)
 
 
 def test_a_whole_surrogate_pair_is_a_character() -> None:
-    assert parse_object(b'{"a": "\\ud83d\\ude00"}', DEPTH, CONTAINERS) == {"a": "😀"}
+    assert parse_object(b'{"a": "\\ud83d\\ude00"}', LIMITS) == {"a": "😀"}
 
 
 JSON = st.recursive(
@@ -75,13 +80,13 @@ JSON = st.recursive(
 
 @given(st.dictionaries(st.text(), JSON, max_size=4))
 def test_reads_what_json_writes(value: dict[str, Any]) -> None:
-    assert parse_object(json.dumps(value).encode(), 100, CONTAINERS) == value
+    assert parse_object(json.dumps(value).encode(), Limits(json_depth=100)) == value
 
 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_an_object_or_a_clear_refusal(body: bytes) -> None:
     with contextlib.suppress(InvalidRequest):
-        assert isinstance(parse_object(body, DEPTH, CONTAINERS), dict)
+        assert isinstance(parse_object(body, LIMITS), dict)
 
 
 def test_a_flood_of_objects_is_refused_before_they_are_made() -> None:
@@ -89,7 +94,7 @@ def test_a_flood_of_objects_is_refused_before_they_are_made() -> None:
     tracemalloc.start()
     try:
         with pytest.raises(InvalidRequest, match="more than 1000 objects and arrays"):
-            parse_object(body, 10, 1000)
+            parse_object(body, Limits(json_depth=10, json_containers=1000))
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -99,11 +104,50 @@ def test_a_flood_of_objects_is_refused_before_they_are_made() -> None:
 @pytest.mark.parametrize("text", ["[" * 5000, '"[' * 5000, "\\[" * 5000, '\\"[' * 5000])
 def test_brackets_in_strings_are_no_arrays(text: str) -> None:
     value = {"a": text, text: [[1], {"b": text}]}
-    assert parse_object(json.dumps(value).encode(), 10, 4) == value
+    assert parse_object(json.dumps(value).encode(), Limits(json_depth=10, json_containers=4)) == value
     with pytest.raises(InvalidRequest, match="more than 3 objects and arrays"):
-        parse_object(json.dumps(value).encode(), 10, 3)
+        parse_object(json.dumps(value).encode(), Limits(json_depth=10, json_containers=3))
 
 
 def test_a_string_without_an_end_is_looked_through_once() -> None:
     with pytest.raises(InvalidRequest, match="not JSON"):
-        parse_object(b'{"a":"' + b"[" * 1000 + b'\\"' * 1_000_000, 10, 100)
+        parse_object(b'{"a":"' + b"[" * 1000 + b'\\"' * 1_000_000, Limits(json_depth=10, json_containers=100))
+
+
+plain = st.none() | st.integers() | st.text(st.sampled_from('a,:[]{}"\\é'), max_size=30)
+
+
+@given(
+    value=st.dictionaries(
+        st.text(max_size=5),
+        st.recursive(
+            plain,
+            lambda inner: (
+                st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+            ),
+        ),
+        max_size=4,
+    ),
+    window=st.integers(1, 40),
+)
+def test_what_is_counted_is_what_stands_outside_of_strings(value: dict[str, Any], window: int) -> None:
+    def counts(item: Any) -> tuple[int, int, int]:
+        if not isinstance(item, dict | list):
+            return 0, 0, 0
+        inner = [counts(one) for one in (item.values() if isinstance(item, dict) else item)]
+        here = (1, max(0, len(item) - 1), len(item) if isinstance(item, dict) else 0)
+        return tuple(map(sum, zip(here, *inner, strict=True)))  # type: ignore[return-value]
+
+    body = json.dumps(value).encode()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_body, "_WINDOW_BYTES", window)
+        marks = list(json_body._marks(body))
+    containers, items, members = counts(value)
+    assert marks.count(json_body._OPENS) == marks.count(json_body._CLOSES) == containers
+    assert marks.count(json_body._ITEM) == items
+    assert marks.count(json_body._MEMBER) == members
+
+
+def test_marks_in_strings_do_not_count() -> None:
+    text = ",:[{" * 10_000
+    assert parse_object(json.dumps({"a": text}).encode(), LIMITS) == {"a": text}

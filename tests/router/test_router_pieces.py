@@ -181,3 +181,9 @@ def test_pieces_are_made_one_by_one() -> None:
     next(pieces), next(pieces)
     assert made == [0]
     assert b"".join(pieces).endswith(b"0,1,2]}")
+
+
+def test_a_store_without_rows_forgets_nothing() -> None:
+    store = LogprobStore()
+    store.forget(5000)
+    assert len(store) == 0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from tandem.router.config import ToolFormat
+from tandem.router.openai import grammar
 from tandem.router.text.tokenizer import Tokenizer
 from tests.router.conftest import Running, StartRouter
 from tests.router.fake_node import scripted
@@ -313,3 +316,24 @@ def test_each_format_is_made_to_write_what_its_reader_reads(
     assert answer["finish_reason"] == "tool_calls"
     assert len(answer["message"]["tool_calls"]) == 2
     assert json.loads(answer["message"]["tool_calls"][0]["function"]["arguments"]) == {}
+
+
+def test_a_short_schema_that_is_hard_to_check_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks run in threads: while one is under way, the event loop goes on. What was checked is not checked again."""
+    checked: list[str] = []
+    loop_went_on = threading.Event()
+
+    def slow(text: str) -> None:
+        checked.append(text)
+        assert loop_went_on.wait(10), "the event loop waited for it"
+
+    async def scenario() -> None:
+        check = asyncio.create_task(grammar.check_grammar("start: /once/", "p"))
+        await asyncio.sleep(0)
+        loop_went_on.set()
+        await check
+        await grammar.check_grammar("start: /once/", "p")
+
+    monkeypatch.setattr(grammar, "_problem", slow)
+    asyncio.run(scenario())
+    assert checked == ["start: /once/"]

@@ -1,0 +1,215 @@
+"""What others notice of the largest requests that are allowed: the gaps between their streams' tokens.
+
+    python -m benchmarks.router_worst [--tokens 1500] [--json FILE]
+
+32 streams at 20 ms a token are read as they come. Beside them, one after the other: 128 plain requests; one request for
+128 choices of as many tokens with 20 alternatives each, whole and as a stream, of either endpoint; bodies of the largest
+size that are awkward to read. The bar: the gap at the 99th percentile is at most 50 ms above that beside the plain requests.
+Clients of the large requests are a process of their own: what they cost is not counted as the router's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import sys
+import time
+from collections.abc import Callable, Coroutine
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.router import PROMPT, child, running_engines, running_router
+from benchmarks.router_crowds import ask
+from tandem.loadgen.metrics import percentile
+
+STREAMS, WIDE, TOP = 32, 128, 20
+STEP_S = 0.02
+BAR_MS = 50.0
+BODY_BYTES = (16 << 20) - 1024
+BODIES = 4
+
+Crowd = Callable[[str, int], Coroutine[Any, Any, None]]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.router_worst", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--tokens", type=int, default=1500, help="of each choice")
+    parser.add_argument(
+        "--only", metavar="NAME", help="beside the plain requests, only what has this in its name"
+    )
+    parser.add_argument("--json", metavar="FILE", help="a file for the figures")
+    options = parser.parse_args()
+    rows = measure(options.tokens, options.only or "")
+    if options.json:
+        Path(options.json).write_text(json.dumps(rows, indent=1) + "\n")
+    show(rows)
+    return 0 if all(row["above_plain_ms"] <= BAR_MS for row in rows) else 1
+
+
+def measure(tokens: int, only: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    with running_engines(step_s=STEP_S) as nodes, running_router(nodes, None) as (url, probe):
+        asyncio.run(beside(url, "plain", 20))  # everything has been used once
+        for name in ("plain", *(name for name in CROWDS if name != "plain" and only in name)):
+            memory, cpu = probe("memory"), probe()
+            found = sorted(asyncio.run(beside(url, name, tokens)))
+            p99 = percentile(found, 99) * 1000
+            rows.append(
+                {
+                    "crowd": name,
+                    "gap_ms_p50": percentile(found, 50) * 1000,
+                    "gap_ms_p99": p99,
+                    "gap_ms_max": found[-1] * 1000,
+                    "above_plain_ms": p99 - (rows[0]["gap_ms_p99"] if rows else p99),
+                    "cpu_s": probe() - cpu,
+                    "memory_mib": (probe("memory") - memory) / 2**20,
+                }
+            )
+    return rows
+
+
+async def beside(url: str, name: str, tokens: int) -> list[float]:
+    """Between two events of one stream, over all streams, until the crowd has its answers."""
+    found: list[float] = []
+    streams = [asyncio.create_task(read(url, found)) for _ in range(STREAMS)]
+    await asyncio.sleep(10 * STEP_S)
+    found.clear()
+    with child(crowd_process, name, url, tokens) as pipe:
+        await asyncio.to_thread(pipe.recv)
+    for task in streams:
+        task.cancel()
+    await asyncio.gather(*streams, return_exceptions=True)
+    return found
+
+
+async def read(url: str, found: list[float]) -> None:
+    reader, writer = await ask(url, 1_000_000)
+    try:
+        await reader.readuntil(b"\r\n\r\n")
+        last = time.perf_counter()
+        while size := int((await reader.readline()).strip(), 16):
+            await reader.readexactly(size + 2)
+            now = time.perf_counter()
+            found.append(now - last)
+            last = now
+    finally:
+        writer.transport.abort()
+
+
+def crowd_process(pipe: Connection, name: str, url: str, tokens: int) -> None:
+    asyncio.run(CROWDS[name](url, tokens))
+    pipe.send("done")
+
+
+async def exchange(url: str, path: str, body: dict[str, object] | bytes, wanted: bytes = b"200") -> int:
+    """The size of the answer, which is read and thrown away."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    parts = urlsplit(url)
+    reader, writer = await asyncio.open_connection(parts.hostname, parts.port, limit=1 << 20)
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(data)}\r\n\r\n"
+    writer.write(head.encode() + data)
+    status = await reader.readline()
+    if wanted not in status:
+        raise RuntimeError(f"the router answered {status!r}: {await reader.read(2000)!r}")
+    size = 0
+    while piece := await reader.read(1 << 20):
+        size += len(piece)
+    writer.close()
+    return size
+
+
+def completion(tokens: int, **fields: object) -> dict[str, object]:
+    return {"model": "instant", "prompt": PROMPT, "max_tokens": tokens, "seed": 1, **fields}
+
+
+def chat(tokens: int, **fields: object) -> dict[str, object]:
+    messages = [{"role": "user", "content": PROMPT}]
+    return {"model": "instant", "messages": messages, "max_tokens": tokens, "seed": 1, **fields}
+
+
+async def plain(url: str, tokens: int) -> None:
+    await asyncio.gather(*(exchange(url, "/v1/completions", completion(tokens)) for _ in range(WIDE)))
+
+
+def wide(path: str, body: Callable[..., dict[str, object]], **fields: object) -> Crowd:
+    async def crowd(url: str, tokens: int) -> None:
+        await exchange(url, path, body(tokens, n=WIDE, **fields))
+
+    return crowd
+
+
+def bodies(text: Callable[[], bytes]) -> Crowd:
+    """As large as they may be. They are refused, once they are read."""
+
+    async def crowd(url: str, tokens: int) -> None:
+        data = text()
+        await asyncio.gather(*(exchange(url, "/v1/completions", data, b"HTTP/1.1 4") for _ in range(BODIES)))
+
+    return crowd
+
+
+def _one_text() -> bytes:
+    return b'{"model":"instant","max_tokens":0,"prompt":"' + b"a " * (BODY_BYTES // 2) + b'"}'
+
+
+def _escapes() -> bytes:
+    return b'{"model":"instant","max_tokens":0,"prompt":"' + rb"\u00e4" * (BODY_BYTES // 6) + b'"}'
+
+
+def _numbers() -> bytes:
+    return b'{"model":"instant","max_tokens":0,"prompt":[' + b"1," * (BODY_BYTES // 2) + b"1]}"
+
+
+def _brackets() -> bytes:
+    return b'{"model":"instant","max_tokens":0,"prompt":"' + b"[" * BODY_BYTES + b'"}'
+
+
+def _names() -> bytes:
+    names = b",".join(
+        b'"%06x":1' % number for number in itertools.islice(itertools.count(), BODY_BYTES // 11)
+    )
+    return b'{"model":"instant","max_tokens":0,"prompt":"x","logit_bias":{' + names + b"}}"
+
+
+CROWDS: dict[str, Crowd] = {
+    "plain": plain,
+    "completions, whole": wide("/v1/completions", completion, logprobs=TOP),
+    "completions, streamed": wide("/v1/completions", completion, logprobs=TOP, stream=True),
+    "chat, whole": wide("/v1/chat/completions", chat, logprobs=True, top_logprobs=TOP),
+    "chat, streamed": wide("/v1/chat/completions", chat, logprobs=True, top_logprobs=TOP, stream=True),
+    "body of one text": bodies(_one_text),
+    "body of escapes": bodies(_escapes),
+    "body of numbers": bodies(_numbers),
+    "body of brackets": bodies(_brackets),
+    "body of names": bodies(_names),
+}
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    table = Table(title="Others' streams, beside the largest requests", title_justify="left")
+    for name in ("beside", "gap ms p50", "p99", "longest", "p99 above plain", "CPU s", "memory MiB"):
+        table.add_column(name, justify="left" if name == "beside" else "right")
+    for row in rows:
+        table.add_row(
+            row["crowd"],
+            f"{row['gap_ms_p50']:.1f}",
+            f"{row['gap_ms_p99']:.1f}",
+            f"{row['gap_ms_max']:.0f}",
+            f"{row['above_plain_ms']:+.1f}",
+            f"{row['cpu_s']:.1f}",
+            f"{row['memory_mib']:+.1f}",
+        )
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
