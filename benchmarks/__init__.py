@@ -2,6 +2,7 @@
 
     suite            the short form of those below, one after another, beside their floors: `make bench`
     disaggregation   Tandem both ways on one machine, beside vLLM both ways (side_by_side/)
+    burst            three times the capacity for two minutes, beside vLLM (bursting)
     soak             half an hour of everything that clients do (soaking/): `make soak`
     scheduler, scheduler_parity    its speed; whether it decides as the one that it follows
     engine           the engine alone (engine_work, engine_tandem, engine_vllm, engine_costs)

@@ -93,12 +93,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="for the report (%(default)s)",
     )
     parser.add_argument(
-        "--yes", action="store_true", help="do it; without this it only says what it would do"
+        "--yes",
+        action="store_true",
+        help="do it, to the cluster of --address; without this it only says what it would do",
     )
     add_output(parser)
 
 
 def run(options: argparse.Namespace) -> int:
+    from tandem.cluster.commands.address import choose_address
     from tandem.cluster.commands.operate import joined
 
     rules = Rules(
@@ -110,7 +113,12 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigurationError(f"--users must be from 1 to 1000, not {options.users}")
     # Standard output is Ray's while we are joined, and JSON's alone where that is asked for.
     console = Console(file=sys.stderr if wants_json(options) else sys.__stdout__, highlight=False)
-    with joined(options.address):
+    address = choose_address(options.address)
+    if options.yes and options.address is None:
+        raise ConfigurationError(
+            f"--yes needs --address: without it this would be done to the cluster that is found here, {address}"
+        )
+    with joined(address):
         report = asyncio.run(_run(options, rules, console))
     if report is None:
         return 0
@@ -161,7 +169,9 @@ async def _run(options: argparse.Namespace, rules: Rules, console: Console) -> C
     ):
         console.print(line, markup=False, soft_wrap=True)
     if not options.yes:
-        console.print("nothing was done: --yes does it", style="bold")
+        from tandem.cluster.on_ray.runtime import own_address
+
+        console.print(f"nothing was done: --address {own_address()} --yes does it", style="bold")
         return None
     conductor = Conductor(hands, lambda text: console.print(text, markup=False, style="dim"))
     key = key_from_environment()

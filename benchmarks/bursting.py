@@ -1,0 +1,284 @@
+"""What `benchmarks.burst` counts: every request with its end, the tokens that a server computed, and what of it was of use."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import httpx
+import msgspec
+
+from tandem.loadgen.metrics import ServiceLevel
+from tandem.loadgen.timeline import RequestFailure, Timeline
+from tandem.wire.errors import Unavailable
+
+_WINDOW_S = 10.0  # goodput is looked at in stretches of this length when it has to have come back
+_BACK = 0.95
+_LATEST_S = 30.0
+_DURING = 0.9
+_THROWN = 0.05
+_VLLM = re.compile(r"^vllm:(prompt|generation)_tokens_total(?:\{[^}]*\})? (\S+)$", re.M)
+_QUIET_S = 1.0  # what counters say is up to half a second old
+
+
+@dataclass(slots=True, eq=False)
+class Asked:
+    timeline: Timeline
+    at: float  # when it was to be sent, from the load's beginning
+    retry_after: bool = False
+
+
+class Tokens(msgspec.Struct, frozen=True):
+    prompt: float = 0.0
+    output: float = 0.0
+
+    def less(self, other: Tokens) -> Tokens:
+        return Tokens(self.prompt - other.prompt, self.output - other.output)
+
+
+class Stage(msgspec.Struct, frozen=True):
+    name: str
+    begin: float
+    end: float
+    rate: float
+
+    @property
+    def count(self) -> int:
+        return max(1, round(self.rate * (self.end - self.begin)))
+
+
+class Measured(msgspec.Struct):
+    system: str
+    capacity: float  # requests a second
+    stages: list[Stage]
+    requests: int
+    goodput: dict[str, float]  # by stage, requests a second within the service level
+    during_share: float  # goodput during the burst, of the capacity
+    recovered_after_s: float | None  # from the burst's end; None: not while it was watched
+    turned_away: int  # with 503 or 429
+    with_retry_after: int
+    failed: int  # otherwise without a whole answer; most because their client's patience ended
+    failures: dict[str, int]
+    computed: Tokens
+    answered: Tokens  # in whole answers
+    thrown_prompt_share: float
+    thrown_output_share: float
+
+
+class Floors(msgspec.Struct, frozen=True):
+    sentences: ClassVar[dict[str, str]] = {
+        "during": "goodput during the burst is 90% of the capacity or more",
+        "recovered": "within 30 s of the burst's end goodput is 95% of what it was",
+        "thrown": "less than 5% of the computed tokens are in no whole answer",
+        "told": "all who are turned away are told when to come back",
+    }
+
+    during: bool
+    recovered: bool
+    thrown: bool
+    told: bool
+
+
+def floors_of(measured: Measured) -> Floors:
+    thrown = max(measured.thrown_prompt_share, measured.thrown_output_share)
+    back = measured.recovered_after_s
+    return Floors(
+        during=measured.during_share >= _DURING,
+        recovered=back is not None and back <= _LATEST_S,
+        thrown=thrown < _THROWN,
+        told=measured.with_retry_after == measured.turned_away,
+    )
+
+
+class Client:
+    """Asks one server; each request on a connection of its own, as so many users would."""
+
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        patience_s: float,
+        *,
+        is_tandem: bool,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        self._http = httpx.AsyncClient(
+            base_url=url, timeout=None, limits=limits, trust_env=False, transport=transport
+        )
+        self._model = model
+        self._patience_s = patience_s
+        self.is_tandem = is_tandem
+
+    async def __aenter__(self) -> Client:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._http.aclose()
+
+    async def text_of(self, path: str) -> str:
+        try:
+            return (await self._http.get(path, timeout=30.0)).raise_for_status().text
+        except httpx.HTTPError as error:
+            raise Unavailable(f"{path} is not shown: {error}") from error
+
+    async def play(self, prompts: Sequence[str], times: Sequence[float], tokens: int) -> list[Asked]:
+        """Each at its time, whatever became of the others. Returns when all have ended."""
+        began = time.perf_counter()
+
+        async def one(prompt: str, at: float) -> Asked:
+            await asyncio.sleep(max(0.0, began + at - time.perf_counter()))
+            return await self.ask(prompt, at, tokens)
+
+        return list(await asyncio.gather(*(one(*pair) for pair in zip(prompts, times, strict=True))))
+
+    async def crowd(self, prompts: Sequence[str], users: int, tokens: int) -> list[Asked]:
+        """The next one as soon as one of the users is free."""
+        places = asyncio.Semaphore(users)
+
+        async def one(prompt: str) -> Asked:
+            async with places:
+                return await self.ask(prompt, 0.0, tokens)
+
+        return list(await asyncio.gather(*map(one, prompts)))
+
+    async def ask(self, prompt: str, at: float, tokens: int) -> Asked:
+        """Always returns; what went wrong stands in the timeline."""
+        asked = Asked(Timeline("burst", tokens), at)
+        timeline = asked.timeline
+        body = {
+            "model": self._model, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 0,
+            "stream": True, "stream_options": {"include_usage": True},
+        }  # fmt: skip
+        timeline.sent_at = time.perf_counter()
+        try:
+            async with (
+                asyncio.timeout(self._patience_s),
+                self._http.stream("POST", "/v1/completions", json=body) as response,
+            ):
+                if response.status_code != 200:
+                    asked.retry_after = "retry-after" in response.headers
+                    said = (await response.aread()).decode(errors="replace")[:200]
+                    raise RequestFailure(f"http_{response.status_code}", said)
+                await _read(response, timeline)
+        except RequestFailure as failure:
+            timeline.failure = failure
+        except TimeoutError:
+            timeline.failure = RequestFailure("timeout", f"no answer within {self._patience_s:g} s")
+        except httpx.HTTPError as error:
+            timeline.failure = RequestFailure("disconnected", f"{type(error).__name__}: {error}")
+        timeline.ended_at = time.perf_counter()
+        return asked
+
+
+async def _read(response: httpx.Response, timeline: Timeline) -> None:
+    async for line in response.aiter_lines():
+        if line == "data: [DONE]":
+            if not timeline.chunk_times:
+                raise RequestFailure("empty", "a stream without a token")
+            return
+        if not line.startswith("data: "):
+            continue
+        event: dict[str, Any] = msgspec.json.decode(line[6:])
+        if "error" in event:
+            raise RequestFailure("stream_error", line[6:200])
+        if event.get("usage"):
+            timeline.prompt_tokens = int(event["usage"]["prompt_tokens"])
+            timeline.reported_tokens = int(event["usage"]["completion_tokens"])
+        if any(choice.get("text") for choice in event["choices"]):
+            timeline.chunk_times.append(time.perf_counter())
+    raise RequestFailure("truncated", "the stream ended without [DONE]")
+
+
+async def tokens_computed(client: Client) -> Tokens:
+    """Since the server started, by its own account."""
+    await asyncio.sleep(_QUIET_S)
+    if client.is_tandem:
+        nodes = msgspec.json.decode(await client.text_of("/cluster"))["nodes"]
+        counters = [node.get("counters", {}) for node in nodes]
+        prompt = sum(one.get("prompt_tokens_computed", 0) for one in counters)
+        # A prefill node's one token of each answer is the decode node's first one too.
+        output = sum(
+            node.get("counters", {}).get("output_tokens", 0) for node in nodes if node["role"] != "prefill"
+        )
+        return Tokens(prompt, output)
+    counted = dict.fromkeys(("prompt", "generation"), 0.0)
+    for name, value in _VLLM.findall(await client.text_of("/metrics")):
+        counted[name] += float(value)
+    return Tokens(counted["prompt"], counted["generation"])
+
+
+def attained(asked: Sequence[Asked], slo: ServiceLevel) -> float:
+    return sum(slo.is_met_by(one.timeline) for one in asked) / len(asked) if asked else 0.0
+
+
+def measure(
+    system: str,
+    capacity: float,
+    stages: Sequence[Stage],
+    asked: Sequence[Asked],
+    computed: Tokens,
+    slo: ServiceLevel,
+) -> Measured:
+    of_stage = {
+        stage.name: [
+            one for one in asked if stage.begin <= one.at < stage.end or one.at == stage.end == stages[-1].end
+        ]
+        for stage in stages
+    }
+    goodput = {
+        stage.name: sum(slo.is_met_by(one.timeline) for one in of_stage[stage.name])
+        / (stage.end - stage.begin)
+        for stage in stages
+    }
+    whole = [one.timeline for one in asked if one.timeline.succeeded]
+    answered = Tokens(
+        float(sum(one.prompt_tokens for one in whole)), float(sum(one.output_tokens for one in whole))
+    )
+    failures: dict[str, int] = {}
+    for one in asked:
+        if one.timeline.failure is not None:
+            kind = one.timeline.failure.kind
+            failures[kind] = failures.get(kind, 0) + 1
+    turned_away = failures.get("http_503", 0) + failures.get("http_429", 0)
+    return Measured(
+        system=system,
+        capacity=capacity,
+        stages=list(stages),
+        requests=len(asked),
+        goodput=goodput,
+        during_share=goodput["burst"] / capacity,
+        recovered_after_s=recovery(of_stage["before"], of_stage["after"], stages[-1], slo),
+        turned_away=turned_away,
+        with_retry_after=sum(one.retry_after for one in asked),
+        failed=sum(failures.values()) - turned_away,
+        failures=failures,
+        computed=computed,
+        answered=answered,
+        thrown_prompt_share=_share(computed.prompt, answered.prompt),
+        thrown_output_share=_share(computed.output, answered.output),
+    )
+
+
+def recovery(
+    before: Sequence[Asked], after: Sequence[Asked], stage: Stage, slo: ServiceLevel
+) -> float | None:
+    """From when on the requests of every window of ten seconds meet the service level as often as before, but for 5%."""
+    wanted = _BACK * attained(before, slo)
+    starts = sorted({one.at for one in after if one.at <= stage.end - _WINDOW_S} | {stage.begin})
+    back: float | None = None
+    for start in starts:
+        window = [one for one in after if start <= one.at < start + _WINDOW_S]
+        if not window or attained(window, slo) < wanted:
+            back = None
+        elif back is None:
+            back = start
+    return None if back is None else back - stage.begin
+
+
+def _share(computed: float, answered: float) -> float:
+    return max(0.0, 1 - answered / computed) if computed else 0.0
