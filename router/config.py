@@ -124,10 +124,15 @@ class TracingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = 0.0
     keep: Annotated[AtLeastOne, about("traces that `tandem trace` can show: the last ones")] = 64
     otlp_endpoint: Annotated[
-        str, about("OpenTelemetry's collector, such as `http://localhost:4318`; empty exports nothing")
+        str,
+        about(
+            "OpenTelemetry's collector, such as `http://localhost:4318`; empty: what `OTEL_EXPORTER_OTLP_ENDPOINT` names, if it does"
+        ),
     ] = ""
     otlp_headers: Annotated[dict[str, str], about("headers that the collector is shown, such as a key")] = {}
-    service_name: Annotated[str, about("the service's name in OpenTelemetry")] = "tandem"
+    service_name: Annotated[
+        str, about("the service's name in OpenTelemetry; empty: `OTEL_SERVICE_NAME`, or `tandem`")
+    ] = ""
 
     def __post_init__(self) -> None:
         check_fields(self, "router.tracing")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
+import os
 import socket
 import time
+from typing import TYPE_CHECKING
 
-from tandem.router.config import RouterConfig
+from tandem.router.config import RouterConfig, TracingConfig
 from tandem.router.dispatch import Dispatcher
 from tandem.router.http.app import make_app
 from tandem.router.http.body_budget import BodyBudget
@@ -24,14 +26,31 @@ from tandem.router.pool import Pool
 from tandem.router.supervision import Supervisor
 from tandem.router.text.chat_template import ChatTemplate
 from tandem.router.text.tokenizer import Tokenizer
-from tandem.router.tracing.export import OtlpExporter
 from tandem.router.tracing.traces import Traces
-from tandem.wire.errors import InternalError, Unavailable
+from tandem.wire.errors import ConfigurationError, InternalError, Unavailable
 from tandem.wire.nodes import NodeInfo
+
+if TYPE_CHECKING:
+    from tandem.router.tracing.otlp import OtlpExporter
 
 logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 5.0
+
+
+def _exporter_of(config: TracingConfig, metrics: RouterMetrics) -> OtlpExporter | None:
+    """None where neither the settings nor the environment name a collector. OpenTelemetry is imported only here."""
+    named = any(os.environ.get(f"OTEL_EXPORTER_OTLP_{what}ENDPOINT") for what in ("", "TRACES_"))
+    disabled = os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
+    if disabled or not (config.otlp_endpoint or named):
+        return None
+    try:
+        from tandem.router.tracing.otlp import OtlpExporter
+    except ImportError as error:
+        raise ConfigurationError(
+            f"exporting traces needs OpenTelemetry's exporter ({error}): pip install 'tandem-serve[otel]'"
+        ) from error
+    return OtlpExporter(config, metrics)
 
 
 class RouterServer:
@@ -41,6 +60,7 @@ class RouterServer:
         self._config = config
         self._services: Services | None = None
         self._http: HttpServer | None = None
+        self._exporter: OtlpExporter | None = None
         self._port: int | None = None
         self._stopped = False
 
@@ -94,7 +114,7 @@ class RouterServer:
             on_change=lambda: dispatcher.on_pool_change(),
         )
 
-        exporter = OtlpExporter(config.tracing, metrics) if config.tracing.otlp_endpoint else None
+        self._exporter = exporter = _exporter_of(config.tracing, metrics)
         traces = Traces(config.tracing, config.model_name, exporter.offer if exporter is not None else None)
         links = NodeLinks(config.inbox_host)
         dispatcher = Dispatcher(
@@ -114,7 +134,6 @@ class RouterServer:
             supervisor=supervisor,
             bodies=BodyBudget(config.limits.body_bytes_at_once, metrics.refusals.labels(reason="bodies").inc),
             traces=traces,
-            exporter=exporter,
         )
 
     async def _listen_to_nodes(self) -> None:
@@ -133,8 +152,6 @@ class RouterServer:
         serving = await self._http.begin(listener)
         serving.add_done_callback(self._on_http_end)
         services.supervisor.run("heartbeat", self._heartbeat)
-        if services.exporter is not None:
-            services.supervisor.run("otlp-export", services.exporter.run)
 
     def _on_http_end(self, task: asyncio.Task[None]) -> None:
         if not self._stopped and not task.cancelled():
@@ -189,8 +206,8 @@ class RouterServer:
             services.draining = True
             services.dispatcher.fail_all(Unavailable("the router is stopping"))
             services.traces.close()
-            if services.exporter is not None:
-                await services.exporter.close()
+            if self._exporter is not None:
+                await self._exporter.close()
             await services.supervisor.stop()
         if self._http is not None:
             await self._http.end(STOP_TIMEOUT_S)

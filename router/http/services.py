@@ -13,7 +13,6 @@ from tandem.router.metrics import RouterMetrics
 from tandem.router.openai.plan import ServedModel
 from tandem.router.pool import Pool
 from tandem.router.supervision import Supervisor
-from tandem.router.tracing.export import OtlpExporter
 from tandem.router.tracing.traces import Traces
 
 
@@ -29,7 +28,6 @@ class Services:
     supervisor: Supervisor
     bodies: BodyBudget
     traces: Traces
-    exporter: OtlpExporter | None
     draining: bool = False
 
     def why_unhealthy(self) -> str | None:

@@ -5,6 +5,5 @@ record    a trace as it is shown and exported
 clocks    how far each node's clock is from ours
 trace     one request's trace, while it grows
 traces    the last ones, and who is told when one is complete
-otlp      a trace as OpenTelemetry has it
-export    the task that sends them
+otlp      traces for OpenTelemetry's collector
 """

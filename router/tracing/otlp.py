@@ -1,4 +1,4 @@
-"""A trace as OpenTelemetry's protocol has it, in its JSON form (https://opentelemetry.io/docs/specs/otlp/).
+"""Traces for OpenTelemetry's collector, through its SDK: the SDK batches, retries and reads the `OTEL_*` variables.
 
 The request is one span, a child of the caller's; the router's phases and each node's part are below it. Steps that
 follow one another are one span: an answer of a thousand tokens is not two thousand spans.
@@ -6,55 +6,164 @@ follow one another are one span: an answer of a thousand tokens is not two thous
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import os
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState
+
+from tandem.router.config import TracingConfig
+from tandem.router.metrics import RouterMetrics
 from tandem.router.tracing.record import NodePart, TraceRecord
 from tandem.wire.tracing import Phase, Span, TransferRecord
 
-_INTERNAL, _SERVER = 1, 2
-_ERROR = 2
-# What `decode` and `prefill` say already, or what lasts too short to be looked at one by one.
+logger = logging.getLogger(__name__)
+
+CLOSE_WITHIN_S = 2.0
+QUEUED_SPANS = 1 << 14  # unless OTEL_BSP_MAX_QUEUE_SIZE says otherwise
+# Shorter than `decode` and `prefill`, which contain them or say the same.
 _FOLDED = frozenset({Phase.DECODE, Phase.FLUSH})
 _HIDDEN = frozenset({Phase.STEP})
 
-Json = dict[str, Any]
+
+class OtlpExporter:
+    """`offer` never waits: the SDK sends from a thread of its own. A slow collector costs traces, never requests."""
+
+    def __init__(
+        self, config: TracingConfig, metrics: RouterMetrics, environ: Mapping[str, str] = os.environ
+    ) -> None:
+        base = config.otlp_endpoint.rstrip("/")
+        url = base if not base or base.endswith("/v1/traces") else f"{base}/v1/traces"
+        self._sender = _CountedSender(
+            OTLPSpanExporter(url or None, headers=config.otlp_headers or None), metrics
+        )
+        self._metrics = metrics
+        self._service = config.service_name or environ.get("OTEL_SERVICE_NAME") or "tandem"
+        self._room = int(environ.get("OTEL_BSP_MAX_QUEUE_SIZE") or QUEUED_SPANS)
+        self._processor = BatchSpanProcessor(self._sender, max_queue_size=self._room)
+
+    def offer(self, record: TraceRecord) -> None:
+        spans = spans_of(record, self._service)
+        # The SDK would drop spans one by one, without a count; a trace is kept or dropped whole.
+        if self._sender.queued + len(spans) > self._room:
+            self._metrics.traces_dropped.labels(reason="queue_full").inc()
+            return
+        self._sender.queued += len(spans)
+        for span in spans:
+            self._processor.on_end(span)
+
+    async def close(self) -> None:
+        """Sends what is queued, within a deadline."""
+        flushed = asyncio.create_task(asyncio.to_thread(self._processor.force_flush))
+        await asyncio.wait([flushed], timeout=CLOSE_WITHIN_S)
+        self._sender.shutdown()  # ends a retry under way
+        await asyncio.to_thread(self._processor.shutdown)
 
 
-def export_request(records: Sequence[TraceRecord], service_name: str) -> Json:
-    """The body of one POST to /v1/traces."""
-    resources: list[Json] = []
-    for record in records:
-        clock = _Clock(record)
-        resources.append(_resource(service_name, "router", "router", _router_spans(record, clock)))
-        for part in record.nodes:
-            spans = _node_spans(record, part, clock)
-            resources.append(_resource(service_name, part.node_id, part.role, spans))
-    return {"resourceSpans": resources}
+class _CountedSender(SpanExporter):  # type: ignore[misc]
+    """Counts whole traces: each has one span of kind SERVER."""
+
+    def __init__(self, sender: OTLPSpanExporter, metrics: RouterMetrics) -> None:
+        self._sender = sender
+        self._metrics = metrics
+        self._complained = False
+        self._ended = False
+        self.queued = 0  # spans offered and not yet exported
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        result = SpanExportResult.FAILURE if self._ended else self._sender.export(spans)
+        traces = sum(span.kind is SpanKind.SERVER for span in spans)
+        self.queued -= len(spans)
+        if result is SpanExportResult.SUCCESS:
+            self._metrics.traces_exported.inc(traces)
+            self._complained = False
+        else:
+            self._metrics.traces_dropped.labels(reason="not_sent").inc(traces)
+            if not self._complained:  # once, until something arrives again: a collector may be away for days
+                self._complained = True
+                logger.warning("OpenTelemetry's collector takes no traces; they are counted as dropped")
+        return result
+
+    def shutdown(self) -> None:
+        if not self._ended:
+            self._ended = True
+            self._sender.shutdown()
+
+    def force_flush(self, timeout_millis: int = 30000) -> bool:
+        return True
 
 
-class _Clock:
-    """From the router's monotonic clock to the time of day, in the nanoseconds that OTLP wants, as text."""
-
-    def __init__(self, record: TraceRecord) -> None:
-        self._began, self._began_unix_s = record.began, record.began_unix_s
-
-    def nanos(self, at: float) -> str:
-        return str(round(self._began_unix_s * 1e6) * 1000 + round((at - self._began) * 1e9))
-
-
-def _resource(service_name: str, instance: str, role: str, spans: list[Json]) -> Json:
-    about = {"service.name": service_name, "service.instance.id": instance, "tandem.role": role}
-    return {
-        "resource": {"attributes": _attributes(about)},
-        "scopeSpans": [{"scope": {"name": "tandem"}, "spans": spans}],
-    }
+def spans_of(record: TraceRecord, service: str) -> list[ReadableSpan]:
+    """The router's spans, then each node's, each with the process that it happened in as its resource."""
+    maker = _SpanMaker(record, Resource.create(_resource(service, "router", "router")))
+    spans = _router_spans(record, maker)
+    for part in record.nodes:
+        node = _SpanMaker(record, Resource.create(_resource(service, part.node_id, part.role)))
+        spans += _node_spans(record, part, node)
+    return spans
 
 
-def _router_spans(record: TraceRecord, clock: _Clock) -> list[Json]:
-    ended = record.ended if record.ended is not None else record.began
+def _resource(service: str, instance: str, role: str) -> dict[str, str]:
+    return {"service.name": service, "service.instance.id": instance, "tandem.role": role}
+
+
+class _SpanMaker:
+    """Spans of one process in one trace, with times moved from the router's monotonic clock to the time of day."""
+
+    def __init__(self, record: TraceRecord, resource: Resource) -> None:
+        self._record = record
+        self._resource = resource
+        self._state = TraceState.from_header([record.trace_state]) if record.trace_state else TraceState()
+
+    def context(self, span_id: str) -> SpanContext:
+        return SpanContext(
+            int(self._record.trace_id, 16),
+            int(span_id, 16),
+            is_remote=False,
+            trace_flags=TraceFlags(TraceFlags.SAMPLED),
+            trace_state=self._state,
+        )
+
+    def span(
+        self,
+        name: str,
+        span_id: str,
+        parent: str | None,
+        began: float,
+        ended: float,
+        about: dict[str, Any],
+        *,
+        kind: SpanKind | None = None,
+        failed: bool = False,
+    ) -> ReadableSpan:
+        return ReadableSpan(
+            name,
+            context=self.context(span_id),
+            parent=self.context(parent) if parent is not None else None,
+            resource=self._resource,
+            attributes=about,
+            kind=SpanKind.INTERNAL if kind is None else kind,
+            status=Status(StatusCode.ERROR) if failed else Status(),
+            start_time=self._nanos(began),
+            end_time=self._nanos(ended),
+            instrumentation_scope=InstrumentationScope("tandem"),
+        )
+
+    def _nanos(self, at: float) -> int:
+        record = self._record
+        return round(record.began_unix_s * 1e6) * 1000 + round((at - record.began) * 1e9)
+
+
+def _router_spans(record: TraceRecord, make: _SpanMaker) -> list[ReadableSpan]:
     about: dict[str, Any] = {
         "http.request.method": "POST",
         "http.route": record.route,
@@ -72,16 +181,20 @@ def _router_spans(record: TraceRecord, clock: _Clock) -> list[Json]:
         about["gen_ai.server.time_to_first_token"] = record.arrivals[0].at - record.began
     if record.missing:
         about["tandem.missing"] = ", ".join(record.missing)
-    root = _span(
-        record, record.span_id, record.parent_id, f"POST {record.route}", record.began, ended, about, clock
+    root = make.span(
+        f"POST {record.route}",
+        record.span_id,
+        record.parent_id,
+        record.began,
+        record.ended if record.ended is not None else record.began,
+        about,
+        kind=SpanKind.SERVER,
+        failed=record.status is None or record.status >= 500,
     )
-    root["kind"] = _SERVER
-    if record.status is None or record.status >= 500:
-        root["status"] = {"code": _ERROR}
-    return [root, *_children(record, record.span_id, record.router, clock)]
+    return [root, *_children(record.span_id, record.router, make)]
 
 
-def _node_spans(record: TraceRecord, part: NodePart, clock: _Clock) -> list[Json]:
+def _node_spans(record: TraceRecord, part: NodePart, make: _SpanMaker) -> list[ReadableSpan]:
     if not part.spans:
         return []
     about: dict[str, Any] = {"tandem.node_request_id": part.request_id}
@@ -91,8 +204,8 @@ def _node_spans(record: TraceRecord, part: NodePart, clock: _Clock) -> list[Json
         about |= _transfer_attributes(part.transfer)
     own = _new_id()
     began, ended = min(span.start for span in part.spans), max(span.end for span in part.spans)
-    whole = _span(record, own, record.span_id, part.node_id, began, ended, about, clock)
-    return [whole, *_children(record, own, part.spans, clock)]
+    whole = make.span(part.node_id, own, record.span_id, began, ended, about)
+    return [whole, *_children(own, part.spans, make)]
 
 
 def _transfer_attributes(transfer: TransferRecord) -> dict[str, Any]:
@@ -107,8 +220,8 @@ def _transfer_attributes(transfer: TransferRecord) -> dict[str, Any]:
     return {f"tandem.transfer.{name}": value for name, value in about.items()}
 
 
-def _children(record: TraceRecord, parent: str, spans: Iterable[Span], clock: _Clock) -> list[Json]:
-    found: list[Json] = []
+def _children(parent: str, spans: Iterable[Span], make: _SpanMaker) -> list[ReadableSpan]:
+    found: list[ReadableSpan] = []
     shown = sorted((span for span in spans if span.phase not in _HIDDEN), key=lambda span: span.start)
     for phase, run in groupby(shown, key=lambda span: span.phase):
         together = list(run)
@@ -119,45 +232,9 @@ def _children(record: TraceRecord, parent: str, spans: Iterable[Span], clock: _C
                 about["tandem.longest_s"] = max(span.seconds for span in group)
             if moved := sum(span.num_bytes for span in group):
                 about["tandem.bytes"] = moved
-            began, ended = group[0].start, max(span.end for span in group)
-            found.append(_span(record, _new_id(), parent, phase.value, began, ended, about, clock))
+            ended = max(span.end for span in group)
+            found.append(make.span(phase.value, _new_id(), parent, group[0].start, ended, about))
     return found
-
-
-def _span(
-    record: TraceRecord,
-    span_id: str,
-    parent: str | None,
-    name: str,
-    began: float,
-    ended: float,
-    about: dict[str, Any],
-    clock: _Clock,
-) -> Json:
-    span: Json = {
-        "traceId": record.trace_id,
-        "spanId": span_id,
-        "name": name,
-        "kind": _INTERNAL,
-        "startTimeUnixNano": clock.nanos(began),
-        "endTimeUnixNano": clock.nanos(ended),
-        "attributes": _attributes(about),
-    }
-    if parent is not None:
-        span["parentSpanId"] = parent
-    if record.trace_state:
-        span["traceState"] = record.trace_state
-    return span
-
-
-def _attributes(values: dict[str, Any]) -> list[Json]:
-    return [{"key": key, "value": _value(value)} for key, value in values.items()]
-
-
-def _value(value: Any) -> Json:
-    if isinstance(value, int):
-        return {"intValue": str(value)}
-    return {"doubleValue": value} if isinstance(value, float) else {"stringValue": str(value)}
 
 
 def _new_id() -> str:

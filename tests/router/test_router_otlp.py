@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import base64
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-import httpx
 import pytest
+from google.protobuf import json_format
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.trace import SpanKind, StatusCode
 
 from tandem.router.config import TracingConfig
 from tandem.router.metrics import RouterMetrics
-from tandem.router.tracing import export
-from tandem.router.tracing.export import OtlpExporter
-from tandem.router.tracing.otlp import export_request
+from tandem.router.tracing.otlp import OtlpExporter, spans_of
 from tandem.router.tracing.record import Arrival, NodePart, TraceRecord
 from tandem.wire.errors import ConfigurationError
 from tandem.wire.tracing import Phase, Span, TransferRecord
@@ -39,7 +40,7 @@ class Collector:
                     status = collector.statuses.pop(0) if collector.statuses else 200
                     headers = {name.lower(): value for name, value in self.headers.items()}
                     if status == 200:
-                        collector.posts.append((self.path, headers, json.loads(body)))
+                        collector.posts.append((self.path, headers, read(body)))
                     collector.changed.notify_all()
                 self.send_response(status)
                 self.send_header("content-length", "2")
@@ -75,6 +76,18 @@ class Collector:
         self._thread.join(5)
 
 
+def read(body: bytes) -> dict[str, Any]:
+    """A request of the protocol in its JSON form, ids in hexadecimal."""
+    found: dict[str, Any] = json_format.MessageToDict(ExportTraceServiceRequest.FromString(body))
+    for resource in found["resourceSpans"]:
+        for scope in resource["scopeSpans"]:
+            for span in scope["spans"]:
+                for name in ("traceId", "spanId", "parentSpanId"):
+                    if name in span:
+                        span[name] = base64.b64decode(span[name]).hex()
+    return found
+
+
 def plain(attributes: list[dict[str, Any]]) -> dict[str, Any]:
     return {one["key"]: next(iter(one["value"].values())) for one in attributes}
 
@@ -100,43 +113,48 @@ def record(**fields: Any) -> TraceRecord:
     return TraceRecord(**(given | fields))
 
 
+def ids(span: ReadableSpan) -> tuple[str, str, str]:
+    assert span.context is not None
+    parent = f"{span.parent.span_id:016x}" if span.parent is not None else ""
+    return f"{span.context.trace_id:032x}", f"{span.context.span_id:016x}", parent
+
+
 def test_the_request_is_the_callers_child_and_everything_else_is_the_requests() -> None:
-    router, node = export_request([record()], "tandem")["resourceSpans"]
-    root, read = router["scopeSpans"][0]["spans"]
-    assert (root["traceId"], root["parentSpanId"], root["spanId"]) == (TRACE, PARENT, "b" * 16)
-    assert root["kind"] == 2
-    assert root["traceState"] == "congo=x"
-    assert "status" not in root
-    assert root["startTimeUnixNano"] == "1700000000250000000"
-    assert root["endTimeUnixNano"] == "1700000020250000000"
-    about = plain(root["attributes"])
-    assert about["gen_ai.usage.input_tokens"] == "7"
-    assert about["gen_ai.server.time_to_first_token"] == 13.0
-    assert read["parentSpanId"] == root["spanId"]
-    whole, inbox, decode = node["scopeSpans"][0]["spans"]
-    assert whole["parentSpanId"] == root["spanId"]
-    assert {inbox["parentSpanId"], decode["parentSpanId"]} == {whole["spanId"]}
-    assert decode["name"] == "decode"
-    assert plain(decode["attributes"])["tandem.steps"] == "2", "steps that follow one another are one span"
-    assert (int(decode["endTimeUnixNano"]) - int(decode["startTimeUnixNano"])) == 6_000_000_000
-    assert plain(node["resource"]["attributes"])["tandem.role"] == "decode"
+    root, read, whole, inbox, decode = spans_of(record(), "tandem")
+    assert ids(root) == (TRACE, "b" * 16, PARENT)
+    assert root.kind is SpanKind.SERVER
+    assert root.context is not None
+    assert root.context.trace_state.to_header() == "congo=x"
+    assert root.status.status_code is StatusCode.UNSET
+    assert root.start_time == 1_700_000_000_250_000_000
+    assert root.end_time == 1_700_000_020_250_000_000
+    assert root.attributes is not None
+    assert root.attributes["gen_ai.usage.input_tokens"] == 7
+    assert root.attributes["gen_ai.server.time_to_first_token"] == 13.0
+    assert ids(read)[2] == ids(whole)[2] == ids(root)[1]
+    assert ids(inbox)[2] == ids(decode)[2] == ids(whole)[1]
+    assert decode.name == "decode"
+    assert decode.attributes is not None
+    assert decode.attributes["tandem.steps"] == 2, "steps that follow one another are one span"
+    assert (decode.end_time or 0) - (decode.start_time or 0) == 6_000_000_000
+    assert whole.resource.attributes["tandem.role"] == "decode"
+    assert root.resource.attributes["service.name"] == "tandem"
 
 
 def test_a_transfer_is_told_with_the_node_that_took_part() -> None:
     transfer = TransferRecord("req-1", "received", 4096, 2, handshake_s=0.25, register_s=0.5)
     nodes = [NodePart("d0", "decode", "req-1", [Span(Phase.INBOX, 101, 102)], 0.0, 0.0, transfer=transfer)]
-    _, node = export_request([record(nodes=nodes)], "tandem")["resourceSpans"]
-    about = plain(node["scopeSpans"][0]["spans"][0]["attributes"])
+    about = spans_of(record(nodes=nodes), "tandem")[2].attributes
+    assert about is not None
     assert about["tandem.transfer.outcome"] == "received"
-    assert about["tandem.transfer.bytes"] == "4096"
+    assert about["tandem.transfer.bytes"] == 4096
     assert (about["tandem.transfer.handshake_s"], about["tandem.transfer.register_s"]) == (0.25, 0.5)
     assert "tandem.transfer.first_byte_s" not in about
 
 
 @pytest.mark.parametrize("status", [500, 503, None])
 def test_a_request_that_failed_says_so(status: int | None) -> None:
-    root = export_request([record(status=status)], "t")["resourceSpans"][0]["scopeSpans"][0]["spans"][0]
-    assert root["status"] == {"code": 2}
+    assert spans_of(record(status=status), "t")[0].status.status_code is StatusCode.ERROR
 
 
 def test_a_request_through_a_router_arrives_at_the_collector(
@@ -151,10 +169,10 @@ def test_a_request_through_a_router_arrives_at_the_collector(
     collector.wait(lambda: bool(collector.posts))
     path, sent, _ = collector.posts[0]
     assert path == "/v1/traces"
-    assert (sent["content-type"], sent["x-team"]) == ("application/json", "blue")
+    assert (sent["content-type"], sent["x-team"]) == ("application/x-protobuf", "blue")
     spans = collector.spans()
     assert set(spans) == {"router", "p0", "d0"}
-    (root,) = [span for span in spans["router"] if span["kind"] == 2]
+    (root,) = [span for span in spans["router"] if span["kind"] == "SPAN_KIND_SERVER"]
     assert (root["traceId"], root["parentSpanId"]) == (TRACE, PARENT)
     assert {span["traceId"] for found in spans.values() for span in found} == {TRACE}
     names = [span["name"] for span in spans["router"]]
@@ -175,83 +193,66 @@ def test_what_waits_when_the_router_stops_is_sent(start_router: StartRouter, col
     assert plain(spans[0]["attributes"])["tandem.missing"] == "d0, p0"
 
 
-class TestExporter:
-    """On an event loop of its own, without a router."""
+def exported(collector: Collector, offers: int) -> RouterMetrics:
+    """What an exporter without a router counts when it has closed."""
 
-    def run(
-        self,
-        answer: Callable[[httpx.Request], httpx.Response],
-        offers: int,
-        until: Callable[[RouterMetrics], bool],
-    ) -> RouterMetrics:
-        async def go() -> RouterMetrics:
-            metrics = RouterMetrics()
-            config = TracingConfig(otlp_endpoint="http://collector:4318/")
-            exporter = OtlpExporter(config, metrics, httpx.MockTransport(answer))
-            for _ in range(offers):
-                exporter.offer(record())
-            task = asyncio.create_task(exporter.run())
-            async with asyncio.timeout(10):
-                while not until(metrics):  # noqa: ASYNC110 (a counter has no event)
-                    await asyncio.sleep(0)
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            return metrics
+    async def go() -> RouterMetrics:
+        metrics = RouterMetrics()
+        exporter = OtlpExporter(TracingConfig(otlp_endpoint=f"{collector.url}/"), metrics, {})
+        for _ in range(offers):
+            exporter.offer(record())
+        await exporter.close()
+        return metrics
 
-        return asyncio.run(go())
+    return asyncio.run(go())
 
-    @pytest.fixture(autouse=True)
-    def _at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(export, "FIRST_PAUSE_S", 0.0)
 
-    def value(self, metrics: RouterMetrics, name: str, **labels: str) -> float:
-        return metrics.registry.get_sample_value(name, labels) or 0.0
+def value(metrics: RouterMetrics, name: str, **labels: str) -> float:
+    return metrics.registry.get_sample_value(name, labels) or 0.0
 
-    def test_a_collector_that_is_busy_is_asked_again(self) -> None:
-        statuses = [503, 429, 200]
-        metrics = self.run(
-            lambda request: httpx.Response(statuses.pop(0)),
-            1,
-            lambda metrics: self.value(metrics, "tandem_traces_exported_total") == 1,
-        )
-        assert not statuses
-        assert self.value(metrics, "tandem_traces_dropped_total", reason="unreachable") == 0
 
-    def test_one_that_refuses_is_not(self) -> None:
-        asked = []
+def test_traces_that_a_collector_takes_are_counted(collector: Collector) -> None:
+    metrics = exported(collector, 3)
+    assert value(metrics, "tandem_traces_exported_total") == 3
+    assert {path for path, _, _ in collector.posts} == {"/v1/traces"}
 
-        def refuse(request: httpx.Request) -> httpx.Response:
-            asked.append(request.url)
-            return httpx.Response(400, text="no")
 
-        self.run(
-            refuse,
-            3,
-            lambda metrics: self.value(metrics, "tandem_traces_dropped_total", reason="refused") == 3,
-        )
-        assert [str(url) for url in asked] == ["http://collector:4318/v1/traces"], "three in one post"
+def test_a_collector_that_refuses_costs_the_traces_and_nothing_else(collector: Collector) -> None:
+    collector.statuses = [400] * 9
+    metrics = exported(collector, 3)
+    assert value(metrics, "tandem_traces_dropped_total", reason="not_sent") == 3
+    assert value(metrics, "tandem_traces_exported_total") == 0
 
-    def test_one_that_is_away_costs_traces_and_nothing_else(self) -> None:
-        asked = []
 
-        def away(request: httpx.Request) -> httpx.Response:
-            asked.append(1)
-            raise httpx.ConnectError("nobody")
+def test_traces_that_do_not_fit_are_counted(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def go() -> RouterMetrics:
+        metrics = RouterMetrics()
+        config = TracingConfig(otlp_endpoint=collector.url)
+        exporter = OtlpExporter(config, metrics, {"OTEL_BSP_MAX_QUEUE_SIZE": "512"})
+        for _ in range(512 // 5 + 3):  # five spans each
+            exporter.offer(record())
+        await exporter.close()
+        return metrics
 
-        self.run(
-            away,
-            1,
-            lambda metrics: self.value(metrics, "tandem_traces_dropped_total", reason="unreachable") == 1,
-        )
-        assert len(asked) == export.ATTEMPTS
+    metrics = asyncio.run(go())
+    dropped = value(metrics, "tandem_traces_dropped_total", reason="queue_full")
+    assert value(metrics, "tandem_traces_exported_total") + dropped == 105
+    assert value(metrics, "tandem_traces_dropped_total", reason="not_sent") == 0
 
-    def test_what_does_not_fit_is_counted(self) -> None:
-        metrics = self.run(
-            lambda request: httpx.Response(200),
-            export.QUEUED + 5,
-            lambda metrics: self.value(metrics, "tandem_traces_exported_total") == export.QUEUED,
-        )
-        assert self.value(metrics, "tandem_traces_dropped_total", reason="queue_full") == 5
+
+def test_the_environment_names_the_collector_and_the_service(
+    start_router: StartRouter, collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-key=secret")
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "ours")
+    router = start_router()
+    body = {"model": "fake", "prompt": "the fox", "max_tokens": 1}
+    router.client.post("/v1/completions", json=body, headers={"x-tandem-trace": "1"})
+    router.call(router.server.stop())
+    (path, headers, request) = collector.posts[0]
+    assert (path, headers["x-key"]) == ("/v1/traces", "secret")
+    assert plain(request["resourceSpans"][0]["resource"]["attributes"])["service.name"] == "ours"
 
 
 @pytest.mark.parametrize(
