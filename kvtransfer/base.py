@@ -34,6 +34,10 @@ peer writes from there on nobody else does.
   it in exactly one of the two, exactly once, and only when nothing can write to the blocks any more. That holds
   for a request that was aborted while it waited, too: `request_finished` then returns True, the connector tells
   the peer, and the id appears in `failed_recving` when the peer has confirmed or is known to be dead.
+- *Quarantine*: a load may fail while a peer can still write to some of its blocks. `LoadFailure.unsafe_blocks` names
+  them. The engine takes them from the request at once, so that the request can go on with others, and uses none of
+  them for anything before `released_blocks` names it. A connector names each exactly once, when nothing can write to
+  it any more.
 """
 
 from __future__ import annotations
@@ -115,10 +119,15 @@ class Handoff(msgspec.Struct, frozen=True):
 
 
 class LoadFailure(msgspec.Struct, frozen=True):
-    """A load that will not complete. The first `valid_tokens` of the request's tokens are right all the same."""
+    """A load that will not complete. The first `valid_tokens` of the request's tokens are right all the same.
+
+    A peer may still write to `unsafe_blocks`: see the module's docstring on quarantine. They hold nothing of the
+    first `valid_tokens`.
+    """
 
     reason: str
     valid_tokens: int = 0
+    unsafe_blocks: frozenset[int] = frozenset()
 
 
 class ConnectorOutput(msgspec.Struct):
@@ -128,11 +137,16 @@ class ConnectorOutput(msgspec.Struct):
     finished_recving: dict[str, Handoff] = msgspec.field(default_factory=dict)
     failed_recving: dict[str, LoadFailure] = msgspec.field(default_factory=dict)
     invalid_block_ids: set[int] = msgspec.field(default_factory=set)
+    released_blocks: set[int] = msgspec.field(default_factory=set)  # out of quarantine
 
     @property
     def is_empty(self) -> bool:
         return not (
-            self.finished_sending or self.finished_recving or self.failed_recving or self.invalid_block_ids
+            self.finished_sending
+            or self.finished_recving
+            or self.failed_recving
+            or self.invalid_block_ids
+            or self.released_blocks
         )
 
 

@@ -221,6 +221,7 @@ class NodeService:
                 line_gaps=self._line.gaps,
             ),
             detail=failure or "",
+            quarantined_blocks=scheduler.quarantined_blocks,
         )
 
     @property

@@ -163,6 +163,7 @@ class NodeStatus(msgspec.Struct, frozen=True, tag="status"):
     step_age_s: float  # since the engine last completed a step or found itself idle
     counters: NodeCounters
     detail: str = ""  # why, when failed
+    quarantined_blocks: int = 0  # of failed transfers: a peer may still write to them
 
 
 class Holding(msgspec.Struct, frozen=True, tag="holding"):

@@ -119,6 +119,19 @@ class GroupManager(abc.ABC):
                 self._pool.uncache(block)
             self._num_cached[request_id] = valid
 
+    def quarantine(self, request_id: str, blocks: frozenset[int]) -> None:
+        """Cuts the table off before the first of `blocks`, which become nobody's; the others behind it are released."""
+        table = self.tables.get(request_id, [])
+        first = next((i for i, block in enumerate(table) if block in blocks), None)
+        if first is None:
+            return
+        cut, table[first:] = table[first:], []
+        self._num_cached[request_id] = min(self._num_cached[request_id], first)
+        for block in cut:
+            if block in blocks:
+                self._pool.quarantine(block)
+        self._pool.release(block for block in reversed(cut) if block not in blocks)
+
     def check_table(self, request: Request) -> None:
         """Checks that the table covers the computed tokens, and that every cached block in it has the hash of its tokens."""
         table = self.tables[request.request_id]

@@ -146,6 +146,17 @@ class KVCacheManager:
             self.free(request)
             request.num_computed_tokens = 0
 
+    def quarantine(self, request: Request, num_valid_tokens: int, blocks: frozenset[int]) -> None:
+        """A peer may still write to these blocks, which hold nothing of the first `num_valid_tokens` tokens: the
+        request goes on without them, and nothing uses them before `end_quarantine`."""
+        self.coordinator.forget_after(request.request_id, num_valid_tokens)
+        for manager in self.coordinator.managers:
+            manager.quarantine(request.request_id, blocks)
+        request.allocation_horizon = 0
+
+    def end_quarantine(self, blocks: Iterable[int]) -> None:
+        self.pool.end_quarantine(blocks)
+
     def uncache(self, blocks: Iterable[int]) -> None:
         """Removes these blocks from the prefix cache."""
         for block in blocks:

@@ -32,6 +32,8 @@ class BlockPool:
         self.free_queue = FreeBlockQueue(num_blocks)
         self.ref_counts = array("i", bytes(4 * num_blocks))
         self.hashes: dict[int, bytes] = {}  # of blocks that can be found
+        # In no table, and not free: a peer may still write to them.
+        self.quarantined: set[int] = set()
         self._group_of = array("H", bytes(2 * num_blocks))  # where that hash is registered
         self._cached: list[CachedBlocks] = [{} for _ in range(num_groups)]
         self.free_queue.remove(NULL_BLOCK_ID)
@@ -79,6 +81,19 @@ class BlockPool:
             if left == 0:
                 freed.append(block)
         self.free_queue.append(freed)
+
+    def quarantine(self, block: int) -> None:
+        """A block leaves its one table and is not free: nothing may use it before it is let go."""
+        if self.ref_counts[block] != 1 or block in self.quarantined or block in self.hashes:
+            raise InternalError(f"block {block} cannot be quarantined: it is shared, cached or quarantined")
+        self.quarantined.add(block)
+
+    def end_quarantine(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            if block not in self.quarantined:
+                raise InternalError(f"block {block} is not in quarantine")
+            self.quarantined.remove(block)
+            self.release([block])
 
     def num_free_among(self, blocks: Iterable[int]) -> int:
         """How many of these would leave the free queue if they were touched."""
@@ -144,10 +159,12 @@ class BlockPool:
         return True
 
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
-        """`tables` are all there are. Each block is in exactly one place: null, free, or in as many tables as
-        its count says; and a hash leads to a block exactly when the block has that hash."""
+        """`tables` are all there are. Each block is in exactly one place: null, free, in quarantine, or in as many
+        tables as its count says; and a hash leads to a block exactly when the block has that hash."""
         self.free_queue.check_integrity()
         owners = [0] * self.num_blocks
+        for block in self.quarantined:
+            owners[block] = 1
         for table in tables:
             for block in table:
                 owners[block] += 1

@@ -296,6 +296,7 @@ class Scheduler:
             total_blocks=pool.num_usable,
             held_blocks=sum(map(state.cache.num_blocks_of, state.held)),
             held_requests=len(state.held),
+            quarantined_blocks=len(pool.quarantined),
             steps=totals.steps,
             requests_started=totals.requests_started,
             requests_finished=dict(totals.requests_finished),

@@ -9,7 +9,7 @@ import msgspec
 
 
 class SchedulerStats(msgspec.Struct, frozen=True):
-    """A snapshot. Down to `held_requests` gauges, from there on totals that only ever grow."""
+    """A snapshot. Down to `quarantined_blocks` gauges, from there on totals that only ever grow."""
 
     running: int
     waiting: int  # in line, passed over, or waiting for their KV
@@ -20,6 +20,7 @@ class SchedulerStats(msgspec.Struct, frozen=True):
     total_blocks: int  # without the null block
     held_blocks: int  # of finished requests, until the connector lets go of them
     held_requests: int
+    quarantined_blocks: int  # of failed loads: a peer may still write to them
     steps: int
     requests_started: int
     requests_finished: dict[str, int]  # by finish reason

@@ -9,7 +9,7 @@ from tandem.engine.scheduling.state import SchedulerState
 from tandem.engine.scheduling.stopping import status_after
 from tandem.engine.scheduling.update import RequestUpdate, failure_of
 from tandem.kvtransfer.base import ConnectorOutput, Handoff, LoadFailure, LoadFailurePolicy
-from tandem.wire.errors import TransferError
+from tandem.wire.errors import InternalError, TransferError
 
 
 class TransferResults:
@@ -30,12 +30,27 @@ class TransferResults:
             if (request := self._loading(request_id)) is not None:
                 updates += self._received(request, handoff)
         for request_id, failure in output.failed_recving.items():
+            if failure.unsafe_blocks:
+                self._quarantine(request_id, failure)
             if (request := self._loading(request_id)) is not None:
                 updates += self._failed(request, failure)
         for request_id in output.finished_sending:
             if request_id in state.held:
                 self._lifecycle.release(request_id)
+        # Last: a block may enter and leave quarantine in one output.
+        state.cache.end_quarantine(output.released_blocks)
         return updates
+
+    def _quarantine(self, request_id: str, failure: LoadFailure) -> None:
+        """Takes the blocks that a peer may still write to from the request, whether it goes on or has ended."""
+        state = self._state
+        request = state.held.get(request_id) or state.requests.get(request_id)
+        if request is None:
+            raise InternalError(f"the load of {request_id} failed, and no such request is here")
+        valid = failure.valid_tokens
+        if request.valid_load_tokens is not None:
+            valid = min(valid, request.valid_load_tokens)
+        state.cache.quarantine(request, max(valid, request.num_computed_tokens), failure.unsafe_blocks)
 
     def _loading(self, request_id: str) -> Request | None:
         """The request that waits for this load. One that ended meanwhile only gives its blocks back."""

@@ -221,8 +221,10 @@ def received(request_id: str, first_token: int, num_tokens: int) -> ConnectorOut
     return ConnectorOutput(finished_recving={request_id: Handoff(first_token, num_tokens)})
 
 
-def failed(request_id: str, valid_tokens: int = 0, reason: str = "lost") -> ConnectorOutput:
-    return ConnectorOutput(failed_recving={request_id: LoadFailure(reason, valid_tokens)})
+def failed(
+    request_id: str, valid_tokens: int = 0, reason: str = "lost", unsafe: Iterable[int] = ()
+) -> ConnectorOutput:
+    return ConnectorOutput(failed_recving={request_id: LoadFailure(reason, valid_tokens, frozenset(unsafe))})
 
 
 def sent(*request_ids: str) -> ConnectorOutput:

@@ -92,13 +92,14 @@ def run(number: int, ahead: bool) -> None:
             case 3 | 4:
                 world.conclude(draw.randrange(100))
             case 5:
-                world.conclude(draw.randrange(100), num_valid=draw.randrange(30))
+                world.conclude(draw.randrange(100), num_valid=draw.randrange(30), unsafe=number % 2 == 1)
             case 6:
                 world.conclude(draw.randrange(100), spoil=True)
             case 7:
                 world.spoil_next = True
             case 8 | 9:
                 world.send(draw.randrange(100))
+                world.release(0)
             case 10:
                 world.pause(draw.choice([PauseState.UNPAUSED, *PauseState]))
             case 11:

@@ -92,9 +92,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.world.peer_writes(which, good)
 
     @precondition(lambda self: self.world.connector.loads)
-    @rule(which=ANY, num_valid=st.none() | st.integers(0, 20), spoil=st.booleans())
-    def a_load_ends(self, which: int, num_valid: int | None, spoil: bool) -> None:
-        self.world.conclude(which, num_valid, spoil=spoil)
+    @rule(which=ANY, num_valid=st.none() | st.integers(0, 20), spoil=st.booleans(), unsafe=st.booleans())
+    def a_load_ends(self, which: int, num_valid: int | None, spoil: bool, unsafe: bool) -> None:
+        self.world.conclude(which, num_valid, spoil=spoil, unsafe=unsafe)
+
+    @rule()
+    def a_peer_writes_to_blocks_in_quarantine(self) -> None:
+        self.world.peer_writes_late()
+
+    @rule(which=ANY)
+    def a_block_leaves_quarantine(self, which: int) -> None:
+        self.world.release(which)
 
     @rule()
     def the_next_load_goes_wrong(self) -> None:

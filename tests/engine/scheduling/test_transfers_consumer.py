@@ -6,6 +6,7 @@ import pytest
 
 from tandem.engine.request import RequestStatus
 from tandem.kvtransfer.base import ConnectorOutput, Handoff, LoadFailurePolicy
+from tandem.wire.errors import InternalError
 from tandem.wire.sampling import FinishReason
 from tests.engine.scheduling.driving import BLOCK, Driver, FakeConnector, consume, failed, received
 from tests.engine.scheduling.model import alone, next_token
@@ -156,6 +157,41 @@ def test_what_is_right_of_a_failed_load_is_kept():
     driver.run()
     assert driver.outputs["a"] == alone(request.prompt_token_ids, 5)
     assert driver.scheduler.stats().prompt_tokens_received == 6
+
+
+def test_a_request_goes_on_without_the_blocks_that_a_peer_may_still_write_to():
+    driver, connector, request = waiting_driver()
+    blocks = connector.blocks["a"][0]
+    driver.arrive(request, 0, 4)
+    driver.step(failed("a", valid_tokens=4, unsafe=blocks[1:]))
+    assert driver.scheduler.stats().quarantined_blocks == 2
+    step, _ = driver.step()
+    assert step.num_scheduled_tokens == {"a": 6}
+    assert step.new_reqs[0].block_ids[0][0] == blocks[0]
+    assert not set(step.new_reqs[0].block_ids[0]) & set(blocks[1:])
+    driver.run()
+    assert driver.outputs["a"] == alone(request.prompt_token_ids, 5)
+    assert driver.free_blocks == 97
+    driver.step(ConnectorOutput(released_blocks=set(blocks[1:])))
+    assert driver.free_blocks == 99
+    assert driver.scheduler.stats().quarantined_blocks == 0
+
+
+def test_blocks_of_an_aborted_load_may_go_into_quarantine():
+    driver, connector, _ = waiting_driver()
+    connector.keeps.add("a")
+    driver.abort("a")
+    driver.step(failed("a", unsafe=connector.blocks["a"][0]))
+    stats = driver.scheduler.stats()
+    assert (stats.held_blocks, stats.quarantined_blocks, stats.free_blocks) == (0, 3, 96)
+    driver.step(ConnectorOutput(released_blocks=set(connector.blocks["a"][0])))
+    assert driver.free_blocks == 99
+
+
+def test_a_block_that_is_not_in_quarantine_cannot_leave_it():
+    driver, _, _ = waiting_driver()
+    with pytest.raises(InternalError, match="block 1 is not in quarantine"):
+        driver.step(ConnectorOutput(released_blocks={1}))
 
 
 def test_a_failed_load_that_is_all_right_still_computes_the_last_token():

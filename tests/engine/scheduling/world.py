@@ -225,6 +225,7 @@ class World:
         self.aborted: set[str] = set()
         self.news = ConnectorOutput()
         self.spoil_next = False  # whether the next load at once goes wrong
+        self.quarantined: list[int] = []  # blocks of failed loads that a peer still writes to
 
     # --- what can happen
 
@@ -271,8 +272,16 @@ class World:
             self._write(load, load.start, load.end, good)
             load.written = good
 
-    def conclude(self, which: int, num_valid: int | None = None, *, spoil: bool = False) -> None:
-        """A load ends: well, or with its first `num_valid` tokens only. `spoil`: a block of it is wrong."""
+    def conclude(
+        self,
+        which: int,
+        num_valid: int | None = None,
+        *,
+        spoil: bool = False,
+        unsafe: bool = False,
+    ) -> None:
+        """A load ends: well, or with its first `num_valid` tokens only. `spoil`: a block of it is wrong. `unsafe`: a
+        peer may still write to what is not valid."""
         loads = sorted(self.connector.loads)
         if not loads:
             return
@@ -283,13 +292,36 @@ class World:
         if num_valid is not None:
             valid = load.start + num_valid % (load.end - load.start + 1)
             self._write(load, valid, load.end, good=False)
-            self.news.failed_recving[request_id] = LoadFailure("drawn", valid)
+            blocks = self._blocks_behind(load, valid) if unsafe else []
+            self.quarantined += blocks
+            self.news.failed_recving[request_id] = LoadFailure("drawn", valid, frozenset(blocks))
             return
         if spoil:
             self.news.invalid_block_ids.add(self._spoil(load))
         tokens = load.request.all_token_ids
         first = tokens[load.end] if load.end < len(tokens) else next_token(tokens)
         self.news.finished_recving[request_id] = Handoff(first, load.end)
+
+    def _blocks_behind(self, load: Load, valid: int) -> list[int]:
+        return [
+            block
+            for group, table in zip(self.model.groups, load.tables, strict=True)
+            for block in table[-(-valid // group.block_size) : -(-load.end // group.block_size)]
+            if block
+        ]
+
+    def peer_writes_late(self) -> None:
+        """To blocks in quarantine, which nothing else may use."""
+        for group in self.model.groups:
+            for block in self.quarantined:
+                for position in range(group.block_size):
+                    self.model.kv[block, position] = GARBAGE
+
+    def release(self, which: int) -> None:
+        """A peer can no longer write to a block in quarantine."""
+        if self.quarantined:
+            self.peer_writes_late()
+            self.news.released_blocks.add(self.quarantined.pop(which % len(self.quarantined)))
 
     def send(self, which: int) -> None:
         """A producer's connector lets go of blocks that must be untouched until now."""
@@ -339,14 +371,20 @@ class World:
         while self.scheduler.has_unfinished_requests() or self.scheduler.has_work() or any(under_way):
             patience -= 1
             assert patience, f"no end: {list(self.scheduler.requests.values())}"
+            self.peer_writes_late()
             self.conclude(0)
             self.send(0)
             assert self.scheduler.has_work() or not self.news.is_empty, "everybody waits for everybody"
             self.step()
         while not self.news.is_empty:
             self.step()
+        assert self.scheduler.stats().quarantined_blocks == len(self.quarantined)
+        while self.quarantined:
+            self.release(0)
+        self.step()
         stats = self.scheduler.stats()
         assert stats.free_blocks == stats.total_blocks
+        assert stats.quarantined_blocks == 0
         assert (stats.running, stats.waiting, stats.held_requests, stats.waiting_tokens) == (0, 0, 0, 0)
         for request_id, request in self.requests.items():
             self._check_answer(request_id, request)
