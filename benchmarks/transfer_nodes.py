@@ -71,7 +71,7 @@ class Node:
         self.planner, self.mover = find_connector(config.connector)(
             ConnectorContext(node_id, epoch, "127.0.0.1", BLOCK_SIZE, config, self.wake.set)
         )
-        self.mover.register_kv_caches(KVCacheMemory(self.cache, "benchmark", LAYERS, 1))
+        self.mover.register_kv_caches(KVCacheMemory(self.cache, "benchmark", LAYERS, 1, 1000))
         self.step_seconds: list[float] = []
 
     def endpoint(self) -> str:
@@ -195,7 +195,7 @@ class RawMover:
 
     def __init__(self, node_id: str, cache: torch.Tensor) -> None:
         self._transport = NixlTransport(NixlAgent(node_id, NixlOptions()))
-        self.memory = self._transport.register(KVCacheMemory(cache, "benchmark", LAYERS, 1))
+        self.memory = self._transport.register(KVCacheMemory(cache, "benchmark", LAYERS, 1, 1000))
 
     def connect(self, memory: CacheMemory) -> None:
         self._remote = self._transport.connect(memory)

@@ -73,6 +73,7 @@ class Engine:
                     model=info.name,
                     num_layers=info.num_layers,
                     num_groups=len(info.groups),
+                    vocab_size=info.vocab_size,
                 )
             )
 

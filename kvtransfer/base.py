@@ -162,6 +162,7 @@ class TransferStats(msgspec.Struct):
     leases_expired: int = 0
     malformed_frames: int = 0
     in_progress: int = 0  # a gauge: transfers under way now, on either side
+    quarantined_blocks: int = 0  # a gauge: see the module's docstring
     bytes_overlapped: int = 0  # of bytes_sent: complete before the prompt's last forward pass was
     refused: dict[str, int] = msgspec.field(default_factory=dict)  # messages not acted on, by reason
     # A producer's blocks that became free, by what freed them: see `protocol.statistics.Freed`.
@@ -187,6 +188,7 @@ class KVCacheMemory(msgspec.Struct, frozen=True):
     model: str
     num_layers: int
     num_groups: int
+    vocab_size: int  # token ids are below this
 
     @property
     def num_blocks(self) -> int:

@@ -16,8 +16,13 @@
        │ ◀─────────────────────── TransferClosed ─ │   nothing is in flight; the blocks may be reused
 
 Every message names its sender's epoch and the receiver's epoch it believes in. One that is addressed to
-another epoch is answered with Refused and counted, never acted on. Any message may be lost, doubled or late:
-whoever waits for an answer asks again, and every question can be answered twice.
+another epoch is answered with Refused and counted, never acted on. Epochs are secrets of the cluster: the refusal
+does not tell the receiver's own. Any message may be lost, doubled or late: the side that waits for an answer asks
+again, and every question can be answered twice.
+
+**Evidence.** A refusal and a refused connection are reasons to suspect that a peer is gone, and no proof: the request
+goes on without the peer, and its blocks stay in quarantine. What ends a quarantine is the producer's own TransferClosed,
+the proven end of its process (`ProcessIdentity`), or that the consumer has closed the way that the writes take.
 
 **Stamps.** A lease must not be renewed by a message that lay in a queue while its reader was stopped. So every
 message that grants or renews a lease echoes a stamp that the producer issued, and the lease counts from the
@@ -68,16 +73,27 @@ class Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reply_to: str
 
 
+class ProcessIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One process of one machine. A peer on the same machine can tell from it whether the process has ended."""
+
+    machine: str  # another one after each boot
+    pid_namespace: int
+    pid: int
+    started: int  # clock ticks since the boot: a number is given to another process when the first has ended
+
+
 class Hello(msgspec.Struct, frozen=True, tag="hello", forbid_unknown_fields=True):
     envelope: Envelope
     fingerprint: CacheFingerprint
     memory: CacheMemory
+    process: ProcessIdentity
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome", forbid_unknown_fields=True):
     envelope: Envelope
     fingerprint: CacheFingerprint
     memory: CacheMemory
+    process: ProcessIdentity
     lease_s: float
     stamp: int
 
@@ -112,7 +128,8 @@ class RenewLease(msgspec.Struct, frozen=True, tag="renew", forbid_unknown_fields
 
 
 class LeaseRenewed(msgspec.Struct, frozen=True, tag="renewed", forbid_unknown_fields=True):
-    """`unknown` are transfers that the producer does not (or no longer) hold: they will never complete."""
+    """`unknown` are transfers that the producer does not (or no longer) hold: they will never complete. One that it is
+    closing is not among them before nothing is in flight."""
 
     envelope: Envelope
     stamp: int
@@ -156,7 +173,7 @@ class TransferClosed(msgspec.Struct, frozen=True, tag="closed", forbid_unknown_f
 
 
 class RefusalCode(enum.StrEnum):
-    WRONG_EPOCH = "wrong_epoch"  # the incarnation that was addressed is gone
+    WRONG_EPOCH = "wrong_epoch"  # another incarnation was addressed; the refusal's own sender epoch is 0
     INCOMPATIBLE = "incompatible"  # the fingerprints differ
     HANDSHAKE_FAILED = "handshake_failed"  # the transport could not reach the memory described
     HANDSHAKE_REQUIRED = "handshake_required"  # say Hello (again) first

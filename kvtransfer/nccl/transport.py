@@ -135,8 +135,9 @@ class NcclTransport(Transport):
     def expect(self, transfer_id: str, blocks: Sequence[int]) -> None:
         self._gate.expect(transfer_id, blocks)
 
-    def expect_no_more(self, transfer_id: str) -> None:
+    def expect_no_more(self, transfer_id: str) -> bool:
         self._gate.expect_no_more(transfer_id)
+        return True
 
     def close(self) -> None:
         if self._closed:

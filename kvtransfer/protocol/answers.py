@@ -38,6 +38,16 @@ class Answers:
             ),
         )
 
+    def refuse_epoch(self, question: Envelope) -> None:
+        """Another incarnation was addressed. Our own epoch is a secret, which whoever asks has not shown to know."""
+        self._recorder.refused(RefusalCode.WRONG_EPOCH.value)
+        envelope = msgspec.structs.replace(self.back_to(question), sender_epoch=0)
+        reason = "another incarnation of this node was addressed"
+        self.say(
+            question,
+            Refused(envelope, "", RefusalCode.WRONG_EPOCH, reason, addressed_epoch=question.receiver_epoch),
+        )
+
     def refuse(self, question: Envelope, transfer_id: str, code: RefusalCode, reason: str) -> None:
         self._recorder.refused(code.value)
         self.say(

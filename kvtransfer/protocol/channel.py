@@ -81,8 +81,9 @@ class SideChannel:
         self._used.pop(endpoint, None)
         self._outbox.forget(endpoint)
 
-    def nobody_listens(self, endpoint: str) -> bool:
-        """Whether a connection there was refused: the process that listened has ended."""
+    def refuses(self, endpoint: str) -> bool:
+        """Whether a connection there was refused. The process that listened has ended, or something between us and it
+        refuses on its behalf."""
         refused = self._probe.refused(endpoint)
         if refused:
             self.forget(endpoint)
@@ -97,8 +98,9 @@ class SideChannel:
 class ListenerProbe:
     """Asks, without waiting, whether anybody listens at an address.
 
-    A process that is merely stuck or stopped still has a listening socket, and the kernel accepts for it; an
-    address that refuses has lost its process. An address that does not answer at all says nothing.
+    A process that is merely stuck or stopped still has a listening socket, and the kernel accepts for it. An address
+    that refuses has lost its process, or there is a firewall: reason enough to go on without it, and no proof. An
+    address that does not answer at all says nothing.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -14,6 +14,7 @@ from tandem.kvtransfer.protocol.incoming import Incoming
 from tandem.kvtransfer.protocol.links import ProducerLink, ProducerLinks
 from tandem.kvtransfer.protocol.mapping import Mapping
 from tandem.kvtransfer.protocol.pulling import Pulling
+from tandem.kvtransfer.protocol.quarantine import Quarantine
 from tandem.kvtransfer.protocol.receiving import Receiving, Stage
 from tandem.kvtransfer.protocol.registering import Registrar
 from tandem.kvtransfer.protocol.side import Side
@@ -26,6 +27,7 @@ from tandem.wire.handoff import (
     HandoffAccepted,
     HandoffNotice,
     LeaseRenewed,
+    ProcessIdentity,
     RefusalCode,
     Refused,
     TransferClosed,
@@ -42,15 +44,20 @@ class Consumer:
         *,
         finished: Callable[[str, Handoff], None],
         failed: Callable[[str, LoadFailure], None],
+        released: Callable[[frozenset[int]], None],
+        has_ended: Callable[[ProcessIdentity], bool],
     ) -> None:
         me, settings, send, clock = side.me, side.settings, side.send, side.clock
         self._side = side
         self._answers = Answers(me, send, side.recorder)
         self._reads = side.direction is Direction.PULL
         self._ticked_at = clock()
-        self._links = ProducerLinks(me, side.geometry, settings, clock, send=send, forget=side.forget)
+        self._links = ProducerLinks(side)
         self._declined = Declined(me, settings, send, clock)
-        self._incoming = Incoming(side, self._links, self._declined, finished=finished, failed=failed)
+        self._incoming = Incoming(
+            side, self._links, self._declined, finished=finished, failed=failed, released=released
+        )
+        self._quarantine = Quarantine(side, self._links, self._incoming, has_ended=has_ended)
         self._pulling = Pulling(side, self._links, self._incoming, broken=self._on_connection_broken)
         self._registrar = Registrar(
             me,
@@ -73,9 +80,9 @@ class Consumer:
         receiving = self._incoming.open(command)
         if receiving is None:
             return
-        death = self._links.death_of(receiving.peer)
-        if death is not None:
-            self._incoming.end(receiving, Outcome.PEER_LOST, death)
+        suspicion = self._links.suspicion_of(receiving.peer)
+        if suspicion is not None:
+            self._incoming.give_up(receiving, Outcome.PEER_LOST, suspicion)
         elif self._links.get(receiving.peer) is not None:
             self._registrar.advance(receiving)
         else:
@@ -95,7 +102,7 @@ class Consumer:
     def cancel(self, command: commands.CancelReceive) -> None:
         receiving = self._incoming.of_request(command.request_id)
         if receiving is not None:
-            self._incoming.give_up(receiving, Outcome.ABORTED, "the request was aborted")
+            self._incoming.abort(receiving)
 
     def decline(self, command: commands.DeclineTransfer) -> None:
         self._declined.add(command.transfer_id, command.peer)
@@ -106,7 +113,7 @@ class Consumer:
         link = self._hear(message)
         if link is None:
             return
-        now = self._side.clock()
+        now, settings = self._side.clock(), self._side.settings
         mapping = self._side.geometry.mapping_to(message.fingerprint, message.memory)
         difference = None if isinstance(mapping, Mapping) else mapping
         if difference is None and not 0 < message.lease_s <= MAX_LEASE_S:
@@ -124,7 +131,9 @@ class Consumer:
                 return
         link.take_stamp(message.stamp, now)
         link.greeting_since = None
+        link.asked_at = now - settings.renew_s  # what it holds for us is renewed at once
         link.memory = message.memory
+        link.process = message.process
         link.block_size = message.fingerprint.block_size
         link.mapping = mapping if isinstance(mapping, Mapping) else None
         link.lease_s = message.lease_s
@@ -173,7 +182,7 @@ class Consumer:
             self._side.recorder.refused("late_notice")  # it is being cancelled, and will be answered
         elif receiving.notice is not None:
             self._side.recorder.refused("repeated_notice")
-        elif (difference := receiving.mismatch(message, self._side.geometry.memory.block_bytes)) is not None:
+        elif (difference := self._difference(receiving, message)) is not None:
             self._refuse_mismatch(receiving, difference)
         elif self._reads:
             problem = self._pulling.begin(receiving, message)
@@ -182,6 +191,10 @@ class Consumer:
         else:
             self._incoming.accept(receiving)
             self._incoming.finish(receiving, message)
+
+    def _difference(self, receiving: Receiving, notice: HandoffNotice) -> str | None:
+        geometry = self._side.geometry
+        return receiving.mismatch(notice, geometry.memory.block_bytes, geometry.vocab_size)
 
     def _answer_late_notice(self, message: HandoffNotice) -> None:
         sender = message.envelope
@@ -221,8 +234,8 @@ class Consumer:
         if message.code is RefusalCode.WRONG_EPOCH:
             known = {link.key for link in self._links} | {other.peer for other in self._incoming}
             for peer in known:
-                if peer.epoch == message.addressed_epoch and peer.is_earlier_than(key):
-                    self.peer_gone(peer, "the producer was started anew")
+                if peer.node_id == key.node_id and peer.epoch == message.addressed_epoch:
+                    self.suspect(peer, "another incarnation answers at the producer's address")
             return
         link = self._links.hear(key)
         if link is None:
@@ -247,16 +260,19 @@ class Consumer:
 
     # ── peers ──
 
-    def silent_peers(self) -> list[tuple[PeerKey, str]]:
-        """Producers that owe an answer for long: (who, endpoint)."""
+    def silent_links(self) -> list[ProducerLink]:
+        """Those with producers that owe an answer for long."""
         return self._links.silent()
 
-    def peer_gone(self, key: PeerKey, reason: str) -> None:
-        """It is certain that this incarnation does not run any more, so it cannot write."""
-        self._links.mark_dead(key, reason)
+    def suspect(self, key: PeerKey, reason: str, *, proven: bool = False) -> None:
+        """This producer seems to be gone: its requests go on without it, and blocks that it may write to stay in
+        quarantine. If its end is `proven`, that is over so soon that it is waited for."""
+        self._links.suspect(key, reason)
         self._pulling.leave(key)
         for receiving in self._incoming.with_peer(key):
-            self._incoming.end(receiving, Outcome.PEER_LOST, reason)
+            self._incoming.give_up(receiving, Outcome.PEER_LOST, reason)
+            if receiving in self._incoming and not proven:
+                self._incoming.quarantine(receiving)
 
     def _on_unreachable(self, link: ProducerLink, reason: str) -> None:
         self._leave(link, Outcome.TIMED_OUT, reason)
@@ -292,20 +308,22 @@ class Consumer:
     def tick(self) -> None:
         now, settings = self._side.clock(), self._side.settings
         since, self._ticked_at = now - self._ticked_at, now
-        # Of a longer time between two ticks nobody knows whether we ran or were stopped.
+        # Longer than a tick takes, we may have been stopped.
         ran_s = min(since, settings.margin_s / 4)
         self._declined.tick()
         for link in self._links:
             self._registrar.tick(link)
         for receiving in self._incoming:
             if receiving.is_registered and since > settings.lease_s / 2:
-                # What a producer had in flight to us may be much. There is time now to ask it when that is over.
+                # We stood still. There is time now to hear from the producer.
                 receiving.extend_lease(now + settings.lease_s)
-            self._incoming.tick(receiving, ran_s)
+            self._incoming.tick(receiving)
             self._registrar.remind(receiving)
+        self._quarantine.tick(ran_s)
 
     def shutdown(self) -> bool:
         """Give everything up. False while somebody may still write."""
         for receiving in self._incoming:
+            receiving.aborted = True
             self._incoming.give_up(receiving, Outcome.SHUTDOWN, "the node shuts down")
         return self._incoming.is_empty

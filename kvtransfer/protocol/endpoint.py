@@ -21,6 +21,7 @@ from tandem.wire.handoff import (
     HandoffNotice,
     Hello,
     LeaseRenewed,
+    ProcessIdentity,
     RefusalCode,
     Refused,
     RegisterDestination,
@@ -36,18 +37,33 @@ class Outcomes(msgspec.Struct, frozen=True):
     finished_sending: Callable[[str], None]
     finished_recving: Callable[[str, Handoff], None]
     failed_recving: Callable[[str, LoadFailure], None]
+    released_blocks: Callable[[frozenset[int]], None]
 
 
 class Endpoint:
-    """`nobody_listens` says, without blocking, whether an address certainly has no listener
-    any more: the process behind it has ended."""
+    """`refuses` says, without blocking, whether a connection to an address was refused, which is a reason to go on without
+    the peer, and `has_ended` whether a process has certainly ended, which is proof that it writes nothing any more."""
 
-    def __init__(self, side: Side, *, nobody_listens: Callable[[str], bool], outcomes: Outcomes) -> None:
+    def __init__(
+        self,
+        side: Side,
+        *,
+        refuses: Callable[[str], bool],
+        has_ended: Callable[[ProcessIdentity], bool],
+        outcomes: Outcomes,
+    ) -> None:
         self._side = side
         self._answers = Answers(side.me, side.send, side.recorder)
-        self._nobody_listens = nobody_listens
+        self._refuses = refuses
+        self._has_ended = has_ended
         self.producer = Producer(side, finished_sending=outcomes.finished_sending)
-        self.consumer = Consumer(side, finished=outcomes.finished_recving, failed=outcomes.failed_recving)
+        self.consumer = Consumer(
+            side,
+            finished=outcomes.finished_recving,
+            failed=outcomes.failed_recving,
+            released=outcomes.released_blocks,
+            has_ended=has_ended,
+        )
 
     def receive(self, message: HandoffMessage) -> None:
         if message.envelope.receiver_epoch != self._side.me.epoch:
@@ -75,7 +91,6 @@ class Endpoint:
             case TransferClosed():
                 self.consumer.on_closed(message)
             case Refused():
-                self.producer.on_refused(message)
                 self.consumer.on_refused(message)
 
     def _refuse_epoch(self, message: HandoffMessage) -> None:
@@ -83,9 +98,7 @@ class Endpoint:
             # Two nodes must not refuse each other's refusals for ever.
             self._side.recorder.refused(RefusalCode.WRONG_EPOCH.value)
             return
-        self._answers.refuse(
-            message.envelope, "", RefusalCode.WRONG_EPOCH, "another incarnation of this node was addressed"
-        )
+        self._answers.refuse_epoch(message.envelope)
 
     def execute(self, command: commands.Command) -> None:
         match command:
@@ -116,11 +129,14 @@ class Endpoint:
         """Look at every deadline. To be called often while not `is_idle`."""
         self.producer.tick()
         self.consumer.tick()
-        for side in (self.producer, self.consumer):
-            for key, address in side.silent_peers():
-                if self._nobody_listens(address):
-                    self.producer.peer_gone(key, "nobody listens at its address any more")
-                    self.consumer.peer_gone(key, "nobody listens at its address any more")
+        for consumer in self.producer.silent_links():
+            if self._has_ended(consumer.hello.process):
+                self.producer.peer_ended(consumer.key, "its process has ended")
+        for producer in self.consumer.silent_links():
+            if producer.process is not None and self._has_ended(producer.process):
+                self.consumer.suspect(producer.key, "its process has ended", proven=True)
+            elif self._refuses(producer.peer.endpoint):
+                self.consumer.suspect(producer.key, "its address refuses connections")
 
     @property
     def is_idle(self) -> bool:

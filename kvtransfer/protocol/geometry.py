@@ -31,6 +31,7 @@ class PoolGeometry(msgspec.Struct, frozen=True):
     memory: CacheMemory
     block_size: int
     num_groups: int
+    vocab_size: int  # token ids are below this
 
     @classmethod
     def of(cls, cache: KVCacheMemory, memory: CacheMemory, connector: str) -> PoolGeometry:
@@ -50,6 +51,7 @@ class PoolGeometry(msgspec.Struct, frozen=True):
             memory=memory,
             block_size=cache.block_size,
             num_groups=cache.num_groups,
+            vocab_size=cache.vocab_size,
         )
 
     def mapping_to(self, fingerprint: CacheFingerprint, memory: CacheMemory) -> Mapping | str:

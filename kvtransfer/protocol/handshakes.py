@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Iterator
 
@@ -19,13 +20,16 @@ from tandem.wire.handoff import Hello, RefusalCode
 logger = logging.getLogger(__name__)
 
 
-class ConsumerLink(msgspec.Struct):
+@dataclasses.dataclass(slots=True, eq=False)
+class ConsumerLink:
     key: PeerKey
     endpoint: str
     hello: Hello
     mapping: Mapping  # from our blocks to its
     remote: RemoteId | None  # None with pull: the consumer comes to us
     last_heard: float
+    bytes_in_flight: int = 0
+    has_failed: bool = False  # what is in flight through it is stopped by disconnecting
 
 
 class Rejection(msgspec.Struct, frozen=True):
@@ -34,7 +38,8 @@ class Rejection(msgspec.Struct, frozen=True):
 
 
 class Handshakes:
-    """`lost` is called for a link that a Hello replaced, after it has been removed."""
+    """A consumer whose memory became reachable in another way says so in another Hello. What is registered from then on
+    goes through the new link; what was registered before goes on through the earlier one."""
 
     def __init__(
         self,
@@ -44,18 +49,16 @@ class Handshakes:
         clock: Clock,
         *,
         forget: Forget,
-        lost: Callable[[PeerKey, str], None],
     ) -> None:
         self._geometry = geometry
         self._transport = transport
         self._settings = settings
         self._clock = clock
         self._forget = forget
-        self._lost = lost
         self._links: dict[PeerKey, ConsumerLink] = {}
-        # Links that are over, while writes through them may still be in flight.
-        self._leaving: dict[PeerKey, ConsumerLink] = {}
-        self._dead: Remembered[bool] = Remembered(settings.max_remembered, settings.remember_s, clock)
+        # Links for which nothing new is begun, while transfers that have begun may still need them.
+        self._leaving: list[ConsumerLink] = []
+        self._ended: Remembered[bool] = Remembered(settings.max_remembered, settings.remember_s, clock)
 
     def __iter__(self) -> Iterator[ConsumerLink]:
         return iter(list(self._links.values()))
@@ -72,7 +75,7 @@ class Handshakes:
     def welcome(self, hello: Hello) -> Rejection | None:
         """Make or confirm the link; what is returned instead says why there is none."""
         key = key_of(hello.envelope)
-        if self.is_dead(key):
+        if self.has_ended(key):
             return Rejection(RefusalCode.HANDSHAKE_FAILED, "this incarnation is known to have ended")
         link = self.hear(key)
         if link is not None and link.hello.memory == hello.memory:
@@ -81,14 +84,7 @@ class Handshakes:
         if not isinstance(mapping, Mapping):
             logger.error("%s cannot receive KV from here: %s", key.node_id, mapping)
             return Rejection(RefusalCode.INCOMPATIBLE, mapping)
-        for other in list(self._links):
-            if other.node_id == key.node_id and other.epoch != key.epoch:
-                self.mark_dead(other)
-                self._lost(other, "the node was started anew")
-        if link is not None or key in self._leaving:
-            if link is not None:
-                self.leave(key)
-                self._lost(key, "it described its memory anew")
+        if any(leaving.has_failed and leaving.key == key for leaving in self._leaving):
             return Rejection(
                 RefusalCode.HANDSHAKE_FAILED, "an earlier link with this node is still being closed"
             )
@@ -99,41 +95,59 @@ class Handshakes:
             except TransferError as error:
                 logger.error("cannot reach the KV memory of %s: %s", key.node_id, error)
                 return Rejection(RefusalCode.HANDSHAKE_FAILED, str(error))
+        if link is not None:
+            self._leave(link)
         self._links[key] = ConsumerLink(key, hello.envelope.reply_to, hello, mapping, remote, self._clock())
         return None
 
-    def mark_dead(self, key: PeerKey) -> None:
+    def mark_ended(self, key: PeerKey) -> None:
         """It is certain that this incarnation does not run any more."""
-        self._dead.add(_name(key), True)
+        self._ended.add(_name(key), True)
         link = self._links.get(key)
         if link is not None:
             self._forget(link.endpoint)
-        self.leave(key)
+            self.fail(link)
 
-    def is_dead(self, key: PeerKey) -> bool:
-        return self._dead.get(_name(key)) is not None
+    def has_ended(self, key: PeerKey) -> bool:
+        return self._ended.get(_name(key)) is not None
 
-    def leave(self, key: PeerKey) -> None:
-        link = self._links.pop(key, None)
-        if link is not None and link.remote is not None:
-            self._leaving[key] = link
+    def fail(self, link: ConsumerLink) -> None:
+        """Nothing more goes through this link, and what does not end by itself is stopped."""
+        link.has_failed = True
+        if link not in self._leaving:
+            self._leave(link)
 
-    def drop_unused(self, in_use: Callable[[PeerKey], bool]) -> None:
-        """Links with consumers that were not heard of for long. A node that goes for good says nothing of it."""
+    def leave_all(self) -> None:
+        for link in self:
+            self._leave(link)
+
+    def _leave(self, link: ConsumerLink) -> None:
+        if self._links.get(link.key) is link:
+            del self._links[link.key]
+        if link.remote is not None:
+            self._leaving.append(link)
+
+    def drop_unused(self, greeted: PeerKey, in_use: Callable[[ConsumerLink], bool]) -> None:
+        """Links with consumers that were not heard of for long, or with another incarnation of the one that has greeted
+        us. A node that goes for good says nothing of it, and a Hello does not prove that the other incarnation has
+        ended: what still goes there goes on until its lease ends."""
         limit = self._clock() - self._settings.keep_link_s
-        for key, link in list(self._links.items()):
-            if link.last_heard < limit and not in_use(key):
-                del self._links[key]
+        for link in self:
+            other = link.key.node_id == greeted.node_id and link.key != greeted
+            if (other or link.last_heard < limit) and not in_use(link):
+                del self._links[link.key]
+                if other:
+                    self._forget(link.endpoint)
                 self._disconnect(link)
 
-    def is_leaving(self, key: PeerKey) -> bool:
-        return key in self._leaving
+    def is_leaving(self, link: ConsumerLink) -> bool:
+        return link in self._leaving
 
-    def close_idle(self, in_use: Callable[[PeerKey], bool]) -> None:
-        """Disconnect links that are over and through which nothing moves any more."""
-        for key, link in list(self._leaving.items()):
-            if not in_use(key):
-                del self._leaving[key]
+    def close_idle(self, in_use: Callable[[ConsumerLink], bool]) -> None:
+        """Disconnect links that are over and that no transfer needs any more."""
+        for link in list(self._leaving):
+            if not in_use(link):
+                self._leaving.remove(link)
                 self._disconnect(link)
 
     def _disconnect(self, link: ConsumerLink) -> None:

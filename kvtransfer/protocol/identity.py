@@ -21,10 +21,6 @@ class PeerKey(NamedTuple):
     node_id: str
     epoch: int
 
-    def is_earlier_than(self, now_there: PeerKey) -> bool:
-        """Whether it must have ended, when `now_there` answers what was sent to it."""
-        return self.node_id == now_there.node_id and self.epoch != now_there.epoch
-
 
 def key_of(envelope: Envelope) -> PeerKey:
     return PeerKey(envelope.sender_id, envelope.sender_epoch)

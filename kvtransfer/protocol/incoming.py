@@ -1,15 +1,11 @@
-"""A consumer's transfers and their ends: a failure is made safe before it counts.
+"""A consumer's transfers and their ends.
 
-Each BeginReceive is answered exactly once, with `finished` or with `failed`. A failure is reported only when
-nobody can write to the blocks any more. With push: the producer said that it closed the transfer, or it is
-certainly dead, or the last lease that it can hold by our word has ended by our clock, and we have run for
-`Settings.margin_s` since: where our own process carries out a peer's writes, as with TCP, those that came while it stood
-still land when it goes on. If that was for long they may be many, and it waits for a lease more, in which a producer that
-lives says when they are over. With pull: our own reads are over.
-
-What remains with push, and cannot be excluded from here: a producer that is frozen in the middle of one posted
-write for longer than its lease, and then goes on. A post is bounded (`Settings.max_post_bytes`) and preceded by a
-look at the lease, so that this is a matter of milliseconds inside the transport.
+Each BeginReceive is answered exactly once, with `finished` or with `failed`. A failure of a push is made safe first:
+the producer is asked to close the transfer, and answers when nothing is in flight. That may take long, over a slow
+link or from a producer that is gone, and the request does not wait for it: after `Settings.silent_s`, or at once when
+the producer is suspected to be gone, the failure is reported with the blocks that a write may still land in, and these
+stay in quarantine (see `quarantine`). The end of a lease is a reason to give a transfer up. It frees nothing, because
+a write that is merely slow may land after it. With pull nothing but our own reads writes to our blocks.
 
 A pull is right only if the producer held the blocks until the last byte was read. Only it knows, so the
 acceptance is a question, and TransferClosed with `handed_over` the answer that ends the transfer well.
@@ -40,6 +36,7 @@ class Incoming:
         *,
         finished: Callable[[str, Handoff], None],
         failed: Callable[[str, LoadFailure], None],
+        released: Callable[[frozenset[int]], None],
     ) -> None:
         self._side = side
         self._links = links
@@ -47,6 +44,7 @@ class Incoming:
         self._reads = side.direction is Direction.PULL
         self._finished = finished
         self._failed = failed
+        self._released = released
         self._by_transfer: dict[str, Receiving] = {}
         self._by_request: dict[str, Receiving] = {}
         # True: accepted, so that a notice that comes again is answered again.
@@ -74,7 +72,7 @@ class Incoming:
         return [receiving for receiving in self._by_transfer.values() if receiving.peer == key]
 
     def was_accepted(self, transfer_id: str) -> bool | None:
-        """Of one that is over; None when nothing is known of it."""
+        """For a transfer that is over; None when nothing is known of it."""
         return self._over.get(transfer_id)
 
     # ── the beginning ──
@@ -105,74 +103,108 @@ class Incoming:
         self._tell(receiving, HandoffAccepted)
 
     def finish(self, receiving: Receiving, notice: HandoffNotice) -> None:
-        self._forget(receiving, notice)
+        self._side.recorder.ended(receiving.trace(self._side.clock(), notice))
+        self._forget(receiving, accepted=True)
         self._side.recorder.received(notice.num_blocks, notice.num_bytes)
         self._finished(receiving.command.request_id, Handoff(notice.first_token, notice.num_tokens))
 
+    def abort(self, receiving: Receiving) -> None:
+        """Its request has ended, so that its blocks can wait until they are safe."""
+        receiving.aborted = True
+        self.give_up(receiving, Outcome.ABORTED, "the request was aborted")
+
     def give_up(self, receiving: Receiving, outcome: Outcome, reason: str) -> None:
-        """This transfer shall fail, as soon as its blocks are safe."""
+        """This transfer shall fail."""
         if receiving.stage is Stage.CLOSING:
             return
-        if self._reads or not receiving.is_registered:
-            # Nobody writes to our blocks but ourselves: the producer only has to hear of it.
+        if (
+            self._reads
+            or not receiving.is_registered
+            or self._side.transport.expect_no_more(receiving.transfer_id)
+        ):
+            # Nothing can write to our blocks but our own reads: the producer only has to be told.
             self._declined.add(receiving.transfer_id, receiving.command.peer)
             self.end(receiving, outcome, reason)
             return
-        receiving.stage = Stage.CLOSING
-        receiving.outcome, receiving.reason = outcome, reason
+        self._begin_closing(receiving, outcome, reason)
         self._ask_to_close(receiving)
 
     def end(self, receiving: Receiving, outcome: Outcome, reason: str) -> None:
-        """Nobody else writes to the blocks: report the failure, once our own reads are over as well. What made us
-        give up counts, not what confirmed it."""
+        """No peer writes to the blocks: they are free as soon as our own reads are over as well. What made us give up
+        counts, not what confirmed it."""
         if receiving.stage is not Stage.CLOSING:
-            receiving.stage = Stage.CLOSING
-            receiving.outcome, receiving.reason = outcome, reason
+            self._begin_closing(receiving, outcome, reason)
         receiving.is_safe = True
         receiving.unread = []
         cancel = self._side.transport.cancel
-        receiving.in_flight = [handle for handle in receiving.in_flight if not cancel(handle)]
+        receiving.in_flight = {
+            handle: num_bytes for handle, num_bytes in receiving.in_flight.items() if not cancel(handle)
+        }
         if receiving.in_flight:
             return
-        self._forget(receiving, None)
-        self._failed(
-            receiving.command.request_id, LoadFailure(receiving.reason, receiving.command.local_tokens)
-        )
+        if receiving.quarantined is None:
+            self._fail(receiving, frozenset())
+        else:
+            self._side.recorder.quarantined(-len(receiving.quarantined))
+            self._released(receiving.quarantined)
+        self._forget(receiving, accepted=False)
 
-    def tick(self, receiving: Receiving, ran_s: float) -> None:
-        """Look at its deadlines, but for those of its registration. We have certainly run for `ran_s` since the last time."""
+    def quarantine(self, receiving: Receiving) -> None:
+        """Report the failure now. Something may still write to the blocks, which the request goes on without."""
+        if receiving.quarantined is not None or receiving.aborted:
+            return
+        valid = self._valid_tokens(receiving)
+        receiving.quarantined = receiving.unsafe_blocks(self._side.geometry.block_size, valid)
+        self._side.recorder.quarantined(len(receiving.quarantined))
+        self._fail(receiving, receiving.quarantined)
+        del self._by_request[receiving.command.request_id]
+
+    def tick(self, receiving: Receiving) -> None:
+        """Look at its deadlines, but for those of its registration."""
         now, settings = self._side.clock(), self._side.settings
-        if receiving.is_safe:
-            return  # only our own reads are waited for
         ask_again = now >= receiving.asked_at + settings.retry_s
-        has_lease = receiving.leased_until is None or now < receiving.leased_until
-        receiving.unleased_s = 0.0 if has_lease else receiving.unleased_s + ran_s
-        if receiving.unleased_s >= settings.margin_s:
-            self._declined.add(receiving.transfer_id, receiving.command.peer)
-            self.end(receiving, Outcome.PEER_LOST, "the producer fell silent, and its lease has ended")
-        elif receiving.stage is Stage.CLOSING:
-            if ask_again:
+        if receiving.stage is Stage.CLOSING:
+            if now >= receiving.closing_since + settings.silent_s:
+                self.quarantine(receiving)
+                ask_again = now >= receiving.asked_at + settings.renew_s
+            if ask_again and not receiving.is_safe:
                 self._ask_to_close(receiving)
+        elif receiving.leased_until is not None and now >= receiving.leased_until + settings.margin_s:
+            self.give_up(receiving, Outcome.PEER_LOST, "the producer fell silent, and its lease has ended")
+            if receiving in self:
+                self.quarantine(receiving)
         elif now >= receiving.deadline:
             self.give_up(receiving, Outcome.TIMED_OUT, f"no KV within {settings.timeout_s:g} s")
         elif receiving.stage is Stage.CONFIRMING and ask_again:
             self.accept(receiving)
 
+    def _begin_closing(self, receiving: Receiving, outcome: Outcome, reason: str) -> None:
+        receiving.stage = Stage.CLOSING
+        receiving.closing_since = self._side.clock()
+        receiving.outcome, receiving.reason = outcome, reason
+
     def _ask_to_close(self, receiving: Receiving) -> None:
         receiving.asked_at = self._side.clock()
-        link = self._links.get(receiving.peer)
-        if link is not None:
-            link.owes(receiving.asked_at)
         self._tell(receiving, CancelTransfer)
 
     def _tell(self, receiving: Receiving, kind: type[HandoffAccepted] | type[CancelTransfer]) -> None:
         peer = receiving.command.peer
         self._side.send(peer.endpoint, kind(self._side.me.envelope(peer.epoch), receiving.transfer_id))
 
-    def _forget(self, receiving: Receiving, received: HandoffNotice | None) -> None:
+    def _valid_tokens(self, receiving: Receiving) -> int:
+        return receiving.command.local_tokens
+
+    def _fail(self, receiving: Receiving, unsafe: frozenset[int]) -> None:
+        self._side.recorder.ended(receiving.trace(self._side.clock(), None))
+        self._failed(
+            receiving.command.request_id,
+            LoadFailure(receiving.reason, self._valid_tokens(receiving), unsafe),
+        )
+
+    def _forget(self, receiving: Receiving, *, accepted: bool) -> None:
         del self._by_transfer[receiving.transfer_id]
-        del self._by_request[receiving.command.request_id]
-        self._over.add(receiving.transfer_id, received is not None)
+        if self._by_request.get(receiving.command.request_id) is receiving:
+            del self._by_request[receiving.command.request_id]
+        self._over.add(receiving.transfer_id, accepted)
         if not self._reads:
             self._side.transport.expect_no_more(receiving.transfer_id)
-        self._side.recorder.ended(receiving.trace(self._side.clock(), received))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tandem.kvtransfer.protocol.answers import Ending
+from tandem.kvtransfer.protocol.handshakes import ConsumerLink
 from tandem.kvtransfer.protocol.identity import Clock, PeerKey, Remembered
 from tandem.kvtransfer.protocol.sending import Sending
 from tandem.kvtransfer.protocol.settings import Settings
@@ -38,6 +39,13 @@ class Ledger:
             sending
             for sending in self._by_transfer.values()
             if sending.destination is not None and sending.destination.consumer == key
+        ]
+
+    def through(self, link: ConsumerLink) -> list[Sending]:
+        return [
+            sending
+            for sending in self._by_transfer.values()
+            if sending.destination is not None and sending.destination.link is link
         ]
 
     def open(self, transfer_id: str) -> Sending:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from tandem.kvtransfer.protocol.geometry import PoolGeometry
-from tandem.kvtransfer.protocol.identity import Clock, Identity, PeerKey, Remembered
+from tandem.kvtransfer.protocol.identity import PeerKey, Remembered
 from tandem.kvtransfer.protocol.mapping import Mapping
-from tandem.kvtransfer.protocol.settings import Settings
-from tandem.kvtransfer.protocol.side import Forget, Send
-from tandem.wire.handoff import CacheMemory, Hello, RenewLease
+from tandem.kvtransfer.protocol.side import Side
+from tandem.wire.handoff import CacheMemory, Hello, ProcessIdentity, RenewLease
 from tandem.wire.nodes import PeerAddress
 
 
@@ -24,6 +22,8 @@ class ProducerLink:
     memory: CacheMemory | None = None
     block_size: int = 0
     mapping: Mapping | None = None  # from our blocks to its
+    process: ProcessIdentity | None = None
+    heard_at: float | None = None
     lease_s: float = 0.0
     stamp: int = 0
     stamp_at: float = 0.0
@@ -56,24 +56,24 @@ class ProducerLink:
 
 
 class ProducerLinks:
-    def __init__(
-        self,
-        me: Identity,
-        geometry: PoolGeometry,
-        settings: Settings,
-        clock: Clock,
-        *,
-        send: Send,
-        forget: Forget,
-    ) -> None:
-        self._me = me
-        self._geometry = geometry
-        self._settings = settings
-        self._send = send
-        self._forget = forget
-        self._clock = clock
+    """Producers are told of our memory in the Hello. When it becomes reachable in another way, which is another
+    `generation`, they are greeted again, and what is registered from then on goes that way."""
+
+    def __init__(self, side: Side) -> None:
+        self._me = side.me
+        self._fingerprint = side.geometry.fingerprint
+        self._memory = side.geometry.memory
+        self._process = side.process
+        self._settings = side.settings
+        self._send = side.send
+        self._forget = side.forget
+        self._clock = side.clock
+        self.generation = 0
         self._links: dict[PeerKey, ProducerLink] = {}
-        self._dead: Remembered[str] = Remembered(settings.max_remembered, settings.remember_s, clock)
+        # For a while nothing is begun with those that seem to be gone; a word from one of them ends that.
+        self._suspected: Remembered[str] = Remembered(
+            side.settings.max_remembered, side.settings.handshake_timeout_s, side.clock
+        )
 
     def __iter__(self) -> Iterator[ProducerLink]:
         return iter(list(self._links.values()))
@@ -85,7 +85,23 @@ class ProducerLinks:
         link = self._links.get(key)
         if link is not None:
             link.owed_since = None
+            link.heard_at = self._clock()
         return link
+
+    def is_silent(self, key: PeerKey) -> bool:
+        """Nothing has been heard from it for a whole lease, or there is no link with it any more."""
+        link = self._links.get(key)
+        return (
+            link is None or link.heard_at is None or self._clock() >= link.heard_at + self._settings.lease_s
+        )
+
+    def reopened(self, memory: CacheMemory) -> None:
+        """Our memory is reachable in another way, and every producer is told of it."""
+        self._memory = memory
+        self.generation += 1
+        for link in self._links.values():
+            link.greeting_since = self._clock()
+            self.greet(link)
 
     def open(self, peer: PeerAddress) -> ProducerLink:
         link = ProducerLink(peer, greeting_since=self._clock())
@@ -98,21 +114,19 @@ class ProducerLinks:
         if link is not None:
             self._forget(link.peer.endpoint)
 
-    def mark_dead(self, key: PeerKey, reason: str) -> None:
-        self._dead.add(f"{key.epoch}/{key.node_id}", reason)
+    def suspect(self, key: PeerKey, reason: str) -> None:
+        self._suspected.add(f"{key.epoch}/{key.node_id}", reason)
         self.drop(key)
 
-    def death_of(self, key: PeerKey) -> str | None:
-        """Why it is certain that this incarnation does not run any more; None when it is not."""
-        return self._dead.get(f"{key.epoch}/{key.node_id}")
+    def suspicion_of(self, key: PeerKey) -> str | None:
+        """Why this incarnation seemed to be gone a moment ago; None when it did not."""
+        return self._suspected.get(f"{key.epoch}/{key.node_id}")
 
-    def silent(self) -> list[tuple[PeerKey, str]]:
-        """Producers that owe an answer for long: (who, endpoint)."""
+    def silent(self) -> list[ProducerLink]:
+        """Those with producers that owe an answer for long."""
         limit = self._clock() - self._settings.silent_s
         return [
-            (link.key, link.peer.endpoint)
-            for link in self._links.values()
-            if link.owed_since is not None and link.owed_since < limit
+            link for link in self._links.values() if link.owed_since is not None and link.owed_since < limit
         ]
 
     # ── questions ──
@@ -122,7 +136,7 @@ class ProducerLinks:
         link.owes(link.asked_at)
         self._send(
             link.peer.endpoint,
-            Hello(self._me.envelope(link.peer.epoch), self._geometry.fingerprint, self._geometry.memory),
+            Hello(self._me.envelope(link.peer.epoch), self._fingerprint, self._memory, self._process),
         )
 
     def renew(self, link: ProducerLink, transfer_ids: list[str]) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tandem.kvtransfer.protocol.answers import Answers, Ending
-from tandem.kvtransfer.protocol.handshakes import Handshakes
+from tandem.kvtransfer.protocol.handshakes import ConsumerLink, Handshakes
 from tandem.kvtransfer.protocol.identity import PeerKey
 from tandem.kvtransfer.protocol.ledger import Ledger
 from tandem.kvtransfer.protocol.sending import Destination, Phase, Sending
@@ -77,7 +77,9 @@ class Outgoing:
             self._notify(sending)
         elif sending.phase is Phase.CLOSING and not sending.in_flight:
             destination = sending.destination
-            if destination is None or not self._handshakes.is_leaving(destination.consumer):
+            # What a failed operation may still do is over when its link has been disconnected.
+            failed = destination is not None and destination.link.has_failed
+            if destination is None or not (failed and self._handshakes.is_leaving(destination.link)):
                 self._end(sending)
         if sending.phase is Phase.CLOSED and (sending.request_ended or sending.source is None):
             self._forget(sending)
@@ -92,12 +94,17 @@ class Outgoing:
             sending.phase = Phase.CLOSING
             sending.outcome = outcome
             sending.reason = reason
-            cancel = self._side.transport.cancel
-            sending.in_flight = [write for write in sending.in_flight if not cancel(write.handle)]
+            for write in list(sending.in_flight):
+                if self._side.transport.cancel(write.handle):
+                    sending.over(write)
         self.conclude(sending)
 
     def close_all_to(self, key: PeerKey, outcome: Outcome, reason: str) -> None:
         for sending in self._ledger.to(key):
+            self.close(sending, outcome, reason)
+
+    def close_all_through(self, link: ConsumerLink, outcome: Outcome, reason: str) -> None:
+        for sending in self._ledger.through(link):
             self.close(sending, outcome, reason)
 
     def tick(self) -> None:
@@ -149,7 +156,7 @@ class Outgoing:
         handed_over = sending.outcome is Outcome.SENT
         self._ledger.ended(sending.transfer_id, Ending(sending.reason, handed_over))
         destination = sending.destination
-        if destination is None or self._handshakes.is_dead(destination.consumer):
+        if destination is None or self._handshakes.has_ended(destination.consumer):
             return
         if not handed_over:
             self._side.send(

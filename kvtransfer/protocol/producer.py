@@ -8,7 +8,7 @@ from collections.abc import Callable
 from tandem.kvtransfer.protocol import commands
 from tandem.kvtransfer.protocol.answers import Answers, Ending
 from tandem.kvtransfer.protocol.commands import count_blocks
-from tandem.kvtransfer.protocol.handshakes import Handshakes
+from tandem.kvtransfer.protocol.handshakes import ConsumerLink, Handshakes
 from tandem.kvtransfer.protocol.identity import PeerKey, key_of
 from tandem.kvtransfer.protocol.ledger import Ledger
 from tandem.kvtransfer.protocol.outgoing import Outgoing
@@ -20,7 +20,7 @@ from tandem.kvtransfer.protocol.side import Side
 from tandem.kvtransfer.protocol.statistics import Outcome
 from tandem.kvtransfer.protocol.transport import Activity, Direction
 from tandem.kvtransfer.protocol.writing import Writer
-from tandem.wire.handoff import CancelTransfer, HandoffAccepted, RefusalCode, Refused
+from tandem.wire.handoff import CancelTransfer, HandoffAccepted, RefusalCode
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,6 @@ class Producer:
             settings,
             clock,
             forget=side.forget,
-            lost=self._on_link_replaced,
         )
         self._ledger = Ledger(settings, clock, recorder)
         self._outgoing = Outgoing(
@@ -54,6 +53,7 @@ class Producer:
             settings,
             self._answers,
             clock,
+            side.process,
             to_write=self._writes,
             registered=self._pair,
         )
@@ -168,40 +168,25 @@ class Producer:
             self._ledger.ended(message.transfer_id, over)
         self._answers.closed(message.envelope, message.transfer_id, over)
 
-    def on_refused(self, message: Refused) -> None:
-        """A message of ours reached somebody else than it was for."""
-        if message.code is RefusalCode.WRONG_EPOCH:
-            for link in self._handshakes:
-                key = link.key
-                if key.epoch == message.addressed_epoch and key.is_earlier_than(key_of(message.envelope)):
-                    self.peer_gone(key, "the consumer was started anew")
-
     def _pair(self, sending: Sending) -> None:
         self._outgoing.pair(sending)
         self._pushing.watch(sending)
 
     # ── peers ──
 
-    def silent_peers(self) -> list[tuple[PeerKey, str]]:
-        """Consumers with open transfers that should have renewed by now: (who, endpoint)."""
+    def silent_links(self) -> list[ConsumerLink]:
+        """Those with consumers that have open transfers and should have renewed by now."""
         limit = self._side.clock() - self._side.settings.silent_s
         waiting = {
             sending.destination.consumer
             for sending in self._ledger
             if sending.destination is not None and not sending.is_over
         }
-        return [
-            (link.key, link.endpoint)
-            for link in self._handshakes
-            if link.key in waiting and link.last_heard < limit
-        ]
+        return [link for link in self._handshakes if link.key in waiting and link.last_heard < limit]
 
-    def peer_gone(self, key: PeerKey, reason: str) -> None:
+    def peer_ended(self, key: PeerKey, reason: str) -> None:
         """It is certain that this incarnation does not run any more."""
-        self._handshakes.mark_dead(key)
-        self._outgoing.close_all_to(key, Outcome.PEER_LOST, reason)
-
-    def _on_link_replaced(self, key: PeerKey, reason: str) -> None:
+        self._handshakes.mark_ended(key)
         self._outgoing.close_all_to(key, Outcome.PEER_LOST, reason)
 
     # ── the loop's turn ──
@@ -221,7 +206,6 @@ class Producer:
             sending.request_ended = True
             self._pushing.poll(sending)
             self._outgoing.close(sending, Outcome.SHUTDOWN, "the node shuts down")
-        for link in self._handshakes:
-            self._handshakes.leave(link.key)
+        self._handshakes.leave_all()
         self._pushing.close_idle_links()
         return self._ledger.is_empty and not self._handshakes.has_leaving

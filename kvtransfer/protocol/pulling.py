@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 
 from tandem.kvtransfer.protocol.identity import PeerKey
@@ -73,9 +74,16 @@ class Pulling:
 
     def pump(self) -> Activity:
         activity = Activity.NONE
-        for receiving in self._incoming:
-            if receiving.stage is Stage.READING or receiving.in_flight:
-                self._read_on(receiving)
+        reading = [
+            receiving
+            for receiving in self._incoming
+            if receiving.stage is Stage.READING or receiving.in_flight
+        ]
+        in_flight: Counter[PeerKey] = Counter()
+        for receiving in reading:
+            in_flight[receiving.peer] += sum(receiving.in_flight.values())
+        for receiving in reading:
+            self._read_on(receiving, in_flight)
             if receiving.stage is Stage.READING and receiving.unread:
                 activity = Activity.DUE
             elif receiving.in_flight:
@@ -84,9 +92,9 @@ class Pulling:
             self._reader.close_idle({other.peer for other in self._incoming if other.in_flight})
         return activity
 
-    def _read_on(self, receiving: Receiving) -> None:
+    def _read_on(self, receiving: Receiving, in_flight: Counter[PeerKey]) -> None:
         try:
-            self._reader.advance(receiving)
+            self._reader.advance(receiving, in_flight)
         except TransferError as error:
             logger.warning("reading KV from %s failed: %s", receiving.peer.node_id, error)
             self._broken(receiving.peer, str(error))

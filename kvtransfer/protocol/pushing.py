@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 
 from tandem.kvtransfer.protocol.handshakes import ConsumerLink, Handshakes
-from tandem.kvtransfer.protocol.identity import PeerKey
 from tandem.kvtransfer.protocol.ledger import Ledger
 from tandem.kvtransfer.protocol.outgoing import Outgoing
 from tandem.kvtransfer.protocol.sending import Phase, Sending
@@ -55,11 +54,8 @@ class Pushing:
         try:
             self._writer.poll(sending)
         except TransferError as error:
-            link = self._handshakes.get(sending.destination.consumer) if sending.destination else None
-            if link is not None:
-                self._on_failed(link, error)
-            else:
-                self._outgoing.close(sending, Outcome.MOVE_FAILED, str(error))
+            if sending.destination is not None:
+                self._on_failed(sending.destination.link, error)
 
     def close_idle_links(self) -> None:
         """Whose last write has ended. Transfers that waited for that can end now."""
@@ -68,8 +64,12 @@ class Pushing:
             for sending in self._ledger:
                 self._outgoing.conclude(sending)
 
-    def _in_use(self, key: PeerKey) -> bool:
-        return any(sending.in_flight for sending in self._ledger.to(key))
+    def _in_use(self, link: ConsumerLink) -> bool:
+        """What is in flight is waited for; a link that has not failed also by what still has to be posted."""
+        return any(
+            sending.in_flight or not (link.has_failed or sending.is_over)
+            for sending in self._ledger.through(link)
+        )
 
     def _post(self, sending: Sending) -> None:
         destination = sending.destination
@@ -78,8 +78,8 @@ class Pushing:
         if self._clock() >= destination.lease_until:
             self._outgoing.close(sending, Outcome.LEASE_EXPIRED, "the consumer did not renew its lease")
             return
-        link = self._handshakes.get(destination.consumer)
-        if link is None or link.remote is None:
+        link = destination.link
+        if link.has_failed or link.remote is None:
             self._outgoing.close(sending, Outcome.PEER_LOST, "the consumer is gone")
             return
         try:
@@ -93,5 +93,5 @@ class Pushing:
         """A connection with an error is not trusted again: everything through it ends, and it is closed before
         anybody is told that nothing is in flight."""
         logger.warning("writing KV to %s failed: %s", link.key.node_id, error)
-        self._handshakes.leave(link.key)
-        self._outgoing.close_all_to(link.key, Outcome.MOVE_FAILED, str(error))
+        self._handshakes.fail(link)
+        self._outgoing.close_all_through(link, Outcome.MOVE_FAILED, str(error))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from tandem.kvtransfer.protocol.identity import PeerKey
 from tandem.kvtransfer.protocol.receiving import Receiving
 from tandem.kvtransfer.protocol.settings import Settings
@@ -39,22 +41,26 @@ class Reader:
                 del self._leaving[key]
                 self._transport.disconnect(remote)
 
-    def advance(self, receiving: Receiving) -> None:
-        """Look after what is in flight, post what is next. A TransferError leaves the other handles in flight."""
+    def advance(self, receiving: Receiving, bytes_in_flight: Counter[PeerKey]) -> None:
+        """Look after what is in flight, post what is next. `bytes_in_flight`: all reads from each producer. A
+        TransferError leaves the other handles in flight."""
         self._poll(receiving)
-        if not receiving.unread or len(receiving.in_flight) >= self._settings.max_in_flight:
+        mapping = receiving.mapping
+        if not receiving.unread:
+            return
+        if mapping is None:
+            raise InternalError("a read without a mapping")
+        batch = self._settings.grains_of_a_post(mapping.grain_bytes, mapping.runs_per_grain)
+        in_flight = bytes_in_flight[receiving.peer]
+        if in_flight and in_flight + batch * mapping.grain_bytes > self._settings.max_link_bytes:
             return
         remote = self._remotes.get(receiving.peer)
         if remote is None:
             raise TransferError("the connection with the producer is gone")
-        mapping = receiving.mapping
-        if mapping is None:
-            raise InternalError("a read without a mapping")
-        batch = self._settings.grains_of_a_post(mapping.grain_bytes, mapping.runs_per_grain)
         places = [receiving.unread.pop() for _ in range(min(batch, len(receiving.unread)))]
-        receiving.in_flight.append(
-            self._transport.post(remote, mapping.move(Operation.READ, receiving.transfer_id, places))
-        )
+        move = mapping.move(Operation.READ, receiving.transfer_id, places)
+        receiving.in_flight[self._transport.post(remote, move)] = move.num_bytes
+        bytes_in_flight[receiving.peer] += move.num_bytes
         self._poll(receiving)
 
     def _poll(self, receiving: Receiving) -> None:
@@ -62,7 +68,7 @@ class Reader:
             try:
                 done = self._transport.is_done(handle)
             except TransferError:
-                receiving.in_flight.remove(handle)
+                del receiving.in_flight[handle]
                 raise
             if done:
-                receiving.in_flight.remove(handle)
+                del receiving.in_flight[handle]

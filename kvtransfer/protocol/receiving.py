@@ -11,7 +11,7 @@ from tandem.kvtransfer.protocol.identity import PeerKey
 from tandem.kvtransfer.protocol.mapping import Mapping, Place
 from tandem.kvtransfer.protocol.statistics import Outcome
 from tandem.kvtransfer.protocol.transport import HandleId
-from tandem.wire.handoff import HandoffNotice
+from tandem.wire.handoff import HandoffNotice, ProcessIdentity
 from tandem.wire.tracing import Phase, Span, TransferRecord, TransferTrace
 
 
@@ -21,11 +21,12 @@ class Stage(enum.Enum):
     WAITING = enum.auto()  # for the notice; with push the producer writes meanwhile
     READING = enum.auto()  # pull: we read
     CONFIRMING = enum.auto()  # pull: everything is read; did the producer hold the blocks to the end?
-    CLOSING = enum.auto()  # given up; the blocks are not safe yet
+    CLOSING = enum.auto()  # given up; something may still write to the blocks
 
     @property
     def is_leased(self) -> bool:
-        return self in (Stage.WAITING, Stage.READING, Stage.CONFIRMING)
+        """Whether the producer is asked about it with each renewal. While it is closing, its answers show that it lives."""
+        return self in (Stage.WAITING, Stage.READING, Stage.CONFIRMING, Stage.CLOSING)
 
 
 @dataclasses.dataclass(slots=True)
@@ -36,17 +37,23 @@ class Receiving:
     stage: Stage = Stage.CONNECTING
     # Until when, by our clock, the producer may take our word that it holds a lease: see wire.handoff on stamps.
     leased_until: float | None = None
-    unleased_s: float = 0.0  # for so long have we run since that was over
+    generation: int = 0  # the way to our memory that the producer was told of last: see `ProducerLinks`
+    process: ProcessIdentity | None = None  # the producer's
     connected_at: float | None = None  # we know the producer's memory
     confirmed_at: float | None = None  # the producer has said that it knows our blocks
     asked_at: float = 0.0  # when the last question about this transfer alone was sent
     outcome: Outcome = Outcome.RECEIVED
     reason: str = ""
-    is_safe: bool = False  # CLOSING: nobody else writes to the blocks; our own reads may
+    aborted: bool = False  # the request has ended: its blocks wait for nobody
+    closing_since: float = 0.0
+    is_safe: bool = False  # CLOSING: no peer writes to the blocks; our own reads may
+    quarantined: frozenset[int] | None = None  # blocks that the failure was reported without
     notice: HandoffNotice | None = None  # pull: what is being read
     mapping: Mapping | None = None  # pull: from our blocks to the producer's
     unread: list[Place] = dataclasses.field(default_factory=list)  # the last first
-    in_flight: list[HandleId] = dataclasses.field(default_factory=list)
+    in_flight: dict[HandleId, int] = dataclasses.field(
+        default_factory=dict
+    )  # pull: our reads, and their bytes
 
     @property
     def transfer_id(self) -> str:
@@ -60,10 +67,27 @@ class Receiving:
     def num_blocks(self) -> int:
         return count_blocks(self.command.block_ids)
 
+    def unsafe_blocks(self, block_size: int, valid_tokens: int) -> frozenset[int]:
+        """Those that hold anything after the first `valid_tokens` tokens."""
+        return frozenset(
+            block
+            for first, ids in zip(self.command.first_block, self.command.block_ids, strict=True)
+            for index, block in enumerate(ids, start=first)
+            if block != NULL_BLOCK_ID and index * block_size >= valid_tokens
+        )
+
     @property
     def is_registered(self) -> bool:
         """Whether the producer was ever told of our blocks."""
         return self.leased_until is not None
+
+    def is_registered_before(self, generation: int) -> bool:
+        return self.is_registered and self.generation < generation
+
+    @property
+    def is_left(self) -> bool:
+        """Nothing waits for it but its blocks."""
+        return self.stage is Stage.CLOSING and (self.aborted or self.quarantined is not None)
 
     def extend_lease(self, until: float) -> None:
         self.leased_until = max(self.leased_until or 0.0, until)
@@ -87,7 +111,7 @@ class Receiving:
         )
         return TransferTrace(record, spans)
 
-    def mismatch(self, notice: HandoffNotice, block_bytes: int) -> str | None:
+    def mismatch(self, notice: HandoffNotice, block_bytes: int, vocab_size: int) -> str | None:
         """Why the notice is not about what was asked for; None when it is."""
         mine = self.command
         if notice.num_tokens != mine.num_tokens:
@@ -98,8 +122,8 @@ class Receiving:
             return (
                 f"{notice.num_blocks} blocks of {notice.num_bytes} bytes in all, expected {self.num_blocks}"
             )
-        if not 0 <= notice.first_token < 1 << 31:
-            return f"the first token is {notice.first_token}"
+        if not 0 <= notice.first_token < vocab_size:
+            return f"the first token is {notice.first_token}, and the vocabulary has {vocab_size}"
         return None
 
     def first_blocks(self, mapping: Mapping) -> list[int]:

@@ -92,6 +92,8 @@ class Registrar:
         command = receiving.command
         receiving.asked_at = self._clock()
         receiving.extend_lease(link.leases_until)
+        receiving.generation = self._links.generation
+        receiving.process = link.process
         link.owes(receiving.asked_at)
         self._send(
             link.peer.endpoint,

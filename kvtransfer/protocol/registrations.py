@@ -9,13 +9,14 @@ from tandem.kvtransfer.protocol.geometry import PoolGeometry
 from tandem.kvtransfer.protocol.handshakes import ConsumerLink, Handshakes
 from tandem.kvtransfer.protocol.identity import Clock, key_of
 from tandem.kvtransfer.protocol.ledger import Ledger
-from tandem.kvtransfer.protocol.sending import Destination, Sending
+from tandem.kvtransfer.protocol.sending import Destination, Phase, Sending
 from tandem.kvtransfer.protocol.settings import Settings
 from tandem.kvtransfer.protocol.stamps import LeaseStamps
 from tandem.wire.handoff import (
     DestinationRegistered,
     Hello,
     LeaseRenewed,
+    ProcessIdentity,
     RefusalCode,
     RegisterDestination,
     RenewLease,
@@ -34,6 +35,7 @@ class Registrations:
         settings: Settings,
         answers: Answers,
         clock: Clock,
+        process: ProcessIdentity,
         *,
         to_write: bool,
         registered: Callable[[Sending], None],
@@ -44,6 +46,7 @@ class Registrations:
         self._settings = settings
         self._answers = answers
         self._clock = clock
+        self._process = process
         self._stamps = LeaseStamps(settings.lease_s, clock)
         self._to_write = to_write
         self._registered = registered
@@ -53,13 +56,16 @@ class Registrations:
         if rejection is not None:
             self._answers.refuse(message.envelope, "", rejection.code, rejection.reason)
             return
-        self._handshakes.drop_unused(in_use=lambda key: bool(self._ledger.to(key)))
+        self._handshakes.drop_unused(
+            key_of(message.envelope), in_use=lambda link: bool(self._ledger.through(link))
+        )
         self._answers.say(
             message.envelope,
             Welcome(
                 self._answers.back_to(message.envelope),
                 self._geometry.fingerprint,
                 self._geometry.memory,
+                self._process,
                 self._settings.lease_s,
                 self._stamps.issue(),
             ),
@@ -108,7 +114,7 @@ class Registrations:
         known = sending.destination
         if known is None:
             destination = Destination(
-                consumer=key_of(message.envelope),
+                link=link,
                 endpoint=message.envelope.reply_to,
                 num_tokens=message.num_tokens,
                 token_hash=message.token_hash,
@@ -116,7 +122,6 @@ class Registrations:
                 block_ids=message.block_ids,
                 lease_until=lease_until,
                 registered_at=self._clock(),
-                mapping=link.mapping,
             )
             sending.set_destination(destination, to_write=self._to_write)
         elif known.is_same(message):
@@ -149,7 +154,12 @@ class Registrations:
         for transfer_id in message.transfer_ids:
             sending = self._ledger.get(transfer_id)
             destination = sending.destination if sending is not None else None
-            if sending is None or sending.is_over or destination is None or destination.consumer != key:
+            if (
+                sending is None
+                or destination is None
+                or destination.consumer != key
+                or sending.phase is Phase.CLOSED
+            ):
                 unknown.append(transfer_id)
             elif lease_until is not None:
                 destination.lease_until = max(destination.lease_until, lease_until)

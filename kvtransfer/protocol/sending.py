@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from tandem.kvtransfer.base import NULL_BLOCK_ID
 from tandem.kvtransfer.protocol.commands import BlockTable, PlanSend, count_blocks
+from tandem.kvtransfer.protocol.handshakes import ConsumerLink
 from tandem.kvtransfer.protocol.identity import PeerKey, key_of
 from tandem.kvtransfer.protocol.mapping import Mapping, Place
 from tandem.kvtransfer.protocol.statistics import Outcome
@@ -34,7 +35,7 @@ class Phase(enum.Enum):
 
 @dataclasses.dataclass(slots=True)
 class Destination:
-    consumer: PeerKey
+    link: ConsumerLink
     endpoint: str
     num_tokens: int
     token_hash: bytes
@@ -42,7 +43,14 @@ class Destination:
     block_ids: BlockTable
     lease_until: float
     registered_at: float
-    mapping: Mapping
+
+    @property
+    def consumer(self) -> PeerKey:
+        return self.link.key
+
+    @property
+    def mapping(self) -> Mapping:
+        return self.link.mapping
 
     def positions(self) -> list[Position]:
         """Every grain that has tokens of the request and a block over there."""
@@ -293,9 +301,20 @@ class Sending:
             and self.layers is None
         )
 
-    def settle(self, write: Write, now: float) -> None:
-        """A write is over."""
+    def posted(self, write: Write) -> None:
+        self.in_flight.append(write)
+        if self.destination is not None:
+            self.destination.link.bytes_in_flight += write.num_bytes
+
+    def over(self, write: Write) -> None:
+        """It is no longer in flight, whatever became of it."""
         self.in_flight.remove(write)
+        if self.destination is not None:
+            self.destination.link.bytes_in_flight -= write.num_bytes
+
+    def settle(self, write: Write, now: float) -> None:
+        """A write has arrived."""
+        self.over(write)
         if write.tainted:
             self._put_back()
         else:

@@ -15,17 +15,18 @@ class Settings(msgspec.Struct, frozen=True):
     retry_s: float = 0.25  # an unanswered question is asked again
     renew_s: float = 1.0
     silent_s: float = 2.0  # a peer that owes an answer for so long is probed
-    margin_s: float = 0.5  # between the end of a lease by our clock and the reuse of its blocks
+    margin_s: float = 0.5  # what a process that has ended had sent has certainly been received after so long
     keep_link_s: float = 600.0  # with a peer that nothing goes to: it may be gone for good
     tick_s: float = 0.05  # deadlines are looked at this often while there are any
-    max_post_bytes: int = (
-        32 << 20
-    )  # one write or read; larger ones are split, so that a lease is checked in between
+    # One write or read; larger ones are split, so that a lease is checked in between.
+    max_post_bytes: int = 32 << 20
+    # All writes, or all reads, that are in flight between two nodes. They cannot be taken back: over a slow link this
+    # is how long a transfer that was given up keeps its blocks.
+    max_link_bytes: int = 64 << 20
     max_post_runs: int = (
         16_384  # descriptors of one post, where a block is not one run of bytes on both sides
     )
     layerwise_posts: int = 10  # a chunk that goes layer by layer is split into about so many writes
-    max_in_flight: int = 4  # writes or reads of one transfer at a time
     max_early_registrations: int = 4096
     max_remembered: int = 16_384  # ids of closed transfers
 

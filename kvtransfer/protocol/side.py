@@ -12,6 +12,7 @@ from tandem.kvtransfer.protocol.identity import Clock, Identity
 from tandem.kvtransfer.protocol.settings import Settings
 from tandem.kvtransfer.protocol.statistics import Recorder
 from tandem.kvtransfer.protocol.transport import Direction, Transport
+from tandem.wire.handoff import ProcessIdentity
 
 Send = Callable[[str, msgspec.Struct], None]
 """To an endpoint. Never blocks."""
@@ -31,3 +32,4 @@ class Side:
     forget: Forget
     clock: Clock
     recorder: Recorder
+    process: ProcessIdentity

@@ -83,6 +83,11 @@ class Recorder:
             if len(self._traces) > REMEMBERED_TRACES:
                 self._traces.popitem(last=False)
 
+    def quarantined(self, blocks: int) -> None:
+        """Blocks that entered quarantine, or left it when negative."""
+        with self._lock:
+            self._stats.quarantined_blocks += blocks
+
     def refused(self, why: str) -> None:
         with self._lock:
             self._refused[why] += 1
@@ -120,6 +125,7 @@ class Recorder:
                 leases_expired=stats.leases_expired,
                 malformed_frames=malformed_frames,
                 in_progress=stats.in_progress,
+                quarantined_blocks=stats.quarantined_blocks,
                 bytes_overlapped=stats.bytes_overlapped,
                 refused=dict(self._refused),
                 blocks_freed=dict(self._freed),

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tandem.kvtransfer.base import KVCacheMemory
-from tandem.wire.handoff import CacheMemory
+from tandem.wire.handoff import CacheMemory, ProcessIdentity
 
 RemoteId = NewType("RemoteId", int)
 HandleId = NewType("HandleId", int)
@@ -104,5 +104,22 @@ class Transport(abc.ABC):
     def expect(self, transfer_id: str, blocks: Sequence[int]) -> None:
         """From now on a peer may write to these blocks of ours, for this transfer. Any thread of ours may ask."""
 
-    def expect_no_more(self, transfer_id: str) -> None:
-        """When this returns, no write for this transfer lands here any more."""
+    def expect_no_more(self, transfer_id: str) -> bool:
+        """True: from now on no write for this transfer lands here. False: this transport cannot refuse one."""
+        return False
+
+    # A transport that writes to memory from outside can at least close the way that the writes take.
+
+    def reopen(self) -> CacheMemory | None:
+        """Make our KV cache reachable in another way as well; peers are told of it and use it from then on. None: there
+        is only one way."""
+        return None
+
+    def close_earlier(self) -> bool:
+        """Close every way to our KV cache but the newest: whatever peers have posted to them lands nowhere any more.
+        False: not now, because moves of our own still need one."""
+        return False
+
+    def shuts_out(self, peer: ProcessIdentity) -> bool:
+        """Whether `close_earlier` stops the writes of this peer."""
+        return False

@@ -22,6 +22,7 @@ from tandem.kvtransfer.protocol.geometry import PoolGeometry
 from tandem.kvtransfer.protocol.identity import Identity
 from tandem.kvtransfer.protocol.loop import ProtocolLoop
 from tandem.kvtransfer.protocol.options import ProtocolOptions
+from tandem.kvtransfer.protocol.processes import has_ended, this_process
 from tandem.kvtransfer.protocol.settings import Settings
 from tandem.kvtransfer.protocol.side import Side
 from tandem.kvtransfer.protocol.statistics import Recorder
@@ -99,11 +100,15 @@ class WorkerHalf(WorkerConnector):
             forget=self._channel.forget,
             clock=time.monotonic,
             recorder=self._recorder,
+            process=this_process(),
         )
         endpoint = Endpoint(
             side,
-            nobody_listens=self._channel.nobody_listens,
-            outcomes=Outcomes(self._finished_sending, self._finished_recving, self._failed_recving),
+            refuses=self._channel.refuses,
+            has_ended=has_ended,
+            outcomes=Outcomes(
+                self._finished_sending, self._finished_recving, self._failed_recving, self._released_blocks
+            ),
         )
         self._loop.start(endpoint)
 
@@ -164,6 +169,11 @@ class WorkerHalf(WorkerConnector):
     def _failed_recving(self, request_id: str, failure: LoadFailure) -> None:
         with self._lock:
             self._output.failed_recving[request_id] = failure
+        self._context.wake()
+
+    def _released_blocks(self, blocks: frozenset[int]) -> None:
+        with self._lock:
+            self._output.released_blocks |= blocks
         self._context.wake()
 
     # ── any thread ──

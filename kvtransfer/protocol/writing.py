@@ -28,7 +28,13 @@ class Writer:
         self._recorder = recorder
 
     def can_post(self, sending: Sending) -> bool:
-        return sending.has_due and len(sending.in_flight) < self._settings.max_in_flight
+        """One more post fits into what may be in flight to this consumer."""
+        destination = sending.destination
+        if destination is None or not sending.has_due:
+            return False
+        in_flight = destination.link.bytes_in_flight
+        post = self._batch(destination.mapping) * destination.mapping.grain_bytes
+        return not in_flight or in_flight + post <= self._settings.max_link_bytes
 
     def computing(self, sending: Sending, num_tokens: int, slots: int) -> None:
         """The first `slots` layers of a chunk that ends at `num_tokens` have been computed."""
@@ -65,9 +71,7 @@ class Writer:
         if sending.first_posted_at is None:
             sending.first_posted_at = now
             sending.tally.first_byte_s = now - max(destination.registered_at, sending.created_at)
-        sending.in_flight.append(
-            Write(handle, positions, now, move.num_bytes, len(move.local), slots, is_last)
-        )
+        sending.posted(Write(handle, positions, now, move.num_bytes, len(move.local), slots, is_last))
         self.poll(sending)
 
     def poll(self, sending: Sending) -> None:
@@ -76,7 +80,7 @@ class Writer:
             try:
                 done = self._transport.is_done(write.handle)
             except TransferError:
-                sending.in_flight.remove(write)
+                sending.over(write)
                 raise
             if done:
                 self._settle(sending, write)

@@ -114,7 +114,7 @@ class FakeEngine:
         self.planner, self.mover = find_connector(connector)(
             ConnectorContext(node_id, epoch, "127.0.0.1", block_size, config, self._woken.set)
         )
-        self.mover.register_kv_caches(KVCacheMemory(self.cache, "fake", SLOTS, 1))
+        self.mover.register_kv_caches(KVCacheMemory(self.cache, "fake", SLOTS, 1, 1000))
 
     # ── what a test asks for ──
 

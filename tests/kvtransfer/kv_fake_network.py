@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -23,7 +23,7 @@ from tandem.kvtransfer.protocol.statistics import Recorder
 from tandem.kvtransfer.protocol.transport import Activity, Direction, HandleId, Operation, RemoteId, Transport
 from tandem.kvtransfer.protocol.transport import Move as TransportMove
 from tandem.wire.errors import TransferError
-from tandem.wire.handoff import CacheFingerprint, CacheMemory, HandoffMessage
+from tandem.wire.handoff import CacheFingerprint, CacheMemory, HandoffMessage, ProcessIdentity
 from tandem.wire.nodes import PeerAddress
 
 BLOCK_SIZE = 4
@@ -40,8 +40,9 @@ SETTINGS = Settings(
     margin_s=0.5,
     retry_s=0.25,
     max_post_bytes=2 * BLOCK_BYTES,
-    max_in_flight=2,
+    max_link_bytes=4 * BLOCK_BYTES,
 )
+VOCAB_SIZE = 1000
 
 
 class Memory:
@@ -90,12 +91,17 @@ class Move:
     node: Node
     operation: Operation
     peer: str
+    way: int  # which of the ways to the peer's memory it takes
     local: list[int]  # blocks, once for each unit
     remote: list[int]
     local_cells: list[int]
     remote_cells: list[int]
-    posted_at: float
+    done_at: float
     state: str = "moving"
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.local_cells) * CELL_BYTES
 
 
 class FakeTransport(Transport):
@@ -105,9 +111,10 @@ class FakeTransport(Transport):
         self.world = world
         self.node = node
         self.moves: dict[HandleId, Move] = {}
-        self.remotes: dict[RemoteId, str] = {}
+        self.remotes: dict[RemoteId, tuple[str, int]] = {}
         self.ids = itertools.count(1)
         self.refuses = False
+        self.ways = [0]  # to our memory; what takes another one lands nowhere
 
     def register(self, memory: object) -> CacheMemory:
         raise NotImplementedError
@@ -116,12 +123,13 @@ class FakeTransport(Transport):
         if self.refuses:
             raise TransferError("no way there")
         remote = RemoteId(next(self.ids))
-        self.remotes[remote] = memory.agent_metadata.decode()
+        name, _, way = memory.agent_metadata.decode().partition("#")
+        self.remotes[remote] = (name, int(way or 0))
         return remote
 
     def disconnect(self, remote: RemoteId) -> None:
-        name = self.remotes.pop(remote)
-        assert not any(move.peer == name for move in self.moves.values()), (
+        gone = self.remotes.pop(remote)
+        assert not any((move.peer, move.way) == gone for move in self.moves.values()), (
             "disconnected with a handle in flight"
         )
 
@@ -133,7 +141,12 @@ class FakeTransport(Transport):
             [first * unit + cell for first in units.tolist() for cell in range(unit)]
             for units in (move.local, move.remote)
         )
-        peer = self.world.nodes.get(self.remotes[remote])
+        name, way = self.remotes[remote]
+        in_flight = sum(
+            other.num_bytes for other in self.moves.values() if (other.peer, other.way) == (name, way)
+        )
+        assert not in_flight or in_flight + move.num_bytes <= SETTINGS.max_link_bytes
+        peer = self.world.nodes.get(name)
         their_cells = peer.memory.cells_per_block if peer else self.node.memory.cells_per_block
         local_blocks = [cell // self.node.memory.cells_per_block for cell in local_cells]
         remote_blocks = [cell // their_cells for cell in remote_cells]
@@ -143,12 +156,13 @@ class FakeTransport(Transport):
         self.moves[handle] = Move(
             self.node,
             move.operation,
-            self.remotes[remote],
+            name,
+            way,
             local_blocks,
             remote_blocks,
             local_cells,
             remote_cells,
-            self.world.now,
+            self.world.now + self.world.move_s(),
         )
         return handle
 
@@ -166,6 +180,23 @@ class FakeTransport(Transport):
             return False
         del self.moves[handle]
         return True
+
+    def expect_no_more(self, transfer_id: str) -> bool:
+        return self.world.late_writes_are_refused
+
+    def reopen(self) -> CacheMemory | None:
+        if not self.world.ways_can_be_closed:
+            return None
+        self.ways.append(self.ways[-1] + 1)
+        memory = self.node.geometry.memory
+        return msgspec.structs.replace(memory, agent_metadata=f"{self.node.name}#{self.ways[-1]}".encode())
+
+    def close_earlier(self) -> bool:
+        del self.ways[:-1]
+        return True
+
+    def shuts_out(self, peer: ProcessIdentity) -> bool:
+        return not self.world.same_machine
 
     def close(self) -> None:
         pass
@@ -199,6 +230,7 @@ class Receive:
     blocks: list[int]
     finished: Handoff | None = None
     failed: LoadFailure | None = None
+    quarantined: set[int] = dataclasses.field(default_factory=set)
 
     @property
     def over(self) -> bool:
@@ -232,7 +264,7 @@ class Node:
         self.sends: dict[str, Send] = {}
         self.receives: dict[str, Receive] = {}
         self.frozen = False
-        self.stood_still_until = 0.0
+        self.process = ProcessIdentity(f"machine of {name}", 1, epoch, 0)
         memory = CacheMemory(
             name.encode(), "DRAM", 0, 4096, NUM_BLOCKS, self.memory.cells_per_block * CELL_BYTES
         )
@@ -248,7 +280,11 @@ class Node:
             num_slots=SLOTS,
         )
         self.geometry = PoolGeometry(
-            msgspec.structs.replace(fingerprint, **(cache or {})), memory, block_size, num_groups=1
+            msgspec.structs.replace(fingerprint, **(cache or {})),
+            memory,
+            block_size,
+            num_groups=1,
+            vocab_size=VOCAB_SIZE,
         )
         side = Side(
             self.identity,
@@ -260,11 +296,13 @@ class Node:
             forget=world.forget,
             clock=self.clock,
             recorder=self.recorder,
+            process=self.process,
         )
         self.endpoint = Endpoint(
             side,
-            nobody_listens=lambda address: address in world.closed_addresses,
-            outcomes=Outcomes(self._sent, self._received, self._failed),
+            refuses=lambda address: address in world.closed_addresses,
+            has_ended=lambda process: process in world.ended,
+            outcomes=Outcomes(self._sent, self._received, self._failed, self._released),
         )
 
     def clock(self) -> float:
@@ -397,7 +435,23 @@ class Node:
         receive = self.receives[request_id]
         assert not receive.over, "a receive ended twice"
         receive.failed = failure
-        self.release(receive.blocks)
+        valid = min(failure.valid_tokens, len(receive.tokens))
+        assert self.memory.is_right(receive.blocks, receive.tokens[:valid]), (
+            "wrong bytes were said to be right"
+        )
+        receive.quarantined = set(failure.unsafe_blocks)
+        assert receive.quarantined <= set(receive.blocks)
+        assert not receive.quarantined & set(receive.blocks[: -(-valid // self.block_size)])
+        self.release([block for block in receive.blocks if block not in receive.quarantined])
+        receive.blocks = []
+
+    def _released(self, blocks: frozenset[int]) -> None:
+        for receive in self.receives.values():
+            if receive.quarantined == blocks:
+                receive.quarantined = set()
+                self.release(list(blocks))
+                return
+        raise AssertionError(f"blocks left quarantine that were not in it: {sorted(blocks)}")
 
     def owns(self, block: int) -> bool:
         return block not in self.free
@@ -408,8 +462,13 @@ class World:
         self.now = 1000.0
         self.network: list[tuple[str, msgspec.Struct]] = []
         self.closed_addresses: set[str] = set()
+        self.ended: set[ProcessIdentity] = set()
         self.forgotten: list[str] = []
-        self.move_s = SETTINGS.margin_s / 4
+        self.move_s: Callable[[], float] = lambda: SETTINGS.margin_s / 4
+        self.stalled = False  # nothing that was posted gets any further
+        self.ways_can_be_closed = True
+        self.late_writes_are_refused = False
+        self.same_machine = False
         self.nodes: dict[str, Node] = {}
         self.direction = direction
         self.moves_can_be_taken_back = False
@@ -425,6 +484,13 @@ class World:
     ) -> Node:
         self.nodes[name] = Node(self, name, epoch, skew, self.direction, cache, block_size)
         return self.nodes[name]
+
+    def kill(self, name: str, *, proven: bool = True) -> None:
+        """A process ends, and with it what it had posted. `proven`: its peers can see that."""
+        node = self.nodes.pop(name)
+        self.closed_addresses.add(node.identity.endpoint)
+        if proven:
+            self.ended.add(node.process)
 
     # ── network ──
 
@@ -472,9 +538,13 @@ class World:
         peer = self.nodes.get(move.peer)
         pairs = list(zip(move.local_cells, move.remote_cells, strict=True))
         move.state = "failed" if failed else "done"
-        if peer is None:
+        if peer is None or (move.operation is Operation.WRITE and move.way not in peer.transport.ways):
             move.state = "failed"
             return
+        if move.operation is Operation.WRITE and self.late_writes_are_refused:
+            ours = [receive for receive in peer.receives.values() if not receive.over]
+            if not any(set(move.remote) <= set(receive.blocks) for receive in ours):
+                return
         for local, remote in pairs[: len(pairs) // 2] if failed else pairs:
             if move.operation is Operation.WRITE:
                 assert peer.owns(remote // peer.memory.cells_per_block), (
@@ -495,23 +565,25 @@ class World:
                         break
 
     def advance(self, seconds: float) -> None:
-        """Time passes; no posted move takes longer than a part of the margin in which the peer's process, which may have to
-        carry it out, runs: see the consumer's docstring."""
+        """Time passes, and with it what was posted gets there, unless the links stall."""
         until = self.now + seconds
         while self.now < until:
-            for node in self.nodes.values():
-                if node.frozen:
-                    node.stood_still_until = self.now
-            for move in self.moves():
-                peer = self.nodes.get(move.peer)
-                began = max(move.posted_at, peer.stood_still_until if peer is not None else 0.0)
-                if self.now - began > self.move_s:
-                    self.complete(move)
+            if not self.stalled:
+                for move in self.moves():
+                    if self.now > move.done_at:
+                        self.complete(move)
             self.pump()
             self.now = min(until, self.now + SETTINGS.tick_s)
             for node in list(self.nodes.values()):
                 if not node.frozen:
                     node.endpoint.tick()
+
+    def settle_messages(self, seconds: float) -> None:
+        """A healthy network for messages; what was posted takes its time."""
+        until = self.now + seconds
+        while self.now < until:
+            self.deliver_all()
+            self.advance(SETTINGS.tick_s)
 
     def settle(self, seconds: float) -> None:
         """A healthy network for so long."""

@@ -28,7 +28,7 @@ def pool(sizes: dict[str, int], block_size: int, axes: list[str], dtype: torch.d
 
 
 def geometry(tensor: torch.Tensor) -> PoolGeometry:
-    cache = KVCacheMemory(tensor, "m", tensor.shape[1], 1)
+    cache = KVCacheMemory(tensor, "m", tensor.shape[1], 1, 1000)
     memory = CacheMemory(b"x", "DRAM", 0, 4096, NUM_BLOCKS, cache.block_bytes)
     return PoolGeometry.of(cache, memory, "test/push")
 

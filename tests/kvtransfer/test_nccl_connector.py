@@ -38,7 +38,7 @@ FAST = NcclOptions(connect_timeout_s=1.0, move_timeout_s=1.0, idle_s=60.0)
 class Side:
     def __init__(self, name: str, options: NcclOptions = FAST) -> None:
         self.tensor = torch.zeros(BLOCKS, 2, 2, 1, 4, 8)
-        self.cache = KVCacheMemory(self.tensor, "fake", 2, 1)
+        self.cache = KVCacheMemory(self.tensor, "fake", 2, 1, 1000)
         self.transport = NcclTransport(name, "127.0.0.1", options)
         self.memory = self.transport.register(self.cache)
 

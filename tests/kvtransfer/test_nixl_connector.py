@@ -34,7 +34,7 @@ def transport() -> Iterator[NixlTransport]:
 
 
 def memory(blocks: int = 8) -> KVCacheMemory:
-    return KVCacheMemory(torch.zeros(blocks, 2, 2, 1, 4, 8), "fake", 2, 1)
+    return KVCacheMemory(torch.zeros(blocks, 2, 2, 1, 4, 8), "fake", 2, 1, 1000)
 
 
 def test_blocks_move_between_two_agents(transport: NixlTransport) -> None:

@@ -22,6 +22,8 @@ from tandem.wire.handoff import (
     HandoffAccepted,
     HandoffMessage,
     HandoffNotice,
+    RefusalCode,
+    Refused,
     RegisterDestination,
     TransferClosed,
 )
@@ -42,6 +44,8 @@ class History:
     ) -> None:
         self.world = World(direction)
         self.world.moves_can_be_taken_back = moves_can_be_taken_back
+        # Up to three leases: no rule may count on how long a posted move takes.
+        self.world.move_s = lambda: self.pick([0.05, 0.3, 1.0, SETTINGS.lease_s, 3 * SETTINGS.lease_s])
         self.producer: Node = self.world.add("p", 11, block_size=block_sizes[0])
         self.consumer: Node = self.world.add("c", 22, skew, block_size=block_sizes[1])
         self._choose = choose
@@ -67,6 +71,8 @@ class History:
             (3, self._time_passes),
             (1, self._much_time_passes),
             (1, self._freeze_or_thaw),
+            (1, self._links_stall_or_go_on),
+            (1, self._address_refuses_or_accepts),
         ]
         if self._count < REQUESTS:
             events.append((4, self._a_request))
@@ -185,6 +191,8 @@ class History:
                     ),
                     ("tcp://c", TransferClosed(envelope(21), transfer, "forged", True)),
                     ("tcp://p", HandoffAccepted(envelope(12), transfer)),
+                    ("tcp://c", Refused(envelope(22), "", RefusalCode.WRONG_EPOCH, "forged", 11)),
+                    ("tcp://p", Refused(envelope(11), "", RefusalCode.WRONG_EPOCH, "forged", 22)),
                 ]
             )
         )
@@ -201,11 +209,21 @@ class History:
         node = self.pick([self.producer, self.consumer])
         node.frozen = not node.frozen
 
+    def _links_stall_or_go_on(self) -> None:
+        self.world.stalled = not self.world.stalled
+
+    def _address_refuses_or_accepts(self) -> None:
+        """As with a firewall: the nodes live, and their other links do."""
+        self.world.closed_addresses ^= {self.pick(["tcp://p", "tcp://c"])}
+
     # ── the end ──
 
     def end(self) -> None:
         """Left alone with a healthy network, everything comes to its end, and every block comes back."""
         self.producer.frozen = self.consumer.frozen = False
+        self.world.stalled = False
+        self.world.closed_addresses.clear()
+        self.world.move_s = lambda: 0.05
         for send in self.open_sends():
             if send.computing is not None:
                 self.producer.end_computing(send)

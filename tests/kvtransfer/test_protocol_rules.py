@@ -25,6 +25,9 @@ from tandem.wire.handoff import (
     HandoffAccepted,
     HandoffNotice,
     Hello,
+    ProcessIdentity,
+    RefusalCode,
+    Refused,
     RegisterDestination,
     RenewLease,
     TransferClosed,
@@ -520,43 +523,34 @@ def test_what_was_read_after_the_lease_had_ended_is_not_believed(pull: Pair) -> 
     assert pull.nothing_is_left()
 
 
-@pytest.mark.parametrize("move_s", [SETTINGS.margin_s / 4, SETTINGS.lease_s / 2])
+@pytest.mark.parametrize("move_s", [SETTINGS.margin_s / 4, SETTINGS.lease_s / 2, 3 * SETTINGS.lease_s])
 @pytest.mark.parametrize("stood_still_s", [SETTINGS.lease_s / 2, SETTINGS.lease_s + 1.0])
-def test_what_was_written_while_the_consumer_stood_still_lands_in_blocks_that_are_still_its_own(
-    push: Pair, stood_still_s: float, move_s: float
+@pytest.mark.parametrize("who", ["consumer", "producer", "both"])
+def test_what_was_written_while_a_node_stood_still_lands_in_blocks_that_nothing_else_uses(
+    push: Pair, stood_still_s: float, move_s: float, who: str
 ) -> None:
     """By TCP it is the consumer's own process that carries out what it finds in its sockets."""
-    push.world.move_s = move_s
+    push.world.move_s = lambda: move_s
     receive, send = in_flight_write(push)
-    push.consumer.frozen = True
+    stopped = {"consumer": [push.consumer], "producer": [push.producer]}.get(
+        who, [push.consumer, push.producer]
+    )
+    for node in stopped:
+        node.frozen = True
     push.world.advance(stood_still_s)
-    push.producer.abandon_send(send)
+    if push.producer not in stopped:
+        push.producer.abandon_send(send)
     push.world.advance(SETTINGS.margin_s)
-    assert push.world.moves()
-    push.consumer.frozen = False
-    while push.world.moves():  # World sees where they land
+    for node in stopped:
+        node.frozen = False
+    if not send.ended:
+        push.producer.abandon_send(send)
+    until = push.world.now + 4 * SETTINGS.lease_s
+    while push.world.now < until:  # World sees where they land
         push.world.advance(SETTINGS.tick_s)
         push.world.deliver_all()
-    push.world.advance(SETTINGS.tick_s)
-    push.world.deliver_all()
     assert receive.failed is not None
     assert push.nothing_is_left()
-
-
-def test_what_was_written_while_both_stood_still_lands_in_blocks_that_are_still_the_consumers(
-    push: Pair,
-) -> None:
-    receive, _ = in_flight_write(push)
-    push.producer.frozen = True
-    push.world.move_s = 2 * SETTINGS.lease_s
-    push.world.advance(SETTINGS.lease_s - 0.2)
-    push.consumer.frozen = True
-    push.world.advance(SETTINGS.margin_s + 0.4)
-    push.world.move_s = SETTINGS.margin_s / 4
-    push.consumer.frozen = False
-    push.world.advance(2 * SETTINGS.margin_s)
-    assert not push.world.moves()
-    assert receive.failed is not None
 
 
 def test_a_registration_that_was_doubled_and_comes_late_ends_nothing(pair: Pair) -> None:
@@ -578,26 +572,40 @@ def test_a_registration_that_was_doubled_and_comes_late_ends_nothing(pair: Pair)
 # ── peers ──
 
 
-def test_a_dead_producer_is_noticed_before_its_lease_ends(pair: Pair) -> None:
+def test_the_proven_end_of_a_producers_process_frees_its_blocks_before_its_lease_ends(pair: Pair) -> None:
     receive, _ = pair.receive(), pair.send()
     pair.world.settle(0.2)
-    del pair.world.nodes["p"]
-    pair.world.closed_addresses.add("tcp://p")
-    pair.world.advance(SETTINGS.renew_s + SETTINGS.silent_s + 0.2)
+    pair.world.kill("p")
+    pair.world.advance(SETTINGS.renew_s + SETTINGS.silent_s + 2 * SETTINGS.margin_s + 0.2)
     assert receive.failed is not None
-    assert "nobody listens" in receive.failed.reason
+    assert "its process has ended" in receive.failed.reason
+    assert not receive.failed.unsafe_blocks
     assert pair.outcomes()[1] == {"peer_lost": 1}
 
 
-def test_a_dead_consumer_is_noticed_before_its_lease_ends(pair: Pair) -> None:
+def test_the_proven_end_of_a_consumers_process_frees_the_producers_blocks_before_the_lease_ends(
+    pair: Pair,
+) -> None:
     _computed(pair)
     pair.world.deliver_all()
     pair.move_everything()
-    del pair.world.nodes["c"]
-    pair.world.closed_addresses.add("tcp://c")
+    pair.world.kill("c")
     pair.world.advance(SETTINGS.silent_s + 0.5)
     assert pair.producer.sends["r1"].reported == 1
     assert pair.outcomes()[0] == {"peer_lost": 1}
+
+
+@pytest.mark.parametrize("victim", ["p", "c"])
+def test_a_dead_peer_whose_end_nothing_proves_costs_a_lease(pair: Pair, victim: str) -> None:
+    _computed(pair)
+    pair.world.deliver_all()
+    pair.move_everything()
+    pair.world.kill(victim, proven=False)
+    pair.world.advance(SETTINGS.lease_s + SETTINGS.renew_s)
+    survivor = pair.consumer if victim == "p" else pair.producer
+    pair.world.advance(SETTINGS.lease_s)
+    assert len(survivor.free) == len(survivor.memory) - 1
+    assert survivor.endpoint.is_idle
 
 
 def test_a_producer_restarted_at_the_same_address_fails_the_transfer_at_once(pair: Pair) -> None:
@@ -608,7 +616,7 @@ def test_a_producer_restarted_at_the_same_address_fails_the_transfer_at_once(pai
     pair.world.advance(SETTINGS.renew_s + 0.2)
     pair.world.deliver_all()
     assert receive.failed is not None
-    assert "started anew" in receive.failed.reason
+    assert "another incarnation" in receive.failed.reason
     assert pair.refused(reborn)["wrong_epoch"] >= 1
     # And the new incarnation is worked with at once.
     pair.producer = reborn
@@ -621,27 +629,174 @@ def test_a_producer_restarted_at_the_same_address_fails_the_transfer_at_once(pai
     assert old.recorder.snapshot(0).outcomes == {}
 
 
-def test_a_consumer_restarted_at_the_same_address_frees_the_producer_at_once(pair: Pair) -> None:
-    _computed(pair)
-    pair.move_everything()
-    pair.world.network.clear()
-    reborn = pair.world.add("c", 23)
-    pair.consumer = reborn
-    pair.receive(name="r2")
-    pair.world.deliver_all()
-    assert pair.producer.sends["r1"].reported == 1
-    assert pair.outcomes()[0] == {"peer_lost": 1}
-
-
-def test_a_consumer_restarted_with_nothing_to_receive_frees_the_producer_when_it_is_told(pair: Pair) -> None:
+@pytest.mark.parametrize("has_something_to_receive", [True, False])
+def test_a_consumer_restarted_at_the_same_address_frees_the_producer_when_its_lease_ends(
+    pair: Pair, has_something_to_receive: bool
+) -> None:
     _computed(pair)
     pair.move_everything()
     pair.world.network.clear()
     pair.consumer = pair.world.add("c", 23)
-    pair.world.advance(SETTINGS.retry_s + 0.1)  # the notice again
+    if has_something_to_receive:
+        pair.receive(name="r2")
     pair.world.deliver_all()
+    assert pair.producer.sends["r1"].reported == 0
+    pair.world.settle(SETTINGS.lease_s)
     assert pair.producer.sends["r1"].reported == 1
-    assert pair.outcomes()[0] == {"peer_lost": 1}
+    assert pair.outcomes()[0] == {"lease_expired": 1}
+
+
+# ── evidence ──
+
+
+def test_a_refused_connection_frees_nothing(push: Pair) -> None:
+    push.world.move_s = lambda: 10.0
+    receive, _ = in_flight_write(push)
+    push.world.closed_addresses.add("tcp://p")
+    push.world.ways_can_be_closed = False
+    push.world.advance(6.0)
+    assert receive.failed is not None, "its request goes on without it"
+    assert "refuses connections" in receive.failed.reason
+    assert receive.failed.unsafe_blocks
+    assert push.consumer.recorder.snapshot(0).quarantined_blocks == 6
+    push.world.advance(6.0)  # the write lands, and World sees where
+    assert receive.quarantined
+    push.world.closed_addresses.clear()
+    push.producer.abandon_send(push.producer.sends["r1"])
+    push.world.settle(2 * SETTINGS.renew_s)
+    assert not receive.quarantined
+    assert push.nothing_is_left()
+
+
+@pytest.mark.parametrize("target", ["p", "c"])
+def test_a_forged_refusal_frees_nothing(push: Pair, target: str) -> None:
+    receive, send = in_flight_write(push)
+    push.world.network.clear()
+    name, mine, other = ("p", 22, 11) if target == "c" else ("c", 11, 22)
+    forged = Refused(Envelope(name, 999, mine, "tcp://x"), "", RefusalCode.WRONG_EPOCH, "x", other)
+    push.world.network.append((f"tcp://{target}", forged))
+    push.world.deliver_all()
+    assert send.reported == 0
+    assert len(push.consumer.free) == len(push.consumer.memory) - 1 - 6
+    push.world.settle(2.0)  # World sees where the write lands
+    push.producer.abandon_send(send)
+    push.world.settle(2.0)
+    assert receive.over
+    assert push.nothing_is_left()
+    served(push, "r2")
+
+
+def test_a_refusal_does_not_tell_the_epoch(pair: Pair) -> None:
+    pair.world.network.append(("tcp://c", RenewLease(Envelope("x", 1, 0, "tcp://x"), 0, [])))
+    pair.world.deliver()
+    [(to, refused)] = pair.world.network
+    assert to == "tcp://x"
+    assert isinstance(refused, Refused)
+    assert "22" not in str(msgspec.to_builtins(refused))
+
+
+def test_a_forged_hello_holds_no_consumer_for_dead(pair: Pair) -> None:
+    receive, send = pair.receive(), pair.send()
+    pair.world.deliver_all()
+    own = pair.consumer.geometry
+    forged = Hello(
+        Envelope("c", 99, 11, "tcp://x"), own.fingerprint, own.memory, ProcessIdentity("elsewhere", 1, 1, 1)
+    )
+    pair.world.network.append(("tcp://p", forged))
+    pair.world.deliver_all()
+    pair.producer.compute(send, 30)
+    pair.producer.finish_send(send)
+    pair.world.settle(0.3)
+    assert receive.finished
+    served(pair, "r2")
+
+
+# ── slow writes ──
+
+
+@pytest.mark.parametrize("move_s", [0.1, 2.0, 3.3, 4.5, 9.0])
+@pytest.mark.parametrize("how", ["abort", "time-out", "silence"])
+def test_a_slow_write_lands_in_blocks_that_nothing_else_uses(push: Pair, how: str, move_s: float) -> None:
+    push.world.move_s = lambda: move_s
+    receive, send = push.receive(), push.send()
+    push.world.deliver_all()
+    push.producer.compute(send, 22)
+    push.world.pump()
+    push.world.advance(0.2)
+    push.world.deliver_all()
+    if how == "abort":
+        push.consumer.endpoint.execute(CancelReceive("r1"))
+    if how == "time-out":
+        push.producer.frozen = False
+    until = push.world.now + SETTINGS.timeout_s + 4 * SETTINGS.lease_s
+    while push.world.now < until:
+        if how == "silence":
+            push.world.network.clear()  # the side channel is cut, and the data still flow
+        push.world.deliver_all()
+        push.world.advance(SETTINGS.tick_s)
+    assert receive.over
+    if not send.ended:
+        push.producer.abandon_send(send)
+    assert push.nothing_is_left()
+
+
+def test_a_request_does_not_wait_for_writes_that_stall(push: Pair) -> None:
+    push.world.stalled = True
+    receive, send = in_flight_write(push)
+    push.producer.abandon_send(send)
+    push.world.settle_messages(SETTINGS.timeout_s + 2 * SETTINGS.silent_s)
+    assert receive.failed is not None
+    assert receive.failed.unsafe_blocks
+    assert len(push.consumer.free) == len(push.consumer.memory) - 1 - 6
+    push.world.stalled = False
+    assert push.nothing_is_left()
+
+
+def test_a_way_is_closed_only_when_no_other_transfer_uses_it(push: Pair) -> None:
+    """A silent producer's blocks wait for the transfers of the others, which lose nothing."""
+    push.world.move_s = lambda: 1000.0
+    receive, _ = in_flight_write(push)
+    other = push.world.add("q", 13)
+    second = Receive("r2", "t-r2", TOKENS, 0, [])
+    push.consumer.start_receive(second, other.address)
+    sent = Send("r2", "t-r2", TOKENS, push.consumer.address, [])
+    other.start_send(sent)
+    push.world.deliver_all()
+    push.world.kill("p", proven=False)
+    push.world.settle_messages(SETTINGS.silent_s + 3 * SETTINGS.lease_s)
+    assert receive.quarantined
+    assert push.consumer.transport.ways == [0, 1]
+    push.world.move_s = lambda: 0.05
+    other.compute(sent, 30)
+    other.finish_send(sent)
+    push.world.settle(0.5)
+    assert second.finished
+    assert not receive.quarantined
+    assert push.consumer.transport.ways == [1]
+    push.producer = other
+    served(push, "r3")
+    assert push.nothing_is_left()
+
+
+def test_a_producer_of_this_machine_that_is_stopped_keeps_its_blocks_until_it_goes_on(push: Pair) -> None:
+    push.world.same_machine = True
+    receive, send = in_flight_write(push)
+    push.producer.frozen = True
+    push.world.advance(10 * SETTINGS.lease_s)
+    assert receive.quarantined
+    push.producer.frozen = False
+    push.producer.abandon_send(send)
+    assert push.nothing_is_left()
+
+
+def test_writes_that_the_receiver_can_refuse_are_not_waited_for(push: Pair) -> None:
+    push.world.late_writes_are_refused = True
+    receive, send = in_flight_write(push)
+    push.consumer.endpoint.execute(CancelReceive("r1"))
+    assert receive.failed
+    assert not receive.failed.unsafe_blocks
+    push.producer.abandon_send(send)
+    assert push.nothing_is_left()
 
 
 def test_a_transfer_with_an_incarnation_known_to_be_dead_fails_at_once(pair: Pair) -> None:
@@ -675,7 +830,7 @@ def test_a_request_that_names_an_earlier_incarnation_does_not_harm_the_one_that_
     pair.consumer.start_receive(late, earlier)
     pair.world.deliver_all()
     assert late.failed is not None
-    assert "started anew" in late.failed.reason
+    assert "another incarnation" in late.failed.reason
     assert not waiting.over
     served(pair, "r4")
 
@@ -729,10 +884,11 @@ def test_nothing_is_said_to_the_dead_and_no_connection_with_them_is_kept(pair: P
     _computed(pair)
     pair.world.deliver_all()
     pair.move_everything()
-    del pair.world.nodes[victim]
-    pair.world.closed_addresses.add(f"tcp://{victim}")
-    pair.world.advance(SETTINGS.renew_s + SETTINGS.silent_s + SETTINGS.margin_s)
+    pair.world.kill(victim)
+    pair.world.advance(SETTINGS.renew_s + SETTINGS.silent_s + 2 * SETTINGS.margin_s)
     assert f"tcp://{victim}" in pair.world.forgotten
+    pair.world.advance(SETTINGS.lease_s)
+    pair.world.network.clear()
     pair.world.advance(SETTINGS.lease_s)
     assert f"tcp://{victim}" not in {to for to, _ in pair.world.network}
 
@@ -748,7 +904,9 @@ def test_the_connection_with_an_earlier_incarnation_is_not_kept(pair: Pair, star
             Receive("r2", "t-r2", TOKENS, 0, []), PeerAddress("p", 12, "tcp://elsewhere")
         )
     else:
-        hello = Hello(reborn.identity.envelope(11), reborn.geometry.fingerprint, reborn.geometry.memory)
+        hello = Hello(
+            reborn.identity.envelope(11), reborn.geometry.fingerprint, reborn.geometry.memory, reborn.process
+        )
         pair.world.network.append(("tcp://p", hello))
         pair.world.deliver()
     assert pair.world.forgotten == [f"tcp://{started_anew}"]
@@ -782,7 +940,10 @@ def test_memory_that_cannot_be_is_refused_before_anything_is_made_of_it(
 ) -> None:
     own = pair.consumer.geometry
     hello = Hello(
-        pair.consumer.identity.envelope(11), own.fingerprint, msgspec.structs.replace(own.memory, **memory)
+        pair.consumer.identity.envelope(11),
+        own.fingerprint,
+        msgspec.structs.replace(own.memory, **memory),
+        pair.consumer.process,
     )
     pair.producer.transport.refuses = True
     pair.world.network.append(("tcp://p", hello))

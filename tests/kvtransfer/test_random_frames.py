@@ -130,7 +130,7 @@ def pairs() -> Iterator[Listening]:
 def _nccl(name: str) -> NcclTransport:
     transport = NcclTransport(name, "127.0.0.1", NcclOptions(connect_timeout_s=2.0, move_timeout_s=2.0))
     tensor = torch.zeros(8, 2, 2, 1, 4, 8)
-    transport.described = transport.register(KVCacheMemory(tensor, "m", 2, 1))  # type: ignore[attr-defined]
+    transport.described = transport.register(KVCacheMemory(tensor, "m", 2, 1, 1000))  # type: ignore[attr-defined]
     return transport
 
 

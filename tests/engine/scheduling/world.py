@@ -71,6 +71,7 @@ class WorldConnector(FakeConnector):
         self.sources: dict[str, Source] = {}
         self.deferrals: dict[str, int] = {}
         self.loads: dict[str, Load] = {}  # under way
+        self.unreported: set[str] = set()  # whose loads have ended, which the scheduler has not been told yet
         self.loads_at_once: list[Load] = []  # of the step that is being planned
         self.found: dict[str, int] = {}
         self.kept: dict[str, tuple[Request, list[list[int]]]] = {}  # producers' blocks
@@ -112,7 +113,7 @@ class WorldConnector(FakeConnector):
     def request_finished(self, request: TransferRequest, block_ids: BlockIds) -> bool:
         super().request_finished(request, block_ids)
         assert isinstance(request, Request)
-        if request.request_id in self.loads:
+        if request.request_id in self.loads or request.request_id in self.unreported:
             return True
         if self.sources[request.request_id] is Source.HERE_AND_SENT and any(block_ids):
             self.kept[request.request_id] = (request, [list(ids) for ids in block_ids])
@@ -287,6 +288,7 @@ class World:
             return
         load = self.connector.loads.pop(loads[which % len(loads)])
         request_id = load.request.request_id
+        self.connector.unreported.add(request_id)
         if not load.written:  # once is enough: nobody else writes there
             self._write(load, load.start, load.end, good=True)
         if num_valid is not None:
@@ -430,4 +432,5 @@ class World:
 
     def take_news(self) -> ConnectorOutput:
         news, self.news = self.news, ConnectorOutput()
+        self.connector.unreported.clear()
         return news
