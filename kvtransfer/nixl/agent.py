@@ -55,6 +55,7 @@ class NixlAgent:
     def __init__(self, name: str, options: NixlOptions) -> None:
         self._nixl = _load_bindings()
         self.name = name
+        self.options = options
         config = self._nixl.nixlAgentConfig()
         config.useProgThread = True
         config.pthrDelay = options.progress_ms * 1000
@@ -162,7 +163,8 @@ class NixlAgent:
             self._agent.releaseXferReq(handle)
 
     def close(self) -> None:
-        """Give the registrations back and end the agent: its thread and its sockets go with it."""
+        """Give the registrations back and end the agent: its thread and its sockets go with it. Over a network nothing
+        that a peer has sent to this agent lands any more; a peer on this machine may write to memory by itself."""
         registered, self._registered = self._registered, []
         try:
             for described in registered:

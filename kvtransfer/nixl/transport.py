@@ -14,9 +14,10 @@ import numpy as np
 from tandem.kvtransfer.base import KVCacheMemory
 from tandem.kvtransfer.nixl.agent import BlockArray, NixlAgent
 from tandem.kvtransfer.nixl.lanes import name_lanes
+from tandem.kvtransfer.protocol.processes import this_process
 from tandem.kvtransfer.protocol.transport import HandleId, Move, RemoteId, Transport
 from tandem.wire.errors import InternalError, TransferError
-from tandem.wire.handoff import CacheMemory
+from tandem.wire.handoff import CacheMemory, ProcessIdentity
 
 if TYPE_CHECKING:
     import torch
@@ -31,10 +32,15 @@ class _Remote(msgspec.Struct, frozen=True):
 
 
 class NixlTransport(Transport):
+    """`_agent` posts what we move. Peers reach our memory through each agent of `_ways`, and are told of the last."""
+
     name = "nixl"
 
     def __init__(self, agent: NixlAgent) -> None:
         self._agent = agent
+        self._ways = [agent]
+        self._way_numbers = itertools.count(1)
+        self._machine = this_process().machine
         self._prepared: int | None = None
         self._mine: CacheMemory | None = None
         self._remotes: dict[RemoteId, _Remote] = {}
@@ -52,20 +58,16 @@ class NixlTransport(Transport):
         on_device = tensor.is_cuda
         self._device = tensor.device if on_device else None
         self._enter_device()
-        memory_type, device_id = ("VRAM", tensor.get_device()) if on_device else ("DRAM", 0)
-        self._agent.register(
-            memory_type, tensor.data_ptr(), memory.num_blocks * memory.block_bytes, device_id
-        )
-        described = CacheMemory(
-            agent_metadata=self._agent.metadata(),
-            memory_type=memory_type,
-            device_id=device_id,
+        self._mine = CacheMemory(
+            agent_metadata=b"",
+            memory_type="VRAM" if on_device else "DRAM",
+            device_id=tensor.get_device() if on_device else 0,
             base_address=tensor.data_ptr(),
             num_blocks=memory.num_blocks,
             block_bytes=memory.block_bytes,
         )
-        self._prepared = self._agent.prepare(None, memory_type, _blocks(described))
-        self._mine = described
+        described = self._reachable_through(self._agent, self._mine)
+        self._prepared = self._agent.prepare(None, described.memory_type, _blocks(described))
         return described
 
     def _enter_device(self) -> None:
@@ -78,6 +80,47 @@ class NixlTransport(Transport):
             torch.zeros(1, device=self._device)
             torch.cuda.synchronize(self._device)
             self._in_thread.entered = True
+
+    def _reachable_through(self, agent: NixlAgent, mine: CacheMemory) -> CacheMemory:
+        agent.register(
+            mine.memory_type, mine.base_address, mine.num_blocks * mine.block_bytes, mine.device_id
+        )
+        return msgspec.structs.replace(mine, agent_metadata=agent.metadata())
+
+    # NIXL has no call that keeps one peer from writing. Neither giving back a registration nor forgetting the peer does:
+    # over TCP UCX writes wherever a packet says. Ending the agent does, because its sockets and queue pairs end with it.
+
+    def reopen(self) -> CacheMemory | None:
+        if self._mine is None:
+            raise InternalError("another way to a KV cache that was not registered")
+        self._enter_device()
+        agent = NixlAgent(f"{self._agent.name}-{next(self._way_numbers)}", self._agent.options)
+        try:
+            described = self._reachable_through(agent, self._mine)
+        except TransferError:
+            agent.close()
+            raise
+        self._ways.append(agent)
+        return described
+
+    def close_earlier(self) -> bool:
+        mine, newest = self._mine, self._ways[-1]
+        if mine is None or self._agent is not newest:
+            if self._remotes or self._done:
+                return False  # what we move ourselves goes through the first
+            if self._prepared is not None:
+                self._agent.release_prepared(self._prepared)
+            self._agent = newest
+            if mine is not None:
+                self._prepared = newest.prepare(None, mine.memory_type, _blocks(mine))
+        earlier, self._ways = self._ways[:-1], [newest]
+        for agent in earlier:
+            agent.close()
+        return True
+
+    def shuts_out(self, peer: ProcessIdentity) -> bool:
+        """On one machine UCX lets a process write to another's memory by a system call, or to another's GPU."""
+        return peer.machine != self._machine
 
     def connect(self, memory: CacheMemory) -> RemoteId:
         self._enter_device()
@@ -162,7 +205,8 @@ class NixlTransport(Transport):
             if self._prepared is not None:
                 self._agent.release_prepared(self._prepared)
         finally:
-            self._agent.close()
+            for agent in self._ways:
+                agent.close()
 
 
 def _blocks(memory: CacheMemory) -> BlockArray:
