@@ -22,6 +22,7 @@ _GAUGES = {
     "waiting_tokens": "Prompt tokens that are still to be computed",
     "transfers": "KV transfers under way",
     "held_blocks": "Blocks of finished requests that wait for their transfer",
+    "quarantined_blocks": "Blocks of failed transfers that a peer may still write to",
     "step_age_s": "Seconds since the engine last completed a step or was idle",
 }
 

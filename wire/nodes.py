@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import hashlib
 import secrets
 
 import msgspec
@@ -33,9 +34,14 @@ class NodeInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_model_len: int
     block_size: int
 
+    @property
+    def incarnation(self) -> str:
+        """Tells one start of the node from another. Public, and the epoch does not follow from it."""
+        return hashlib.sha256(self.epoch.to_bytes(8, "big")).hexdigest()[:16]
+
 
 def new_epoch() -> int:
-    """Unguessable and, for all purposes here, never the same twice."""
+    """Unguessable and, for all purposes here, never the same twice. A secret of the cluster: what names it is believed."""
     return secrets.randbits(62)
 
 

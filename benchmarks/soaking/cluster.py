@@ -18,7 +18,7 @@ _REPORTED_S = 1.0
 
 class NodeLook(msgspec.Struct, frozen=True):
     node_id: str
-    epoch: int
+    incarnation: str
     state: str
     unusable: str | None = None
     free_blocks: int = 0
@@ -27,11 +27,12 @@ class NodeLook(msgspec.Struct, frozen=True):
     waiting: int = 0
     transfers: int = 0
     held_blocks: int = 0
+    quarantined_blocks: int = 0
 
     @property
     def is_quiet(self) -> bool:
         return self.free_blocks == self.total_blocks > 0 and not (
-            self.running or self.waiting or self.transfers or self.held_blocks
+            self.running or self.waiting or self.transfers or self.held_blocks or self.quarantined_blocks
         )
 
 

@@ -47,13 +47,13 @@ class Killer:
         victims = [process for process in self._processes() if title_of(process).startswith(VICTIMS)]
         victim = self._random.choice(sorted(victims))
         title = title_of(victim)
-        before = {node.epoch for node in await self._view.nodes()}
+        before = {node.incarnation for node in await self._view.nodes()}
         killed = time.monotonic()
         os.kill(victim, signal.SIGKILL)
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
             nodes = await self._view.nodes()
-            if is_whole(nodes, len(before)) and {node.epoch for node in nodes} != before:
+            if is_whole(nodes, len(before)) and {node.incarnation for node in nodes} != before:
                 break
             if time.monotonic() - killed > WHOLE_WITHIN_S:
                 raise DeadlineExceeded(

@@ -8,6 +8,7 @@ What both sides know:
 
     settings    durations and limits
     options     what an operator may say of every connector under this protocol
+    processes   which process of which machine a node is, and whether one has ended
     identity    who we are; what a request's tokens are known by
     geometry    what our KV cache looks like, and whether a peer's fits it
     mapping     which bytes of one cache are which bytes of another
@@ -35,7 +36,8 @@ The consumer, which decodes:
     consumer    what it is told, by its engine and by producers; here a handoff is accepted or refused
     registering its registrations and leases
     links       what it knows of a producer: handshake, stamps, silence
-    incoming    the life of its transfers, until they are handed over or safely failed
+    incoming    the life of its transfers, until they are handed over or have failed
+    quarantine  when nothing can write any more to the blocks of one that failed
     receiving   one transfer
     declined    transfers that it will not take
     pulling     pull: all transfers that are read, and connections that break

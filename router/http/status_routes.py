@@ -125,7 +125,7 @@ class ClusterRoute:
         node: dict[str, Any] = {
             "node_id": info.node_id,
             "role": info.role,
-            "epoch": info.epoch,
+            "incarnation": info.incarnation,
             "model": info.model,
             "request_endpoint": info.request_endpoint,
             "peer_endpoint": info.peer_endpoint,
@@ -146,6 +146,7 @@ class ClusterRoute:
                 waiting_tokens=status.waiting_tokens,
                 transfers=status.transfers,
                 held_blocks=status.held_blocks,
+                quarantined_blocks=status.quarantined_blocks,
                 step_age_s=status.step_age_s,
                 detail=status.detail,
                 counters=msgspec.to_builtins(status.counters),

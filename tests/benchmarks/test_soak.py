@@ -268,7 +268,7 @@ def test_a_server_that_contradicts_itself_in_peace_is_no_reference(monkeypatch: 
 
 
 def test_a_cluster_is_whole_when_all_its_nodes_can_be_used() -> None:
-    node = NodeLook("n", 1, "ready", None, 5, 5)
+    node = NodeLook("n", "a", "ready", None, 5, 5)
     assert is_whole([node], 1)
     assert node.is_quiet
     assert not is_whole([node], 2)

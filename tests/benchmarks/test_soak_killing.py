@@ -17,7 +17,7 @@ from benchmarks.soaking.killing import Killer
 from tandem.wire.errors import DeadlineExceeded
 
 TITLES = {1: "ray::RouterActor", 2: "ray::PrefillActor.hold", 3: "ray::DecodeActor", 4: "tandem serve"}
-NODES = [NodeLook("p", 11, "ready", None, 5, 5), NodeLook("d", 12, "ready", None, 5, 5)]
+NODES = [NodeLook("p", "a", "ready", None, 5, 5), NodeLook("d", "b", "ready", None, 5, 5)]
 
 
 class View:
@@ -42,7 +42,7 @@ def killed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
 
 def renewed(node: NodeLook) -> NodeLook:
-    return msgspec.structs.replace(node, epoch=node.epoch + 100)
+    return msgspec.structs.replace(node, incarnation=node.incarnation + "0")
 
 
 def killer(view: View, processes: Callable[[], list[int]] = lambda: list(TITLES)) -> Killer:

@@ -120,11 +120,12 @@ def test_a_prefill_node_lost_while_it_reads_the_prompt_changes_nothing_in_the_te
 
 
 def test_a_lost_node_comes_back_with_a_new_epoch(server: Running) -> None:
-    before = {(node["node_id"], node["epoch"]) for node in server.nodes()}
+    before = {(node["node_id"], node["incarnation"]) for node in server.nodes()}
     send(busiest("prefill"), signal.SIGKILL)
     server.until(
-        lambda nodes: len({(node["node_id"], node["epoch"]) for node in nodes} - before) == 1, "a new epoch"
+        lambda nodes: len({(node["node_id"], node["incarnation"]) for node in nodes} - before) == 1,
+        "a new epoch",
     )
-    after = {(node["node_id"], node["epoch"]) for node in until_whole(server)}
+    after = {(node["node_id"], node["incarnation"]) for node in until_whole(server)}
     assert {node_id for node_id, _ in after} == {node_id for node_id, _ in before}
     assert len(after - before) == 1

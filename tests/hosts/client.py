@@ -82,7 +82,7 @@ def main() -> None:
         case ["nodes", url, within_s, prefill, decode]:
             answer = wait_for_nodes(url, float(within_s), {"prefill": int(prefill), "decode": int(decode)})
         case ["epochs", url]:
-            answer = {node["node_id"]: node["epoch"] for node in ready_nodes(url)}
+            answer = {node["node_id"]: node["incarnation"] for node in ready_nodes(url)}
         case _:
             sys.exit(__doc__)
     print(json.dumps(answer))

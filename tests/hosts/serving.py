@@ -52,7 +52,7 @@ class Client:
         assert counts == (prefill, decode), f"after {within_s:.0f} s the router sees {nodes}"
         return nodes
 
-    def epochs(self) -> dict[str, int]:
+    def epochs(self) -> dict[str, str]:
         return dict(self._ask("epochs", timeout_s=30))
 
     def _ask(self, question: str, *arguments: str, timeout_s: float) -> Any:

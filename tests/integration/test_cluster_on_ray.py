@@ -57,8 +57,8 @@ def test_serving_again_changes_nothing_or_says_what_it_cannot_change(tandem: Tan
     assert "scheduler.max_model_len differs" in tandem(*same, "--max-model-len", "512")
     assert "runs on this Ray cluster already" in tandem("serve", *SETTINGS, status=1)
     after = tandem.nodes()
-    assert {name: node["epoch"] for name, node in after.items()} == {
-        name: node["epoch"] for name, node in before.items()
+    assert {name: node["incarnation"] for name, node in after.items()} == {
+        name: node["incarnation"] for name, node in before.items()
     }
 
 
@@ -77,7 +77,7 @@ def test_pools_grow_and_shrink_under_load_without_a_failed_request(tandem: Tande
 def test_a_controller_that_is_killed_comes_back_and_disturbs_no_stream(
     tandem: Tandem, model: str, ray_nodes: RayNodes
 ) -> None:
-    before = {name: node["epoch"] for name, node in tandem.nodes().items()}
+    before = {name: node["incarnation"] for name, node in tandem.nodes().items()}
     first = ray_nodes.pid_of("ray::ControllerActor")
     killed = threading.Event()
 
@@ -92,7 +92,7 @@ def test_a_controller_that_is_killed_comes_back_and_disturbs_no_stream(
     said = tandem("status")  # asked of the new one
     assert re.search(r"took over 2 nodes", said), said
     assert ray_nodes.pid_of("ray::ControllerActor") != first
-    assert {name: node["epoch"] for name, node in tandem.nodes().items()} == before
+    assert {name: node["incarnation"] for name, node in tandem.nodes().items()} == before
     assert len(ray_nodes.processes("ray::DecodeActor")) == 1
 
 
@@ -105,11 +105,13 @@ def test_a_node_that_is_killed_under_load_is_replaced_and_no_request_fails(
     before = tandem.until(
         lambda nodes: [node["role"] for node in nodes.values()].count(role) == 2, f"two {role} nodes"
     )
-    epochs = {node["epoch"] for node in before.values()}
+    epochs = {node["incarnation"] for node in before.values()}
     with Load(tandem.url, model) as load:
         os.kill(min(ray_nodes.processes(title)), signal.SIGKILL)
         tandem.until(
-            lambda nodes: len(nodes) == 3 and len({node["epoch"] for node in nodes.values()} - epochs) == 1,
+            lambda nodes: (
+                len(nodes) == 3 and len({node["incarnation"] for node in nodes.values()} - epochs) == 1
+            ),
             "a new one in its place",
         )
         done = load.finished
@@ -121,10 +123,10 @@ def test_a_node_that_is_killed_under_load_is_replaced_and_no_request_fails(
 def test_a_router_that_is_killed_comes_back_at_its_address_and_nodes_go_on(
     tandem: Tandem, model: str, ray_nodes: RayNodes
 ) -> None:
-    before = {name: node["epoch"] for name, node in tandem.nodes().items()}
+    before = {name: node["incarnation"] for name, node in tandem.nodes().items()}
     os.kill(ray_nodes.pid_of("ray::RouterActor"), signal.SIGKILL)
     after = tandem.until(lambda nodes: len(nodes) == 2, "both nodes are known to the new router")
-    assert {name: node["epoch"] for name, node in after.items()} == before
+    assert {name: node["incarnation"] for name, node in after.items()} == before
     assert stream(tandem.url, model, "Once upon a time", 8, lambda count: None)
 
 

@@ -208,7 +208,7 @@ class TestOnePrefillOneDecode:
         for node in server.nodes():
             assert node["state"] == "ready"
             assert node["total_blocks"] > 0
-            assert {"role", "epoch", "free_blocks", "running", "waiting", "transfers"} <= node.keys()
+            assert {"role", "incarnation", "free_blocks", "running", "waiting", "transfers"} <= node.keys()
 
     def test_a_traced_request_shows_where_its_time_went(self, server: Running) -> None:
         """Real clocks of four processes: every phase is there, in an order that can have happened."""

@@ -33,7 +33,7 @@ def test_a_prefill_node_becomes_a_decode_node_and_writes_the_same_answers(
         control = server.deployment.control
         some = expected[:6]
         ask_all(server, some)
-        before = {node["node_id"]: node["epoch"] for node in server.nodes()}
+        before = {node["node_id"]: node["incarnation"] for node in server.nodes()}
         loop_thread.run(control.change_role("prefill-1", Role.DECODE))
         server.until(lambda nodes: "prefill-1" in ready(nodes, "decode"), "it decodes")
         # Now nobody else does.
@@ -41,7 +41,7 @@ def test_a_prefill_node_becomes_a_decode_node_and_writes_the_same_answers(
         server.until(lambda nodes: ready(nodes, "decode") == ["prefill-1"], "it alone decodes")
         ask_all(server, some)
         (changed,) = [node for node in server.until_quiet() if node["node_id"] == "prefill-1"]
-        assert changed["epoch"] != before["prefill-1"]
+        assert changed["incarnation"] != before["prefill-1"]
         assert changed["counters"]["transfer_blocks_received"] > 0, "its KV came from the other process"
         assert changed["counters"]["output_tokens"] > 0
 

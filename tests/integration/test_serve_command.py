@@ -137,9 +137,9 @@ def ask(words: list[str]) -> dict[str, Any]:
     return answer
 
 
-def epochs(url: str) -> dict[str, int]:
+def epochs(url: str) -> dict[str, str]:
     nodes = httpx.get(f"{url}/cluster", timeout=10, trust_env=False).json()["nodes"]
-    return {node["node_id"]: node["epoch"] for node in nodes if node["state"] == "ready"}
+    return {node["node_id"]: node["incarnation"] for node in nodes if node["state"] == "ready"}
 
 
 def test_it_serves_mends_what_dies_finishes_what_runs_and_leaves_nothing(serve: Any) -> None:

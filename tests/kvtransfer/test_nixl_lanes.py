@@ -129,7 +129,7 @@ def test_each_thread_has_used_the_device_before_it_calls_nixl() -> None:
         object.__setattr__(cache, "data_ptr", lambda: 4096)
         object.__setattr__(cache, "get_device", lambda: 0)
         transport = NixlTransport(agent)  # type: ignore[arg-type]
-        mine = transport.register(KVCacheMemory(cache, "m", 1, 1))
+        mine = transport.register(KVCacheMemory(cache, "m", 1, 1, 1000))
         assert (mine.memory_type, mine.device_id) == ("VRAM", 0)
 
     def shake_hands() -> None:
@@ -159,7 +159,7 @@ from tandem.kvtransfer.protocol.transport import Move, Operation
 import logging, os; logging.basicConfig(level="INFO")
 a, b = (NixlTransport(NixlAgent(name, NixlOptions())) for name in ("here", "there"))
 caches = [torch.zeros(8, 2, 2, 1, 4, 8) for _ in range(2)]
-mine, theirs = (t.register(KVCacheMemory(cache, "m", 2, 1)) for t, cache in zip((a, b), caches))
+mine, theirs = (t.register(KVCacheMemory(cache, "m", 2, 1, 1000)) for t, cache in zip((a, b), caches))
 ids = np.array([1])
 handle = a.post(a.connect(theirs), Move(Operation.WRITE, "t", mine.block_bytes, ids, ids))
 while not a.is_done(handle): pass

@@ -74,8 +74,10 @@ def test_blocks_of_a_transfer_that_was_cancelled() -> None:
 def test_blocks_whose_peer_died() -> None:
     scene = Scene()
     scene.computed()
-    scene.world.closed_addresses.add("tcp://c")
-    scene.world.settle(SETTINGS.silent_s + 1)
+    scene.world.stalled = True
+    scene.world.kill("c")
+    scene.world.advance(SETTINGS.silent_s + 1)
+    scene.world.settle(0.5)
     assert scene.sent().blocks_freed == {"peer_lost": 6}
     assert scene.sent().recent[0].outcome == "peer_lost"
 
