@@ -10,6 +10,7 @@
 # make bench    every part measured, short, in one table beside the floors (about ten minutes; alone on the machine)
 # make soak     half an hour of everything that clients do, on two prefill and two decode nodes; MINUTES=3 KILL_EVERY=120
 # make check    style, types, and which package imports which
+# make wheel    dist/*.whl with compiled kernels; test-install installs one in an empty environment, dependencies and all
 # make docs     the parts of documents that are written from the code
 # make clean    the environment and everything that tools left here; the model cache stays
 #
@@ -19,7 +20,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-faults test-hosts test-lab bench soak check docs clean install
+.PHONY: help serve test test-faults test-hosts test-lab bench soak check wheel test-install docs clean install
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -74,6 +75,12 @@ check: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_imports.py
+
+wheel: install
+	PYTHON=$(CURDIR)/$(BIN)/python .ci/wheel
+
+test-install: install
+	TANDEM_FULL_INSTALL=1 $(BIN)/python -m pytest -v tests/packaging --timeout 1800
 
 docs: install
 	$(BIN)/python -m tandem.cluster.documents

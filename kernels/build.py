@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 
 _SOURCES = Path(__file__).parent
 _NAME = "libtandem_native.so"
+_STAMP = "sources"
+_SHIPPED = _SOURCES / "compiled"  # in a wheel that brings the library
 _TIMEOUT_S = 180.0  # of one compiler run
 
 # No -march=native: a file system may be shared by different machines. Each unit has the flags of its instruction
@@ -48,7 +50,10 @@ class BuildFailed(Exception):
 
 
 def library_path() -> Path:
-    """The compiled library, compiled now if this machine has not done so before. Raises BuildFailed."""
+    """The compiled library: what a wheel brought, or what this machine compiles now unless it has before. A compiler
+    that CXX names is always used. Raises BuildFailed."""
+    if not os.environ.get("CXX") and (shipped := _shipped()) is not None:
+        return shipped
     compiler = _find_compiler()
     folder = _cache_folder() / _fingerprint(compiler)
     library = folder / _NAME
@@ -62,6 +67,23 @@ def library_path() -> Path:
     except OSError as error:
         raise BuildFailed(f"the native library cannot be kept in {folder}: {error}") from error
     return library
+
+
+def ship(folder: Path) -> None:
+    """Puts the compiled library into a wheel's folder for it, with what it was made of."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copy2(library_path(), folder / _NAME)
+    (folder / _STAMP).write_text(_digest_of_sources(), encoding="utf-8")
+
+
+def _shipped() -> Path | None:
+    """The library that came with the sources, if it was made of these sources for this kind of machine."""
+    try:
+        matches = (_SHIPPED / _STAMP).read_text(encoding="utf-8") == _digest_of_sources()
+    except OSError:
+        return None
+    library = _SHIPPED / _NAME
+    return library if matches and library.exists() else None
 
 
 def _find_compiler() -> str:
@@ -87,14 +109,18 @@ def _sources(suffix: str) -> list[Path]:
     return sorted(_SOURCES.glob(f"*{suffix}"))
 
 
-def _fingerprint(compiler: str) -> str:
-    """Changes with everything that the library is made of."""
+def _digest_of_sources() -> str:
     digest = hashlib.sha256()
     for path in [*_sources(".cpp"), *_sources(".h")]:
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     digest.update(repr((_FLAGS, _UNIT_FLAGS, platform.machine(), platform.system())).encode())
-    digest.update(_run([compiler, "--version"]).encode())
-    return digest.hexdigest()[:20]
+    return digest.hexdigest()
+
+
+def _fingerprint(compiler: str) -> str:
+    """Changes with everything that the library is made of."""
+    made_of = _digest_of_sources() + _run([compiler, "--version"])
+    return hashlib.sha256(made_of.encode()).hexdigest()[:20]
 
 
 def _compile(compiler: str, library: Path) -> None:

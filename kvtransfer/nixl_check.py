@@ -46,7 +46,7 @@ def check(timeout_s: float = 60.0, device: str = "") -> NixlReport:
         log = Path(folder) / "ucx.log"
         try:
             child = subprocess.run(
-                [sys.executable, "-m", "tandem.kvtransfer.nixl_check", *([device] if device else [])],
+                [sys.executable, "-P", "-m", "tandem.kvtransfer.nixl_check", *([device] if device else [])],
                 env={**os.environ, "UCX_LOG_LEVEL": "info", "UCX_LOG_FILE": str(log)},
                 stdin=subprocess.DEVNULL,
                 capture_output=True,

@@ -145,7 +145,14 @@ def prepare_model(
     found = find_model(name, folder)
     if found is not None:
         return found
-    command = [sys.executable, "-m", "tandem.cluster.models.fetch", name, str(folder or models_folder())]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "tandem.cluster.models.fetch",
+        name,
+        str(folder or models_folder()),
+    ]
     return Model(run_fetcher(command, name, report, timeout_s), name_to_serve(name))
 
 

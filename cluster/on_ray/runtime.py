@@ -9,6 +9,7 @@ import socket
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from tandem.wire.errors import ConfigurationError, InternalError, Unavailable
 
@@ -70,6 +71,7 @@ def start_ray() -> Path:
             context = ray.init(
                 address="local",  # never a cluster that RAY_ADDRESS happens to name
                 namespace=NAMESPACE,
+                job_config=_job_config(),
                 num_cpus=0,  # no idle workers; placement counts the cores
                 object_store_memory=OBJECT_STORE_BYTES,
                 include_dashboard=False,
@@ -84,6 +86,18 @@ def start_ray() -> Path:
     return Path(context.address_info["session_dir"]) / "logs"
 
 
+def _job_config() -> Any:
+    """Ray puts the folder that a command is typed in first on every worker's path, unless the job has a working_dir of
+    its own: a `tandem.py` or `yaml.py` that lies there would be imported in place of the package."""
+    from ray.job_config import JobConfig
+
+    class WithoutFolder(JobConfig):  # type: ignore[misc]  # Ray has no types
+        def _runtime_env_has_working_dir(self) -> bool:
+            return True
+
+    return WithoutFolder()
+
+
 def connect_to_ray(address: str) -> None:
     """To a cluster that runs already. Call it from the main thread. Fails within seconds where nobody answers."""
     if address != AUTO:
@@ -93,6 +107,7 @@ def connect_to_ray(address: str) -> None:
         ray.init(
             address=address,
             namespace=NAMESPACE,
+            job_config=_job_config(),
             log_to_driver=False,
             configure_logging=False,
             logging_level="ERROR",

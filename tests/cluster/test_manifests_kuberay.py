@@ -7,6 +7,7 @@ import copy
 import gzip
 import json
 import os
+import re
 import shutil
 import subprocess
 import tomllib
@@ -239,6 +240,21 @@ def test_the_image_has_this_version_and_this_ray() -> None:
     assert f"COPY dist/tandem_serve-{version}-py3-none-any.whl" in dockerfile
     assert f"ARG BASE=rayproject/ray:{ray_version}-" in dockerfile
     assert load(BASE / "kustomization.yaml")["images"] == [{"name": "tandem-serve", "newTag": version}]
+
+
+def test_the_images_build_steps_are_ones_that_a_shell_and_the_package_know() -> None:
+    """No image is built here: each step's shell is parsed, and what it names of ours is there."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    text = (KUBERAY / "Dockerfile").read_text(encoding="utf-8")
+    steps = [line.removeprefix("RUN ") for line in text.splitlines() if line.startswith("RUN ")]
+    assert steps
+    for step in steps:
+        subprocess.run(["bash", "-n", "-c", step], check=True)
+    torch = next(line for line in project["dependencies"] if line.startswith("torch=="))
+    assert any(f'--index-url "${{TORCH_INDEX}}" {torch};' in step for step in steps)
+    assert set(re.findall(r"EXTRAS=\[(\w+)\]", text)) <= set(project["optional-dependencies"])
+    for module in re.findall(r"python -m (tandem[\w.]+)", text):
+        assert (ROOT / module.removeprefix("tandem.").replace(".", "/")).with_suffix(".py").is_file()
 
 
 # --- kustomize

@@ -107,3 +107,29 @@ def test_a_cache_folder_that_cannot_be_written(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(BuildFailed, match="cannot be kept"):
         library_path()
+
+
+def test_a_library_that_came_with_the_sources_is_taken(
+    compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = library_path()
+    shipped = tmp_path / "compiled"
+    build.ship(shipped)
+    monkeypatch.setattr(build, "_SHIPPED", shipped)
+    assert library_path() == made, "a compiler that CXX names is used"
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert library_path().parent == shipped
+
+
+def test_a_library_of_other_sources_is_left(
+    compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shipped = tmp_path / "compiled"
+    build.ship(shipped)
+    (shipped / "sources").write_text("0" * 64)
+    monkeypatch.setattr(build, "_SHIPPED", shipped)
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(BuildFailed, match="there is no C"):
+        library_path()
