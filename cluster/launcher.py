@@ -8,9 +8,10 @@ Every method raises errors of `wire.errors` only; `stop` raises nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Protocol, TypeVar
 
+from tandem.cluster.config import TandemConfig
 from tandem.cluster.hosts import Host
 from tandem.node.config import NodeConfig
 from tandem.router.config import RouterConfig
@@ -19,6 +20,10 @@ from tandem.wire.requests import NodeStatus
 
 Report = Callable[[str, float], None]
 """What is being done, and how much of it is done (0 to 1)."""
+
+FixModel = Callable[[TandemConfig, str], Awaitable[tuple[TandemConfig, str]]]
+"""The configuration with one commit of its model instead of a name that will stand for another one tomorrow, and that
+commit: the one that is given, or, for "", the one that the name stands for now. "" for a model without commits."""
 
 Ready = TypeVar("Ready", covariant=True)
 
@@ -74,3 +79,8 @@ class Launcher(Protocol):
     def launch_router(self, name: str, config: RouterConfig, host: Host | None) -> RouterHandle:
         """None: on the head."""
         ...
+
+
+async def as_it_is(config: TandemConfig, commit: str) -> tuple[TandemConfig, str]:
+    """`FixModel` for models that are files of this machine."""
+    return config, ""

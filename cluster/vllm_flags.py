@@ -91,6 +91,7 @@ TOOL_FORMATS = {"llama3_json": "llama3", "llama4_json": "llama3"}
 VLLM: tuple[Flag, ...] = (
     # the model
     Flag(("--served-model-name",), Sets(("model.served_name", "router.model_aliases"), _names), "+"),
+    Flag(("--revision",), sets("model.revision")),
     Flag(("--max-model-len", "--context-length"), Sets(("scheduler.max_model_len",), _thousands)),
     Flag(("--dtype",), sets("model.dtype", {"half": "float16", "float": "float32"})),
     Flag(("--tokenizer",), Answered("the tokenizer is the one in the model's folder: put the other one there")),

@@ -40,6 +40,13 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "`owner/name` on the Hugging Face hub, or `smollm2`. `model: NAME` is short for it"
         ),
     ] = ""
+    revision: Annotated[
+        str,
+        about(
+            "a branch, tag or commit of a model on the hub; empty: the default branch. It becomes one commit when "
+            "the cluster starts, and every node loads that"
+        ),
+    ] = ""
     served_name: Annotated[str, about("what clients call it; empty: the folder's or the hub's name")] = ""
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],

@@ -70,7 +70,7 @@ class Engine:
             worker.register_kv_caches(
                 KVCacheMemory(
                     tensor=runner.kv_cache,
-                    model=info.name,
+                    model=info.content or info.name,
                     num_layers=info.num_layers,
                     num_groups=len(info.groups),
                     vocab_size=info.vocab_size,

@@ -185,7 +185,7 @@ class KVCacheMemory(msgspec.Struct, frozen=True):
     """
 
     tensor: torch.Tensor
-    model: str
+    model: str  # its content's digest, not what it is called
     num_layers: int
     num_groups: int
     vocab_size: int  # token ids are below this

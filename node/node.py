@@ -193,6 +193,8 @@ class Node:
             model=config.engine.model.served_name or info.name,
             max_model_len=info.max_model_len,
             block_size=config.engine.cache.block_size,
+            content=info.content,
+            tokenizer=info.tokenizer,
         )
 
     def _load(self, progress: Progress | None, folder: str | None) -> ModelRunner:

@@ -44,8 +44,13 @@ class Pool:
         clock: Callable[[], float],
         on_lost: Callable[[NodeInfo, str], None],
         on_change: Callable[[], None],
+        tokenizer: str = "",
     ) -> None:
         self._model_name = model_name
+        self._tokenizer = tokenizer  # the SHA-256 of the router's tokenizer.json; "" when it has none
+        self._content = (
+            ""  # of the first node; a request that began on one content never goes on with another
+        )
         self._heartbeat = heartbeat
         self._clock = clock
         self._on_lost = on_lost
@@ -80,12 +85,11 @@ class Pool:
             del self._members[member.info.node_id]
         came = [info for node_id, info in wanted.items() if node_id not in self._members]
         for info in came:
-            self._members[info.node_id] = Member(info)
-            if info.model != self._model_name:
-                logger.error(
-                    "node %s serves the model %r, this router serves %r: it gets no requests",
-                    info.node_id, info.model, self._model_name,
-                )  # fmt: skip
+            self._members[info.node_id] = member = Member(info)
+            if info.model == self._model_name:
+                self._content = self._content or info.content
+            if (why := self._foreign(member)) is not None:
+                logger.error("node %s gets no requests: %s", info.node_id, why)
         self._changed()
         for member in gone:
             if member.lost is None:
@@ -211,10 +215,21 @@ class Pool:
             pending_tokens=sum(tokens for _, tokens in member.pending.values()),
         )
 
+    def _foreign(self, member: Member) -> str | None:
+        """Why no request of this router may ever run there, or None."""
+        info = member.info
+        if info.model != self._model_name:
+            return f"it serves the model {info.model!r}, not {self._model_name!r}"
+        if info.content != self._content:
+            return "its model's content differs from that of the nodes here before: weights, configuration or tokenizer"
+        if self._tokenizer and info.tokenizer and info.tokenizer != self._tokenizer:
+            return "its tokenizer.json differs from the router's"
+        return None
+
     def unusable(self, member: Member) -> str | None:
         """Why it gets no new requests, or None."""
-        if member.info.model != self._model_name:
-            return f"it serves the model {member.info.model!r}, not {self._model_name!r}"
+        if (foreign := self._foreign(member)) is not None:
+            return foreign
         if member.lost is not None:
             return member.lost
         if member.is_deaf:

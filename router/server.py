@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import ipaddress
 import logging
 import os
 import socket
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tandem.router.config import RouterConfig, TracingConfig
@@ -112,6 +114,7 @@ class RouterServer:
             clock,
             on_lost=lambda node, why: dispatcher.on_node_lost(node, why),
             on_change=lambda: dispatcher.on_pool_change(),
+            tokenizer=_digest(Path(config.tokenizer_path) / "tokenizer.json"),
         )
 
         self._exporter = exporter = _exporter_of(config.tracing, metrics)
@@ -221,3 +224,8 @@ def _is_loopback(endpoint: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def _digest(file: Path) -> str:
+    """As nodes announce that of theirs; "" when there is no such file."""
+    return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""

@@ -41,7 +41,7 @@ class CacheFingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What must agree for one node's KV bytes to mean something on another; `block_size` and `layout` may differ as
     far as one can be mapped to the other."""
 
-    model: str
+    model: str  # its content's digest, not what it is called
     dtype: str
     num_layers: int
     num_kv_heads: int

@@ -33,6 +33,10 @@ class NodeInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: str
     max_model_len: int
     block_size: int
+    content: str = (
+        ""  # the digest of its configuration, weights and tokenizer: a request runs on nodes of one content
+    )
+    tokenizer: str = ""  # the SHA-256 of its tokenizer.json, which routers compare with theirs
 
     @property
     def incarnation(self) -> str:

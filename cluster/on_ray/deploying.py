@@ -14,6 +14,7 @@ from ray.exceptions import RayError
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.events import Events
 from tandem.cluster.hosts import Hosts
+from tandem.cluster.models.resolved import fix_model
 from tandem.cluster.on_ray.hosts import RayHosts
 from tandem.cluster.on_ray.launcher import RayLauncher
 from tandem.cluster.on_ray.runtime import NAMESPACE, has_job_ended
@@ -65,7 +66,9 @@ class RayPlatform:
             else RayHosts(RayStateStore(MACHINES), needs, say=functools.partial(events.trouble, "machines"))
         )
         launcher = RayLauncher(config.timeouts.stop_s, needs)
-        return Deployment(reachable(config, address), hosts, launcher, RayStateStore(STATE), events)
+        return Deployment(
+            reachable(config, address), hosts, launcher, RayStateStore(STATE), events, fix_model
+        )
 
     async def owner_ended(self) -> str:
         """Ray's control store records the end of a job when the process that it belonged to is gone."""

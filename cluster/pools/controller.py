@@ -19,7 +19,7 @@ from tandem.cluster.control import ClusterView
 from tandem.cluster.describe import counted
 from tandem.cluster.events import Events
 from tandem.cluster.hosts import Hosts, StateStore
-from tandem.cluster.launcher import Launcher
+from tandem.cluster.launcher import FixModel, Launcher, as_it_is
 from tandem.cluster.pools import plan
 from tandem.cluster.pools.autoscaler import Autoscaler
 from tandem.cluster.pools.autoscaling import Pool, Resize
@@ -50,13 +50,14 @@ class Controller:
         store: StateStore,
         events: Events,
         clock: Clock | None = None,
+        fix_model: FixModel = as_it_is,
     ) -> None:
         self._config = config
         self._events = events
         self._clock = clock or Clock()
         self._tasks = Tasks()
         self._changing: dict[str, asyncio.Task[None]] = {}
-        self._pools = Reconciler(config, hosts, launcher, store, events, self._clock, self._tasks)
+        self._pools = Reconciler(config, hosts, launcher, store, events, self._clock, self._tasks, fix_model)
         self._fleet = self._pools.fleet
         self._autoscaler = Autoscaler(
             config,
@@ -266,7 +267,7 @@ class Controller:
             raise InternalError(f"{record.node_id} is ready without a place")
         self._pools.note(f"{record.node_id} becomes a {role.value} node, as asked")
         supervisor = self._fleet.nodes[record.node_id]
-        config = node_config(self._config, record.node_id, role, placement)
+        config = node_config(self._fleet.config, record.node_id, role, placement)
         task = self._tasks.spawn(
             supervisor.change_role(config, self._config.timeouts.nodes.drain_s),
             f"change the role of {record.node_id}",

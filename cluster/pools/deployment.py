@@ -12,7 +12,7 @@ from tandem.cluster.config import TandemConfig
 from tandem.cluster.control import Control
 from tandem.cluster.events import Events
 from tandem.cluster.hosts import Hosts, StateStore
-from tandem.cluster.launcher import Launcher
+from tandem.cluster.launcher import FixModel, Launcher, as_it_is
 from tandem.cluster.pools.controller import Controller
 from tandem.wire.errors import DeadlineExceeded
 
@@ -26,10 +26,16 @@ class Deployment:
     """Made inside a running event loop. `stop` may be called at any time after that, and must be."""
 
     def __init__(
-        self, config: TandemConfig, hosts: Hosts, launcher: Launcher, store: StateStore, events: Events
+        self,
+        config: TandemConfig,
+        hosts: Hosts,
+        launcher: Launcher,
+        store: StateStore,
+        events: Events,
+        fix_model: FixModel = as_it_is,
     ) -> None:
         self.config = config
-        self.controller = Controller(config, hosts, launcher, store, events)
+        self.controller = Controller(config, hosts, launcher, store, events, fix_model=fix_model)
 
     @property
     def control(self) -> Control:

@@ -12,7 +12,7 @@ from tandem.cluster.events import Events
 from tandem.cluster.hosts import Host
 from tandem.cluster.launcher import Launcher
 from tandem.cluster.pools.membership import Membership
-from tandem.cluster.pools.node_supervisor import NodeSupervisor, Remember
+from tandem.cluster.pools.node_supervisor import Admit, NodeSupervisor
 from tandem.cluster.pools.placement import node_config, router_config
 from tandem.cluster.pools.router_supervisor import RouterSupervisor
 from tandem.cluster.pools.state import NodeRecord, Placement
@@ -33,15 +33,15 @@ class Fleet:
         clock: Clock,
         tasks: Tasks,
         changed: Bell,
-        remember: Remember,
+        admit: Admit,
     ) -> None:
-        self._config = config
+        self.config = config  # the model's name in it may become one commit, before anything is launched
         self._launcher = launcher
         self._events = events
         self._clock = clock
         self._tasks = tasks
         self._changed = changed
-        self._remember = remember
+        self._admit = admit
         self.membership = Membership()
         self.nodes: dict[str, NodeSupervisor] = {}
         self.routers: dict[str, RouterSupervisor] = {}
@@ -64,16 +64,16 @@ class Fleet:
 
     def launch_node(self, record: NodeRecord, placement: Placement, host: Host) -> None:
         supervisor = NodeSupervisor(
-            node_config(self._config, record.node_id, record.role, placement),
+            node_config(self.config, record.node_id, record.role, placement),
             host,
             placement.slot,
             self._launcher,
             self.membership,
-            self._config.timeouts,
+            self.config.timeouts,
             self._events,
             self._clock,
             self._changed.ring,
-            self._remember,
+            self._admit,
             record.info,
         )
         self.nodes[record.node_id] = supervisor
@@ -114,14 +114,14 @@ class Fleet:
         for name, host in wanted.items():
             # One that is still being ended has its name until it is gone.
             if name not in self.routers and name not in self._runs:
-                config = self._config.router if host is None else router_config(self._config.router, host)
+                config = self.config.router if host is None else router_config(self.config.router, host)
                 self.routers[name] = RouterSupervisor(
                     name,
                     config,
                     host,
                     self._launcher,
                     self.membership,
-                    self._config.timeouts,
+                    self.config.timeouts,
                     self._events,
                     self._clock,
                     self._changed.ring,
@@ -130,7 +130,7 @@ class Fleet:
 
     def _router_hosts(self, hosts: Sequence[Host]) -> Mapping[str, Host | None]:
         wanted: dict[str, Host | None] = {HEAD_ROUTER: None}
-        if self._config.router.placement is RouterPlacement.EVERY_HOST:
+        if self.config.router.placement is RouterPlacement.EVERY_HOST:
             heads = {host.address for host in hosts if host.head}
             for host in hosts:
                 if host.address not in heads:  # two would fight for one port

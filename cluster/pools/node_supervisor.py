@@ -21,8 +21,8 @@ from tandem.wire.requests import NodeStatus
 
 logger = logging.getLogger(__name__)
 
-Remember = Callable[[NodeInfo], Awaitable[None]]
-"""Keeps what is announced, for the next controller."""
+Admit = Callable[[NodeInfo], Awaitable[None]]
+"""Keeps what will be announced, for the next controller. Raises ConfigurationError for a node that must not join."""
 
 
 class NodeSupervisor(Supervisor[NodeHandle, NodeInfo]):
@@ -37,7 +37,7 @@ class NodeSupervisor(Supervisor[NodeHandle, NodeInfo]):
         events: Events,
         clock: Clock,
         on_change: Callable[[], None],
-        remember: Remember,
+        admit: Admit,
         info: NodeInfo | None = None,  # what an earlier controller announced
     ) -> None:
         super().__init__(config.node_id, timeouts, events, clock, on_change)
@@ -49,7 +49,7 @@ class NodeSupervisor(Supervisor[NodeHandle, NodeInfo]):
         self.status: NodeStatus | None = None  # its last answer
         self._launcher = launcher
         self._membership = membership
-        self._remember = remember
+        self._admit = admit
         self._role_change = (
             asyncio.Event()
         )  # the process is drained, `config` is for another role than it has
@@ -70,9 +70,9 @@ class NodeSupervisor(Supervisor[NodeHandle, NodeInfo]):
         return await self._announce(info)
 
     async def _announce(self, info: NodeInfo) -> NodeInfo:
+        await self._admit(info)
         self.info = info
         await self._membership.announce(info)
-        await self._remember(info)
         return info
 
     def _describe(self, info: NodeInfo) -> str:

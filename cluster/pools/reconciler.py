@@ -17,13 +17,13 @@ from tandem.cluster.control import Decision
 from tandem.cluster.describe import counted
 from tandem.cluster.events import Events
 from tandem.cluster.hosts import Host, Hosts, StateStore
-from tandem.cluster.launcher import Launcher
+from tandem.cluster.launcher import FixModel, Launcher
 from tandem.cluster.pools import plan, state
 from tandem.cluster.pools.fleet import Fleet
 from tandem.cluster.pools.state import ClusterState, NodeRecord
 from tandem.cluster.pools.supervisor import Phase
 from tandem.cluster.tasks import Bell, Tasks
-from tandem.wire.errors import DeadlineExceeded, TandemError
+from tandem.wire.errors import ConfigurationError, DeadlineExceeded, TandemError
 from tandem.wire.nodes import NodeInfo
 
 logger = logging.getLogger(__name__)
@@ -44,30 +44,35 @@ class Reconciler:
         events: Events,
         clock: Clock,
         tasks: Tasks,
+        fix_model: FixModel,
     ) -> None:
         self._config = config
         self._hosts = hosts
         self._store = store
         self._clock = clock
         self._tasks = tasks
+        self._fix_model = fix_model
         self._wake = asyncio.Event()
         self.state = state.first_state(config.pools)
+        self._content = ""  # the model's, also while it could not be kept
         self.writing = asyncio.Lock()
         self.changed = Bell()  # anything that a view tells
         self.machines: list[Host] = []
         self.has_looked = False  # at the whole, once
         self.retiring: dict[str, asyncio.Task[bool]] = {}
         self.decisions: deque[Decision] = deque(maxlen=_DECISIONS_KEPT)
-        self.fleet = Fleet(config, launcher, events, clock, tasks, self.changed, self._remember)
+        self.fleet = Fleet(config, launcher, events, clock, tasks, self.changed, self._admit)
 
     async def take_over(self) -> None:
         """Routers that run are told at first what they were told last: to them nothing has happened. Whatever is
         asked for meanwhile waits: a node that is not adopted yet could be forgotten with its process."""
         async with self.writing:
             kept = await self._store.load()
+            if kept is not None:
+                self.state = state.decode(kept)
+            await self._fix_the_model()
             if kept is None:
                 return
-            self.state = state.decode(kept)
             machines = {host.name: host for host in await self._machines_of(self.state)}
             for record in self.state.nodes:
                 host = machines.get(record.placement.host) if record.placement else None
@@ -80,6 +85,14 @@ class Reconciler:
                 if record.leaving:
                     self.begin_to_retire(record.node_id, self._config.timeouts.nodes.drain_s)
         self.note(f"took over {counted(len(self.fleet.nodes), 'node')} from an earlier controller")
+
+    async def _fix_the_model(self) -> None:
+        """A name on the hub stands for another commit tomorrow. Every node loads the one that it stands for now, also
+        one that starts next week. Holding `writing`."""
+        self.fleet.config, commit = await self._fix_model(self._config, self.state.commit)
+        if commit:
+            await self.keep(msgspec.structs.replace(self.state, commit=commit))
+            self.note(f"serves {self._config.model.path} as of commit {commit}")
 
     async def _machines_of(self, known: ClusterState) -> list[Host]:
         """Those that nodes run on may take a while to be seen again, when all of Ray's head was started anew."""
@@ -112,13 +125,22 @@ class Reconciler:
             self.state = new
             self.changed.ring()
 
-    async def _remember(self, info: NodeInfo) -> None:
-        def with_info(current: ClusterState) -> ClusterState:
-            record = current.find(info.node_id)
-            return (
-                current if record is None else current.with_node(msgspec.structs.replace(record, info=info))
-            )
+    async def _admit(self, info: NodeInfo) -> None:
+        """The first node's content is the deployment's: what a request has computed on one node is worth nothing on
+        a node of another content."""
 
+        def with_info(current: ClusterState) -> ClusterState:
+            known = current if current.content else msgspec.structs.replace(current, content=info.content)
+            record = known.find(info.node_id)
+            return known if record is None else known.with_node(msgspec.structs.replace(record, info=info))
+
+        self._content = self._content or self.state.content or info.content
+        if info.content != self._content:
+            raise ConfigurationError(
+                f"its model is not the one that this cluster serves: weights, configuration or tokenizer in "
+                f"{self.fleet.config.model.path!r} differ on its machine (content {info.content[:12]}, not "
+                f"{self._content[:12]}). Put the same files there; to serve another model, `tandem down` first"
+            )
         try:
             await self._update(with_info)
         except TandemError as error:
@@ -159,7 +181,7 @@ class Reconciler:
     async def _converge(self) -> None:
         while True:
             async with self.writing:
-                change = plan.next_change(self._config, self.state, self.machines, self._rank)
+                change = plan.next_change(self.fleet.config, self.state, self.machines, self._rank)
                 if change is None:
                     return
                 await self.keep(change.apply(self.state))

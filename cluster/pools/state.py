@@ -41,6 +41,8 @@ class ClusterState(msgspec.Struct, frozen=True):
     nodes: list[NodeRecord] = []
     next_index: dict[Role, int] = {}  # ids are never given twice
     closed: list[ClosedSlot] = []
+    commit: str = ""  # of a model from the hub: what its name stood for when the cluster started
+    content: str = ""  # the model's, as the first node announced it: no node with another one joins
 
     def find(self, node_id: str) -> NodeRecord | None:
         return next((node for node in self.nodes if node.node_id == node_id), None)

@@ -1,6 +1,6 @@
 """What turns a scheduler's output into tokens.
 
-loading         from configuration to a runner: source, checkpoint, plain_config, gguf, leftovers, paths, memory,
+loading         from configuration to a runner: source, content, checkpoint, plain_config, gguf, leftovers, paths, memory,
                 prefault, threads
 runner          the contract; torch_runner keeps it: states, batching, passes, started, staging, sampling/, ngram
 batch, forward  the seam between the runner, which knows requests, and what computes rows

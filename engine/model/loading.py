@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import torch
@@ -17,10 +18,11 @@ from tandem.engine.model.checkpoint import (
     eos_tokens,
     read_config,
 )
+from tandem.engine.model.content import ModelContent, content_of
 from tandem.engine.model.memory import allocate_cache, size_block_pool
 from tandem.engine.model.paths import Shape, load_general, load_native
 from tandem.engine.model.runner import ModelInfo
-from tandem.engine.model.source import Progress, find_source
+from tandem.engine.model.source import Progress, Source, find_source
 from tandem.engine.model.staging import on
 from tandem.engine.model.threads import bind_threads
 from tandem.engine.model.torch_runner import TorchRunner
@@ -43,12 +45,13 @@ def load_runner(
     """
     tell = progress or (lambda _what, _share: None)
     tell("reading the model's configuration", 0.0)
-    source = find_source(model.path, tell)
+    source = find_source(model.path)
     device = choose_device(model.device)
     config = read_config(source)
     dtype = choose_dtype(model.dtype, source, config)
     threads = bind_threads(model.threads)
     tell("loading weights", 0.0)
+    content = _read_content(source)
     loaded = load_native(source, config, dtype, device, threads, tell) if native else None
     if loaded is None:
         loaded = load_general(source, config, dtype, device, tell)
@@ -73,8 +76,11 @@ def load_runner(
     with on(device), _cache_left_room():
         kv_cache = allocate_cache(plan, num_blocks, loaded.dtype, device)
         forward = loaded.use_cache(kv_cache, plan, shape)
+    identity = content()
     info = ModelInfo(
         name=model.served_name or source.name,
+        content=identity.digest,
+        tokenizer=identity.tokenizer,
         dtype=str(loaded.dtype).removeprefix("torch."),
         device=str(device),
         vocab_size=loaded.vocab_size,
@@ -97,6 +103,14 @@ def load_runner(
     )
     tell("ready", 1.0)
     return runner
+
+
+def _read_content(source: Source) -> Callable[[], ModelContent]:
+    """Begins to read it while the weights are loaded: both read the same pages. Call the result to wait for it."""
+    reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="model-content")
+    content = reader.submit(content_of, source)
+    reader.shutdown(wait=False)
+    return content.result
 
 
 @contextmanager

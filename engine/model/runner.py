@@ -29,6 +29,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
     head_dim: int
     groups: tuple[KVCacheGroup, ...]
     num_blocks: int
+    content: str = ""  # what identifies the model: engine.model.content
+    tokenizer: str = ""
 
 
 class LayerHooks(Protocol):

@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tandem.engine.config import AsyncScheduling, SchedulerConfig
 from tandem.kvtransfer.base import TransferConfig
+from tests.engine.model.tiny import save
 from tests.integration.one_engine import OneEngine, hand_over
 
 NEW_TOKENS = 8
@@ -64,6 +66,31 @@ def test_the_tokens_are_those_of_one_engine(
         if direction == "push":
             # Each prompt is one chunk: what overlaps are layers.
             assert producer.stats().bytes_overlapped > 0
+    finally:
+        producer.engine.shutdown()
+        consumer.engine.shutdown()
+
+
+def test_kv_of_other_weights_is_refused_though_both_models_have_one_name(tmp_path: Path) -> None:
+    """As on two machines whose folders differ. Each reads the prompt with its own weights."""
+    folders = [save("llama", tmp_path / machine) for machine in ("one", "other")]
+    weights = load_file(folders[1] / "model.safetensors")
+    weights["model.layers.0.self_attn.k_proj.weight"] *= 2
+    save_file(weights, folders[1] / "model.safetensors", {"format": "pt"})
+    config = TransferConfig(connector="nixl")
+    producer, consumer = (
+        OneEngine.start(folder, name, 16, config, memory_bytes=4 << 20)
+        for name, folder in zip("pc", folders, strict=True)
+    )
+    prompt = [3 + number % 50 for number in range(70)]
+    try:
+        infos = [engine.engine.runner.info for engine in (producer, consumer)]
+        assert infos[0].name == infos[1].name
+        expected = consumer.answer("alone", prompt, NEW_TOKENS)
+        assert producer.answer("alone", prompt, NEW_TOKENS) != expected
+        assert hand_over(producer, consumer, "r", prompt, NEW_TOKENS) == expected
+        assert consumer.stats().bytes_received == 0
+        assert consumer.engine.scheduler.stats().prompt_tokens_computed == 2 * len(prompt)
     finally:
         producer.engine.shutdown()
         consumer.engine.shutdown()

@@ -212,3 +212,32 @@ def test_the_context_is_the_shortest_of_those_in_view(world: World) -> None:
     assert world.pool.max_model_len() == 2048
     world.say(short)
     assert world.pool.max_model_len() == 512
+
+
+def test_requests_run_on_nodes_of_one_content(world: World) -> None:
+    """The controller lets no other in; should one come all the same, nothing is ever sent to it."""
+    nodes = [
+        msgspec.structs.replace(info(name), content=content)
+        for name, content in (("a", "x"), ("b", "y"), ("c", "x"))
+    ]
+    world.pool.set_members(nodes)
+    for node in nodes:
+        world.say(node)
+    assert world.in_view == {"a", "c"}
+    world.pool.set_members(nodes[1:2])
+    world.say(nodes[1])
+    assert world.in_view == set(), "a request that waits for a node must not go on with other weights"
+    member = world.pool.member("b")
+    assert member is not None
+    assert "content differs" in str(world.pool.unusable(member))
+
+
+def test_a_node_with_another_tokenizer_than_the_router_gets_nothing(world: World) -> None:
+    pool = Pool("fake", Heartbeat(), lambda: 0.0, lambda node, why: None, lambda: None, tokenizer="t")
+    nodes = [
+        msgspec.structs.replace(info(name), tokenizer=digest)
+        for name, digest in (("a", "t"), ("b", "u"), ("c", ""))
+    ]
+    pool.set_members(nodes)
+    foreign = {member.info.node_id: "tokenizer.json" in str(pool.unusable(member)) for member in pool.members}
+    assert foreign == {"a": False, "b": True, "c": False}

@@ -152,6 +152,7 @@ def node_info(config: NodeConfig, epoch: int) -> NodeInfo:
         model="fake",
         max_model_len=100,
         block_size=16,
+        content="the weights",
     )
 
 
@@ -363,12 +364,21 @@ class Rig:
         self.events = RecordedEvents()
         self.hosts = hosts or FakeHosts(one_machine())
         self.store: StateStore = MemoryStore()
+        self.commit = ""
         config = config or TandemConfig(router=RouterConfig(tokenizer_path="model", model_name="fake"))
         self.config = msgspec.structs.replace(config, pools=pools or pools_of(nodes), timeouts=timeouts)
         self.controller = self.new_controller()
 
     def new_controller(self) -> Controller:
-        return Controller(self.config, self.hosts, self.launcher, self.store, self.events, self.clock)
+        return Controller(
+            self.config, self.hosts, self.launcher, self.store, self.events, self.clock, self.fix_model
+        )
+
+    async def fix_model(self, config: TandemConfig, commit: str) -> tuple[TandemConfig, str]:
+        """A hub whose names stand for `self.commit` now."""
+        commit = commit or self.commit
+        model = msgspec.structs.replace(config.model, path=f"org/model@{commit}")
+        return (msgspec.structs.replace(config, model=model) if commit else config), commit
 
     async def kill_controller(self) -> None:
         """As its process ends: nothing that it began goes on, nothing that it launched is touched."""

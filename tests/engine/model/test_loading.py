@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from fnmatch import fnmatch
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import huggingface_hub
 import pytest
 import torch
 import transformers
@@ -459,41 +457,3 @@ def test_where_there_is_no_compiler_the_model_runs_all_the_same(
     with caplog.at_level("INFO"):
         assert greedy(load(llama)) == expected
     assert any("no C++ compiler" in record.getMessage() for record in caplog.records)
-
-
-def test_a_hub_name_is_fetched_without_anything_that_could_run(
-    llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[tuple[str, list[str]]] = []
-
-    def fetch(name: str, *, allow_patterns: list[str], tqdm_class: Any) -> str:
-        asked.append((name, allow_patterns))
-        bar = tqdm_class(total=4)
-        bar.update(2)
-        bar.close()
-        return str(llama)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
-    told: list[tuple[str, float]] = []
-    runner = load_runner(
-        ModelConfig(path="someone/tiny-llama", device="cpu", threads=1),
-        CacheConfig(memory_bytes=8 << 20),
-        SchedulerConfig(),
-        lambda what, share: told.append((what, share)),
-    )
-    assert runner.info.name == "someone/tiny-llama"
-    assert ("fetching someone/tiny-llama", 0.5) in told
-    ((name, patterns),) = asked
-    assert name == "someone/tiny-llama"
-    assert not any(
-        fnmatch(file, pattern) for file in ("pytorch_model.bin", "code.py") for pattern in patterns
-    )
-
-
-def test_a_hub_that_does_not_answer_is_an_error_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fetch(*_: Any, **__: Any) -> str:
-        raise OSError("no route to host\nand more")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
-    message = refusal("someone/tiny-llama")
-    assert message == "someone/tiny-llama cannot be fetched from the Hugging Face hub: no route to host"

@@ -1,0 +1,69 @@
+"""What a model is: its content. A name says nothing: what it names changes on the hub, and folders on two machines may
+differ. Nodes work on one request only if their contents are equal.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tandem.engine.model.source import Source
+from tandem.machine.digests import digest_of, digests_of
+from tandem.wire.errors import ConfigurationError
+
+# Raise it when the same weights and tokens give other bytes in a KV block than they did before.
+KV_VERSION = 1
+
+_INDEX = "model.safetensors.index.json"
+_SAYS_NOTHING = ("transformers_version", "_name_or_path")  # of a configuration: who wrote it, and where
+_PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
+
+
+class ModelContent(msgspec.Struct, frozen=True):
+    digest: str
+    tokenizer: str  # of tokenizer.json alone; "" when the model has none
+
+
+def content_of(source: Source) -> ModelContent:
+    """Reads every byte of the weights the first time, and is quick after that. Raises ConfigurationError."""
+    try:
+        tokenizer = _digest(source.folder / "tokenizer.json")
+        parts = {
+            "kv": KV_VERSION,
+            "config": _meaning(source, "config.json") if source.gguf_file is None else {},
+            "generation": _meaning(source, "generation_config.json"),
+            "tokenizer": tokenizer or _digest(source.folder / "tokenizer.model"),
+            # Names are left out: they say how the weights are split, and that is in the files.
+            "weights": sorted(digests_of(weight_files(source))),
+        }
+    except OSError as error:
+        raise ConfigurationError(f"{source.name} cannot be read: {error}") from error
+    return ModelContent(hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest(), tokenizer)
+
+
+def weight_files(source: Source) -> list[Path]:
+    """Those that are loaded. A safetensors file begins with its tensors' names, types and shapes."""
+    folder = source.folder
+    if source.gguf_file is not None:
+        found = _PART.search(source.gguf_file)
+        if found is None:
+            return [folder / source.gguf_file]
+        return sorted(folder.glob(f"{source.gguf_file[: found.start()]}-*-of-{found[1]}.gguf"))
+    index = source.read_json(_INDEX).get("weight_map")
+    if isinstance(index, dict) and index:
+        return [folder / str(name) for name in sorted(set(index.values()))]
+    only = folder / "model.safetensors"
+    return [only] if only.is_file() else sorted(folder.glob("*.safetensors"))
+
+
+def _digest(file: Path) -> str:
+    return digest_of(file) if file.is_file() else ""
+
+
+def _meaning(source: Source, file: str) -> dict[str, Any]:
+    return {key: value for key, value in source.read_json(file).items() if key not in _SAYS_NOTHING}

@@ -1,0 +1,88 @@
+"""The SHA-256 of files, computed once for as long as a file stays what it is.
+
+A file is the same while its device, inode, size and both times are: the kernel sets the second one at every write and
+nobody can set it back. The hub's cache names a large file after its SHA-256; that name is taken for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+_AT_ONCE = 4  # files; hashing lets go of the interpreter
+_FRESH_NS = 2_000_000_000  # a file that was just written may be written again within one tick of its clock
+_SHA256 = re.compile("[0-9a-f]{64}")
+
+
+def cache_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """Where Tandem keeps what can be made again; None for a user without a home."""
+    root = environ.get("TANDEM_CACHE")
+    if root:
+        return Path(root)
+    try:
+        return Path.home() / ".cache" / "tandem"
+    except RuntimeError:
+        return None
+
+
+def digests_of(files: Sequence[Path]) -> list[str]:
+    """Of each file, in hexadecimal. Several are read at once. Raises OSError."""
+    with ThreadPoolExecutor(max_workers=min(_AT_ONCE, max(1, len(files)))) as pool:
+        return list(pool.map(digest_of, files))
+
+
+def digest_of(file: Path) -> str:
+    real = file.resolve()
+    if real.parent.name == "blobs" and _SHA256.fullmatch(real.name):
+        return real.name
+    before = _identity(real)
+    kept = _kept_in(real)
+    if kept is not None and (known := _read(kept, before)) is not None:
+        return known
+    with real.open("rb") as content:
+        digest = hashlib.file_digest(content, "sha256").hexdigest()
+    if kept is not None and _identity(real) == before and time.time_ns() - before[-1] > _FRESH_NS:
+        _write(kept, before, digest)
+    return digest
+
+
+def _identity(file: Path) -> list[int]:
+    there = file.stat()
+    return [there.st_dev, there.st_ino, there.st_size, there.st_mtime_ns, there.st_ctime_ns]
+
+
+def _kept_in(file: Path) -> Path | None:
+    folder = cache_folder()
+    return None if folder is None else folder / "digests" / hashlib.sha256(os.fsencode(file)).hexdigest()[:32]
+
+
+def _read(kept: Path, identity: list[int]) -> str | None:
+    try:
+        content = json.loads(kept.read_bytes())
+        digest = content["sha256"] if content["identity"] == identity else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return digest if isinstance(digest, str) and _SHA256.fullmatch(digest) else None
+
+
+def _write(kept: Path, identity: list[int], digest: str) -> None:
+    """Whole or not at all. Without it the file is hashed again."""
+    with suppress(OSError):
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(dir=kept.parent)
+        try:
+            with open(descriptor, "w", encoding="ascii") as file:
+                json.dump({"identity": identity, "sha256": digest}, file)
+            os.replace(name, kept)
+        except OSError:
+            with suppress(OSError):
+                os.unlink(name)
+            raise

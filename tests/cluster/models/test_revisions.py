@@ -1,0 +1,201 @@
+"""A name on the hub stands for one commit today and for another tomorrow. Asked of a hub on this machine, over HTTP, by
+the hub's own client."""
+
+from __future__ import annotations
+
+import hashlib
+import http.server
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tandem.cluster.config import TandemConfig
+from tandem.cluster.models.resolved import with_model
+from tandem.cluster.models.store import (
+    Model,
+    check_name,
+    find_model,
+    name_to_serve,
+    resolve_revision,
+    split_revision,
+)
+from tandem.wire.errors import ConfigurationError
+
+FIRST, SECOND = "a" * 40, "b" * 40
+
+
+class Hub:
+    """Holds org/model at two commits. `main` is the branch, which somebody moves."""
+
+    def __init__(self) -> None:
+        self.main = FIRST
+        self.files = {
+            commit: {"config.json": b"{}", "model.safetensors": commit.encode(), "code.py": b"raise"}
+            for commit in (FIRST, SECOND)
+        }
+        hub = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                hub.answer(self)
+
+            do_HEAD = do_GET
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def answer(self, request: http.server.BaseHTTPRequestHandler) -> None:
+        words = request.path.partition("?")[0].strip("/").split("/")
+        status, headers, body = 404, {"X-Error-Code": "RevisionNotFound"}, b"{}"
+        if words[:3] != ["api", "models", "org"] and words[:2] != ["org", "model"]:
+            headers = {"X-Error-Code": "RepoNotFound"}
+        elif words[0] == "api":
+            commit = {"main": self.main, "v1": FIRST}.get((words + ["main"] * 6)[5], (words + [""] * 6)[5])
+            if commit in self.files and "tree" in words:
+                tree = [
+                    {
+                        "type": "file",
+                        "path": name,
+                        "size": len(content),
+                        "oid": hashlib.sha1(content).hexdigest(),
+                    }
+                    for name, content in self.files[commit].items()
+                ]
+                status, headers, body = 200, {"Content-Type": "application/json"}, json.dumps(tree).encode()
+            elif commit in self.files:
+                siblings = [{"rfilename": name} for name in self.files[commit]]
+                listed = {
+                    "_id": "1",
+                    "id": "org/model",
+                    "modelId": "org/model",
+                    "sha": commit,
+                    "siblings": siblings,
+                }
+                status, headers, body = 200, {"Content-Type": "application/json"}, json.dumps(listed).encode()
+        else:
+            commit, name = words[3], words[4]
+            body = self.files[commit][name]
+            etag = (
+                hashlib.sha256(body).hexdigest()
+                if name == "model.safetensors"
+                else hashlib.sha1(body).hexdigest()
+            )
+            status, headers = 200, {"ETag": f'"{etag}"', "X-Repo-Commit": commit}
+        request.send_response(status)
+        for key, value in {**headers, "Content-Length": str(len(body))}.items():
+            request.send_header(key, value)
+        request.end_headers()
+        if request.command == "GET":
+            request.wfile.write(body)
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    hub = Hub()
+    yield hub
+    hub.server.shutdown()
+    hub.server.server_close()
+
+
+def python(hub: Hub, home: Path, program: str) -> str:
+    """The hub's client reads its address when it is imported, so each machine is a process."""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=100,
+        env={**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+RESOLVE = "from tandem.cluster.models.store import resolve_revision as r\n"
+FETCH = "from tandem.cluster.models.fetch import fetch_from_hub as f\n"
+
+
+@pytest.mark.slow
+def test_a_machine_that_starts_a_week_later_has_the_commit_of_the_first(hub: Hub, tmp_path: Path) -> None:
+    """Slow: runs interpreters."""
+    commit = python(hub, tmp_path / "controller", RESOLVE + "print(r('org/model'))")
+    assert commit == FIRST
+    hub.main = SECOND
+    folders = [
+        Path(
+            python(
+                hub, tmp_path / machine, FETCH + f"print(f('org/model@{commit}', lambda what, share: None))"
+            )
+        )
+        for machine in ("early", "late")
+    ]
+    assert [(folder / "model.safetensors").read_bytes() for folder in folders] == [FIRST.encode()] * 2
+    assert not (folders[0] / "code.py").exists(), "nothing is fetched that could run"
+    # The next deployment has what the name stands for by then; a tag goes on standing for what it did.
+    program = RESOLVE + "print(r('org/model'), r('org/model', 'v1'), r('org/model', 'c' * 40))"
+    assert python(hub, tmp_path / "next", program).split() == [SECOND, FIRST, "c" * 40]
+
+
+@pytest.mark.slow
+def test_what_the_hub_does_not_have_is_said(hub: Hub, tmp_path: Path) -> None:
+    """Slow: runs interpreters."""
+    program = RESOLVE + (
+        "for words in (('org/model', 'v9'), ('other/model',)):\n"
+        "    try: r(*words)\n"
+        "    except Exception as error: print(type(error).__name__, error)"
+    )
+    no_revision, no_repository = python(hub, tmp_path, program).splitlines()
+    assert no_revision.startswith(
+        "ConfigurationError model.revision 'v9' is no branch, tag or commit of org/model"
+    )
+    assert no_repository.startswith("Unavailable the Hugging Face hub does not have other/model")
+
+
+@pytest.mark.slow
+def test_without_the_hub_a_name_stands_for_what_was_fetched_last(hub: Hub, tmp_path: Path) -> None:
+    """Slow: runs interpreters."""
+    python(hub, tmp_path, FETCH + "f('org/model', lambda what, share: None)")
+    hub.server.shutdown()
+    hub.server.server_close()
+    assert python(hub, tmp_path, RESOLVE + "print(r('org/model'))") == FIRST
+    program = RESOLVE + "try: r('org/another')\nexcept Exception as error: print(error)"
+    assert "Name one with model.revision, or a folder" in python(hub, tmp_path, program)
+
+
+def test_what_is_not_from_the_hub_has_no_commit(tmp_path: Path) -> None:
+    (tmp_path / "config.json").touch()
+    for name in ("smollm2", str(tmp_path), f"org/model@{FIRST}", "/not/on/this/machine", "./nor/here"):
+        assert resolve_revision(name) == ""
+    assert resolve_revision("org/model", FIRST) == FIRST, "a commit stands for itself"
+
+
+def test_a_name_with_its_commit_is_a_name(tmp_path: Path) -> None:
+    pinned = f"org/model@{FIRST}"
+    check_name(pinned)
+    assert find_model(pinned, tmp_path) is None
+    assert name_to_serve(pinned) == "org/model"
+    assert split_revision(pinned) == ("org/model", FIRST)
+    config = with_model(TandemConfig(), Model(pinned, name_to_serve(pinned)))
+    assert (config.router.tokenizer_path, config.router.model_name) == (pinned, "org/model")
+
+
+@pytest.mark.parametrize(
+    ("name", "revision", "message"),
+    [
+        ("smollm2", "main", "is for a name on the Hugging Face hub"),
+        ("org/model@v1", "main", "is for a name on the Hugging Face hub"),
+        ("org/model", "no spaces", "is no name of a branch"),
+        ("org/model", "-x --flag", "is no name of a branch"),
+    ],
+)
+def test_a_revision_that_cannot_be_meant_is_refused(name: str, revision: str, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        check_name(name, revision)

@@ -1,0 +1,83 @@
+"""A deployment serves one content: one commit of what its name stands for, and no node with other weights."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+
+from tandem.cluster.pools.supervisor import Phase
+from tandem.wire.nodes import Role
+from tests.cluster.pools.helpers import FakeProcess, Rig, in_loop, settle
+from tests.cluster.pools.pools_rig import PD, phases
+
+
+def with_content(content: str, from_start: int = 0):  # type: ignore[no-untyped-def]
+    def prepare(process: FakeProcess, earlier: int) -> None:
+        if earlier >= from_start:
+            process.info = msgspec.structs.replace(process.info, content=content)  # type: ignore[attr-defined]
+
+    return prepare
+
+
+@in_loop
+async def test_a_node_with_other_weights_is_left_out_and_the_rest_serves() -> None:
+    async with Rig(*PD, ("decode-1", Role.DECODE)) as rig:
+        rig.launcher.prepare["decode-1"] = with_content("others")
+        start = asyncio.create_task(rig.controller.start())
+        await settle()
+        await rig.clock.advance(100)
+        await start
+        (node,) = [n for n in (await rig.controller.view()).nodes if n.phase == Phase.LEFT_OUT]
+        assert node.node_id == "decode-1"
+        assert "its model is not the one that this cluster serves" in node.detail
+        assert "`tandem down` first" in node.detail
+        assert rig.routed == {"prefill-0", "decode-0"}
+        assert all("decode-1" not in {m.node_id for m in told} for told in rig.launcher.router.memberships)
+
+
+@in_loop
+async def test_a_node_that_comes_back_with_other_weights_stays_away() -> None:
+    """Somebody wrote to the folder. It is tried again, because what has worked may work again."""
+    async with Rig(*PD) as rig:
+        rig.launcher.prepare["decode-0"] = with_content("others", from_start=1)
+        rig.launcher.prepare["prefill-0"] = with_content("the weights")
+        await rig.controller.start()
+        rig.launcher.node("decode-0").die()
+        await rig.clock.advance(100)
+        assert rig.routed == {"prefill-0"}
+        assert (await phases(rig))["decode-0"] == Phase.LEFT_OUT
+
+
+@in_loop
+async def test_the_next_controller_knows_the_content() -> None:
+    async with Rig(*PD) as rig:
+        await rig.controller.start()
+        await rig.kill_controller()
+        rig.launcher.prepare["decode-0"] = with_content("others", from_start=1)
+        await rig.controller.start()
+        rig.launcher.node("decode-0").die()
+        rig.launcher.node("prefill-0").die()
+        await rig.clock.advance(100)
+        assert rig.routed == {"prefill-0"}
+
+
+@in_loop
+async def test_every_node_loads_the_commit_that_the_name_stood_for_at_the_start() -> None:
+    async with Rig(*PD) as rig:
+        rig.commit = "a" * 40
+        await rig.controller.start()
+        rig.commit = "b" * 40  # upstream pushes
+        await rig.controller.scale({Role.DECODE: 2})
+        await settle()
+        await rig.kill_controller()
+        await rig.controller.start()
+        rig.launcher.node("prefill-0").die()
+        await rig.clock.advance(10)
+        await rig.controller.scale({Role.DECODE: 3})
+        await settle()
+        nodes = [node for nodes in rig.launcher.nodes.values() for node in nodes]
+        assert len(nodes) == 5
+        assert {node.config.engine.model.path for node in nodes} == {f"org/model@{'a' * 40}"}
+        decisions = (await rig.controller.view()).decisions
+        assert any("a" * 40 in decision.text for decision in decisions)
