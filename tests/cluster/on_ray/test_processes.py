@@ -9,8 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tandem.cluster.on_ray.processes import hit, started_at
+from tandem.cluster.on_ray.runtime import import_ray
 from tests.waiting import until
+
+import_ray()  # its environment is set first, or other tests of this run could not set it
+
+from tandem.cluster.on_ray.processes import hit, started_at  # noqa: E402
 
 
 @pytest.fixture

@@ -149,7 +149,7 @@ def truth(path: Path) -> Truth:
 def on_the_device(
     path: Path, truth: Truth, device: FakeDevice, *, graphs: bool, drafts: int = 0
 ) -> Iterator[tuple[Engine, Peer]]:
-    source = find_source(str(path), lambda *_: None)
+    source = find_source(str(path))
     loaded = load_general(source, read_config(source), torch.float32, torch.device("cpu"), lambda *_: None)
     plan = plan_cache(loaded.layers, BLOCK)
     with device.present(), torch.inference_mode():

@@ -428,7 +428,7 @@ def test_what_a_step_needs_beside_the_cache_stays_free(llama: Path, monkeypatch:
 def test_a_step_is_measured_on_the_device(llama: Path) -> None:
     """Every module runs, logits are computed for the rows that are sampled, and nothing stays."""
     model = load_model(
-        find_source(str(llama), lambda *_: None),
+        find_source(str(llama)),
         transformers.AutoConfig.from_pretrained(llama),
         torch.float32,
         torch.device("cpu"),
