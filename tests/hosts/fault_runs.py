@@ -35,7 +35,6 @@ from tools import install_absent, why_impossible
 RESULTS = ROOT / "results" / "lab" / "runs.jsonl"
 LONG_S = 60.0  # faults from this length on are done less often
 REPETITIONS, REPETITIONS_OF_LONG = 3, 2
-_NOISY_S = 5.0  # a machine that stood still for so long has shown nothing
 
 
 def commit() -> str:

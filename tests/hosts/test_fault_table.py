@@ -27,7 +27,7 @@ BOUNDED = (
     "control: a decode host is not heard, 5 s",
     "crowd: clients leave during slow moves",
 )
-WITHIN_S = 200.0
+WITHIN_S = 150.0
 
 
 def test_every_fault_has_a_name_of_its_own_and_the_bounded_share_names_some_of_them() -> None:
