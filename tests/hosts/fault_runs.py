@@ -32,6 +32,8 @@ from serving import give_kernels, give_model
 from stalls import Stalls
 from tools import install_absent, why_impossible
 
+from tandem.cluster.chaos.report import rule_of_three
+
 RESULTS = ROOT / "results" / "lab" / "runs.jsonl"
 LONG_S = 60.0  # faults from this length on are done less often
 REPETITIONS, REPETITIONS_OF_LONG = 3, 2
@@ -183,12 +185,10 @@ def report(lines: list[dict[str, Any]]) -> str:
     )
     if lines and not bad:
         rows.append(
-            f"nothing in {len(lines)} runs: with 95% confidence less than {3 / len(lines):.2%} of such runs would show something"
+            f"nothing bad in {len(lines)} runs: fewer than {rule_of_three(len(lines))} have something bad"
         )
     if requests and not wrong:
-        rows.append(
-            f"no answer of {requests} was wrong: with 95% confidence less than {3 / requests:.3%} are"
-        )
+        rows.append(f"none of {requests} answers was wrong: fewer than {rule_of_three(requests)} are")
     return "\n".join(rows)
 
 
