@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import re
 import subprocess
 import sys
@@ -231,7 +232,8 @@ def main() -> int:
         print(f"{(time.monotonic() - began) / 60:5.1f} min  {text}", flush=True)
 
     def write(run: Run) -> None:
-        line = {"commit": version, "model": options.model, "unix_time": round(time.time())}
+        busy = os.getloadavg()[0]  # others on this machine make every gap longer
+        line = {"commit": version, "model": options.model, "unix_time": round(time.time()), "load": busy}
         with options.out.open("a") as file:
             file.write(json.dumps(line | dataclasses.asdict(run)) + "\n")
 
