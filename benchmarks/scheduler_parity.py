@@ -41,7 +41,7 @@ from vllm.v1.request import RequestStatus as TheirStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from tandem.engine.cache.groups import AttentionKind, KVCacheGroup
-from tandem.engine.config import CacheConfig, SchedulerConfig, SchedulingPolicy
+from tandem.engine.config import CacheConfig, Reserve, SchedulerConfig, SchedulingPolicy
 from tandem.engine.request import Request, RequestStatus
 from tandem.engine.scheduling.output import ModelOutput
 from tandem.engine.scheduling.scheduler import Scheduler
@@ -70,12 +70,16 @@ class Pair:
         policy, seqs = draw.choice(["fcfs", "priority"]), draw.choice([2, 4, 8])
         threshold, budget = draw.choice([0, 0, 6]), draw.choice([8, 24, 64, 256])
         self.caching = len(groups) > 1 or draw.random() < 0.8
+        # With a window, theirs asks for blocks that come back while the prompt is computed.
+        windowed = any(window is not None for _, window in groups)
+        reserve = Reserve.NONE if windowed else draw.choice([Reserve.NONE, Reserve.PROMPT])
         self.ours = Scheduler(
             SchedulerConfig(
                 policy=SchedulingPolicy(policy),
                 max_num_seqs=seqs,
                 max_num_batched_tokens=budget,
                 long_prefill_token_threshold=threshold,
+                reserve=reserve,
             ),
             CacheConfig(block_size=block_size, prefix_caching=self.caching),
             [KVCacheGroup(kind, block_size, (i,), window) for i, (kind, window) in enumerate(groups)],
@@ -96,7 +100,7 @@ class Pair:
                 async_scheduling=False,
                 long_prefill_token_threshold=threshold,
                 policy=policy,
-                scheduler_reserve_full_isl=False,
+                scheduler_reserve_full_isl=reserve is Reserve.PROMPT,
             ),
             cache_config=cache,
             device_config=theirs.DeviceConfig("cpu"),
@@ -203,7 +207,6 @@ def _ours_of(step: Any) -> dict[str, Any]:
         "known": list(zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True)),
         "resumed": cached.resumed_req_ids,
         "drafts": step.spec_token_ids,
-        "common prefix": step.num_common_prefix_blocks,
         "finished": step.finished_req_ids,
         "preempted": step.preempted_req_ids,
     }
@@ -225,7 +228,6 @@ def _theirs_of(step: Any) -> dict[str, Any]:
         ],
         "resumed": set(cached.resumed_req_ids),
         "drafts": {name: list(drafts) for name, drafts in step.scheduled_spec_decode_tokens.items()},
-        "common prefix": list(step.num_common_prefix_blocks),
         "finished": set(step.finished_req_ids),
         "preempted": set(step.preempted_req_ids or ()),
     }

@@ -32,6 +32,14 @@ class AsyncScheduling(enum.StrEnum):
     NEVER = "never"
 
 
+class Reserve(enum.StrEnum):
+    """What must be free before a request is admitted."""
+
+    NONE = "none"  # the blocks of its first step
+    PROMPT = "prompt"  # those of all the tokens that it has
+    SEQUENCE = "sequence"  # all that it, and every request that has blocks, may ever need
+
+
 class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     path: Annotated[
         str,
@@ -113,13 +121,13 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = 80.0
     chunked_prefill: Annotated[bool, about("a prompt may be computed in several steps")] = True
-    reserve_full_sequence: Annotated[
-        bool,
+    reserve: Annotated[
+        Reserve,
         about(
-            "a request is admitted only when all the blocks are free that it and the others may ever "
-            "need: nobody is preempted"
+            "what must be free before a request is admitted: `none`, the blocks of its first step; `prompt`, those of its whole "
+            "prompt; `sequence`, all that it and the others may ever need, so that none is preempted"
         ),
-    ] = False
+    ] = Reserve.PROMPT
     num_speculative_tokens: Annotated[
         NotNegative, about("tokens that are guessed from what was said before, and checked together")
     ] = 0

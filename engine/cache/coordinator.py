@@ -83,9 +83,6 @@ class Coordinator(abc.ABC):
     def max_blocks(self, num_tokens: int, max_new_tokens: int) -> int:
         return sum(manager.max_blocks(num_tokens, max_new_tokens) for manager in self.managers)
 
-    def num_common_prefix_blocks(self, request_id: str) -> list[int]:
-        return [manager.num_common_prefix_blocks(request_id) for manager in self.managers]
-
     def can_resume_at(self, request_id: str, num_tokens: int) -> bool:
         return all(manager.can_resume_at(request_id, num_tokens) for manager in self.managers)
 
@@ -106,9 +103,6 @@ class NoCacheCoordinator(Coordinator):
 
     def cache_full_blocks(self, request: Request, num_tokens: int) -> None:
         """Without prefix caching no block is cached."""
-
-    def num_common_prefix_blocks(self, request_id: str) -> list[int]:
-        return [0] * len(self.managers)
 
 
 class UnitaryCoordinator(Coordinator):

@@ -26,14 +26,5 @@ class FullAttentionManager(GroupManager):
     def max_blocks(self, num_tokens: int, max_new_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def num_common_prefix_blocks(self, request_id: str) -> int:
-        ref_counts, owners = self._pool.ref_counts, len(self.tables)
-        common = 0
-        for block in self.tables[request_id]:
-            if ref_counts[block] != owners:
-                break
-            common += 1
-        return common
-
     def can_resume_at(self, request_id: str, num_tokens: int) -> bool:
         return True

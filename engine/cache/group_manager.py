@@ -44,10 +44,6 @@ class GroupManager(abc.ABC):
         `max_new_tokens` of them."""
 
     @abc.abstractmethod
-    def num_common_prefix_blocks(self, request_id: str) -> int:
-        """Leading blocks of `request_id` that every table shares."""
-
-    @abc.abstractmethod
     def can_resume_at(self, request_id: str, num_tokens: int) -> bool:
         """Whether everything is still there that the token after the first `num_tokens` reads."""
 

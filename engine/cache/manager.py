@@ -115,6 +115,20 @@ class KVCacheManager:
         request.allocation_horizon = coordinator.horizon(request_id, self._num_lookahead)
         return blocks
 
+    def num_blocks_of_prompt(self, request: Request, hits: Tables | None, num_computed: int) -> int:
+        """How many free blocks the request takes until all the tokens that it has now are computed. With `hits` it begins with
+        these, and with `num_computed` tokens that need no computing; without, it has its blocks already."""
+        num_tokens = min(request.num_tokens, self.max_request_tokens)
+        total = 0
+        for index, manager in enumerate(self.coordinator.managers):
+            if hits is None:
+                needed = manager.num_blocks_missing(request.request_id, num_tokens)
+            else:
+                needed = manager.num_blocks_needed(num_tokens, hits[index], num_computed)
+            # A window's early blocks come back while the prompt is computed.
+            total += min(needed, manager.max_blocks(num_tokens, self._max_new_tokens))
+        return total
+
     def num_blocks_ahead(self, request: Request, hits: Tables | None = None) -> int:
         """How many free blocks the request takes, at most, until its end. With `hits` it begins with these."""
         if hits is None:
@@ -201,9 +215,6 @@ class KVCacheManager:
 
     def num_blocks_of(self, request_id: str) -> int:
         return sum(len(table) - table.count(NULL_BLOCK_ID) for table in self.coordinator.tables(request_id))
-
-    def num_common_prefix_blocks(self, request_id: str) -> list[int]:
-        return self.coordinator.num_common_prefix_blocks(request_id)
 
     def take_fresh_blocks(self) -> list[int]:
         fresh, self._fresh = self._fresh, []

@@ -68,10 +68,6 @@ class SlidingWindowManager(GroupManager):
         next_drop = (self._num_dropped[request_id] + 1) * self.block_size + self._window - 1
         return min(super().horizon(request_id, num_lookahead_tokens), next_drop)
 
-    def num_common_prefix_blocks(self, request_id: str) -> int:
-        """Early blocks are dropped as the window moves, so none is shared long enough to be worth counting."""
-        return 0
-
     def can_resume_at(self, request_id: str, num_tokens: int) -> bool:
         return self._num_dropped[request_id] <= self.num_skipped_blocks(num_tokens)
 

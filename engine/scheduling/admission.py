@@ -6,6 +6,7 @@ import dataclasses
 import enum
 
 from tandem.engine.cache.coordinator import Tables
+from tandem.engine.config import Reserve
 from tandem.engine.request import Request, RequestStatus
 from tandem.engine.scheduling.lifecycle import Lifecycle
 from tandem.engine.scheduling.state import SchedulerState
@@ -159,7 +160,7 @@ class AdmissionPhase:
 
     def _try_allocate(self, request: Request, num_new: int, prefix: _Prefix) -> bool:
         cache = self._state.cache
-        if self._state.config.reserve_full_sequence and not self._can_reserve(request, prefix):
+        if not self._can_reserve(request, prefix):
             return False
         if prefix.hits is None:
             return cache.extend_slots(request, num_new) is not None
@@ -174,8 +175,14 @@ class AdmissionPhase:
         return blocks is not None
 
     def _can_reserve(self, request: Request, prefix: _Prefix) -> bool:
-        """Whether everybody who has blocks can grow to its full length, and this one as well."""
+        """Whether what `scheduler.reserve` asks for is free, beyond the blocks of the next step."""
         state = self._state
+        if state.config.reserve is Reserve.NONE:
+            return True
+        if state.config.reserve is Reserve.PROMPT:
+            computed = request.num_computed_tokens + prefix.num_hit_tokens + prefix.num_external_tokens
+            needed = state.cache.num_blocks_of_prompt(request, prefix.hits, computed)
+            return needed <= state.cache.pool.num_free
         ahead = state.cache.num_blocks_ahead(request, prefix.hits)
         ahead += sum(state.cache.num_blocks_ahead(other) for other in state.owners() if other is not request)
         return ahead <= state.cache.pool.num_free

@@ -51,7 +51,6 @@ class SchedulerOutput:
     num_scheduled_tokens: dict[str, int]  # in scheduling order
     total_num_scheduled_tokens: int
     spec_token_ids: dict[str, list[int]]  # drafts to verify, already counted in num_scheduled_tokens
-    num_common_prefix_blocks: list[int]  # per group: leading blocks that every running request shares
     finished_req_ids: set[str]  # ended since the last step: the runner forgets them
     preempted_req_ids: set[str]
     new_block_ids_to_zero: list[int] = dataclasses.field(default_factory=list)

@@ -174,7 +174,6 @@ class Scheduler:
             num_scheduled_tokens=step.num_scheduled,
             total_num_scheduled_tokens=sum(step.num_scheduled.values()),
             spec_token_ids=step.drafts,
-            num_common_prefix_blocks=self._common_prefix_blocks(),
             finished_req_ids=state.finished_req_ids,
             preempted_req_ids=state.preempted_req_ids,
             begins_loads=step.begins_loads,
@@ -199,12 +198,6 @@ class Scheduler:
             num_computed_tokens=request.num_computed_tokens,
             lora=request.lora,
         )
-
-    def _common_prefix_blocks(self) -> list[int]:
-        running, cache = self._state.running, self._state.cache
-        if not running:
-            return [0] * len(cache.coordinator.managers)
-        return cache.num_common_prefix_blocks(running[0].request_id)
 
     def _advance(self, step: StepPlan) -> None:
         """The step's tokens count as computed from here on. Drafts that turn out wrong are taken back later."""

@@ -137,7 +137,6 @@ def test_without_caching_there_is_nothing_to_find():
     assert a.allocation_horizon == 12
     decode(cache, a, 1, 2, 3, 4, 5)
     check(cache, a, b)
-    assert cache.num_common_prefix_blocks("a") == [0]
 
 
 def test_lookahead_reserves_and_does_not_cache():

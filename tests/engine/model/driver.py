@@ -162,7 +162,6 @@ class Driver:
                 num_scheduled_tokens=scheduled,
                 total_num_scheduled_tokens=sum(scheduled.values()),
                 spec_token_ids=drafts,
-                num_common_prefix_blocks=[0] * len(self.groups),
                 finished_req_ids=self._finished,
                 preempted_req_ids=self._preempted,
             ),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from tandem.engine.config import Reserve
 from tandem.engine.request import RequestStatus
 from tandem.wire.sampling import SamplingParams
-from tests.engine.scheduling.driving import BLOCK, Driver, FakeConnector
+from tests.engine.scheduling.driving import BLOCK, Driver, FakeConnector, sliding
 
 
 def test_no_more_run_at_once_than_may():
@@ -206,7 +207,7 @@ def test_of_all_tokens_from_outside_the_last_is_computed_all_the_same():
 
 
 def test_a_request_is_admitted_whole_or_not_at_all():
-    driver = Driver(num_blocks=6, reserve_full_sequence=True)
+    driver = Driver(num_blocks=6, reserve=Reserve.SEQUENCE)
     driver.add("a", prompt=4, max_tokens=8)  # three blocks in the end
     driver.add("b", prompt=4, max_tokens=12)  # four, of which two would not be there in the end
     driver.add("c", prompt=2, max_tokens=2)
@@ -224,11 +225,50 @@ def test_without_reservation_the_same_requests_are_admitted_at_once():
 
 
 def test_what_is_cached_counts_for_a_whole_admission():
-    driver = Driver(num_blocks=8, reserve_full_sequence=True)
+    driver = Driver(num_blocks=8, reserve=Reserve.SEQUENCE)
     driver.add("a", list(range(12)), max_tokens=8)  # five blocks of seven
     driver.step()
     driver.add("b", list(range(12)), max_tokens=4)  # shares two, needs two more
     assert "b" in driver.step()[0].num_scheduled_tokens
+
+
+def test_a_prompt_that_does_not_fit_is_not_begun_piece_by_piece():
+    """Its first chunk would fit. Beside it the running request would be short of blocks in a few steps."""
+    driver = Driver(num_blocks=9, max_num_batched_tokens=8, reserve=Reserve.PROMPT)
+    driver.add("a", prompt=12, max_tokens=10)
+    driver.steps(2)  # three blocks of eight
+    driver.add("b", prompt=24, max_tokens=2)  # six
+    assert list(driver.step()[0].num_scheduled_tokens) == ["a"]
+    driver.run()
+    assert driver.scheduler.stats().preemptions == 0
+    assert [len(driver.outputs[name]) for name in "ab"] == [10, 2]
+
+
+def test_without_a_reservation_a_prompt_is_begun_with_what_there_is():
+    driver = Driver(num_blocks=9, max_num_batched_tokens=8, reserve=Reserve.NONE)
+    driver.add("a", prompt=12, max_tokens=10)
+    driver.steps(2)
+    driver.add("b", prompt=24, max_tokens=2)
+    assert "b" in driver.step()[0].num_scheduled_tokens
+    driver.run()
+    assert driver.scheduler.stats().preemptions > 0
+
+
+def test_what_is_cached_counts_for_a_prompts_reservation():
+    driver = Driver(num_blocks=7, max_num_batched_tokens=8, reserve=Reserve.PROMPT)
+    driver.add("a", list(range(12)), max_tokens=6)
+    driver.steps(2)  # three blocks of six
+    driver.add("b", [*range(12), 77, 78, 79], max_tokens=2)  # shares three, needs one more
+    assert "b" in driver.step()[0].num_scheduled_tokens
+
+
+def test_a_long_prompt_with_a_window_needs_only_what_it_holds_at_once():
+    driver = Driver(
+        groups=(sliding(5),), num_blocks=8, max_num_batched_tokens=8, reserve=Reserve.PROMPT, caching=False
+    )
+    driver.add("a", prompt=60, max_tokens=3)
+    driver.run()
+    assert len(driver.outputs["a"]) == 3
 
 
 def test_a_request_waits_for_its_turn_in_status_waiting():

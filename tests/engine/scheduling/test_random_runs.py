@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tandem.engine.config import Reserve
 from tandem.engine.scheduling import pace
 from tandem.engine.scheduling.scheduler import PauseState
 from tandem.kvtransfer.base import LoadFailurePolicy
@@ -35,7 +36,7 @@ def random_world(number: int, draw: random.Random, *, ahead: bool) -> World:
         max_num_seqs=draw.choice([1, 2, 4, 8]),
         max_num_batched_tokens=draw.choice([4, 9, 30, 200]),
         long_prefill_token_threshold=draw.choice([0, 0, 5]),
-        reserve_full_sequence=draw.random() < 0.2,
+        reserve=draw.choice(list(Reserve)),
         num_speculative_tokens=draw.choice([0, 0, 2]),
         max_loras=draw.choice([None, 1, 2]),
         on_failure=draw.choice(list(LoadFailurePolicy)),

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tandem.engine.config import Reserve
 from tandem.engine.scheduling.scheduler import PauseState
 from tandem.kvtransfer.base import LoadFailurePolicy
 from tests.engine.scheduling.world import GROUPS, Source, World
@@ -32,7 +33,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 4),
         budget=st.integers(1, 40),
         threshold=st.sampled_from([0, 3]),
-        reserve=st.booleans(),
+        reserve=st.sampled_from(list(Reserve)),
         ahead=st.booleans(),
         quick_peers=st.booleans(),
         on_failure=st.sampled_from(list(LoadFailurePolicy)),
@@ -46,7 +47,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs: int,
         budget: int,
         threshold: int,
-        reserve: bool,
+        reserve: Reserve,
         ahead: bool,
         quick_peers: bool,
         on_failure: LoadFailurePolicy,
@@ -61,7 +62,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
             long_prefill_token_threshold=threshold,
-            reserve_full_sequence=reserve,
+            reserve=reserve,
             on_failure=on_failure,
         )
 

@@ -89,22 +89,10 @@ def test_blocks_of_a_new_or_resumed_request_are_not_news_of_a_running_one():
         num_scheduled_tokens={"a": 1, "b": 1, "c": 8},
         total_num_scheduled_tokens=10,
         spec_token_ids={},
-        num_common_prefix_blocks=[0],
         finished_req_ids=set(),
         preempted_req_ids=set(),
     )
     assert [step.new_block_ids(name) for name in "abc"] == [[[5]], (), ()]
-
-
-def test_blocks_that_all_running_requests_share_are_counted():
-    driver = Driver(groups=(FULL, sliding(100)))
-    for name in "ab":
-        driver.add(name, [*range(8), ord(name)], max_tokens=3)
-    assert driver.step()[0].num_common_prefix_blocks == [2, 0]
-    driver.add("c", prompt=5, max_tokens=9)
-    assert driver.step()[0].num_common_prefix_blocks == [0, 0]
-    driver.steps(2)
-    assert driver.step()[0].num_common_prefix_blocks == [2, 0]  # c shares all it has with itself
 
 
 def test_new_blocks_are_named_for_zeroing_when_the_kernel_asks_for_it():
@@ -128,4 +116,3 @@ def test_a_step_with_nothing_to_do_is_empty():
         [],
         [],
     )
-    assert step.num_common_prefix_blocks == [0]

@@ -1,0 +1,155 @@
+"""What `scheduler.reserve` costs and saves: random runs under memory pressure, on a virtual clock.
+
+    python -m benchmarks.reserve [--runs N] [--json FILE]
+
+Every run is a random pool that is too small for its random requests, which arrive over time. The same runs are played with `none`,
+`prompt` and `sequence`. A step takes a fixed time and some more per token, as on a machine that reads prompts at
+`TOKENS_PER_S`. Nothing of it depends on the machine that it runs on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from pathlib import Path
+from statistics import mean
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from tandem.engine.cache.groups import AttentionKind, KVCacheGroup
+from tandem.engine.config import CacheConfig, Reserve, SchedulerConfig
+from tandem.engine.request import Request
+from tandem.engine.scheduling.output import ModelOutput
+from tandem.engine.scheduling.scheduler import Scheduler
+from tandem.wire.sampling import SamplingParams
+
+BLOCK_SIZE = 16
+STEP_S = 0.010
+TOKENS_PER_S = 2000.0
+REQUESTS = 60
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """Sums over all runs, except where it says otherwise."""
+
+    reserve: str
+    preemptions: int
+    computed_twice: float  # share of the tokens that went through the model more than once
+    seconds: float  # until the last answer
+    first_token_mean_s: float
+    first_token_p90_s: float
+    longest_gap_mean_s: float  # between two tokens of one answer
+
+
+class Played(msgspec.Struct):
+    preemptions: int
+    computed: int
+    needed: int
+    seconds: float
+    first_tokens: list[float]
+    gaps: list[float]
+
+
+def play(number: int, reserve: Reserve) -> Played:
+    draw = random.Random(number)
+    blocks = draw.choice([64, 128, 256])
+    longest = blocks * BLOCK_SIZE // draw.choice([2, 3, 6])
+    scheduler = Scheduler(
+        SchedulerConfig(
+            max_num_seqs=draw.choice([16, 64]),
+            max_num_batched_tokens=draw.choice([128, 512, 2048]),
+            step_target_ms=0,
+            reserve=reserve,
+        ),
+        CacheConfig(block_size=BLOCK_SIZE, prefix_caching=draw.random() < 0.5, hash_seed="benchmark"),
+        [KVCacheGroup(AttentionKind.FULL, BLOCK_SIZE, (0,))],
+        blocks,
+        max_model_len=1 << 20,
+    )
+    at, arrivals = 0.0, []
+    pace = draw.choice([0.05, 0.2, 0.5])
+    for index in range(REQUESTS):
+        at += draw.expovariate(1 / pace)
+        prompt = [draw.randrange(50_000) for _ in range(draw.randint(8, longest))]
+        answer = draw.randint(4, longest)
+        arrivals.append((at, f"r{index}", prompt, answer))
+    needed = sum(len(prompt) + answer - 1 for _, _, prompt, answer in arrivals)
+    return _run(scheduler, arrivals, needed)
+
+
+def _run(scheduler: Scheduler, arrivals: list[tuple[float, str, list[int], int]], needed: int) -> Played:
+    now, computed = 0.0, 0
+    came: dict[str, float] = {}
+    last: dict[str, float] = {}
+    first_tokens: list[float] = []
+    gaps: dict[str, float] = {}
+    waiting = list(reversed(arrivals))
+    while waiting or scheduler.has_unfinished_requests():
+        if not scheduler.has_unfinished_requests():
+            now = max(now, waiting[-1][0])
+        while waiting and waiting[-1][0] <= now:
+            at, name, prompt, answer = waiting.pop()
+            came[name] = at
+            sampling = SamplingParams(max_tokens=answer, ignore_eos=True)
+            scheduler.add_request(Request(name, prompt, sampling, arrival_time=at))
+        step = scheduler.schedule()
+        computed += step.total_num_scheduled_tokens
+        now += STEP_S + step.total_num_scheduled_tokens / TOKENS_PER_S
+        sampled = {}
+        for name in step.num_scheduled_tokens:
+            request = scheduler.requests[name]
+            if request.num_computed_tokens == request.num_tokens:
+                sampled[name] = [7]
+        scheduler.update_from_output(step, ModelOutput(sampled))
+        for name in sampled:
+            if name in last:
+                gaps[name] = max(gaps.get(name, 0.0), now - last[name])
+            else:
+                first_tokens.append(now - came[name])
+            last[name] = now
+    return Played(scheduler.stats().preemptions, computed, needed, now, first_tokens, list(gaps.values()))
+
+
+def measure(runs: int) -> list[Outcome]:
+    outcomes = []
+    for reserve in Reserve:
+        played = [play(number, reserve) for number in range(runs)]
+        first_tokens = sorted(value for run in played for value in run.first_tokens)
+        computed, needed = (sum(getattr(run, name) for run in played) for name in ("computed", "needed"))
+        outcomes.append(
+            Outcome(
+                reserve.value,
+                sum(run.preemptions for run in played),
+                max(0.0, computed / needed - 1),
+                sum(run.seconds for run in played),
+                mean(first_tokens),
+                first_tokens[len(first_tokens) * 9 // 10],
+                mean(value for run in played for value in run.gaps),
+            )
+        )
+    return outcomes
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--runs", type=int, default=40)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    outcomes = measure(options.runs)
+    table = Table(title=f"scheduler.reserve, {options.runs} random runs of {REQUESTS} requests")
+    for name in Outcome.__struct_fields__:
+        table.add_column(name.replace("_", " "), justify="left" if name == "reserve" else "right")
+    for outcome in outcomes:
+        values = msgspec.structs.astuple(outcome)
+        table.add_row(*(f"{value:.3f}" if isinstance(value, float) else str(value) for value in values))
+    Console(width=140).print(table)
+    if options.json is not None:
+        options.json.write_bytes(msgspec.json.encode(outcomes))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
