@@ -72,6 +72,13 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "`body_bytes`. Parsed, a body takes several times its bytes"
         ),
     ] = 256 << 20
+    kept_bytes: Annotated[
+        AtLeastOne,
+        about(
+            "of all requests until their end: tokens, log-probabilities, and what of their answers is not read yet. "
+            "One that would be over it alone is refused, others wait outside with 503"
+        ),
+    ] = 1 << 30
     json_depth: Annotated[AtLeastOne, about("how deep a body may nest")] = 64
     json_containers: Annotated[AtLeastOne, about("objects and arrays in its body")] = 100_000
     json_items: Annotated[AtLeastOne, about("items in those: a token id is one")] = 1_000_000
@@ -169,6 +176,7 @@ class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None  # prompt and output together
     concurrent_requests: int | None = None
+    operator: bool = False  # may read the cluster's state, and everybody's traces
 
     def mistake(self) -> str | None:
         """What cannot be meant, without the key itself: it may end in a log."""

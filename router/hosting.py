@@ -15,7 +15,7 @@ from collections.abc import Callable
 import msgspec
 
 from tandem.router.config import RouterConfig
-from tandem.router.http.serving import listen
+from tandem.router.http.serving import listen, raise_descriptor_limit
 from tandem.router.server import RouterServer
 from tandem.wire.errors import Unavailable
 from tandem.wire.nodes import NodeInfo
@@ -33,6 +33,7 @@ class RouterHost:
         # As nodes and the controller do. Ray's actors write this to a file of their own.
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each export is no news
+        raise_descriptor_limit()
         # The event loop gets the interpreter back within this, whatever a thread parses or renders.
         sys.setswitchinterval(_SWITCH_S)
         self._config = config

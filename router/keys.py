@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import msgspec
 
 from tandem.router.config import ApiKey
+from tandem.router.rates import Average
 from tandem.wire.errors import ConfigurationError, RequestError
+
+# Tokens that are reserved for a key's first answer when its request does not say how long it may be.
+DEFAULT_ANSWER = 256
 
 
 class QuotaExceeded(RequestError):
@@ -23,27 +28,72 @@ class QuotaExceeded(RequestError):
 
 
 class _Bucket:
-    """`per_minute` units, refilled evenly, saved up for a minute at most. It may go below zero: what a request
-    will have used is known only at its end."""
+    """`per_minute` units, refilled evenly, saved up for a minute at most. It may go below zero by what requests turn
+    out to use beyond what they reserved."""
 
     def __init__(self, per_minute: int, clock: Callable[[], float]) -> None:
-        self._per_minute = per_minute
+        self.per_minute = per_minute
         self._clock = clock
         self._level = float(per_minute)
         self._at = clock()
 
     def refill(self) -> float:
         now = self._clock()
-        self._level = min(self._per_minute, self._level + (now - self._at) * self._per_minute / 60)
+        self._level = min(self.per_minute, self._level + (now - self._at) * self.per_minute / 60)
         self._at = now
         return self._level
 
     def take(self, amount: float) -> None:
-        self.refill()
-        self._level -= amount
+        """A negative amount is given back."""
+        self._level = min(self.per_minute, self.refill() - amount)
 
     def seconds_until(self, level: float) -> float:
-        return max(0.0, (level - self.refill()) * 60 / self._per_minute)
+        return max(0.0, (level - self.refill()) * 60 / self.per_minute)
+
+
+class Reservation:
+    """What one request has taken of its key's quotas: before its work is done, and settled when it has ended."""
+
+    def __init__(self, tenant: Tenant) -> None:
+        self._tenant = tenant
+        self._tokens = 0.0
+        self._settled = False
+
+    def take_tokens(self, prompt_tokens: int, asked: list[int | None]) -> None:
+        """For a prompt and its answers: `asked` is how long each may be, None where the request does not say. Raises
+        QuotaExceeded. One that needs more than a minute's tokens waits until none of those are taken."""
+        bucket = self._tenant.tokens
+        if bucket is None:
+            return
+        typical = self._tenant.typical_answer()
+        wanted = prompt_tokens + sum(typical if tokens is None else tokens for tokens in asked)
+        wanted = min(wanted, bucket.per_minute)
+        if (wait := bucket.seconds_until(wanted)) > 0:
+            raise QuotaExceeded(
+                f"this request may take {wanted:.0f} tokens, and so many are not left of this key's "
+                f"{bucket.per_minute} tokens per minute",
+                wait,
+            )
+        bucket.take(wanted)
+        self._tokens = wanted
+
+    def settle(self, prompt_tokens: int, answers: list[int]) -> None:
+        """It has ended, and has used these."""
+        self._end(prompt_tokens + sum(answers))
+        for tokens in answers:
+            self._tenant.answers.observe(tokens)
+
+    def void(self) -> None:
+        """It was refused: it is none of the key's requests. Idempotent, and nothing after `settle`."""
+        if not self._settled:
+            self._end(0)
+            self._tenant.give_back_request()
+
+    def _end(self, used: int) -> None:
+        self._settled = True
+        self._tenant.running -= 1
+        if self._tenant.tokens is not None:
+            self._tenant.tokens.take(used - self._tokens)
 
 
 class Tenant:
@@ -51,30 +101,37 @@ class Tenant:
 
     def __init__(self, key: ApiKey, clock: Callable[[], float]) -> None:
         self.name = key.name
+        self.is_operator = key.operator
         # Derived from the key, so that every router has the same and nobody else can guess it.
         self.salt = hashlib.sha256(b"tandem cache salt\0" + key.key.encode()).hexdigest()[:32]
         self.digest = hashlib.sha256(key.key.encode()).digest()
         self._concurrent_limit = key.concurrent_requests
         self._requests = _Bucket(key.requests_per_minute, clock) if key.requests_per_minute else None
-        self._tokens = _Bucket(key.tokens_per_minute, clock) if key.tokens_per_minute else None
+        self.tokens = _Bucket(key.tokens_per_minute, clock) if key.tokens_per_minute else None
+        self.answers = Average()  # tokens of one
         self.running = 0
 
-    def enter(self, *, generates: bool = True) -> None:
-        """Raises QuotaExceeded; otherwise `leave` must follow. Only what generates needs tokens to be left."""
+    def enter(self, *, generates: bool = True) -> Reservation:
+        """To be asked before anything is done for the request. Raises QuotaExceeded; otherwise the reservation must be
+        settled or void. Only what generates needs tokens to be left."""
         if self._concurrent_limit is not None and self.running >= self._concurrent_limit:
             raise QuotaExceeded(f"no more than {self._concurrent_limit} requests at once with this key", 1.0)
         if self._requests is not None and (wait := self._requests.seconds_until(1)) > 0:
             raise QuotaExceeded("too many requests per minute with this key", wait)
-        if generates and self._tokens is not None and (wait := self._tokens.seconds_until(1)) > 0:
+        if generates and self.tokens is not None and (wait := self.tokens.seconds_until(1)) > 0:
             raise QuotaExceeded("too many tokens per minute with this key", wait)
         if self._requests is not None:
             self._requests.take(1)
         self.running += 1
+        return Reservation(self)
 
-    def leave(self, tokens: int) -> None:
-        self.running -= 1
-        if self._tokens is not None:
-            self._tokens.take(tokens)
+    def give_back_request(self) -> None:
+        if self._requests is not None:
+            self._requests.take(-1)
+
+    def typical_answer(self) -> int:
+        """Tokens to reserve for an answer whose request does not say how long it may be."""
+        return DEFAULT_ANSWER if self.answers.value is None else math.ceil(self.answers.value)
 
     def salted(self, cache_salt: str | None) -> str:
         return self.salt if cache_salt is None else f"{self.salt}/{cache_salt}"

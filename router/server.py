@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from tandem.router.config import RouterConfig, TracingConfig
 from tandem.router.dispatch import Dispatcher
 from tandem.router.http.app import make_app
-from tandem.router.http.body_budget import BodyBudget
+from tandem.router.http.memory import BodyBudget, KeptMemory
 from tandem.router.http.services import Services
 from tandem.router.http.serving import HttpServer, listen
 from tandem.router.keys import KeyRing, load_keys
@@ -136,6 +136,7 @@ class RouterServer:
             metrics=metrics,
             supervisor=supervisor,
             bodies=BodyBudget(config.limits.body_bytes_at_once, metrics.refusals.labels(reason="bodies").inc),
+            kept=KeptMemory(config.limits.kept_bytes, metrics.refusals.labels(reason="memory").inc),
             traces=traces,
         )
 
@@ -167,6 +168,7 @@ class RouterServer:
         while True:
             for member in services.pool.members:
                 services.links.ping(member.info)
+            services.kept.measure()
             for _ in range(3):
                 await asyncio.sleep(interval / 3)
                 services.dispatcher.check_nodes()

@@ -92,7 +92,9 @@ def _paths() -> dict[str, Any]:
                 "responses": {"200": {"description": "as text", "content": {"text/plain": {}}}},
             }
         },
-        "/cluster": {"get": _operation("Every node, as it reports itself", None, ClusterState, ("401",))},
+        "/cluster": {
+            "get": _operation("Every node, as it reports itself", None, ClusterState, ("401", "403"))
+        },
         "/traces": {"get": _operation("The last requests that were traced", None, TraceList, ("401",))},
         "/traces/{request_id}": {
             "get": {

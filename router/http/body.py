@@ -10,10 +10,10 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope
 
 from tandem.router.config import Limits, RouterConfig, Timeouts
-from tandem.router.http.body_budget import BodyShare
 from tandem.router.http.errors import BodyTimeout, BodyTooLarge, UnsupportedContentType
 from tandem.router.http.gate import exchange_of
 from tandem.router.http.json_body import parse_object
+from tandem.router.http.memory import BodyShare
 from tandem.router.openai.checking import read_request
 from tandem.wire.errors import Cancelled, InvalidRequest
 
@@ -32,7 +32,8 @@ async def read_body(
     if len(body) <= INLINE_BYTES:
         request, ignored = _request_of(body, request_type, config)
     else:
-        request, ignored = await asyncio.to_thread(_request_of, body, request_type, config)
+        async with share.parsing:
+            request, ignored = await asyncio.to_thread(_request_of, body, request_type, config)
     exchange_of(scope).ignored_fields = ignored
     return request
 

@@ -27,6 +27,11 @@ class Unauthorized(RequestError):
     http_status = 401
 
 
+class Forbidden(RequestError):
+    code = "permission_denied"
+    http_status = 403
+
+
 class BodyTimeout(RequestError):
     code = "request_timeout"
     http_status = 408

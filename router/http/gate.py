@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tandem.router.config import Limits
 from tandem.router.http.errors import (
+    Forbidden,
     HeaderTooLarge,
     Unauthorized,
     body_of,
@@ -57,6 +58,15 @@ def exchange_of(scope: Scope) -> Exchange:
     if not isinstance(found, Exchange):
         raise TypeError("the request did not come through the gate")
     return found
+
+
+def require_operator(scope: Scope, keys: KeyRing) -> None:
+    """Where keys are set, a tenant learns nothing of the cluster and of others."""
+    tenant = exchange_of(scope).tenant
+    if keys.required and (tenant is None or not tenant.is_operator):
+        raise Forbidden(
+            f"{scope['path'][:100]} needs an operator's key: one of router.api_keys that says operator: true"
+        )
 
 
 class Gate:

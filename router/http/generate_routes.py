@@ -11,13 +11,14 @@ from starlette.types import Receive, Scope, Send
 
 from tandem.router.dispatch import Generation, RequestLife
 from tandem.router.http.body import read_body
-from tandem.router.http.body_budget import BodyShare
 from tandem.router.http.disconnect import until_disconnect
 from tandem.router.http.errors import Draining
 from tandem.router.http.event_stream import EventStream
 from tandem.router.http.gate import Exchange, exchange_of
+from tandem.router.http.memory import BodyShare, KeptShare, answer_size, inputs_size, without_payload
 from tandem.router.http.respond import send_pieces
 from tandem.router.http.services import Services
+from tandem.router.keys import Reservation
 from tandem.router.openai.answer import AnswerHead
 from tandem.router.openai.chat_answer import ChatStream, whole_chat
 from tandem.router.openai.chat_request import ChatRequest
@@ -34,6 +35,7 @@ from tandem.wire.tracing import Phase
 
 # What an answer that has fallen behind its client writes at once.
 WRITE_BYTES = 64 << 10
+LOGGED_IDS = 8
 
 R = TypeVar("R", CompletionRequest, ChatRequest)
 
@@ -70,12 +72,33 @@ class GenerateRoute:
         arrived = time.monotonic()
         if services.draining:
             raise Draining("this router is shutting down; another takes new requests")
-        with services.bodies.share() as share:
-            request, plan = await self._read(scope, receive, exchange, share, arrived)
         tenant = exchange.tenant
-        if tenant is not None:
-            tenant.enter()
-        used = 0
+        reservation = tenant.enter() if tenant is not None else None
+        try:
+            with services.bodies.share() as share:
+                request, plan = await self._read(scope, receive, exchange, share, arrived)
+            if reservation is not None:
+                reservation.take_tokens(plan.prompt_tokens, _asked(request, plan))
+            inputs = inputs_size(plan)
+            with services.kept.share(inputs + answer_size(plan, streams=bool(request.stream))) as kept:
+                await self._run(scope, send, exchange, request, plan, reservation, kept, inputs, arrived)
+        finally:
+            if reservation is not None:
+                reservation.void()
+
+    async def _run(
+        self,
+        scope: Scope,
+        send: Send,
+        exchange: Exchange,
+        request: Any,
+        plan: Plan,
+        reservation: Reservation | None,
+        kept: KeptShare,
+        inputs: int,
+        arrived: float,
+    ) -> None:
+        services, tenant = self._services, exchange.tenant
         generation: Generation | None = None
 
         async def work() -> None:
@@ -83,22 +106,25 @@ class GenerateRoute:
             generation = await services.dispatcher.generate(
                 plan.specs, tenant.name if tenant else "", eager=bool(request.stream or plan.stops)
             )
+            kept.grows_with(generation, inputs)
             await self._answer(scope, send, exchange, request, plan, generation)
 
         try:
             await until_disconnect(scope, work)
         finally:
+            answers: list[int] = []
             if generation is not None:
                 generation.cancel()
-                used = plan.prompt_tokens + sum(len(life.ledger.tokens) for life in generation.lives)
+                answers = [len(life.ledger.tokens) for life in generation.lives]
+                used = plan.prompt_tokens + sum(answers)
                 failovers = sum(life.failovers for life in generation.lives)
-                requests = ",".join(name for life in generation.lives for name in life.request_ids)
                 exchange.notes += (
-                    f" nodes={_nodes(generation)} tokens={used} failovers={failovers} requests={requests}"
+                    f" nodes={_nodes(generation)} tokens={used} failovers={failovers} "
+                    f"requests={_node_requests(generation)}"
                 )
                 services.metrics.e2e_latency.observe(time.monotonic() - arrived)
-            if tenant is not None:
-                tenant.leave(used)
+            if reservation is not None:
+                reservation.settle(plan.prompt_tokens if generation is not None else 0, answers)
 
     async def _read(
         self, scope: Scope, receive: Receive, exchange: Exchange, share: BodyShare, arrived: float
@@ -106,7 +132,10 @@ class GenerateRoute:
         services = self._services
         request = await read_body(scope, receive, self._endpoint.request_type, services.config, share)
         services.model.check_name(request.model)
-        trace = exchange.trace = services.traces.begin(exchange.request_id, scope["headers"])
+        tenant = exchange.tenant
+        trace = exchange.trace = services.traces.begin(
+            exchange.request_id, scope["headers"], tenant.name if tenant is not None else None
+        )
         read_at = time.monotonic()
         plan = await self._endpoint.plan(
             request, services.model, self._caller(scope, exchange, request, arrived)
@@ -116,7 +145,7 @@ class GenerateRoute:
             trace.span(Phase.READ, arrived, read_at)
             trace.prompt_tokens = plan.prompt_tokens
             trace.span(Phase.TOKENIZE, read_at, time.monotonic(), plan.prompt_tokens)
-        return request, plan
+        return without_payload(request), plan
 
     def _caller(self, scope: Scope, exchange: Exchange, request: SamplingFields, arrived: float) -> Caller:
         tenant = exchange.tenant
@@ -228,6 +257,21 @@ class GenerateRoute:
 
 def _unsalted(cache_salt: str | None) -> str | None:
     return cache_salt
+
+
+def _asked(request: Any, plan: Plan) -> list[int | None]:
+    """How long each answer may be, None where the request does not say."""
+    says = not isinstance(request, ChatRequest) or (
+        request.max_tokens is not None or request.max_completion_tokens is not None
+    )
+    return [spec.sampling.max_tokens if says else None for spec in plan.specs]
+
+
+def _node_requests(generation: Generation) -> str:
+    """The ids that the nodes know it by, of its first choices: a line of the log is no list of everything."""
+    names = [name for life in generation.lives for name in life.request_ids]
+    more = len(names) - LOGGED_IDS
+    return ",".join(names[:LOGGED_IDS]) + (f",… and {more} more" if more > 0 else "")
 
 
 def _nodes(generation: Generation) -> str:

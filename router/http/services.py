@@ -6,7 +6,7 @@ import dataclasses
 
 from tandem.router.config import RouterConfig
 from tandem.router.dispatch import Dispatcher
-from tandem.router.http.body_budget import BodyBudget
+from tandem.router.http.memory import BodyBudget, KeptMemory
 from tandem.router.keys import KeyRing
 from tandem.router.links import NodeLinks
 from tandem.router.metrics import RouterMetrics
@@ -27,6 +27,7 @@ class Services:
     metrics: RouterMetrics
     supervisor: Supervisor
     bodies: BodyBudget
+    kept: KeptMemory
     traces: Traces
     draining: bool = False
 

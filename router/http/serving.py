@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import resource
 import socket
 from collections.abc import Callable, Generator
 
+import msgspec
 import uvicorn
 from starlette.types import ASGIApp
 
-from tandem.router.config import RouterConfig
+from tandem.router.config import Limits, RouterConfig
 from tandem.router.http.protocol import guarded
 from tandem.wire.errors import ConfigurationError, InternalError
 
@@ -19,6 +21,34 @@ logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 30.0
 DATE_INTERVAL_S = 1.0
+# For nodes, the model's files, logs, and Ray.
+OTHER_DESCRIPTORS = 512
+
+
+def raise_descriptor_limit() -> None:
+    """To what the system allows. Every connection is a descriptor, and many systems begin with 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def limits_that_fit(limits: Limits) -> Limits:
+    """With no more connections than there are descriptors for, those left out that nodes and files need: clients that
+    idle must not keep the router from its nodes."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return limits
+    room = max(1, soft - OTHER_DESCRIPTORS if soft > 2 * OTHER_DESCRIPTORS else soft // 2)
+    if room >= limits.connections:
+        return limits
+    logger.warning(
+        "%d connections are taken at once and not router.limits.connections' %d: this process may have no more than "
+        "%d open files; raise its limit (ulimit -n)",
+        room,
+        limits.connections,
+        soft,
+    )
+    return msgspec.structs.replace(limits, connections=room)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -47,7 +77,7 @@ class HttpServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http=guarded(config.limits, config.timeouts, on_cut),
+                http=guarded(limits_that_fit(config.limits), config.timeouts, on_cut),
                 h11_max_incomplete_event_size=config.limits.header_bytes,
                 timeout_keep_alive=max(1, int(config.timeouts.keep_alive)),
                 lifespan="off",

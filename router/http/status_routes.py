@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 from starlette.types import Receive, Scope, Send
 
+from tandem.router.http.gate import require_operator
 from tandem.router.http.respond import send_bytes, send_json
 from tandem.router.http.services import Services
 from tandem.router.metrics import CONTENT_TYPE
@@ -99,6 +100,7 @@ class ClusterRoute:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         services = self._services
+        require_operator(scope, services.keys)
         admission = services.dispatcher.admission
         await send_json(
             send,

@@ -12,14 +12,15 @@ from msgspec import Meta
 from starlette.types import Receive, Scope, Send
 
 from tandem.router.http.body import read_body
-from tandem.router.http.body_budget import BodyShare
 from tandem.router.http.gate import exchange_of
-from tandem.router.http.respond import send_json
+from tandem.router.http.memory import BodyShare
+from tandem.router.http.respond import send_pieces
 from tandem.router.http.services import Services
 from tandem.router.openai.chat_prompt import render_chat
 from tandem.router.openai.chat_request import ChatMessage, Tool
 from tandem.router.openai.fields import TokenId
 from tandem.router.openai.grammar import JsonObject
+from tandem.router.openai.pieces import json_pieces
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.wire.errors import InvalidRequest
 
@@ -45,16 +46,17 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
 @contextmanager
 def _counted(scope: Scope) -> Iterator[None]:
-    """One of its key's requests, which uses none of its tokens: nothing is generated."""
+    """One of its key's requests, from before it is read. It uses none of its tokens: nothing is generated."""
     tenant = exchange_of(scope).tenant
     if tenant is None:
         yield
         return
-    tenant.enter(generates=False)
+    reservation = tenant.enter(generates=False)
     try:
         yield
+        reservation.settle(0, [])
     finally:
-        tenant.leave(0)
+        reservation.void()
 
 
 class TokenizeRoute:
@@ -62,11 +64,10 @@ class TokenizeRoute:
         self._services = services
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._services.bodies.share() as share:
+        with _counted(scope), self._services.bodies.share() as share:
             request = await self._read(scope, receive, share)
-            with _counted(scope):
-                answer = await self._answer(request)
-        await send_json(send, answer)
+            answer = await self._answer(request)
+        await send_pieces(send, json_pieces(answer))
 
     async def _read(self, scope: Scope, receive: Receive, share: BodyShare) -> TokenizeRequest:
         services = self._services
@@ -117,11 +118,10 @@ class DetokenizeRoute:
         self._services = services
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._services.bodies.share() as share:
+        with _counted(scope), self._services.bodies.share() as share:
             tokens = await self._read(scope, receive, share)
-            with _counted(scope):
-                prompt = await self._services.model.tokenizer.decode_async(tokens)
-        await send_json(send, {"prompt": prompt})
+            prompt = await self._services.model.tokenizer.decode_async(tokens)
+        await send_pieces(send, json_pieces({"prompt": prompt}))
 
     async def _read(self, scope: Scope, receive: Receive, share: BodyShare) -> list[int]:
         services, model = self._services, self._services.model

@@ -26,12 +26,14 @@ class RequestTrace:
         began: float,
         began_unix_s: float,
         *,
+        tenant: str | None = None,
         on_attempt: Callable[[RequestTrace, str], None],
         on_end: Callable[[RequestTrace], None],
     ) -> None:
         self._on_attempt = on_attempt
         self._on_end = on_end
         self.request_id = request_id
+        self.tenant = tenant
         self.context = context
         self.span_id = secrets.token_hex(8)
         self.model = model

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 
 from tandem.router.config import TracingConfig
@@ -22,7 +22,7 @@ NODES_TELL_WITHIN_S = 2.0
 
 
 class Traces:
-    """A ring: beyond `keep` the oldest is forgotten, complete or not."""
+    """Beyond `keep` one is forgotten, complete or not: the oldest of the tenant that has most."""
 
     def __init__(
         self,
@@ -37,11 +37,14 @@ class Traces:
         self._draw = draw
         self._loop = asyncio.get_running_loop()
         self._ring: deque[RequestTrace] = deque()
+        self._kept: Counter[str | None] = Counter()  # in the ring, by tenant
         self._by_attempt: dict[str, RequestTrace] = {}
         self._timers: dict[RequestTrace, asyncio.TimerHandle] = {}
         self.clocks = Clocks()
 
-    def begin(self, request_id: str, headers: list[tuple[bytes, bytes]]) -> RequestTrace | None:
+    def begin(
+        self, request_id: str, headers: list[tuple[bytes, bytes]], tenant: str | None = None
+    ) -> RequestTrace | None:
         """None for one that is not traced: nothing of all this happens for it."""
         parent, state, asked = b"", b"", False
         for name, value in headers:
@@ -65,13 +68,26 @@ class Traces:
             self._model,
             now,
             time.time(),
+            tenant=tenant,
             on_attempt=self._on_attempt,
             on_end=self._on_end,
         )
         self._ring.append(trace)
+        self._kept[tenant] += 1
         if len(self._ring) > self._config.keep:
-            self._forget(self._ring.popleft())
+            self._drop_one()
         return trace
+
+    def _drop_one(self) -> None:
+        """The oldest of the tenant that has most: one that has all of its requests traced drops its own."""
+        most = max(self._kept.values())
+        index = next(at for at, trace in enumerate(self._ring) if self._kept[trace.tenant] == most)
+        trace = self._ring[index]
+        del self._ring[index]
+        self._kept[trace.tenant] -= 1
+        if not self._kept[trace.tenant]:
+            del self._kept[trace.tenant]
+        self._forget(trace)
 
     def _forget(self, trace: RequestTrace) -> None:
         for request_id in trace.attempts:
@@ -106,15 +122,21 @@ class Traces:
 
     # --- what is asked of it
 
-    def find(self, name: str) -> TraceRecord | None:
-        """By the request's id, the answer's, the trace's, or one that a node's log has. The latest, if several."""
+    def find(self, name: str, tenant: str | None = None) -> TraceRecord | None:
+        """By the request's id, the answer's, the trace's, or one that a node's log has. The latest, if several. With a
+        tenant, only among its own."""
         for trace in reversed(self._ring):
+            if tenant is not None and trace.tenant != tenant:
+                continue
             if name in (trace.request_id, trace.answer_id, trace.context.trace_id) or name in trace.attempts:
                 return trace.record()
         return None
 
-    def list(self) -> TraceList:
-        return TraceList([trace.summary() for trace in reversed(self._ring)])
+    def list(self, tenant: str | None = None) -> TraceList:
+        """A tenant's own, or everybody's."""
+        return TraceList(
+            [trace.summary() for trace in reversed(self._ring) if tenant is None or trace.tenant == tenant]
+        )
 
     def close(self) -> None:
         """What waits for a node's word waits no longer."""

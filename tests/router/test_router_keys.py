@@ -1,15 +1,17 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tandem.router.config import ApiKey, RouterConfig
-from tandem.router.keys import KeyRing, QuotaExceeded, load_keys
+from tandem.router.config import ApiKey, RouterConfig, TracingConfig
+from tandem.router.keys import DEFAULT_ANSWER, KeyRing, QuotaExceeded, Tenant, load_keys
 from tandem.wire.errors import ConfigurationError
 from tests.router.conftest import Running, StartRouter
+from tests.router.raw_http import connect, post, read_answer
 
 
 class Clock:
@@ -127,22 +129,154 @@ def test_so_many_requests_at_once(start_router: StartRouter) -> None:
     assert ask(router, "secret-a").status_code == 200
 
 
+def tenant_with(clock: Clock, **quotas: int) -> Tenant:
+    (tenant,) = KeyRing([ApiKey("a", "k", **quotas)], clock)._tenants  # type: ignore[arg-type]
+    return tenant
+
+
 def test_a_bucket_refills_with_time() -> None:
     clock = Clock()
-    (tenant,) = KeyRing([ApiKey("a", "k", requests_per_minute=60, tokens_per_minute=600)], clock)._tenants
+    tenant = tenant_with(clock, requests_per_minute=60, tokens_per_minute=600)
     for _ in range(60):
         tenant.enter()
     with pytest.raises(QuotaExceeded) as refused:
         tenant.enter()
     assert 0 < refused.value.retry_after_s <= 1
     clock.now += 1
-    tenant.enter()
-    tenant.leave(tokens=5000)  # a long answer is paid for afterwards
+    tenant.enter().settle(0, [5000])  # a long answer is paid for afterwards
     clock.now += 60
     with pytest.raises(QuotaExceeded, match="tokens per minute"):
         tenant.enter()
     clock.now += 500
     tenant.enter()
+
+
+def test_tokens_are_taken_before_they_are_used_and_given_back_after() -> None:
+    clock = Clock()
+    tenant = tenant_with(clock, tokens_per_minute=1000)
+    first, second, third = tenant.enter(), tenant.enter(), tenant.enter()
+    first.take_tokens(100, [400])
+    second.take_tokens(100, [400])
+    with pytest.raises(QuotaExceeded, match="may take 500 tokens") as refused:
+        third.take_tokens(100, [400])
+    assert refused.value.retry_after_s == pytest.approx(30)
+    third.void()
+    first.settle(100, [40])  # 360 of what it had reserved comes back
+    tenant.enter().take_tokens(60, [300])
+
+
+def test_many_at_once_do_not_overdraw() -> None:
+    clock = Clock()
+    tenant = tenant_with(clock, tokens_per_minute=1000)
+    entered = []
+    for _ in range(1000):
+        try:
+            reservation = tenant.enter()
+        except QuotaExceeded:
+            break
+        try:
+            reservation.take_tokens(10, [90])
+        except QuotaExceeded:
+            reservation.void()
+            break
+        entered.append(reservation)
+    assert len(entered) == 10
+
+
+def test_a_request_for_more_than_a_minute_has_waits_for_all_of_it() -> None:
+    clock = Clock()
+    tenant = tenant_with(clock, tokens_per_minute=1000)
+    tenant.enter().take_tokens(10, [5000])
+    with pytest.raises(QuotaExceeded):
+        tenant.enter()
+    clock.now += 30
+    with pytest.raises(QuotaExceeded):
+        tenant.enter().take_tokens(10, [5000])
+    clock.now += 30
+    tenant.enter().take_tokens(10, [5000])
+
+
+def test_an_answer_of_unsaid_length_reserves_what_is_usual() -> None:
+    clock = Clock()
+    tenant = tenant_with(clock, tokens_per_minute=100_000)
+    reservation = tenant.enter()
+    reservation.take_tokens(0, [None, None])
+    reservation.settle(0, [10, 10])
+    assert tenant.typical_answer() == 10
+    used = tenant_with(clock, tokens_per_minute=DEFAULT_ANSWER)
+    used.enter().take_tokens(0, [None])
+    with pytest.raises(QuotaExceeded):
+        used.enter()
+
+
+def test_what_is_refused_is_none_of_the_quota() -> None:
+    clock = Clock()
+    tenant = tenant_with(clock, requests_per_minute=1, tokens_per_minute=10, concurrent_requests=1)
+    for _ in range(3):
+        reservation = tenant.enter()
+        reservation.take_tokens(1, [5])
+        reservation.void()
+        reservation.void()
+    reservation = tenant.enter()
+    reservation.settle(1, [2])
+    reservation.void()  # nothing any more
+    assert tenant.running == 0
+    with pytest.raises(QuotaExceeded, match="requests per minute"):
+        tenant.enter()
+
+
+def test_a_quota_is_checked_before_the_work_that_it_limits(start_router: StartRouter) -> None:
+    """A body that is never sent is answered all the same."""
+    router = start_router(api_keys=(ApiKey("a", "secret-a", requests_per_minute=1),))
+    assert ask(router, "secret-a").status_code == 200
+    with closing(connect(router)) as connection:
+        connection.sendall(post(b"", authorization="Bearer secret-a", content_length="100"))
+        assert read_answer(connection)[0] == 429
+
+
+def test_a_request_that_is_refused_for_what_it_says_is_not_counted(start_router: StartRouter) -> None:
+    router = start_router(api_keys=(ApiKey("a", "secret-a", requests_per_minute=1),))
+    for _ in range(3):
+        refused = router.client.post(
+            "/v1/completions", json={"model": "fake"}, headers={"authorization": "Bearer secret-a"}
+        )
+        assert refused.status_code == 400
+    assert ask(router, "secret-a").status_code == 200
+    assert ask(router, "secret-a").status_code == 429
+
+
+def test_the_clusters_state_is_an_operators(start_router: StartRouter) -> None:
+    router = start_router(api_keys=(ApiKey("a", "secret-a"), ApiKey("op", "secret-op", operator=True)))
+
+    def get(path: str, key: str) -> httpx.Response:
+        return router.client.get(path, headers={"authorization": f"Bearer {key}"})
+
+    assert get("/cluster", "secret-op").status_code == 200
+    refused = get("/cluster", "secret-a")
+    assert refused.status_code == 403
+    assert refused.json()["error"]["code"] == "permission_denied"
+    assert "operator: true" in refused.json()["error"]["message"]
+    assert ask(router, "secret-op").status_code == 200
+
+
+def test_a_tenant_sees_its_own_traces_and_an_operator_all(start_router: StartRouter) -> None:
+    keys = (ApiKey("a", "key-a"), ApiKey("b", "key-b"), ApiKey("op", "key-op", operator=True))
+    router = start_router(api_keys=keys, tracing=TracingConfig(keep=4))
+    names: dict[str, list[str]] = {"key-a": [], "key-b": []}
+    for key in ("key-b", *["key-a"] * 6):
+        names[key].append(ask(router, key, **{"x-tandem-trace": "1"}).headers["x-request-id"])
+
+    def seen(key: str) -> list[str]:
+        answer = router.client.get("/traces", headers={"authorization": f"Bearer {key}"}).json()
+        return [trace["request_id"] for trace in answer["traces"]][::-1]
+
+    def status(key: str, name: str) -> int:
+        return router.client.get(f"/traces/{name}", headers={"authorization": f"Bearer {key}"}).status_code
+
+    assert seen("key-a") == names["key-a"][3:], "who has most gives up its own"
+    assert seen("key-b") == names["key-b"]
+    assert seen("key-op") == names["key-b"] + names["key-a"][3:]
+    assert [status(key, names["key-b"][0]) for key in ("key-a", "key-b", "key-op")] == [404, 200, 200]
 
 
 def test_keys_from_a_file(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 import secrets
 import socket
 import subprocess
@@ -17,7 +18,7 @@ import httpx
 import msgspec
 import pytest
 
-from tandem.router.config import ApiKey, Heartbeat, LocalPrefill, RouterConfig
+from tandem.router.config import ApiKey, Heartbeat, Limits, LocalPrefill, RouterConfig
 from tandem.wire.nodes import Role
 from tests.router.conftest import LETTERS
 from tests.router.fake_node import Board, FakeNode
@@ -45,7 +46,9 @@ KEY = {"authorization": "Bearer secret"}
 class LoggedRouter:
     """A process with a router, its nodes, and the file that its log goes to."""
 
-    def __init__(self, config: RouterConfig, board: Board, file: Path) -> None:
+    def __init__(
+        self, config: RouterConfig, board: Board, file: Path, before: Callable[[], None] | None = None
+    ) -> None:
         self._file = file
         self._board = board
         self._nodes: list[FakeNode] = []
@@ -56,11 +59,16 @@ class LoggedRouter:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
+                preexec_fn=before,
             )
         assert self._process.stdout is not None
         self.url = self._process.stdout.readline().strip()
         assert self.url, self.text()
         self.client = httpx.Client(base_url=self.url, timeout=20, trust_env=False, headers=KEY)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def add(self, node_id: str, role: Role) -> FakeNode:
         node = FakeNode(node_id, role, self._board)
@@ -113,7 +121,7 @@ def logged(model_folder: str, end_token: int, tmp_path: Path) -> Iterator[Logged
         tokenizer_path=model_folder,
         model_name="fake",
         port=0,
-        api_keys=(ApiKey("alice", "secret"),),
+        api_keys=(ApiKey("alice", "secret", operator=True),),
         heartbeat=Heartbeat(ping_interval=0.05, silence=5),
         local_prefill=LocalPrefill.NEVER,
     )
@@ -194,3 +202,40 @@ def test_what_is_no_request_gets_an_id_too(logged: LoggedRouter) -> None:
     name = re.search(r"x-request-id: (\w+)\r\n", answer)
     assert name is not None
     assert len(logged.lines_with(f"{name[1]}: answered 400 to 127.0.0.1:")) == 1
+
+
+def test_descriptors_are_raised_to_what_is_allowed_and_connections_held_against_them(
+    model_folder: str, end_token: int, tmp_path: Path
+) -> None:
+    """1,500 at most, 200 to begin with: idle clients must leave some for nodes."""
+    config = RouterConfig(
+        tokenizer_path=model_folder,
+        model_name="fake",
+        port=0,
+        api_keys=(ApiKey("alice", "secret", operator=True),),
+        limits=Limits(connections=5000),
+    )
+    router = LoggedRouter(
+        config,
+        Board(LETTERS, end_token),
+        tmp_path / "router.log",
+        before=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (200, 1500)),
+    )
+    try:
+        parts = urlsplit(router.url)
+        limits = Path(f"/proc/{router.pid}/limits").read_text()
+        assert re.search(r"Max open files +1500 +1500 ", limits)
+        (warning,) = router.lines_with("router.limits.connections")
+        assert " 988 connections are taken at once" in warning
+        idle = [socket.create_connection((parts.hostname or "", parts.port or 0)) for _ in range(987)]
+        with socket.create_connection((parts.hostname or "", parts.port or 0)) as last:
+            last.settimeout(PATIENCE_S)
+            with socket.create_connection((parts.hostname or "", parts.port or 0)) as refused:
+                refused.settimeout(PATIENCE_S)
+                assert refused.recv(100).startswith(b"HTTP/1.1 503")
+        router.add("d0", Role.DECODE)
+        for connection in idle:
+            connection.close()
+        router.until(lambda: '"d0"' in router.client.get("/cluster").text, "the node is in view")
+    finally:
+        router.close()

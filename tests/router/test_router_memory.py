@@ -1,0 +1,88 @@
+"""What requests keep is bounded in sum, to their end."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from tandem.router.config import Limits
+from tandem.router.http.memory import KeptMemory, without_payload
+from tandem.router.openai.chat_request import ChatRequest
+from tandem.wire.errors import InvalidRequest, Overloaded
+from tests.router.conftest import StartRouter
+
+
+def test_shares_are_given_back() -> None:
+    refused: list[None] = []
+    kept = KeptMemory(100, lambda: refused.append(None))
+    with kept.share(60):
+        with pytest.raises(Overloaded), kept.share(50):
+            pass
+        with kept.share(40):
+            assert kept.held == 100
+    assert kept.held == 0
+    with pytest.raises(InvalidRequest, match="101 bytes"), kept.share(101):
+        pass
+    assert len(refused) == 2
+
+
+def test_a_request_is_kept_without_what_its_plan_was_made_of() -> None:
+    body = {
+        "model": "fake",
+        "messages": [{"role": "user", "content": "x" * 1000}],
+        "chat_template_kwargs": {"unused": "y" * 1000},
+        "metadata": {"a": "b"},
+        "response_format": {"type": "json_object"},
+        "user": "z" * 1000,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "top_logprobs": 5,
+    }
+    request = msgspec.convert(
+        {name: body[name] for name in body if name in ChatRequest.__struct_fields__}, ChatRequest
+    )
+    slim = without_payload(request)
+    assert not any(letter * 100 in msgspec.json.encode(slim).decode() for letter in "xyz")
+    assert (slim.stream, slim.stream_options, slim.top_logprobs, slim.model) == (
+        True,
+        request.stream_options,
+        5,
+        "fake",
+    )
+
+
+def test_a_request_that_could_never_fit_is_refused_before_anything_is_computed(
+    start_router: StartRouter,
+) -> None:
+    router = start_router(prefill=0, limits=Limits(kept_bytes=1 << 20))
+    refused = router.complete(max_tokens=1000, n=8, logprobs=20)
+    assert refused.status_code == 400
+    assert "1048576" in refused.json()["error"]["message"]
+    assert router.nodes["d0"].submits == []
+    assert router.complete(max_tokens=10, n=8, logprobs=20).status_code == 200
+    assert router.server.services.kept.held == 0
+
+
+def test_what_a_running_request_keeps_keeps_others_out(start_router: StartRouter) -> None:
+    router = start_router(prefill=0, limits=Limits(kept_bytes=300_000))
+    router.nodes["d0"].set(pause_at=1)
+    with router.stream(max_tokens=3, n=30) as events:
+        events.text(count=1)
+        refused = router.complete(max_tokens=3, n=30)
+        assert refused.status_code == 503
+        assert refused.headers["retry-after"]
+    router.wait_for(lambda: router.server.services.kept.held == 0, "it is given back")
+    assert router.metric("tandem_requests_refused_total", reason="memory") == 1
+
+
+def test_of_answers_that_grow_too_large_the_largest_is_ended(start_router: StartRouter) -> None:
+    router = start_router(prefill=0, limits=Limits(kept_bytes=200_000))
+    node = router.nodes["d0"]
+    node.set(pause_at=1)
+    with router.stream(max_tokens=3, seed=4) as narrow:
+        narrow.text(count=1)
+        node.resume()
+        with router.stream(max_tokens=2000, n=10, logprobs=20) as wide:
+            last = wide.rest()[-1]
+        assert last["error"]["code"] == "overloaded"
+    assert router.complete(max_tokens=3).status_code == 200
