@@ -12,6 +12,10 @@ from tandem.wire.errors import InternalError, NodeLost, TandemError, Unavailable
 T = TypeVar("T")
 
 
+class Unreached(Unavailable):
+    """Ray could not reach the process, as when a connection was reset: no word of whether it lives."""
+
+
 def translated(error: ray_exceptions.RayError) -> TandemError:
     match error:
         case ray_exceptions.RayTaskError(cause=TandemError() as cause):
@@ -20,6 +24,8 @@ def translated(error: ray_exceptions.RayError) -> TandemError:
             return InternalError(f"{type(cause).__name__}: {cause}")
         case ray_exceptions.ActorUnschedulableError():
             return Unavailable(f"no machine of the cluster can take it: {_first_line(error)}")
+        case ray_exceptions.ActorUnavailableError():
+            return Unreached(_first_line(error))
         case ray_exceptions.RayActorError():
             return NodeLost(_last_words(error))
         case _:

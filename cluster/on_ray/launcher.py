@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from tandem.cluster.clock import cancel
 from tandem.cluster.hosts import Host
 from tandem.cluster.launcher import NodeHandle, Report, RouterHandle
-from tandem.cluster.on_ray.errors import answer, translated
+from tandem.cluster.on_ray.errors import Unreached, answer, translated
 from tandem.cluster.on_ray.node_actor import DecodeActor, PrefillActor
 from tandem.cluster.on_ray.router_actor import RouterActor
 from tandem.cluster.on_ray.runtime import HEAD_ONLY, NAMESPACE
@@ -35,6 +35,7 @@ _NODE_ACTORS: dict[Role, Any] = {
 }
 _PROGRESS_WAIT_S = 10.0
 _HOLD_S = 60.0
+_REACH_AGAIN_S = 0.5
 _ADOPT_S = 5.0  # who runs under the name already and says nothing for so long is replaced
 _NAME_S = 10.0  # for the name of an actor that was ended to be free again
 _NAME_RETRY_S = 0.05  # Ray does not tell when it is
@@ -106,11 +107,20 @@ class RayHandle:
     async def _hold(self) -> str:
         try:
             actor = await self.actor()
-            while not await answer(actor.hold.remote(_HOLD_S)):
+            while not await self._held_on(actor):
                 pass
         except TandemError as error:
             return str(error)
         return "it was stopped"
+
+    async def _held_on(self, actor: Any) -> bool:
+        """One call to `hold`. A connection that broke is no end: only Ray's word that the process died is one."""
+        try:
+            return bool(await answer(actor.hold.remote(_HOLD_S)))
+        except Unreached as error:
+            logger.warning("%s cannot be reached, and is asked again: %s", self._name, error)
+            await asyncio.sleep(_REACH_AGAIN_S)
+            return False
 
     async def drain(self, timeout_s: float) -> bool:
         return bool(await answer((await self.actor()).drain.remote(timeout_s)))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from types import SimpleNamespace
+
 import msgspec
 import pytest
 
@@ -15,6 +18,45 @@ NODE = NodeConfig(
     node_id="prefill-0", role=Role.PREFILL, host="10.0.0.2", transfer=TransferConfig(), cores=[0, 1]
 )
 replace = msgspec.structs.replace
+
+
+@pytest.mark.slow
+def test_a_broken_connection_is_no_end_and_the_word_of_a_death_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slow: imports Ray. Starts nothing."""
+    ray = import_ray()
+    from tandem.cluster.on_ray import launcher
+
+    monkeypatch.setattr(launcher, "_REACH_AGAIN_S", 0.0)
+    unreached = ray.exceptions.ActorUnavailableError(
+        "RPC error: recvmsg: Connection reset by peer", b"a" * 16
+    )
+    outcomes = iter([unreached, unreached, False, ray.exceptions.ActorDiedError()])
+    asked = 0
+
+    class Hold:
+        def remote(self, seconds: float) -> object:
+            async def outcome() -> bool:
+                nonlocal asked
+                asked += 1
+                next_one = next(outcomes)
+                if isinstance(next_one, Exception):
+                    raise next_one
+                return bool(next_one)
+
+            return outcome()
+
+    actor = SimpleNamespace(hold=Hold())
+
+    async def work() -> str:
+        handle = launcher.RayHandle("decode-0", lambda config: True, lambda: actor, 1.0)
+        monkeypatch.setattr(handle, "_running", no_actor)
+        return await asyncio.wait_for(handle.ended(), 5)
+
+    async def no_actor() -> None:
+        return None
+
+    assert asyncio.run(work()) != "it was stopped"
+    assert asked == 4, "asked again after each broken connection, and not after the death"
 
 
 @pytest.mark.slow
