@@ -7,6 +7,7 @@ controller and router are on the router host.
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import signal
 import subprocess
@@ -107,8 +108,11 @@ class FaultCluster:
             # Nodes wait this long for a control store that is away or cut off.
             "RAY_gcs_rpc_server_reconnect_timeout_s=600",
         )
+        # Each host takes this machine's cores for its own, so it is shown one.
+        cores = sorted(os.sched_getaffinity(0))
+        core = str(cores[self.hosts.index(host) % len(cores)])
         host.run(
-            "env", *environment, *RAY, "start", "--disable-usage-stats", "--object-store-memory=80000000", "--num-cpus=0",
+            "taskset", "--cpu-list", core, "env", *environment, *RAY, "start", "--disable-usage-stats", "--object-store-memory=80000000", "--num-cpus=0",
             f"--node-ip-address={host.address}", *ports, *words, timeout_s=120.0,
         )  # fmt: skip
 

@@ -106,7 +106,9 @@ class Table:
         while waiting and time.monotonic() < self._deadline:
             starts += 1
             with ExitStack() as stack:
-                lab = stack.enter_context(Lab(self._folder / f"start-{starts}", hosts=5, ssh=False))
+                lab = stack.enter_context(
+                    Lab(self._folder / f"start-{starts}", hosts=5, ssh=False, boot_ids=True)
+                )
                 scene = self._scene(lab, stack)
                 self._play_on(scene, waiting)
 

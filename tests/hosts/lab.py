@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
@@ -76,9 +77,17 @@ class Host:
             hostname {self.name}
             mount -t tmpfs -o size=2g tmpfs /dev/shm
             mkdir -p /tmp/ray; mount --bind {self.folder}/ray /tmp/ray
+            {self._boot_id()}
             {private_home(self.home, self.folder)}
             exec {f"/usr/sbin/sshd -D -e -f /dev/null {sshd}" if self._lab.ssh else "sleep infinity"}
         """
+
+    def _boot_id(self) -> str:
+        if not self._lab.boot_ids:
+            return ""
+        file = self.folder / "boot_id"
+        file.write_text(f"{uuid.uuid4()}\n")
+        return f"mount --bind {file} /proc/sys/kernel/random/boot_id"
 
     def command(self, *words: str) -> list[str]:
         """What runs `words` on this host. Only its processes see each other."""
@@ -106,11 +115,13 @@ class Host:
 
 class Lab:
     """`with Lab(folder, hosts=5) as lab:`; the hosts are lab.hosts, and lab.laptop is beside them. Without `ssh` the hosts
-    have no sshd: only `Host.run` reaches them."""
+    have no sshd: only `Host.run` reaches them. With `boot_ids` each has one of its own, as machines have: without it programs may
+    take all of them for containers of one machine."""
 
-    def __init__(self, folder: Path, hosts: int, *, ssh: bool = True) -> None:
+    def __init__(self, folder: Path, hosts: int, *, ssh: bool = True, boot_ids: bool = False) -> None:
         self.folder = folder
         self.ssh = ssh
+        self.boot_ids = boot_ids
         self.key = folder / "key"
         self.host_key = folder / "host_key"
         self.hosts = [Host(self, f"h{index}", f"{NETWORK}.{10 + index}") for index in range(hosts)]
