@@ -200,6 +200,7 @@ class Scene:
         self._kv_bytes = kv_bytes  # of one token
         self._salt = ""
         self._salts = 0
+        self._crowd = 0  # how many long prompts came besides
 
     def learn(self) -> None:
         """Asks each question in peace."""
@@ -225,7 +226,8 @@ class Scene:
         before = [self._ask(questions.stream(number)) for number in (repetition, repetition + 1)]
         load.wait(lambda: all(one.tokens >= 8 or one.ending for one in before), time.monotonic() + _BEGIN_S)
         longs = [self._ask(questions.long(repetition + number)) for number in range(4)]
-        crowd = [self._ask(questions.long(number)) for number in range(fault.crowd if fault else 0)]
+        self._crowd = fault.crowd if fault else 0
+        crowd = [self._ask(questions.long(number)) for number in range(self._crowd)]
         if repetition % 2 == 0:
             load.wait(lambda: any(one.tokens or one.ending for one in longs), time.monotonic() + _BEGIN_S)
         else:
@@ -350,8 +352,10 @@ class Scene:
     def _line(self, rate: str, number: int) -> float:
         """What the quiet scene waited at this place, and what the link takes for the scene's long prompts once more: those
         of a lost node go over another's link."""
-        again = _LONGS * _LONG * self._kv_bytes * 8 / RATES[rate]
-        return again + self._reference.lines.get(f"{rate}/{min(number, 2)}", 0.0)
+        moving = _LONG * self._kv_bytes * 8 / RATES[rate]
+        reading = self._reference.lines.get(f"{rate}/0", 0.0) / 2  # there are two prefill nodes
+        crowd = self._crowd * (moving + reading) if number < 2 else 0.0
+        return crowd + _LONGS * moving + self._reference.lines.get(f"{rate}/{min(number, 2)}", 0.0)
 
     def _note_line(self, rate: str, number: int, waited: float) -> None:
         """Of first tokens, of second ones, and of all others, whose line is none."""

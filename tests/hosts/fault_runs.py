@@ -38,6 +38,8 @@ from tandem.cluster.chaos.report import rule_of_three
 RESULTS = ROOT / "results" / "lab" / "runs.jsonl"
 LONG_S = 60.0  # faults from this length on are done less often
 REPETITIONS, REPETITIONS_OF_LONG = 3, 2
+_PLAY_S = 10.0  # besides the fault's own length
+_START_S = 60.0  # without so much left no cluster is started
 
 
 def commit() -> str:
@@ -103,7 +105,7 @@ class Table:
     def play(self, events: list[Event]) -> None:
         waiting = list(events)
         starts = 0
-        while waiting and time.monotonic() < self._deadline:
+        while waiting and time.monotonic() + _START_S < self._deadline:
             starts += 1
             with ExitStack() as stack:
                 lab = stack.enter_context(
@@ -143,8 +145,8 @@ class Table:
 
     def _play_on(self, scene: Scene, waiting: list[Event]) -> None:
         """Returns when nothing waits, the time is up, or a cluster must be made again."""
-        while waiting and time.monotonic() + waiting[0].fault.seconds < self._deadline:
-            event = waiting.pop(0)
+        while (event := self._next_that_fits(waiting)) is not None:
+            waiting.remove(event)
             began = time.monotonic()
             runs = scene.play(event.fault, event.repetition, event.rate)
             for run in runs:
@@ -161,8 +163,10 @@ class Table:
                 self._say(f"   ✗ {line}")
             if any("still not" in line for line in bad):
                 return  # what is left there would be counted against the next
-        if waiting and time.monotonic() < self._deadline:
-            del waiting[0]  # does not fit into what is left
+
+    def _next_that_fits(self, waiting: list[Event]) -> Event | None:
+        left = self._deadline - time.monotonic()
+        return next((event for event in waiting if event.fault.seconds + _PLAY_S < left), None)
 
 
 def report(lines: list[dict[str, Any]]) -> str:

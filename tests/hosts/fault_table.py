@@ -131,11 +131,9 @@ def _crowds() -> Iterator[Fault]:
     def nothing(cluster: FaultCluster) -> None:
         pass
 
-    # In line, a request's own wait is as long as the line: no healthy way is shorter.
-    yield Fault("crowd: full pools", 1.0, nothing, nothing, has_healthy_way=False, crowd=24)
+    yield Fault("crowd: full pools", 1.0, nothing, nothing, crowd=24)
     yield Fault(
-        "crowd: clients leave during slow moves", 3.0, nothing, nothing,
-        has_healthy_way=False, crowd=12, leaving=True, rate="100mbit",
+        "crowd: clients leave during slow moves", 3.0, nothing, nothing, crowd=12, leaving=True, rate="100mbit"
     )  # fmt: skip
 
 
