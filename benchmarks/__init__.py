@@ -5,6 +5,7 @@
     burst            three times the capacity for two minutes, beside vLLM (bursting)
     soak             half an hour of everything that clients do (soaking/): `make soak`
     scheduler, scheduler_parity    its speed; whether it decides as the one that it follows
+    reserve          what `scheduler.reserve` costs and saves under memory pressure
     engine           the engine alone (engine_work, engine_tandem, engine_vllm, engine_costs)
     native_kernels   where a step's time goes in the native library
     gpu              the engine on a GPU (gpu_models, gpu_parity)
