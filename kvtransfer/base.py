@@ -28,7 +28,8 @@ peer writes from there on nobody else does.
 - *Producer*: `request_finished` returns True to keep the request's blocks: the connector still sends them.
   The engine frees them when the request's id appears in `finished_sending`. A connector puts each id that it
   kept there exactly once, when its last byte has left and been confirmed, when the lease ended, when the
-  transfer was cancelled, or when the peer died; never while a handle that reads them is in flight.
+  transfer was cancelled, or when the peer died; never while a handle that reads them is in flight. A request whose
+  transfer ends before its prompt is computed is named in `unwanted_sending`: the engine ends it, and computes no more.
 - *Consumer*: the blocks of a request in WAITING_FOR_REMOTE_KVS may be written by a peer at any moment. The
   engine reuses none of them before the id appears in `finished_recving` or `failed_recving`. A connector puts
   it in exactly one of the two, exactly once, and only when nothing can write to the blocks any more. That holds
@@ -138,6 +139,8 @@ class ConnectorOutput(msgspec.Struct):
     failed_recving: dict[str, LoadFailure] = msgspec.field(default_factory=dict)
     invalid_block_ids: set[int] = msgspec.field(default_factory=set)
     released_blocks: set[int] = msgspec.field(default_factory=set)  # out of quarantine
+    # Requests of a producer whose consumer no longer wants their KV: what is not computed yet need not be.
+    unwanted_sending: set[str] = msgspec.field(default_factory=set)
 
     @property
     def is_empty(self) -> bool:
@@ -147,6 +150,7 @@ class ConnectorOutput(msgspec.Struct):
             or self.failed_recving
             or self.invalid_block_ids
             or self.released_blocks
+            or self.unwanted_sending
         )
 
 
@@ -230,7 +234,9 @@ class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Annotated[float, Meta(gt=0, le=MAX_LEASE_S)],
         about("a prefill node holds blocks for this long when nobody renews the lease; at most 3600"),
     ] = 10.0
-    timeout_s: Annotated[Seconds, about("a decode node waits this long for one transfer")] = 60.0
+    timeout_s: Annotated[
+        Seconds, about("a decode node waits this long for one transfer, once the prompt is being computed")
+    ] = 60.0
     handshake_timeout_s: Annotated[Seconds, about("and this long for two nodes to know each other")] = 5.0
     on_failure: Annotated[
         LoadFailurePolicy, about("`recompute`: the decode node then reads the prompt itself; or `fail`")

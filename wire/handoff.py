@@ -129,11 +129,13 @@ class RenewLease(msgspec.Struct, frozen=True, tag="renew", forbid_unknown_fields
 
 class LeaseRenewed(msgspec.Struct, frozen=True, tag="renewed", forbid_unknown_fields=True):
     """`unknown` are transfers that the producer does not (or no longer) hold: they will never complete. One that it is
-    closing is not among them before nothing is in flight."""
+    closing is not among them before nothing is in flight. `waiting` are those whose prompt is still in line: the time that a
+    transfer may take has not begun."""
 
     envelope: Envelope
     stamp: int
     unknown: list[str]
+    waiting: list[str] = []
 
 
 class HandoffNotice(msgspec.Struct, frozen=True, tag="notice", forbid_unknown_fields=True):

@@ -10,6 +10,7 @@ from tandem.engine.scheduling.stopping import status_after
 from tandem.engine.scheduling.update import RequestUpdate, failure_of
 from tandem.kvtransfer.base import ConnectorOutput, Handoff, LoadFailure, LoadFailurePolicy
 from tandem.wire.errors import InternalError, TransferError
+from tandem.wire.sampling import FinishReason
 
 
 class TransferResults:
@@ -34,6 +35,10 @@ class TransferResults:
                 self._quarantine(request_id, failure)
             if (request := self._loading(request_id)) is not None:
                 updates += self._failed(request, failure)
+        for request_id in output.unwanted_sending:
+            if (request := state.requests.get(request_id)) is not None:
+                updates.append(RequestUpdate(request_id, request.num_output_tokens, [], FinishReason.ABORT))
+                self._lifecycle.finish_all([request_id], RequestStatus.FINISHED_ABORTED)
         for request_id in output.finished_sending:
             if request_id in state.held:
                 self._lifecycle.release(request_id)

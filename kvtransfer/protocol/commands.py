@@ -43,6 +43,13 @@ class DeclineTransfer(msgspec.Struct, frozen=True):
     peer: PeerAddress
 
 
+class AnnounceSend(msgspec.Struct, frozen=True):
+    """Producer: the request is in line here. Its consumer is told that it waits."""
+
+    request_id: str
+    transfer_id: str
+
+
 class PlanSend(msgspec.Struct, frozen=True):
     """Producer: the request has blocks. A second one for the same request replaces them (it was preempted)."""
 
@@ -109,6 +116,7 @@ Command = (
     BeginReceive
     | CancelReceive
     | DeclineTransfer
+    | AnnounceSend
     | PlanSend
     | ExtendSend
     | FinishSend

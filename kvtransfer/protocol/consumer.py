@@ -154,6 +154,9 @@ class Consumer:
         if link is None:
             return
         link.take_stamp(message.stamp, self._side.clock())
+        for transfer_id in message.waiting:
+            if (receiving := self._mine(transfer_id, link.key)) is not None:
+                receiving.deadline = self._side.clock() + self._side.settings.timeout_s
         for transfer_id in message.unknown:
             receiving = self._mine(transfer_id, link.key)
             # While confirming, the answer to our acceptance is on its way and knows better.

@@ -35,6 +35,7 @@ class Outcomes(msgspec.Struct, frozen=True):
     """Where the endpoint reports to. Called from its thread."""
 
     finished_sending: Callable[[str], None]
+    unwanted_sending: Callable[[str], None]
     finished_recving: Callable[[str, Handoff], None]
     failed_recving: Callable[[str, LoadFailure], None]
     released_blocks: Callable[[frozenset[int]], None]
@@ -56,7 +57,9 @@ class Endpoint:
         self._answers = Answers(side.me, side.send, side.recorder)
         self._refuses = refuses
         self._has_ended = has_ended
-        self.producer = Producer(side, finished_sending=outcomes.finished_sending)
+        self.producer = Producer(
+            side, finished_sending=outcomes.finished_sending, unwanted=outcomes.unwanted_sending
+        )
         self.consumer = Consumer(
             side,
             finished=outcomes.finished_recving,
@@ -102,6 +105,8 @@ class Endpoint:
 
     def execute(self, command: commands.Command) -> None:
         match command:
+            case commands.AnnounceSend():
+                self.producer.announce(command)
             case commands.PlanSend():
                 self.producer.plan(command)
             case commands.ExtendSend():

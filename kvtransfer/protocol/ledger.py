@@ -19,6 +19,7 @@ class Ledger:
         self._recorder = recorder
         self._by_transfer: dict[str, Sending] = {}
         self._by_request: dict[str, Sending] = {}
+        self.in_line: dict[str, str] = {}  # transfers whose request has no blocks yet: its id
         self._endings: Remembered[Ending] = Remembered(settings.max_remembered, settings.remember_s, clock)
 
     def __iter__(self) -> Iterator[Sending]:

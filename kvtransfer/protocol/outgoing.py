@@ -34,6 +34,7 @@ class Outgoing:
         answers: Answers,
         *,
         finished_sending: Callable[[str], None],
+        unwanted: Callable[[str], None],
     ) -> None:
         self._side = side
         self._ledger = ledger
@@ -41,6 +42,7 @@ class Outgoing:
         self._answers = answers
         self._writes = side.direction is Direction.PUSH
         self._finished_sending = finished_sending
+        self._unwanted = unwanted
 
     def pair(self, sending: Sending) -> None:
         """Both halves may be there now: do they belong together?"""
@@ -97,6 +99,8 @@ class Outgoing:
             for write in list(sending.in_flight):
                 if self._side.transport.cancel(write.handle):
                     sending.over(write)
+            if sending.request_id is not None and not sending.request_ended:
+                self._unwanted(sending.request_id)
         self.conclude(sending)
 
     def close_all_to(self, key: PeerKey, outcome: Outcome, reason: str) -> None:

@@ -26,12 +26,16 @@ logger = logging.getLogger(__name__)
 
 
 class Producer:
-    def __init__(self, side: Side, *, finished_sending: Callable[[str], None]) -> None:
+    def __init__(
+        self, side: Side, *, finished_sending: Callable[[str], None], unwanted: Callable[[str], None]
+    ) -> None:
+        """`unwanted` is called with a request that has not ended, and whose transfer nobody waits for any more."""
         geometry, settings, clock, recorder = side.geometry, side.settings, side.clock, side.recorder
         self._side = side
         self._answers = Answers(side.me, side.send, recorder)
         self._writes = side.direction is Direction.PUSH
         self._finished_sending = finished_sending
+        self._unwanted = unwanted
         self._handshakes = Handshakes(
             geometry,
             side.transport if self._writes else None,
@@ -41,7 +45,12 @@ class Producer:
         )
         self._ledger = Ledger(settings, clock, recorder)
         self._outgoing = Outgoing(
-            side, self._ledger, self._handshakes, self._answers, finished_sending=finished_sending
+            side,
+            self._ledger,
+            self._handshakes,
+            self._answers,
+            finished_sending=finished_sending,
+            unwanted=unwanted,
         )
         writer = Writer(side.transport, settings, geometry.fingerprint.num_slots, clock, recorder)
         self._pushing = Pushing(side, self._ledger, self._handshakes, self._outgoing, writer)
@@ -67,7 +76,14 @@ class Producer:
 
     # ── commands of our own engine ──
 
+    def announce(self, command: commands.AnnounceSend) -> None:
+        if self._ledger.ending_of(command.transfer_id) is not None:
+            self._unwanted(command.request_id)  # cancelled before its request came
+        else:
+            self._ledger.in_line[command.transfer_id] = command.request_id
+
     def plan(self, command: commands.PlanSend) -> None:
+        self._ledger.in_line.pop(command.transfer_id, None)
         known = self._ledger.of_request(command.request_id)
         if known is not None:
             known.set_source(command)
@@ -116,6 +132,7 @@ class Producer:
 
     def abandon(self, command: commands.AbandonSend) -> None:
         reason = "the request ended before its prompt was computed"
+        self._ledger.in_line.pop(command.transfer_id, None)
         sending = self._ledger.of_request(command.request_id)
         if sending is None:
             early = self._ledger.get(command.transfer_id)
@@ -159,6 +176,9 @@ class Producer:
                 message.envelope, message.transfer_id, RefusalCode.FOREIGN, "somebody else's transfer"
             )
             return
+        in_line = self._ledger.in_line.pop(message.transfer_id, None)
+        if in_line is not None:
+            self._unwanted(in_line)
         if sending is not None and sending.phase is not Phase.CLOSED:
             answered_by_close = sending.destination is not None
             self._outgoing.close(sending, Outcome.CANCELLED, over.reason)

@@ -151,6 +151,7 @@ class Registrations:
             return
         lease_until = self._stamps.until(message.stamp)
         unknown: list[str] = []
+        waiting = [transfer_id for transfer_id in message.transfer_ids if transfer_id in self._ledger.in_line]
         for transfer_id in message.transfer_ids:
             sending = self._ledger.get(transfer_id)
             destination = sending.destination if sending is not None else None
@@ -165,5 +166,5 @@ class Registrations:
                 destination.lease_until = max(destination.lease_until, lease_until)
         self._answers.say(
             message.envelope,
-            LeaseRenewed(self._answers.back_to(message.envelope), self._stamps.issue(), unknown),
+            LeaseRenewed(self._answers.back_to(message.envelope), self._stamps.issue(), unknown, waiting),
         )

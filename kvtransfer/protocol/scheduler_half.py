@@ -14,6 +14,7 @@ from tandem.kvtransfer.base import (
 )
 from tandem.kvtransfer.protocol.commands import (
     AbandonSend,
+    AnnounceSend,
     BeginReceive,
     BlockTable,
     CancelReceive,
@@ -59,6 +60,8 @@ class SchedulerHalf(SchedulerConnector):
                 num_tokens=request.num_tokens,
                 token_hash=token_hash(request.all_token_ids, request.cache_salt, request.lora),
             )
+            if request.transfer.role is TransferRole.PRODUCE:
+                self._commands.append(AnnounceSend(request.request_id, request.transfer.transfer_id))
 
     def get_num_new_matched_tokens(
         self, request: TransferRequest, num_computed_tokens: int

@@ -107,7 +107,11 @@ class WorkerHalf(WorkerConnector):
             refuses=self._channel.refuses,
             has_ended=has_ended,
             outcomes=Outcomes(
-                self._finished_sending, self._finished_recving, self._failed_recving, self._released_blocks
+                self._finished_sending,
+                self._unwanted_sending,
+                self._finished_recving,
+                self._failed_recving,
+                self._released_blocks,
             ),
         )
         self._loop.start(endpoint)
@@ -159,6 +163,11 @@ class WorkerHalf(WorkerConnector):
     def _finished_sending(self, request_id: str) -> None:
         with self._lock:
             self._output.finished_sending.add(request_id)
+        self._context.wake()
+
+    def _unwanted_sending(self, request_id: str) -> None:
+        with self._lock:
+            self._output.unwanted_sending.add(request_id)
         self._context.wake()
 
     def _finished_recving(self, request_id: str, handoff: Handoff) -> None:

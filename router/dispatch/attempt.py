@@ -33,6 +33,8 @@ class Attempt:
         self.prefill_reported = (
             False  # the prefill node's first token is here, or it said that it will send none
         )
+        self.prefill_gave_up = False  # it will send none: the decode node reads the prompt itself
+        self.decode_cached: int | None = None  # prompt tokens that the decode node had in its own cache
         self.decode_started = False  # the decode node has reported: it has the KV, or computed it
         self.first_token_at: float | None = None
         self.asked_at: float | None = None  # when its nodes were last asked whether they have it

@@ -137,11 +137,17 @@ class RequestLife:
             self._placement.on_prefill_reported(attempt)
         if chunk.cached_tokens is None and chunk.prompt_logprobs is None:
             return
-        if source is Source.PREFILL or attempt.prefill is None:
-            if self.cached_tokens is None:
-                self.cached_tokens = chunk.cached_tokens
-            if self.prompt_logprobs is None:
-                self.prompt_logprobs = chunk.prompt_logprobs
+        # After a handover the decode node has none of the prompt's log-probabilities, and its cache tells nothing.
+        if self.prompt_logprobs is None:
+            self.prompt_logprobs = chunk.prompt_logprobs
+        if source is Source.PREFILL or attempt.prefill is None or attempt.prefill_gave_up:
+            self._take_cached(chunk.cached_tokens)
+        elif attempt.decode_cached is None:
+            attempt.decode_cached = chunk.cached_tokens
+
+    def _take_cached(self, cached_tokens: int | None) -> None:
+        if self.cached_tokens is None:
+            self.cached_tokens = cached_tokens
 
     def _note_tokens(self, attempt: Attempt) -> None:
         now = time.monotonic()
@@ -203,7 +209,8 @@ class RequestLife:
             return
         if source is Source.PREFILL and chunk.finish is FinishReason.ABORT:
             # Its decode node told it that the prompt is no longer wanted, and reads it itself.
-            attempt.prefill_reported = True
+            attempt.prefill_reported = attempt.prefill_gave_up = True
+            self._take_cached(attempt.decode_cached)
             return
         reporter = attempt.node(source)
         peer = attempt.prefill if source is Source.DECODE else attempt.decode

@@ -263,6 +263,7 @@ class Node:
         self.recorder = Recorder()
         self.sends: dict[str, Send] = {}
         self.receives: dict[str, Receive] = {}
+        self.unwanted: list[str] = []  # requests that the engine need not go on with
         self.frozen = False
         self.process = ProcessIdentity(f"machine of {name}", 1, epoch, 0)
         memory = CacheMemory(
@@ -302,7 +303,7 @@ class Node:
             side,
             refuses=lambda address: address in world.closed_addresses,
             has_ended=lambda process: process in world.ended,
-            outcomes=Outcomes(self._sent, self._received, self._failed, self._released),
+            outcomes=Outcomes(self._sent, self.unwanted.append, self._received, self._failed, self._released),
         )
 
     def clock(self) -> float:

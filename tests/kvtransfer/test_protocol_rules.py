@@ -11,6 +11,7 @@ from kv_fake_network import SETTINGS, Node, Receive, Send, World, first_token_of
 from tandem.kvtransfer.base import Handoff
 from tandem.kvtransfer.protocol.commands import (
     AbandonSend,
+    AnnounceSend,
     BeginReceive,
     CancelReceive,
     DeclineTransfer,
@@ -116,6 +117,67 @@ def push() -> Pair:
 @pytest.fixture
 def pull() -> Pair:
     return Pair(Direction.PULL)
+
+
+# ── waiting in line is not failing, and what is not wanted is not computed ──
+
+
+def test_the_time_that_a_transfer_may_take_begins_when_its_prompt_leaves_the_line(pair: Pair) -> None:
+    pair.producer.endpoint.execute(AnnounceSend("r1", "t-r1"))
+    receive = pair.receive()
+    pair.world.settle(3 * SETTINGS.timeout_s)
+    assert receive.failed is None, "its prompt waits in a healthy node's line"
+    send = pair.send()
+    pair.world.settle(SETTINGS.timeout_s / 2)
+    pair.producer.compute(send, 30)
+    pair.producer.finish_send(send)
+    pair.world.settle(0.5)
+    assert receive.finished
+    assert pair.nothing_is_left()
+
+
+def test_a_prompt_that_is_being_computed_for_too_long_is_not_waited_for(pair: Pair) -> None:
+    pair.producer.endpoint.execute(AnnounceSend("r1", "t-r1"))
+    receive = pair.receive()
+    pair.world.settle(SETTINGS.timeout_s)
+    pair.send()
+    pair.world.settle(SETTINGS.timeout_s + 2 * SETTINGS.renew_s)
+    assert receive.failed is not None
+    assert pair.producer.unwanted == ["r1"]
+
+
+def test_a_request_that_the_producer_never_heard_of_is_not_waited_for_longer(pair: Pair) -> None:
+    receive = pair.receive()
+    pair.world.settle(SETTINGS.timeout_s + 1)
+    assert receive.failed is not None
+
+
+@pytest.mark.parametrize("when", ["before its request", "in line", "while it is computed"])
+def test_a_prompt_that_its_consumer_gave_up_is_not_computed_to_its_end(pair: Pair, when: str) -> None:
+    pair.receive()
+    if when != "before its request":
+        pair.producer.endpoint.execute(AnnounceSend("r1", "t-r1"))
+    pair.world.settle(0.5)
+    send = pair.send() if when == "while it is computed" else None
+    if send is not None:
+        pair.producer.compute(send, 8)
+    pair.world.settle(0.1)
+    pair.consumer.endpoint.execute(CancelReceive("r1"))
+    pair.world.settle(0.5)
+    if when == "before its request":
+        assert pair.producer.unwanted == []
+        pair.producer.endpoint.execute(AnnounceSend("r1", "t-r1"))
+    assert pair.producer.unwanted == ["r1"]
+
+
+def test_a_prompt_that_was_handed_over_was_wanted(pair: Pair) -> None:
+    receive, send = pair.receive(), pair.send()
+    pair.world.deliver_all()
+    pair.producer.compute(send, 30)
+    pair.producer.finish_send(send)
+    pair.world.settle(0.5)
+    assert receive.finished
+    assert pair.producer.unwanted == []
 
 
 # ── the good end ──

@@ -7,6 +7,7 @@ from kv_fake_engine import FakeRequest, FakeStep, consume, produce
 from tandem.kvtransfer.base import ConnectorOutput, Handoff, LoadFailure
 from tandem.kvtransfer.protocol.commands import (
     AbandonSend,
+    AnnounceSend,
     BeginReceive,
     CancelReceive,
     DeclineTransfer,
@@ -55,7 +56,7 @@ def test_a_producers_prompt_in_chunks() -> None:
     assert half.get_num_new_matched_tokens(request, 4) == (0, False)
     half.update_state_after_alloc(request, [[5, 6]], 0)
     plan = planned(half, FakeStep({"r": 3}))
-    assert plan.before_forward == [PlanSend("r", "t", PEER, 10, HASH, [[5, 6]])]
+    assert plan.before_forward == [AnnounceSend("r", "t"), PlanSend("r", "t", PEER, 10, HASH, [[5, 6]])]
     assert plan.computed == {"r": 7}
     plan = planned(half, FakeStep({"r": 3}, new_blocks={"r": [9]}))
     assert plan.before_forward == [ExtendSend("r", [[9]])]
@@ -88,7 +89,8 @@ def test_a_request_that_moves_here_with_output_hashes_all_that_it_has() -> None:
     half.on_new_request(request)
     half.get_num_new_matched_tokens(request, 0)
     half.update_state_after_alloc(request, [[1, 2, 3]], 0)
-    [plan] = planned(half).before_forward
+    announced, plan = planned(half).before_forward
+    assert announced == AnnounceSend("r", "t"), "its consumer is told that it waits, as long as it waits"
     assert isinstance(plan, PlanSend)
     assert (plan.num_tokens, plan.token_hash) == (10, HASH)
 
@@ -101,7 +103,7 @@ def test_the_hash_knows_the_salt_and_the_adapter() -> None:
 def test_a_producers_request_that_ends_early_is_kept_only_if_its_blocks_are_known() -> None:
     half = SchedulerHalf(4)
     assert not half.request_finished(added(half), [[]])
-    assert planned(half).before_forward == [AbandonSend("r", "t", kept=False)]
+    assert planned(half).before_forward == [AnnounceSend("r", "t"), AbandonSend("r", "t", kept=False)]
     request = added(half)
     half.update_state_after_alloc(request, [[1]], 0)
     assert half.request_finished(request, [[1]])

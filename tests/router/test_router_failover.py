@@ -210,6 +210,20 @@ def test_a_decode_node_that_began_from_another_first_token_goes_on_from_the_one_
     assert router.metric("tandem_token_mismatches_total") == 1
 
 
+def test_a_prefill_node_that_was_told_to_stop_ends_nothing(start_router: StartRouter) -> None:
+    """Its decode node gave the transfer up and reads the prompt itself; the prefill node says that it will send no token."""
+    router = start_router()
+    prefill, decode = router.nodes["p0"], router.nodes["d0"]
+    prefill.set(pause_at=0)
+    with router.stream(max_tokens=COUNT, seed=9) as events:
+        submitted(decode)
+        submit = decode.submits[0]
+        prefill.say(submit, 0, [], FinishReason.ABORT)
+        router.board.hand_off(submit.transfer.transfer_id, router.board.rule(submit.prompt_token_ids, 9, 0))
+        assert events.text() == router.expected("the fox", COUNT, seed=9)
+    assert len(decode.submits) == 1
+
+
 def test_nodes_that_never_agree_kill_no_stream(start_router: StartRouter) -> None:
     router = start_router(max_failovers=0)
     router.nodes["p0"].set(report_first_token_as=80)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tandem.kvtransfer.base import ConnectorOutput
 from tandem.wire.errors import InvalidRequest
 from tests.engine.scheduling.driving import Driver, FakeConnector, produce, sent
 
@@ -24,6 +25,21 @@ def test_the_connector_hears_of_a_request_from_beginning_to_end():
         "alloc",
         "finished",
     ]
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_prompt_that_its_consumer_no_longer_wants_is_computed_no_further(begun: bool):
+    driver, connector = producer(max_num_batched_tokens=6, max_num_seqs=1)
+    if not begun:
+        driver.add("before it", prompt=4, max_tokens=3)
+    driver.add("a", prompt=20, max_tokens=1, transfer=produce())
+    driver.step()
+    computed = driver.scheduler.stats().prompt_tokens_computed
+    _, updates = driver.step(ConnectorOutput(unwanted_sending={"a", "unknown"}))
+    assert ("a", "abort") in [(update.request_id, update.finish) for update in updates]
+    assert connector.asked("finished", "a")
+    driver.run()
+    assert driver.scheduler.stats().prompt_tokens_computed <= computed + 6, "the step under way, and no more"
 
 
 def test_blocks_of_later_chunks_are_told_with_their_step():
