@@ -83,7 +83,7 @@ def _paths() -> dict[str, Any]:
             "post": _operation("Token ids to text", DetokenizeRequest, Detokenized, _TEXT_ERRORS)
         },
         "/health": {"get": _health()},
-        "/ping": {"get": _health(), "post": _health()},
+        "/ping": {"get": _health()},
         "/version": {"get": _operation("This server's version", None, Version, ())},
         "/load": {"get": _operation("Requests that this router is working on", None, Load, ("401",))},
         "/metrics": {

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 from starlette.types import Receive, Scope, Send
 
+from tandem.router.formats.lark import JsonObject
 from tandem.router.http.body import read_body
 from tandem.router.http.gate import exchange_of
 from tandem.router.http.memory import BodyShare
@@ -19,7 +20,6 @@ from tandem.router.http.services import Services
 from tandem.router.openai.chat_prompt import render_chat
 from tandem.router.openai.chat_request import ChatMessage, Tool
 from tandem.router.openai.fields import TokenId
-from tandem.router.openai.grammar import JsonObject
 from tandem.router.openai.pieces import json_pieces
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.wire.errors import InvalidRequest

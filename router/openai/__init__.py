@@ -6,9 +6,7 @@ sampling_defaults  the model's own sampling, for a request that does not say
 constraint     the one grammar that a request's fields add up to
 plan           a checked request, tokenized: what is to be generated
 choice, reading    one choice as its tokens come; a generation read to its end
-answer, chat_answer, completion_answer, logprobs, usage
+answer, chat_answer, chat_message, completion_answer, logprobs, usage
                what is answered; answer_types: its shapes, for the API's document
 pieces         JSON of any size in bounded pieces
-tool_calls, tool_grammar, tool_stream
-               calls found in a text, enforced, and shown while they are written
 """

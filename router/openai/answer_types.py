@@ -11,11 +11,16 @@ class PromptTokensDetails(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | None = None  # of models that reason
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -64,13 +69,27 @@ class ToolCalled(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     id: str
     type: Literal["function"]
     function: FunctionCalled
-    index: int | None = None  # in a stream
+
+
+class FunctionDelta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    arguments: str
+    name: str | None = None
+
+
+class ToolCallDelta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The first of a call has all of it, the others more of its arguments."""
+
+    index: int
+    function: FunctionDelta
+    id: str | None = None
+    type: Literal["function"] | None = None
 
 
 class AnswerMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     role: Literal["assistant"]
     content: str | None
     refusal: None = None
+    reasoning_content: str | None = None
     tool_calls: list[ToolCalled] = []
 
 
@@ -114,7 +133,8 @@ class ChatCompletion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class MessageDelta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     role: Literal["assistant"] | None = None
     content: str | None = None
-    tool_calls: list[ToolCalled] = []
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallDelta] = []
 
 
 class ChunkChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -7,14 +7,15 @@ from typing import Any
 
 import msgspec
 
+from tandem.router.formats.pieces import AnswerReader
 from tandem.router.openai.answer import AnswerHead, StreamedUsage, event
+from tandem.router.openai.chat_message import ChatMessageMaker, whole_message
 from tandem.router.openai.chat_request import ChatRequest
 from tandem.router.openai.choice import Choice, Delta
 from tandem.router.openai.logprobs import chat_logprobs, prompt_logprobs
 from tandem.router.openai.pieces import json_pieces
 from tandem.router.openai.plan import Plan
 from tandem.router.openai.reading import ReadChoice
-from tandem.router.openai.tool_calls import ToolCallReader
 from tandem.router.openai.usage import usage
 from tandem.router.text.tokenizer import Tokenizer
 
@@ -40,7 +41,7 @@ def whole_chat(
 
 
 def _choice(plan: Plan, request: ChatRequest, one: ReadChoice, tokenizer: Tokenizer) -> dict[str, Any]:
-    message, finish_reason = _message(plan, one)
+    message, finish_reason = _message(plan, request, one)
     logprobs = None
     if request.logprobs:
         store = one.choice.life.ledger.logprobs
@@ -54,23 +55,13 @@ def _choice(plan: Plan, request: ChatRequest, one: ReadChoice, tokenizer: Tokeni
     }
 
 
-def _message(plan: Plan, one: ReadChoice) -> tuple[dict[str, Any], str | None]:
-    message: dict[str, Any] = {"role": "assistant", "content": one.text, "refusal": None}
-    if plan.tool_format is None:
-        return message, one.choice.finish_reason
-    reader = ToolCallReader(plan.tool_format)
+def _message(plan: Plan, request: ChatRequest, one: ReadChoice) -> tuple[dict[str, Any], str | None]:
+    reader, reason = plan.reader(), one.choice.finish_reason
+    if reader is None:
+        return {"role": "assistant", "content": one.text, "refusal": None}, reason
     pieces = reader.push(one.text) + reader.finish()
-    calls = [piece.call.shown() for piece in pieces if piece.call is not None]
-    if not calls:
-        return message, one.choice.finish_reason
-    text = "".join(piece.text for piece in pieces)
-    message |= {"content": text if text.strip() else None, "tool_calls": calls}
-    return message, _reason_with_calls(one.choice.finish_reason)
-
-
-def _reason_with_calls(reason: str | None) -> str | None:
-    """An answer that was cut off is not a complete set of calls."""
-    return "tool_calls" if reason == "stop" else reason
+    message = whole_message(pieces, reasoning=request.include_reasoning is not False)
+    return message, "tool_calls" if "tool_calls" in message and reason == "stop" else reason
 
 
 class ChatStream:
@@ -95,21 +86,20 @@ class ChatStream:
         ]
         self._after = b'},"logprobs":null,"finish_reason":null}]%b}\n\n' % self._usage.null
         self._begun: set[int] = set()
-        self._readers = (
-            {c.index: ToolCallReader(plan.tool_format, streams=True) for c in choices}
-            if plan.tool_format
-            else {}
-        )
+        self._plan = plan
+        self._readers = [plan.reader() for _ in choices]
+        shows = request.include_reasoning is not False
+        self._messages = [ChatMessageMaker(reasoning=shows) for _ in choices]
 
     def events(self, choice: Choice, delta: Delta) -> bytes:
         out = b""
         if choice.index not in self._begun:
             self._begun.add(choice.index)
             out = self._event(choice, {"role": "assistant", "content": ""})
-        if (reader := self._readers.get(choice.index)) is not None:
-            return out + self._with_calls(choice, delta, reader)
-        if delta.tokens or self._usage.continuous:
-            if delta.text or delta.tokens:
+        if (reader := self._readers[choice.index]) is not None:
+            return out + self._read(choice, delta, reader)
+        if delta.tokens or delta.token_ids or self._usage.continuous:
+            if delta.text or delta.tokens or delta.token_ids:
                 out += self._event(choice, {"content": delta.text}, delta=delta)
         elif delta.text:
             out += self._before[choice.index] + msgspec.json.encode(delta.text) + self._after
@@ -117,27 +107,19 @@ class ChatStream:
             out += self._event(choice, {}, finish_reason=delta.finish_reason)
         return out
 
-    def _with_calls(self, choice: Choice, delta: Delta, reader: ToolCallReader) -> bytes:
-        """Logprobs belong to tokens, so they come with them, whether or not their text is held back."""
+    def _read(self, choice: Choice, delta: Delta, reader: AnswerReader) -> bytes:
+        """Logprobs and ids belong to tokens, so they come with them, whether or not their text is held back."""
         out = b""
-        number = reader.found_calls - 1
+        message = self._messages[choice.index]
         pieces = reader.push(delta.text)
         if delta.finish_reason is not None:
             pieces += reader.finish()
-        if delta.tokens:
+        if delta.tokens or delta.token_ids:
             out += self._event(choice, {}, delta=delta)
-        for piece in pieces:
-            if piece.call is not None:
-                number += 1
-                out += self._event(choice, {"tool_calls": [{"index": number, **piece.call.shown()}]})
-            elif piece.arguments:
-                more = {"index": number, "function": {"arguments": piece.arguments}}
-                out += self._event(choice, {"tool_calls": [more]})
-            else:
-                out += self._event(choice, {"content": piece.text})
+        for content in message.deltas(pieces):
+            out += self._event(choice, content)
         if delta.finish_reason is not None:
-            reason = _reason_with_calls(delta.finish_reason) if reader.found_calls else delta.finish_reason
-            out += self._event(choice, {}, finish_reason=reason)
+            out += self._event(choice, {}, finish_reason=message.finish_reason(delta.finish_reason))
         return out
 
     def _event(
@@ -158,7 +140,13 @@ class ChatStream:
             "logprobs": logprobs,
             "finish_reason": finish_reason,
         }
-        return event({**self._head.fields(CHUNK), "choices": [entry], **self._usage.field()})
+        body = {**self._head.fields(CHUNK), "choices": [entry], **self._usage.field()}
+        if self._plan.return_token_ids:
+            if delta is not None:
+                entry["token_ids"] = delta.token_ids
+            elif "role" in content:
+                body["prompt_token_ids"] = self._plan.prompts[0]
+        return event(body)
 
     def closing(self) -> bytes:
         return self._usage.closing(self._head.fields(CHUNK)) + b"data: [DONE]\n\n"

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tandem.router.formats.plain_tools import told_in_words
 from tandem.router.openai.chat_request import ChatMessage, Tool, messages_for_template, tool_for_template
 from tandem.router.text.chat_template import ChatTemplate
 
@@ -43,8 +44,8 @@ async def render_chat(
 def _render(
     template: ChatTemplate, messages: Sequence[ChatMessage], tools: Sequence[Tool], **options: Any
 ) -> str:
-    return template.render(
-        messages_for_template(messages),
-        tools=[tool_for_template(tool) for tool in tools] or None,
-        **options,
-    )
+    plain: Sequence[Mapping[str, Any]] = messages_for_template(messages)
+    offered = [tool_for_template(tool) for tool in tools]
+    if offered and not template.mentions_tools:
+        plain, offered = told_in_words(plain, offered, has_system=template.takes_system), []
+    return template.render(plain, tools=offered or None, **options)

@@ -8,8 +8,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from tandem.router.formats.lark import JsonObject
 from tandem.router.openai.fields import MaxTokens, SamplingFields, TopLogprobs
-from tandem.router.openai.grammar import JsonObject, ResponseFormat
+from tandem.router.openai.grammar import ResponseFormat
 from tandem.wire.errors import InvalidRequest
 
 ReasoningEffort = Annotated[
@@ -81,6 +82,7 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fiel
     prompt_cache_key: str | None = None  # keeps a conversation on its nodes, under session affinity
     reasoning_effort: ReasoningEffort | None = None
     enable_thinking: bool | None = None
+    include_reasoning: bool | None = None  # false: the reasoning is left out of the answer
     documents: list[JsonObject] | None = None
     chat_template_kwargs: JsonObject | None = None
     add_generation_prompt: bool | None = None

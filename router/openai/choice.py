@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 
@@ -39,6 +39,7 @@ class Choice:
         *,
         include_stop: bool = False,
         skip_special: bool = True,
+        shown_marks: Collection[str] = (),
         show_logprobs: bool = False,
         show_token_ids: bool = False,
         text_offset: int = 0,
@@ -47,8 +48,8 @@ class Choice:
         self.life = life
         self.finish_reason: str | None = None
         self.completion_tokens = 0
-        self._tokenizer = tokenizer
-        self._detokenizer = tokenizer.detokenizer(skip_special=skip_special)
+        self.tokenizer = tokenizer
+        self._detokenizer = tokenizer.detokenizer(skip_special=skip_special, shown=shown_marks)
         self._stops = StopMatcher(stops, include_stop=include_stop)
         self._include_stop = include_stop
         self._by_token = bool(stops) or show_logprobs

@@ -6,16 +6,17 @@ from collections.abc import Sequence
 
 import msgspec
 
-from tandem.router.openai.chat_request import ChatRequest
+from tandem.router.formats.answer_format import AnswerFormat
+from tandem.router.formats.call_grammar import CallGrammar, OfferedTool
+from tandem.router.formats.lark import JsonObject
+from tandem.router.openai.chat_request import ChatRequest, NamedToolChoice, Tool
 from tandem.router.openai.fields import SamplingFields
 from tandem.router.openai.grammar import (
-    JsonObject,
     StructuredOutputs,
+    check_grammar,
     grammar_of_format,
     grammar_of_structured_outputs,
 )
-from tandem.router.openai.tool_calls import Format
-from tandem.router.openai.tool_grammar import grammar_of_calls
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.wire.errors import InvalidRequest
 
@@ -25,19 +26,62 @@ async def completion_grammar(request: SamplingFields) -> str | None:
     return await grammar_of_structured_outputs(wanted, param)
 
 
-async def chat_grammar(request: ChatRequest, tool_format: Format | None, tokenizer: Tokenizer) -> str | None:
-    """`tool_format` is None where the model may not call, or nothing is known of how it does."""
+async def chat_grammar(
+    request: ChatRequest, tools: Sequence[Tool] | None, written: AnswerFormat, tokenizer: Tokenizer
+) -> str | None:
+    """Without what the model may think before. `tools` is None where the model may not call."""
     answer = await grammar_of_format(request.response_format)
     wanted, param = outputs_wanted(request)
     other = await grammar_of_structured_outputs(wanted, param)
     if answer is not None and other is not None:
         raise InvalidRequest(f"{param}: contradicts response_format; set one", param)
     answer = answer or other
-    if tool_format is None:
+    if answer is not None:
+        answer = written.answer_grammar(answer, tokenizer)
+    if not tools or written.call_writing is None:
         return answer
     if other is not None:
         raise InvalidRequest(f"{param}: contradicts tools, unless tool_choice is 'none'", param)
-    return await grammar_of_calls(request, tool_format, tokenizer, answer)
+    return await _grammar_with_calls(request, tools, written, tokenizer, answer)
+
+
+async def _grammar_with_calls(
+    request: ChatRequest,
+    tools: Sequence[Tool],
+    written: AnswerFormat,
+    tokenizer: Tokenizer,
+    answer: str | None,
+) -> str | None:
+    """None: the model may write what it likes. With `answer` it may call, or else answer by that grammar.
+
+    Left to its own choice, it is held to the tools from where it begins a call, if one of them is strict.
+    """
+    choice = request.tool_choice
+    named = choice.function.name if isinstance(choice, NamedToolChoice) else None
+    if named is not None:
+        tools = [tool for tool in tools if tool.function.name == named]
+        if not tools:
+            raise InvalidRequest(
+                f"tool_choice.function.name: {named!r} is none of the tools", "tool_choice.function.name"
+            )
+    must_call = named is not None or choice == "required"
+    strict = any(tool.function.strict for tool in tools) and written.harmony is None
+    writing = written.call_writing
+    if writing is None or not (must_call or answer is not None or strict):
+        return None
+    once = named is not None or request.parallel_tool_calls is False
+    grammars = CallGrammar(writing, [_offered(tool) for tool in tools], tokenizer, once=once)
+    if must_call:
+        grammar = grammars.must_call()
+    else:
+        grammar = grammars.call_or(answer) if answer is not None else grammars.text_with_calls()
+    await check_grammar(grammar, "tools")
+    return grammar
+
+
+def _offered(tool: Tool) -> OfferedTool:
+    function = tool.function
+    return OfferedTool(function.name, function.parameters or {}, bool(function.strict))
 
 
 def outputs_wanted(request: SamplingFields) -> tuple[StructuredOutputs | None, str]:

@@ -7,7 +7,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from tandem.router.openai.grammar import JsonObject, StructuredOutputs, Text, TextChoice
+from tandem.router.formats.lark import JsonObject
+from tandem.router.openai.grammar import StructuredOutputs, Text, TextChoice
 
 MAX_STOPS = 16
 MAX_LOGPROBS = 20

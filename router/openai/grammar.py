@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import OrderedDict
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from llguidance import LLMatcher, regex_to_lark
 from msgspec import Meta
 
+from tandem.router.formats.lark import JsonObject, json_schema, quoted
 from tandem.wire.errors import InvalidRequest
 
 MAX_GRAMMAR = 256 * 1024
@@ -18,13 +19,10 @@ _REMEMBERED = 256
 # Checked grammars, and what is wrong with them. Others are checked in a thread, as short as they may be: a schema of a
 # few hundred characters can cost a tenth of a second.
 _checked: OrderedDict[str, str | None] = OrderedDict()
-# Without a bound a model may write white space for ever, and every letter of it follows the grammar.
-_JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A]{1,40}"}
 
 _SOURCE_LINES = re.compile(r"\n\s+\d+ \|.*", re.DOTALL)
 _PLACE = re.compile(r"^at \d+\(\d+\): |failed to compile JSON schema: ")
 
-JsonObject = dict[str, Any]
 Text = Annotated[str, Meta(min_length=1)]
 TextChoice = Annotated[list[Text], Meta(min_length=1, max_length=1024)]
 SchemaName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,64}$")]
@@ -49,17 +47,6 @@ class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     regex: Text | None = None
     choice: TextChoice | None = None
     grammar: Text | None = None
-
-
-def json_schema(schema: JsonObject, *, lenient: bool = False) -> str:
-    """As it stands behind `%json`. `lenient` leaves out what the grammar library cannot enforce."""
-    options = {**_JSON_OPTIONS, "lenient": True} if lenient else _JSON_OPTIONS
-    return msgspec.json.encode({**schema, "x-guidance": options}).decode()
-
-
-def quoted(text: str) -> str:
-    """A literal of the grammar."""
-    return msgspec.json.encode(text).decode()
 
 
 async def grammar_of_format(wanted: ResponseFormat | None) -> str | None:

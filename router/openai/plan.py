@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from tandem.router.config import RouterConfig
 from tandem.router.dispatch import Generation, SequenceSpec
+from tandem.router.formats.answer_format import AnswerFormat
+from tandem.router.formats.detection import format_of
+from tandem.router.formats.pieces import AnswerReader, ToolSchemas
 from tandem.router.openai.chat_prompt import render_chat
 from tandem.router.openai.chat_request import ChatRequest, template_variables
 from tandem.router.openai.choice import Choice
@@ -16,7 +19,6 @@ from tandem.router.openai.constraint import chat_grammar, completion_grammar, gr
 from tandem.router.openai.fields import SamplingFields
 from tandem.router.openai.sampling import bad_word_ids, sampling_params, seed_of_choice, stop_strings
 from tandem.router.openai.sampling_defaults import defaults_of
-from tandem.router.openai.tool_calls import Format, format_of
 from tandem.router.text.chat_template import ChatTemplate
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.router.tracing.trace import RequestTrace
@@ -48,7 +50,7 @@ class ServedModel:
         self.template = template
         self.created = created
         self.defaults = defaults_of(config)
-        self.tool_format = format_of(config.tool_format, template)
+        self.format = format_of(config.tool_format, config.reasoning_format, template)
         self.names = (config.model_name, *config.model_aliases)
         self._max_model_len = max_model_len
 
@@ -91,7 +93,9 @@ class Plan(msgspec.Struct, frozen=True):
     skip_special: bool
     prompt_logprobs: int | None = None  # how many alternatives of the prompt's tokens are shown
     return_token_ids: bool = False
-    tool_format: Format | None = None  # how calls are written, when the request offers tools
+    format: AnswerFormat | None = None  # how a chat's answer is written
+    chat_prompt: str = ""
+    tools: ToolSchemas | None = None  # None where the model may not call
     only_echo: bool = False  # max_tokens is 0: the token that a node generates all the same is not shown
 
     def choices(self, generation: Generation, tokenizer: Tokenizer) -> list[Choice]:
@@ -103,12 +107,26 @@ class Plan(msgspec.Struct, frozen=True):
                 self.stops,
                 include_stop=self.include_stop,
                 skip_special=self.skip_special,
+                shown_marks=self.format.marks if self.format is not None else (),
                 show_logprobs=self.show_logprobs,
                 show_token_ids=self.return_token_ids,
                 text_offset=len(self.prompt_texts[index // self.choices_per_prompt]),
             )
             for index, life in enumerate(generation.lives)
         ]
+
+    def reader(self) -> AnswerReader | None:
+        """Of one choice's text. None: it is text and nothing else."""
+        return self.format.reader(self.chat_prompt, self.tools) if self.format is not None else None
+
+    def reasoning_tokens(self, choices: Sequence[Choice]) -> int | None:
+        """None: nothing is known of how the model reasons."""
+        if self.format is None or (self.format.reasoning is None and self.format.harmony is None):
+            return None
+        return sum(
+            self.format.reasoning_tokens(choice.token_ids, self.chat_prompt, choice.tokenizer) or 0
+            for choice in choices
+        )
 
     @property
     def prompt_tokens(self) -> int:
@@ -180,7 +198,7 @@ async def plan_chat(request: ChatRequest, model: ServedModel, caller: Caller) ->
     # None when the model is to know of none.
     tools = request.tools if request.tools and request.tool_choice != "none" else None
     _check_tools(request, model)
-    grammar = await chat_grammar(request, model.tool_format if tools else None, model.tokenizer)
+    grammar = await chat_grammar(request, tools, model.format, model.tokenizer)
     text = await render_chat(
         model.template,
         request.messages,
@@ -190,6 +208,8 @@ async def plan_chat(request: ChatRequest, model: ServedModel, caller: Caller) ->
         documents=request.documents,
         extra=template_variables(request),
     )
+    if grammar is not None:
+        grammar = model.format.after_reasoning(grammar, text, model.tokenizer)
     # The template writes the special tokens itself.
     token_ids = await _encode(text, "messages", model, request, special=False)
     if not token_ids:
@@ -209,7 +229,9 @@ async def plan_chat(request: ChatRequest, model: ServedModel, caller: Caller) ->
         best_of=n,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         show_logprobs=bool(request.logprobs),
-        tool_format=model.tool_format if tools else None,
+        answer_format=model.format,
+        chat_prompt=text,
+        tools={tool.function.name: tool.function.parameters or {} for tool in tools} if tools else None,
         grammar=grammar,
         bad_words=await bad_word_ids(request.bad_words, model.tokenizer),
     )
@@ -228,7 +250,9 @@ def _plan(
     logprobs: int | None,
     echo_logprobs: int | None = None,
     show_logprobs: bool,
-    tool_format: Format | None = None,
+    answer_format: AnswerFormat | None = None,
+    chat_prompt: str = "",
+    tools: ToolSchemas | None = None,
     grammar: str | None = None,
     bad_words: list[list[int]],
 ) -> Plan:
@@ -287,11 +311,12 @@ def _plan(
         stops=stop_strings(request),
         show_logprobs=show_logprobs,
         include_stop=bool(request.include_stop_str_in_output),
-        skip_special=request.skip_special_tokens is not False
-        and not _is_special(tool_format, model.tokenizer),
+        skip_special=request.skip_special_tokens is not False,
         prompt_logprobs=request.prompt_logprobs,
         return_token_ids=bool(request.return_token_ids),
-        tool_format=tool_format,
+        format=answer_format,
+        chat_prompt=chat_prompt,
+        tools=tools,
         only_echo=max_tokens == 0,
     )
 
@@ -322,19 +347,11 @@ def _check_tools(request: ChatRequest, model: ServedModel) -> None:
         if choice is not None and choice != "none":
             raise InvalidRequest("tool_choice: needs tools", "tool_choice")
         return
-    if choice != "none" and (model.template is None or not model.template.mentions_tools):
-        raise InvalidRequest("tools: this model's chat template knows no tools", "tools")
-    if choice not in (None, "none", "auto") and model.tool_format is None:
+    if choice not in (None, "none", "auto") and model.format.call_writing is None:
         raise InvalidRequest(
-            "tool_choice: must be 'none' or 'auto'; how this model writes calls is not known "
-            "(an operator may set router.tool_format)",
+            "tool_choice: must be 'none' or 'auto', because this server reads no calls (router.tool_format: none)",
             "tool_choice",
         )
-
-
-def _is_special(tool_format: Format | None, tokenizer: Tokenizer) -> bool:
-    """The mark of a call is a special token, which would not be shown, and then not be found."""
-    return tool_format is not None and tokenizer.is_special(tool_format.begin)
 
 
 def _check_counts(prompts: int, choices: int, config: RouterConfig) -> None:

@@ -16,9 +16,12 @@ def usage(plan: Plan, choices: Sequence[Choice]) -> dict[str, Any]:
     cached = sum(
         choices[first].life.cached_tokens or 0 for first in range(0, len(choices), plan.choices_per_prompt)
     )
-    return {
+    figures: dict[str, Any] = {
         "prompt_tokens": plan.prompt_tokens,
         "completion_tokens": completion,
         "total_tokens": plan.prompt_tokens + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
+    if (reasoning := plan.reasoning_tokens(choices)) is not None:
+        figures["completion_tokens_details"] = {"reasoning_tokens": reasoning}
+    return figures

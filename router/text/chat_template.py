@@ -8,6 +8,7 @@ transformers, and compares.
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -126,6 +127,16 @@ class ChatTemplate:
 
     def mentions(self, text: str) -> bool:
         return any(text in source for source in self._sources)
+
+    @functools.cached_property
+    def takes_system(self) -> bool:
+        """Whether it renders a system message: some refuse one, some leave it out."""
+        words = "Take care."
+        messages = [{"role": "system", "content": words}, {"role": "user", "content": "Hello."}]
+        try:
+            return words in self.render(messages)
+        except InvalidRequest:
+            return False
 
     def render(
         self,

@@ -55,19 +55,21 @@ class StreamDetokenizer:
     """
 
     def __init__(
-        self, backend: tokenizers.Tokenizer, skip_special: bool, byte_tokens: Mapping[int, bytes]
+        self, backend: tokenizers.Tokenizer, skipped: frozenset[int], byte_tokens: Mapping[int, bytes]
     ) -> None:
         self._backend = backend
-        self._skip_special = skip_special
+        self._skipped = skipped
         self._byte_tokens = byte_tokens
         self._letter = next((token for token, byte in byte_tokens.items() if byte == _LETTER.encode()), None)
         self._decoder = _utf8_decoder(errors="replace")
-        self._stream = DecodeStream(skip_special_tokens=skip_special)
+        self._stream = DecodeStream(skip_special_tokens=False)
         self._held: list[int] = []  # tokens since the stream last said anything
 
     def push(self, token_ids: Sequence[int]) -> str:
         pieces: list[str] = []
         for token_id in token_ids:
+            if token_id in self._skipped:
+                continue
             byte = self._byte_tokens.get(token_id)
             if byte is not None and self._letter is not None:
                 pieces.append(self._step(self._letter).removesuffix(_LETTER))
@@ -87,5 +89,5 @@ class StreamDetokenizer:
 
     def finish(self) -> str:
         held, self._held = self._held, []
-        text: str = self._backend.decode(held, skip_special_tokens=self._skip_special) if held else ""
+        text: str = self._backend.decode(held, skip_special_tokens=False) if held else ""
         return self._decoder.decode(b"", final=True) + text

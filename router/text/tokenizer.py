@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -129,10 +130,14 @@ class Tokenizer:
         byte = byte_of_fallback(piece)
         return byte if byte is not None else str(piece).replace("\u2581", " ").encode()
 
-    def detokenizer(self, *, skip_special: bool = True) -> Detokenizer:
+    def detokenizer(self, *, skip_special: bool = True, shown: Collection[str] = ()) -> Detokenizer:
+        """`shown` are special tokens that are text all the same."""
+        skipped = self.special_ids if skip_special else frozenset[int]()
+        if skipped and shown:
+            skipped -= {token_id for text in shown if (token_id := self.token_id(text)) is not None}
         if self._bytes is not None:
-            return ByteDetokenizer(self._bytes, self.special_ids if skip_special else frozenset())
-        return StreamDetokenizer(self._backend, skip_special, self._byte_tokens)
+            return ByteDetokenizer(self._bytes, skipped)
+        return StreamDetokenizer(self._backend, skipped, self._byte_tokens)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -265,12 +265,6 @@ TOGETHER: list[Bad] = [
         "messages",
         code="context_length_exceeded",
     ),
-    Bad(CHAT, {"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-    Bad(
-        CHAT,
-        {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"},
-        "tools",
-    ),
     Bad(CHAT, {"tool_choice": "auto"}, "tool_choice"),
     Bad(CHAT, {"tool_choice": "required"}, "tool_choice"),
     Bad(CHAT, {"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.router.config import ToolFormat
-from tandem.router.openai.tool_calls import Format, Piece, ToolCallReader, format_of
-from tandem.router.text.chat_template import ChatTemplate
+from tandem.router.formats.calls import CallReader
+from tandem.router.formats.pieces import Arguments, CallBegins, Piece, Text
+from tandem.router.formats.registry import CALLS
 from tandem.router.text.tokenizer import Tokenizer
 from tests.router.conftest import CHAT_TEMPLATE, StartRouter
 from tests.router.fake_node import scripted
@@ -30,16 +31,8 @@ TEMPLATE_WITH_TOOLS = (
 )
 
 
-def named(name: ToolFormat) -> Format:
-    found = format_of(name, None)
-    assert found is not None
-    return found
-
-
-def read(
-    text: str, name: ToolFormat, cuts: list[int] | None = None, *, streams: bool = False
-) -> tuple[str, list[tuple[str, Any]]]:
-    reader = ToolCallReader(named(name), streams=streams)
+def read(text: str, name: ToolFormat, cuts: list[int] | None = None) -> tuple[str, list[tuple[str, Any]]]:
+    reader = CallReader(CALLS[name], {})
     pieces: list[Piece] = []
     edges = [0, *sorted(cuts or []), len(text)]
     for start, end in itertools.pairwise(edges):
@@ -47,13 +40,12 @@ def read(
     pieces += reader.finish()
     written: list[list[str]] = []
     for piece in pieces:
-        if piece.call is not None:
-            written.append([piece.call.name, piece.call.arguments])
-        if piece.arguments:
-            written[-1][1] += piece.arguments
-    assert reader.found_calls == len(written)
+        if isinstance(piece, CallBegins):
+            written.append([piece.name, ""])
+        elif isinstance(piece, Arguments):
+            written[-1][1] += piece.text
     calls = [(name, json.loads(arguments)) for name, arguments in written]
-    return "".join(piece.text for piece in pieces), calls
+    return "".join(piece.text for piece in pieces if isinstance(piece, Text)), calls
 
 
 MARKS = '</tool_call> \\"<tool_call>\\" [TOOL_CALLS] }; {'  # in a string of a call
@@ -93,13 +85,12 @@ PARIS = ("weather", {"city": "Paris"})
         (ToolFormat.LLAMA3, '{"parameters": ' + SAID + ', "name": "say"}; {"name": "now", "parameters": {}};', ("", [SAYS_MARKS, ("now", {})])),
         (ToolFormat.MISTRAL, "[TOOL_CALLS]say" + SAID + "[TOOL_CALLS]now[ARGS]{}", ("", [SAYS_MARKS, ("now", {})])),
         (ToolFormat.MISTRAL, "[TOOL_CALLS]say[ARGS]" + SAID, ("", [SAYS_MARKS])),
-        (ToolFormat.MISTRAL, "[TOOL_CALLS]now{} and {}", ("[TOOL_CALLS]now{} and {}", [])),
+        (ToolFormat.MISTRAL, "[TOOL_CALLS]now{} and {}", (" and {}", [("now", {})])),
     ],
 )  # fmt: skip
 def test_calls_as_models_write_them(name: ToolFormat, text: str, expected: tuple[str, list[Any]]) -> None:
     assert read(text, name) == expected
-    assert read(text, name, streams=True) == expected
-    assert read(text, name, list(range(len(text))), streams=True) == expected
+    assert read(text, name, list(range(len(text)))) == expected
 
 
 @given(
@@ -127,24 +118,7 @@ def test_calls_as_models_write_them(name: ToolFormat, text: str, expected: tuple
 )
 def test_calls_do_not_depend_on_how_the_text_is_cut(text: str, data: st.DataObject) -> None:
     cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=8))
-    for streams in (False, True):
-        assert read(text, ToolFormat.HERMES, cuts, streams=streams) == read(text, ToolFormat.HERMES)
-
-
-@pytest.mark.parametrize(
-    ("source", "begin"),
-    [
-        ("{% if tools %}<tool_call>{% endif %}", "<tool_call>"),
-        ("{% if tools %}[TOOL_CALLS]{% endif %}", "[TOOL_CALLS]"),
-        ('{% if tools %}{"name": x, "parameters": y}{% endif %}', "<|python_tag|>"),
-        ("{% if tools %}{{ tools }}{% endif %}", None),
-        ("<tool_call>", None),
-    ],
-)
-def test_the_format_is_read_off_the_template(source: str, begin: str | None) -> None:
-    found = format_of(ToolFormat.AUTO, ChatTemplate({"default": "{% raw %}" + source + "{% endraw %}"}, {}))
-    assert (found.begin if found else None) == begin
-    assert format_of(ToolFormat.NONE, None) is None
+    assert read(text, ToolFormat.HERMES, cuts) == read(text, ToolFormat.HERMES)
 
 
 @pytest.fixture
@@ -213,3 +187,38 @@ def test_a_call_that_was_cut_off_is_not_called_complete(
     router = start_router(rule=scripted(script), tokenizer_path=folder_with_tools)
     choice = router.chat(tools=[WEATHER], max_tokens=len(script) - 4).json()["choices"][0]
     assert choice["finish_reason"] == "length"
+
+
+def test_a_template_that_knows_no_tools_is_told_of_them_in_words(
+    start_router: StartRouter, tokenizer: Tokenizer, end_token: int
+) -> None:
+    router = start_router(rule=scripted([*tokenizer.encode(HERMES, special=False), end_token]))
+    choice = router.chat("weather in Paris?", tools=[WEATHER]).json()["choices"][0]
+    (call,) = choice["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == PARIS[1]
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "weather in Paris?"},
+        choice["message"],
+        {"role": "tool", "tool_call_id": call["id"], "content": "rain"},
+        {"role": "tool", "tool_call_id": call["id"], "content": "wind"},
+    ]
+    assert router.client.post("/v1/chat/completions", json={"messages": messages, "tools": [WEATHER]}).json()
+    prompt = tokenizer.decode(router.nodes["p0"].submits[-1].prompt_token_ids)
+    assert "Be brief." in prompt
+    assert '"description": "the weather somewhere"' in prompt
+    assert '{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call><|end|>' in prompt
+    results = "<tool_response>\nrain\n</tool_response>\n<tool_response>\nwind\n</tool_response>"
+    assert f"<|start|>user\n{results}<|end|>" in prompt
+
+
+def test_a_template_without_system_messages_is_told_in_the_users_first(
+    start_router: StartRouter, tokenizer: Tokenizer
+) -> None:
+    source = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no') }}{% endif %}[{{ m.role }}: {{ m.content }}]{% endfor %}"
+    router = start_router(chat_template=source)
+    assert router.chat("weather?", tools=[WEATHER], tool_choice="required", max_tokens=2).status_code == 200
+    prompt = tokenizer.decode(router.nodes["p0"].submits[-1].prompt_token_ids)
+    assert prompt.startswith("[user: You may call")
+    assert prompt.endswith("weather?]")
+    assert "<tool_call>" in (router.nodes["p0"].submits[-1].sampling.grammar or "")

@@ -1,18 +1,14 @@
-"""A call as it is being written: where its arguments begin, and where they end."""
+"""JSON in pieces of any size: where an object ends, and where a mark stands outside of its strings."""
 
 from __future__ import annotations
 
 import re
 
-# One object of a name and its arguments, in the order in which models are taught to write them.
-HEAD = re.compile(r'[\s,;\[]*\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
-BETWEEN = " \t\r\n,;[]"
-
 _MARKS = re.compile(r'["\\{}\[\]]')
 
 
 class JsonScan:
-    """Text that is meant to be JSON, in pieces of any size: how deep in brackets it is, and whether in a string."""
+    """Text that is meant to be JSON: how deep in brackets it is, and whether in a string."""
 
     def __init__(self, depth: int = 0) -> None:
         self.in_string = False
@@ -20,7 +16,7 @@ class JsonScan:
         self._escaped = False
 
     def until(self, text: str, at: int, depth: int | None) -> int | None:
-        """From `at` on: behind the bracket that closes down to `depth`. None: all of the text was read."""
+        """From `at` on: the place after the bracket that closes down to `depth`. None: all of the text was read."""
         while at < len(text):
             if self._escaped:
                 self._escaped = False
@@ -51,29 +47,8 @@ class JsonScan:
         return False
 
 
-class CallScan:
-    """Text behind the head of a call. First its arguments, then what is left of the object around them."""
-
-    def __init__(self) -> None:
-        self._scan = JsonScan(depth=1)  # of the object around the arguments
-        self._arguments_over = False
-        self.over = False
-
-    def take(self, text: str) -> tuple[str, int]:
-        """What of the text is arguments, and how much of it belongs to the call."""
-        arguments_end = 0
-        if not self._arguments_over:
-            end = self._scan.until(text, 0, 1)
-            if end is None:
-                return text, len(text)
-            self._arguments_over, arguments_end = True, end
-        end = self._scan.until(text, arguments_end, 0)
-        self.over = end is not None
-        return text[:arguments_end], len(text) if end is None else end
-
-
 class EndSearch:
-    """Looks for the mark behind a call. In a string of the call it is part of what the model says."""
+    """Looks for the mark that ends a call. In a string of the call it is part of what the model says."""
 
     def __init__(self, mark: str) -> None:
         self._mark = mark
@@ -93,10 +68,10 @@ class EndSearch:
 
 
 def objects(text: str) -> list[str]:
-    """Between white space and semicolons, each up to the bracket that closes it."""
+    """Between white space, commas and semicolons, each up to the bracket that closes it."""
     found: list[str] = []
     end: int | None = 0
     while end is not None and end < len(text):
         begin, end = end, JsonScan().until(text, end, 0)
-        found.append(text[begin:end].strip(" \t\r\n;"))
+        found.append(text[begin:end].strip(" \t\r\n;,"))
     return [one for one in found if one]

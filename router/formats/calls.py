@@ -1,0 +1,132 @@
+"""Calls in an answer's text: the contract of a format, and the reader that is the same for all of them."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import msgspec
+
+from tandem.router.formats.cursor import Cursor, Steps
+from tandem.router.formats.lark import LarkWriter
+from tandem.router.formats.pieces import Arguments, CallBegins, Piece, Text, ToolSchemas, new_call_id
+
+
+class Layout(msgspec.Struct, frozen=True):
+    """What a model writes around its calls. `marks` are those that may be tokens of their own."""
+
+    begin: str = ""
+    call_begin: str = ""
+    call_end: str = ""
+    between: str = ""
+    end: str = ""
+    marks: tuple[str, ...] = ()
+    most: int = 16  # calls that one answer may be made to have
+    last: bool = False  # calls go on to the end of the answer
+
+
+class CallWriting(Protocol):
+    """How one family of models writes calls. Without state: one serves all requests."""
+
+    @property
+    def begins(self) -> tuple[str, ...]:
+        """The marks that calls begin with."""
+        ...
+
+    @property
+    def opening(self) -> str | None:
+        """An answer that begins so is a call even without a mark."""
+        ...
+
+    @property
+    def layout(self) -> Layout: ...
+
+    def rules(
+        self, rule: str, name: str, schema: dict[str, Any], writer: LarkWriter, *, lenient: bool
+    ) -> list[str]:
+        """The grammar of one call, without the layout's marks. Rules of its own begin with the rule's name."""
+        ...
+
+
+class CallFormat(CallWriting, Protocol):
+    def read(self, cursor: Cursor, sink: CallSink, tools: ToolSchemas) -> Steps[None]:
+        """From after a mark to the end of the calls that it began. If the sink was told of none, there was none."""
+        ...
+
+
+class CallSink:
+    """Where formats tell what they find. With the first call what was taken of the text is taken for good."""
+
+    def __init__(self, cursor: Cursor, pieces: list[Piece]) -> None:
+        self._cursor = cursor
+        self._pieces = pieces
+        self.began = False
+
+    def call(self, name: str, call_id: str | None = None) -> None:
+        self.began = True
+        self._cursor.let_go()
+        self._pieces.append(CallBegins(call_id or new_call_id(), name))
+
+    def arguments(self, text: str) -> None:
+        if text:
+            self._pieces.append(Arguments(text))
+
+
+class CallReader:
+    def __init__(self, calls: CallFormat, tools: ToolSchemas) -> None:
+        self._calls = calls
+        self._tools = tools
+        self._cursor = Cursor()
+        self._pieces: list[Piece] = []
+        self._space: str | None = ""  # around calls, until it is known what follows. None: text has begun
+        self._found = False
+        self._steps = self._read()
+
+    def push(self, text: str) -> list[Piece]:
+        self._cursor.rest += text
+        return self._advance()
+
+    def finish(self) -> list[Piece]:
+        self._cursor.ended = True
+        pieces = self._advance()
+        if self._space and not self._found:
+            pieces.append(Text(self._space))
+        self._space = None
+        return pieces
+
+    def _advance(self) -> list[Piece]:
+        next(self._steps, None)
+        pieces = self._pieces[:]
+        self._pieces.clear()
+        return pieces
+
+    def _read(self) -> Steps[None]:
+        cursor, calls = self._cursor, self._calls
+        if calls.opening is not None:
+            while not cursor.rest.strip() and not cursor.ended:
+                yield
+            if cursor.rest.lstrip().startswith(calls.opening):
+                yield from self._read_calls("")
+        while (mark := (yield from cursor.until(calls.begins, self._say))) is not None:
+            yield from self._read_calls(mark)
+
+    def _read_calls(self, mark: str) -> Steps[None]:
+        """White space on both sides belongs to the format; a mark without a call is text."""
+        cursor = self._cursor
+        cursor.keep()
+        sink = CallSink(cursor, self._pieces)
+        yield from self._calls.read(cursor, sink, self._tools)
+        if sink.began:
+            self._space, self._found = "", True
+        else:
+            cursor.give_back()
+            if mark:
+                self._say(mark)
+
+    def _say(self, text: str) -> None:
+        if self._space is not None:
+            text = self._space + text
+            if not text.strip():
+                self._space = text
+                return
+            self._space = None
+        self._pieces.append(Text(text))

@@ -1,0 +1,59 @@
+"""Tools for a model whose chat template knows none: told in words, called and answered as Hermes does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_TOLD = """\
+You may call these functions. Each line describes one; its parameters are a JSON schema:
+{functions}
+
+To call one, write nothing but this, once for each call:
+<tool_call>
+{{"name": "the function's name", "arguments": {{"parameter": "value"}}}}
+</tool_call>
+The results come between <tool_response> and </tool_response>."""
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+def told_in_words(messages: Messages, tools: Sequence[Mapping[str, Any]], *, has_system: bool) -> Messages:
+    """`has_system`: the template takes a system message. Otherwise the first of the user's begins with the words."""
+    functions = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    words = _TOLD.format(functions=functions)
+    plain = _without_calls(messages)
+    role = "system" if has_system else "user"
+    first = plain[0] if plain and plain[0]["role"] == role else None
+    if first is None:
+        return [{"role": role, "content": words}, *plain]
+    order = (first["content"], words) if has_system else (words, first["content"])
+    return [{**first, "content": "\n\n".join(order)}, *plain[1:]]
+
+
+def _without_calls(messages: Messages) -> list[Mapping[str, Any]]:
+    """Calls as the assistant's text, and results as the user's: the answers to several calls in one message."""
+    plain: list[Mapping[str, Any]] = []
+    after_result = False
+    for message in messages:
+        if message["role"] in ("tool", "function"):
+            text = f"<tool_response>\n{message['content']}\n</tool_response>"
+            if after_result:
+                plain[-1] = {**plain[-1], "content": f"{plain[-1]['content']}\n{text}"}
+            else:
+                plain.append({"role": "user", "content": text})
+            after_result = True
+            continue
+        after_result = False
+        calls = [_written(call["function"]) for call in message.get("tool_calls") or ()]
+        if calls:
+            text = "\n".join([message["content"], *calls] if message["content"] else calls)
+            message = {**{k: v for k, v in message.items() if k != "tool_calls"}, "content": text}
+        plain.append(message)
+    return plain
+
+
+def _written(function: Mapping[str, Any]) -> str:
+    call = {"name": function["name"], "arguments": function["arguments"]}
+    return f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"

@@ -1,0 +1,124 @@
+"""What a model thinks before it answers, told apart from the answer."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+import msgspec
+
+from tandem.router.formats.cursor import Cursor, Steps
+from tandem.router.formats.lark import SOME_SPACE, LarkWriter, nested
+from tandem.router.formats.pieces import AnswerReader, Piece, Reasoning, Text
+from tandem.router.text.tokenizer import Tokenizer
+
+_MARK_TOKENS = 16  # no begin mark has more
+
+
+class ReasoningStart(enum.Enum):
+    """Where the prompt leaves the model."""
+
+    OPEN = enum.auto()  # within its reasoning: the template wrote the begin mark
+    FREE = enum.auto()  # the model may begin with it
+    CLOSED = enum.auto()  # after it: the template wrote that there is none
+
+
+class ReasoningFormat(msgspec.Struct, frozen=True):
+    begin: str
+    end: str
+
+    def start(self, prompt: str) -> ReasoningStart:
+        tail = prompt[-200:].rstrip()
+        if tail.endswith(self.begin.rstrip()):
+            return ReasoningStart.OPEN
+        return ReasoningStart.CLOSED if tail.endswith(self.end.rstrip()) else ReasoningStart.FREE
+
+    def tokens(self, token_ids: Sequence[int], start: ReasoningStart, tokenizer: Tokenizer) -> int:
+        """How many of an answer's tokens are reasoning, with its marks."""
+        if start is ReasoningStart.CLOSED:
+            return 0
+        if start is ReasoningStart.FREE:
+            head = tokenizer.decode(list(token_ids[:_MARK_TOKENS])).lstrip()
+            if not head.startswith(self.begin):
+                return 0
+        end = tokenizer.token_id(self.end)
+        if end is not None:
+            return token_ids.index(end) + 1 if end in token_ids else len(token_ids)
+        before, found, _ = tokenizer.decode(list(token_ids)).partition(self.end)
+        return len(tokenizer.encode(before + found, special=False)) if found else len(token_ids)
+
+    def grammar(self, answer: str, start: ReasoningStart, writer: LarkWriter) -> str:
+        """The answer's grammar holds from the reasoning's end on."""
+        if start is ReasoningStart.CLOSED:
+            return answer
+        thought = "thought" if start is ReasoningStart.OPEN else f"({writer.literal(self.begin)} thought)?"
+        return "\n".join(
+            [
+                f"start: {thought} {SOME_SPACE} answer",
+                writer.text_until("thought", self.end),
+                f"answer: {nested(answer)}",
+            ]
+        )
+
+
+class ReasoningReader:
+    """White space around the reasoning belongs to the format. `after` reads the answer; None: it is text."""
+
+    def __init__(self, marks: ReasoningFormat, start: ReasoningStart, after: AnswerReader | None) -> None:
+        self._marks = marks
+        self._start = start
+        self._after = after
+        self._cursor = Cursor()
+        self._pieces: list[Piece] = []
+        self._space = ""  # of the reasoning, until more of it follows
+        self._in_answer = False
+        self._steps = self._read()
+
+    def push(self, text: str) -> list[Piece]:
+        if self._in_answer:
+            return self._answer(text)
+        self._cursor.rest += text
+        next(self._steps, None)
+        pieces = self._pieces[:]
+        self._pieces.clear()
+        return pieces
+
+    def finish(self) -> list[Piece]:
+        self._cursor.ended = True
+        pieces = self.push("")
+        return pieces if self._after is None else [*pieces, *self._after.finish()]
+
+    def _answer(self, text: str) -> list[Piece]:
+        if self._after is not None:
+            return self._after.push(text)
+        return [Text(text)] if text else []
+
+    def _read(self) -> Steps[None]:
+        cursor = self._cursor
+        if self._start is ReasoningStart.FREE:
+            yield from self._find_begin()
+        if self._start is ReasoningStart.OPEN:
+            yield from cursor.skip_space()
+            yield from cursor.until((self._marks.end,), self._say)
+            yield from cursor.skip_space()
+        self._in_answer = True
+        self._pieces += self._answer(cursor.take(len(cursor.rest)))
+
+    def _find_begin(self) -> Steps[None]:
+        cursor, begin = self._cursor, self._marks.begin
+        while not cursor.ended:
+            there = cursor.rest.lstrip()
+            if there.startswith(begin):
+                cursor.take(len(cursor.rest) - len(there) + len(begin))
+                self._start = ReasoningStart.OPEN
+                return
+            if not begin.startswith(there):
+                return
+            yield
+
+    def _say(self, text: str) -> None:
+        text = self._space + text
+        said = text.rstrip()
+        self._space = text[len(said) :]
+        if said:
+            self._pieces.append(Reasoning(said))

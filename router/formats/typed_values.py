@@ -1,0 +1,104 @@
+"""Values in calls that are not written as JSON, and the grammars of those that a model is made to write."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from typing import Any
+
+from tandem.router.formats.lark import json_schema
+from tandem.router.formats.pieces import ToolSchemas, json_text, json_value
+
+_WORDS = {
+    "true": True,
+    "false": False,
+    "null": None,
+    "none": None,
+    "True": True,
+    "False": False,
+    "None": None,
+}
+
+
+def schema_of(tools: ToolSchemas, name: str, key: str) -> Mapping[str, Any]:
+    properties = tools.get(name, {}).get("properties")
+    found = properties.get(key) if isinstance(properties, Mapping) else None
+    return found if isinstance(found, Mapping) else {}
+
+
+def is_text(schema: Mapping[str, Any]) -> bool:
+    """A value that is nothing but text stands for itself, without quotes."""
+    kinds = schema.get("type")
+    if kinds is None and (options := schema.get("anyOf") or schema.get("oneOf")):
+        return all(_is_text_or_null(option) for option in options) and any(map(_has_text, options))
+    if kinds is None and (choices := schema.get("enum")):
+        return all(isinstance(choice, str) for choice in choices)
+    return kinds == "string" or (
+        isinstance(kinds, list) and set(kinds) <= {"string", "null"} and "string" in kinds
+    )
+
+
+def _is_text_or_null(schema: Any) -> bool:
+    return isinstance(schema, Mapping) and (schema.get("type") == "null" or is_text(schema))
+
+
+def _has_text(schema: Any) -> bool:
+    return isinstance(schema, Mapping) and schema.get("type") != "null"
+
+
+def escaped(text: str) -> str:
+    """As it stands within a JSON string."""
+    return json_text(text)[1:-1]
+
+
+def as_json(text: str) -> str:
+    """A value that is no text by its schema, or has none: JSON, or a literal of Python's; otherwise text after all."""
+    text = text.strip()
+    if text in _WORDS:
+        return json_text(_WORDS[text])
+    value = json_value(text)
+    if value is not None:
+        return text
+    try:
+        return json_text(_plain(ast.parse(text, mode="eval").body))
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return json_text(text)
+
+
+def _plain(node: ast.expr) -> Any:
+    match node:
+        case ast.Name(id=name) if name in _WORDS:
+            return _WORDS[name]
+        case ast.List(elts=items) | ast.Tuple(elts=items) | ast.Set(elts=items):
+            return [_plain(item) for item in items]
+        case ast.Dict(keys=keys, values=values):
+            return {
+                str(_plain(k)) if k is not None else "": _plain(v) for k, v in zip(keys, values, strict=True)
+            }
+    value = ast.literal_eval(node)
+    if not isinstance(value, str | int | float | bool | None):
+        raise ValueError("no JSON")
+    return value
+
+
+def properties_of(schema: Mapping[str, Any]) -> list[tuple[str, dict[str, Any], bool]]:
+    """The parameters in their order: name, schema, whether it must be there."""
+    properties = schema.get("properties")
+    required = schema.get("required")
+    if not isinstance(properties, Mapping):
+        return []
+    wanted = set(required) if isinstance(required, list) else set()
+    return [
+        (str(key), dict(value) if isinstance(value, Mapping) else {}, key in wanted)
+        for key, value in properties.items()
+    ]
+
+
+def value_schema(schema: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
+    """One parameter's schema by itself: what it refers to stands in the whole."""
+    definitions = {name: whole[name] for name in ("$defs", "definitions") if name in whole}
+    return {**definitions, **schema}
+
+
+def json_rule(schema: Mapping[str, Any], *, lenient: bool) -> str:
+    return f"%json {json_schema(dict(schema), lenient=lenient)}"
