@@ -174,12 +174,30 @@ class FaultCluster:
         said = host.run("sh", "-c", f"pgrep -f '^{_KINDS[kind]}' || true")
         return [int(word) for word in said.split()]
 
+    def serving(self) -> dict[str, list[int]]:
+        """What serves, by kind, as this machine numbers it."""
+        found: dict[str, list[int]] = {"router": [], "prefill": [], "decode": []}
+        for host in self.hosts:
+            for pid in host.processes_outside():
+                title = _title_of(pid)
+                for kind, of_kind in found.items():
+                    if title.startswith(_KINDS[kind]):
+                        of_kind.append(pid)
+        return found
+
     def send(self, host: Host, kind: str, number: signal.Signals) -> None:
         for process in self.processes(host, kind):
             host.run("sh", "-c", f"kill -{int(number)} {process} || true")
 
     def logs(self, host: Host) -> Path:
         return host.folder / "ray" / "session_latest" / "logs"
+
+
+def _title_of(pid: int) -> str:
+    try:
+        return (Path("/proc") / str(pid) / "cmdline").read_text(errors="replace")
+    except OSError:
+        return ""
 
 
 def is_whole(nodes: list[dict[str, Any]]) -> bool:

@@ -134,7 +134,7 @@ class Table:
         self._say(f"the cluster serves after {cluster.started_s:.0f} s")
         load = LoadProcess(lab, cluster.url)
         stack.callback(load.close)
-        stalls = Stalls()
+        stalls = Stalls(cluster.serving)
         stack.callback(stalls.close)
         scene = Scene(cluster, load, stalls, Questions(vocabulary), self._reference, kv_bytes)
         scene.learn()

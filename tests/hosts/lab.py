@@ -99,6 +99,10 @@ class Host:
     def run(self, *words: str, timeout_s: float = 60.0) -> str:
         return _checked(self.command(*words), timeout_s)
 
+    def processes_outside(self) -> list[int]:
+        """Its processes, as they are numbered outside of it."""
+        return [int(pid) for pid in _ip("netns", "pids", self.netns).split()]
+
     def cut_off(self) -> None:
         _ip("-n", _LAN, "link", "set", self.port, "down")
 

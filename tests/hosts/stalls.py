@@ -1,18 +1,26 @@
-"""How long this machine kept an idle process from running. A gap between two tokens that falls together with such a stall is
-the machine's, and nobody else's.
+"""How long this machine kept processes from running. A gap between two tokens that falls together with such a stall is the
+machine's, and nobody else's.
 
-`python stalls.py` prints a line for each stall, `BEGAN LASTED`, on the machine's monotonic clock.
+Two things are measured. An idle process sleeps for moments, and notes when it wakes up late. And of the processes that serve, the
+kernel counts how long their threads stood ready without a core (/proc/PID/task/TID/schedstat): five machines' processes share
+this one's cores, which five machines would not do.
+
+`python stalls.py` is the idle process: a line for each stall, `BEGAN LASTED`, on the machine's monotonic clock.
 """
 
 from __future__ import annotations
 
+import bisect
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 _NAP_S = 0.02
 _LEAST_S = 0.05  # less is what any timer may be late
+_LOOK_EVERY_S = 0.5
 
 
 def watch() -> None:
@@ -25,12 +33,16 @@ def watch() -> None:
 
 
 class Stalls:
-    """Watches from when it is made."""
+    """Watches from when it is made. `serving`: the processes that serve, by their kind, as this machine numbers them."""
 
-    def __init__(self) -> None:
+    def __init__(self, serving: Callable[[], dict[str, list[int]]]) -> None:
+        self._serving = serving
         self._found: list[tuple[float, float]] = []
+        self._waits: dict[str, dict[str, Waiting]] = {}  # by kind and thread
+        self._ending = threading.Event()
         self._process = subprocess.Popen([sys.executable, __file__], stdout=subprocess.PIPE, text=True)
         threading.Thread(target=self._read, daemon=True).start()
+        threading.Thread(target=self._look, daemon=True).start()
 
     def _read(self) -> None:
         assert self._process.stdout is not None
@@ -38,15 +50,68 @@ class Stalls:
             began, lasted = map(float, line.split())
             self._found.append((began, lasted))
 
+    def _look(self) -> None:
+        while not self._ending.wait(_LOOK_EVERY_S):
+            try:
+                serving = self._serving()
+            except (AssertionError, subprocess.SubprocessError):
+                continue  # the hosts are being ended
+            for kind, pids in serving.items():
+                of_kind = self._waits.setdefault(kind, {})
+                for pid in pids:
+                    for thread, waited in waits_of(pid).items():
+                        of_kind.setdefault(thread, Waiting()).note(time.monotonic(), waited)
+
     def within(self, begin: float, end: float) -> float:
-        """Seconds of stalls in this stretch of time."""
-        return sum(
+        """Seconds of this stretch of time that the machine takes. A request passes one process of each kind, so what the worst
+        thread of each kind waited adds up."""
+        late = sum(
             max(0.0, min(end, began + lasted) - max(begin, began)) for began, lasted in list(self._found)
         )
+        ready = sum(
+            max((one.between(begin, end) for one in list(threads.values())), default=0.0)
+            for threads in list(self._waits.values())
+        )
+        return min(end - begin, max(late, ready))
 
     def close(self) -> None:
+        self._ending.set()
         self._process.kill()
         self._process.wait()
+
+
+class Waiting:
+    """How long one thread has stood ready without a core, by when."""
+
+    def __init__(self) -> None:
+        self._times: list[float] = []
+        self._waited: list[float] = []
+
+    def note(self, at: float, waited: float) -> None:
+        self._times.append(at)
+        self._waited.append(waited)
+
+    def between(self, begin: float, end: float) -> float:
+        """From the last look before the beginning to the first after the end, but no longer than the stretch is."""
+        if not self._times:
+            return 0.0
+        first = max(0, bisect.bisect_right(self._times, begin) - 1)
+        last = min(len(self._times) - 1, bisect.bisect_left(self._times, end))
+        return min(end - begin, max(0.0, self._waited[last] - self._waited[first]))
+
+
+def waits_of(pid: int) -> dict[str, float]:
+    """Seconds of each thread; nothing of a process that has ended."""
+    found = {}
+    try:
+        for task in (Path("/proc") / str(pid) / "task").iterdir():
+            try:
+                found[f"{pid}/{task.name}"] = int((task / "schedstat").read_text().split()[1]) / 1e9
+            except (OSError, IndexError):
+                continue
+    except OSError:
+        pass
+    return found
 
 
 if __name__ == "__main__":
