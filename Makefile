@@ -84,6 +84,7 @@ test-install: install
 
 docs: install
 	$(BIN)/python -m tandem.cluster.documents
+	$(BIN)/python docs/figures/draw.py
 
 # The native kernels are compiled once for a machine, and again when their sources change.
 install: $(INSTALLED)

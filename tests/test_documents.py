@@ -17,7 +17,7 @@ from tandem.wire.nodes import Role
 
 ROOT = Path(__file__).parent.parent
 PAGES = {
-    page.name: page.read_text(encoding="utf-8") for page in (ROOT / "README.md", *ROOT.glob("docs/*.md"))
+    page.name: page.read_text(encoding="utf-8") for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"))
 }
 _PATH = re.compile(r"[A-Za-z][\w.*/-]*/(?:[\w.*-]+\.(?:py|yaml|md))?")
 _CODE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
@@ -33,12 +33,12 @@ def typed(page: str) -> Iterator[str]:
     """The lines of the blocks that show commands: those of no other language."""
     for block in _CODE.findall(page):
         language, _, lines = block.removeprefix("```").removesuffix("```").partition("\n")
-        if language in ("", "sh"):
+        if language.partition(" ")[0] in ("", "sh"):
             yield from lines.splitlines()
 
 
 def page_of(target: str, near: str) -> Path:
-    return (ROOT / target) if near == "README.md" else (ROOT / "docs" / target)
+    return (ROOT / target) if (ROOT / near).exists() else (ROOT / "docs" / target)
 
 
 def anchors(text: str) -> set[str]:
@@ -68,7 +68,7 @@ def test_the_commands_are_ones_that_there_are(name: str) -> None:
     """A line of a block is taken as it stands; between backticks a command may stand without its arguments."""
     for line in typed(PAGES[name]):
         if line.startswith("tandem "):
-            make_parser().parse_args(shlex.split(line.partition(" | ")[0], comments=True)[1:])
+            make_parser().parse_args(shlex.split(re.split(r" \|\|? | > ", line)[0], comments=True)[1:])
     helps = make_parser().format_help()
     for command in inline(PAGES[name]):
         if found := re.match(r"tandem ([a-z]+)", command):

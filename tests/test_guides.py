@@ -1,0 +1,92 @@
+"""The pages that people follow: every command is run by a test or says what it needs, every file is one that Tandem reads,
+every message that is quoted is one that it says, and the pictures are what their script draws."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tandem.cluster.setting_layers import read_file
+from tandem.cluster.settings import resolve
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+GUIDES = {
+    name: (DOCS / f"{name}.md").read_text(encoding="utf-8")
+    for name in (
+        "quickstart",
+        "from-vllm",
+        "from-ray-serve-llm",
+        "troubleshooting",
+        "tuning",
+        "recipes",
+        "comparison",
+    )
+}
+_BLOCK = re.compile(r"^```(.*)\n((?:.*\n)*?)```$", re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", GUIDES)
+def test_every_command_is_run_or_says_what_it_needs(name: str) -> None:
+    for kind, text in _BLOCK.findall(GUIDES[name]):
+        if kind in ("sh run", "sh serve", "python run", "yaml"):
+            continue  # tests/integration/test_guides_run.py, and below
+        assert re.fullmatch(r"sh needs=(network|cluster|gpu|kubernetes)", kind), f"{name}: {kind or text}"
+        subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+
+
+def recipes() -> list[tuple[str, str]]:
+    return [
+        (title, text)
+        for title, section in re.findall(r"^## (.*)\n((?:(?!## ).*\n?)*)", GUIDES["recipes"], re.MULTILINE)
+        for kind, text in _BLOCK.findall(section)
+        if kind == "yaml"
+    ]
+
+
+@pytest.mark.parametrize(("title", "text"), recipes(), ids=lambda given: given.splitlines()[0])
+def test_every_recipe_is_a_file_that_tandem_takes(tmp_path: Path, title: str, text: str) -> None:
+    (tmp_path / "tandem.yaml").write_text(text)
+    config = resolve([read_file(tmp_path / "tandem.yaml")]).config
+    assert config.model.path == (
+        yaml.safe_load(text)["model"] if isinstance(yaml.safe_load(text)["model"], str) else config.model.path
+    )
+
+
+def quoted() -> list[str]:
+    cells = re.findall(r'^\| ([^|]*"[^|]*) \|', GUIDES["troubleshooting"], re.MULTILINE)
+    return [words for cell in cells for words in re.findall(r'"([^"]+)"', cell)]
+
+
+@pytest.mark.parametrize("words", quoted())
+def test_every_message_that_is_quoted_is_said_somewhere(words: str) -> None:
+    source = "\n".join(
+        path.read_text(encoding="utf-8")
+        for package in ROOT.glob("*/py.typed")
+        for path in package.parent.rglob("*.py")
+    )
+    source = re.sub(r'"\s*\n\s*f?"', "", source)  # texts that are written in several pieces
+    for piece in filter(None, map(str.strip, words.split("…"))):
+        assert piece in source, piece
+
+
+def test_every_code_of_an_error_in_the_page_is_one_that_the_api_has() -> None:
+    api = (DOCS / "api.md").read_text(encoding="utf-8")
+    for status, code in re.findall(r"^\| (\d{3}) `(\w+)` \|", GUIDES["troubleshooting"], re.MULTILINE):
+        assert re.search(rf"^\| [\d, ]*{status}[\d, ]* \|.*`{code}`", api, re.MULTILINE), code
+
+
+def test_the_pictures_are_what_their_script_draws() -> None:
+    place = DOCS / "figures" / "draw.py"
+    spec = importlib.util.spec_from_file_location("draw", place)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for name, text in module.pictures().items():
+        assert (place.parent / name).read_text(encoding="utf-8") == text, "`make docs` draws them anew"
