@@ -100,9 +100,10 @@ def _job_config() -> Any:
 
 def connect_to_ray(address: str) -> None:
     """To a cluster that runs already. Call it from the main thread. Fails within seconds where nobody answers."""
-    if address != AUTO:
-        check_reachable(address)
     ray = import_ray()
+    if address == AUTO:
+        address = _address_here()
+    check_reachable(address)
     try:
         ray.init(
             address=address,
@@ -113,14 +114,25 @@ def connect_to_ray(address: str) -> None:
             logging_level="ERROR",
         )
     except ConnectionError as error:
-        if address == AUTO:
-            raise Unavailable(
-                "no Ray runs on this machine: start Tandem with `tandem serve`, or name a cluster's head with "
-                "--address HOST:6379"
-            ) from error
         raise Unavailable(f"the Ray cluster at {address} does not answer: {error}") from error
     except (RuntimeError, OSError, ValueError) as error:
         raise Unavailable(f"cannot join the Ray cluster at {address}: {str(error).strip()}") from error
+
+
+def _address_here() -> str:
+    """Of the Ray that this machine is part of. Ray remembers the last one that was started, and it may be long gone."""
+    from ray._private.services import canonicalize_bootstrap_address
+
+    try:
+        found = canonicalize_bootstrap_address(AUTO)
+    except ConnectionError:
+        found = None
+    if found is None:
+        raise Unavailable(
+            "no Ray runs on this machine: start Tandem with `tandem serve`, or name a cluster's head with "
+            "--address HOST:6379"
+        )
+    return str(found)
 
 
 def check_reachable(address: str) -> None:

@@ -22,6 +22,7 @@ from tandem.cluster.commands.address_record import (
     remember_address,
     remembered_address,
 )
+from tandem.cluster.on_ray import runtime
 from tandem.cluster.on_ray.runtime import check_reachable
 from tandem.wire.errors import ConfigurationError, Unavailable
 
@@ -125,3 +126,13 @@ def test_a_port_where_something_else_listens_is_no_ray(answer: bytes) -> None:
     """Ray would try for minutes."""
     with answering(answer) as address, pytest.raises(Unavailable, match=r"is no Ray: .*6379.*--url"):
         check_reachable(address)
+
+
+def test_the_address_of_a_ray_that_has_ended_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray remembers the last one that ran on this machine, and would look for it for minutes."""
+    runtime.import_ray()
+    from ray._private import services
+
+    monkeypatch.setattr(services, "canonicalize_bootstrap_address", lambda address: "127.0.0.1:1")
+    with pytest.raises(Unavailable, match=r"nobody answers at 127\.0\.0\.1:1"):
+        runtime.connect_to_ray(runtime.AUTO)
