@@ -259,9 +259,14 @@ def finished(urls: Sequence[str], key: str | None) -> dict[str, float]:
             continue  # it may be who was struck last
         finally:
             client.close()
-        for reason, count in _FINISHED.findall(text):
-            found[reason] = found.get(reason, 0.0) + float(count)
+        for reason, count in finished_in(text).items():
+            found[reason] = found.get(reason, 0.0) + count
     return found
+
+
+def finished_in(metrics: str) -> dict[str, float]:
+    """By reason, from one router's /metrics."""
+    return {reason: float(count) for reason, count in _FINISHED.findall(metrics)}
 
 
 def own_traffic(before: dict[str, float], after: dict[str, float]) -> Traffic:

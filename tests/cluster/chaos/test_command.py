@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import pytest
+
+from tandem.cluster.chaos.command import describe, finished_in, own_traffic, run
+from tandem.cluster.chaos.plan import Kind, Rules, dangers, make_plan
+from tandem.cluster.cli import make_parser
+from tandem.router.metrics import RouterMetrics
+from tandem.wire.errors import ConfigurationError
+from tests.cluster.chaos.views import cluster
+
+
+def test_the_dry_run_names_every_blow_and_its_victim() -> None:
+    view = cluster(decode=1)
+    plan = make_plan(Rules(minutes=1, every_s=10, seed=2), [Kind.DECODE])
+    lines = describe(view, plan, dangers(view, [Kind.DECODE], 15.0, 5.0), "probes", 3)
+    assert lines[0] == "tiny: 1 controller, 2 prefill, 1 decode, 1 router"
+    assert "3 probes at once" in lines[1]
+    assert sum("decode-0" in line for line in lines) == len(plan) == 5
+    assert lines[-1].startswith("! there is one decode node")
+
+
+def test_under_its_own_traffic_it_says_what_it_will_not_know() -> None:
+    plan = make_plan(Rules(minutes=1), [Kind.DECODE])
+    assert "not known" in describe(cluster(), plan, [], "own", 3)[1]
+
+
+def test_a_cluster_that_was_not_named_is_never_struck() -> None:
+    options = make_parser().parse_args(["chaos", "--yes"])
+    with pytest.raises(ConfigurationError, match="--yes needs --address"):
+        run(options)
+
+
+@pytest.mark.parametrize("users", ["0", "-1", "1001"])
+def test_a_number_of_users_that_cannot_be_meant_is_refused(users: str) -> None:
+    with pytest.raises(ConfigurationError, match="--users"):
+        run(make_parser().parse_args(["chaos", "--users", users]))
+
+
+def test_own_traffic_is_what_the_routers_have_counted_since() -> None:
+    metrics = RouterMetrics()
+    metrics.requests_finished.labels("stop").inc(3)
+    before = finished_in(metrics.render().decode())
+    assert before == {"stop": 3.0}
+    metrics.requests_finished.labels("length").inc(4)
+    metrics.requests_finished.labels("error").inc(2)
+    traffic = own_traffic(before, finished_in(metrics.render().decode()))
+    assert (traffic.requests, traffic.failed) == (6, {"error": 2})
+
+
+def test_a_router_that_began_to_count_again_takes_nothing_away() -> None:
+    assert own_traffic({"stop": 9.0}, {"stop": 2.0}).requests == 0
