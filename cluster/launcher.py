@@ -15,7 +15,7 @@ from tandem.cluster.config import TandemConfig
 from tandem.cluster.hosts import Host
 from tandem.node.config import NodeConfig
 from tandem.router.config import RouterConfig
-from tandem.wire.nodes import NodeInfo, Role
+from tandem.wire.nodes import NodeInfo, NodeSighting, Role
 from tandem.wire.requests import NodeStatus
 
 Report = Callable[[str, float], None]
@@ -45,6 +45,10 @@ class Handle(Protocol[Ready]):
 class NodeHandle(Handle[NodeInfo], Protocol):
     async def status(self) -> NodeStatus: ...
 
+    async def routers_heard(self) -> list[str]:
+        """The routers that it heard lately, by the endpoints where they listen."""
+        ...
+
     async def drain(self, timeout_s: float) -> bool:
         """Takes nothing new; True when everything under way has ended in time."""
         ...
@@ -60,6 +64,14 @@ class RouterHandle(Handle[str], Protocol):
 
     async def set_members(self, members: list[NodeInfo]) -> None:
         """The nodes that there are, all of them. A node that is missing is gone."""
+        ...
+
+    async def nodes_heard(self) -> list[NodeSighting]:
+        """Of every node that it was told of."""
+        ...
+
+    async def answers_clients(self) -> bool:
+        """Whether it answers at its URL: another way than that of every other question here."""
         ...
 
     async def drain(self, timeout_s: float) -> bool: ...

@@ -116,6 +116,10 @@ class NodeHost:
     def status(self) -> bytes:
         return _encode(self._node.status())
 
+    def routers_heard(self) -> list[str]:
+        """Where the routers listen that it heard lately: for a controller that one of them does not answer."""
+        return self._node.routers_heard()
+
     def drain(self, timeout_s: float) -> bool:
         return self._node.drain(timeout_s)
 

@@ -236,6 +236,9 @@ class Node:
             counters=NodeCounters(),
         )
 
+    def routers_heard(self) -> list[str]:
+        return self._service.routers_heard() if self._service is not None else []
+
     @property
     def failure(self) -> str | None:
         """Why this node can no longer answer; None while it can."""

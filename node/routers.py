@@ -78,6 +78,12 @@ class Routers:
         if self._thread.is_alive():
             self._thread.join(5)
 
+    @property
+    def known(self) -> list[str]:
+        """Those that were heard lately, by where they listen."""
+        with self._lock:
+            return list(self._heard)
+
     def heard(self, reply_to: str) -> bool:
         """True when it was not known before."""
         with self._lock:
@@ -99,16 +105,12 @@ class Routers:
         self.tell(reply_to, self._status())
 
     def tell_all_status(self) -> None:
-        with self._lock:
-            known = list(self._heard)
-        for reply_to in known:
+        for reply_to in self.known:
             self.tell_status(reply_to)
 
     def report(self) -> None:
         """The status, for everybody who is not silent."""
-        with self._lock:
-            known = list(self._heard)
-        for reply_to in known:
+        for reply_to in self.known:
             self._lose_if_silent(reply_to)
             self.tell_status(reply_to)
 

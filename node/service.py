@@ -194,6 +194,9 @@ class NodeService:
     def _list_requests(self, reply_to: str) -> None:
         self._mailbox.put(ListRequests(reply_to, self._line.received(reply_to)))
 
+    def routers_heard(self) -> list[str]:
+        return self._routers.known
+
     def status(self) -> NodeStatus:
         scheduler = self._scheduler_stats
         worker = self._engine.worker

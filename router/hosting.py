@@ -74,6 +74,10 @@ class RouterHost:
         """`members` is a list of NodeInfo: the whole membership, every time."""
         self._serving().set_members(msgspec.msgpack.decode(members, type=list[NodeInfo]))
 
+    async def nodes_heard(self) -> bytes:
+        """What this router knows of each node, for a controller that one of them does not answer."""
+        return msgspec.msgpack.encode(self._serving().services.pool.sightings())
+
     async def drain(self, timeout_s: float) -> bool:
         """False when some requests had to be failed because the time was over."""
         return await self._serving().drain(timeout_s)

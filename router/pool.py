@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from tandem.router.config import Heartbeat
 from tandem.router.policy.types import NodeView, PoolSnapshot
 from tandem.router.rates import Average, NodeRateMeter
-from tandem.wire.nodes import NodeInfo, NodeState, Role
+from tandem.wire.nodes import NodeInfo, NodeSighting, NodeState, Role
 from tandem.wire.requests import NodeStatus
 
 logger = logging.getLogger(__name__)
@@ -25,8 +25,9 @@ STATUS_LAG_S = 0.05
 class Member:
     """One incarnation of a node."""
 
-    def __init__(self, info: NodeInfo) -> None:
+    def __init__(self, info: NodeInfo, joined_at: float) -> None:
         self.info = info
+        self.joined_at = joined_at
         self.status: NodeStatus | None = None
         self.status_at = 0.0
         self.heard_at: float | None = None
@@ -85,7 +86,7 @@ class Pool:
             del self._members[member.info.node_id]
         came = [info for node_id, info in wanted.items() if node_id not in self._members]
         for info in came:
-            self._members[info.node_id] = member = Member(info)
+            self._members[info.node_id] = member = Member(info, self._clock())
             if info.model == self._model_name:
                 self._content = self._content or info.content
             if (why := self._foreign(member)) is not None:
@@ -95,6 +96,18 @@ class Pool:
             if member.lost is None:
                 self._on_lost(member.info, "it left the cluster")
         return came, [member.info for member in gone]
+
+    def sightings(self) -> list[NodeSighting]:
+        now = self._clock()
+        return [
+            NodeSighting(
+                member.info.node_id,
+                member.info.epoch,
+                now - (member.joined_at if member.heard_at is None else member.heard_at),
+                *((said.state, said.step_age_s, said.detail) if (said := member.status) else ()),
+            )
+            for member in self._members.values()
+        ]
 
     def on_status(self, status: NodeStatus) -> None:
         member = self._heard(status.node_id, status.epoch)

@@ -44,6 +44,17 @@ class NodeInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return hashlib.sha256(self.epoch.to_bytes(8, "big")).hexdigest()[:16]
 
 
+class NodeSighting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a router knows of a node, for a controller that the node does not answer."""
+
+    node_id: str
+    epoch: int
+    silent_s: float  # since the router heard it, or, if it never did, was told of it
+    state: NodeState | None = None  # as the node said last
+    step_age_s: float = 0.0
+    detail: str = ""
+
+
 def new_epoch() -> int:
     """Unguessable and, for all purposes here, never the same twice. A secret of the cluster: what names it is believed."""
     return secrets.randbits(62)

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import httpx
 import msgspec
 import ray
 from ray.exceptions import RayError
@@ -23,7 +24,7 @@ from tandem.cluster.on_ray.runtime import HEAD_ONLY, NAMESPACE
 from tandem.node.config import NodeConfig
 from tandem.router.config import RouterConfig
 from tandem.wire.errors import TandemError, Unavailable
-from tandem.wire.nodes import NodeInfo, Role
+from tandem.wire.nodes import NodeInfo, NodeSighting, Role
 from tandem.wire.requests import NodeStatus
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ _HOLD_S = 60.0
 _REACH_AGAIN_S = 0.5
 _ADOPT_S = 5.0  # who runs under the name already and says nothing for so long is replaced
 _NAME_S = 10.0  # for the name of an actor that was ended to be free again
+_HTTP_S = 2.0
 _NAME_RETRY_S = 0.05  # Ray does not tell when it is
 
 Create = Callable[[], Any]
@@ -163,20 +165,40 @@ class RayNode(RayHandle):
     async def status(self) -> NodeStatus:
         return msgspec.msgpack.decode(await answer((await self.actor()).status.remote()), type=NodeStatus)
 
+    async def routers_heard(self) -> list[str]:
+        return list(await answer((await self.actor()).routers_heard.remote()))
+
     async def change_role(self, config: NodeConfig) -> NodeInfo:
         changed = (await self.actor()).change_role.remote(msgspec.msgpack.encode(config))
         return msgspec.msgpack.decode(await answer(changed), type=NodeInfo)
 
 
 class RayRouter(RayHandle):
+    _url = ""
+
     async def start(self, report: Report) -> str:
         report("loading the tokenizer", 0.0)
-        url = str(await answer((await self.actor()).start.remote()))
+        self._url = str(await answer((await self.actor()).start.remote()))
         self._serves = True
-        return url
+        return self._url
 
     async def set_members(self, members: list[NodeInfo]) -> None:
         await answer((await self.actor()).set_members.remote(msgspec.msgpack.encode(members)))
+
+    async def nodes_heard(self) -> list[NodeSighting]:
+        heard = await answer((await self.actor()).nodes_heard.remote())
+        return msgspec.msgpack.decode(heard, type=list[NodeSighting])
+
+    async def answers_clients(self) -> bool:
+        """Any answer of HTTP is one: it may be draining."""
+        if not self._url:
+            return False
+        async with httpx.AsyncClient(trust_env=False, timeout=_HTTP_S) as client:
+            try:
+                await client.get(f"{self._url}/health")
+            except httpx.HTTPError:
+                return False
+        return True
 
 
 class RayLauncher:

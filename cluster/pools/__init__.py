@@ -6,6 +6,7 @@ state, view                       what the next controller must know; what comma
 placement, places, cores, room    which machine, cores, device and share of memory a node gets; too many of them
 fleet, membership                 the supervisors that there are; the nodes that routers are told of
 supervisor, node_supervisor, router_supervisor   one process: started, watched, replaced, left out
+witnesses                         what routers, clients and nodes see of one that is silent
 autoscaling, load_meter, autoscaler              how large a pool should be; what is measured; the loop around both
 event_log, local_hosts            what happened, numbered; this machine as the only one
 """

@@ -16,7 +16,8 @@ from tandem.cluster.pools.node_supervisor import Admit, NodeSupervisor
 from tandem.cluster.pools.placement import node_config, router_config
 from tandem.cluster.pools.router_supervisor import RouterSupervisor
 from tandem.cluster.pools.state import NodeRecord, Placement
-from tandem.cluster.pools.supervisor import Phase
+from tandem.cluster.pools.supervisor import Phase, Surroundings
+from tandem.cluster.pools.witnesses import Witnesses
 from tandem.cluster.tasks import Bell, Tasks
 from tandem.router.config import RouterPlacement
 from tandem.wire.requests import NodeStatus
@@ -36,8 +37,6 @@ class Fleet:
         admit: Admit,
     ) -> None:
         self.config = config  # the model's name in it may become one commit, before anything is launched
-        self._launcher = launcher
-        self._events = events
         self._clock = clock
         self._tasks = tasks
         self._changed = changed
@@ -46,6 +45,16 @@ class Fleet:
         self.nodes: dict[str, NodeSupervisor] = {}
         self.routers: dict[str, RouterSupervisor] = {}
         self._runs: dict[str, asyncio.Task[None]] = {}
+        timeouts = config.timeouts
+        witnesses = Witnesses(
+            lambda: [node.handle for node in self.nodes.values() if node.handle and node.serves],
+            lambda: [router.handle for router in self.routers.values() if router.handle and router.serves],
+            clock,
+            timeouts.silence_s,
+        )
+        self._around = Surroundings(
+            launcher, self.membership, witnesses, timeouts, events, clock, changed.ring
+        )
         self._ending: set[NodeSupervisor | RouterSupervisor] = set()
 
     @property
@@ -67,12 +76,7 @@ class Fleet:
             node_config(self.config, record.node_id, record.role, placement),
             host,
             placement.slot,
-            self._launcher,
-            self.membership,
-            self.config.timeouts,
-            self._events,
-            self._clock,
-            self._changed.ring,
+            self._around,
             self._admit,
             record.info,
         )
@@ -115,17 +119,7 @@ class Fleet:
             # One that is still being ended has its name until it is gone.
             if name not in self.routers and name not in self._runs:
                 config = self.config.router if host is None else router_config(self.config.router, host)
-                self.routers[name] = RouterSupervisor(
-                    name,
-                    config,
-                    host,
-                    self._launcher,
-                    self.membership,
-                    self.config.timeouts,
-                    self._events,
-                    self._clock,
-                    self._changed.ring,
-                )
+                self.routers[name] = RouterSupervisor(name, config, host, self._around)
                 self._run(self.routers[name])
 
     def _router_hosts(self, hosts: Sequence[Host]) -> Mapping[str, Host | None]:

@@ -6,14 +6,10 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from tandem.cluster.clock import Clock
-from tandem.cluster.config import ClusterTimeouts
 from tandem.cluster.describe import ranges
-from tandem.cluster.events import Events
 from tandem.cluster.hosts import Host
-from tandem.cluster.launcher import Launcher, NodeHandle
-from tandem.cluster.pools.membership import Membership
-from tandem.cluster.pools.supervisor import Phase, Supervisor
+from tandem.cluster.launcher import NodeHandle
+from tandem.cluster.pools.supervisor import Phase, Supervisor, Surroundings
 from tandem.node.config import NodeConfig
 from tandem.wire.errors import TandemError, Unavailable
 from tandem.wire.nodes import NodeInfo, NodeState, Role
@@ -31,24 +27,18 @@ class NodeSupervisor(Supervisor[NodeHandle, NodeInfo]):
         config: NodeConfig,
         host: Host,
         slot: Role,
-        launcher: Launcher,
-        membership: Membership,
-        timeouts: ClusterTimeouts,
-        events: Events,
-        clock: Clock,
-        on_change: Callable[[], None],
+        around: Surroundings,
         admit: Admit,
         info: NodeInfo | None = None,  # what an earlier controller announced
     ) -> None:
-        super().__init__(config.node_id, timeouts, events, clock, on_change)
+        super().__init__(config.node_id, around)
         self.config = config
         self.host = host
         self.slot = slot
         self.info = info
         self._has_worked = info is not None
         self.status: NodeStatus | None = None  # its last answer
-        self._launcher = launcher
-        self._membership = membership
+        self._vouched = ""  # what was said of its silence
         self._admit = admit
         self._role_change = (
             asyncio.Event()
@@ -58,7 +48,7 @@ class NodeSupervisor(Supervisor[NodeHandle, NodeInfo]):
 
     def _launch(self) -> NodeHandle:
         self._role_change.clear()  # whatever starts now starts in the role that is wanted
-        return self._launcher.launch_node(self.config, self.host, self.slot)
+        return self._around.launcher.launch_node(self.config, self.host, self.slot)
 
     async def _start(self, handle: NodeHandle) -> NodeInfo:
         info = await handle.start(self.report)
@@ -72,7 +62,7 @@ class NodeSupervisor(Supervisor[NodeHandle, NodeInfo]):
     async def _announce(self, info: NodeInfo) -> NodeInfo:
         await self._admit(info)
         self.info = info
-        await self._membership.announce(info)
+        await self._around.membership.announce(info)
         return info
 
     def _describe(self, info: NodeInfo) -> str:
@@ -85,16 +75,15 @@ class NodeSupervisor(Supervisor[NodeHandle, NodeInfo]):
         self.status = None
         if self.info is not None:
             info, self.info = self.info, None
-            await self._membership.withdraw(info)
+            await self._around.membership.withdraw(info)
 
     # --- watching
 
     async def _watch(self, handle: NodeHandle, info: NodeInfo) -> str:
-        """Only a long silence, a failure that it admits, or an engine that is stuck gets it replaced. After a late
-        answer it stays a member: routers hear from it themselves, and notice a silence sooner. What one of them is
-        still being told must not be given up because an answer to us is late."""
+        """A failure that it admits gets it replaced, an engine that is stuck, or a long silence that routers confirm.
+        Until then it stays a member: routers hear from it themselves, and notice a silence sooner."""
         timeouts = self._timeouts
-        last_answer, answers = self._clock.now(), True
+        silence = self._new_silence()
         while True:
             if self._role_change.is_set():
                 self._role_change.clear()
@@ -107,19 +96,41 @@ class NodeSupervisor(Supervisor[NodeHandle, NodeInfo]):
                     timeouts.silence_s, handle.status(), f"{self.name}'s status"
                 )
             except TandemError as error:
-                if answers:
+                if not silence.seconds:
                     self._events.trouble(self.name, f"does not answer: {error}")
-                answers = False
-                silence = self._clock.now() - last_answer
-                if silence >= timeouts.unresponsive_s:
-                    return f"it has not answered for {silence:.0f} s"
+                silence.not_answered()
+                if silence.seconds >= timeouts.unresponsive_s:
+                    reason = await self._as_routers_see_it(info, silence.seconds)
+                    if reason is not None:
+                        return reason
             else:
-                last_answer, answers = self._clock.now(), True
-                reason = self._unfit(status, info)
+                silence.answered()
+                self._say_vouched("")
+                reason = self._unfit(status.epoch, status.state, status.step_age_s, status.detail, info)
                 if reason is not None:
                     return reason
                 self.status = status
             await self._beat()
+
+    async def _as_routers_see_it(self, info: NodeInfo, silent_s: float) -> str | None:
+        """Why it must be replaced; None while it serves, and while no router can be asked."""
+        seen = await self._around.witnesses.of_node(info)
+        if seen is None:
+            self._say_vouched("does not answer, and no router can be asked about it: it is left as it is")
+            return None
+        if seen.silent_s >= self._timeouts.unresponsive_s:
+            return f"it has not answered for {silent_s:.0f} s, and routers have not heard it for {seen.silent_s:.0f} s"
+        self._say_vouched("does not answer, but routers hear it: it is left as it is")
+        if seen.state is None:
+            return None
+        return self._unfit(seen.epoch, seen.state, seen.step_age_s, seen.detail, info)
+
+    def _say_vouched(self, what: str) -> None:
+        """Once for each change."""
+        if what != self._vouched:
+            self._vouched = what
+            if what:
+                self._events.trouble(self.name, what)
 
     async def _beat(self) -> None:
         try:
@@ -130,7 +141,7 @@ class NodeSupervisor(Supervisor[NodeHandle, NodeInfo]):
     async def _in_its_role(self, handle: NodeHandle, info: NodeInfo) -> NodeInfo:
         if info.role is self.config.role:
             return info
-        await self._membership.withdraw(info)
+        await self._around.membership.withdraw(info)
         new = await self._clock.within(
             self._timeouts.start_s, handle.change_role(self.config), f"changing the role of {self.name}"
         )
@@ -141,13 +152,15 @@ class NodeSupervisor(Supervisor[NodeHandle, NodeInfo]):
         self._settled.set()
         return new
 
-    def _unfit(self, status: NodeStatus, info: NodeInfo) -> str | None:
-        if status.epoch != info.epoch:
-            return f"it answers with epoch {status.epoch}, but was started as {info.epoch}"
-        if status.state is NodeState.FAILED:
-            return f"it failed: {status.detail or 'it does not say why'}"
-        if status.step_age_s > self._timeouts.step_s:
-            return f"its engine has been in one step for {status.step_age_s:.0f} s"
+    def _unfit(
+        self, epoch: int, state: NodeState, step_age_s: float, detail: str, info: NodeInfo
+    ) -> str | None:
+        if epoch != info.epoch:
+            return "it answers as another incarnation than the one that was started"
+        if state is NodeState.FAILED:
+            return f"it failed: {detail or 'it does not say why'}"
+        if step_age_s > self._timeouts.step_s:
+            return f"its engine has been in one step for {step_age_s:.0f} s"
         return None
 
     # --- what it is told
@@ -185,7 +198,7 @@ class NodeSupervisor(Supervisor[NodeHandle, NodeInfo]):
 
     async def _withdraw(self) -> None:
         if self.info is not None:
-            await self._membership.withdraw(self.info)
+            await self._around.membership.withdraw(self.info)
 
     async def drain(self, limit_s: float) -> bool:
         handle = self.handle

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 
-from tandem.cluster.clock import Clock
-from tandem.cluster.config import ClusterTimeouts
-from tandem.cluster.events import Events
 from tandem.cluster.hosts import Host
-from tandem.cluster.launcher import Launcher, RouterHandle
-from tandem.cluster.pools.membership import Membership
-from tandem.cluster.pools.supervisor import Phase, Supervisor
+from tandem.cluster.launcher import RouterHandle
+from tandem.cluster.pools.supervisor import Phase, Supervisor, Surroundings
 from tandem.router.config import RouterConfig
 from tandem.wire.errors import TandemError
 
@@ -24,22 +19,15 @@ class RouterSupervisor(Supervisor[RouterHandle, str]):
         name: str,
         config: RouterConfig,
         host: Host | None,  # None: the head
-        launcher: Launcher,
-        membership: Membership,
-        timeouts: ClusterTimeouts,
-        events: Events,
-        clock: Clock,
-        on_change: Callable[[], None],
+        around: Surroundings,
     ) -> None:
-        super().__init__(name, timeouts, events, clock, on_change)
+        super().__init__(name, around)
         self.config = config
         self.host = host
         self.url = ""
-        self._launcher = launcher
-        self._membership = membership
 
     def _launch(self) -> RouterHandle:
-        return self._launcher.launch_router(self.name, self.config, self.host)
+        return self._around.launcher.launch_router(self.name, self.config, self.host)
 
     async def _start(self, handle: RouterHandle) -> str:
         self.url = await handle.start(self.report)
@@ -54,30 +42,45 @@ class RouterSupervisor(Supervisor[RouterHandle, str]):
         return url
 
     async def _watch(self, handle: RouterHandle, url: str) -> str:
-        """Sends the membership whenever it changes, and again every few seconds: the answer is the heartbeat."""
-        timeouts = self._timeouts
-        last_answer = self._clock.now()
+        """Sends the membership whenever it changes, and again every few seconds: the answer is the heartbeat. A router
+        that does not answer is left alone while clients or nodes hear it."""
+        timeouts, membership = self._timeouts, self._around.membership
+        silence = self._new_silence()
+        said = ""
         while True:
-            revision = self._membership.revision
+            revision = membership.revision
             try:
                 await self._clock.within(
                     timeouts.silence_s,
-                    handle.set_members(self._membership.members),
+                    handle.set_members(membership.members),
                     f"telling {self.name} its nodes",
                 )
             except TandemError as error:
-                silence = self._clock.now() - last_answer
-                if silence >= timeouts.unresponsive_s:
-                    return f"it has not answered for {silence:.0f} s: {error}"
+                silence.not_answered()
+                if silence.seconds >= timeouts.unresponsive_s:
+                    serves = await self._around.witnesses.of_router(handle, self.config.inbox_host)
+                    if serves is False:
+                        return (
+                            f"it has not answered for {silence.seconds:.0f} s, and nobody hears it: {error}"
+                        )
+                    who = "clients and nodes hear it" if serves else "no node can be asked about it"
+                    if who != said:
+                        self._events.trouble(
+                            self.name, f"does not answer, but {who}: it is left as it is: {error}"
+                        )
+                    said = who
                 await self._clock.sleep(timeouts.heartbeat_s)
                 continue
-            last_answer = self._clock.now()
+            silence.answered()
+            said = ""
             await self._change_or_heartbeat(revision)
 
     async def _change_or_heartbeat(self, revision: int) -> None:
         try:
             await self._clock.within(
-                self._timeouts.heartbeat_s, self._membership.newer_than(revision), "a change of membership"
+                self._timeouts.heartbeat_s,
+                self._around.membership.newer_than(revision),
+                "a change of membership",
             )
         except TandemError:
             return  # nothing changed; it is time for a heartbeat all the same

@@ -12,12 +12,15 @@ import asyncio
 import enum
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from tandem.cluster.clock import Clock, first_of, has_ended
 from tandem.cluster.config import ClusterTimeouts
 from tandem.cluster.events import Events
-from tandem.cluster.launcher import Handle
+from tandem.cluster.launcher import Handle, Launcher
+from tandem.cluster.pools.membership import Membership
+from tandem.cluster.pools.witnesses import Silence, Witnesses
 from tandem.wire.errors import ConfigurationError, TandemError
 
 logger = logging.getLogger(__name__)
@@ -37,26 +40,32 @@ class Phase(enum.StrEnum):
     STOPPED = "stopped"
 
 
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What the supervisors of a fleet share."""
+
+    launcher: Launcher
+    membership: Membership
+    witnesses: Witnesses
+    timeouts: ClusterTimeouts
+    events: Events
+    clock: Clock
+    on_change: Callable[[], None]  # hears of every new phase
+
+
 class Supervisor(abc.ABC, Generic[H, Ready]):
     """`run` goes on until the process is left out or lost while it leaves, or the supervisor is cancelled; `stop`
-    ends the process. `on_change` hears of every new phase."""
+    ends the process."""
 
-    def __init__(
-        self,
-        name: str,
-        timeouts: ClusterTimeouts,
-        events: Events,
-        clock: Clock,
-        on_change: Callable[[], None],
-    ) -> None:
+    def __init__(self, name: str, around: Surroundings) -> None:
         self.name = name
         self.phase = Phase.STARTING
         self.detail = ""  # why; of one that is READY again, why it had to be started again
         self.restarts = 0
-        self._timeouts = timeouts
-        self._events = events
-        self._clock = clock
-        self._on_change = on_change
+        self._around = around
+        self._timeouts = around.timeouts
+        self._events = around.events
+        self._clock = around.clock
         self._settled = asyncio.Event()  # it has been READY or LEFT_OUT
         self._leaving = False  # when it is lost, it is not replaced
         self.handle: H | None = None
@@ -89,6 +98,10 @@ class Supervisor(abc.ABC, Generic[H, Ready]):
     def has_settled(self) -> bool:
         """It has been ready once, or is left out, or has ended."""
         return self._settled.is_set()
+
+    @property
+    def serves(self) -> bool:
+        return self.phase in (Phase.READY, Phase.DRAINING)
 
     @property
     def keeps_dying(self) -> bool:
@@ -168,9 +181,13 @@ class Supervisor(abc.ABC, Generic[H, Ready]):
         self._events.gave_up(self.name, f"{times}{error}")
         self._settled.set()
 
+    def _new_silence(self) -> Silence:
+        """Of a process that is asked every `heartbeat_s`, and has `silence_s` for its answer."""
+        return Silence(self._clock, self._timeouts.heartbeat_s + self._timeouts.silence_s)
+
     def _enter(self, phase: Phase, detail: str) -> None:
         self.phase, self.detail = phase, detail
-        self._on_change()
+        self._around.on_change()
 
     async def stop(self) -> None:
         """Only after `run` has been cancelled or has returned."""

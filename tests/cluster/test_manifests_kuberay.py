@@ -307,3 +307,12 @@ def test_kustomize_renders_it(validator: jsonschema.Draft202012Validator, folder
     assert ":" in images.pop()
     (volume,) = raycluster["spec"]["headGroupSpec"]["template"]["spec"]["volumes"]
     assert volume["configMap"]["name"] == rendered["ConfigMap"]["metadata"]["name"]
+
+
+def test_every_pod_waits_for_a_head_that_is_away_for_ten_minutes(raycluster: Document) -> None:
+    """Ray itself would wait for one."""
+    groups = [raycluster["spec"]["headGroupSpec"], *raycluster["spec"]["workerGroupSpecs"]]
+    for group in groups:
+        (container,) = group["template"]["spec"]["containers"]
+        environment = {entry["name"]: entry.get("value") for entry in container["env"]}
+        assert int(environment["RAY_gcs_rpc_server_reconnect_timeout_s"]) >= 600

@@ -118,3 +118,19 @@ def test_files_that_are_copied_are_in_the_repository_or_made_before(file: Path) 
 
 def test_the_settings_that_the_head_gets_are_settings() -> None:
     resolve([read_file(ROOT / "manifests" / "ray" / "tandem.yaml")])
+
+
+@cluster_files
+def test_what_serves_outlives_a_head_that_is_away_and_a_machine_that_is_cut_off(file: Path) -> None:
+    """For ten minutes the first, for two the second. Ray itself would wait a minute, and not at all."""
+    config = load(file)
+    for key in ("head_start_ray_commands", "worker_start_ray_commands"):
+        (start,) = [command for command in config[key] if "ray start" in command]
+        settings = dict(re.findall(r"(RAY_\w+)=(\S+?);?(?=\s)", start))
+        assert int(settings["RAY_gcs_rpc_server_reconnect_timeout_s"]) >= 600
+        if key.startswith("head"):
+            assert settings["RAY_gcs_storage"] == "rocksdb"
+            assert settings["RAY_gcs_storage_path"].startswith("$HOME/")
+            names = ("period_ms", "timeout_ms", "failure_threshold")
+            period, timeout, failures = (int(settings[f"RAY_health_check_{name}"]) for name in names)
+            assert (period + timeout) * failures >= 120_000

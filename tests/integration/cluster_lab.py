@@ -10,7 +10,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,11 @@ def free_port() -> int:
 class RayNodes:
     """One head, and Ray nodes that offer places for prefill or decode nodes."""
 
-    def __init__(self, **places: int) -> None:
+    def __init__(self, environment: Mapping[str, str] | None = None, **places: int) -> None:
         name, value = "TANDEM_TEST_MARK", secrets.token_hex(8)
         self._mark = f"{name}={value}".encode()
-        os.environ[name] = value  # what Ray starts inherits it
+        environment = {**(environment or {}), name: value}
+        os.environ.update(environment)  # what Ray starts inherits it
         from tandem.cluster.on_ray.runtime import import_ray
 
         import_ray()
@@ -46,7 +48,9 @@ class RayNodes:
         self._cluster = Cluster(initialize_head=True, head_node_args=small)
         for role, count in places.items():
             self._cluster.add_node(resources={role: count}, **small)
-        os.environ.pop(name)
+        self._environment = environment
+        for name in environment:
+            os.environ.pop(name)
         self.address: str = self._cluster.address
 
     def processes(self, title: str) -> dict[int, str]:
@@ -65,6 +69,18 @@ class RayNodes:
     def pid_of(self, title: str) -> int:
         (pid,) = self.processes(title)
         return pid
+
+    @contextmanager
+    def head_away(self) -> Iterator[None]:
+        """Ray's control store is killed, and started again on what it has kept."""
+        self._cluster.head_node.kill_gcs_server(check_alive=False)
+        yield
+        os.environ.update(self._environment)
+        try:
+            self._cluster.head_node.start_gcs_server()
+        finally:
+            for name in self._environment:
+                os.environ.pop(name)
 
     def close(self) -> None:
         self._cluster.shutdown()

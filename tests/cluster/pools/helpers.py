@@ -20,7 +20,7 @@ from tandem.cluster.pools.controller import Controller
 from tandem.node.config import NodeConfig, NodeTimeouts
 from tandem.router.config import RouterConfig
 from tandem.wire.errors import NodeLost, TandemError, Unavailable
-from tandem.wire.nodes import NodeInfo, NodeState, Role
+from tandem.wire.nodes import NodeInfo, NodeSighting, NodeState, Role
 from tandem.wire.requests import NodeCounters, NodeStatus
 from tests.cluster.pools.memory_store import MemoryStore
 
@@ -84,11 +84,16 @@ class FakeClock(Clock):
         await settle()
         end = self._now + seconds
         while self._sleepers and self._sleepers[0][0] <= end:
-            self._now, _, done = heapq.heappop(self._sleepers)
+            when, _, done = heapq.heappop(self._sleepers)
+            self._now = max(self._now, when)
             if not done.done():
                 done.set_result(None)
                 await settle()
-        self._now = end
+        self._now = max(self._now, end)
+
+    def stand_still(self, seconds: float) -> None:
+        """As when the process was stopped: time has passed, and nothing has happened yet."""
+        self._now += seconds
 
 
 class FakeProcess:
@@ -165,12 +170,18 @@ class FakeNode(FakeProcess):
         self.state = NodeState.READY
         self.step_age_s = 0.0
         self.free_blocks = 90
+        self.heard: list[str] = []  # where routers listen
+        self.silent_s: float | None = None  # to routers; None: as to the controller
         self._epochs = epochs
         self._begin_epoch()
 
     def _begin_epoch(self) -> None:
         self.info = node_info(self.config, next(self._epochs))
         self.epoch_in_status = self.info.epoch
+
+    async def routers_heard(self) -> list[str]:
+        await self._answer()
+        return self.heard
 
     async def drain(self, timeout_s: float) -> bool:
         self.state = NodeState.DRAINING
@@ -215,6 +226,10 @@ class FakeRouter(FakeProcess):
         self.name = name
         self.config = config
         self.host = host
+        self.hears: Callable[[NodeInfo], NodeSighting] = lambda info: NodeSighting(
+            info.node_id, info.epoch, 0.0
+        )
+        self.serves = False  # at its URL
         self.memberships: list[list[NodeInfo]] = []
         self.on_members: Callable[[], None] = lambda: None
 
@@ -226,6 +241,13 @@ class FakeRouter(FakeProcess):
         await self._answer()
         self.memberships.append(members)
         self.on_members()
+
+    async def nodes_heard(self) -> list[NodeSighting]:
+        await self._answer()
+        return [self.hears(info) for info in self.memberships[-1]] if self.memberships else []
+
+    async def answers_clients(self) -> bool:
+        return self.serves
 
     @property
     def node_ids(self) -> set[str]:
@@ -260,9 +282,15 @@ class FakeLauncher:
         if earlier and not earlier[-1].died.done():
             return earlier[-1]
         router = FakeRouter(name, config, host)
+        router.hears = self._heard_by_routers
         self._prepare(name, router, len(earlier))
         self.routers.append(router)
         return router
+
+    def _heard_by_routers(self, info: NodeInfo) -> NodeSighting:
+        node = self.node(info.node_id)
+        silent_s = (1e6 if node.mute.is_set() else 0.0) if node.silent_s is None else node.silent_s
+        return NodeSighting(info.node_id, info.epoch, silent_s, node.state, node.step_age_s)
 
     def _prepare(self, name: str, process: FakeProcess, earlier: int) -> None:
         if name in self.prepare:

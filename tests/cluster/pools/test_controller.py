@@ -207,7 +207,7 @@ async def test_a_node_that_stays_silent_is_replaced() -> None:
     [
         (lambda node: setattr(node, "state", NodeState.FAILED), "it failed: out of luck"),
         (lambda node: setattr(node, "step_age_s", TIMEOUTS.step_s + 1), "in one step for 51 s"),
-        (lambda node: setattr(node, "epoch_in_status", 999), "answers with epoch 999"),
+        (lambda node: setattr(node, "epoch_in_status", 999), "answers as another incarnation"),
     ],
 )
 @in_loop

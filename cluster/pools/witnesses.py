@@ -1,0 +1,82 @@
+"""What others see of a process that does not answer the controller. The way between the two may be broken while both
+serve, so a process is ended for its silence only if those that work with it hear nothing either.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from tandem.cluster.clock import Clock
+from tandem.cluster.launcher import NodeHandle, RouterHandle
+from tandem.wire.errors import TandemError
+from tandem.wire.nodes import NodeInfo, NodeSighting
+
+T = TypeVar("T")
+
+
+class Witnesses:
+    """`nodes` and `routers` are those that serve, as far as the controller knows."""
+
+    def __init__(
+        self,
+        nodes: Callable[[], Sequence[NodeHandle]],
+        routers: Callable[[], Sequence[RouterHandle]],
+        clock: Clock,
+        answer_s: float,
+    ) -> None:
+        self._nodes = nodes
+        self._routers = routers
+        self._clock = clock
+        self._answer_s = answer_s
+
+    async def of_node(self, info: NodeInfo) -> NodeSighting | None:
+        """What the router says that heard it last. None: no router answers that was told of it."""
+        told = await self._ask([router.nodes_heard() for router in self._routers()])
+        seen = [
+            one for answer in told for one in answer if (one.node_id, one.epoch) == (info.node_id, info.epoch)
+        ]
+        return min(seen, key=lambda sighting: sighting.silent_s, default=None)
+
+    async def of_router(self, handle: RouterHandle, address: str) -> bool | None:
+        """Whether clients or nodes hear the router that nodes reach at `address`. None: there are nodes, and none can
+        be asked."""
+        if any(await self._ask([handle.answers_clients()])):
+            return True
+        nodes = self._nodes()
+        told = await self._ask([node.routers_heard() for node in nodes])
+        if nodes and not told:
+            return None
+        return any(urlsplit(endpoint).hostname == address for heard in told for endpoint in heard)
+
+    async def _ask(self, questions: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+        """The answers that come in time."""
+
+        async def answer(question: Coroutine[Any, Any, T]) -> list[T]:
+            try:
+                return [await self._clock.within(self._answer_s, question, "a question about another")]
+            except TandemError:
+                return []
+
+        return [one for answers in await asyncio.gather(*map(answer, questions)) for one in answers]
+
+
+class Silence:
+    """How long a process has not answered, as far as the controller was there to hear it: while its own process
+    stands still, nobody is silent."""
+
+    def __init__(self, clock: Clock, longest_look_s: float) -> None:
+        self._clock = clock
+        self._longest_look_s = longest_look_s
+        self._looked_at = clock.now()
+        self.seconds = 0.0
+
+    def answered(self) -> None:
+        self._looked_at, self.seconds = self._clock.now(), 0.0
+
+    def not_answered(self) -> None:
+        now = self._clock.now()
+        self.seconds += min(now - self._looked_at, self._longest_look_s)
+        self._looked_at = now

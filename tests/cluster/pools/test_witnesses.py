@@ -1,0 +1,128 @@
+"""Silence towards the controller ends nothing that serves: routers vouch for nodes, clients and nodes for routers."""
+
+from __future__ import annotations
+
+import pytest
+
+from tandem.cluster.config import TandemConfig
+from tandem.router.config import RouterConfig, RouterPlacement
+from tandem.wire.nodes import NodeSighting, NodeState
+from tests.cluster.pools.helpers import TIMEOUTS, FakeHosts, Rig, in_loop, settle
+from tests.cluster.pools.pools_rig import PD, machine, pools
+
+TEN_MINUTES = 600.0
+LONG_ENOUGH = TIMEOUTS.unresponsive_s + 2 * (TIMEOUTS.silence_s + TIMEOUTS.heartbeat_s)
+
+
+@in_loop
+async def test_a_node_that_routers_hear_is_left_as_it_is() -> None:
+    """Calls to it fail; its tokens flow."""
+    async with Rig(*PD) as rig:
+        await rig.controller.start()
+        node = rig.launcher.node("decode-0")
+        node.mute.set()
+        node.silent_s = 0.1
+        await rig.clock.advance(TEN_MINUTES)
+        assert not node.stopped
+        assert rig.routed == {"prefill-0", "decode-0"}
+        said = rig.events.of("trouble", "decode-0")
+        assert said[1:] == ["does not answer, but routers hear it: it is left as it is"], (
+            "once, and not every second"
+        )
+        node.silent_s = None  # now it is silent to all
+        await rig.clock.advance(LONG_ENOUGH)
+        assert node.stopped
+        assert rig.launcher.node("decode-0") is not node
+        assert "routers have not heard it for" in rig.events.of("trouble", "decode-0")[-1]
+
+
+@pytest.mark.parametrize("trouble", ["stuck", "failed"])
+@in_loop
+async def test_what_routers_hear_of_it_may_be_the_reason_to_replace_it(trouble: str) -> None:
+    async with Rig(*PD) as rig:
+        await rig.controller.start()
+        node = rig.launcher.node("decode-0")
+        node.mute.set()
+        node.silent_s = 0.1
+        await rig.clock.advance(LONG_ENOUGH)
+        assert not node.stopped
+        if trouble == "stuck":
+            node.step_age_s = TIMEOUTS.step_s + 1
+        else:
+            node.state = NodeState.FAILED
+        await rig.clock.advance(LONG_ENOUGH)
+        assert node.stopped
+
+
+@in_loop
+async def test_a_node_is_left_alone_while_no_router_can_be_asked() -> None:
+    """Everything is silent: it is the controller that is cut off."""
+    async with Rig(*PD) as rig:
+        await rig.controller.start()
+        for process in rig.launcher.everything:
+            process.mute.set()
+        await rig.clock.advance(TEN_MINUTES)
+        assert not any(process.stopped for process in rig.launcher.everything)
+        for process in rig.launcher.everything:
+            process.mute.clear()
+        await rig.clock.advance(LONG_ENOUGH)
+        assert rig.routed == {"prefill-0", "decode-0"}
+        assert len(rig.launcher.everything) == 3, "nothing was started again"
+
+
+@pytest.mark.parametrize("heard_by", ["clients", "nodes"])
+@in_loop
+async def test_a_router_that_somebody_hears_is_left_as_it_is(heard_by: str) -> None:
+    async with Rig(*PD) as rig:
+        await rig.controller.start()
+        router, node = rig.launcher.router, rig.launcher.node("decode-0")
+        router.mute.set()
+        if heard_by == "clients":
+            router.serves = True
+        else:
+            node.heard = ["tcp://127.0.0.1:4000"]
+        await rig.clock.advance(TEN_MINUTES)
+        assert not router.stopped
+        assert len(rig.events.of("trouble", "router")) == 1
+        router.serves, node.heard = False, ["tcp://10.0.0.9:4000"]  # another machine's
+        await rig.clock.advance(LONG_ENOUGH)
+        assert router.stopped
+        assert rig.launcher.router is not router
+
+
+@in_loop
+async def test_one_router_vouches_for_a_node_although_another_does_not_hear_it() -> None:
+    router = RouterConfig(tokenizer_path="model", model_name="fake", placement=RouterPlacement.EVERY_HOST)
+    hosts = FakeHosts(machine("1", prefill=1), machine("2", decode=1))
+    async with Rig(pools=pools(1, 1), hosts=hosts, config=TandemConfig(router=router)) as rig:
+        await rig.controller.start()
+        await settle()
+        node = rig.launcher.node("decode-0")
+        *near, far = rig.launcher.routers
+        assert near
+        node.mute.set()
+        node.silent_s = 0.1
+        far.hears = lambda info: NodeSighting(info.node_id, info.epoch, 1e6)
+        await rig.clock.advance(TEN_MINUTES)
+        assert not node.stopped
+        for one in near:
+            one.mute.set()
+            one.serves = True
+        await rig.clock.advance(LONG_ENOUGH)
+        assert node.stopped, "the one that can be asked does not hear it"
+
+
+@in_loop
+async def test_a_controller_that_stood_still_holds_nobody_responsible_for_it() -> None:
+    """Stopped for ten minutes in the middle of its questions. When it goes on, every deadline has passed at once."""
+    async with Rig(*PD) as rig:
+        await rig.controller.start()
+        for process in rig.launcher.everything:
+            process.mute.set()  # an answer is under way
+        await settle()
+        rig.clock.stand_still(TEN_MINUTES)
+        await rig.clock.advance(0.1)
+        for process in rig.launcher.everything:
+            process.mute.clear()
+        await rig.clock.advance(LONG_ENOUGH)
+        assert not any(process.stopped for process in rig.launcher.everything)
