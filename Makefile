@@ -1,8 +1,9 @@
 # make serve    a model on this machine: one prefill node, one decode node, an OpenAI-compatible API on port 8000
 # make test     units, then real Ray, NIXL, HTTP and SmolLM2
 # make test-faults   nodes killed and frozen in the middle of requests (about 10 minutes; KILLS=15 kills thirty in each
-#                    phase, half greedy, half seeded). Then every fault of a KV transfer, 100 times for each connector and
-#                    direction (about 15 minutes)
+#                    phase, half greedy, half seeded). Then the controller killed ten times in three ways, and the control
+#                    plane away for ten minutes, twice (about 35 minutes). Then every fault of a KV transfer, 100 times for
+#                    each connector and direction (about 15 minutes)
 # make test-hosts    `ray up` on several hosts made of network namespaces; needs root, and installs the Debian packages
 #                    that it lacks (about 15 minutes)
 # make test-lab    every fault that a network or a machine can have, on five hosts made of network namespaces; needs root;
@@ -51,7 +52,7 @@ test: install
 test-faults: install
 	@$(BIN)/tandem models fetch > /dev/null
 	TANDEM_KILLS=$(or $(KILLS),1) $(BIN)/python -m pytest -v -s tests/faults
-	TANDEM_CONTROLLER_KILLS=10 TANDEM_HEAD_AWAY_S=600 $(BIN)/python -m pytest -v \
+	TANDEM_CONTROLLER_KILLS=10 TANDEM_AWAY_S=600 $(BIN)/python -m pytest -v \
 		tests/integration/test_killed_controllers.py tests/integration/test_head_away.py
 	TANDEM_FAULT_ROUNDS=100 TANDEM_PEER_ROUNDS=100 TANDEM_FRAMES=100000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q \
 		-n 8 --dist worksteal --timeout 3600 \

@@ -85,6 +85,7 @@ def tandem(ray_nodes: RayNodes, tmp_path_factory: pytest.TempPathFactory) -> Tan
     return Tandem(ray_nodes.address, tmp_path_factory.mktemp("operator"))
 
 
+IMPATIENT = ("--set", "timeouts.silence_s=1", "--set", "timeouts.unresponsive_s=4")
 SETTINGS = ("--model", MODEL, "--kv-memory", "256MiB", "--set", "router.local_prefill=never")
 
 
@@ -108,10 +109,36 @@ def test_under_a_command_on_a_cluster_that_another_one_ends(tandem: Tandem, ray_
 
 
 def test_detached(tandem: Tandem, ray_nodes: RayNodes) -> None:
-    said = tandem("serve", "--detach", "--port", str(free_port()), *SETTINGS, timeout_s=180)
+    said = tandem("serve", "--detach", "--port", str(free_port()), *SETTINGS, *IMPATIENT, timeout_s=180)
     tandem.url = re.findall(r"^API: +(http://\S+)/v1$", said, re.MULTILINE)[0]
     kill_again_and_again(tandem.url, "SmolLM2-135M-Instruct", lambda: ray_nodes.processes("ray::"))
     assert "took over 2 nodes" in tandem("status")
+
+
+# Each of these keeps every thread or place of the process busy that would answer calls. Its tokens do not pass there.
+DEAF_S = 12.0
+DEAF = {
+    "decode-0": f"node.progress_after.remote(10**9, {DEAF_S})",
+    "router": f"node.hold.remote({DEAF_S})",
+}
+
+
+@pytest.mark.parametrize("name", sorted(DEAF))
+def test_what_serves_and_answers_no_call_is_left_as_it_is(tandem: Tandem, name: str) -> None:
+    """For three times as long as the controller bears with silence. (Follows the test before.)"""
+    before = epochs(tandem.url)
+    with Load(tandem.url, "SmolLM2-135M-Instruct", clients=CLIENTS) as load:
+        tandem.python(
+            "import ray; ray.init(address='auto', namespace='tandem', log_to_driver=False)\n"
+            f"node = ray.get_actor({name!r})\n"
+            f"held = [{DEAF[name]} for _ in range(1100 if {name!r} == 'router' else 16)]\n"
+            f"ray.wait(held, num_returns=len(held), timeout={DEAF_S})"
+        )
+        done = load.finished
+        until(lambda: load.finished > done, "requests finished")
+    assert epochs(tandem.url) == before, "no node was lost"
+    said = tandem("status")
+    assert "restart" not in said, said
 
 
 def test_a_controller_that_is_gone_for_good_ends_nothing_and_the_next_command_takes_over(
@@ -127,7 +154,8 @@ def test_a_controller_that_is_gone_for_good_ends_nothing_and_the_next_command_ta
     assert "does not run on this Ray cluster" in tandem("status", status=1)
     assert "nobody has ended them" in tandem("serve", "--port", "1", *SETTINGS, status=1)
     port = tandem.url.rpartition(":")[2]
-    assert "ready after" in tandem("serve", "--detach", "--port", port, *SETTINGS, timeout_s=180)
+    again = tandem("serve", "--detach", "--port", port, *SETTINGS, *IMPATIENT, timeout_s=180)
+    assert "ready after" in again
     assert epochs(tandem.url) == before
     tandem.python(
         "import ray; ray.init(address='auto', namespace='tandem', log_to_driver=False); "
