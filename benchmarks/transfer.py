@@ -1,7 +1,7 @@
 """How fast KV travels through a connector, beside the transport alone in the same run.
 
     python -m benchmarks.transfer [--quick] [--json FILE] [--direction push|pull] [--device cpu|cuda]
-                                  [--connector NAME] [--raw-script PATH]
+                                  [--connector NAME] [--checksums auto|all|sample|off] [--raw-script PATH]
 
 Two processes, each one side of a transfer, no model: blocks shaped like SmolLM2-135M's (30 layers, 3 KV heads of 64, 16
 tokens, bf16: 360 KiB). `raw` is the NIXL agent that the connector uses, without protocol, in the same two processes: one
@@ -37,7 +37,7 @@ from rich.table import Table
 
 from benchmarks.transfer_nodes import BLOCK_BYTES, BLOCK_SIZE, Remote
 from tandem.engine.model.memory import available_bytes
-from tandem.kvtransfer.base import TransferConfig
+from tandem.kvtransfer.base import ChecksumPolicy, TransferConfig
 from tandem.wire.nodes import PeerAddress
 
 FLOOR_OF_RAW = 0.85  # for the largest batches
@@ -69,7 +69,11 @@ class Benchmark:
         self.cases = [case for case in wanted if _blocks(*case) <= room]
         self.left_out = [case for case in wanted if _blocks(*case) > room]
         blocks = 1 + max(_blocks(*case) for case in self.cases)
-        config = TransferConfig(connector=options.connector, direction=options.direction)
+        config = TransferConfig(
+            connector=options.connector,
+            direction=options.direction,
+            checksums=ChecksumPolicy(options.checksums),
+        )
         self.producer = Remote("p", 1, blocks, config, options.device)
         self.consumer = Remote("c", 2, blocks, config, options.device)
         self.addresses = {
@@ -187,6 +191,7 @@ class Benchmark:
             "connector": self.options.connector,
             "direction": self.options.direction,
             "device": self.options.device,
+            "checksums": self.options.checksums,
             "block_bytes": BLOCK_BYTES,
             "idle": idle,
             "handover_512": self.handover(),
@@ -239,6 +244,7 @@ def main() -> int:
     parser.add_argument("--connector", default="nixl")
     parser.add_argument("--direction", default="push", choices=["push", "pull"])
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--checksums", default="auto", choices=[policy.value for policy in ChecksumPolicy])
     parser.add_argument("--raw-script", help="another raw measurement to run beside")
     options = parser.parse_args()
     benchmark = Benchmark(options)

@@ -74,6 +74,7 @@ class Engine:
                     num_layers=info.num_layers,
                     num_groups=len(info.groups),
                     vocab_size=info.vocab_size,
+                    has_windows=any(group.window is not None for group in info.groups),
                 )
             )
 

@@ -169,6 +169,10 @@ class TransferStats(msgspec.Struct):
     quarantined_blocks: int = 0  # a gauge: see the module's docstring
     bytes_overlapped: int = 0  # of bytes_sent: complete before the prompt's last forward pass was
     refused: dict[str, int] = msgspec.field(default_factory=dict)  # messages not acted on, by reason
+    blocks_checked: int = 0  # of those received: their checksums were right
+    wrong_kv: dict[str, int] = msgspec.field(
+        default_factory=dict
+    )  # whose were wrong, by the peer that sent them
     # A producer's blocks that became free, by what freed them: see `protocol.statistics.Freed`.
     blocks_freed: dict[str, int] = msgspec.field(default_factory=dict)
     recent: list[TransferRecord] = msgspec.field(default_factory=list)  # the newest at the end, a few dozen
@@ -178,6 +182,15 @@ class TransferStats(msgspec.Struct):
 class LoadFailurePolicy(enum.StrEnum):
     RECOMPUTE = "recompute"  # the decode node computes what is missing itself
     FAIL = "fail"  # the request ends with a TransferError
+
+
+class ChecksumPolicy(enum.StrEnum):
+    """Which of the blocks that travel carry a checksum, which the receiver compares before it uses them."""
+
+    AUTO = "auto"  # all between machines, a sample on one
+    ALL = "all"
+    SAMPLE = "sample"  # one of sixteen, and each transfer's last
+    OFF = "off"
 
 
 class KVCacheMemory(msgspec.Struct, frozen=True):
@@ -193,6 +206,7 @@ class KVCacheMemory(msgspec.Struct, frozen=True):
     num_layers: int
     num_groups: int
     vocab_size: int  # token ids are below this
+    has_windows: bool = False  # a running request may give up blocks that lie before its window
 
     @property
     def num_blocks(self) -> int:
@@ -241,6 +255,13 @@ class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     on_failure: Annotated[
         LoadFailurePolicy, about("`recompute`: the decode node then reads the prompt itself; or `fail`")
     ] = LoadFailurePolicy.RECOMPUTE
+    checksums: Annotated[
+        ChecksumPolicy,
+        about(
+            "which blocks the receiver checks before it uses them: `all`, a `sample` (one of 16), `off`, or `auto`: all "
+            "between machines and a sample on one"
+        ),
+    ] = ChecksumPolicy.AUTO
     options: Annotated[dict[str, str], about("the connector's own")] = {}
 
 

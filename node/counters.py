@@ -40,6 +40,8 @@ def node_counters(
         transfer_bytes_overlapped=moved.bytes_overlapped,
         transfer_refusals=dict(moved.refused),
         transfer_blocks_freed=dict(moved.blocks_freed),
+        transfer_blocks_checked=moved.blocks_checked,
+        wrong_kv=dict(moved.wrong_kv),
         transfer_wait_seconds=dict(moved.waits),
         speculative_drafted=scheduler.speculative_drafted,
         speculative_accepted=scheduler.speculative_accepted,

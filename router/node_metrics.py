@@ -31,6 +31,7 @@ _PER_LABEL = {
     "transfers_finished": "outcome",
     "transfer_refusals": "reason",
     "transfer_blocks_freed": "by",
+    "wrong_kv": "sender",
 }
 
 

@@ -6,6 +6,7 @@
        │ ── RegisterDestination ────────────────▶ │   "for this transfer, these blocks of mine are meant"
        │ ◀──────────────── DestinationRegistered ─ │
        │ ◀═════════════════ KV written, by chunk ═ │   push: the connector's transport, not this channel
+       │ ◀─────────────────────────── KVArrived ─ │   push: how much of it is there for good
        │ ── RenewLease ─────────────────────────▶ │   again and again, for all transfers at once
        │ ◀───────────────────────── LeaseRenewed ─ │   also tells a consumer that its producer is alive
        │ ◀──────────────────────── HandoffNotice ─ │   push: every write has completed at the consumer
@@ -111,6 +112,7 @@ class RegisterDestination(msgspec.Struct, frozen=True, tag="register", forbid_un
     token_hash: bytes
     first_block: list[int]
     block_ids: list[list[int]]
+    checksum_every: int = 0  # one of how many grains shall carry a checksum; 0 for none
 
 
 class DestinationRegistered(msgspec.Struct, frozen=True, tag="registered", forbid_unknown_fields=True):
@@ -138,6 +140,20 @@ class LeaseRenewed(msgspec.Struct, frozen=True, tag="renewed", forbid_unknown_fi
     waiting: list[str] = []
 
 
+class KVArrived(msgspec.Struct, frozen=True, tag="arrived", forbid_unknown_fields=True):
+    """Push: the first `count` grains of the transfer, in the order in which they are sent, are at the consumer and will
+    not be written again. If the transfer fails they need not be computed again.
+
+    `checksums`: of those of them from `start` on that carry one, eight bytes each.
+    """
+
+    envelope: Envelope
+    transfer_id: str
+    start: int
+    count: int
+    checksums: bytes
+
+
 class HandoffNotice(msgspec.Struct, frozen=True, tag="notice", forbid_unknown_fields=True):
     """Push: every byte of the request's KV is at the consumer. Pull: every byte can be read, from these blocks.
 
@@ -153,6 +169,7 @@ class HandoffNotice(msgspec.Struct, frozen=True, tag="notice", forbid_unknown_fi
     num_blocks: int
     # Pull: blocks of the producer's size; [g][0] holds the first token of block `first_block[g]` of the registration.
     source_block_ids: list[list[int]] = []
+    checksums: bytes = b""  # of all grains that carry one, eight bytes each, in the order in which grains are sent
 
 
 class HandoffAccepted(msgspec.Struct, frozen=True, tag="accepted", forbid_unknown_fields=True):
@@ -200,6 +217,7 @@ HandoffMessage = (
     | DestinationRegistered
     | RenewLease
     | LeaseRenewed
+    | KVArrived
     | HandoffNotice
     | HandoffAccepted
     | CancelTransfer

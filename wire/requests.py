@@ -139,6 +139,8 @@ class NodeCounters(msgspec.Struct, frozen=True):
     transfer_bytes_overlapped: int = 0  # of those sent: complete before the prompt's last forward pass was
     transfer_refusals: dict[str, int] = {}  # messages of peers that were not acted on, by reason
     transfer_blocks_freed: dict[str, int] = {}  # blocks kept for a transfer, by what freed them
+    transfer_blocks_checked: int = 0  # of those received: their checksums were right
+    wrong_kv: dict[str, int] = {}  # blocks whose checksums were wrong, by the node that sent them
     # By stage (handshake, register, receive, first_byte, last_byte, handover): how long transfers waited.
     transfer_wait_seconds: dict[str, Waits] = {}
     speculative_drafted: int = 0

@@ -20,12 +20,14 @@ from tandem.kvtransfer.protocol.registering import Registrar
 from tandem.kvtransfer.protocol.side import Side
 from tandem.kvtransfer.protocol.statistics import Outcome
 from tandem.kvtransfer.protocol.transport import Activity, Direction
+from tandem.kvtransfer.protocol.verifying import Verifier
 from tandem.wire.errors import TransferError
 from tandem.wire.handoff import (
     CancelTransfer,
     DestinationRegistered,
     HandoffAccepted,
     HandoffNotice,
+    KVArrived,
     LeaseRenewed,
     ProcessIdentity,
     RefusalCode,
@@ -59,12 +61,10 @@ class Consumer:
         )
         self._quarantine = Quarantine(side, self._links, self._incoming, has_ended=has_ended)
         self._pulling = Pulling(side, self._links, self._incoming, broken=self._on_connection_broken)
+        self._verifier = Verifier(side)
         self._registrar = Registrar(
-            me,
+            side,
             self._links,
-            settings,
-            send=send,
-            clock=clock,
             receivings=self._incoming.with_peer,
             unreachable=self._on_unreachable,
         )
@@ -81,7 +81,10 @@ class Consumer:
         if receiving is None:
             return
         suspicion = self._links.suspicion_of(receiving.peer)
-        if suspicion is not None:
+        if self._links.is_left_out(receiving.peer):
+            reason = f"{receiving.peer.node_id} is left out: too many of its blocks arrived wrong"
+            self._incoming.give_up(receiving, Outcome.CORRUPTED, reason)
+        elif suspicion is not None:
             self._incoming.give_up(receiving, Outcome.PEER_LOST, suspicion)
         elif self._links.get(receiving.peer) is not None:
             self._registrar.advance(receiving)
@@ -166,6 +169,26 @@ class Consumer:
                 )
         self._registrar.advance_all(link)
 
+    def on_arrived(self, message: KVArrived) -> None:
+        key = key_of(message.envelope)
+        self._links.hear(key)
+        receiving = self._mine(message.transfer_id, key)
+        if receiving is None or receiving.quarantined is not None or self._reads:
+            return
+        if receiving.outcome is Outcome.CORRUPTED:
+            return  # nothing more of it is believed
+        if message.start <= receiving.num_arrived < message.count <= len(receiving.order):
+            self._verify(receiving, message.start, message.count, message.checksums)
+
+    def _verify(self, receiving: Receiving, start: int, count: int, packed: bytes) -> bool:
+        """Whether grains `start` to `count` are what was sent; False when the transfer is given up."""
+        problem = self._verifier.problem(receiving, start, count, packed)
+        if problem is not None:
+            logger.error("%s from %s: %s", receiving.command.request_id, receiving.peer.node_id, problem)
+            self._links.found_wrong(receiving.peer)
+            self._incoming.give_up(receiving, Outcome.CORRUPTED, problem)
+        return problem is None
+
     def on_notice(self, message: HandoffNotice) -> None:
         key = key_of(message.envelope)
         self._links.hear(key)
@@ -191,7 +214,7 @@ class Consumer:
             problem = self._pulling.begin(receiving, message)
             if problem is not None:
                 self._refuse_mismatch(receiving, problem)
-        else:
+        elif self._verify(receiving, 0, len(receiving.order), message.checksums):
             self._incoming.accept(receiving)
             self._incoming.finish(receiving, message)
 
@@ -228,7 +251,8 @@ class Consumer:
         if receiving is None:
             return
         if message.handed_over and receiving.stage is Stage.CONFIRMING and receiving.notice is not None:
-            self._incoming.finish(receiving, receiving.notice)
+            if self._verify(receiving, 0, len(receiving.order), receiving.notice.checksums):
+                self._incoming.finish(receiving, receiving.notice)
         else:
             self._incoming.end(receiving, Outcome.CLOSED_BY_PEER, f"closed by the producer: {message.reason}")
 

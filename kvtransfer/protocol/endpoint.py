@@ -20,6 +20,7 @@ from tandem.wire.handoff import (
     HandoffMessage,
     HandoffNotice,
     Hello,
+    KVArrived,
     LeaseRenewed,
     ProcessIdentity,
     RefusalCode,
@@ -89,6 +90,8 @@ class Endpoint:
                 self.consumer.on_registered(message)
             case LeaseRenewed():
                 self.consumer.on_renewed(message)
+            case KVArrived():
+                self.consumer.on_arrived(message)
             case HandoffNotice():
                 self.consumer.on_notice(message)
             case TransferClosed():

@@ -5,12 +5,13 @@ from __future__ import annotations
 import msgspec
 
 from tandem.kvtransfer.base import NULL_BLOCK_ID, KVCacheMemory
+from tandem.kvtransfer.protocol.checksums import MAX_EVERY
 from tandem.kvtransfer.protocol.commands import BlockTable
 from tandem.kvtransfer.protocol.mapping import AXES, BlockLayout, Mapping
 from tandem.wire.errors import ConfigurationError, InternalError
 from tandem.wire.handoff import CacheFingerprint, CacheMemory, RegisterDestination
 
-MAX_BLOCKS = 1 << 24  # descriptors are made for each of a peer's blocks
+MAX_BLOCKS = 1 << 22  # descriptors are made for each of a peer's blocks
 MAX_DEVICES = 1024
 ADDRESS_SPACE = 1 << 63
 MAPPED = ("block_size", "layout")  # may differ, if Mapping.between finds a way
@@ -32,6 +33,7 @@ class PoolGeometry(msgspec.Struct, frozen=True):
     block_size: int
     num_groups: int
     vocab_size: int  # token ids are below this
+    has_windows: bool = False  # a running request may give up blocks that lie before its window
 
     @classmethod
     def of(cls, cache: KVCacheMemory, memory: CacheMemory, connector: str) -> PoolGeometry:
@@ -52,6 +54,7 @@ class PoolGeometry(msgspec.Struct, frozen=True):
             block_size=cache.block_size,
             num_groups=cache.num_groups,
             vocab_size=cache.vocab_size,
+            has_windows=cache.has_windows,
         )
 
     def mapping_to(self, fingerprint: CacheFingerprint, memory: CacheMemory) -> Mapping | str:
@@ -71,7 +74,8 @@ class PoolGeometry(msgspec.Struct, frozen=True):
         elif problem is not None:
             differing.append(problem)
         elif not differing:
-            mapping = Mapping.between(ours, theirs)
+            on_device = any(side.memory_type != "DRAM" for side in (memory, self.memory))
+            mapping = Mapping.between(ours, theirs, on_device=on_device)
             if isinstance(mapping, Mapping):
                 return mapping
             differing.append(mapping)
@@ -85,6 +89,8 @@ class PoolGeometry(msgspec.Struct, frozen=True):
             return f"a transfer of {message.num_tokens} tokens"
         if len(message.token_hash) != 32:
             return f"a token hash of {len(message.token_hash)} bytes"
+        if not 0 <= message.checksum_every <= MAX_EVERY:
+            return f"a checksum for one of {message.checksum_every} grains"
         return self.check_table(
             message.num_tokens, message.first_block, message.block_ids, block_size, theirs
         )

@@ -192,7 +192,7 @@ class Incoming:
         self._side.send(peer.endpoint, kind(self._side.me.envelope(peer.epoch), receiving.transfer_id))
 
     def _valid_tokens(self, receiving: Receiving) -> int:
-        return receiving.command.local_tokens
+        return receiving.valid_tokens(self._side.geometry.block_size)
 
     def _fail(self, receiving: Receiving, unsafe: frozenset[int]) -> None:
         self._side.recorder.ended(receiving.trace(self._side.clock(), None))

@@ -70,9 +70,13 @@ class ProducerLinks:
         self._clock = side.clock
         self.generation = 0
         self._links: dict[PeerKey, ProducerLink] = {}
-        # For a while nothing is begun with those that seem to be gone; a word from one of them ends that.
+        # For a while nothing is begun with those that seem to be gone.
         self._suspected: Remembered[str] = Remembered(
             side.settings.max_remembered, side.settings.handshake_timeout_s, side.clock
+        )
+
+        self._wrong: Remembered[int] = Remembered(
+            side.settings.max_remembered, side.settings.keep_link_s, side.clock
         )
 
     def __iter__(self) -> Iterator[ProducerLink]:
@@ -121,6 +125,14 @@ class ProducerLinks:
     def suspicion_of(self, key: PeerKey) -> str | None:
         """Why this incarnation seemed to be gone a moment ago; None when it did not."""
         return self._suspected.get(f"{key.epoch}/{key.node_id}")
+
+    def found_wrong(self, key: PeerKey) -> None:
+        """Other bytes arrived from this node than it had sent."""
+        self._wrong.add(key.node_id, (self._wrong.get(key.node_id) or 0) + 1)
+
+    def is_left_out(self, key: PeerKey) -> bool:
+        """So many of its transfers arrived wrong that nothing is begun with it, until none has for a while."""
+        return (self._wrong.get(key.node_id) or 0) >= self._settings.max_wrong
 
     def silent(self) -> list[ProducerLink]:
         """Those with producers that owe an answer for long."""

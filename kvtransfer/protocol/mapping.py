@@ -107,7 +107,8 @@ class Place(msgspec.Struct, frozen=True):
 class Mapping:
     """Between our blocks and a peer's."""
 
-    def __init__(self, ours: BlockLayout, theirs: BlockLayout) -> None:
+    def __init__(self, ours: BlockLayout, theirs: BlockLayout, *, on_device: bool = False) -> None:
+        self.on_device = on_device  # either cache is
         self.grain = min(ours.sizes["token"], theirs.sizes["token"])
         self.our_parts = ours.sizes["token"] // self.grain  # grains in a block
         self.their_parts = theirs.sizes["token"] // self.grain
@@ -121,15 +122,20 @@ class Mapping:
         self.grain_bytes = ours.num_bytes // self.our_parts
         self.runs_per_grain = int(self._whole.ours.size)
 
+    @property
+    def is_identity(self) -> bool:
+        """Blocks are the same on both sides, byte by byte."""
+        return self.our_parts == self.their_parts == self.runs_per_grain == 1
+
     @staticmethod
-    def between(ours: BlockLayout, theirs: BlockLayout) -> Mapping | str:
+    def between(ours: BlockLayout, theirs: BlockLayout, *, on_device: bool = False) -> Mapping | str:
         """Or why there is none."""
         mine, other = ours.sizes["token"], theirs.sizes["token"]
         if max(mine, other) % min(mine, other):
             return f"block_size is {mine} here and {other} there: one must be a multiple of the other"
         if ours.element_bytes != theirs.element_bytes:
             return f"an element has {ours.element_bytes} bytes here and {theirs.element_bytes} there"
-        return Mapping(ours, theirs)
+        return Mapping(ours, theirs, on_device=on_device)
 
     def grains(self, num_tokens: int) -> int:
         return -(-num_tokens // self.grain)

@@ -22,7 +22,8 @@ from tandem.kvtransfer.protocol.sending import Destination, Phase, Sending
 from tandem.kvtransfer.protocol.side import Side
 from tandem.kvtransfer.protocol.statistics import Outcome
 from tandem.kvtransfer.protocol.transport import Direction
-from tandem.wire.handoff import Envelope, HandoffNotice, RefusalCode, TransferClosed
+from tandem.kvtransfer.protocol.writing import Writer
+from tandem.wire.handoff import Envelope, HandoffNotice, KVArrived, RefusalCode, TransferClosed
 
 
 class Outgoing:
@@ -32,6 +33,7 @@ class Outgoing:
         ledger: Ledger,
         handshakes: Handshakes,
         answers: Answers,
+        writer: Writer,
         *,
         finished_sending: Callable[[str], None],
         unwanted: Callable[[str], None],
@@ -40,6 +42,7 @@ class Outgoing:
         self._ledger = ledger
         self._handshakes = handshakes
         self._answers = answers
+        self._writer = writer
         self._writes = side.direction is Direction.PUSH
         self._finished_sending = finished_sending
         self._unwanted = unwanted
@@ -74,6 +77,8 @@ class Outgoing:
             and sending.everything_arrived
         ):
             sending.phase = Phase.NOTIFYING
+            if not self._writes and sending.destination is not None:
+                self._writer.sum_up(sending, sending.destination.order)
             if sending.first_posted_at is not None:
                 sending.tally.last_byte_s = self._side.clock() - sending.first_posted_at
             self._notify(sending)
@@ -141,8 +146,32 @@ class Outgoing:
                 blocks * _block_bytes_of(destination),
                 blocks,
                 [] if self._writes else source.blocks_for(destination),
+                sending.checksums_between(0, len(destination.order)),
             ),
         )
+
+    def tell_progress(self, sending: Sending, *, at_once: bool = False) -> None:
+        """Tell the consumer of what has arrived for good, if that is news and the last was not just now. A transfer that is
+        soon over needs none of it."""
+        destination, first = sending.destination, sending.first_posted_at
+        if destination is None or first is None or not self._writes:
+            return
+        now = self._side.clock()
+        if not at_once and now < max(first, sending.told_at) + self._side.settings.progress_s:
+            return
+        start, count = sending.told, sending.num_final
+        if count > start:
+            sending.told, sending.told_at = count, now
+            self._side.send(
+                destination.endpoint,
+                KVArrived(
+                    self._side.me.envelope(destination.consumer.epoch),
+                    sending.transfer_id,
+                    start,
+                    count,
+                    sending.checksums_between(start, count),
+                ),
+            )
 
     def _record_handover(self, sending: Sending) -> None:
         source, destination = sending.source, sending.destination
@@ -163,6 +192,7 @@ class Outgoing:
         if destination is None or self._handshakes.has_ended(destination.consumer):
             return
         if not handed_over:
+            self.tell_progress(sending, at_once=True)
             self._side.send(
                 destination.endpoint,
                 TransferClosed(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 
 from tandem.kvtransfer.protocol import commands
@@ -44,17 +45,26 @@ class Producer:
             forget=side.forget,
         )
         self._ledger = Ledger(settings, clock, recorder)
+        writer = Writer(
+            side.transport, settings, geometry.fingerprint.num_slots, clock, recorder, side.checksums
+        )
         self._outgoing = Outgoing(
             side,
             self._ledger,
             self._handshakes,
             self._answers,
+            writer,
             finished_sending=finished_sending,
             unwanted=unwanted,
         )
-        writer = Writer(side.transport, settings, geometry.fingerprint.num_slots, clock, recorder)
         self._pushing = Pushing(side, self._ledger, self._handshakes, self._outgoing, writer)
-        self._progress = Progress(self._ledger, writer, to_write=self._writes, advanced=self._pushing.watch)
+        self._progress = Progress(
+            self._ledger,
+            writer,
+            to_write=self._writes,
+            has_windows=geometry.has_windows,
+            advanced=self._pushing.watch,
+        )
         self.registrations = Registrations(
             geometry,
             self._ledger,
@@ -128,6 +138,7 @@ class Producer:
             else:
                 sending.source.block_ids = [list(ids) for ids in command.block_ids]
                 sending.source.first_token = command.first_token
+                sending.source.owned_until = math.inf
         self._outgoing.conclude(sending)
 
     def abandon(self, command: commands.AbandonSend) -> None:

@@ -14,11 +14,19 @@ class Progress:
     """`advanced` is called with a transfer of which more may be written now."""
 
     def __init__(
-        self, ledger: Ledger, writer: Writer, *, to_write: bool, advanced: Callable[[Sending], None]
+        self,
+        ledger: Ledger,
+        writer: Writer,
+        *,
+        to_write: bool,
+        has_windows: bool,
+        advanced: Callable[[Sending], None],
     ) -> None:
         self._ledger = ledger
         self._writer = writer
         self._to_write = to_write
+        # With windows, blocks may have been given up without a word: only the table at the end tells.
+        self._owned_until_computed = not has_windows
         self._advanced = advanced
         # Of forward passes that the device has been given and has not finished.
         self._unfenced: list[commands.Computed | commands.LayersComputed] = []
@@ -55,6 +63,8 @@ class Progress:
             if sending is not None and sending.source is not None:
                 source = sending.source
                 source.computed = max(source.computed, num_tokens)
+                if self._owned_until_computed:
+                    source.owned_until = max(source.owned_until, command.at)
                 self._writer.computed(sending)
                 self._advanced(sending)
                 if source.computed >= source.plan.num_tokens and source.fully_computed_at is None:

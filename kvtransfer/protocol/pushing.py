@@ -40,6 +40,7 @@ class Pushing:
             self.poll(sending)
             if sending.phase is Phase.OPEN and sending.has_due:
                 self._post(sending)
+            self._outgoing.tell_progress(sending)
             self._outgoing.conclude(sending)
             if sending.phase is Phase.OPEN and self._writer.can_post(sending):
                 activity = Activity.DUE

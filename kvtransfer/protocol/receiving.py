@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Sequence
 
 from tandem.kvtransfer.base import NULL_BLOCK_ID
+from tandem.kvtransfer.protocol.checksums import Sample
 from tandem.kvtransfer.protocol.commands import BeginReceive, BlockTable, count_blocks
 from tandem.kvtransfer.protocol.identity import PeerKey
 from tandem.kvtransfer.protocol.mapping import Mapping, Place
@@ -29,6 +31,9 @@ class Stage(enum.Enum):
         return self in (Stage.WAITING, Stage.READING, Stage.CONFIRMING, Stage.CLOSING)
 
 
+_NOTHING = Sample(0, 0, 0)
+
+
 @dataclasses.dataclass(slots=True)
 class Receiving:
     command: BeginReceive
@@ -50,6 +55,10 @@ class Receiving:
     quarantined: frozenset[int] | None = None  # blocks that the failure was reported without
     notice: HandoffNotice | None = None  # pull: what is being read
     mapping: Mapping | None = None  # pull: from our blocks to the producer's
+    # Push: grains in the order in which they are sent, as (group, index in the request).
+    order: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    sample: Sample = _NOTHING
+    num_arrived: int = 0  # leading ones that are here for good, and were found right
     unread: list[Place] = dataclasses.field(default_factory=list)  # the last first
     in_flight: dict[HandleId, int] = dataclasses.field(
         default_factory=dict
@@ -66,6 +75,45 @@ class Receiving:
     @property
     def num_blocks(self) -> int:
         return count_blocks(self.command.block_ids)
+
+    def know_mapping(self, mapping: Mapping, checksum_every: int) -> None:
+        """From our blocks to the producer's, before it is told of ours."""
+        if self.mapping is not None:
+            return
+        self.mapping = mapping
+        parts, end = mapping.our_parts, mapping.grains(self.command.num_tokens)
+        self.order = sorted(
+            (
+                (group, index)
+                for group, (first, ids) in enumerate(
+                    zip(self.command.first_block, self.command.block_ids, strict=True)
+                )
+                for index in range(first * parts, min(end, (first + len(ids)) * parts))
+                if ids[index // parts - first] != NULL_BLOCK_ID
+            ),
+            key=lambda grain: (grain[1], grain[0]),
+        )
+        self.sample = Sample.of(len(self.order), checksum_every, self.command.token_hash)
+
+    def where(self, places: Sequence[int]) -> tuple[list[int], list[int]]:
+        """The block and the part of it that each of these grains is."""
+        blocks, parts = [], []
+        our_parts = self.mapping.our_parts if self.mapping is not None else 1
+        for place in places:
+            group, index = self.order[place]
+            blocks.append(self.command.block_ids[group][index // our_parts - self.command.first_block[group]])
+            parts.append(index % our_parts)
+        return blocks, parts
+
+    def valid_tokens(self, block_size: int) -> int:
+        """Leading tokens whose KV is here, in whole blocks, whatever becomes of the rest."""
+        local = self.command.local_tokens
+        if self.mapping is None or not self.num_arrived:
+            return local
+        if self.num_arrived == len(self.order):
+            return self.command.num_tokens
+        tokens = self.order[self.num_arrived][1] * self.mapping.grain
+        return max(local, tokens // block_size * block_size)
 
     def unsafe_blocks(self, block_size: int, valid_tokens: int) -> frozenset[int]:
         """Those that hold anything after the first `valid_tokens` tokens."""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import msgspec
-
-from tandem.kvtransfer.protocol.identity import Clock, Identity, PeerKey
+from tandem.kvtransfer.protocol.checksums import every_of
+from tandem.kvtransfer.protocol.identity import PeerKey
 from tandem.kvtransfer.protocol.links import ProducerLink, ProducerLinks
 from tandem.kvtransfer.protocol.receiving import Receiving, Stage
-from tandem.kvtransfer.protocol.settings import Settings
+from tandem.kvtransfer.protocol.side import Side
 from tandem.wire.handoff import RegisterDestination
 
 
@@ -19,20 +18,18 @@ class Registrar:
 
     def __init__(
         self,
-        me: Identity,
+        side: Side,
         links: ProducerLinks,
-        settings: Settings,
         *,
-        send: Callable[[str, msgspec.Struct], None],
-        clock: Clock,
         receivings: Callable[[PeerKey], list[Receiving]],
         unreachable: Callable[[ProducerLink, str], None],
     ) -> None:
-        self._me = me
+        self._side = side
+        self._me = side.me
         self._links = links
-        self._settings = settings
-        self._send = send
-        self._clock = clock
+        self._settings = side.settings
+        self._send = side.send
+        self._clock = side.clock
         self._receivings = receivings
         self._unreachable = unreachable
 
@@ -94,6 +91,8 @@ class Registrar:
         receiving.extend_lease(link.leases_until)
         receiving.generation = self._links.generation
         receiving.process = link.process
+        if link.mapping is not None:
+            receiving.know_mapping(link.mapping, self._checksum_every(link))
         link.owes(receiving.asked_at)
         self._send(
             link.peer.endpoint,
@@ -105,8 +104,13 @@ class Registrar:
                 command.token_hash,
                 command.first_block,
                 command.block_ids,
+                receiving.sample.every,
             ),
         )
+
+    def _checksum_every(self, link: ProducerLink) -> int:
+        here = link.process is not None and link.process.machine == self._side.process.machine
+        return every_of(self._side.checksum_policy, same_machine=here)
 
     def _renew(self, link: ProducerLink) -> None:
         held = [receiving for receiving in self._receivings(link.key) if receiving.stage.is_leased]

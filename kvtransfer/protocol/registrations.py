@@ -122,6 +122,7 @@ class Registrations:
                 block_ids=message.block_ids,
                 lease_until=lease_until,
                 registered_at=self._clock(),
+                checksum_every=message.checksum_every,
             )
             sending.set_destination(destination, to_write=self._to_write)
         elif known.is_same(message):

@@ -12,6 +12,7 @@ import enum
 from collections.abc import Sequence
 
 from tandem.kvtransfer.base import NULL_BLOCK_ID
+from tandem.kvtransfer.protocol.checksums import Sample, pack
 from tandem.kvtransfer.protocol.commands import BlockTable, PlanSend, count_blocks
 from tandem.kvtransfer.protocol.handshakes import ConsumerLink
 from tandem.kvtransfer.protocol.identity import PeerKey, key_of
@@ -43,6 +44,13 @@ class Destination:
     block_ids: BlockTable
     lease_until: float
     registered_at: float
+    checksum_every: int = 0
+    order: list[Position] = dataclasses.field(init=False)  # all that is sent, as it is sent
+    sample: Sample = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.order = sorted(self.positions(), key=send_order)
+        self.sample = Sample.of(len(self.order), self.checksum_every, self.token_hash)
 
     @property
     def consumer(self) -> PeerKey:
@@ -80,6 +88,8 @@ class Source:
     plan: PlanSend
     block_ids: BlockTable
     computed: int = 0  # leading tokens whose KV is in the blocks
+    # The blocks have been the request's without a break until then, as far as we know.
+    owned_until: float = 0.0
     fully_computed_at: float | None = None
     first_token: int | None = None  # known once the request has ended well
 
@@ -101,6 +111,7 @@ class Source:
 class Write:
     """One posted operation, and what becomes of its positions."""
 
+    number: int  # counts the writes of a transfer
     handle: HandleId
     positions: list[Position]
     posted_at: float
@@ -156,6 +167,14 @@ class Sending:
         self.arrived: list[Write] = []
         self.layers: Layers | None = None
         self.tally = Tally()
+        self.num_posted = 0
+        self.sums: dict[int, int] = {}  # by the place in `Destination.order`
+        self.told = 0  # so many grains is the consumer known to have been told of
+        self.told_at = 0.0
+        self._places: dict[Position, int] = {}  # in `Destination.order`
+        self._final: set[int] = set()  # places behind `_num_final` that have arrived for good
+        self._num_final = 0
+        self._not_final: list[Write] = []  # arrived, and their positions are complete
         self._returning: list[Position] = []  # see `_put_back`
         self._unsent: list[Position] = []  # in descending order: the next one is at the end
 
@@ -163,13 +182,15 @@ class Sending:
 
     def set_destination(self, destination: Destination, *, to_write: bool) -> None:
         self.destination = destination
+        self._places = {position: place for place, position in enumerate(destination.order)}
         if to_write:
-            self._unsent = sorted(destination.positions(), key=_send_order, reverse=True)
+            self._unsent = destination.order[::-1]
 
     def drop_destination(self) -> None:
         """A registration that was not meant for this request; nothing has been posted to it."""
         self.destination = None
         self._unsent = []
+        self._places = {}
 
     def set_source(self, plan: PlanSend) -> None:
         """Again after a preemption: what arrived before stays arrived, the rest comes from the new blocks."""
@@ -197,11 +218,15 @@ class Sending:
             write.tainted = True
         late = [write for write in self.arrived if write.done_at is not None and write.done_at > at]
         self.arrived = [write for write in self.arrived if write not in late]
+        self._not_final = [write for write in self._not_final if write not in late]
         again = [write for write in self.in_flight if write.tainted] + late
         self._returning += [position for write in again for position in write.positions]
         if self.layers is not None:
             self._returning += self.layers.positions
             self.layers = None
+        # Some of their layers may have been written well: the grains are written again as a whole.
+        again_at = set(self._returning)
+        self._not_final = [write for write in self._not_final if again_at.isdisjoint(write.positions)]
         self._put_back()
         if self.source is not None:
             self.source.computed = 0
@@ -211,7 +236,7 @@ class Sending:
     def _put_back(self) -> None:
         """What has to be written again; never while an older write to the same place may still land."""
         if self._returning and not any(write.tainted for write in self.in_flight):
-            self._unsent = sorted({*self._unsent, *self._returning}, key=_send_order, reverse=True)
+            self._unsent = sorted({*self._unsent, *self._returning}, key=send_order, reverse=True)
             self._returning = []
 
     # ── what is due ──
@@ -302,6 +327,7 @@ class Sending:
         )
 
     def posted(self, write: Write) -> None:
+        self.num_posted += 1
         self.in_flight.append(write)
         if self.destination is not None:
             self.destination.link.bytes_in_flight += write.num_bytes
@@ -320,6 +346,46 @@ class Sending:
         else:
             write.done_at = now
             self.arrived.append(write)
+            if write.is_last:
+                self._not_final.append(write)
+
+    # ── what has arrived for good ──
+
+    @property
+    def num_final(self) -> int:
+        """Leading grains that are at the consumer and will not be written again.
+
+        A write is final when the blocks it read are known to have been the request's until it was done, and when nothing
+        that was posted before it is in flight: the earlier layers of the same grains may be.
+        """
+        source = self.source
+        if self._not_final and source is not None:
+            first = self.in_flight[0].number if self.in_flight else self.num_posted
+            waiting = []
+            for write in self._not_final:
+                if write.number < first and write.done_at is not None and write.done_at < source.owned_until:
+                    self._final.update(self._places[position] for position in write.positions)
+                else:
+                    waiting.append(write)
+            self._not_final = waiting
+            while self._num_final in self._final:
+                self._final.remove(self._num_final)
+                self._num_final += 1
+        return self._num_final
+
+    def carrying(self, positions: Sequence[Position]) -> list[tuple[int, Position]]:
+        """Those that carry a checksum, with their places in the order of sending."""
+        if self.destination is None or not self.destination.checksum_every:
+            return []
+        sample = self.destination.sample
+        numbered = ((self._places[position], position) for position in positions)
+        return [(place, position) for place, position in numbered if place in sample]
+
+    def checksums_between(self, start: int, end: int) -> bytes:
+        """Of the grains that carry one."""
+        if self.destination is None:
+            return b""
+        return pack([self.sums[place] for place in self.destination.sample.between(start, end)])
 
     def trace(self, now: float) -> TransferTrace:
         """At its end."""
@@ -364,7 +430,7 @@ class Sending:
         )
 
 
-def _send_order(position: Position) -> Position:
+def send_order(position: Position) -> Position:
     """By index first: a chunk completes the same indices in every group."""
     group, index = position
     return (index, group)

@@ -17,6 +17,7 @@ class Settings(msgspec.Struct, frozen=True):
     silent_s: float = 2.0  # a peer that owes an answer for so long is probed
     margin_s: float = 0.5  # what a process that has ended had sent has certainly been received after so long
     keep_link_s: float = 600.0  # with a peer that nothing goes to: it may be gone for good
+    progress_s: float = 0.01  # a consumer is told no more often of what has arrived
     tick_s: float = 0.05  # deadlines are looked at this often while there are any
     # One write or read; larger ones are split, so that a lease is checked in between.
     max_post_bytes: int = 32 << 20
@@ -27,6 +28,7 @@ class Settings(msgspec.Struct, frozen=True):
         16_384  # descriptors of one post, where a block is not one run of bytes on both sides
     )
     layerwise_posts: int = 10  # a chunk that goes layer by layer is split into about so many writes
+    max_wrong: int = 3  # transfers that arrived wrong before a node is left out, for as long as `keep_link_s`
     max_early_registrations: int = 4096
     max_remembered: int = 16_384  # ids of closed transfers
 

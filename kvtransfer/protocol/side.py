@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import msgspec
 
+from tandem.kvtransfer.base import ChecksumPolicy
+from tandem.kvtransfer.protocol.checksums import Checksums
 from tandem.kvtransfer.protocol.geometry import PoolGeometry
 from tandem.kvtransfer.protocol.identity import Clock, Identity
 from tandem.kvtransfer.protocol.settings import Settings
@@ -33,3 +35,5 @@ class Side:
     clock: Clock
     recorder: Recorder
     process: ProcessIdentity
+    checksums: Checksums
+    checksum_policy: ChecksumPolicy

@@ -27,6 +27,7 @@ class Outcome(enum.StrEnum):
     LEASE_EXPIRED = "lease_expired"
     PEER_LOST = "peer_lost"  # dead, restarted, or silent beyond its lease
     MOVE_FAILED = "move_failed"  # the transport reported an error
+    CORRUPTED = "corrupted"  # a checksum differs: other bytes arrived than were sent
     REFUSED = "refused"  # the producer would not take the registration
     CLOSED_BY_PEER = "closed_by_peer"
     SHUTDOWN = "shutdown"
@@ -59,6 +60,7 @@ class Recorder:
         self._stats = TransferStats()
         self._outcomes: Counter[str] = Counter()
         self._refused: Counter[str] = Counter()
+        self._wrong_kv: Counter[str] = Counter()
         self._waits: dict[str, Waits] = {}
         self._traces: OrderedDict[str, TransferTrace] = OrderedDict()  # by request
         self._freed: Counter[str] = Counter()
@@ -103,6 +105,14 @@ class Recorder:
             self._stats.bytes_sent += num_bytes
             self._stats.bytes_overlapped += overlapped
 
+    def checked(self, grains: int) -> None:
+        with self._lock:
+            self._stats.blocks_checked += grains
+
+    def wrong_kv(self, peer: str) -> None:
+        with self._lock:
+            self._wrong_kv[peer] += 1
+
     def received(self, blocks: int, num_bytes: int) -> None:
         with self._lock:
             self._stats.blocks_received += blocks
@@ -128,6 +138,8 @@ class Recorder:
                 quarantined_blocks=stats.quarantined_blocks,
                 bytes_overlapped=stats.bytes_overlapped,
                 refused=dict(self._refused),
+                blocks_checked=stats.blocks_checked,
+                wrong_kv=dict(self._wrong_kv),
                 blocks_freed=dict(self._freed),
                 recent=list(self._recent),
                 waits=dict(self._waits),

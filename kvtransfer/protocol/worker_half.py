@@ -16,6 +16,7 @@ from tandem.kvtransfer.base import (
     WorkerConnector,
 )
 from tandem.kvtransfer.protocol.channel import SideChannel
+from tandem.kvtransfer.protocol.checksums import CacheChecksums
 from tandem.kvtransfer.protocol.commands import Computed, Fence, LayersComputed, Preempted, StepPlan
 from tandem.kvtransfer.protocol.endpoint import Endpoint, Outcomes
 from tandem.kvtransfer.protocol.geometry import PoolGeometry
@@ -101,6 +102,8 @@ class WorkerHalf(WorkerConnector):
             clock=time.monotonic,
             recorder=self._recorder,
             process=this_process(),
+            checksums=CacheChecksums(memory),
+            checksum_policy=context.config.checksums,
         )
         endpoint = Endpoint(
             side,

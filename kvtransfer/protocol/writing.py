@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from tandem.kvtransfer.protocol.checksums import Checksums
 from tandem.kvtransfer.protocol.identity import Clock
 from tandem.kvtransfer.protocol.mapping import Mapping
-from tandem.kvtransfer.protocol.sending import Sending, Write
+from tandem.kvtransfer.protocol.sending import Position, Sending, Write
 from tandem.kvtransfer.protocol.settings import Settings
 from tandem.kvtransfer.protocol.statistics import Recorder
 from tandem.kvtransfer.protocol.transport import Operation, RemoteId, Transport
@@ -19,13 +22,20 @@ class Writer:
     """`slots` is how many layers lie side by side in a block."""
 
     def __init__(
-        self, transport: Transport, settings: Settings, slots: int, clock: Clock, recorder: Recorder
+        self,
+        transport: Transport,
+        settings: Settings,
+        slots: int,
+        clock: Clock,
+        recorder: Recorder,
+        checksums: Checksums,
     ) -> None:
         self._transport = transport
         self._settings = settings
         self._slots = slots
         self._clock = clock
         self._recorder = recorder
+        self._checksums = checksums
 
     def can_post(self, sending: Sending) -> bool:
         """One more post fits into what may be in flight to this consumer."""
@@ -71,8 +81,23 @@ class Writer:
         if sending.first_posted_at is None:
             sending.first_posted_at = now
             sending.tally.first_byte_s = now - max(destination.registered_at, sending.created_at)
-        sending.posted(Write(handle, positions, now, move.num_bytes, len(move.local), slots, is_last))
+        number = sending.num_posted
+        sending.posted(Write(number, handle, positions, now, move.num_bytes, len(move.local), slots, is_last))
+        if is_last:
+            self.sum_up(sending, positions)
         self.poll(sending)
+
+    def sum_up(self, sending: Sending, positions: Sequence[Position]) -> None:
+        """Take the checksums of what has been computed, which for a push is while it is on its way."""
+        carrying = sending.carrying(positions)
+        places = sending.places([position for _, position in carrying]) if carrying else None
+        if places and sending.destination is not None:
+            sums = self._checksums.of(
+                [place.our_block for place in places],
+                [place.our_part for place in places],
+                sending.destination.mapping,
+            )
+            sending.sums.update(zip((place for place, _ in carrying), sums, strict=True))
 
     def poll(self, sending: Sending) -> None:
         """A TransferError leaves the other handles in flight."""

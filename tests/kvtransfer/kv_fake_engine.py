@@ -54,6 +54,7 @@ class FakeRequest:
     blocks: list[int] = dataclasses.field(default_factory=list)
     handoff: Handoff | None = None
     failure: str = ""
+    valid_tokens: int = 0  # of a load that failed
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.all_token_ids)
@@ -108,6 +109,7 @@ class FakeEngine:
             self.cache = torch.zeros(num_blocks, SLOTS, 2, HEADS, block_size, DIM, dtype=dtype)
         self.free = list(range(1, num_blocks))
         self.requests: dict[str, FakeRequest] = {}
+        self.quarantined: set[int] = set()
         self.reported: set[tuple[str, str]] = set()
         self._woken = threading.Event()
         self._preempt_next: set[str] = set()
@@ -137,6 +139,12 @@ class FakeEngine:
     def state(self, request_id: str) -> str:
         return self.requests[request_id].state.value
 
+    def num_quarantined(self) -> int:
+        return len(self.quarantined)
+
+    def valid_tokens(self, request_id: str) -> int:
+        return self.requests[request_id].valid_tokens
+
     def failure(self, request_id: str) -> str:
         return self.requests[request_id].failure
 
@@ -154,10 +162,11 @@ class FakeEngine:
 
     def kv_is_right(self, request_id: str) -> bool:
         request = self.requests[request_id]
-        expected = kv_of(request.all_token_ids[: request.num_prompt_tokens])
+        end = request.valid_tokens if request.state is State.FAILED else request.num_prompt_tokens
+        expected = kv_of(request.all_token_ids[:end])
         return all(
             bool((self._slot(request, position) == expected[:, :, :, position]).all())
-            for position in range(request.num_prompt_tokens)
+            for position in range(end)
         )
 
     def step(self) -> None:
@@ -313,7 +322,15 @@ class FakeEngine:
             self._report(request_id, "received")
             request = self.requests[request_id]
             request.failure = failure.reason
+            request.valid_tokens = failure.valid_tokens
+            assert failure.unsafe_blocks <= set(request.blocks)
+            self.quarantined |= failure.unsafe_blocks
+            request.blocks = [block for block in request.blocks if block not in failure.unsafe_blocks]
             self._after_load(request, State.FAILED)
+
+        assert output.released_blocks <= self.quarantined
+        self.quarantined -= output.released_blocks
+        self.free += output.released_blocks
 
     def _after_load(self, request: FakeRequest, state: State) -> None:
         if request.state is State.ENDED:  # aborted while it waited

@@ -12,11 +12,12 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from tandem.kvtransfer.base import Handoff, LoadFailure
+from tandem.kvtransfer.base import ChecksumPolicy, Handoff, LoadFailure
 from tandem.kvtransfer.protocol import commands
 from tandem.kvtransfer.protocol.endpoint import Endpoint, Outcomes
 from tandem.kvtransfer.protocol.geometry import PoolGeometry
 from tandem.kvtransfer.protocol.identity import Identity, token_hash
+from tandem.kvtransfer.protocol.mapping import Mapping
 from tandem.kvtransfer.protocol.settings import Settings
 from tandem.kvtransfer.protocol.side import Side
 from tandem.kvtransfer.protocol.statistics import Recorder
@@ -82,6 +83,26 @@ class Memory:
 
 def right_cell(tokens: Sequence[int], slot: int, kind: int, position: int) -> object:
     return (tuple(tokens[: position + 1]), slot, kind)
+
+
+class FakeChecksums:
+    def __init__(self, memory: Memory) -> None:
+        self.memory = memory
+        self.taken = 0
+
+    def of(self, blocks: Sequence[int], parts: Sequence[int], mapping: Mapping) -> list[int]:
+        self.taken += len(blocks)
+        return [self._of(block, part, mapping.grain) for block, part in zip(blocks, parts, strict=True)]
+
+    def _of(self, block: int, part: int, grain: int) -> int:
+        positions = range(part * grain, (part + 1) * grain)
+        cells = [
+            self.memory.cells[self.memory.cell([block], slot, kind, position)]
+            for slot in range(SLOTS)
+            for kind in (0, 1)
+            for position in positions
+        ]
+        return hash(tuple(cells)) % (1 << 64)
 
 
 @dataclasses.dataclass
@@ -259,6 +280,7 @@ class Node:
         self.identity = Identity(name, epoch, f"tcp://{name}")
         self.memory = Memory(block_size)
         self.free = list(range(1, NUM_BLOCKS))
+        self.checksums = FakeChecksums(self.memory)
         self.transport = FakeTransport(world, self)
         self.recorder = Recorder()
         self.sends: dict[str, Send] = {}
@@ -298,6 +320,8 @@ class Node:
             clock=self.clock,
             recorder=self.recorder,
             process=self.process,
+            checksums=self.checksums,
+            checksum_policy=world.checksum_policy,
         )
         self.endpoint = Endpoint(
             side,
@@ -459,7 +483,9 @@ class Node:
 
 
 class World:
-    def __init__(self, direction: Direction = Direction.PUSH) -> None:
+    def __init__(
+        self, direction: Direction = Direction.PUSH, checksum_policy: ChecksumPolicy = ChecksumPolicy.ALL
+    ) -> None:
         self.now = 1000.0
         self.network: list[tuple[str, msgspec.Struct]] = []
         self.closed_addresses: set[str] = set()
@@ -470,6 +496,8 @@ class World:
         self.ways_can_be_closed = True
         self.late_writes_are_refused = False
         self.same_machine = False
+        self.checksum_policy = checksum_policy
+        self.corrupts: Callable[[], bool] = lambda: False  # a write that arrives as something else
         self.nodes: dict[str, Node] = {}
         self.direction = direction
         self.moves_can_be_taken_back = False
@@ -557,6 +585,13 @@ class World:
                     "a read landed in a block that had been given back"
                 )
                 move.node.memory.cells[local] = peer.memory.cells[remote]
+        if self.corrupts():
+            reader, cells = (
+                (peer, move.remote_cells)
+                if move.operation is Operation.WRITE
+                else (move.node, move.local_cells)
+            )
+            reader.memory.cells[cells[len(cells) // 2]] = "a flipped bit"
 
     def pump(self) -> None:
         for node in self.nodes.values():

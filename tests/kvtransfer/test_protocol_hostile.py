@@ -23,6 +23,7 @@ from tandem.wire.handoff import (
     HandoffMessage,
     HandoffNotice,
     Hello,
+    KVArrived,
     LeaseRenewed,
     ProcessIdentity,
     RefusalCode,
@@ -68,11 +69,12 @@ leases = st.one_of(st.floats(allow_nan=True, allow_infinity=True), st.just(3.0))
 messages = st.one_of(
     st.builds(Hello, envelopes, fingerprints, memories, processes),
     st.builds(Welcome, envelopes, fingerprints, memories, processes, leases, numbers),
-    st.builds(RegisterDestination, envelopes, numbers, transfers, numbers, hashes, firsts, tables),
+    st.builds(RegisterDestination, envelopes, numbers, transfers, numbers, hashes, firsts, tables, numbers),
     st.builds(DestinationRegistered, envelopes, numbers, transfers),
     st.builds(RenewLease, envelopes, numbers, st.lists(transfers, max_size=3)),
     st.builds(LeaseRenewed, envelopes, numbers, st.lists(transfers, max_size=3)),
     st.builds(HandoffNotice, envelopes, transfers, numbers, hashes, numbers, numbers, numbers, tables),
+    st.builds(KVArrived, envelopes, transfers, numbers, numbers, st.binary(max_size=40)),
     st.builds(HandoffAccepted, envelopes, transfers),
     st.builds(CancelTransfer, envelopes, transfers),
     st.builds(

@@ -46,6 +46,7 @@ class History:
         self.world.moves_can_be_taken_back = moves_can_be_taken_back
         # Up to three leases: no rule may count on how long a posted move takes.
         self.world.move_s = lambda: self.pick([0.05, 0.3, 1.0, SETTINGS.lease_s, 3 * SETTINGS.lease_s])
+        self.world.corrupts = lambda: self.pick([False] * 30 + [True])
         self.producer: Node = self.world.add("p", 11, block_size=block_sizes[0])
         self.consumer: Node = self.world.add("c", 22, skew, block_size=block_sizes[1])
         self._choose = choose
@@ -224,6 +225,7 @@ class History:
         self.world.stalled = False
         self.world.closed_addresses.clear()
         self.world.move_s = lambda: 0.05
+        self.world.corrupts = lambda: False
         for send in self.open_sends():
             if send.computing is not None:
                 self.producer.end_computing(send)

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from kv_fake_network import SETTINGS, Node, Receive, Send, World, first_token_of
 
-from tandem.kvtransfer.base import Handoff
+from tandem.kvtransfer.base import ChecksumPolicy, Handoff
 from tandem.kvtransfer.protocol.commands import (
     AbandonSend,
     AnnounceSend,
@@ -26,6 +26,7 @@ from tandem.wire.handoff import (
     HandoffAccepted,
     HandoffNotice,
     Hello,
+    KVArrived,
     ProcessIdentity,
     RefusalCode,
     Refused,
@@ -41,9 +42,12 @@ TOKENS = list(range(50, 72))  # five full blocks and half of one
 
 class Pair:
     def __init__(
-        self, direction: Direction = Direction.PUSH, consumers_cache: dict[str, object] | None = None
+        self,
+        direction: Direction = Direction.PUSH,
+        consumers_cache: dict[str, object] | None = None,
+        checksum_policy: ChecksumPolicy = ChecksumPolicy.ALL,
     ) -> None:
-        self.world = World(direction)
+        self.world = World(direction, checksum_policy)
         self.producer: Node = self.world.add("p", 11)
         self.consumer: Node = self.world.add("c", 22, skew=-700.0, cache=consumers_cache)
 
@@ -1219,3 +1223,202 @@ def test_two_requests_with_one_transfer_id_do_not_share_a_transfer(pair: Pair) -
     pair.producer.finish_send(send)
     pair.world.settle(0.3)
     assert first.finished
+
+
+# ── what arrived before the end ──
+
+LONG = list(range(100, 180))  # twenty blocks
+
+
+def nine_tenths(pair: Pair) -> tuple[Receive, Send]:
+    """A push of twenty blocks in chunks, of which eighteen have arrived."""
+    receive, send = pair.receive(LONG), pair.send(LONG)
+    pair.world.deliver_all()
+    for _ in range(9):
+        pair.producer.compute(send, 8)
+        pair.world.settle(0.15)
+    pair.producer.compute(send, 1)  # a step more: the blocks are known to have been the request's until then
+    pair.world.settle(0.15)
+    return receive, send
+
+
+@pytest.mark.parametrize("end", ["dies", "aborts", "falls silent", "link breaks"])
+def test_a_push_that_dies_keeps_what_had_arrived(push: Pair, end: str) -> None:
+    receive, send = nine_tenths(push)
+    match end:
+        case "dies":
+            push.world.kill("p")
+            push.world.advance(SETTINGS.renew_s + SETTINGS.silent_s + 2 * SETTINGS.margin_s)
+        case "aborts":
+            push.producer.abandon_send(send)
+            push.world.settle(0.3)
+        case "falls silent":
+            push.producer.frozen = True
+            push.world.advance(SETTINGS.lease_s + 2 * SETTINGS.margin_s)
+        case "link breaks":
+            push.producer.compute(send, 7)
+            push.world.pump()
+            push.world.complete(push.world.moves()[0], failed=True)
+            push.world.settle(0.3)
+    assert receive.failed is not None
+    assert receive.failed.valid_tokens == 72  # World has compared them
+
+
+@pytest.mark.parametrize("consumer_block_size", [4, 8])
+def test_what_arrived_counts_in_whole_blocks_of_the_consumer(consumer_block_size: int) -> None:
+    pair = Pair()
+    pair.consumer = pair.world.add("c", 22, block_size=consumer_block_size)
+    receive, send = pair.receive(LONG), pair.send(LONG)
+    pair.world.deliver_all()
+    for count in (12, 9):
+        pair.producer.compute(send, count)
+        pair.world.settle(0.15)
+    pair.producer.abandon_send(send)
+    pair.world.settle(0.3)
+    assert receive.failed is not None
+    assert receive.failed.valid_tokens == (12 if consumer_block_size == 4 else 8)
+
+
+def test_news_of_arrivals_that_were_lost_make_nothing_wrong(push: Pair) -> None:
+    receive, send = push.receive(LONG), push.send(LONG)
+    push.world.deliver_all()
+    for number in range(10):
+        push.producer.compute(send, 8)
+        for _ in range(5):
+            push.move_everything()
+            push.world.advance(0.01)
+            if number == 4:
+                push.world.network = [
+                    (to, message) for to, message in push.world.network if not isinstance(message, KVArrived)
+                ]
+        push.world.deliver_all()
+    push.producer.abandon_send(send)
+    push.world.settle(0.3)
+    assert receive.failed is not None
+    assert 0 < receive.failed.valid_tokens <= 72
+
+
+def test_what_was_overwritten_before_it_had_left_is_not_said_to_have_arrived(push: Pair) -> None:
+    """The write is seen to be done before the news of the preemption."""
+    receive, send = in_flight_write(push)
+    at = push.producer.clock()
+    push.world.now += 0.01
+    for block in send.blocks:
+        push.producer.memory.scribble(block)
+    push.world.complete(push.world.moves()[0])
+    push.world.advance(0.05)
+    push.world.deliver_all()
+    assert not push.on_the_way(KVArrived)
+    push.producer.free += send.blocks
+    send.blocks, send.computed = [], 0
+    push.producer.endpoint.execute(Preempted(["r1"], at))
+    push.producer.abandon_send(send)
+    push.world.settle(0.3)
+    assert receive.failed is not None
+    assert receive.failed.valid_tokens == 0
+
+
+def test_with_windows_only_the_table_at_the_end_says_what_arrived(push: Pair) -> None:
+    push.producer.endpoint.producer._progress._owned_until_computed = False
+    receive, send = nine_tenths(push)
+    push.producer.abandon_send(send)
+    push.world.settle(0.3)
+    assert receive.failed is not None
+    assert receive.failed.valid_tokens == 0
+
+
+def test_a_short_transfer_tells_nothing_on_its_way(push: Pair) -> None:
+    seen: list[object] = []
+    receive, send = push.receive(), push.send()
+    push.producer.compute(send, 30)
+    push.producer.finish_send(send)
+    while not receive.over:
+        push.move_everything()
+        seen += push.on_the_way(KVArrived)
+        if push.world.network:
+            push.world.deliver()
+    assert not seen
+
+
+# ── checksums ──
+
+
+def corrupt_once(pair: Pair, number: int) -> None:
+    counter = iter(range(1000))
+    pair.world.corrupts = lambda: next(counter) == number
+
+
+@pytest.mark.parametrize("number", [0, 3, 9])
+def test_a_block_that_arrives_wrong_is_never_used(pair: Pair, number: int) -> None:
+    corrupt_once(pair, number)
+    receive, send = pair.receive(LONG), pair.send(LONG)
+    pair.world.deliver_all()
+    for _ in range(10):
+        pair.producer.compute(send, 8)
+        pair.world.settle(0.15)
+    if not send.ended:
+        pair.producer.finish_send(send)
+    pair.world.settle(0.5)
+    assert receive.finished is None
+    assert receive.failed is not None
+    assert "from p with other bytes than were sent" in receive.failed.reason
+    # Two blocks in each post, of which the second is wrong. World has compared the others.
+    assert receive.failed.valid_tokens == 8 * number + 4
+    stats = pair.consumer.recorder.snapshot(0)
+    assert stats.wrong_kv == {"p": 1}
+    assert stats.outcomes == {"corrupted": 1}
+    assert pair.nothing_is_left()
+
+
+def test_a_node_whose_blocks_arrive_wrong_again_and_again_is_left_out_for_a_while(pair: Pair) -> None:
+    pair.world.corrupts = lambda: True
+    for number in range(SETTINGS.max_wrong):
+        receive, send = pair.receive(name=f"r{number}"), pair.send(name=f"r{number}")
+        pair.producer.compute(send, 30)
+        pair.producer.finish_send(send)
+        pair.world.settle(0.5)
+        assert receive.failed is not None
+    pair.world.corrupts = lambda: False
+    receive = pair.receive(name="next")
+    assert receive.failed is not None
+    assert "p is left out" in receive.failed.reason
+    pair.world.now += SETTINGS.keep_link_s + 1
+    served(pair, "later")
+
+
+@pytest.mark.parametrize(
+    ("policy", "same_machine", "taken"),
+    [("all", True, 20), ("sample", False, 3), ("off", False, 0), ("auto", False, 20), ("auto", True, 3)],
+)
+def test_as_many_blocks_are_checked_as_the_policy_says(
+    direction: Direction, policy: str, same_machine: bool, taken: int
+) -> None:
+    pair = Pair(direction, checksum_policy=ChecksumPolicy(policy))
+    if same_machine:
+        object.__setattr__(
+            pair.consumer.endpoint._side,
+            "process",
+            msgspec.structs.replace(pair.producer.process, pid=5),
+        )
+    receive, send = pair.receive(LONG), pair.send(LONG)
+    pair.world.deliver_all()
+    pair.producer.compute(send, len(LONG))
+    pair.producer.finish_send(send)
+    pair.world.settle(0.5)
+    assert receive.finished
+    counted = {node.checksums.taken for node in (pair.producer, pair.consumer)}
+    assert len(counted) == 1
+    assert counted <= ({taken} if taken != 3 else {2, 3})
+    assert pair.consumer.recorder.snapshot(0).blocks_checked == pair.consumer.checksums.taken
+
+
+def test_a_notice_without_the_checksums_that_were_asked_for_is_not_believed(push: Pair) -> None:
+    receive, send = push.receive(), push.send()
+    push.world.deliver_all()
+    push.world.network.append(("tcp://c", _notice(push)))
+    push.world.deliver_all()
+    assert receive.finished is None
+    assert receive.failed is not None
+    assert "0 checksums came for 6 blocks" in receive.failed.reason
+    push.producer.abandon_send(send)
+    assert push.nothing_is_left()

@@ -1,0 +1,133 @@
+"""Checksums of blocks: the producer takes them, the consumer compares them before it uses what came.
+
+Both sides number the grains of a transfer alike, in the order in which they are sent. A sample is every n-th of them and
+the last, begun at a place that the tokens' hash says, so that both know which without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from tandem.kvtransfer.base import ChecksumPolicy, KVCacheMemory
+from tandem.kvtransfer.protocol.mapping import Mapping
+
+if TYPE_CHECKING:
+    import torch
+
+SAMPLE_EVERY = 16
+MAX_EVERY = 1 << 16
+CHECKSUM_BYTES = 8
+# Rows that are multiplied at once on a device, in bytes.
+_BATCH_BYTES = 32 << 20
+
+
+def every_of(policy: ChecksumPolicy, *, same_machine: bool) -> int:
+    """One of how many grains is checked; 0 for none."""
+    if policy is ChecksumPolicy.AUTO:
+        policy = ChecksumPolicy.SAMPLE if same_machine else ChecksumPolicy.ALL
+    return {ChecksumPolicy.ALL: 1, ChecksumPolicy.SAMPLE: SAMPLE_EVERY}.get(policy, 0)
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """Which of a transfer's grains carry a checksum, by their place in the order in which they are sent."""
+
+    every: int  # one of so many; 0: none
+    offset: int
+    last: int
+
+    @classmethod
+    def of(cls, grains: int, every: int, token_hash: bytes) -> Sample:
+        return cls(every, token_hash[0] % every if every else 0, grains - 1)
+
+    def __contains__(self, place: object) -> bool:
+        return bool(self.every) and (place == self.last or place % self.every == self.offset)  # type: ignore[operator]
+
+    def between(self, start: int, end: int) -> list[int]:
+        return [place for place in range(start, end) if place in self] if self.every else []
+
+
+def pack(sums: Sequence[int]) -> bytes:
+    return np.array(sums, dtype="<u8").tobytes()
+
+
+def unpack(packed: bytes) -> list[int]:
+    """What does not divide is cut off; the number of checksums is compared by the caller."""
+    whole = len(packed) // CHECKSUM_BYTES * CHECKSUM_BYTES
+    sums: list[int] = np.frombuffer(packed[:whole], dtype="<u8").tolist()
+    return sums
+
+
+class Checksums(Protocol):
+    def of(self, blocks: Sequence[int], parts: Sequence[int], mapping: Mapping) -> list[int]:
+        """For grain `parts[i]` of block `blocks[i]` of our cache. The same bytes give the same number at both ends of
+        `mapping`, whatever the order in which a block's axes lie in memory."""
+        ...
+
+
+class CacheChecksums:
+    """In host memory XXH3. Where either cache is on a device, a sum that the device computes where the bytes are: each word
+    times an odd number that grows with its place, modulo 2**64. One changed bit changes it."""
+
+    def __init__(self, memory: KVCacheMemory) -> None:
+        tensor = memory.tensor
+        self._tensor = tensor
+        self._block_size = memory.block_size
+        self._rows: npt.NDArray[np.uint8] | None = None
+        self._weights: torch.Tensor | None = None
+        if not tensor.is_cuda:
+            import torch  # here as below: loaded already by whoever made the tensor
+
+            flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+            self._rows = flat.numpy().reshape(memory.num_blocks, memory.block_bytes)
+
+    def of(self, blocks: Sequence[int], parts: Sequence[int], mapping: Mapping) -> list[int]:
+        if mapping.on_device:
+            return self._weighted(blocks, parts, mapping)
+        if self._rows is not None and mapping.is_identity:
+            return [xxhash.xxh3_64_intdigest(self._rows[block].data) for block in blocks]
+        return [
+            xxhash.xxh3_64_intdigest(self._grain(block, part, mapping).numpy().data)
+            for block, part in zip(blocks, parts, strict=True)
+        ]
+
+    def _grain(self, block: int, part: int, mapping: Mapping) -> torch.Tensor:
+        """Its bytes, in the order of `mapping.AXES`."""
+        import torch
+
+        first = part * mapping.grain
+        grain = self._tensor[block][..., first : first + mapping.grain, :]
+        return grain.contiguous().view(-1).view(torch.uint8)
+
+    def _weighted(self, blocks: Sequence[int], parts: Sequence[int], mapping: Mapping) -> list[int]:
+        import torch
+
+        batch = max(1, _BATCH_BYTES // mapping.grain_bytes)
+        sums: list[int] = []
+        for start in range(0, len(blocks), batch):
+            grains = torch.stack(
+                [
+                    self._grain(block, part, mapping)
+                    for block, part in zip(
+                        blocks[start : start + batch], parts[start : start + batch], strict=True
+                    )
+                ]
+            )
+            word = next(
+                kind
+                for kind, size in ((torch.int64, 8), (torch.int32, 4), (torch.int16, 2), (torch.uint8, 1))
+                if grains.shape[1] % size == 0
+            )
+            words = grains.view(word).to(torch.int64)
+            if self._weights is None or len(self._weights) < words.shape[1]:
+                # Odd, and spread over all 64 bits: 2**64 divided by the golden ratio.
+                places = torch.arange(words.shape[1], dtype=torch.int64, device=words.device)
+                self._weights = (2 * places + 1) * -7046029254386353131
+            total = (words * self._weights[: words.shape[1]]).sum(1).tolist()
+            sums += [value % (1 << 64) for value in total]
+        return sums

@@ -1,0 +1,118 @@
+"""Checksums of blocks: what they catch, and that both ends of a transfer agree whatever their caches look like."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import torch
+
+from tandem.kvtransfer.base import ChecksumPolicy, KVCacheMemory
+from tandem.kvtransfer.protocol.checksums import CacheChecksums, Sample, every_of, pack, unpack
+from tandem.kvtransfer.protocol.geometry import PoolGeometry
+from tandem.kvtransfer.protocol.mapping import Mapping
+from tandem.wire.handoff import CacheMemory
+
+BLOCKS, SLOTS, HEADS, DIM = 8, 3, 2, 8
+
+
+class Cache:
+    def __init__(
+        self, block_size: int = 4, *, tokens_before_heads: bool = False, device: str = "DRAM"
+    ) -> None:
+        shape = (BLOCKS, SLOTS, 2, HEADS, block_size, DIM)
+        if tokens_before_heads:
+            self.tensor = torch.zeros(BLOCKS, SLOTS, 2, block_size, HEADS, DIM, dtype=torch.bfloat16)
+            self.tensor = self.tensor.permute(0, 1, 2, 4, 3, 5)
+        else:
+            self.tensor = torch.zeros(shape, dtype=torch.bfloat16)
+        self.cache = KVCacheMemory(self.tensor, "m", SLOTS, 1, 1000)
+        self.memory = CacheMemory(b"", device, 0, 4096, BLOCKS, self.cache.block_bytes)
+        self.geometry = PoolGeometry.of(self.cache, self.memory, "c")
+        self.sums = CacheChecksums(self.cache)
+
+    def fill(self, tokens: torch.Tensor, first_block: int) -> None:
+        """[slots, 2, heads, tokens, dim], into consecutive blocks."""
+        size = self.cache.block_size
+        for index in range(tokens.shape[3] // size):
+            self.tensor[first_block + index] = tokens[:, :, :, index * size : (index + 1) * size]
+
+    def mapping_to(self, other: Cache) -> Mapping:
+        mapping = self.geometry.mapping_to(other.geometry.fingerprint, other.memory)
+        assert isinstance(mapping, Mapping)
+        return mapping
+
+    def all_sums(self, other: Cache, first_block: int, blocks: int) -> list[int]:
+        mapping = self.mapping_to(other)
+        grains = [(first_block + index, part) for index in range(blocks) for part in range(mapping.our_parts)]
+        return self.sums.of([block for block, _ in grains], [part for _, part in grains], mapping)
+
+
+def some_tokens(count: int) -> torch.Tensor:
+    torch.manual_seed(3)
+    return torch.randn(SLOTS, 2, HEADS, count, DIM).bfloat16()
+
+
+@pytest.mark.parametrize("device", ["DRAM", "VRAM"])
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ({}, {}),
+        ({"tokens_before_heads": True}, {"tokens_before_heads": True}),
+        ({}, {"tokens_before_heads": True}),
+        ({"block_size": 4}, {"block_size": 8}),
+        ({"block_size": 8, "tokens_before_heads": True}, {"block_size": 4}),
+    ],
+)
+def test_both_ends_find_the_same(ours: dict[str, int], theirs: dict[str, int], device: str) -> None:
+    """On a device the sum is another, and the code is the same for a tensor in host memory."""
+    here, there = Cache(**ours), Cache(**theirs, device=device)  # type: ignore[arg-type]
+    tokens = some_tokens(16)
+    here.fill(tokens, 1)
+    there.fill(tokens, 2)
+    found = here.all_sums(there, 1, 16 // here.cache.block_size)
+    assert found == there.all_sums(here, 2, 16 // there.cache.block_size)
+    assert len(set(found)) == len(found)
+    assert all(0 <= value < 1 << 64 for value in found)
+
+
+@pytest.mark.parametrize("device", ["DRAM", "VRAM"])
+def test_any_flipped_bit_and_any_swap_is_found(device: str) -> None:
+    here, there = Cache(), Cache(device=device)
+    here.fill(some_tokens(4), 1)
+    mapping = here.mapping_to(there)
+    [right] = here.sums.of([1], [0], mapping)
+    raw = here.tensor.view(torch.uint8)[1].reshape(-1)
+    for byte in range(0, len(raw), 7):
+        for bit in (0, 7):
+            raw[byte] ^= 1 << bit
+            assert here.sums.of([1], [0], mapping) != [right]
+            raw[byte] ^= 1 << bit
+    assert here.sums.of([1], [0], mapping) == [right]
+    here.tensor[1, 0], here.tensor[1, 1] = here.tensor[1, 1].clone(), here.tensor[1, 0].clone()
+    assert here.sums.of([1], [0], mapping) != [right]
+
+
+def test_a_sample_is_the_same_for_both_sides_however_it_is_asked_for() -> None:
+    token_hash = bytes([37]) * 32
+    sample = Sample.of(100, 16, token_hash)
+    everything = sample.between(0, 100)
+    assert everything == [5, 21, 37, 53, 69, 85, 99]
+    assert sample.between(0, 50) + sample.between(50, 100) == everything
+    assert Sample.of(3, 16, token_hash).between(0, 3) == [2], "each transfer is looked at once"
+    assert Sample.of(3, 1, token_hash).between(0, 3) == [0, 1, 2]
+    assert Sample.of(3, 0, token_hash).between(0, 3) == []
+
+
+def test_policies() -> None:
+    assert every_of(ChecksumPolicy.AUTO, same_machine=False) == 1
+    assert every_of(ChecksumPolicy.AUTO, same_machine=True) == 16
+    assert every_of(ChecksumPolicy.ALL, same_machine=True) == 1
+    assert every_of(ChecksumPolicy.SAMPLE, same_machine=False) == 16
+    assert every_of(ChecksumPolicy.OFF, same_machine=False) == 0
+
+
+def test_packed_checksums_come_back() -> None:
+    sums = [0, 1, (1 << 64) - 1]
+    assert unpack(pack(sums)) == sums
+    assert unpack(pack(sums)[:-1]) == sums[:-1]
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(pack(sums)), type=bytes) == pack(sums)
