@@ -169,7 +169,9 @@ class HandoffNotice(msgspec.Struct, frozen=True, tag="notice", forbid_unknown_fi
     num_blocks: int
     # Pull: blocks of the producer's size; [g][0] holds the first token of block `first_block[g]` of the registration.
     source_block_ids: list[list[int]] = []
-    checksums: bytes = b""  # of all grains that carry one, eight bytes each, in the order in which grains are sent
+    checksums: bytes = (
+        b""  # of all grains that carry one, eight bytes each, in the order in which grains are sent
+    )
 
 
 class HandoffAccepted(msgspec.Struct, frozen=True, tag="accepted", forbid_unknown_fields=True):

@@ -122,6 +122,7 @@ class Outgoing:
             destination, since = sending.destination, sending.waiting_since
             if sending.is_over:
                 continue
+            self.tell_progress(sending)
             if destination is not None and now >= destination.lease_until:
                 self.close(sending, Outcome.LEASE_EXPIRED, "the consumer did not renew its lease")
             elif destination is None and since is not None and now >= since + settings.lease_s:

@@ -22,7 +22,7 @@ from tandem.kvtransfer.protocol.scheduler_half import SchedulerHalf
 from tandem.kvtransfer.protocol.transport import Direction, HandleId, Move, RemoteId, Transport
 from tandem.kvtransfer.protocol.worker_half import WorkerHalf
 from tandem.wire.errors import TransferError
-from tandem.wire.handoff import CacheMemory
+from tandem.wire.handoff import CacheMemory, ProcessIdentity
 
 
 @dataclasses.dataclass
@@ -102,8 +102,17 @@ class FaultyTransport(Transport):
     def expect(self, transfer_id: str, blocks: Sequence[int]) -> None:
         self._inner.expect(transfer_id, blocks)
 
-    def expect_no_more(self, transfer_id: str) -> None:
-        self._inner.expect_no_more(transfer_id)
+    def expect_no_more(self, transfer_id: str) -> bool:
+        return self._inner.expect_no_more(transfer_id)
+
+    def reopen(self) -> CacheMemory | None:
+        return self._inner.reopen()
+
+    def close_earlier(self) -> bool:
+        return self._inner.close_earlier()
+
+    def shuts_out(self, peer: ProcessIdentity) -> bool:
+        return self._inner.shuts_out(peer)
 
     def close(self) -> None:
         self._inner.close()

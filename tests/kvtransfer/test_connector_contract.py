@@ -364,6 +364,31 @@ def test_a_killed_producer_fails_the_transfer_within_seconds(own: Pair, steps: i
     assert own.consumer.call("num_free") == 63
 
 
+@pytest.mark.parametrize("checksums", ["all", "off"])
+@pytest.mark.parametrize("connector", [connector for connector in CONNECTORS if connector[1] == "push"])
+def test_a_push_that_is_killed_at_nine_tenths_keeps_them(connector: tuple[str, str], checksums: str) -> None:
+    tokens = a_prompt(160)
+    with started(connector, {"checksums": checksums}, {"checksums": checksums}) as own:
+        own.expect_loaded(own.add(tokens), tokens)  # so that there is a connection
+        name = own.add(tokens, producer={"chunk": 8})
+        own.consumer.call("step")
+        own.until_registered()
+        for number in range(19):
+            own.producer.call("step")
+            until = time.monotonic() + 10
+            while own.producer.call("stats").blocks_sent < 40 + 2 * (number + 1):
+                assert time.monotonic() < until
+                time.sleep(0.001)
+        time.sleep(0.2)  # the news of it
+        own.producer.kill()
+        own.consumer.call("run_until", name, ["failed"], timeout_s=LEASE_S + 8)
+        assert own.consumer.call("valid_tokens", name) >= 144
+        assert own.consumer.call("kv_is_right", name)
+        own.consumer.call("finish", name)
+        own.consumer.call("run_until_free", 63, timeout_s=LEASE_S + 8)
+        own.producer = own.start("p")
+
+
 def test_a_killed_consumer_frees_the_producer_within_seconds(own: Pair) -> None:
     tokens = a_prompt(40)
     own.expect_loaded(own.add(tokens), tokens)  # so that there is a connection to lose
@@ -398,5 +423,6 @@ def test_a_stopped_producer_that_comes_back_writes_nowhere(own: Pair) -> None:
     own.consumer.call("finish", name)
     own.producer.resume()
     own.producer.call("run_until", name, ["freed"], timeout_s=LEASE_S + 3)
+    own.consumer.call("run_until_free", 63, timeout_s=LEASE_S + 3)
     own.expect_nothing_left()
     own.expect_loaded(own.add(tokens), tokens)
