@@ -15,6 +15,7 @@ What both sides know:
     transport   what must be able to move blocks
     commands    what the scheduler half plans and the worker half carries out
     answers     what is said to a message that cannot be acted on
+    checksums   what blocks are compared by, and which of them
     statistics  how transfers ended, and what they moved
     side        all that both sides of one node have in common
 
@@ -39,6 +40,7 @@ The consumer, which decodes:
     incoming    the life of its transfers, until they are handed over or have failed
     quarantine  when nothing can write any more to the blocks of one that failed
     receiving   one transfer
+    verifying   what came is compared with its checksums before anything uses it
     declined    transfers that it will not take
     pulling     pull: all transfers that are read, and connections that break
     reading     pull: one transfer's reads, posted and looked after
