@@ -7,6 +7,8 @@ from typing import Any
 import msgspec
 from starlette.types import Receive, Scope, Send
 
+from tandem.router.anthropic.answer_types import MessageAnswer, MessagesError, TokenCount
+from tandem.router.anthropic.messages_request import CountRequest, MessagesRequest
 from tandem.router.http.respond import send_bytes
 from tandem.router.http.text_routes import DetokenizeRequest, TokenizeRequest
 from tandem.router.http.try_page import TRY_PAGE
@@ -34,7 +36,7 @@ VERSION = "1"
 _TEXT_ERRORS = ("400", "401", "404", "408", "413", "415", "429", "431", "503")
 _GENERATION_ERRORS = ("400", "401", "404", "408", "413", "415", "429", "431", "500", "502", "503", "504")
 _TYPES: tuple[type[msgspec.Struct], ...] = (
-    CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, Completion, ChatCompletion,
+    CompletionRequest, ChatRequest, MessagesRequest, CountRequest, MessageAnswer, TokenCount, MessagesError, TokenizeRequest, DetokenizeRequest, Completion, ChatCompletion,
     ChatCompletionChunk, ModelCard, ModelList, Tokenized, Detokenized, Health, Version, Load, ErrorBody, ClusterState, TraceList,
     TraceRecord,
 )  # fmt: skip
@@ -68,6 +70,12 @@ def _paths() -> dict[str, Any]:
         },
         "/v1/chat/completions": {
             "post": _generation("Answer a chat", ChatRequest, ChatCompletion, ChatCompletionChunk),
+        },
+        "/v1/messages": {
+            "post": _messages("Answer a chat, as Anthropic's API does", MessagesRequest, MessageAnswer)
+        },
+        "/v1/messages/count_tokens": {
+            "post": _messages("Count the tokens of a chat's prompt", CountRequest, TokenCount)
         },
         "/v1/models": {"get": _operation("The models that this server has", None, ModelList, ("401",))},
         "/v1/models/{model}": {
@@ -163,6 +171,20 @@ def _generation(
             },
         },
     }
+    return operation
+
+
+def _messages(summary: str, request: type[msgspec.Struct], answer: type[msgspec.Struct]) -> dict[str, Any]:
+    operation = _operation(summary, request, answer, _GENERATION_ERRORS)
+    for status in _GENERATION_ERRORS:
+        operation["responses"][status] = _json(MessagesError, "an error")
+    if answer is MessageAnswer:
+        event = {
+            "type": "object",
+            "required": ["data", "event"],
+            "properties": {"data": {"type": "string"}, "event": {"type": "string"}},
+        }
+        operation["responses"]["200"]["content"]["text/event-stream"] = {"schema": event}
     return operation
 
 

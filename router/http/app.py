@@ -8,7 +8,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tandem.router.http.api_document import DocumentRoute, TryRoute
 from tandem.router.http.gate import Gate, exchange_of
-from tandem.router.http.generate_routes import CHAT, COMPLETIONS, GenerateRoute
+from tandem.router.http.generate_routes import CHAT, COMPLETIONS, MESSAGES, GenerateRoute
 from tandem.router.http.services import Services
 from tandem.router.http.status_routes import (
     ClusterRoute,
@@ -19,7 +19,7 @@ from tandem.router.http.status_routes import (
     ModelsRoute,
     VersionRoute,
 )
-from tandem.router.http.text_routes import DetokenizeRoute, TokenizeRoute
+from tandem.router.http.text_routes import CountTokensRoute, DetokenizeRoute, TokenizeRoute
 from tandem.router.http.trace_routes import TraceRoute, TracesRoute
 
 
@@ -62,6 +62,8 @@ def make_app(services: Services) -> ASGIApp:
     routes = [
         _route("/v1/completions", GenerateRoute(COMPLETIONS, services), "POST"),
         _route("/v1/chat/completions", GenerateRoute(CHAT, services), "POST"),
+        _route("/v1/messages", GenerateRoute(MESSAGES, services), "POST"),
+        _route("/v1/messages/count_tokens", CountTokensRoute(services), "POST"),
         _route("/v1/models", ModelsRoute(services), "GET"),
         _route("/v1/models/{model:path}", ModelRoute(services), "GET"),
         _route("/tokenize", TokenizeRoute(services), "POST"),

@@ -124,9 +124,25 @@ def headers_of(error: TandemError) -> dict[str, str]:
     return headers
 
 
-def sse_error(error: TandemError) -> bytes:
+def sse_error(body: bytes) -> bytes:
     """Mid-stream: the status has long been sent, so the event says it."""
-    return b"event: error\ndata: " + body_of(error) + b"\n\n"
+    return b"event: error\ndata: " + body + b"\n\n"
+
+
+_ANTHROPIC_TYPES = {
+    "not_found": "not_found_error",
+    "model_not_found": "not_found_error",
+    "request_too_large": "request_too_large",
+    "deadline_exceeded": "timeout_error",
+}
+
+
+def anthropic_error(body: bytes) -> bytes:
+    """The same error as Anthropic's clients read it."""
+    error = msgspec.json.decode(body)["error"]
+    kind = _ANTHROPIC_TYPES.get(error["code"], error["type"])
+    kind = "api_error" if kind == "server_error" else kind
+    return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": error["message"]}})
 
 
 def from_http_exception(error: HTTPException, method: str, path: str) -> tuple[bytes, dict[str, str]]:

@@ -16,6 +16,7 @@ from tandem.router.http.errors import (
     Forbidden,
     HeaderTooLarge,
     Unauthorized,
+    anthropic_error,
     body_of,
     error_body,
     from_http_exception,
@@ -40,7 +41,7 @@ OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/metrics", "/openapi.js
 class Exchange:
     """One request and its answer, as the log and the routes see it."""
 
-    def __init__(self, request_id: str, trace_id: str | None) -> None:
+    def __init__(self, request_id: str, trace_id: str | None, path: str = "") -> None:
         self.request_id = request_id
         self.trace_id = trace_id
         self.tenant: Tenant | None = None
@@ -51,6 +52,11 @@ class Exchange:
         self.ended = False  # the answer's last byte is sent
         self.is_stream = False
         self.trace: RequestTrace | None = None
+        self.error_form = anthropic_error if path.startswith("/v1/messages") else _as_it_is
+
+
+def _as_it_is(body: bytes) -> bytes:
+    return body
 
 
 def exchange_of(scope: Scope) -> Exchange:
@@ -83,7 +89,7 @@ class Gate:
             await self._app(scope, receive, send)
             return
         headers: list[tuple[bytes, bytes]] = scope["headers"]
-        exchange = scope["exchange"] = _open(headers)
+        exchange = scope["exchange"] = _open(headers, scope["path"])
         scope["app"] = self  # where there is one, routes raise what they would answer themselves
         began = time.monotonic()
 
@@ -105,7 +111,7 @@ class Gate:
                 await _answer_error(exchange, error, send_noted)
             except HTTPException as error:
                 body, more = from_http_exception(error, scope["method"], scope["path"])
-                await _answer(send_noted, error.status_code, body, more)
+                await _answer(send_noted, error.status_code, exchange.error_form(body), more)
             except asyncio.CancelledError:
                 exchange.status = exchange.status or Cancelled.http_status
                 raise
@@ -137,17 +143,19 @@ class Gate:
             exchange.tenant = self._keys.find(_bearer(headers))
             if exchange.tenant is None:
                 self._metrics.refusals.labels(reason="unauthorized").inc()
-                raise Unauthorized("the Authorization header must be 'Bearer' and a valid API key")
+                raise Unauthorized(
+                    "the Authorization header must be 'Bearer' and a valid API key, or x-api-key must be one"
+                )
 
 
-def _open(headers: list[tuple[bytes, bytes]]) -> Exchange:
+def _open(headers: list[tuple[bytes, bytes]], path: str) -> Exchange:
     request_id, trace_id = None, None
     for name, value in headers:
         if name == b"x-request-id" and _REQUEST_ID.match(value):
             request_id = value.decode("ascii")
         elif name == b"traceparent" and (match := _TRACE_PARENT.match(value)):
             trace_id = match[1].decode("ascii")
-    return Exchange(request_id or secrets.token_hex(16), trace_id)
+    return Exchange(request_id or secrets.token_hex(16), trace_id, path)
 
 
 def _path(scope: Scope) -> str:
@@ -169,6 +177,8 @@ def _bearer(headers: list[tuple[bytes, bytes]]) -> bytes:
             scheme, _, key = value.partition(b" ")
             if scheme.lower() == b"bearer":
                 return key.strip()
+        elif name == b"x-api-key":  # Anthropic's clients
+            return value.strip()
     return b""
 
 
@@ -179,7 +189,7 @@ async def _answer_error(exchange: Exchange, error: TandemError, send: Send) -> N
         return
     if status >= 500:
         logger.warning("%s: answered %d: %s", exchange.request_id, status, error)
-    await _answer(send, status, body_of(error), headers_of(error))
+    await _answer(send, status, exchange.error_form(body_of(error)), headers_of(error))
 
 
 async def _break_off(exchange: Exchange, error: TandemError, send: Send) -> None:
@@ -190,18 +200,21 @@ async def _break_off(exchange: Exchange, error: TandemError, send: Send) -> None
         logger.warning("%s: failed mid-answer: %s", exchange.request_id, error)
     exchange.notes += f" error={error.code}"
     if exchange.is_stream and not exchange.ended:
-        await send({"type": "http.response.body", "body": sse_error(error), "more_body": False})
+        event = sse_error(exchange.error_form(body_of(error)))
+        await send({"type": "http.response.body", "body": event, "more_body": False})
 
 
 async def _answer_bug(exchange: Exchange, send: Send) -> None:
-    body = error_body(f"internal error; the log has it under {exchange.request_id}", 500, "internal_error")
+    body = exchange.error_form(
+        error_body(f"internal error; the log has it under {exchange.request_id}", 500, "internal_error")
+    )
     if exchange.status is None:
         await _answer(send, 500, body, {})
     elif exchange.is_stream and not exchange.ended:
         await send(
             {
                 "type": "http.response.body",
-                "body": b"event: error\ndata: " + body + b"\n\n",
+                "body": sse_error(body),
                 "more_body": False,
             }
         )

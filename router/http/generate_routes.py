@@ -1,4 +1,4 @@
-"""POST /v1/completions and /v1/chat/completions."""
+"""POST /v1/completions, /v1/chat/completions and /v1/messages."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 from starlette.types import Receive, Scope, Send
 
+from tandem.router.anthropic.messages_answer import MessageStream, whole_message
+from tandem.router.anthropic.messages_request import MessagesRequest, as_chat
 from tandem.router.dispatch import Generation, RequestLife
 from tandem.router.http.body import read_body
 from tandem.router.http.disconnect import until_disconnect
@@ -54,10 +56,12 @@ class Endpoint(msgspec.Struct, frozen=True):
     plan: Callable[[Any, ServedModel, Caller], Awaitable[Plan]]
     whole: Callable[[AnswerHead, Plan, Any, Sequence[ReadChoice], Tokenizer], Iterator[bytes]]
     stream: Callable[[AnswerHead, Plan, Any, Sequence[Choice], Tokenizer], AnswerStream]
+    translate: Callable[[Any], Any] | None = None  # from another API's request to ours
 
 
 COMPLETIONS = Endpoint("cmpl", CompletionRequest, plan_completion, whole_completion, CompletionStream)
 CHAT = Endpoint("chatcmpl", ChatRequest, plan_chat, whole_chat, ChatStream)
+MESSAGES = Endpoint("msg", MessagesRequest, plan_chat, whole_message, MessageStream, as_chat)
 
 
 class GenerateRoute:
@@ -131,6 +135,8 @@ class GenerateRoute:
     ) -> tuple[Any, Plan]:
         services = self._services
         request = await read_body(scope, receive, self._endpoint.request_type, services.config, share)
+        if self._endpoint.translate is not None:
+            request = self._endpoint.translate(request)
         services.model.check_name(request.model)
         tenant = exchange.tenant
         trace = exchange.trace = services.traces.begin(

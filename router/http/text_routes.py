@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize."""
+"""POST /tokenize, /detokenize and /v1/messages/count_tokens."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 from starlette.types import Receive, Scope, Send
 
+from tandem.router.anthropic.messages_request import CountRequest, as_chat
 from tandem.router.formats.lark import JsonObject
 from tandem.router.http.body import read_body
 from tandem.router.http.gate import exchange_of
@@ -21,6 +22,7 @@ from tandem.router.openai.chat_prompt import render_chat
 from tandem.router.openai.chat_request import ChatMessage, Tool
 from tandem.router.openai.fields import TokenId
 from tandem.router.openai.pieces import json_pieces
+from tandem.router.openai.plan import chat_prompt
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.wire.errors import InvalidRequest
 
@@ -132,3 +134,19 @@ class DetokenizeRoute:
             size = model.tokenizer.vocab_size
             raise InvalidRequest(f"tokens: {unknown} is outside the vocabulary of {size} tokens", "tokens")
         return request.tokens
+
+
+class CountTokensRoute:
+    """How many tokens a chat's prompt has, asked as Anthropic's clients ask."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        services = self._services
+        with _counted(scope), services.bodies.share() as share:
+            request = await read_body(scope, receive, CountRequest, services.config, share)
+            services.model.check_name(request.model)
+            prompt = await chat_prompt(as_chat(request), services.model)
+            ids = await services.model.tokenizer.encode_async(prompt, special=False)
+        await send_pieces(send, json_pieces({"input_tokens": len(ids)}))

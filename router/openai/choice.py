@@ -102,6 +102,11 @@ class Choice:
         return Delta(text, shown, self.finish_reason, ids)
 
     @property
+    def stop_matched(self) -> str | None:
+        """The stop string that ended it."""
+        return self._stops.matched
+
+    @property
     def token_ids(self) -> Sequence[int]:
         return self.life.ledger.tokens[: self.completion_tokens]
 

@@ -12,7 +12,7 @@ from tandem.router.formats.answer_format import AnswerFormat
 from tandem.router.formats.detection import format_of
 from tandem.router.formats.pieces import AnswerReader, ToolSchemas
 from tandem.router.openai.chat_prompt import render_chat
-from tandem.router.openai.chat_request import ChatRequest, template_variables
+from tandem.router.openai.chat_request import ChatRequest, Tool, template_variables
 from tandem.router.openai.choice import Choice
 from tandem.router.openai.completion_request import CompletionRequest, prompts_of
 from tandem.router.openai.constraint import chat_grammar, completion_grammar, grammar_of_tokens
@@ -174,9 +174,32 @@ async def plan_completion(request: CompletionRequest, model: ServedModel, caller
     )
 
 
-async def plan_chat(request: ChatRequest, model: ServedModel, caller: Caller) -> Plan:
+async def chat_prompt(request: ChatRequest, model: ServedModel) -> str:
+    """What the model's template makes of a chat."""
     if model.template is None:
         raise InvalidRequest("messages: this model has no chat template; use /v1/completions", "messages")
+    continues = bool(request.continue_final_message)
+    if continues and request.add_generation_prompt:
+        raise InvalidRequest(
+            "continue_final_message: contradicts add_generation_prompt", "continue_final_message"
+        )
+    return await render_chat(
+        model.template,
+        request.messages,
+        _tools_to_call(request),
+        add_generation_prompt=not continues and request.add_generation_prompt is not False,
+        continue_final_message=continues,
+        documents=request.documents,
+        extra=template_variables(request),
+    )
+
+
+def _tools_to_call(request: ChatRequest) -> list[Tool] | None:
+    """None when the model is to know of none."""
+    return request.tools if request.tools and request.tool_choice != "none" else None
+
+
+async def plan_chat(request: ChatRequest, model: ServedModel, caller: Caller) -> Plan:
     if request.top_logprobs is not None and not request.logprobs:
         raise InvalidRequest("top_logprobs: needs logprobs to be true", "top_logprobs")
     if (
@@ -187,27 +210,13 @@ async def plan_chat(request: ChatRequest, model: ServedModel, caller: Caller) ->
         raise InvalidRequest(
             "max_tokens: differs from max_completion_tokens, its newer name; set one", "max_tokens"
         )
-    continues = bool(request.continue_final_message)
-    if continues and request.add_generation_prompt:
-        raise InvalidRequest(
-            "continue_final_message: contradicts add_generation_prompt", "continue_final_message"
-        )
     _check_stream_options(request)
     n = request.n or 1
     _check_counts(1, n, model.config)
-    # None when the model is to know of none.
-    tools = request.tools if request.tools and request.tool_choice != "none" else None
+    tools = _tools_to_call(request)
     _check_tools(request, model)
     grammar = await chat_grammar(request, tools, model.format, model.tokenizer)
-    text = await render_chat(
-        model.template,
-        request.messages,
-        tools,
-        add_generation_prompt=not continues and request.add_generation_prompt is not False,
-        continue_final_message=continues,
-        documents=request.documents,
-        extra=template_variables(request),
-    )
+    text = await chat_prompt(request, model)
     if grammar is not None:
         grammar = model.format.after_reasoning(grammar, text, model.tokenizer)
     # The template writes the special tokens itself.
