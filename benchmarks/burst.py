@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import random
 import sys
@@ -116,7 +117,7 @@ async def measure(options: argparse.Namespace) -> Outcome:
         after = await counters(client)
     ends = Counter(end for end, _ in answers)
     answered = [times for end, times in answers if end == "answered"]
-    gaps = [later - earlier for times in answered for earlier, later in zip(times, times[1:], strict=False)]
+    gaps = [later - earlier for times in answered for earlier, later in itertools.pairwise(times)]
     computed = after.total("tandem_node_prompt_tokens_computed_total") - before.total(
         "tandem_node_prompt_tokens_computed_total"
     )

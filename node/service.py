@@ -61,7 +61,7 @@ from tandem.wire.tracing import ClockReading, NodeTrace
 
 logger = logging.getLogger(__name__)
 
-_STATS_PERIOD_S = 0.05
+_STATS_PERIOD_S = 0.1
 _SPARE_DEADLINES = 100
 
 
@@ -224,6 +224,11 @@ class NodeService:
                 line_gaps=self._line.gaps,
             ),
             detail=failure or "",
+            loading=scheduler.blocked,
+            wanted_blocks=scheduler.wanted_blocks,
+            oldest_wait_s=max(0.0, self._clock() - scheduler.oldest_arrival)
+            if scheduler.oldest_arrival is not None
+            else 0.0,
             quarantined_blocks=scheduler.quarantined_blocks,
         )
 

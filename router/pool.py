@@ -19,7 +19,7 @@ from tandem.wire.requests import NodeStatus
 logger = logging.getLogger(__name__)
 
 # A status may have been written just before a Submit that we sent earlier was read.
-STATUS_LAG_S = 0.05
+STATUS_LAG_S = 0.15
 
 
 class Member:
@@ -34,7 +34,8 @@ class Member:
         self.lost: str | None = None  # why
         self.is_deaf = False  # it speaks, and does not acknowledge what it is sent
         self.meter = NodeRateMeter(info.role)
-        self.pending: dict[str, tuple[float, int]] = {}  # sent, and not yet part of a status: when, tokens
+        # Sent, and not yet part of a status: when, tokens to be computed, blocks that it may take.
+        self.pending: dict[str, tuple[float, int, int]] = {}
 
 
 class Pool:
@@ -117,9 +118,7 @@ class Pool:
         member.status, member.status_at = status, now
         member.meter.on_status(status)
         member.pending = {
-            request_id: (at, tokens)
-            for request_id, (at, tokens) in member.pending.items()
-            if at > now - STATUS_LAG_S
+            request_id: sent for request_id, sent in member.pending.items() if sent[0] > now - STATUS_LAG_S
         }
         if status.state is NodeState.FAILED:
             self._lose(member, f"it failed: {status.detail or 'no reason given'}")
@@ -196,9 +195,9 @@ class Pool:
         self._changed()
         self._on_lost(member.info, why)
 
-    def sent(self, node_id: str, request_id: str, tokens: int) -> None:
+    def sent(self, node_id: str, request_id: str, tokens: int, blocks: int = 0) -> None:
         if (member := self._members.get(node_id)) is not None:
-            member.pending[request_id] = (self._clock(), tokens)
+            member.pending[request_id] = (self._clock(), tokens, blocks)
             self._snapshot = None
 
     def answered(self, node_id: str, request_id: str) -> None:
@@ -225,7 +224,8 @@ class Pool:
             status=member.status,
             rates=member.meter.rates,
             pending_requests=len(member.pending),
-            pending_tokens=sum(tokens for _, tokens in member.pending.values()),
+            pending_tokens=sum(tokens for _, tokens, _ in member.pending.values()),
+            pending_blocks=sum(blocks for _, _, blocks in member.pending.values()),
         )
 
     def _foreign(self, member: Member) -> str | None:

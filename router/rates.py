@@ -30,6 +30,25 @@ class Average:
         self.value = value if self.value is None else (1 - WEIGHT) * self.value + WEIGHT * value
 
 
+# Before an answer has ended here, and the least that one is expected to have.
+ASSUMED_ANSWER_TOKENS = 256
+LEAST_ANSWER_TOKENS = 32
+
+
+class AnswerLengths:
+    """How long answers are, as far as one can tell from those that have ended."""
+
+    def __init__(self) -> None:
+        self._average = Average()
+
+    def ended(self, tokens: int) -> None:
+        self._average.observe(tokens)
+
+    def expected(self, most: int) -> int:
+        average = self._average.value
+        return min(most, ASSUMED_ANSWER_TOKENS if average is None else max(LEAST_ANSWER_TOKENS, int(average)))
+
+
 class NodeRateMeter:
     """Rates of one incarnation of a node, from the counters that it reports and from what requests saw.
 

@@ -165,6 +165,10 @@ class NodeStatus(msgspec.Struct, frozen=True, tag="status"):
     step_age_s: float  # since the engine last completed a step or found itself idle
     counters: NodeCounters
     detail: str = ""  # why, when failed
+    loading: int = 0  # of those that wait: their prompt's KV is on its way
+    # Blocks that the requests here are expected to take beyond those that they have. With `free_blocks` it says how much room there is.
+    wanted_blocks: int = 0
+    oldest_wait_s: float = 0.0  # of the requests that wait: how long ago the first of them came
     quarantined_blocks: int = 0  # of failed transfers: a peer may still write to them
 
 

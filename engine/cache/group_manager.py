@@ -47,6 +47,10 @@ class GroupManager(abc.ABC):
     def can_resume_at(self, request_id: str, num_tokens: int) -> bool:
         """Whether everything is still there that the token after the first `num_tokens` reads."""
 
+    def num_kept(self, request_id: str) -> int:
+        """How many blocks the request has."""
+        return len(self.tables.get(request_id, ()))
+
     def num_blocks_needed(self, num_slots: int, hits: Sequence[int], num_computed_tokens: int) -> int:
         """How many blocks `adopt` and `grow` would take out of the free queue."""
         required = -(-num_slots // self.block_size)

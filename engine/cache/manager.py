@@ -143,6 +143,16 @@ class KVCacheManager:
                 ahead += self.pool.num_free_among(blocks)
         return max(ahead, 0)
 
+    def num_blocks_until(self, request: Request, num_tokens: int) -> int:
+        """How many blocks the request takes beyond those that it has, until it has `num_tokens` tokens. One without blocks may find
+        some in the cache: those count as taken."""
+        last = min(num_tokens + self._num_lookahead, self.max_request_tokens)
+        missing = 0
+        for manager in self.coordinator.managers:
+            most = manager.max_blocks(last, self._max_new_tokens)
+            missing += max(most - manager.num_kept(request.request_id), 0)
+        return missing
+
     def cache_loaded(self, request: Request) -> None:
         """Caches the blocks that a connector has loaded and verified, up to the request's computed tokens."""
         self.coordinator.cache_full_blocks(request, request.num_computed_tokens)

@@ -59,6 +59,9 @@ class SlidingWindowManager(GroupManager):
         table[dropped:skipped] = [NULL_BLOCK_ID] * (skipped - dropped)
         self._num_dropped[request_id] = skipped
 
+    def num_kept(self, request_id: str) -> int:
+        return super().num_kept(request_id) - self._num_dropped.get(request_id, 0)
+
     def max_blocks(self, num_tokens: int, max_new_tokens: int) -> int:
         all_kept = -(-num_tokens // self.block_size)
         at_once = -(-(self._window - 1 + max_new_tokens) // self.block_size) + 1

@@ -119,6 +119,8 @@ class Lifecycle:
         del state.requests[request_id]
         state.finished_req_ids.add(request_id)
         state.settled = False
+        if status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED):
+            state.answers.ended(request.num_output_tokens)
         if (reason := request.finish_reason) is not None:
             state.totals.requests_finished[reason.value] += 1
         if state.connector is not None:

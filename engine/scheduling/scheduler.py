@@ -273,7 +273,7 @@ class Scheduler:
         return self._state.cache.reset_prefix_cache()
 
     def stats(self) -> SchedulerStats:
-        """Costs a walk over the running requests, not over those in line."""
+        """Costs a walk over all unfinished requests."""
         state, totals = self._state, self._state.totals
         pool = state.cache.pool
         uncomputed = sum(
@@ -289,6 +289,8 @@ class Scheduler:
             total_blocks=pool.num_usable,
             held_blocks=sum(map(state.cache.num_blocks_of, state.held)),
             held_requests=len(state.held),
+            wanted_blocks=self._wanted_blocks(),
+            oldest_arrival=min((request.arrival_time for request in state.waiting), default=None),
             quarantined_blocks=len(pool.quarantined),
             steps=totals.steps,
             requests_started=totals.requests_started,
@@ -304,6 +306,17 @@ class Scheduler:
             speculative_accepted=totals.speculative_accepted,
             loads_failed=totals.loads_failed,
             model_errors=totals.model_errors,
+        )
+
+    def _wanted_blocks(self) -> int:
+        cache, answers = self._state.cache, self._state.answers
+        return sum(
+            cache.num_blocks_until(
+                request,
+                request.num_tokens
+                + answers.rest(request.num_output_tokens, request.length_limit - request.num_tokens),
+            )
+            for request in self._state.requests.values()
         )
 
     def check_integrity(self) -> None:

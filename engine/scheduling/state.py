@@ -11,7 +11,7 @@ from tandem.engine.config import SchedulerConfig
 from tandem.engine.request import Request, RequestStatus
 from tandem.engine.scheduling.output import SchedulerOutput
 from tandem.engine.scheduling.policies import Policy
-from tandem.engine.scheduling.stats import Totals
+from tandem.engine.scheduling.stats import AnswerLengths, Totals
 from tandem.engine.scheduling.waiting import WaitingRequests
 from tandem.kvtransfer.base import LoadFailurePolicy, SchedulerConnector
 
@@ -40,6 +40,7 @@ class SchedulerState:
     held: dict[str, Request] = dataclasses.field(default_factory=dict)
     pause: PauseState = PauseState.UNPAUSED
     totals: Totals = dataclasses.field(default_factory=Totals)
+    answers: AnswerLengths = dataclasses.field(default_factory=AnswerLengths)
     # The step that was planned last, and the one that runs while the next is planned, if there is one.
     planned: SchedulerOutput | None = None
     open_step: SchedulerOutput | None = None

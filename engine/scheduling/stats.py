@@ -20,6 +20,9 @@ class SchedulerStats(msgspec.Struct, frozen=True):
     total_blocks: int  # without the null block
     held_blocks: int  # of finished requests, until the connector lets go of them
     held_requests: int
+    # Blocks that unfinished requests are expected to take beyond those that they have, those in line included.
+    wanted_blocks: int
+    oldest_arrival: float | None  # of the requests that wait, by the scheduler's clock
     quarantined_blocks: int  # of failed loads: a peer may still write to them
     steps: int
     requests_started: int
@@ -35,6 +38,28 @@ class SchedulerStats(msgspec.Struct, frozen=True):
     speculative_accepted: int
     loads_failed: int
     model_errors: int  # requests that the model failed: its logits were no numbers
+
+
+# Before an answer has ended here, and the least that an answer is expected to go on for.
+ASSUMED_ANSWER_TOKENS = 256.0
+LEAST_REST_TOKENS = 32
+WEIGHT = 0.1  # of the newest answer's length
+
+
+@dataclasses.dataclass(slots=True)
+class AnswerLengths:
+    """How long answers are, as far as one can tell from those that have ended."""
+
+    expected: float = ASSUMED_ANSWER_TOKENS
+    seen: bool = False
+
+    def ended(self, num_tokens: int) -> None:
+        self.expected = (1 - WEIGHT) * self.expected + WEIGHT * num_tokens if self.seen else float(num_tokens)
+        self.seen = True
+
+    def rest(self, num_tokens: int, most: int) -> int:
+        """How many more an answer of `num_tokens` is expected to get, of which at most `most` can come."""
+        return max(0, min(most, max(LEAST_REST_TOKENS, int(self.expected) - num_tokens)))
 
 
 @dataclasses.dataclass(slots=True)

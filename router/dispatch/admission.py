@@ -1,4 +1,9 @@
-"""How many sequences run at once, who waits, and whose turn is next."""
+"""How many sequences run at once, who waits, and whose turn is next.
+
+A sequence is let in when a decode node has the blocks that it may take, and there are fewer than `inflight_per_node` for each node: a node
+is given work by what it can hold. Those that wait here hold nothing anywhere. When the wait would be too long, the answer is 503 with the
+time after which it is worth trying again.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +17,7 @@ from tandem.router.rates import Average
 from tandem.wire.errors import DeadlineExceeded, Overloaded, TandemError
 
 MIN_RETRY_AFTER_S = 1
+MOST_PASSED_OVER = 32
 MAX_RETRY_AFTER_S = 60
 
 
@@ -26,13 +32,16 @@ class QueueFull(Overloaded):
 class Slots:
     """One HTTP request's places. Each of its sequences needs one; they come one at a time, in the tenant's turns."""
 
-    def __init__(self, admission: Admission, tenant: str, wanted: int) -> None:
+    def __init__(self, admission: Admission, tenant: str, wanted: int, tokens: int) -> None:
         self._admission = admission
         self._on_place: Callable[[], None] | None = None
         self._on_refused: Callable[[TandemError], None] | None = None
         self.tenant = tenant
         self.wanted = wanted  # that it is still in line for
+        self.tokens = tokens  # whose blocks one of its sequences may take
         self.held = 0
+        self.passed = 0  # how often others were let in before it because their blocks were free
+        self.unbegun = 0  # of those held: places on which no sequence has begun
         self.first: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def listen(self, on_place: Callable[[], None], on_refused: Callable[[TandemError], None]) -> None:
@@ -44,6 +53,8 @@ class Slots:
     def grant(self, count: int) -> None:
         self.wanted -= count
         self.held += count
+        self.unbegun += count
+        self._admission.promised += count * self.tokens
         if not self.first.done():
             self.first.set_result(None)
         if self._on_place is not None:
@@ -56,6 +67,12 @@ class Slots:
         elif self._on_refused is not None:
             self._on_refused(error)
 
+    def begin_one(self) -> None:
+        """A sequence begins on a place that it has: from here on its nodes know what it takes."""
+        if self.unbegun > 0:
+            self.unbegun -= 1
+            self._admission.promised -= self.tokens
+
     def release_one(self) -> None:
         """A sequence that had a place has ended."""
         if self.held > 0:
@@ -67,10 +84,13 @@ class Slots:
         if self.wanted > 0:
             self._admission.leave(self, 1)
         else:
+            self.begin_one()
             self.release_one()
 
     def release_all(self) -> None:
         self._admission.leave(self, self.wanted)
+        while self.unbegun:
+            self.begin_one()
         count, self.held = self.held, 0
         if count:
             self._admission.give_back(count)
@@ -93,33 +113,38 @@ class Admission:
         clock: Callable[[], float],
         metrics: RouterMetrics,
         on_release: Callable[[], None],
+        has_room: Callable[[int, int], bool] = lambda tokens, promised: True,
     ) -> None:
+        """`has_room`: whether a node has the blocks for a sequence of so many tokens, beside so many that were promised."""
         self._capacity = capacity
         self._max_queued = max_queued
         self._timeout_s = timeout_s
         self._clock = clock
         self._metrics = metrics
         self._on_release = on_release
+        self._has_room = has_room
         self._queues: OrderedDict[str, deque[Slots]] = OrderedDict()  # in the order of their turns
         self._between_ends = Average()
         self._last_end: float | None = None
         self.held = 0
         self.queued = 0  # sequences
+        self.promised = 0  # tokens' blocks of sequences that have a place and have not begun
 
-    async def acquire(self, tenant: str, count: int, deadline: float) -> Slots:
-        """Returns with the first of `count` places; the others may come later. Raises QueueFull, DeadlineExceeded."""
-        slots = Slots(self, tenant, count)
-        at_once = 0 if self._queues else min(count, max(0, self._capacity() - self.held))
+    async def acquire(self, tenant: str, count: int, deadline: float, tokens: int = 0) -> Slots:
+        """Returns with the first of `count` places; the others may come later. `tokens`: whose blocks each of them may take. Raises
+        QueueFull, DeadlineExceeded."""
+        slots = Slots(self, tenant, count, tokens)
+        at_once = 0
+        while not self._queues and at_once < count and self._fits(slots):
+            at_once += 1
+            self.held += 1
+            slots.grant(1)
         rest = count - at_once
-        if rest and self.queued + rest > self._max_queued:
+        if rest and (why := self._why_refused(rest, at_once)) is not None:
+            slots.wanted = 0  # it is in no line
+            slots.release_all()
             self._metrics.refusals.labels(reason="queue_full").inc()
-            raise QueueFull(
-                f"{self.queued} sequences wait already, and no more than {self._max_queued} may",
-                self.retry_after_s(),
-            )
-        if at_once:
-            self.held += at_once
-            slots.grant(at_once)
+            raise QueueFull(why, self.retry_after_s())
         if rest:
             self._queues.setdefault(tenant, deque()).append(slots)
             self.queued += rest
@@ -134,12 +159,26 @@ class Admission:
         except TimeoutError:
             slots.release_all()
             self._metrics.deadlines.labels(phase="queue").inc()
-            raise DeadlineExceeded(f"no node had room for the request within {timeout:.0f} s") from None
+            why = f"no node had room for the request within {timeout:.0f} s"
+            if self._timeout_s < deadline - began:
+                raise QueueFull(why, self.retry_after_s()) from None
+            raise DeadlineExceeded(why) from None
         except BaseException:
             slots.release_all()
             raise
         self._metrics.queue_time.observe(self._clock() - began)
         return slots
+
+    def _fits(self, slots: Slots) -> bool:
+        return self.held < self._capacity() and self._has_room(slots.tokens, self.promised)
+
+    def _why_refused(self, count: int, at_once: int) -> str | None:
+        if self.queued + count > self._max_queued:
+            return f"{self.queued} sequences wait already, and no more than {self._max_queued} may"
+        wait = self._expected_wait_s()
+        if at_once == 0 and wait > self._timeout_s:
+            return f"{self.queued} sequences wait already, and the last of them for about {wait:.0f} s"
+        return None
 
     def leave(self, slots: Slots, count: int) -> None:
         """`count` of its sequences are no longer in line."""
@@ -157,9 +196,10 @@ class Admission:
     def give_back(self, count: int) -> None:
         self.held -= count
         now = self._clock()
-        if self._last_end is not None:
+        # Ends say how fast the line moves only while there is one.
+        if self._last_end is not None and self.queued:
             self._between_ends.observe((now - self._last_end) / count)
-        self._last_end = now
+        self._last_end = now if self.queued else None
         self.pump()
         self._on_release()
 
@@ -171,9 +211,10 @@ class Admission:
 
     def pump(self) -> None:
         """Gives out what is free. Called when a place or a node appears."""
-        while self._queues and self.held < self._capacity():
-            tenant, queue = next(iter(self._queues.items()))
+        while (tenant := self._next_tenant()) is not None:
+            queue = self._queues[tenant]
             slots = queue.popleft()
+            slots.passed = 0
             self.queued -= 1
             self.held += 1
             if slots.wanted > 1:
@@ -184,7 +225,26 @@ class Admission:
                 del self._queues[tenant]
             slots.grant(1)
 
+    def _next_tenant(self) -> str | None:
+        """The one whose turn it is. A request for which no node has the blocks is passed over, so that it does not close the line
+        for others, but only so often: then the line waits until its blocks are free."""
+        if self.held >= self._capacity():
+            return None
+        passed: list[Slots] = []
+        for tenant, queue in self._queues.items():
+            slots = queue[0]
+            if self._has_room(slots.tokens, self.promised):
+                for other in passed:
+                    other.passed += 1
+                return tenant
+            if slots.passed >= MOST_PASSED_OVER:
+                return None
+            passed.append(slots)
+        return None
+
     def retry_after_s(self) -> int:
         """About when the queue as it is now will be through."""
-        expected = (self.queued + 1) * (self._between_ends.value or 0.0)
-        return min(MAX_RETRY_AFTER_S, max(MIN_RETRY_AFTER_S, math.ceil(expected)))
+        return min(MAX_RETRY_AFTER_S, max(MIN_RETRY_AFTER_S, math.ceil(self._expected_wait_s())))
+
+    def _expected_wait_s(self) -> float:
+        return (self.queued + 1) * (self._between_ends.value or 0.0)

@@ -49,6 +49,7 @@ class Dispatcher:
             self._clock,
             metrics,
             self._tell_if_idle,
+            self._placement.has_room,
         )
 
     def _capacity(self) -> int:
@@ -69,7 +70,12 @@ class Dispatcher:
             raise Unavailable(self.why_unavailable())
         trace = specs[0].trace
         came = self._clock()
-        slots = await self.admission.acquire(tenant, len(specs), min(spec.deadline for spec in specs))
+        slots = await self.admission.acquire(
+            tenant,
+            len(specs),
+            min(spec.deadline for spec in specs),
+            max(self._placement.expected_tokens(spec) for spec in specs),
+        )
         if trace is not None:
             trace.span(Phase.WAIT, came, came := self._clock())
         generation = Generation(

@@ -69,6 +69,7 @@ class Generation:
         life = next(iter(self._unplaced))
         del self._unplaced[life]
         self._places -= 1
+        self._slots.begin_one()
         return life
 
     def _on_place(self) -> None:

@@ -21,6 +21,7 @@ from tandem.router.metrics import RouterMetrics
 from tandem.router.policy import Decision, Policy, RoutingRequest
 from tandem.router.pool import Pool
 from tandem.router.prefixes import PrefixRecord, PromptHashes
+from tandem.router.rates import AnswerLengths
 from tandem.wire.errors import NodeLost
 from tandem.wire.nodes import NodeInfo
 
@@ -44,6 +45,7 @@ class Placement(Generic[L]):
         self._pool = pool
         self._policy = policy
         self._prefixes = PrefixRecord()
+        self._answers = AnswerLengths()
         self._by_request_id: dict[str, L] = {}
         self._by_node: dict[NodeInfo, set[L]] = {}
         self._waiting: dict[L, None] = {}  # for a node to appear
@@ -117,7 +119,13 @@ class Placement(Generic[L]):
                 self._pool.suspect(node.node_id, node.epoch, str(error))
                 return error
             reads_prompt = node is attempt.prefill or attempt.prefill is None
-            self._pool.sent(node.node_id, attempt.request_id, prompt_tokens if reads_prompt else 0)
+            taken = self.expected_tokens(spec) if node is attempt.decode else prompt_tokens
+            self._pool.sent(
+                node.node_id,
+                attempt.request_id,
+                prompt_tokens if reads_prompt else 0,
+                -(-taken // node.block_size),
+            )
         return None
 
     def withdraw(self, life: L, attempt: Attempt, ended_at: NodeInfo | None) -> None:
@@ -150,6 +158,20 @@ class Placement(Generic[L]):
         return self.clock() - self._ends.get(request_id, -LATE_CHUNK_S) < LATE_CHUNK_S
 
     # --- what is known of the nodes' work
+
+    def expected_tokens(self, spec: SequenceSpec) -> int:
+        """How many tokens' blocks a sequence may take on its decode node."""
+        return len(spec.prompt_token_ids) + self._answers.expected(spec.sampling.max_tokens)
+
+    def has_room(self, tokens: int, promised: int) -> bool:
+        """Whether a decode node has the blocks for a sequence of `tokens`, beside all those that were let in and are not sent yet."""
+        decode = self._pool.snapshot().decode
+        if not any(view.has_room(tokens) for view in decode):
+            return False
+        if promised == 0:
+            return True
+        room = sum(max(0, view.room_blocks) * view.info.block_size for view in decode)
+        return promised + tokens <= room
 
     def has_heard(self, node: NodeInfo, attempt: Attempt) -> bool:
         """Whether the node has acknowledged the attempt's Submit."""
@@ -196,6 +218,8 @@ class Placement(Generic[L]):
             member.meter.on_local_prefill(computed, took)
 
     def on_ended(self, attempt: Attempt | None, hashes: PromptHashes, output: Sequence[int]) -> None:
+        if output:
+            self._answers.ended(len(output))
         if attempt is not None and attempt.decode is not None and attempt.decode_started and output:
             # What a chat's next turn begins with is now cached where it was decoded.
             node = attempt.decode

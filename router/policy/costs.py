@@ -45,7 +45,7 @@ def decode_wait_s(node: NodeView, request: RoutingRequest, peers: Iterable[NodeV
     step = node.rates.step_s or ASSUMED_STEP_S
     block_size = node.info.block_size
     needed = -(-(request.prompt_tokens + request.max_new_tokens) // block_size)
-    missing = max(0, needed + node.status.waiting + node.pending_requests - node.status.free_blocks)
+    missing = max(0, needed - node.room_blocks)
     wait_for_blocks = missing * block_size * step / max(1, node.status.running)
     reading = node.queued_tokens
     if node.info.role is Role.AGGREGATED:

@@ -19,6 +19,16 @@ class NodeView(msgspec.Struct, frozen=True):
     rates: NodeRates
     pending_requests: int = 0
     pending_tokens: int = 0
+    pending_blocks: int = 0
+
+    @property
+    def room_blocks(self) -> int:
+        """Blocks that are free and that no request there is expected to take. Below 0 when some will have to wait."""
+        return self.status.free_blocks - self.status.wanted_blocks - self.pending_blocks
+
+    def has_room(self, tokens: int) -> bool:
+        """Whether a request that takes so many tokens' blocks would find them. A node without work takes any."""
+        return self.load == 0 or self.room_blocks * self.info.block_size >= tokens
 
     @property
     def node_id(self) -> str:

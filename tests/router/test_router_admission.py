@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.router.dispatch.admission import Admission, QueueFull, Slots
+from tandem.router.dispatch.admission import MOST_PASSED_OVER, Admission, QueueFull, Slots
 from tandem.router.metrics import RouterMetrics
 from tandem.wire.errors import DeadlineExceeded
 
@@ -107,11 +107,108 @@ def test_waiting_has_an_end() -> None:
     async def work() -> None:
         place = Place(1, timeout_s=0.05)
         slots = await place.ask()
-        with pytest.raises(DeadlineExceeded):
+        with pytest.raises(QueueFull) as refusal:
             await place.ask()
+        assert refusal.value.retry_after_s >= 1
+        with pytest.raises(DeadlineExceeded):  # its own
+            await place.admission.acquire("", 1, place.clock() + 0.01)
         assert place.admission.queued == 0
         slots.release_all()
         (await place.ask()).release_all()
+
+    run(work)
+
+
+class Blocks(Place):
+    """Room for so many tokens."""
+
+    def __init__(self, tokens: int, **settings: float) -> None:
+        super().__init__(1000, **settings)
+        self.free = tokens
+        self.admission = Admission(
+            lambda: self.capacity,
+            1000,
+            20.0,
+            self.clock,
+            RouterMetrics(),
+            self._on_release,
+            lambda tokens, promised: promised + tokens <= self.free,
+        )
+
+    def want(self, tokens: int, tenant: str = "", count: int = 1) -> asyncio.Task[Slots]:
+        return asyncio.create_task(self.admission.acquire(tenant, count, self.clock() + SOON, tokens))
+
+    def begin(self, slots: Slots) -> None:
+        """Its node reports the blocks as taken."""
+        slots.begin_one()
+        self.free -= slots.tokens
+
+
+def test_a_sequence_is_let_in_when_a_node_has_its_blocks() -> None:
+    async def work() -> None:
+        place = Blocks(100)
+        first, second = await place.want(60), place.want(60)
+        await settle()
+        assert not second.done(), "60 are promised"
+        place.begin(first)
+        place.admission.pump()
+        await settle()
+        assert not second.done(), "and taken"
+        place.free += 60
+        first.release_one()
+        place.begin(await second)
+        assert place.admission.promised == 0
+
+    run(work)
+
+
+def test_what_was_promised_to_a_sequence_that_never_begins_is_given_back() -> None:
+    async def work() -> None:
+        place = Blocks(100)
+        wide = await place.want(30, count=5)
+        assert (wide.held, place.admission.promised) == (3, 90)
+        wide.begin_one()
+        wide.release_all()
+        assert (place.admission.promised, place.admission.held, place.admission.queued) == (0, 0, 0)
+
+    run(work)
+
+
+def test_a_request_for_more_blocks_than_are_free_closes_the_line_for_others_only_so_long() -> None:
+    async def work() -> None:
+        place = Blocks(100)
+        place.begin(await place.want(50))
+        large = place.want(80, "large")
+        await settle()
+        for _ in range(MOST_PASSED_OVER):
+            small = place.want(10, "small")
+            await settle()
+            place.admission.pump()
+            (await small).release_all()
+        last = place.want(10, "small")
+        await settle()
+        place.admission.pump()
+        assert not last.done(), "its blocks are kept free from here on"
+        place.free = 100
+        place.admission.pump()
+        assert (await large).held == 1
+        await last
+
+    run(work)
+
+
+def test_a_wait_that_would_be_too_long_is_refused_at_the_door() -> None:
+    async def work() -> None:
+        place = Place(1, queued=100, timeout_s=0.05)
+        running, line = await place.ask(), [place.ask() for _ in range(2)]
+        await settle()
+        place.admission._between_ends.observe(1.0)  # as measured: one end per second
+        with pytest.raises(QueueFull, match="about 3 s") as refusal:
+            await place.admission.acquire("", 1, place.clock() + SOON)
+        assert refusal.value.retry_after_s == 3
+        running.release_all()
+        (await line[0]).release_all()
+        (await line[1]).release_all()
 
     run(work)
 
