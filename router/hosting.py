@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 import sys
 from collections.abc import Callable
 
@@ -32,8 +33,12 @@ class RouterHost:
     def __init__(self, config: bytes, find_model: FindModel | None = None) -> None:
         # As nodes and the controller do. Ray's actors write this to a file of their own.
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        # What no line shows need not be found out for each.
+        logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
         logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each export is no news
         raise_descriptor_limit()
+        # Prompts are tokenized one by one, and handing each to the library's pool of threads costs a fifth more.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         # The event loop gets the interpreter back within this, whatever a thread parses or renders.
         sys.setswitchinterval(_SWITCH_S)
         self._config = config

@@ -60,6 +60,8 @@ class Pool:
         self._members: dict[str, Member] = {}
         self._snapshot: PoolSnapshot | None = None
         self._checked_at: float | None = None
+        self._max_model_len: int | None = None
+        self._knows_max_model_len = False
         self.handover = Average()
         self.foreign_messages = 0  # from a node or an epoch that is not a member
 
@@ -72,9 +74,12 @@ class Pool:
 
     def max_model_len(self) -> int | None:
         """The shortest context of the nodes that requests may go to; of all members while there is none."""
-        views = self.snapshot().decode + self.snapshot().prefill
-        infos = [view.info for view in views] or [member.info for member in self._members.values()]
-        return min((info.max_model_len for info in infos), default=None)
+        if not self._knows_max_model_len:
+            views = self.snapshot().decode + self.snapshot().prefill
+            infos = [view.info for view in views] or [member.info for member in self._members.values()]
+            self._max_model_len = min((info.max_model_len for info in infos), default=None)
+            self._knows_max_model_len = True
+        return self._max_model_len
 
     def member(self, node_id: str) -> Member | None:
         return self._members.get(node_id)
@@ -257,4 +262,5 @@ class Pool:
 
     def _changed(self) -> None:
         self._snapshot = None
+        self._knows_max_model_len = False
         self._on_change()

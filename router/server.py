@@ -153,14 +153,8 @@ class RouterServer:
     async def _serve(self, listener: socket.socket) -> None:
         services = self.services
         self._http = HttpServer(make_app(services), self._config, services.metrics.slow_readers_cut.inc)
-        serving = await self._http.begin(listener)
-        serving.add_done_callback(self._on_http_end)
+        await self._http.begin(listener)
         services.supervisor.run("heartbeat", self._heartbeat)
-
-    def _on_http_end(self, task: asyncio.Task[None]) -> None:
-        if not self._stopped and not task.cancelled():
-            self.services.supervisor.failed["http"] = str(task.exception() or "it ended by itself")
-            logger.error("the HTTP server ended by itself: %s", task.exception())
 
     async def _heartbeat(self) -> None:
         """Pings every node, and notices the silent ones no later than a third of an interval after they are."""

@@ -3,8 +3,9 @@
 app            which path leads where
 generate_routes, text_routes, status_routes, trace_routes, try_page, api_document
                what is there; services: what all of it works with
-serving, protocol, disconnect
-               uvicorn in somebody else's event loop, with limits before any application; a client that goes away
+serving        the server's socket and its end
+protocol       HTTP/1.1 on one connection, with limits before any application; head and chunked: what it reads
+disconnect     a client that goes away
 gate           what every request passes on its way in and out
 body, json_body    a request's body, from bytes to a checked type; memory: what all of them take together
 respond, event_stream, errors

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from starlette.middleware.cors import CORSMiddleware
-from starlette.routing import BaseRoute, Route, Router
+from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tandem.router.http.api_document import DocumentRoute, TryRoute
@@ -35,8 +37,25 @@ class _Named:
         await self._app(scope, receive, send)
 
 
-def _route(path: str, app: ASGIApp, *methods: str) -> BaseRoute:
+def _route(path: str, app: ASGIApp, *methods: str) -> Route:
     return Route(path, _Named(path, app), methods=list(methods))
+
+
+class _Routes:
+    """A path without parameters is looked up; Starlette tries one route after the other for the rest."""
+
+    def __init__(self, routes: Sequence[Route]) -> None:
+        self._exact = {
+            (route.path, method): route.app
+            for route in routes
+            for method in route.methods or ()
+            if "{" not in route.path
+        }
+        self._router = Router(routes, redirect_slashes=False)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self._exact.get((scope["path"], scope["method"]), self._router)
+        await app(scope, receive, send)
 
 
 def _with_cors(app: ASGIApp, origins: tuple[str, ...]) -> ASGIApp:
@@ -80,7 +99,5 @@ def make_app(services: Services) -> ASGIApp:
         _route("/docs", TryRoute(), "GET"),
     ]
     # Without Starlette's application around them: its layers turn errors into answers, which is what the gate is for.
-    gate = Gate(
-        Router(routes, redirect_slashes=False), services.config.limits, services.keys, services.metrics
-    )
+    gate = Gate(_Routes(routes), services.config.limits, services.keys, services.metrics)
     return _with_cors(gate, services.config.cors_origins)

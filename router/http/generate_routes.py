@@ -17,7 +17,15 @@ from tandem.router.http.disconnect import until_disconnect
 from tandem.router.http.errors import Draining
 from tandem.router.http.event_stream import EventStream
 from tandem.router.http.gate import Exchange, exchange_of
-from tandem.router.http.memory import BodyShare, KeptShare, answer_size, inputs_size, without_payload
+from tandem.router.http.memory import (
+    PARSED_TIMES,
+    SMALL_BODY,
+    BodyShare,
+    KeptShare,
+    answer_size,
+    inputs_size,
+    without_payload,
+)
 from tandem.router.http.respond import send_pieces
 from tandem.router.http.services import Services
 from tandem.router.keys import Reservation
@@ -81,9 +89,12 @@ class GenerateRoute:
         try:
             with services.bodies.share() as share:
                 request, plan = await self._read(scope, receive, exchange, share, arrived)
+                kept_of_body = share.size
+                if kept_of_body > SMALL_BODY:
+                    request, kept_of_body = without_payload(request), 0
             if reservation is not None:
                 reservation.take_tokens(plan.prompt_tokens, _asked(request, plan))
-            inputs = inputs_size(plan)
+            inputs = inputs_size(plan) + kept_of_body * PARSED_TIMES
             with services.kept.share(inputs + answer_size(plan, streams=bool(request.stream))) as kept:
                 await self._run(scope, send, exchange, request, plan, reservation, kept, inputs, arrived)
         finally:
@@ -151,7 +162,7 @@ class GenerateRoute:
             trace.span(Phase.READ, arrived, read_at)
             trace.prompt_tokens = plan.prompt_tokens
             trace.span(Phase.TOKENIZE, read_at, time.monotonic(), plan.prompt_tokens)
-        return without_payload(request), plan
+        return request, plan
 
     def _caller(self, scope: Scope, exchange: Exchange, request: SamplingFields, arrived: float) -> Caller:
         tenant = exchange.tenant

@@ -1,6 +1,7 @@
-"""HTTP/1.1 on one connection: uvicorn's protocol, with the limits that an application never gets to see.
+"""HTTP/1.1 on one connection: requests to an ASGI application one after the other, and the limits that it never sees.
 
-A header that is too slow, too large or not HTTP is answered here, because no request ever comes of it.
+A header that is too slow, too large or not HTTP is answered here, because no request ever comes of it. No state that a
+client can leave its connection in lasts without one of the timers.
 """
 
 from __future__ import annotations
@@ -9,249 +10,511 @@ import asyncio
 import http
 import logging
 import secrets
-import sys
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
-import h11
-from uvicorn.config import Config
-from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
-from uvicorn.server import ServerState
+from starlette.types import ASGIApp, Message, Scope
 
 from tandem.router.config import Limits, Timeouts
+from tandem.router.http.chunked import ChunkedBody, FramingError
 from tandem.router.http.errors import error_body
+from tandem.router.http.head import END_OF_HEAD, RequestHead
+from tandem.wire.errors import InternalError
 
 logger = logging.getLogger(__name__)
 
 # A client that is still sending when it is refused does not read the refusal yet. What it sends is dropped, within these.
 LINGER_BYTES = 64 << 20
 LINGER_S = 2.0
+# Of a body that its reader has not taken yet; beyond it the client has to wait.
+UNREAD_BYTES = 64 << 10
 
 _CODES = {408: "request_timeout", 431: "header_too_large", 503: "overloaded"}
+_STATUS_LINES = {
+    status.value: b"HTTP/1.1 %d %b\r\n" % (status.value, status.phrase.encode()) for status in http.HTTPStatus
+}
+_EMPTY: frozenset[int] = frozenset({204, 304})
 
 
-class _Connection(h11.Connection):
-    """Refuses requests whose end two readers could see at two places: what one takes for the body's rest is the next
-    request to the other.
+class Server(Protocol):
+    """What a connection needs of the server that has it."""
 
-    Holds an answer's head back until something of its body comes: one packet for both, and one system call.
-    """
-
-    head = b""
-
-    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
-        event = super().next_event()
-        if isinstance(event, h11.Request):
-            _check_framing(event)
-        return event
-
-    def send_with_data_passthrough(self, event: h11.Event) -> list[bytes] | None:
-        """What `send` puts together."""
-        data = super().send_with_data_passthrough(event)
-        if isinstance(event, h11.Response):
-            self.head = b"".join(data or [])
-            return []
-        if not self.head:
-            return data
-        head, self.head = self.head, b""
-        return [head, *(data or [])]
-
-
-def _check_framing(request: h11.Request) -> None:
-    """What h11 lets pass. Lengths that differ or are none, and codings but `chunked`, it refuses itself."""
-    names = {name for name, _ in request.headers}
-    if b"transfer-encoding" not in names:
-        return
-    if b"content-length" in names:
-        raise h11.RemoteProtocolError("Transfer-Encoding and Content-Length together; send one of them")
-    if request.http_version < b"1.1":
-        raise h11.RemoteProtocolError("Transfer-Encoding in HTTP/1.0, which has none; send Content-Length")
-
-
-class _Transport:
-    """The connection's own, whose end is the protocol's: `close` for all that uvicorn closes."""
-
-    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
-        self._transport = transport
-        self.close = close
-        self.lingers = False
-        # Without a call in between: every token is written here.
-        self.write = transport.write
-        self.write_eof = transport.write_eof
-        self.abort = transport.abort
-        self.pause_reading = transport.pause_reading
-        self.resume_reading = transport.resume_reading
-        self.get_extra_info = transport.get_extra_info
-        self.get_write_buffer_size = transport.get_write_buffer_size
-
-    def is_closing(self) -> bool:
-        return self.lingers or self._transport.is_closing()
-
-    def close_now(self) -> None:
-        self._transport.close()
-
-
-class GuardedProtocol(H11Protocol):
-    """What it is told is set by `guarded`. No state that a client can leave it in lasts without one of its timers."""
-
+    app: ASGIApp
     limits: Limits
     timeouts: Timeouts
-    on_cut: Callable[[], None]
+    connections: set[Connection]
+    tasks: set[asyncio.Task[None]]
+    stopping: bool
 
-    def __init__(
-        self,
-        config: Config,
-        server_state: ServerState,
-        app_state: dict[str, Any],
-        _loop: asyncio.AbstractEventLoop | None = None,
-    ) -> None:
-        super().__init__(config, server_state, app_state, _loop)
-        self.conn: _Connection = _Connection(h11.SERVER, config.h11_max_incomplete_event_size or 0)
+    def date(self) -> bytes: ...
+
+    def on_cut(self) -> None: ...
+
+
+class LengthBody:
+    """A body that says its length, or none."""
+
+    def __init__(self, length: int) -> None:
+        self._left = length
+
+    @property
+    def complete(self) -> bool:
+        return self._left == 0
+
+    def take(self, buffer: bytearray) -> bytes:
+        data = bytes(buffer[: self._left])
+        del buffer[: len(data)]
+        self._left -= len(data)
+        return data
+
+
+class Call:
+    """One request and its answer, between the application and the connection."""
+
+    def __init__(self, connection: Connection, head: RequestHead, body: LengthBody | ChunkedBody) -> None:
+        self._connection = connection
+        self._head = head
+        self._unread = bytearray()
+        self._news: asyncio.Future[None] | None = None
+        self._answer_head = (
+            b""  # held back until something of its body comes: one packet, and one system call
+        )
+        self._chunked = False
+        self._has_body = True
+        self._expects_continue = head.expects_continue
+        self._read_to_end = False
+        self.body = body
+        self.keep_alive = head.keep_alive
+        self.answering = False  # the status is known
+        self.complete = False  # the answer is sent
+        self.disconnected = False
+        path, raw_path, query = head.target
+        self.scope: Scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": head.version,
+            "method": head.method,
+            "scheme": "http",
+            "path": path,
+            "raw_path": raw_path,
+            "query_string": query,
+            "root_path": "",
+            "headers": head.headers,
+            "client": connection.client,
+            "server": None,
+            "state": {"connection": connection},
+        }
+
+    @property
+    def request_id(self) -> str:
+        exchange: Any = self.scope.get("exchange")
+        return str(exchange.request_id) if exchange is not None else "-"
+
+    async def run(self, app: ASGIApp) -> None:
+        try:
+            await app(self.scope, self.receive, self.send)
+        except asyncio.CancelledError:
+            pass  # the server ends it, and the client learns it from the connection's end
+        except Exception:
+            logger.exception("%s: the application failed", self.request_id)
+        finally:
+            if not self.complete and not self.disconnected:
+                self._connection.break_off()
+
+    # --- the request
+
+    def take(self, buffer: bytearray) -> bool:
+        """What of its body has come; after the answer it is dropped. Whether that was the body's end."""
+        data = self.body.take(buffer)
+        if not self.complete and not self.disconnected:
+            self._unread += data
+            if len(self._unread) > UNREAD_BYTES:
+                self._connection.pause_reading()
+            self._wake()
+        return self.body.complete
+
+    def hang_up(self) -> None:
+        self.disconnected = True
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)
+
+    async def receive(self) -> Message:
+        if self._expects_continue and not self.answering and not self.disconnected:
+            self._expects_continue = False
+            self._connection.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        while not (self.disconnected or self.complete or self._has_news()):
+            self._connection.resume_reading()
+            self._news = asyncio.get_running_loop().create_future()
+            try:
+                await self._news
+            finally:
+                self._news = None
+        if self.disconnected or self.complete:
+            return {"type": "http.disconnect"}
+        body, self._unread = bytes(self._unread), bytearray()
+        self._read_to_end = self.body.complete
+        return {"type": "http.request", "body": body, "more_body": not self._read_to_end}
+
+    def _has_news(self) -> bool:
+        return bool(self._unread) or (self.body.complete and not self._read_to_end)
+
+    # --- the answer
+
+    async def send(self, message: Message) -> None:
+        if self.disconnected:
+            return
+        if message["type"] == "http.response.start":
+            if self.answering:
+                raise InternalError("an answer was begun twice")
+            self._begin(message["status"], message["headers"])
+            return
+        if not self.answering or self.complete:
+            raise InternalError("an answer's body came outside of it")
+        if self._connection.write_paused:
+            await self._connection.until_writable()
+        self._write_body(message.get("body", b""), more=message.get("more_body", False))
+
+    def _begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self.answering = True
+        has_length = False
+        lines = [_STATUS_LINES[status], b"date: ", self._connection.server.date(), b"\r\n"]
+        for name, value in headers:
+            if name == b"content-length":
+                has_length = True
+            elif name == b"connection" and value.lower() == b"close":
+                self.keep_alive = False
+                continue
+            lines += (name, b": ", value, b"\r\n")
+        self._has_body = self._head.method != "HEAD" and status not in _EMPTY
+        if self._has_body and not has_length:
+            if self._head.version == "1.1":
+                self._chunked = True
+                lines.append(b"transfer-encoding: chunked\r\n")
+            else:
+                self.keep_alive = False
+        if self._connection.server.stopping:
+            self.keep_alive = False
+        if not self.keep_alive:
+            lines.append(b"connection: close\r\n")
+        lines.append(b"\r\n")
+        head = b"".join(lines)
+        if head.count(b"\n") != head.count(b"\r\n") or head.count(b"\n") > len(headers) + 5:
+            raise InternalError("an answer's header has a line end in it")
+        self._answer_head = head
+
+    def _write_body(self, data: bytes, *, more: bool) -> None:
+        if self.disconnected:
+            return
+        head, self._answer_head = self._answer_head, b""
+        if not self._has_body:
+            data = b""
+        elif self._chunked:
+            piece = b"%x\r\n%b\r\n" % (len(data), data) if data else b""
+            data = piece if more else piece + b"0\r\n\r\n"
+        if head or data:
+            self._connection.write(head + data if head else data)
+        if not more:
+            self.complete = True
+            self._wake()
+            self._connection.on_answered(self)
+
+    def try_write_chunk(self, data: bytes) -> bool:
+        """A piece of a chunked body that has begun. False when it must wait."""
+        if self._answer_head or self._connection.write_paused:
+            return False
+        if not self.disconnected and data:
+            self._connection.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
+
+
+class Connection(asyncio.Protocol):
+    """Between requests it is idle; a request that comes before its turn lies in the buffer."""
+
+    transport: asyncio.Transport
+
+    def __init__(self, server: Server, loop: asyncio.AbstractEventLoop) -> None:
+        self.server = server
+        self.client: tuple[str, int] | None = None
+        self.write_paused = False
+        self._loop = loop
+        self._buffer = bytearray()
+        self._searched = 0  # of the buffer, for the end of a head
+        self._call: Call | None = None  # that is answered, or whose body is still coming
+        self._last_id = "-"  # of the request that was answered last
+        self._read_paused = False
+        self._writable: asyncio.Future[None] | None = None
         self._on_lost: Callable[[], None] | None = None
-        self._header_timer: asyncio.TimerHandle | None = None
         self._heard = False  # anything at all
-        self._rest_of: RequestResponseCycle | None = None  # answered, while its body is still coming
-        self._rest_timer: asyncio.TimerHandle | None = None
-        self._unsent_timer: asyncio.TimerHandle | None = None
-        self._linger_timer: asyncio.TimerHandle | None = None
+        self._closing = False
+        self._lingers = False
         self._dropped_bytes = 0  # while it lingers
+        # While it waits for a head, for the rest of a body that nobody reads, and idle. Never two of them.
+        self._timer: asyncio.TimerHandle | None = None
+        self._unsent_timer: asyncio.TimerHandle | None = None
+
+    # --- what comes
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._closing = _Transport(cast("asyncio.Transport", transport), self._close)
-        super().connection_made(cast("asyncio.Transport", self._closing))
-        self.app_state = {**self.app_state, "connection": self}  # for event streams
-        if len(self.connections) > self.limits.connections:
-            self._refuse(503, f"more than {self.limits.connections} connections", retry_after=True)
-            self._closing.close_now()  # whoever lingers is one more
+        self.transport = cast("asyncio.Transport", transport)
+        # Without a call in between: every token is written here.
+        self.write = self.transport.write
+        peer = transport.get_extra_info("peername")
+        self.client = (str(peer[0]), int(peer[1])) if isinstance(peer, tuple) else None
+        self.server.connections.add(self)
+        if len(self.server.connections) > self.server.limits.connections:
+            limit = self.server.limits.connections
+            self._refuse(503, f"more than {limit} connections", retry_after=True)
+            self.transport.close()  # one that lingers is one more
             return
-        self._start_header_timer()
-
-    def _start_header_timer(self) -> None:
-        self._header_timer = self.loop.call_later(self.timeouts.header, self._on_slow_header)
-
-    def _stop_header_timer(self) -> None:
-        if self._header_timer is not None:
-            self._header_timer.cancel()
-            self._header_timer = None
+        self._set_timer(self.server.timeouts.header, self._on_slow_header)
 
     def data_received(self, data: bytes) -> None:
-        if self.transport.is_closing():
+        if self._closing:
             self._drop(data)
             return
         self._heard = True
-        if self._header_timer is None and self.conn.their_state is h11.IDLE:
-            self._start_header_timer()  # the first byte of another request on this connection
-        super().data_received(data)
-        if self.conn.their_state is not h11.IDLE:
-            self._stop_header_timer()
-        self._note_rest()
-        if self._on_lost is not None:
-            self._hear_hangup()
+        self._buffer += data
+        self._read()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_header_timer()
-        self._stop_rest_timer()
+        self.server.connections.discard(self)
+        self._closing = True
+        self._stop_timer()
         self._stop_unsent_timer()
-        self._stop_linger_timer()
-        super().connection_lost(exc)
+        self._buffer.clear()
+        if self._call is not None:
+            self._call.hang_up()
+        self._wake_writer()
         if self._on_lost is not None:
             self._on_lost()
 
-    def _close(self) -> None:
-        """What the client sends is read to its end first, if it is in the middle of it: closed with bytes unread, TCP
-        resets the connection, and the client loses the answer that it was about to read."""
-        if self.conn.their_state in (h11.SEND_BODY, h11.ERROR):
-            self._linger()
-        else:
-            self._closing.close_now()
+    def _read(self) -> None:
+        try:
+            while self._buffer and not self._closing:
+                call = self._call
+                if call is None:
+                    if not self._next_call():
+                        return
+                elif not call.body.complete:
+                    if not call.take(self._buffer):
+                        return
+                    if call.complete:
+                        self._become_idle()
+                else:
+                    # Before its turn. While there is reading, an end of the connection is noticed.
+                    if len(self._buffer) > self.server.limits.header_bytes:
+                        self.pause_reading()
+                    return
+        except FramingError as error:
+            self._refuse(400, f"not a request that HTTP/1.1 allows: {error}")
 
-    def _linger(self) -> None:
-        if self.transport.is_closing():
-            return
-        self._closing.lingers = True
-        if self.cycle is not None and not self.cycle.response_complete:
-            self.cycle.disconnected = True  # nothing can be said any more
-            self.cycle.message_event.set()
-        self.transport.write_eof()
-        self.flow.resume_reading()
-        self._linger_timer = self.loop.call_later(LINGER_S, self._closing.close_now)
+    def _next_call(self) -> bool:
+        """Whether a head is complete, and its request has begun."""
+        while self._buffer.startswith(b"\r\n"):
+            del self._buffer[:2]
+        found = END_OF_HEAD.search(self._buffer, max(0, self._searched - 3))
+        limit = self.server.limits.header_bytes
+        if (found.end() if found is not None else len(self._buffer)) > limit:
+            self._refuse(431, f"the header has more than the {limit} bytes that are read")
+            return False
+        if found is None:
+            self._searched = len(self._buffer)
+            if self._timer is None or self._timer_is_idle:
+                self._set_timer(self.server.timeouts.header, self._on_slow_header)
+            return False
+        self._stop_timer()
+        head = RequestHead(self._buffer[: found.end()])
+        del self._buffer[: found.end()]
+        self._searched = 0
+        body = ChunkedBody(limit) if head.chunked else LengthBody(head.content_length or 0)
+        call = self._call = Call(self, head, body)
+        task = self._loop.create_task(call.run(self.server.app))
+        self.server.tasks.add(task)
+        task.add_done_callback(self.server.tasks.discard)
+        return True
 
-    def _drop(self, data: bytes) -> None:
-        self._dropped_bytes += len(data)
-        if self._dropped_bytes > LINGER_BYTES:
-            self._closing.close_now()
+    def pause_reading(self) -> None:
+        if not self._read_paused and not self.transport.is_closing():
+            self._read_paused = True
+            self.transport.pause_reading()
 
-    def _stop_linger_timer(self) -> None:
-        if self._linger_timer is not None:
-            self._linger_timer.cancel()
-            self._linger_timer = None
+    def resume_reading(self) -> None:
+        if self._read_paused and not self.transport.is_closing():
+            self._read_paused = False
+            self.transport.resume_reading()
 
     def watch(self, on_lost: Callable[[], None]) -> None:
         """Calls it when the client is gone, which is only noticed while there is reading. Of one request at a time."""
         self._on_lost = on_lost
-        self._hear_hangup()
-        if self.cycle.disconnected:
+        if len(self._buffer) <= self.server.limits.header_bytes:
+            self.resume_reading()
+        if self._call is None or self._call.disconnected:
             on_lost()
 
     def unwatch(self) -> None:
         self._on_lost = None
 
-    def _hear_hangup(self) -> None:
-        """uvicorn stops reading when the next request comes before its turn. Of that a header's size may lie here while
-        reading goes on."""
-        if self.flow.read_paused and len(self.conn.trailing_data[0]) <= self.limits.header_bytes:
-            self.flow.resume_reading()
+    # --- what leaves
 
-    def on_response_complete(self) -> None:
-        cycle, rest_comes = self.cycle, self.conn.their_state is h11.SEND_BODY
-        super().on_response_complete()
-        if self.transport.is_closing():
-            self._watch_unsent()
-        elif rest_comes:
-            self._rest_of = cycle
-            self._rest_timer = self.loop.call_later(self.timeouts.body, self._on_endless_rest)
+    def pause_writing(self) -> None:
+        self.write_paused = True
+        self._watch_unsent()
 
-    def _note_rest(self) -> None:
-        """The rest of a body that nobody wanted was read and dropped. From its end on the connection is idle."""
-        if self._rest_of is None:
+    def resume_writing(self) -> None:
+        self.write_paused = False
+        self._wake_writer()
+        if not self._closing:
+            self._stop_unsent_timer()
+
+    async def until_writable(self) -> None:
+        """Until then, or until the client is cut off."""
+        if self.write_paused and not self.transport.is_closing():
+            if self._writable is None:
+                self._writable = self._loop.create_future()
+            await asyncio.shield(self._writable)
+
+    def _wake_writer(self) -> None:
+        if self._writable is not None:
+            self._writable.set_result(None)
+            self._writable = None
+
+    def try_write_chunk(self, data: bytes) -> bool:
+        return self._call is not None and self._call.try_write_chunk(data)
+
+    def on_answered(self, call: Call) -> None:
+        self._last_id = call.request_id
+        if not call.keep_alive or self.server.stopping:
+            self.close()
+        elif not call.body.complete:
+            self.resume_reading()
+            self._set_timer(self.server.timeouts.body, self._on_endless_rest)
+        else:
+            self._become_idle()
+
+    def _become_idle(self) -> None:
+        """Or begin with the request that has come meanwhile."""
+        self._call = None
+        self._set_timer(max(1.0, self.server.timeouts.keep_alive), self._on_idle, idle=True)
+        self.resume_reading()
+        if self._buffer:
+            self._loop.call_soon(self._read)
+
+    # --- its end
+
+    def shutdown(self) -> None:
+        """No further request is taken: the answer that is under way is the last."""
+        if self._call is None or self._call.complete:
+            self.close()
+        else:
+            self._call.keep_alive = False
+
+    def close(self) -> None:
+        """What the client sends is read to its end first, if it is in the middle of it: closed with bytes unread, TCP
+        resets the connection, and the client loses the answer that it was about to read."""
+        if self._closing:
             return
-        is_next = self.cycle is not self._rest_of
-        if is_next or self.conn.their_state is not h11.SEND_BODY:
-            self._stop_rest_timer()
-        if not is_next and self.conn.their_state is h11.IDLE:
-            self.timeout_keep_alive_task = self.loop.call_later(
-                self.timeout_keep_alive, self.timeout_keep_alive_handler
-            )
+        self._stop_timer()
+        if self._call is not None and not self._call.body.complete:
+            self._linger()
+        else:
+            self._closing = True
+            self.transport.close()
+        self._watch_unsent()
 
-    def _stop_rest_timer(self) -> None:
-        self._rest_of = None
-        if self._rest_timer is not None:
-            self._rest_timer.cancel()
-            self._rest_timer = None
+    def break_off(self) -> None:
+        """In the middle of an answer, or before it, when there will be no more of it."""
+        if self._call is not None and not self._call.answering:
+            self._refuse(500, "internal error")
+        else:
+            self._closing = True
+            self.transport.close()
+            self._watch_unsent()
+
+    def _linger(self) -> None:
+        if self._closing:
+            return
+        self._closing = self._lingers = True
+        self._stop_timer()
+        if self._call is not None and not self._call.complete:
+            self._call.hang_up()  # nothing can be said any more
+        if not self.transport.can_write_eof():
+            self.transport.close()
+            return
+        self.transport.write_eof()
+        self.resume_reading()
+        self._timer = self._loop.call_later(LINGER_S, self.transport.close)
+
+    def _drop(self, data: bytes) -> None:
+        self._dropped_bytes += len(data)
+        if self._dropped_bytes > LINGER_BYTES:
+            self.transport.close()
+
+    def _refuse(self, status: int, message: str, *, retry_after: bool = False) -> None:
+        """Where there is no request that could be answered, or none whose end is known."""
+        self._stop_timer()
+        self._buffer.clear()
+        call = self._call
+        request_id = call.request_id if call is not None else secrets.token_hex(16)
+        logger.info("%s: answered %d to %s: %s", request_id, status, _shown(self.client), message)
+        if call is None or not call.answering or call.complete:
+            body = error_body(
+                message, status, _CODES.get(status, "invalid_http" if status < 500 else "internal_error")
+            )
+            lines = [
+                b"content-type: application/json",
+                b"content-length: %d" % len(body),
+                b"connection: close",
+                b"x-request-id: " + request_id.encode(),
+                *([b"retry-after: 1"] if retry_after else []),
+            ]
+            self.transport.write(_STATUS_LINES[status] + b"\r\n".join(lines) + b"\r\n\r\n" + body)
+        self._linger()
+
+    # --- timers
+
+    def _set_timer(self, seconds: float, then: Callable[[], None], *, idle: bool = False) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_later(seconds, then)
+        self._timer_is_idle = idle
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _on_slow_header(self) -> None:
+        self._timer = None
+        if not self._heard:
+            self.close()
+            return
+        self._refuse(408, f"the header was not complete within {self.server.timeouts.header:g} s")
 
     def _on_endless_rest(self) -> None:
         logger.info(
             "%s: answered %g s ago, and its body is still not complete: the connection is closed",
-            self._request_id(),
-            self.timeouts.body,
+            self._last_id,
+            self.server.timeouts.body,
         )
         self.transport.abort()
 
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._watch_unsent()
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        if not self.transport.is_closing():
-            self._stop_unsent_timer()
+    def _on_idle(self) -> None:
+        """The answer has been there for long. If the client has not read it, closing would wait for it for ever."""
+        if self.transport.get_write_buffer_size() > 0:
+            self.transport.abort()
+        else:
+            self.close()
 
     def _watch_unsent(self) -> None:
         """While the client is behind, and after the last answer: closing waits for all of it to be taken."""
         unsent = self.transport.get_write_buffer_size()
         self._stop_unsent_timer()
         if unsent > 0:
-            self._unsent_timer = self.loop.call_later(self.timeouts.slow_reader, self._on_unsent, unsent)
+            seconds = self.server.timeouts.slow_reader
+            self._unsent_timer = self._loop.call_later(seconds, self._on_unsent, unsent)
 
     def _stop_unsent_timer(self) -> None:
         if self._unsent_timer is not None:
@@ -263,86 +526,15 @@ class GuardedProtocol(H11Protocol):
         if self.transport.get_write_buffer_size() < before:
             self._watch_unsent()
             return
+        request_id = self._call.request_id if self._call is not None else self._last_id
         logger.warning(
             "%s: the client took nothing of its answer for %g s and is cut off",
-            self._request_id(),
-            self.timeouts.slow_reader,
+            request_id,
+            self.server.timeouts.slow_reader,
         )
-        self.on_cut()
+        self.server.on_cut()
         self.transport.abort()
-
-    def _request_id(self) -> str:
-        """Of the request that is being answered, or was answered last."""
-        exchange: Any = self.cycle.scope.get("exchange") if self.cycle is not None else None
-        return str(exchange.request_id) if exchange is not None else "-"
-
-    def timeout_keep_alive_handler(self) -> None:
-        """The answer has been there for long. If the client has not read it, closing would wait for it forever."""
-        if self.transport.get_write_buffer_size() > 0:
-            self.transport.abort()
-        else:
-            super().timeout_keep_alive_handler()
-
-    def _on_slow_header(self) -> None:
-        self._header_timer = None
-        if self.transport.is_closing():
-            return
-        if not self._heard:
-            self.transport.close()
-            return
-        self._refuse(408, f"the header was not complete within {self.timeouts.header:g} s")
-
-    def try_write_chunk(self, data: bytes) -> bool:
-        """A piece of a chunked body that has begun, straight to the connection. False when it must wait.
-
-        Through h11 every token would cost as much again: its state machine does not move within a body, so there is
-        nothing in it to be told.
-        """
-        if self.flow.write_paused or self.conn.head:
-            return False
-        if not self.cycle.disconnected and data:
-            self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
-        return True
-
-    async def until_writable(self) -> None:
-        """Until then, or until the client is cut off."""
-        await self.flow.drain()
-
-    def send_400_response(self, msg: str) -> None:
-        """Called by uvicorn for whatever h11 refuses. h11 says when it is the header's size; its 501 for a coding that it
-        does not know is 400 here, because where such a body ends nobody can say."""
-        error = sys.exc_info()[1]
-        is_too_large = isinstance(error, h11.RemoteProtocolError) and error.error_status_hint == 431
-        status = 431 if is_too_large else 400
-        self._refuse(status, f"not a request that HTTP/1.1 allows: {error or msg}")
-
-    def _refuse(self, status: int, message: str, *, retry_after: bool = False) -> None:
-        """Written by hand: h11 has nothing to answer to, as it has seen no request."""
-        self._stop_header_timer()
-        request_id = secrets.token_hex(16)  # there was no request, so none that the client gave
-        logger.info("%s: answered %d to %s: %s", request_id, status, _shown(self.client), message)
-        body = error_body(message, status, _CODES.get(status, "invalid_http"))
-        lines = [
-            f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}",
-            "content-type: application/json",
-            f"content-length: {len(body)}",
-            "connection: close",
-            f"x-request-id: {request_id}",
-            *(["retry-after: 1"] if retry_after else []),
-        ]
-        self.transport.write("\r\n".join(lines).encode() + b"\r\n\r\n" + body)
-        self._linger()
 
 
 def _shown(client: tuple[str, int] | None) -> str:
     return f"{client[0]}:{client[1]}" if client else "a client"
-
-
-def guarded(limits: Limits, timeouts: Timeouts, on_cut: Callable[[], None]) -> type[GuardedProtocol]:
-    """uvicorn makes protocols from a class alone, so the settings are the class's. `on_cut` is called for every client
-    that is cut off because it does not read."""
-    return type(
-        "ConfiguredProtocol",
-        (GuardedProtocol,),
-        {"limits": limits, "timeouts": timeouts, "on_cut": staticmethod(on_cut)},
-    )

@@ -1,26 +1,25 @@
-"""uvicorn's server, started and stopped by events instead of by polling, inside somebody else's event loop."""
+"""The server's socket, its connections, and how it ends."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import resource
 import socket
-from collections.abc import Callable, Generator
+import time
+from collections.abc import Callable
+from email.utils import formatdate
 
 import msgspec
-import uvicorn
 from starlette.types import ASGIApp
 
 from tandem.router.config import Limits, RouterConfig
-from tandem.router.http.protocol import guarded
-from tandem.wire.errors import ConfigurationError, InternalError
+from tandem.router.http.protocol import Connection
+from tandem.wire.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
 
-START_TIMEOUT_S = 30.0
-DATE_INTERVAL_S = 1.0
+BACKLOG = 2048
 # For nodes, the model's files, logs, and Ray.
 OTHER_DESCRIPTORS = 512
 
@@ -65,82 +64,54 @@ def listen(host: str, port: int) -> socket.socket:
         raise ConfigurationError(
             f"router.port: cannot listen on {host}:{port}: {error.strerror or error}; choose another port"
         ) from error
-    listener.listen(2048)
+    listener.listen(BACKLOG)
     listener.setblocking(False)
     return listener
 
 
-class HttpServer(uvicorn.Server):
-    """Signals belong to whoever runs the process."""
+class HttpServer:
+    """Connections to an ASGI application, on the event loop of whoever makes it. Signals belong to that process."""
 
     def __init__(self, app: ASGIApp, config: RouterConfig, on_cut: Callable[[], None]) -> None:
-        super().__init__(
-            uvicorn.Config(
-                app,
-                http=guarded(limits_that_fit(config.limits), config.timeouts, on_cut),
-                h11_max_incomplete_event_size=config.limits.header_bytes,
-                timeout_keep_alive=max(1, int(config.timeouts.keep_alive)),
-                lifespan="off",
-                ws="none",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                proxy_headers=False,  # nothing here asks who the client is
-            )
-        )
-        self._listening = asyncio.Event()
-        self._stop = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+        self.app = app
+        self.limits = limits_that_fit(config.limits)
+        self.timeouts = config.timeouts
+        self.connections: set[Connection] = set()
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.stopping = False
+        self._on_cut = on_cut
+        self._server: asyncio.Server | None = None
+        self._date = (0, b"")  # of this second
 
-    async def begin(self, listener: socket.socket) -> asyncio.Task[None]:
-        """Returns once it listens: the task that serves, which must not end before `end` is called."""
-        self._task = asyncio.create_task(self.serve(sockets=[listener]), name="http")
-        listening = asyncio.create_task(self._listening.wait())
-        await asyncio.wait(
-            {listening, self._task}, timeout=START_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED
+    def on_cut(self) -> None:
+        self._on_cut()
+
+    def date(self) -> bytes:
+        now = int(time.time())
+        if now != self._date[0]:
+            self._date = (now, formatdate(now, usegmt=True).encode())
+        return self._date[1]
+
+    async def begin(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(
+            lambda: Connection(self, loop), sock=listener, backlog=BACKLOG
         )
-        if not listening.done():
-            listening.cancel()
-            raise InternalError(f"the HTTP server did not start within {START_TIMEOUT_S:.0f} s")
-        return self._task
 
     async def end(self, grace_s: float) -> None:
-        """Answers that are under way have `grace_s` to be sent; whoever does not read them by then is cut off."""
-        self._stop.set()
-        if self._task is None:
+        """Answers that are under way have `grace_s` to be sent; clients that do not read them by then are cut off."""
+        self.stopping = True
+        if self._server is None:
             return
-        _, unsent = await asyncio.wait({self._task}, timeout=grace_s)
-        if unsent:
-            for task in list(self.server_state.tasks):
-                task.cancel()
-            for connection in list(self.server_state.connections):
-                connection.transport.abort()
-            await asyncio.wait({self._task}, timeout=grace_s)
-        if not self._task.done():
-            self._task.cancel()
-            logger.error("the HTTP server did not end in time")
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self._listening.set()
-
-    async def main_loop(self) -> None:
-        while not self._stop.is_set():
-            await self.on_tick(0)  # the date header
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(DATE_INTERVAL_S):
-                    await self._stop.wait()
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        for server in self.servers:
-            server.close()
-        for connection in list(self.server_state.connections):
+        self._server.close()
+        for connection in list(self.connections):
             connection.shutdown()
-        if self.server_state.tasks:
-            await asyncio.wait(list(self.server_state.tasks))
-        for server in self.servers:
-            await server.wait_closed()
+        if self.tasks:
+            _, unsent = await asyncio.wait(list(self.tasks), timeout=grace_s)
+            for task in unsent:
+                task.cancel()
+            if unsent:
+                await asyncio.wait(unsent, timeout=grace_s)
+        for connection in list(self.connections):
+            if connection.transport.get_write_buffer_size() > 0 or not connection.transport.is_closing():
+                connection.transport.abort()

@@ -32,15 +32,24 @@ class RawPieces:
 def json_pieces(value: Any) -> Iterator[bytes]:
     """`value` as msgspec would encode it. An iterator in it is a list whose items are made as they are written;
     objects are looked into, lists are not, except for their length."""
-    if isinstance(value, RawPieces):
+    if _is_small(value):
+        yield _encode(value)
+    elif isinstance(value, RawPieces):
         yield from value.pieces
     elif isinstance(value, Mapping):
         before = b"{"
+        small: dict[str, Any] = {}
         for name, item in value.items():
+            if _is_small(item):
+                small[name] = item
+                continue
+            if small:
+                yield before + _encode(small)[1:-1]
+                small, before = {}, b","
             yield before + _encode(name) + b":"
             yield from json_pieces(item)
             before = b","
-        yield b"{}" if before == b"{" else b"}"
+        yield before + _encode(small)[1:] if small else b"}"
     elif isinstance(value, Iterator):
         before = b"["
         for item in value:
@@ -48,17 +57,26 @@ def json_pieces(value: Any) -> Iterator[bytes]:
             yield from json_pieces(item)
             before = b","
         yield b"[]" if before == b"[" else b"]"
-    elif isinstance(value, str) and len(value) > _CHARACTERS:
+    elif isinstance(value, str):
         yield b'"'
         for start in range(0, len(value), _CHARACTERS):
             yield _encode(value[start : start + _CHARACTERS])[1:-1]
         yield b'"'
-    elif isinstance(value, list) and len(value) > _ITEMS:
+    else:
         for start in range(0, len(value), _ITEMS):
             yield (b"," if start else b"[") + _encode(value[start : start + _ITEMS])[1:-1]
         yield b"]"
-    else:
-        yield _encode(value)
+
+
+def _is_small(value: Any) -> bool:
+    """It may be made at once."""
+    if isinstance(value, str):
+        return len(value) <= _CHARACTERS
+    if isinstance(value, list):
+        return len(value) <= _ITEMS
+    if isinstance(value, dict):
+        return len(value) <= _ITEMS and all(map(_is_small, value.values()))
+    return not isinstance(value, Iterator | RawPieces | Mapping)
 
 
 class Turn:

@@ -182,7 +182,7 @@ class Running:
 
     def connections(self) -> int:
         assert self.server._http is not None
-        return len(self.server._http.server_state.connections)
+        return len(self.server._http.connections)
 
     def idle(self) -> bool:
         dispatcher = self.server.services.dispatcher

@@ -56,7 +56,7 @@ def test_a_hundred_readers_that_stop_reading(router: Running) -> None:
     http.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
 
     def buffered() -> list[int]:
-        return [connection.transport.get_write_buffer_size() for connection in http.server_state.connections]
+        return [connection.transport.get_write_buffer_size() for connection in http.connections]
 
     with ExitStack() as stack:
         for _ in range(CROWD):

@@ -102,7 +102,7 @@ def test_an_answer_that_nobody_fetches_does_not_hold_its_connection(start_router
         router.wait_for(
             lambda: router.metric("tandem_generation_tokens_total") == 16_000, "all of it is generated"
         )
-        router.wait_for(lambda: not http.server_state.connections, "given up")
+        router.wait_for(lambda: not http.connections, "given up")
 
 
 def test_drain_finishes_what_runs_and_takes_nothing_new(start_router: StartRouter) -> None:
