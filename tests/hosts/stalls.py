@@ -2,8 +2,8 @@
 machine's, and nobody else's.
 
 Two things are measured. An idle process sleeps for moments, and notes when it wakes up late. And of the processes that serve, the
-kernel counts how long their threads stood ready without a core (/proc/PID/task/TID/schedstat): five machines' processes share
-this one's cores, which five machines would not do.
+kernel counts how long the thread that works stood ready without a core (/proc/PID/task/TID/schedstat): five machines' processes
+share this one's cores, which five machines would not do.
 
 `python stalls.py` is the idle process: a line for each stall, `BEGAN LASTED`, on the machine's monotonic clock.
 """
@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 _NAP_S = 0.02
@@ -38,7 +38,7 @@ class Stalls:
     def __init__(self, serving: Callable[[], dict[str, list[int]]]) -> None:
         self._serving = serving
         self._found: list[tuple[float, float]] = []
-        self._waits: dict[str, dict[str, Waiting]] = {}  # by kind and thread
+        self._threads: dict[str, dict[int, dict[int, Thread]]] = {}  # by kind, process and thread
         self._ending = threading.Event()
         self._process = subprocess.Popen([sys.executable, __file__], stdout=subprocess.PIPE, text=True)
         threading.Thread(target=self._read, daemon=True).start()
@@ -57,20 +57,24 @@ class Stalls:
             except (AssertionError, subprocess.SubprocessError):
                 continue  # the hosts are being ended
             for kind, pids in serving.items():
-                of_kind = self._waits.setdefault(kind, {})
+                of_kind = self._threads.setdefault(kind, {})
                 for pid in pids:
-                    for thread, waited in waits_of(pid).items():
-                        of_kind.setdefault(thread, Waiting()).note(time.monotonic(), waited)
+                    threads = of_kind.setdefault(pid, {})
+                    for number, (ran, waited) in times_of(pid).items():
+                        threads.setdefault(number, Thread()).note(time.monotonic(), ran, waited)
 
     def within(self, begin: float, end: float) -> float:
-        """Seconds of this stretch of time that the machine takes. A request passes one process of each kind, so what the worst
-        thread of each kind waited adds up."""
+        """Seconds of this stretch of time that the machine takes. A request passes one process of each kind, so what the one that
+        waited longest of each kind waited adds up."""
         late = sum(
             max(0.0, min(end, began + lasted) - max(begin, began)) for began, lasted in list(self._found)
         )
         ready = sum(
-            max((one.between(begin, end) for one in list(threads.values())), default=0.0)
-            for threads in list(self._waits.values())
+            max(
+                (waited_by(list(threads.values()), begin, end) for threads in list(processes.values())),
+                default=0.0,
+            )
+            for processes in list(self._threads.values())
         )
         return min(end - begin, max(late, ready))
 
@@ -80,34 +84,41 @@ class Stalls:
         self._process.wait()
 
 
-class Waiting:
-    """How long one thread has stood ready without a core, by when."""
+class Thread:
+    """How long one thread has run, and has stood ready without a core, by when."""
 
     def __init__(self) -> None:
         self._times: list[float] = []
-        self._waited: list[float] = []
+        self._counts: list[tuple[float, float]] = []
 
-    def note(self, at: float, waited: float) -> None:
+    def note(self, at: float, ran: float, waited: float) -> None:
         self._times.append(at)
-        self._waited.append(waited)
+        self._counts.append((ran, waited))
 
-    def between(self, begin: float, end: float) -> float:
-        """From the last look before the beginning to the first after the end, but no longer than the stretch is."""
+    def between(self, begin: float, end: float) -> tuple[float, float]:
+        """From the last look before the beginning to the first after the end; the wait no longer than the stretch is."""
         if not self._times:
-            return 0.0
+            return 0.0, 0.0
         first = max(0, bisect.bisect_right(self._times, begin) - 1)
         last = min(len(self._times) - 1, bisect.bisect_left(self._times, end))
-        return min(end - begin, max(0.0, self._waited[last] - self._waited[first]))
+        (ran_before, waited_before), (ran, waited) = self._counts[first], self._counts[last]
+        return max(0.0, ran - ran_before), min(end - begin, max(0.0, waited - waited_before))
 
 
-def waits_of(pid: int) -> dict[str, float]:
-    """Seconds of each thread; nothing of a process that has ended."""
+def waited_by(threads: Sequence[Thread], begin: float, end: float) -> float:
+    """Of a process, what the thread waited that did its work: the one that ran longest."""
+    return max((one.between(begin, end) for one in threads), default=(0.0, 0.0))[1]
+
+
+def times_of(pid: int) -> dict[int, tuple[float, float]]:
+    """Of each thread, seconds that it ran and that it waited; nothing of a process that has ended."""
     found = {}
     try:
         for task in (Path("/proc") / str(pid) / "task").iterdir():
             try:
-                found[f"{pid}/{task.name}"] = int((task / "schedstat").read_text().split()[1]) / 1e9
-            except (OSError, IndexError):
+                ran, waited, _ = (task / "schedstat").read_text().split()
+                found[int(task.name)] = (int(ran) / 1e9, int(waited) / 1e9)
+            except (OSError, ValueError):
                 continue
     except OSError:
         pass
