@@ -5,9 +5,14 @@
 
 #include "errors.h"
 #include "model.h"
+#include "operations.h"
 
 struct tandem_model {
   tandem::Model model;
+};
+
+struct tandem_operations {
+  tandem::Operations operations;
 };
 
 namespace tandem {
@@ -75,4 +80,63 @@ int tandem_logits(tandem_model* m, float* out, int64_t stride) {
 
 int tandem_profile(tandem_model* m, int32_t on, int64_t* out) {
   return guarded([&] { m->model.profile(on != 0, out); });
+}
+
+tandem_operations* tandem_operations_create(int32_t dtype, const int32_t* cores, int32_t threads, const char* limit) {
+  tandem_operations* made = nullptr;
+  guarded([&] {
+    const tandem::Kernels* k = tandem::choose_kernels(static_cast<tandem::Dtype>(dtype), limit);
+    if (!k) throw std::runtime_error("no kernels for this dtype on this processor");
+    made = new tandem_operations{{k, std::vector<int>(cores, cores + threads)}};
+  });
+  return made;
+}
+
+void tandem_operations_destroy(tandem_operations* o) { delete o; }
+
+// A number from 0, or what guarded() returns for an error.
+template <typename F>
+static int numbered(F&& f) {
+  int number = -1;
+  const int status = guarded([&] { number = f(); });
+  return status == 0 ? number : status;
+}
+
+int tandem_add_linear(tandem_operations* o, const tandem_part* weights, const tandem_part* biases, int32_t count,
+                      int32_t inputs, int32_t interleave) {
+  return numbered([&] { return o->operations.add_linear(weights, biases, count, inputs, interleave != 0); });
+}
+
+int tandem_add_norm(tandem_operations* o, const tandem_part* weight, float offset, float eps) {
+  return numbered([&] { return o->operations.add_norm(*weight, offset, eps); });
+}
+
+int tandem_add_attention(tandem_operations* o, const tandem_attention_kind* kind) {
+  return numbered([&] { return o->operations.add_attention(*kind); });
+}
+
+int tandem_operations_use_cache(tandem_operations* o, const tandem_cache* cache) {
+  return guarded([&] { o->operations.use_cache(*cache); });
+}
+
+int tandem_linear_rows(tandem_operations* o, int32_t matrix, const tandem_rows* x, const tandem_rows* out) {
+  return guarded([&] { o->operations.linear(matrix, *x, *out); });
+}
+
+int tandem_gated_rows(tandem_operations* o, int32_t gate_up, int32_t down, int32_t activation, const tandem_rows* x,
+                      const tandem_rows* out) {
+  return guarded([&] { o->operations.gated(gate_up, down, activation, *x, *out); });
+}
+
+int tandem_norm_rows(tandem_operations* o, int32_t norm, const tandem_rows* x, const tandem_rows* out) {
+  return guarded([&] { o->operations.norm(norm, *x, *out); });
+}
+
+int tandem_operations_begin(tandem_operations* o, const tandem_batch* batch) {
+  return guarded([&] { o->operations.begin(*batch); });
+}
+
+int tandem_attend(tandem_operations* o, int32_t kind, int32_t slot, const tandem_heads* q, const tandem_heads* k,
+                  const tandem_heads* v, const tandem_rotary_rows* rotary, const tandem_rows* out) {
+  return guarded([&] { o->operations.attend(kind, slot, *q, *k, *v, rotary, *out); });
 }

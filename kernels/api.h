@@ -71,6 +71,45 @@ enum tandem_phase {
   TANDEM_TIME_COUNT
 };
 
+// Rows of a matrix, elements side by side.
+struct tandem_rows {
+  void* data;
+  int64_t count;
+  int64_t stride;  // in elements, as all strides
+  int64_t width;
+  int32_t dtype;
+};
+
+// [rows, heads, head_dim], the last side by side.
+struct tandem_heads {
+  const void* data;
+  int64_t row_stride;
+  int64_t head_stride;
+  int32_t heads;
+  int32_t dtype;
+};
+
+// Per row of the batch: cosines and sines of the first half of a head; rows of both lie `stride` apart.
+struct tandem_rotary_rows {
+  const void* cosines;
+  const void* sines;
+  int64_t stride;
+  int32_t dtype;
+};
+
+// Layers that attend alike. The cache has room for `cache_heads` heads of this size per layer.
+struct tandem_attention_kind {
+  int32_t heads;
+  int32_t kv_heads;
+  int32_t cache_heads;
+  int32_t head_dim;
+  int32_t group;
+  int32_t window;  // 0: unlimited
+  float scale;
+};
+
+enum tandem_activation { TANDEM_SILU, TANDEM_GELU_TANH };
+
 TANDEM_API const char* tandem_error();
 
 // The instruction set that a model of this dtype would run on; null when there is none. `limit` ("amx",
@@ -99,3 +138,23 @@ TANDEM_API int tandem_logits(tandem_model*, float* out, int64_t stride);
 
 // Adds up nanoseconds per phase from now on, if `on`; `out` (TANDEM_TIME_COUNT numbers) gets what was added so far.
 TANDEM_API int tandem_profile(tandem_model*, int32_t on, int64_t* out);
+
+// The pieces of a forward pass, one call each: see operations.h. Those that add something return its number.
+struct tandem_operations;
+
+TANDEM_API tandem_operations* tandem_operations_create(int32_t dtype, const int32_t* cores, int32_t threads,
+                                                       const char* limit);
+TANDEM_API void tandem_operations_destroy(tandem_operations*);
+TANDEM_API int tandem_add_linear(tandem_operations*, const tandem_part* weights, const tandem_part* biases,
+                                 int32_t count, int32_t inputs, int32_t interleave);
+TANDEM_API int tandem_add_norm(tandem_operations*, const tandem_part* weight, float offset, float eps);
+TANDEM_API int tandem_add_attention(tandem_operations*, const tandem_attention_kind*);
+TANDEM_API int tandem_operations_use_cache(tandem_operations*, const tandem_cache*);
+TANDEM_API int tandem_linear_rows(tandem_operations*, int32_t matrix, const tandem_rows* x, const tandem_rows* out);
+TANDEM_API int tandem_gated_rows(tandem_operations*, int32_t gate_up, int32_t down, int32_t activation,
+                                 const tandem_rows* x, const tandem_rows* out);
+TANDEM_API int tandem_norm_rows(tandem_operations*, int32_t norm, const tandem_rows* x, const tandem_rows* out);
+TANDEM_API int tandem_operations_begin(tandem_operations*, const tandem_batch*);
+TANDEM_API int tandem_attend(tandem_operations*, int32_t kind, int32_t slot, const tandem_heads* q,
+                             const tandem_heads* k, const tandem_heads* v, const tandem_rotary_rows* rotary,
+                             const tandem_rows* out);

@@ -44,6 +44,7 @@ enum class GemmOut : int32_t {
   store,     // out = x w + bias
   add,       // out += x w + bias
   silu_mul,  // activation = silu(x gate) * (x up); gate and up columns alternate in the packed matrix
+  gelu_mul,  // the same with GELU, by its approximation with tanh
 };
 
 struct Gemm {
@@ -149,6 +150,7 @@ struct Kernels {
   int (*gemm_tasks)(const Gemm&);
   void (*gemm)(const Gemm&, int task);
   void (*norm)(const Norm&, int begin, int end);
+  void (*norm_row)(float* x, const float* weight, int n, float eps);  // in place
   void (*rotary)(const Rotary&, int begin, int end);
   size_t (*attention_scratch)(int head_dim);
   int64_t (*partial_floats)(int head_dim, int lanes);

@@ -67,6 +67,44 @@ class StepBatch(ctypes.Structure):
     )
 
 
+class Rows(ctypes.Structure):
+    _fields_ = (
+        ("data", c_void_p),
+        ("count", c_int64),
+        ("stride", c_int64),
+        ("width", c_int64),
+        ("dtype", c_int32),
+    )
+
+
+class Heads(ctypes.Structure):
+    _fields_ = (
+        ("data", c_void_p),
+        ("row_stride", c_int64),
+        ("head_stride", c_int64),
+        ("heads", c_int32),
+        ("dtype", c_int32),
+    )
+
+
+class RotaryRows(ctypes.Structure):
+    _fields_ = (("cosines", c_void_p), ("sines", c_void_p), ("stride", c_int64), ("dtype", c_int32))
+
+
+class AttentionKind(ctypes.Structure):
+    _fields_ = (
+        ("heads", c_int32),
+        ("kv_heads", c_int32),
+        ("cache_heads", c_int32),
+        ("head_dim", c_int32),
+        ("group", c_int32),
+        ("window", c_int32),
+        ("scale", c_float),
+    )
+
+
+SILU, GELU_TANH = range(2)
+
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "tandem_error": (c_char_p, []),
     "tandem_instruction_set": (c_char_p, [c_int32, c_char_p]),
@@ -81,6 +119,29 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "tandem_run_layers": (c_int32, [c_void_p, c_int32, c_int32]),
     "tandem_logits": (c_int32, [c_void_p, c_void_p, c_int64]),
     "tandem_profile": (c_int32, [c_void_p, c_int32, POINTER(c_int64)]),
+    "tandem_operations_create": (c_void_p, [c_int32, POINTER(c_int32), c_int32, c_char_p]),
+    "tandem_operations_destroy": (None, [c_void_p]),
+    "tandem_add_linear": (c_int32, [c_void_p, POINTER(Part), POINTER(Part), c_int32, c_int32, c_int32]),
+    "tandem_add_norm": (c_int32, [c_void_p, POINTER(Part), c_float, c_float]),
+    "tandem_add_attention": (c_int32, [c_void_p, POINTER(AttentionKind)]),
+    "tandem_operations_use_cache": (c_int32, [c_void_p, POINTER(CacheLayout)]),
+    "tandem_linear_rows": (c_int32, [c_void_p, c_int32, POINTER(Rows), POINTER(Rows)]),
+    "tandem_gated_rows": (c_int32, [c_void_p, c_int32, c_int32, c_int32, POINTER(Rows), POINTER(Rows)]),
+    "tandem_norm_rows": (c_int32, [c_void_p, c_int32, POINTER(Rows), POINTER(Rows)]),
+    "tandem_operations_begin": (c_int32, [c_void_p, POINTER(StepBatch)]),
+    "tandem_attend": (
+        c_int32,
+        [
+            c_void_p,
+            c_int32,
+            c_int32,
+            POINTER(Heads),
+            POINTER(Heads),
+            POINTER(Heads),
+            POINTER(RotaryRows),
+            POINTER(Rows),
+        ],
+    ),
 }
 
 
@@ -106,6 +167,13 @@ def check(status: int) -> None:
     """What the library refuses is a mistake in what we told it."""
     if status != 0:
         raise KernelError(f"native model: {last_error()}")
+
+
+def number(status: int) -> int:
+    """Of what was added to the library."""
+    if status < 0:
+        check(status)
+    return status
 
 
 def last_error() -> str:

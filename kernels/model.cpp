@@ -9,12 +9,8 @@
 #include <string>
 
 namespace tandem {
-namespace {
 
-// Compact weights take time to expand. With many outliers they are not small enough to be worth it.
-constexpr double kWorthwhile = 0.85;
-
-}  // namespace
+bool compact_is_worthwhile(int64_t compact_bytes, int64_t plain_bytes) { return compact_bytes <= plain_bytes * 0.85; }
 
 void require(bool condition, const std::string& message) {
   if (!condition) throw std::invalid_argument(message);
@@ -129,7 +125,7 @@ void Model::load_linear(int which, int layer, const tandem_part* weights, const 
   w.outliers = kernels_->outliers ? most_outliers(parts, interleave, w) : -1;
   w.panel_bytes = kernels_->panel_bytes(w.k, w.outliers);
   const int64_t plain_bytes = kernels_->panel_bytes(w.k, -1);
-  if (w.panel_bytes > plain_bytes * kWorthwhile) {
+  if (!compact_is_worthwhile(w.panel_bytes, plain_bytes)) {
     w.outliers = -1;
     w.panel_bytes = plain_bytes;
   }

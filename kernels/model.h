@@ -18,6 +18,12 @@ namespace tandem {
 // Throws std::invalid_argument.
 void require(bool condition, const std::string& message);
 
+// Everything that a step reads or writes by index. Throws std::invalid_argument.
+void check_batch(const tandem_batch& batch, const tandem_cache& cache, int block_shift);
+
+// Compact weights take time to expand. With many outliers they are not small enough to be worth it.
+bool compact_is_worthwhile(int64_t compact_bytes, int64_t plain_bytes);
+
 // An element of a checkpoint's array, which need not be aligned.
 float read_element(const void* data, int64_t i, Dtype dtype);
 

@@ -83,9 +83,36 @@ void Model::reserve(int tokens, int logit_rows) {
   }
 }
 
+void check_batch(const tandem_batch& batch, const tandem_cache& cache, int block_shift) {
+  require(batch.tokens > 0, "the batch is empty");
+  for (int r = 0; r < batch.requests; r++) {
+    const int queries = batch.query_start[r + 1] - batch.query_start[r];
+    require(queries > 0 && batch.context_lens[r] >= queries, "a request's lengths do not agree");
+  }
+  require(batch.query_start[0] == 0 && batch.query_start[batch.requests] == batch.tokens,
+          "the requests' tokens are not the batch's");
+  for (int g = 0; g < cache.groups; g++) {
+    for (int i = 0; i < batch.tokens; i++) {
+      const int64_t slot = batch.slot_mapping[g][i];
+      require(slot >= 0 && slot >> block_shift < cache.blocks, "a slot is not in the cache");
+    }
+    for (int r = 0; r < batch.requests; r++) {
+      const int blocks = (batch.context_lens[r] + cache.block_size - 1) >> block_shift;
+      require(blocks <= batch.block_table_strides[g], "a block table is too short");
+      const int32_t* table = batch.block_tables[g] + r * batch.block_table_strides[g];
+      int32_t low = 0, high = 0;
+      for (int i = 0; i < blocks; i++) {
+        low = std::min(low, table[i]);
+        high = std::max(high, table[i]);
+      }
+      require(low >= 0 && high < cache.blocks, "a block is not in the cache");
+    }
+  }
+}
+
 // Everything that a step reads or writes by index. A mistake elsewhere must not become another request's answer.
 void Model::check(const tandem_batch& batch) const {
-  require(batch.tokens > 0, "the batch is empty");
+  check_batch(batch, cache_, block_shift_);
   for (int i = 0; i < batch.tokens; i++) {
     require(batch.token_ids[i] >= 0 && batch.token_ids[i] < spec_.vocab, "a token is not in the vocabulary");
     require(batch.positions[i] >= 0 && batch.positions[i] < kMaxPositions, "a position is out of range");
@@ -94,29 +121,6 @@ void Model::check(const tandem_batch& batch) const {
     const int64_t row = batch.logit_rows[i];
     require(row >= 0 && row < batch.tokens, "a logit row is not in the batch");
     require(i == 0 || row > batch.logit_rows[i - 1], "logit rows must ascend");
-  }
-  for (int r = 0; r < batch.requests; r++) {
-    const int queries = batch.query_start[r + 1] - batch.query_start[r];
-    require(queries > 0 && batch.context_lens[r] >= queries, "a request's lengths do not agree");
-  }
-  require(batch.query_start[0] == 0 && batch.query_start[batch.requests] == batch.tokens,
-          "the requests' tokens are not the batch's");
-  for (int g = 0; g < cache_.groups; g++) {
-    for (int i = 0; i < batch.tokens; i++) {
-      const int64_t slot = batch.slot_mapping[g][i];
-      require(slot >= 0 && slot >> block_shift_ < cache_.blocks, "a slot is not in the cache");
-    }
-    for (int r = 0; r < batch.requests; r++) {
-      const int blocks = (batch.context_lens[r] + cache_.block_size - 1) >> block_shift_;
-      require(blocks <= batch.block_table_strides[g], "a block table is too short");
-      const int32_t* table = batch.block_tables[g] + r * batch.block_table_strides[g];
-      int32_t low = 0, high = 0;
-      for (int i = 0; i < blocks; i++) {
-        low = std::min(low, table[i]);
-        high = std::max(high, table[i]);
-      }
-      require(low >= 0 && high < cache_.blocks, "a block is not in the cache");
-    }
   }
 }
 

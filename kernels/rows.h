@@ -46,6 +46,13 @@ TANDEM_INLINE void norm_head(float* x, const float* weight, int n, float eps) {
   }
 }
 
+void norm_row(float* x, const float* weight, int n, float eps) { norm_head(x, weight, n, eps); }
+
+// GELU by its approximation with tanh, which is x times a sigmoid.
+TANDEM_INLINE vf gelu_tanh(vf x) {
+  return x / (1.0f + vexp(-1.5957691216057308f * (x + 0.044715f * x * x * x)));
+}
+
 // Pairs are (i, i + half), as in the checkpoints that transformers loads.
 TANDEM_INLINE void rotate_head(float* x, const float* table, int half) {
   const float *cosines = table, *sines = table + half;
@@ -94,11 +101,12 @@ void rotary(const Rotary& a, int begin, int end) {
 TANDEM_INLINE void finish_product(const Gemm& g, int row0, int rows, int n0, const float* block, int stride) {
   const float* bias = g.w.bias ? g.w.bias + n0 : nullptr;
   const vf bias0 = bias ? load(bias) : vf{}, bias1 = bias ? load(bias + W) : vf{};
-  if (g.kind == GemmOut::silu_mul) {
+  if (g.kind == GemmOut::silu_mul || g.kind == GemmOut::gelu_mul) {
     const int k = g.w.n / 2;
     for (int r = 0; r < rows; r++) {
       const vf gate = load(block + r * stride) + bias0, up = load(block + r * stride + W) + bias1;
-      put(g.activation, k, row0 + r, n0 / 2, silu(gate) * up);
+      const vf passed = g.kind == GemmOut::silu_mul ? silu(gate) : gelu_tanh(gate);
+      put(g.activation, k, row0 + r, n0 / 2, passed * up);
     }
     return;
   }

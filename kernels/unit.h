@@ -41,6 +41,7 @@ constexpr Kernels table(const char* name, Dtype dtype) {
   k.gemm_scratch = gemm_scratch;
   k.gemm_tasks = gemm_tasks;
   k.norm = norm;
+  k.norm_row = norm_row;
   k.rotary = rotary;
   k.attention_scratch = attention_scratch;
   k.partial_floats = partial_floats;

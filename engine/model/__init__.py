@@ -7,6 +7,7 @@ batch, forward  the seam between the runner, which knows requests, and what comp
 native/         the Llama family on CPUs, in C++
 general, probe, attention/, transformers_forward
                 everything else: transformers' models over our paged attention, checked before they serve
+fused/          the same models with fewer, larger operations
 decode_graphs, decode_inputs, cuda
-                decode steps recorded once per shape and replayed
+                steps recorded once per shape and replayed
 """

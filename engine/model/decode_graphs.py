@@ -1,8 +1,9 @@
-"""Decode steps that are recorded once per shape and replayed: a small model's decode step is a thousand launches, and
-launching takes longer than computing.
+"""Steps that are recorded once per shape and replayed: a decode step is hundreds of launches, and launching takes longer
+than computing.
 
 What is recorded knows nothing but its input buffers (`DecodeInputs`), so it does not matter what records: on CUDA
-a graph does. Steps of any other kind (prompts, drafts) are computed as they come.
+a graph does. A shape is a number of tokens. Each is computed as a request of its own, so decodes, drafts, short prompts
+and any mixture of them replay the same recordings; longer steps are computed as they come.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from typing import Protocol
 import torch
 
 from tandem.engine.model.attention.steps import AttentionStep, FixedAttention, PagedAttention
-from tandem.engine.model.batch import Batch
-from tandem.engine.model.decode_inputs import DecodeInputs, bucket_of, request_buckets, table_width
+from tandem.engine.model.batch import Batch, HostBatch
+from tandem.engine.model.decode_inputs import DecodeInputs, as_rows, bucket_of, table_width, token_buckets
 from tandem.engine.model.runner import LayerHooks
 
 log = logging.getLogger(__name__)
@@ -33,9 +34,9 @@ _MOST_REFUSED = 3
 _BYTES_PER_GRAPH = 24 << 20
 
 
-def memory_of_graphs(max_requests: int, vocab_size: int, element_bytes: int) -> int:
+def memory_of_graphs(max_tokens: int, vocab_size: int, element_bytes: int) -> int:
     """What recorded steps take beside the KV cache."""
-    return max_requests * vocab_size * element_bytes + len(request_buckets(max_requests)) * _BYTES_PER_GRAPH
+    return max_tokens * vocab_size * element_bytes + len(token_buckets(max_tokens)) * _BYTES_PER_GRAPH
 
 
 class Computing(Protocol):
@@ -61,9 +62,9 @@ class _Recorded:
             lambda: results.keep(forward.compute(inputs.token_ids, inputs.positions, self._fixed.begin()))
         )
 
-    def run(self, batch: Batch) -> torch.Tensor:
-        self.inputs.load(batch)
-        self._fixed.prepare(batch.host)
+    def run(self, rows: HostBatch, token_ids: torch.Tensor) -> torch.Tensor:
+        self.inputs.load(rows, token_ids)
+        self._fixed.prepare(rows)
         self._replay()
         return self._logits
 
@@ -94,7 +95,7 @@ class DecodeGraphs:
         *,
         num_groups: int,
         block_size: int,
-        max_requests: int,
+        max_tokens: int,
         device: torch.device,
     ) -> None:
         self._forward = forward
@@ -102,8 +103,8 @@ class DecodeGraphs:
         self._num_groups = num_groups
         self._block_size = block_size
         self._device = device
-        self._buckets = request_buckets(max_requests)
-        self._results = _Results(max_requests)
+        self._buckets = token_buckets(max_tokens)
+        self._results = _Results(max_tokens)
         self._recorded: dict[tuple[int, int], _Recorded] = {}
         self._refused: set[tuple[int, int]] = (
             set()
@@ -111,7 +112,7 @@ class DecodeGraphs:
         self.num_replays = 0
 
     def record_ahead(self, progress: Callable[[float], None]) -> None:
-        """Records every number of requests, with the narrowest tables, so that no request waits for it later. The largest
+        """Records every number of tokens, with the narrowest tables, so that no request waits for it later. The largest
         first: the memory that it needs serves the others. Raises torch.OutOfMemoryError where there is too little."""
         columns = table_width(1) if self._forward.attention.reads_tables else 0
         buckets = self._buckets[::-1]
@@ -130,21 +131,21 @@ class DecodeGraphs:
 
     def __call__(self, batch: Batch, hooks: LayerHooks | None) -> torch.Tensor:
         recorded = self._recorded_for(batch)
-        if recorded is None:
+        if recorded is None or batch.host is None:
             return self._forward(batch, hooks)
         layers = range(self._forward.num_layers) if hooks is not None else ()
         for layer in layers:
             hooks.wait_for_layer_load(layer)  # type: ignore[union-attr]
-        logits = recorded.run(batch)[: batch.num_requests]
+        logits = recorded.run(as_rows(batch.host), batch.token_ids)[: batch.num_tokens]
         self.num_replays += 1
         for layer in layers:
             hooks.save_kv_layer(layer)  # type: ignore[union-attr]
-        return logits if batch.logit_rows.shape[0] == batch.num_requests else logits[batch.logit_rows]
+        return logits if batch.logit_rows.shape[0] == batch.num_tokens else logits[batch.logit_rows]
 
     def _recorded_for(self, batch: Batch) -> _Recorded | None:
-        if self._gave_up or batch.host is None or batch.num_decodes != batch.num_requests:
+        if self._gave_up or batch.host is None:
             return None
-        size = bucket_of(self._buckets, batch.num_requests)
+        size = bucket_of(self._buckets, batch.num_tokens)
         columns = 0
         if self._forward.attention.reads_tables:
             columns = table_width(-(-batch.max_context_len // self._block_size))
@@ -185,12 +186,12 @@ class DecodeGraphs:
     def _refuse(self, shape: tuple[int, int], error: Exception) -> None:
         self._refused.add(shape)
         log.warning(
-            "steps of %d requests are not recorded, and slower for it: %s", shape[0], _first_line(error)
+            "steps of %d tokens are not recorded, and slower for it: %s", shape[0], _first_line(error)
         )
 
     @property
     def shapes(self) -> Sequence[tuple[int, int]]:
-        """Recorded so far: (requests, columns)."""
+        """Recorded so far: (tokens, columns)."""
         return list(self._recorded)
 
 

@@ -1,18 +1,18 @@
-"""The shapes that decode steps are recorded in, and the buffers from which a recorded one reads its inputs."""
+"""The shapes that steps are recorded in, and the buffers from which a recorded one reads its inputs."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
 
-from tandem.engine.model.batch import Batch
+from tandem.engine.model.batch import HostBatch
 from tandem.engine.model.staging import to_device_together
 
 _FEWEST_COLUMNS = 8
 
 
-def request_buckets(most: int) -> list[int]:
-    """Numbers of requests: close to each other where a row more costs much, up to `most`."""
+def token_buckets(most: int) -> list[int]:
+    """Numbers of tokens: close to each other where a row more costs much, up to `most`."""
     buckets = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, most + 32, 32)]
     return [*(bucket for bucket in buckets if bucket < most), most]
 
@@ -72,12 +72,11 @@ class DecodeInputs:
         """bool [size]: rows that write to the null block. Part of what is recorded."""
         return self._numbers[3] < self._block_size
 
-    def load(self, batch: Batch | None) -> None:
-        """The next replay's inputs, of a batch with a host's side. None: every row pads."""
+    def load(self, host: HostBatch | None, token_ids: torch.Tensor | None = None) -> None:
+        """The next replay's inputs: requests of one token each, and those on the device. None: every row pads."""
         numbers = np.zeros(self._numbers.shape, np.int64)
         numbers[2] = 1
         tables = np.zeros(self._tables.shape, np.int32)
-        host = batch.host if batch is not None else None
         if host is not None:
             count = len(host.positions)
             numbers[1, :count] = host.positions
@@ -89,5 +88,20 @@ class DecodeInputs:
         staged = to_device_together([numbers, tables], self._numbers.device)
         self._numbers.copy_(staged[0], non_blocking=True)
         self._tables.copy_(staged[1], non_blocking=True)
-        if batch is not None:
-            self.token_ids[: batch.num_tokens] = batch.token_ids
+        if token_ids is not None:
+            self.token_ids[: token_ids.shape[0]] = token_ids
+
+
+def as_rows(host: HostBatch) -> HostBatch:
+    """The same batch as if each of its tokens were a request of its own. A step writes all its keys and values before
+    any are read, so a token finds those before it in the cache, whether they were there or have just come."""
+    counts = np.diff(host.query_start)
+    if (counts == 1).all():
+        return host
+    return HostBatch(
+        positions=host.positions,
+        query_start=np.arange(len(host.positions) + 1, dtype=np.int32),
+        context_lens=(host.positions + 1).astype(np.int32),
+        slot_mapping=host.slot_mapping,
+        block_tables=tuple(np.repeat(table, counts, axis=0) for table in host.block_tables),
+    )

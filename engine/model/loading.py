@@ -54,7 +54,7 @@ def load_runner(
     content = _read_content(source)
     loaded = load_native(source, config, dtype, device, threads, tell) if native else None
     if loaded is None:
-        loaded = load_general(source, config, dtype, device, tell)
+        loaded = load_general(source, config, dtype, device, threads, tell)
     plan = plan_cache(loaded.layers, cache.block_size)
     max_model_len = context_length(config, scheduler.max_model_len)
     shape = Shape(scheduler.max_num_seqs, max_model_len)

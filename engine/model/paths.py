@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,7 +16,13 @@ from tandem.engine.model.native.architecture import describe
 from tandem.engine.model.native.forward import NativeLlamaForward, supports
 from tandem.engine.model.source import Progress, Source
 
+if TYPE_CHECKING:
+    from tandem.engine.model.fused.pieces import Pieces
+
 log = logging.getLogger(__name__)
+
+
+_SHORT_PROMPT = 512  # tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,9 +96,11 @@ def _native_layers(config: Any) -> tuple[AttentionLayer, ...]:
 
 
 def load_general(
-    source: Source, config: Any, dtype: torch.dtype, device: torch.device, progress: Progress
+    source: Source, config: Any, dtype: torch.dtype, device: torch.device, threads: int, progress: Progress
 ) -> LoadedModel:
     # Imported here because it costs seconds that the native path need not wait for.
+    from tandem.engine.model.attention.interface import PAGED
+    from tandem.engine.model.fused.find import fuse
     from tandem.engine.model.general import load_model
     from tandem.engine.model.probe import probe_attention
     from tandem.engine.model.transformers_forward import TransformersForward
@@ -100,9 +108,21 @@ def load_general(
     model = load_model(source, config, dtype, device, progress)
     progress("checking the model's attention", 0.0)
     probed = probe_attention(model)
+    pieces = pieces_for(device, model.dtype, threads)
+    if pieces is not None:
+        fused = fuse(model, pieces)
+        if fused is None:
+            log.warning(
+                "%s is computed as it is, and slower for it: its parts do not fit together", source.name
+            )
+            model, pieces = load_model(source, config, dtype, device, progress), None
+            model.set_attn_implementation(PAGED)
+        elif pieces.copies and fused.left * 10 < sum(weight.numel() for weight in model.parameters()):
+            # The kernels have threads of their own, on the same cores; torch does little beside them.
+            torch.set_num_threads(1)
 
     def use_cache(kv_cache: torch.Tensor, plan: CachePlan, shape: Shape) -> Forward:
-        attention = _choose_attention(kv_cache, plan, probed.layers, shape)
+        attention = _choose_attention(kv_cache, plan, probed.layers, shape, pieces)
         forward = TransformersForward(model, attention, len(probed.layers))
         if device.type != "cuda":
             return forward
@@ -114,7 +134,7 @@ def load_general(
             CudaRecorder(device),
             num_groups=len(plan.groups),
             block_size=plan.block_size,
-            max_requests=shape.max_requests,
+            max_tokens=recorded_tokens(shape),
             device=device,
         )
         with torch.inference_mode():
@@ -129,17 +149,51 @@ def load_general(
         # The sampler holds float32 logits, what is left of them, and its noise.
         sampling = 3 * 4 * shape.max_requests * probed.vocab_size
         step = peak_of_step(model, tokens, shape.max_requests, device)
-        recorded = memory_of_graphs(shape.max_requests, probed.vocab_size, model.dtype.itemsize)
+        recorded = memory_of_graphs(recorded_tokens(shape), probed.vocab_size, model.dtype.itemsize)
         return step + sampling + recorded + flashinfer.WORKSPACE_BYTES
 
     on_device = beside_cache if device.type == "cuda" else None
     return LoadedModel(probed.layers, probed.vocab_size, model.dtype, use_cache, on_device)
 
 
+def pieces_for(device: torch.device, dtype: torch.dtype, threads: int) -> Pieces | None:
+    """None where the model is best left as it is."""
+    from tandem.engine.model.fused.cpu import cpu_pieces
+    from tandem.engine.model.fused.device import DevicePieces
+
+    if device.type == "cpu":
+        return cpu_pieces(dtype, threads)
+    try:
+        from tandem.engine.model.fused.triton_ops import kernels
+
+        kernels()
+    except ImportError as error:
+        log.warning("the model's small operations stay as they are, and slower for it: %s", error)
+        return None
+    return DevicePieces()
+
+
+def recorded_tokens(shape: Shape) -> int:
+    """The longest step that is replayed: as many decodes as there can be, and short prompts, whose time goes into
+    launches otherwise."""
+    return max(shape.max_requests, _SHORT_PROMPT)
+
+
 def _choose_attention(
-    kv_cache: torch.Tensor, plan: CachePlan, layers: tuple[AttentionLayer, ...], shape: Shape
+    kv_cache: torch.Tensor,
+    plan: CachePlan,
+    layers: tuple[AttentionLayer, ...],
+    shape: Shape,
+    pieces: Pieces | None = None,
 ) -> PagedAttention:
-    from tandem.engine.model.attention import flashinfer
+    from tandem.engine.model.attention import cpu, flashinfer
+    from tandem.engine.model.fused.cpu import CpuPieces
+
+    if isinstance(pieces, CpuPieces):
+        reason = cpu.reason_against(layers, plan)
+        if reason is None:
+            return cpu.CpuAttention(pieces, kv_cache, plan, layers)
+        log.info("attention goes by gathering: %s", reason)
 
     library = flashinfer.find_library() if kv_cache.device.type == "cuda" else None
     return attention_with(library, kv_cache, plan, layers, shape)

@@ -18,7 +18,14 @@ import msgspec
 import torch
 from transformers import PreTrainedModel
 
-from tandem.engine.model.attention.interface import PAGED, PROBED, MaskRule, attention_through, rule_of
+from tandem.engine.model.attention.interface import (
+    PAGED,
+    PROBED,
+    MaskRule,
+    attention_options,
+    attention_through,
+    rule_of,
+)
 from tandem.engine.model.attention.kernel import attend
 from tandem.engine.model.attention.layers import AttentionLayer
 from tandem.wire.errors import ConfigurationError, TandemError
@@ -161,16 +168,6 @@ class _Recorder:
 
     def _refusal(self, why: str) -> ConfigurationError:
         return ConfigurationError(f"a model of type {self._name} cannot be served: {why}")
-
-
-def attention_options(module: torch.nn.Module, query: torch.Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """What a layer's call says besides queries, keys and values, as `attend` takes it."""
-    scale = kwargs.get("scaling")
-    return {
-        "scale": query.shape[-1] ** -0.5 if scale is None else float(scale),
-        "softcap": kwargs.get("softcap"),
-        "sinks": kwargs.get("s_aux"),
-    }
 
 
 def _own_eager(module: torch.nn.Module) -> Callable[..., tuple[torch.Tensor, object]]:

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from tandem.engine.model.attention.interface import attention_through
+from tandem.engine.model.attention.interface import attention_options, attention_through
 from tandem.engine.model.attention.steps import AttentionStep, PagedAttention
 from tandem.engine.model.batch import Batch
-from tandem.engine.model.probe import attention_options
+from tandem.engine.model.fused.find import take_rotary
 from tandem.engine.model.runner import LayerHooks
 
 
@@ -88,6 +88,7 @@ class _HookedStep:
         if self._hooks is not None:
             self._hooks.wait_for_layer_load(layer)
         options = attention_options(module, query, kwargs)
+        options["rotary"] = take_rotary(query, key)
         out = self._step.attend(layer, query[0], key[0], value[0], **options)
         if self._hooks is not None:
             self._hooks.save_kv_layer(layer)

@@ -4,5 +4,6 @@ interface            how a model's layers come here
 layers               what one layer does, and where its KV lies
 steps                attention as the forward pass sees it, whichever of these computes it:
 gathered, kernel     blocks copied together, then torch
+cpu                  the CPU kernels
 flashinfer, pages    kernels that read the cache where it lies
 """

@@ -17,8 +17,10 @@ import torch
 
 from tandem.engine.model.attention.layers import AttentionLayer, CachePlan
 from tandem.engine.model.attention.pages import Pages, padded, pages_of
+from tandem.engine.model.attention.steps import Rotary
 from tandem.engine.model.batch import Batch, HostBatch
 from tandem.engine.model.decode_inputs import DecodeInputs
+from tandem.engine.model.fused.triton_ops import rotate_and_write
 from tandem.engine.model.staging import page_locked, to_device
 from tandem.wire.errors import InternalError
 
@@ -199,7 +201,7 @@ class FlashInferAttention:
             query = torch.zeros(
                 1, kind.query_heads, kind.dim, dtype=self.tensor.dtype, device=self.tensor.device
             )
-            wrapper.run(query, self._views(0, kind))
+            wrapper.run(query, self._views(0, kind), out=torch.empty_like(query))
 
     def _views(self, slot: int, kind: _Kind) -> tuple[torch.Tensor, torch.Tensor]:
         layer = self.tensor[:, slot]
@@ -221,7 +223,7 @@ class _Fixed:
         attention.plan_all(self._wrappers, [padded(of_kind, size) for of_kind in pages])
 
     def begin(self) -> _Step:
-        return _Step(self._attention, self._wrappers, self._inputs.slot_mapping, self._inputs.padding)
+        return _Step(self._attention, self._wrappers, self._inputs.slot_mapping, pads=True)
 
 
 class _Step:
@@ -230,13 +232,13 @@ class _Step:
         attention: FlashInferAttention,
         wrappers: list[Any],
         slot_mapping: tuple[torch.Tensor, ...],
-        padding: torch.Tensor | None = None,
+        *,
+        pads: bool = False,
     ) -> None:
-        size = attention.plan.block_size
         self._attention = attention
         self._wrappers = wrappers
-        self._places = [(slots // size, slots % size) for slots in slot_mapping]
-        self._padding = None if padding is None else padding[:, None, None]
+        self._slots = slot_mapping
+        self._pads = pads
 
     def attend(
         self,
@@ -248,20 +250,14 @@ class _Step:
         scale: float,
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
+        rotary: Rotary | None = None,
     ) -> torch.Tensor:
         attention = self._attention
         kind = attention.kinds[attention.kind_of_layer[layer]]
         if (scale, softcap) != (kind.scale, kind.softcap) or sinks is not None:
             raise InternalError(f"layer {layer} attends otherwise than when it was probed")
         views = attention.views(layer)
-        block, offset = self._places[kind.group]
-        for pages, states in zip(views, (key, value), strict=True):
-            written = states.transpose(0, 1)
-            if self._padding is not None:
-                written = written.masked_fill(self._padding, 0)
-            # Indices on both sides of a slice put the indexed dimension first: [T, heads, dim].
-            pages[block, :, offset] = written
-        out: torch.Tensor = self._wrappers[attention.kind_of_layer[layer]].run(
-            query.transpose(0, 1).contiguous(), views
-        )
+        asked = rotate_and_write(query, key, value, rotary, self._slots[kind.group], *views, pads=self._pads)
+        out = torch.empty_like(asked)  # the library would fill its own with zeros first
+        self._wrappers[attention.kind_of_layer[layer]].run(asked, views, out=out)
         return out

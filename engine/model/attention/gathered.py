@@ -13,8 +13,10 @@ import torch
 
 from tandem.engine.model.attention.kernel import attend
 from tandem.engine.model.attention.layers import CachePlan
+from tandem.engine.model.attention.steps import Rotary
 from tandem.engine.model.batch import Batch, HostBatch
 from tandem.engine.model.decode_inputs import DecodeInputs
+from tandem.engine.model.fused.pieces import rotated
 from tandem.engine.model.staging import to_device
 
 # A prompt's chunk is attended in tiles of rows, so that each sees only the keys up to its own last position.
@@ -96,8 +98,11 @@ class PagedStep:
         scale: float,
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
+        rotary: Rotary | None = None,
     ) -> torch.Tensor:
-        """Write this step's keys and values, and return [T, query heads, DV]."""
+        """See AttentionStep.attend."""
+        if rotary is not None:
+            query, key = rotated(query, *rotary), rotated(key, *rotary)
         group = self._groups[self._cache.plan.group_of_layer[layer]]
         if group.padding is not None:
             pads = group.padding[None, :, None]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -52,6 +53,16 @@ def _attention(
     if _current.function is None:
         raise InternalError("a model with paged attention was run outside of an engine's step")
     return _current.function(module, query, key, value, attention_mask, **kwargs)
+
+
+def attention_options(module: torch.nn.Module, query: torch.Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What a layer's call says besides queries, keys and values, as `attend` takes it."""
+    scale = kwargs.get("scaling")
+    return {
+        "scale": query.shape[-1] ** -0.5 if scale is None else float(scale),
+        "softcap": kwargs.get("softcap"),
+        "sinks": kwargs.get("s_aux"),
+    }
 
 
 MaskRule = Callable[..., torch.Tensor]

@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from tandem.engine.model.decode_inputs import DecodeInputs
 
 
+Rotary = tuple["torch.Tensor", "torch.Tensor"]
+"""Cosines and sines, [T, D] each, their first half repeated in the second. Element i turns with i + D / 2."""
+
+
 class AttentionStep(Protocol):
     """One step's attention. `attend` is called once per layer, in order."""
 
@@ -24,8 +28,10 @@ class AttentionStep(Protocol):
         scale: float,
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
+        rotary: Rotary | None = None,
     ) -> torch.Tensor:
-        """Writes this step's keys and values, and returns [T, query heads, DV]."""
+        """Writes this step's keys and values, and returns [T, query heads, DV]. With `rotary`, queries and keys are
+        turned by these angles first."""
         ...
 
 

@@ -66,7 +66,7 @@ class NativeLlamaForward:
         self._groups = 0
         self._logits = torch.empty(0, self._architecture.vocab)
         native = library.load()
-        cores = _cores(threads)
+        cores = cores_for(threads)
         a = self._architecture
         spec = library.Spec(
             layers=a.layers,
@@ -179,7 +179,7 @@ class NativeLlamaForward:
             raise InternalError("the native model is closed")
         native, model, layers = self._native, self._model, self._architecture.layers
         # The library keeps the pointers until the step's last call, so what they lead to must outlive this line.
-        step = self._step_batch(batch)
+        step = step_batch(batch, self._groups)
         checked(native.tandem_begin(model, step))
         if hooks is None:
             checked(native.tandem_run_layers(model, 0, layers))
@@ -213,25 +213,6 @@ class NativeLlamaForward:
             for layer in range(first, last):
                 hooks.save_kv_layer(layer)
 
-    def _step_batch(self, batch: Batch) -> library.StepBatch:
-        tables = batch.block_tables
-        if len(tables) != self._groups:
-            raise InternalError(f"a batch of {len(tables)} cache groups for a cache of {self._groups}")
-        pointers = c_void_p * self._groups
-        return library.StepBatch(
-            tokens=batch.num_tokens,
-            requests=batch.num_requests,
-            token_ids=batch.token_ids.data_ptr(),
-            positions=batch.positions.data_ptr(),
-            query_start=batch.query_start.data_ptr(),
-            context_lens=batch.context_lens.data_ptr(),
-            slot_mapping=pointers(*(slots.data_ptr() for slots in batch.slot_mapping)),
-            block_tables=pointers(*(table.data_ptr() for table in tables)),
-            block_table_strides=(c_int64 * self._groups)(*(table.stride(0) for table in tables)),
-            logit_rows=batch.logit_rows.data_ptr(),
-            num_logit_rows=batch.logit_rows.shape[0],
-        )
-
     def _set_rotary(self, inverse_frequencies: torch.Tensor, scaling: float) -> None:
         frequencies: list[float] = inverse_frequencies.float().tolist()
         checked(
@@ -242,6 +223,27 @@ class NativeLlamaForward:
                 float(scaling),
             )
         )
+
+
+def step_batch(batch: Batch, groups: int) -> library.StepBatch:
+    """Points into the batch's tensors, which must outlive the step."""
+    tables = batch.block_tables
+    if len(tables) != groups:
+        raise InternalError(f"a batch of {len(tables)} cache groups for a cache of {groups}")
+    pointers = c_void_p * groups
+    return library.StepBatch(
+        tokens=batch.num_tokens,
+        requests=batch.num_requests,
+        token_ids=batch.token_ids.data_ptr(),
+        positions=batch.positions.data_ptr(),
+        query_start=batch.query_start.data_ptr(),
+        context_lens=batch.context_lens.data_ptr(),
+        slot_mapping=pointers(*(slots.data_ptr() for slots in batch.slot_mapping)),
+        block_tables=pointers(*(table.data_ptr() for table in tables)),
+        block_table_strides=(c_int64 * groups)(*(table.stride(0) for table in tables)),
+        logit_rows=batch.logit_rows.data_ptr(),
+        num_logit_rows=batch.logit_rows.shape[0],
+    )
 
 
 def _rotary(config: Any) -> tuple[torch.Tensor, float]:
@@ -257,7 +259,7 @@ def _rotary(config: Any) -> tuple[torch.Tensor, float]:
     return rotary.inv_freq, rotary.attention_scaling
 
 
-def _cores(threads: int) -> list[int]:
+def cores_for(threads: int) -> list[int]:
     """A core for each thread, or -1 to let it run anywhere.
 
     Threads are bound if this process was given just so many cores. Among more, the system places them better: another

@@ -27,6 +27,13 @@ def checked(status: int) -> None:
         raise InternalError(str(error)) from error
 
 
+def numbered(status: int) -> int:
+    """The number of what was added to the library."""
+    if status < 0:
+        checked(status)
+    return status
+
+
 class Checkpoint:
     """A folder of safetensors files. Tensors are views of the mapped files: reading one costs no memory."""
 

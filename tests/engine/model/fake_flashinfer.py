@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 
-@torch.library.custom_op("tandem_tests::paged_attention", mutates_args=())
+@torch.library.custom_op("tandem_tests::paged_attention", mutates_args=("out",))
 def paged_attention(
+    out: torch.Tensor,
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -20,8 +21,8 @@ def paged_attention(
     scale: float,
     window_left: int,
     softcap: float,
-) -> torch.Tensor:
-    out = torch.full((query.shape[0], query.shape[1], values.shape[3]), float("nan"), dtype=query.dtype)
+) -> None:
+    out.fill_(float("nan"))
     page_size = keys.shape[2]
     for request in range(len(last_page_len)):
         first, last = query_start[request], query_start[request + 1]
@@ -42,7 +43,6 @@ def paged_attention(
             seen &= there >= asks - window_left
         weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
         out[first:last] = torch.einsum("hqk,khd->qhd", weights, v.float()).to(query.dtype)
-    return out
 
 
 class BatchPrefillWithPagedKVCacheWrapper:
@@ -113,7 +113,9 @@ class BatchPrefillWithPagedKVCacheWrapper:
         self._options = options
         self._rows = int(qo_indptr[-1])
 
-    def run(self, query: torch.Tensor, kv_cache: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def run(
+        self, query: torch.Tensor, kv_cache: tuple[torch.Tensor, torch.Tensor], *, out: torch.Tensor
+    ) -> torch.Tensor:
         keys, values = kv_cache
         options = self._options
         assert query.is_contiguous()
@@ -123,7 +125,9 @@ class BatchPrefillWithPagedKVCacheWrapper:
         assert options["heads"] == (query.shape[1], keys.shape[1], query.shape[2], keys.shape[2])
         assert options["dtypes"] == (query.dtype, keys.dtype)
         start, page_start, pages, last = self._buffers
-        return paged_attention(
-            query, keys, values, start, page_start, pages, last,
+        assert out.shape == query.shape
+        paged_attention(
+            out, query, keys, values, start, page_start, pages, last,
             options["scale"], options["window_left"], options["softcap"],
         )  # fmt: skip
+        return out

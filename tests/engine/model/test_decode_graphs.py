@@ -24,7 +24,8 @@ from tandem.engine.model.attention.flashinfer import FlashInferAttention, reason
 from tandem.engine.model.attention.gathered import GatheredAttention
 from tandem.engine.model.attention.layers import AttentionLayer, plan_cache
 from tandem.engine.model.decode_graphs import DecodeGraphs, Record
-from tandem.engine.model.decode_inputs import bucket_of, request_buckets, table_width
+from tandem.engine.model.decode_inputs import bucket_of, table_width, token_buckets
+from tandem.engine.model.fused.device import DevicePieces
 from tandem.engine.model.loading import load_runner
 from tandem.engine.model.torch_runner import TorchRunner
 from tests.engine.model import fake_flashinfer, tiny
@@ -40,13 +41,16 @@ PAGED = ("llama-untied-odd-heads", "mistral-window", "gemma2", "gemma3", "gpt2")
 VARIANTS = [(name, "gathered") for name in GATHERED] + [(name, "flashinfer") for name in PAGED]
 
 
-def load(path: Path) -> TorchRunner:
-    return load_runner(
-        ModelConfig(path=str(path), dtype="float32", device="cpu", threads=1),
-        CacheConfig(block_size=4, memory_bytes=4 << 20),
-        SchedulerConfig(max_num_seqs=5),
-        native=False,
-    )
+def load(path: Path, pieces: object = None, drafts: int = 0) -> TorchRunner:
+    """As on a GPU: what a CPU's kernels would compute goes its way there. None: all as transformers has it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(paths, "pieces_for", lambda *_: pieces)
+        return load_runner(
+            ModelConfig(path=str(path), dtype="float32", device="cpu", threads=1),
+            CacheConfig(block_size=4, memory_bytes=4 << 20),
+            SchedulerConfig(max_num_seqs=5, num_speculative_tokens=drafts),
+            native=False,
+        )
 
 
 def graphed(runner: TorchRunner, recorder: Record = record) -> DecodeGraphs:
@@ -55,7 +59,7 @@ def graphed(runner: TorchRunner, recorder: Record = record) -> DecodeGraphs:
         recorder,
         num_groups=len(runner.info.groups),
         block_size=runner.info.groups[0].block_size,
-        max_requests=5,
+        max_tokens=5,
         device=torch.device("cpu"),
     )
     runner._forward = graphs
@@ -77,11 +81,11 @@ class Case:
                 patch.setattr(
                     paths,
                     "_choose_attention",
-                    lambda cache, plan, layers, shape: FlashInferAttention(
+                    lambda cache, plan, layers, shape, pieces: FlashInferAttention(
                         fake_flashinfer, cache, plan, layers, shape.max_model_len
                     ),
                 )
-            self.runner = load(path)
+            self.runner = load(path, DevicePieces())
         self.expected = FlashInferAttention if attention == "flashinfer" else GatheredAttention
         self.eager = self.runner.forward
         self.graphs = graphed(self.runner)
@@ -237,7 +241,7 @@ def test_too_little_memory_at_load_is_said_and_on_the_way_costs_only_that_shape(
 
 @given(st.integers(1, 1000), st.data())
 def test_a_bucket_has_room_and_wastes_little(most: int, data: st.DataObject) -> None:
-    buckets = request_buckets(most)
+    buckets = token_buckets(most)
     assert buckets == sorted(set(buckets))
     assert buckets[-1] == most
     count = data.draw(st.integers(1, most))

@@ -13,11 +13,13 @@ import torch
 
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.core import Engine
+from tandem.engine.model import paths
 from tandem.engine.model.attention.layers import plan_cache
 from tandem.engine.model.checkpoint import read_config
 from tandem.engine.model.cuda import CudaRecorder
 from tandem.engine.model.decode_graphs import DecodeGraphs
 from tandem.engine.model.forward import Forward
+from tandem.engine.model.fused.device import DevicePieces
 from tandem.engine.model.loading import load_runner
 from tandem.engine.model.paths import Shape, load_general
 from tandem.engine.model.runner import ModelInfo
@@ -150,7 +152,11 @@ def on_the_device(
     path: Path, truth: Truth, device: FakeDevice, *, graphs: bool, drafts: int = 0
 ) -> Iterator[tuple[Engine, Peer]]:
     source = find_source(str(path))
-    loaded = load_general(source, read_config(source), torch.float32, torch.device("cpu"), lambda *_: None)
+    with pytest.MonkeyPatch.context() as patch:
+        # Its parts as they are on a GPU.
+        patch.setattr(paths, "pieces_for", lambda *_: DevicePieces())
+        config, cpu = read_config(source), torch.device("cpu")
+        loaded = load_general(source, config, torch.float32, cpu, 1, lambda *_: None)
     plan = plan_cache(loaded.layers, BLOCK)
     with device.present(), torch.inference_mode():
         cache = torch.zeros(plan.shape(NUM_BLOCKS), device=CUDA)
@@ -163,7 +169,7 @@ def on_the_device(
                 CudaRecorder(CUDA),
                 num_groups=len(plan.groups),
                 block_size=BLOCK,
-                max_requests=CONFIG.max_num_seqs,
+                max_tokens=CONFIG.max_num_seqs,
                 device=CUDA,
             )
             recorded.record_ahead(lambda _share: None)

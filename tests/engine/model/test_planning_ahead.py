@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tandem.engine.config import AsyncScheduling, CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.core import Engine
 from tandem.engine.model.batch import Batch
+from tandem.engine.model.fused.device import DevicePieces
 from tandem.engine.model.loading import load_runner
 from tandem.engine.model.runner import LayerHooks
 from tandem.engine.model.started import Started
@@ -27,6 +28,7 @@ from tandem.wire.sampling import FinishReason, SamplingParams, TokenLogprobs
 from tests.engine.model import tiny
 from tests.engine.model.recording import LOOKS
 from tests.engine.model.test_decode_graphs import graphed
+from tests.engine.model.test_decode_graphs import load as load_as_on_a_gpu
 from tests.engine.model.test_invalid_logits import Spoiling
 
 BLOCK = 4
@@ -165,9 +167,11 @@ VARIANTS = [
 def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TorchRunner:
     name, native = request.param.removesuffix("-native"), request.param.endswith("-native")
     name, recorded = name.removesuffix("-recorded"), name.endswith("-recorded")
-    loaded = load(tiny.save(name, tmp_path_factory.mktemp("models")), native)
-    if recorded:
-        graphed(loaded)
+    path = tiny.save(name, tmp_path_factory.mktemp("models"))
+    if not recorded:
+        return load(path, native)
+    loaded = load_as_on_a_gpu(path, DevicePieces())
+    graphed(loaded)
     return loaded
 
 

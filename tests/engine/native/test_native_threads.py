@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandem.engine.model.native.forward import _cores
+from tandem.engine.model.native.forward import cores_for
 from tandem.wire.errors import InternalError
 from tests.engine.native.batches import Sequences
 from tests.engine.native.test_native_model import build, native, tokens, windows
@@ -74,10 +74,10 @@ def test_threads_are_bound_only_to_cores_that_are_all_this_process_has(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {5, 2, 9})
-    assert _cores(0) == [2, 5, 9]
-    assert _cores(3) == [2, 5, 9]
-    assert _cores(8) == [2, 5, 9], "never more threads than cores"
-    assert _cores(2) == [-1, -1], "which two is not for us to say"
+    assert cores_for(0) == [2, 5, 9]
+    assert cores_for(3) == [2, 5, 9]
+    assert cores_for(8) == [2, 5, 9], "never more threads than cores"
+    assert cores_for(2) == [-1, -1], "which two is not for us to say"
 
 
 def test_a_step_leaves_the_callers_affinity_alone() -> None:

@@ -1,0 +1,146 @@
+"""Paged attention by the CPU kernels, which read the cache where it lies, for models that transformers runs. Rotary
+embedding and the write to the cache are part of the same call."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import byref, c_int32
+
+import torch
+
+from tandem.engine.model.attention.layers import AttentionLayer, CachePlan
+from tandem.engine.model.attention.steps import FixedAttention, Rotary
+from tandem.engine.model.batch import Batch
+from tandem.engine.model.decode_inputs import DecodeInputs
+from tandem.engine.model.fused.cpu import CpuPieces, described
+from tandem.engine.model.native.forward import step_batch
+from tandem.engine.model.native.weights import checked, numbered
+from tandem.kernels import library
+from tandem.wire.errors import InternalError
+
+_MAX_HEAD_DIM = 256
+
+
+def reason_against(layers: tuple[AttentionLayer, ...], plan: CachePlan) -> str | None:
+    """Why the kernels cannot compute this model's attention."""
+    for layer in layers:
+        if layer.sinks or layer.softcap is not None:
+            return f"layer {layer.index} has attention sinks, or caps its scores"
+        if layer.key_dim != layer.value_dim or layer.key_dim != plan.head_dim:
+            return f"layer {layer.index} has heads of {layer.key_dim} and {layer.value_dim}"
+        if layer.key_dim > _MAX_HEAD_DIM or layer.key_dim % 2:
+            return f"layer {layer.index} has heads of {layer.key_dim}"
+    return None
+
+
+class CpuAttention:
+    """See tandem.engine.model.attention.steps.PagedAttention."""
+
+    reads_tables = True
+
+    def __init__(
+        self, pieces: CpuPieces, tensor: torch.Tensor, plan: CachePlan, layers: tuple[AttentionLayer, ...]
+    ) -> None:
+        self.pieces = pieces
+        self.tensor = tensor  # the library keeps its address
+        self.plan = plan
+        self.layers = layers
+        self.kind_of_layer: list[int] = []
+        kinds: dict[tuple[object, ...], int] = {}
+        for layer in layers:
+            group = plan.group_of_layer[layer.index]
+            if layer.scale is None:
+                raise InternalError("a layer whose scale was not probed")
+            window = plan.groups[group].window
+            kind = (layer.num_query_heads, layer.num_kv_heads, group, layer.scale)
+            if kind not in kinds:
+                asked = library.AttentionKind(
+                    heads=layer.num_query_heads,
+                    kv_heads=layer.num_kv_heads,
+                    cache_heads=plan.num_kv_heads,
+                    head_dim=plan.head_dim,
+                    group=group,
+                    window=window or 0,
+                    scale=layer.scale,
+                )
+                kinds[kind] = numbered(pieces.native.tandem_add_attention(pieces.handle, byref(asked)))
+            self.kind_of_layer.append(kinds[kind])
+        unused = (c_int32 * 0)()
+        layout = library.CacheLayout(
+            data=tensor.data_ptr(),
+            blocks=tensor.shape[0],
+            slots=tensor.shape[1],
+            block_size=plan.block_size,
+            layer_group=unused,
+            layer_slot=unused,
+            layer_window=unused,
+            groups=len(plan.groups),
+        )
+        checked(pieces.native.tandem_operations_use_cache(pieces.handle, byref(layout)))
+
+    def begin(self, batch: Batch) -> _Step:
+        return _Step(self, batch)
+
+    def fixed(self, inputs: DecodeInputs) -> FixedAttention:
+        raise InternalError("steps are recorded on devices, and this attention is a CPU's")
+
+
+class _Step:
+    def __init__(self, attention: CpuAttention, batch: Batch) -> None:
+        self._attention = attention
+        # What the library points to until the step is over.
+        self._batch, self._described = batch, step_batch(batch, len(attention.plan.groups))
+        pieces = attention.pieces
+        checked(pieces.native.tandem_operations_begin(pieces.handle, byref(self._described)))
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+        rotary: Rotary | None = None,
+    ) -> torch.Tensor:
+        attention = self._attention
+        probed = attention.layers[layer]
+        if scale != probed.scale or softcap is not None or sinks is not None:
+            raise InternalError(f"layer {layer} attends otherwise than when it was probed")
+        heads, tokens, dim = query.shape
+        out = query.new_empty(tokens, heads * dim)
+        angles = None if rotary is None else byref(_angles(*rotary))
+        checked(
+            attention.pieces.native.tandem_attend(
+                attention.pieces.handle,
+                attention.kind_of_layer[layer],
+                attention.plan.slot_of_layer[layer],
+                byref(_heads(query)),
+                byref(_heads(key)),
+                byref(_heads(value)),
+                angles,
+                byref(described(out)),
+            )
+        )
+        return out.view(tokens, heads, dim)
+
+
+def _heads(states: torch.Tensor) -> library.Heads:
+    """[heads, T, D]"""
+    head_stride, row_stride, inner = states.stride()
+    if inner != 1:
+        raise InternalError("heads whose elements are not side by side")
+    return library.Heads(
+        states.data_ptr(), row_stride, head_stride, states.shape[0], library.DTYPES[states.dtype]
+    )
+
+
+def _angles(cosines: torch.Tensor, sines: torch.Tensor) -> ctypes.Structure:
+    """[T, D] each."""
+    if cosines.stride() != sines.stride() or cosines.stride(1) != 1 or cosines.dtype != sines.dtype:
+        raise InternalError("cosines and sines that do not lie alike")
+    return library.RotaryRows(
+        cosines.data_ptr(), sines.data_ptr(), cosines.stride(0), library.DTYPES[cosines.dtype]
+    )

@@ -1,0 +1,123 @@
+"""The pieces by the CPU kernels: weights are packed once, and a piece is one call."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Sequence
+from ctypes import byref, c_int32
+
+import torch
+
+from tandem.engine.model.fused.pieces import Activation, Matrix, Piece
+from tandem.engine.model.native.forward import cores_for
+from tandem.engine.model.native.weights import checked, numbered
+from tandem.kernels import library
+from tandem.kernels.build import BuildFailed
+
+_DTYPES = (torch.float32, torch.bfloat16)
+_ACTIVATIONS = {Activation.SILU: library.SILU, Activation.GELU_TANH: library.GELU_TANH}
+
+
+def cpu_pieces(dtype: torch.dtype, threads: int) -> CpuPieces | None:
+    """None where the kernels do not run, or not in this dtype."""
+    try:
+        found = library.instruction_set(dtype) if dtype in _DTYPES else None
+    except BuildFailed:
+        return None
+    return None if found is None else CpuPieces(dtype, threads)
+
+
+class CpuPieces:
+    """Owns packed weights and the threads that use them, and lives as long as its pieces do. One piece at a time."""
+
+    copies = True
+
+    def __init__(self, dtype: torch.dtype, threads: int) -> None:
+        self.native = library.load()
+        cores = cores_for(threads)
+        made = self.native.tandem_operations_create(
+            library.DTYPES[dtype], (c_int32 * len(cores))(*cores), len(cores), b""
+        )
+        checked(0 if made else -1)
+        self.handle: int = made
+        self._close = weakref.finalize(self, self.native.tandem_operations_destroy, made)
+        self._close.atexit = False  # a step may be under way in another thread
+        self.dtype = dtype
+
+    def product(self, matrices: Sequence[Matrix]) -> Piece:
+        number, outputs, inputs = self._add(matrices, interleave=False)
+        native = self.native.tandem_linear_rows
+
+        def run(x: torch.Tensor) -> torch.Tensor:
+            rows = in_rows(x, inputs)
+            out = rows.new_empty((rows.shape[0], outputs))
+            _check(native(self.handle, number, byref(described(rows)), byref(described(out))))
+            return out.view(*x.shape[:-1], outputs)
+
+        return run
+
+    def gated(self, gate: Matrix, up: Matrix, down: Matrix, activation: Activation) -> Piece:
+        first, _, inputs = self._add((gate, up), interleave=True)
+        second, outputs, _ = self._add((down,), interleave=False)
+        native, kind = self.native.tandem_gated_rows, _ACTIVATIONS[activation]
+
+        def run(x: torch.Tensor) -> torch.Tensor:
+            rows = in_rows(x, inputs)
+            out = rows.new_empty((rows.shape[0], outputs))
+            _check(native(self.handle, first, second, kind, byref(described(rows)), byref(described(out))))
+            return out.view(*x.shape[:-1], outputs)
+
+        return run
+
+    def norm(self, weight: torch.Tensor, offset: float, eps: float) -> Piece:
+        weight = weight.contiguous()
+        width = weight.shape[0]
+        number = numbered(self.native.tandem_add_norm(self.handle, byref(library.part(weight)), offset, eps))
+        native = self.native.tandem_norm_rows
+
+        def run(x: torch.Tensor) -> torch.Tensor:
+            rows = in_rows(x, width)
+            out = torch.empty(rows.shape, dtype=rows.dtype)
+            _check(native(self.handle, number, byref(described(rows)), byref(described(out))))
+            return out.view(x.shape)
+
+        return run
+
+    def _add(self, matrices: Sequence[Matrix], *, interleave: bool) -> tuple[int, int, int]:
+        """Its number, outputs and inputs."""
+        weights = [matrix.weight.contiguous() for matrix in matrices]
+        outputs, inputs = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
+        biases = None
+        if any(matrix.bias is not None for matrix in matrices):
+            biases = [
+                weight.new_zeros(weight.shape[0]) if matrix.bias is None else matrix.bias.contiguous()
+                for matrix, weight in zip(matrices, weights, strict=True)
+            ]
+        number = numbered(
+            self.native.tandem_add_linear(
+                self.handle, _parts(weights), _parts(biases), len(weights), inputs, interleave
+            )
+        )
+        return number, outputs, inputs
+
+
+def in_rows(tensor: torch.Tensor, width: int) -> torch.Tensor:
+    """[..., width] as [rows, width], a view where it can be."""
+    rows = tensor.reshape(-1, width)
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def described(rows: torch.Tensor) -> library.Rows:
+    """Points into the tensor, which must outlive the call."""
+    count, width = rows.shape
+    return library.Rows(rows.data_ptr(), count, rows.stride(0), width, library.DTYPES[rows.dtype])
+
+
+def _check(status: int) -> None:
+    if status != 0:
+        checked(status)
+
+
+def _parts(tensors: Sequence[torch.Tensor] | None) -> ctypes.Array[library.Part] | None:
+    return None if tensors is None else (library.Part * len(tensors))(*map(library.part, tensors))

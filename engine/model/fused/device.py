@@ -1,0 +1,70 @@
+"""The pieces on a GPU: products by torch's own libraries, what lies between them by Triton."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from tandem.engine.model.fused import triton_ops
+from tandem.engine.model.fused.pieces import Activation, Matrix, Piece
+
+
+class DevicePieces:
+    """Matrices that are merged lie side by side from then on, and their modules' own weights are views of that."""
+
+    copies = False
+
+    def product(self, matrices: Sequence[Matrix]) -> Piece:
+        weight, bias = _merged(matrices)
+
+        def run(x: torch.Tensor) -> torch.Tensor:
+            return F.linear(x, weight, bias)
+
+        return run
+
+    def gated(self, gate: Matrix, up: Matrix, down: Matrix, activation: Activation) -> Piece:
+        weight, bias = _merged((gate, up))
+
+        def run(x: torch.Tensor) -> torch.Tensor:
+            return F.linear(triton_ops.gated(F.linear(x, weight, bias), activation), down.weight, down.bias)
+
+        return run
+
+    def norm(self, weight: torch.Tensor, offset: float, eps: float) -> Piece:
+        def run(x: torch.Tensor) -> torch.Tensor:
+            return triton_ops.norm(x, weight, offset, eps)
+
+        return run
+
+
+def _merged(matrices: Sequence[Matrix]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    weights = [matrix.weight for matrix in matrices]
+    weight = _side_by_side(weights)
+    if weight is None:
+        weight, start = torch.cat(weights), 0
+        for part in weights:
+            if isinstance(part, torch.nn.Parameter):
+                part.data = weight[start : start + part.shape[0]]  # the model has its weights once
+            start += part.shape[0]
+    if all(matrix.bias is None for matrix in matrices):
+        return weight, None
+    biases = [
+        matrix.weight.new_zeros(matrix.weight.shape[0]) if matrix.bias is None else matrix.bias
+        for matrix in matrices
+    ]
+    return weight, torch.cat(biases)
+
+
+def _side_by_side(weights: list[torch.Tensor]) -> torch.Tensor | None:
+    """As one tensor, where they are neighbours in memory."""
+    first = weights[0]
+    end = first.data_ptr()
+    for weight in weights:
+        one_storage = weight.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if weight.data_ptr() != end or not weight.is_contiguous() or not one_storage:
+            return None
+        end += weight.numel() * weight.element_size()
+    rows = sum(weight.shape[0] for weight in weights)
+    return first.as_strided((rows, first.shape[1]), (first.shape[1], 1))

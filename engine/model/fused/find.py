@@ -1,0 +1,403 @@
+"""Finds what of a model can be computed in fewer operations, and puts ours in its place.
+
+Nothing is known of an architecture. The model runs once over a few tokens, and each of its modules shows what it was
+given and what it made of it:
+
+- linear layers that are given the very same tensor are one product;
+- a module that agrees with down(activation(gate(x)) * up(x)), in float32, is a gated activation;
+- one that agrees with RMSNorm is one;
+- where attention gets the very tensors that rotary embedding returned, the turning can wait until then.
+
+Each piece must then give what its module gave, or the module stays as it is; at last the whole model must.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+import threading
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from tandem.engine.model.attention.interface import attention_options, attention_through
+from tandem.engine.model.attention.kernel import attend
+from tandem.engine.model.attention.steps import Rotary
+from tandem.engine.model.fused.pieces import Activation, Matrix, Piece, Pieces, activate, rms_norm, rotated
+from tandem.wire.errors import InternalError
+
+log = logging.getLogger(__name__)
+
+_TOKENS = 8
+_ROTARY = "apply_rotary_pos_emb"
+# Of the largest value. In float32 two ways to the same differ in the last bits; in half precision they round at
+# different places, and another formula is far off all the same.
+_EXACT = 1e-4
+_ROUNDED = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
+
+
+class Fused(msgspec.Struct):
+    """What was found, in numbers."""
+
+    gated: int = 0
+    norms: int = 0
+    merged: int = 0  # products of several linear layers
+    products: int = 0  # of one
+    rotary: int = 0
+    left: int = 0  # weights of linear layers that stay as they are
+
+    def __str__(self) -> str:
+        found = {
+            "gated activations": self.gated,
+            "norms": self.norms,
+            "merged products": self.merged,
+            "rotary embeddings": self.rotary,
+        }
+        return ", ".join(f"{count} {what}" for what, count in found.items() if count) or "nothing"
+
+
+def fuse(model: PreTrainedModel, pieces: Pieces) -> Fused | None:
+    """Changes the model. None: what came out of it is not what the model computes, and it must be loaded again."""
+    fused = Fused()
+    with torch.inference_mode():
+        rotary = _RotaryWatch(model)
+        seen = _Seen(model)
+        expected = seen.run(rotary)
+        consumed: set[nn.Module] = set()
+        for module, given in seen.modules():
+            if isinstance(module, nn.Linear):
+                continue
+            found = _gated_in(module, given, seen) or _norm_in(module, given)
+            piece = found.made_by(pieces) if found is not None else None
+            if found is None or piece is None or not _agrees(piece(given.x), given.out):
+                continue
+            _replace(module, piece)
+            consumed.update(found.uses)
+            fused.gated += bool(found.uses)
+            fused.norms += not found.uses
+        _take_products(seen, pieces, consumed, fused)
+        fused.rotary = rotary.put_off()
+        if pieces.copies:
+            _release(model, consumed)
+        fused.left = sum(
+            module.weight.numel()
+            for module in model.modules()
+            if isinstance(module, nn.Linear) and module not in consumed
+        )
+        found_logits = seen.logits()
+    if not _agrees(found_logits, expected, within=2.0):
+        return None
+    log.info("found in the model: %s", fused)
+    return fused
+
+
+class _Given:
+    def __init__(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        self.x, self.out = x, out
+
+
+class _Seen:
+    """The model's modules that take one tensor and return one, and what those were."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._given: dict[nn.Module, _Given] = {}
+
+    def modules(self) -> Iterator[tuple[nn.Module, _Given]]:
+        return iter(self._given.items())
+
+    def of(self, module: nn.Module) -> _Given | None:
+        return self._given.get(module)
+
+    def run(self, rotary: _RotaryWatch) -> torch.Tensor:
+        def note(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+            one = len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor)
+            if one and isinstance(out, torch.Tensor) and module not in self._given:
+                self._given[module] = _Given(args[0], out.clone())
+
+        hooks = [
+            module.register_forward_hook(note, with_kwargs=True)
+            for module in self._model.modules()
+            if next(module.parameters(), None) is not None
+        ]
+        try:
+            return self.logits(rotary.check)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def logits(self, on_attention: Callable[..., None] = lambda *_: None) -> torch.Tensor:
+        device = self._model.device
+        vocab = self._model.config.get_text_config().vocab_size
+        tokens = torch.arange(_TOKENS, device=device).mul_(7).add_(3).remainder_(vocab)[None]
+        positions = torch.arange(_TOKENS, device=device)[None]
+
+        def attention(
+            module: nn.Module,
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            _mask: object,
+            **kwargs: Any,
+        ) -> tuple[torch.Tensor, None]:
+            on_attention(module, query, key)
+            angles = take_rotary(query, key)
+            if angles is not None:
+                query, key = (rotated(states[0], *angles)[None] for states in (query, key))
+            options = attention_options(module, query, kwargs)
+            return attend(query, key, value, mask=None, causal=True, **options).transpose(1, 2), None
+
+        with attention_through(attention):
+            out = self._model(input_ids=tokens, position_ids=positions, use_cache=False)
+        logits: torch.Tensor = out.logits
+        return logits
+
+
+class _Found:
+    def __init__(self, uses: tuple[nn.Module, ...], made_by: Callable[[Pieces], Piece]) -> None:
+        self.uses, self.made_by = uses, made_by
+
+
+def _gated_in(module: nn.Module, given: _Given, seen: _Seen) -> _Found | None:
+    linears = [child for child in module.children() if isinstance(child, nn.Linear)]
+    if len(linears) not in (2, 3) or any(seen.of(linear) is None for linear in linears):
+        return None
+    if sum(1 for _ in module.parameters()) != sum(1 for child in linears for _ in child.parameters()):
+        return None  # it has weights of another kind
+    x = given.x.float().reshape(-1, given.x.shape[-1])
+    try:
+        out = copy.deepcopy(module).float()(x[None])[0]
+    except (RuntimeError, TypeError, ValueError):
+        return None
+    for gate, up, down in _as_gated(linears, x.shape[1]):
+        for activation in Activation:
+            inner = activate(_apply(gate, x), activation) * _apply(up, x)
+            if _agrees(_apply(down, inner), out, _EXACT):
+                return _Found(
+                    tuple(linears),
+                    lambda pieces, g=gate, u=up, d=down, a=activation: pieces.gated(g, u, d, a),  # type: ignore[misc]
+                )
+    return None
+
+
+def _as_gated(linears: list[nn.Linear], width: int) -> Iterator[tuple[Matrix, Matrix, Matrix]]:
+    if len(linears) == 3:
+        for gate, up, down in itertools.permutations(linears):
+            if (gate.in_features, up.in_features) == (width, width) and (
+                gate.out_features == up.out_features == down.in_features
+            ):
+                yield _matrix(gate), _matrix(up), _matrix(down)
+        return
+    for both, down in itertools.permutations(linears):
+        if both.in_features == width and both.out_features == 2 * down.in_features:
+            halves = _halves(both)
+            yield halves[0], halves[1], _matrix(down)
+            yield halves[1], halves[0], _matrix(down)
+
+
+def _norm_in(module: nn.Module, given: _Given) -> _Found | None:
+    weights = list(module.parameters())
+    if next(module.children(), None) is not None or len(weights) != 1 or weights[0].dim() != 1:
+        return None
+    weight, width = weights[0], given.x.shape[-1]
+    eps = next(
+        (getattr(module, name) for name in ("variance_epsilon", "eps", "epsilon") if hasattr(module, name)),
+        0.0,
+    )
+    if weight.shape[0] != width or not isinstance(eps, float) or given.x.shape != given.out.shape:
+        return None
+    wide = copy.deepcopy(module).float()
+    for offset in (0.0, 1.0):
+        # Small numbers show where epsilon is.
+        if all(
+            _agrees(rms_norm(x, weight, offset, eps), wide(x), _EXACT)
+            for x in (given.x.float(), given.x.float() * 1e-3)
+        ):
+            return _Found((), lambda pieces, o=offset: pieces.norm(weight.data, o, eps))  # type: ignore[misc]
+    return None
+
+
+def _take_products(seen: _Seen, pieces: Pieces, consumed: set[nn.Module], fused: Fused) -> None:
+    parents: dict[nn.Module, nn.Module] = {}
+    for parent in seen._model.modules():
+        parents.update(dict.fromkeys(parent.children(), parent))
+    together: dict[tuple[int, int], list[nn.Linear]] = {}
+    for module, given in seen.modules():
+        if isinstance(module, nn.Linear) and type(module) is nn.Linear and module not in consumed:
+            together.setdefault((id(given.x), id(parents.get(module))), []).append(module)
+    for linears in together.values():
+        if len(linears) == 1 and not pieces.copies:
+            continue
+        piece = pieces.product([_matrix(linear) for linear in linears])
+        shared = SharedProduct(piece, [linear.out_features for linear in linears])
+        parts = [shared.part(index) for index in range(len(linears))] if len(linears) > 1 else [piece]
+        known = [one for linear in linears if (one := seen.of(linear)) is not None]
+        if not all(_agrees(part(one.x), one.out) for part, one in zip(parts, known, strict=True)):
+            continue
+        for linear, part in zip(linears, parts, strict=True):
+            _replace(linear, part)
+        consumed.update(linears)
+        fused.merged += len(linears) > 1
+        fused.products += len(linears) == 1
+
+
+class SharedProduct:
+    """Several products of one tensor, computed when the first of them is asked for."""
+
+    def __init__(self, piece: Piece, sizes: list[int]) -> None:
+        self._piece = piece
+        self._sizes = sizes
+        self._given: torch.Tensor | None = None
+        self._results: list[torch.Tensor | None] = []
+
+    def part(self, index: int) -> Piece:
+        def run(x: torch.Tensor) -> torch.Tensor:
+            result = self._results[index] if self._given is x else None
+            if result is None:
+                self._results = list(torch.split(self._piece(x), self._sizes, dim=-1))
+                self._given = x
+                result = self._results[index]
+                assert result is not None
+            self._results[index] = None
+            if not any(left is not None for left in self._results):
+                self._given = None
+            return result
+
+        return run
+
+
+class _Waiting(threading.local):
+    rotary: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+
+
+_waiting = _Waiting()
+
+
+def take_rotary(query: torch.Tensor, key: torch.Tensor) -> Rotary | None:
+    """The angles that these are still to be turned by."""
+    waiting, _waiting.rotary = _waiting.rotary, None
+    if waiting is None:
+        return None
+    if waiting[0] is not query or waiting[1] is not key:
+        raise InternalError("rotary embedding was put off for other tensors than attention got")
+    return waiting[2][0], waiting[3][0]
+
+
+def _put_off(
+    query: torch.Tensor, key: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, *_: Any, **__: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    _waiting.rotary = query, key, cosines, sines
+    return query, key
+
+
+class _RotaryWatch:
+    """Modules whose code calls transformers' rotary embedding get it through us: first the real one, watched."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._turned: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._right = False
+        self._modules: dict[nn.Module, bool] = {}
+        for module in model.modules():
+            forward = type(module).forward
+            plain = isinstance(forward, types.FunctionType) and not hasattr(forward, "__wrapped__")
+            if plain and hasattr(module, "layer_idx") and _ROTARY in forward.__code__.co_names:
+                self._modules[module] = False
+                real = forward.__globals__.get(_ROTARY)
+                if callable(real):
+                    _give(module, self._watched(real))
+
+    def _watched(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def turn(*args: Any, **kwargs: Any) -> Any:
+            turned = real(*args, **kwargs)
+            self._turned = turned
+            self._right = len(args) >= 4 and all(isinstance(a, torch.Tensor) for a in args[:4])
+            if self._right:
+                query, key, cosines, sines = args[:4]
+                self._right = (
+                    cosines.dim() == 3
+                    and cosines.shape == sines.shape
+                    and cosines.shape[0] == 1
+                    and cosines.shape[-1] == query.shape[-1] == key.shape[-1]
+                    and query.shape[2] == cosines.shape[1]
+                    and all(torch.equal(*angles.chunk(2, dim=-1)) for angles in (cosines, sines))
+                    and all(
+                        _agrees(rotated(given[0], cosines[0], sines[0]), made[0])
+                        for given, made in zip((query, key), turned, strict=True)
+                    )
+                )
+            return turned
+
+        return turn
+
+    def check(self, module: nn.Module, query: torch.Tensor, key: torch.Tensor) -> None:
+        turned, self._turned = self._turned, None
+        if module in self._modules and turned is not None:
+            self._modules[module] = self._right and turned[0] is query and turned[1] is key
+
+    def put_off(self) -> int:
+        for module, can_wait in self._modules.items():
+            if can_wait:
+                _give(module, _put_off)
+            else:
+                module.__dict__.pop("forward", None)
+        return sum(self._modules.values())
+
+
+def _give(module: nn.Module, rotary: Callable[..., Any]) -> None:
+    """This module's code, with another function under that name. Other models of its class keep theirs."""
+    own = type(module).forward
+    changed = types.FunctionType(
+        own.__code__, {**own.__globals__, _ROTARY: rotary}, own.__name__, own.__defaults__, own.__closure__
+    )
+    changed.__kwdefaults__ = own.__kwdefaults__
+    module.forward = types.MethodType(changed, module)
+
+
+def _replace(module: nn.Module, piece: Piece) -> None:
+    module.__dict__["forward"] = piece
+
+
+def _release(model: nn.Module, consumed: Iterable[nn.Module]) -> None:
+    """What was packed is no more needed as it was, unless a module that stays has the same weights."""
+    consumed = set(consumed)
+    kept = {
+        id(parameter)
+        for module in model.modules()
+        if module not in consumed
+        for parameter in module.parameters(recurse=False)
+    }
+    for module in consumed:
+        for parameter in module.parameters(recurse=False):
+            if id(parameter) not in kept:
+                parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+
+
+def _matrix(linear: nn.Linear) -> Matrix:
+    return Matrix(linear.weight, linear.bias)
+
+
+def _halves(linear: nn.Linear) -> list[Matrix]:
+    weights = linear.weight.chunk(2)
+    biases = (None, None) if linear.bias is None else linear.bias.chunk(2)
+    return [Matrix(weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+
+
+def _apply(matrix: Matrix, x: torch.Tensor) -> torch.Tensor:
+    bias = None if matrix.bias is None else matrix.bias.float()
+    return nn.functional.linear(x, matrix.weight.float(), bias)
+
+
+def _agrees(
+    ours: torch.Tensor, theirs: torch.Tensor, tolerance: float | None = None, within: float = 1.0
+) -> bool:
+    if ours.shape != theirs.shape:
+        return False
+    allowed = within * (tolerance or _ROUNDED.get(theirs.dtype, _EXACT))
+    error = (ours.float() - theirs.float()).abs().max().item()
+    return bool(error <= allowed * max(theirs.float().abs().max().item(), 1e-6))

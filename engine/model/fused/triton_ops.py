@@ -1,0 +1,249 @@
+"""What Triton computes on a GPU in one launch each, as operations of torch: they are recorded, counted and dispatched like
+any other. Where tensors are the host's, the plain formula stands in; so the two can be held against each other.
+
+Triton comes with torch's CUDA builds and is imported with the first kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from tandem.engine.model.fused.pieces import Activation, activate, rms_norm, rotated
+
+_LIBRARY: Any = torch.library.Library("tandem", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define("rms_norm(Tensor x, Tensor weight, float offset, float eps) -> Tensor")
+_LIBRARY.define("gated(Tensor x, str activation) -> Tensor")
+_LIBRARY.define(
+    "rotate_and_write(Tensor query, Tensor key, Tensor value, Tensor? cosines, Tensor? sines, Tensor slots, "
+    "Tensor(a!) keys, Tensor(b!) values, bool pads) -> Tensor"
+)
+
+
+def norm(x: torch.Tensor, weight: torch.Tensor, offset: float, eps: float) -> torch.Tensor:
+    """RMSNorm over the last dimension."""
+    out: torch.Tensor = torch.ops.tandem.rms_norm(x, weight, offset, eps)
+    return out
+
+
+def gated(x: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """[..., 2 N] to [..., N]: activation of the first half, times the second."""
+    out: torch.Tensor = torch.ops.tandem.gated(x, activation.value)
+    return out
+
+
+def rotate_and_write(
+    query: torch.Tensor,  # [query heads, T, D]
+    key: torch.Tensor,  # [KV heads, T, D]
+    value: torch.Tensor,
+    angles: tuple[torch.Tensor, torch.Tensor] | None,  # [T, D] each
+    slots: torch.Tensor,  # int64 [T]: block * block size + offset
+    keys: torch.Tensor,  # [blocks, KV heads, block size, D], a view of the cache
+    values: torch.Tensor,
+    *,
+    pads: bool,
+) -> torch.Tensor:
+    """Turns queries and keys, writes keys and values to the cache, and returns the queries as [T, query heads, D]. With
+    `pads` a token of the null block writes zeros there."""
+    cosines, sines = (None, None) if angles is None else angles
+    out: torch.Tensor = torch.ops.tandem.rotate_and_write(
+        query, key, value, cosines, sines, slots, keys, values, pads
+    )
+    return out
+
+
+# --- in torch
+
+
+def _plain_norm(x: torch.Tensor, weight: torch.Tensor, offset: float, eps: float) -> torch.Tensor:
+    return rms_norm(x, weight, offset, eps)
+
+
+def _plain_gated(x: torch.Tensor, activation: str) -> torch.Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return activate(first, Activation(activation)) * second
+
+
+def _plain_rotate_and_write(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cosines: torch.Tensor | None,
+    sines: torch.Tensor | None,
+    slots: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    pads: bool,
+) -> torch.Tensor:
+    if cosines is not None and sines is not None:
+        query, key = rotated(query, cosines, sines), rotated(key, cosines, sines)
+    size = keys.shape[2]
+    block, offset = slots // size, slots % size
+    if pads:
+        null = (slots < size)[None, :, None]
+        key, value = key.masked_fill(null, 0), value.masked_fill(null, 0)
+    # Indices on both sides of a slice put the indexed dimension first: [T, heads, D].
+    keys[block, :, offset] = key.transpose(0, 1)
+    values[block, :, offset] = value.transpose(0, 1)
+    return query.transpose(0, 1).contiguous()
+
+
+# --- by Triton
+
+
+@functools.cache
+def kernels() -> Any:
+    """The three kernels. Triton reads their source when they are defined, so this is where it is imported."""
+    import triton
+    import triton.language as tl
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def norm_rows(x, weight, out, outer, inner, per_outer, n, offset, eps, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+        row = tl.program_id(0)
+        columns = tl.arange(0, BLOCK)
+        there = columns < n
+        at = (row // per_outer) * outer + (row % per_outer) * inner
+        v = tl.load(x + at + columns, mask=there, other=0.0).to(tl.float32)
+        scale = 1.0 / tl.sqrt(tl.sum(v * v, axis=0) / n + eps)
+        w = tl.load(weight + columns, mask=there, other=0.0).to(tl.float32) + offset
+        tl.store(out + row.to(tl.int64) * n + columns, (v * scale * w).to(out.dtype.element_ty), mask=there)
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def gate_rows(x, out, stride, n, GELU: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+        row = tl.program_id(0).to(tl.int64)
+        columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        there = columns < n
+        gate = tl.load(x + row * stride + columns, mask=there, other=0.0).to(tl.float32)
+        up = tl.load(x + row * stride + n + columns, mask=there, other=0.0).to(tl.float32)
+        if GELU:
+            passed = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+        else:
+            passed = gate * tl.sigmoid(gate)
+        tl.store(out + row * n + columns, (passed * up).to(out.dtype.element_ty), mask=there)
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def turn_and_write(  # type: ignore[no-untyped-def]
+        query, q_head, q_row,
+        key, k_head, k_row,
+        value, v_head, v_row,
+        cosines, sines, angle_row,
+        slots, keys, values, block_stride, head_stride, place_stride,
+        out, size,
+        HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, TURNS: tl.constexpr, PADS: tl.constexpr,
+    ):  # fmt: skip
+        row = tl.program_id(0).to(tl.int64)
+        head = tl.program_id(1)
+        columns = tl.arange(0, BLOCK)
+        there = columns < HALF
+        if TURNS:
+            c = tl.load(cosines + row * angle_row + columns, mask=there, other=0.0).to(tl.float32)
+            s = tl.load(sines + row * angle_row + columns, mask=there, other=0.0).to(tl.float32)
+        if head < HEADS:
+            at = query + head * q_head + row * q_row + columns
+        else:
+            at = key + (head - HEADS) * k_head + row * k_row + columns
+        first = tl.load(at, mask=there, other=0.0).to(tl.float32)
+        second = tl.load(at + HALF, mask=there, other=0.0).to(tl.float32)
+        if TURNS:
+            turned = first * c - second * s
+            second = second * c + first * s
+            first = turned
+        if head < HEADS:
+            to = out + (row * HEADS + head) * (2 * HALF) + columns
+            tl.store(to, first.to(out.dtype.element_ty), mask=there)
+            tl.store(to + HALF, second.to(out.dtype.element_ty), mask=there)
+        else:
+            slot = tl.load(slots + row)
+            place = (slot // size) * block_stride + (slot % size) * place_stride
+            place += (head - HEADS).to(tl.int64) * head_stride
+            source = value + (head - HEADS) * v_head + row * v_row + columns
+            low = tl.load(source, mask=there, other=0.0).to(tl.float32)
+            high = tl.load(source + HALF, mask=there, other=0.0).to(tl.float32)
+            if PADS:
+                real = slot >= size
+                first = tl.where(real, first, 0.0)
+                second = tl.where(real, second, 0.0)
+                low = tl.where(real, low, 0.0)
+                high = tl.where(real, high, 0.0)
+            element = keys.dtype.element_ty
+            tl.store(keys + place + columns, first.to(element), mask=there)
+            tl.store(keys + place + HALF + columns, second.to(element), mask=there)
+            tl.store(values + place + columns, low.to(element), mask=there)
+            tl.store(values + place + HALF + columns, high.to(element), mask=there)
+
+    return norm_rows, gate_rows, turn_and_write, triton.next_power_of_2
+
+
+def _launch_norm(x: torch.Tensor, weight: torch.Tensor, offset: float, eps: float) -> torch.Tensor:
+    norm_rows, _, _, power = kernels()
+    n = x.shape[-1]
+    if x.stride(-1) != 1 or (x.dim() > 2 and not x.is_contiguous() and not _two_strides(x)):
+        x = x.contiguous()
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    per_outer = x.shape[-2] if x.dim() > 1 else 1
+    outer = x.stride(-3) if x.dim() > 2 else per_outer * n
+    inner = x.stride(-2) if x.dim() > 1 else n
+    rows = x.numel() // n
+    if rows:
+        norm_rows[(rows,)](x, weight, out, outer, inner, per_outer, n, offset, eps, BLOCK=power(n))
+    return out
+
+
+def _two_strides(x: torch.Tensor) -> bool:
+    """All dimensions before the last two are one, at one stride."""
+    return all(x.shape[i] == 1 or x.stride(i) == x.stride(i + 1) * x.shape[i + 1] for i in range(x.dim() - 3))
+
+
+def _launch_gated(x: torch.Tensor, activation: str) -> torch.Tensor:
+    _, gate_rows, _, power = kernels()
+    n = x.shape[-1] // 2
+    rows = x.reshape(-1, 2 * n)
+    if rows.stride(1) != 1:
+        rows = rows.contiguous()
+    out = torch.empty((*x.shape[:-1], n), dtype=x.dtype, device=x.device)
+    block = min(1024, power(n))
+    if rows.shape[0]:
+        gate_rows[(rows.shape[0], -(-n // block))](
+            rows, out, rows.stride(0), n, GELU=activation == Activation.GELU_TANH.value, BLOCK=block
+        )
+    return out
+
+
+def _launch_rotate_and_write(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cosines: torch.Tensor | None,
+    sines: torch.Tensor | None,
+    slots: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    pads: bool,
+) -> torch.Tensor:
+    _, _, turn_and_write, power = kernels()
+    query, key, value = (part if part.stride(2) == 1 else part.contiguous() for part in (query, key, value))
+    heads, tokens, dim = query.shape
+    out = query.new_empty(tokens, heads, dim)
+    angles = (query, query) if cosines is None or sines is None else (cosines, sines)
+    if tokens:
+        turn_and_write[(tokens, heads + key.shape[0])](
+            query, query.stride(0), query.stride(1),
+            key, key.stride(0), key.stride(1),
+            value, value.stride(0), value.stride(1),
+            *angles, angles[0].stride(-2),
+            slots, keys, values, keys.stride(0), keys.stride(1), keys.stride(2),
+            out, keys.shape[2],
+            HEADS=heads, HALF=dim // 2, BLOCK=power(dim // 2), TURNS=cosines is not None, PADS=pads,
+        )  # fmt: skip
+    return out
+
+
+for _name, _plain, _launch in (
+    ("rms_norm", _plain_norm, _launch_norm),
+    ("gated", _plain_gated, _launch_gated),
+    ("rotate_and_write", _plain_rotate_and_write, _launch_rotate_and_write),
+):
+    _LIBRARY.impl(_name, _plain, "CPU")
+    _LIBRARY.impl(_name, _launch, "CUDA")

@@ -1,0 +1,77 @@
+// The pieces of a forward pass, one call each: for models whose structure another library runs. What takes the time
+// is ours all the same: products with packed weights, gated activations, norms, rotary embedding with the cache write, and
+// attention over the paged cache.
+#pragma once
+
+#include <stdint.h>
+
+#include <memory>
+#include <vector>
+
+#include "api.h"
+#include "kernels.h"
+#include "plan.h"
+#include "region.h"
+#include "team.h"
+
+namespace tandem {
+
+class Operations {
+ public:
+  Operations(const Kernels* kernels, std::vector<int> cores);
+
+  // Packs. With `interleave` the two parts are a gate and what it is multiplied with. Returns the matrix's number.
+  int add_linear(const tandem_part* weights, const tandem_part* biases, int count, int inputs, bool interleave);
+  int add_norm(const tandem_part& weight, float offset, float eps);
+  int add_attention(const tandem_attention_kind& kind);
+  void use_cache(const tandem_cache& cache);
+
+  void linear(int matrix, const tandem_rows& x, const tandem_rows& out);
+  void gated(int gate_up, int down, int activation, const tandem_rows& x, const tandem_rows& out);
+  void norm(int norm, const tandem_rows& x, const tandem_rows& out);
+
+  // What the batch points to must stay until the last `attend` of the step.
+  void begin(const tandem_batch& batch);
+  void attend(int kind, int slot, const tandem_heads& q, const tandem_heads& k, const tandem_heads& v,
+              const tandem_rotary_rows* rotary, const tandem_rows& out);
+
+ private:
+  struct Packed {
+    Linear w{};
+    Region panels;
+    std::vector<float> bias;
+  };
+  struct NormWeight {
+    std::vector<float> weight;
+    float eps;
+  };
+  struct Kind {
+    tandem_attention_kind asked;
+    AttentionPlan plan;
+  };
+
+  const Linear& matrix(int index) const;
+  void take(int thread, const tandem_rows& x, int k, void* activation);
+  void give(int thread, const float* from, int64_t stride, const tandem_rows& out);
+  void multiply(int thread, Gemm gemm);
+  void write_kv(int thread, const Kind& kind, const Cache& cache, const tandem_heads& q, const tandem_heads& k,
+                const tandem_heads& v, const tandem_rotary_rows* rotary);
+  Cache layer_cache(const Kind& kind, int slot) const;
+  void grow_scratch(size_t bytes);
+  char* scratch_of(int thread) const { return scratch_.data() + thread * scratch_stride_; }
+
+  const Kernels* const kernels_;
+  Team team_;
+  std::vector<std::unique_ptr<Packed>> matrices_;
+  std::vector<NormWeight> norms_;
+  std::vector<Kind> kinds_;
+  tandem_cache cache_{};
+  int block_shift_ = 0;
+  tandem_batch batch_{};
+  bool begun_ = false;
+  std::vector<int64_t> numbers_;  // 0, 1, 2, ...: where a token's own rotary row is
+  Region in_, middle_, out_, qkv_, table_, partials_, scratch_;
+  int64_t scratch_stride_ = 0;
+};
+
+}  // namespace tandem
