@@ -371,9 +371,11 @@ def test_a_position_bias_that_the_kernel_does_not_know_is_noticed(
 
 
 def test_too_little_memory_says_how_much_is_missing_and_what_helps(llama: Path) -> None:
+    file = llama / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"max_position_embeddings": 8192}))
     config, scheduler = ModelConfig(path=str(llama), device="cpu", threads=1), SchedulerConfig()
     with pytest.raises(ConfigurationError, match=r"missing; raise --kv-memory, or .* --max-model-len"):
-        load_runner(config, CacheConfig(memory_bytes=1000), scheduler)
+        load_runner(config, CacheConfig(memory_bytes=1 << 20), scheduler)
     with pytest.raises(ConfigurationError, match=r"--kv-memory asks for .* is missing"):
         load_runner(config, CacheConfig(memory_bytes=1 << 60), scheduler)
 
