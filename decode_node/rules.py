@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from tandem.engine.scheduling.update import RequestUpdate
 from tandem.wire.errors import InvalidRequest
 from tandem.wire.nodes import Role
-from tandem.wire.requests import Submit, TransferRole
+from tandem.wire.requests import Submit, TokenChunk, TransferRole
 from tandem.wire.sampling import FinishReason, SamplingParams
 
 
@@ -20,5 +19,5 @@ class DecodeRules:
             raise InvalidRequest("a decode node was asked to send KV; it only receives", "transfer.role")
         return submit.sampling
 
-    def finish_of(self, submit: Submit, update: RequestUpdate) -> FinishReason | None:
+    def finish_of(self, submit: Submit, update: TokenChunk) -> FinishReason | None:
         return update.finish

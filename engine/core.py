@@ -17,17 +17,17 @@ from tandem.engine.model.runner import Computed, ModelRunner, StartedStep
 from tandem.engine.request import Request, RequestStatus
 from tandem.engine.scheduling.output import ModelOutput, SchedulerOutput
 from tandem.engine.scheduling.scheduler import Scheduler
-from tandem.engine.scheduling.update import RequestUpdate
 from tandem.engine.tracing import StepTimes, Tracer
 from tandem.kvtransfer.base import ConnectorOutput, KVCacheMemory, WorkerConnector
 from tandem.wire.errors import InternalError
+from tandem.wire.requests import TokenChunk
 
 _NO_TRANSFERS = ConnectorOutput()
 
 
 @dataclasses.dataclass(slots=True)
 class StepResult:
-    updates: list[RequestUpdate]
+    updates: list[TokenChunk]
     # False when the step changed nothing: another one would not either, until something arrives from outside.
     progressed: bool
     # Nothing changed, yet a connector wants to be asked again, or has something to tell its other half.

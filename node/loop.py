@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from tandem.engine.core import Engine
-from tandem.engine.scheduling.update import RequestUpdate
 from tandem.machine.cores import bind
+from tandem.wire.requests import TokenChunk
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class LoopHost(Protocol[ItemT]):
         """An item from the mailbox, in the step thread, between two steps."""
         ...
 
-    def publish(self, updates: list[RequestUpdate]) -> None: ...
+    def publish(self, updates: list[TokenChunk]) -> None: ...
 
     def before_step(self, now: float) -> None:
         """Called once per turn of the loop, before the step: deadlines and the like."""

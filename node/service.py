@@ -27,7 +27,6 @@ from typing import Protocol
 from tandem.engine.core import Engine
 from tandem.engine.request import Request, RequestStatus
 from tandem.engine.scheduling.stats import SchedulerStats
-from tandem.engine.scheduling.update import RequestUpdate
 from tandem.engine.structured.desk import GrammarDesk, GrammarReady
 from tandem.engine.structured.grammars import Grammars
 from tandem.engine.tracing import FinishedTrace, Tracer
@@ -73,7 +72,7 @@ class RoleRules(Protocol):
         """What this node is to sample of the request. Raises InvalidRequest for one that is not its business."""
         ...
 
-    def finish_of(self, submit: Submit, update: RequestUpdate) -> FinishReason | None:
+    def finish_of(self, submit: Submit, update: TokenChunk) -> FinishReason | None:
         """How an update's finish reason reads to the router."""
         ...
 
@@ -303,29 +302,17 @@ class NodeService:
         grammar_due = self._desk.seconds_until_due(now)
         return grammar_due if due is None or (grammar_due is not None and grammar_due < due) else due
 
-    def publish(self, updates: list[RequestUpdate]) -> None:
+    def publish(self, updates: list[TokenChunk]) -> None:
         batches: defaultdict[str, list[TokenChunk]] = defaultdict(list)
         for update in updates:
             live = self._live.get(update.request_id)
             if live is None:
                 continue
-            finish = self._rules.finish_of(live.submit, update)
             live.reported = max(live.reported, update.start + len(update.token_ids))
             if update.finish is not None:
                 del self._live[update.request_id]
-            batches[live.submit.reply_to].append(
-                TokenChunk(
-                    request_id=update.request_id,
-                    start=update.start,
-                    token_ids=update.token_ids,
-                    finish=finish,
-                    stop_token=update.stop_token,
-                    error=update.error,
-                    logprobs=update.logprobs,
-                    prompt_logprobs=update.prompt_logprobs,
-                    cached_tokens=update.cached_tokens,
-                )
-            )
+                update.finish = self._rules.finish_of(live.submit, update)
+            batches[live.submit.reply_to].append(update)
         for reply_to, chunks in batches.items():
             self._send_chunks(reply_to, chunks)
         if self._engine.tracer is not None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from tandem.engine.scheduling.update import RequestUpdate
 from tandem.wire.errors import InvalidRequest
 from tandem.wire.nodes import Role
-from tandem.wire.requests import Submit, TransferRole
+from tandem.wire.requests import Submit, TokenChunk, TransferRole
 from tandem.wire.sampling import FinishReason, SamplingParams
 
 
@@ -24,7 +23,7 @@ class PrefillRules:
             raise InvalidRequest("a prefill node was asked to receive KV; it only sends", "transfer.role")
         return msgspec.structs.replace(submit.sampling, max_tokens=len(submit.output_token_ids) + 1)
 
-    def finish_of(self, submit: Submit, update: RequestUpdate) -> FinishReason | None:
+    def finish_of(self, submit: Submit, update: TokenChunk) -> FinishReason | None:
         capped_here = submit.transfer is not None and update.finish is FinishReason.LENGTH
         if capped_here and len(submit.output_token_ids) + 1 < submit.sampling.max_tokens:
             return FinishReason.HANDOFF

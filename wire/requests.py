@@ -71,8 +71,8 @@ class Ask(msgspec.Struct, frozen=True, tag="ask", forbid_unknown_fields=True):
 ToNode = Submit | Cancel | Ping | Ask
 
 
-class TokenChunk(msgspec.Struct, frozen=True, omit_defaults=True):
-    """New output tokens of one request.
+class TokenChunk(msgspec.Struct, omit_defaults=True, gc=False):
+    """New output tokens of one request, an end, or both. The scheduler makes it, and the same struct goes to the router.
 
     `start` is the index of the first of them in the request's output. Both nodes report the first token
     (the prefill node because it sampled it, the decode node because it began from it), so a receiver drops

@@ -14,7 +14,6 @@ transfers       the connector's news, booked; invalid_blocks is its hardest case
 open_step       planning a step while the one before it runs
 lifecycle       how a request begins, loses its turn and ends
 stopping        when a token is the last
-update          what is reported of a step
 stats           numbers
 audit           what must always hold
 """

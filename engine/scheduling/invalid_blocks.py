@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from tandem.engine.request import Request, RequestStatus
-from tandem.engine.scheduling.lifecycle import Lifecycle
+from tandem.engine.scheduling.lifecycle import Lifecycle, failure_of
 from tandem.engine.scheduling.open_step import leave_steps
 from tandem.engine.scheduling.state import SchedulerState
-from tandem.engine.scheduling.update import RequestUpdate, failure_of
 from tandem.kvtransfer.base import LoadFailurePolicy
 from tandem.wire.errors import TransferError
+from tandem.wire.requests import TokenChunk
 
 
 class InvalidBlocks:
@@ -19,12 +19,12 @@ class InvalidBlocks:
         self._state = state
         self._lifecycle = lifecycle
 
-    def handle(self, block_ids: set[int]) -> list[RequestUpdate]:
+    def handle(self, block_ids: set[int]) -> list[TokenChunk]:
         state = self._state
         bad = set(block_ids)
         affected = self._affected(bad)
         state.cache.uncache(bad)
-        updates: list[RequestUpdate] = []
+        updates: list[TokenChunk] = []
         # The last admitted first: each goes to the front of the line, and they stand there in order again.
         for request in reversed(state.running):
             if request.request_id in affected:
@@ -57,7 +57,7 @@ class InvalidBlocks:
                     bad.update(state.cache.cached_blocks_from(request, token))
         return affected
 
-    def _interrupt(self, request: Request, valid: int) -> list[RequestUpdate]:
+    def _interrupt(self, request: Request, valid: int) -> list[TokenChunk]:
         state = self._state
         state.totals.loads_failed += 1
         if state.load_failure_policy is LoadFailurePolicy.FAIL:
@@ -65,7 +65,7 @@ class InvalidBlocks:
         self._lifecycle.interrupt(request, valid)
         return []
 
-    def _rewind_waiting(self, request: Request, valid: int) -> list[RequestUpdate]:
+    def _rewind_waiting(self, request: Request, valid: int) -> list[TokenChunk]:
         state = self._state
         state.totals.loads_failed += 1
         if state.load_failure_policy is LoadFailurePolicy.FAIL:
@@ -77,7 +77,7 @@ class InvalidBlocks:
             state.waiting.lost_blocks(request)
         return []
 
-    def _fail(self, request: Request, valid: int) -> RequestUpdate:
+    def _fail(self, request: Request, valid: int) -> TokenChunk:
         # The connector is asked about its blocks, and must not take for computed what is wrong.
         leave_steps(self._state, request)
         request.num_computed_tokens = valid

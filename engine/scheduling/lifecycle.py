@@ -7,7 +7,9 @@ from collections.abc import Iterable
 from tandem.engine.request import Request, RequestStatus
 from tandem.engine.scheduling.open_step import leave_steps
 from tandem.engine.scheduling.state import SchedulerState
-from tandem.wire.errors import ContextLengthExceeded, InvalidRequest
+from tandem.wire.errors import ContextLengthExceeded, InvalidRequest, TandemError
+from tandem.wire.requests import TokenChunk
+from tandem.wire.sampling import FinishReason
 
 
 class Lifecycle:
@@ -134,3 +136,10 @@ class Lifecycle:
         """The connector no longer needs the blocks of a finished request."""
         self._state.cache.free(self._state.held.pop(request_id))
         self._state.settled = False
+
+
+def failure_of(request: Request, error: TandemError) -> TokenChunk:
+    """What is reported of a request that an error has ended."""
+    return TokenChunk(
+        request.request_id, request.num_output_tokens, [], FinishReason.ERROR, error=error.to_wire()
+    )

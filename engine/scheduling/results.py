@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from tandem.engine.request import Request, RequestStatus
-from tandem.engine.scheduling.lifecycle import Lifecycle
+from tandem.engine.scheduling.lifecycle import Lifecycle, failure_of
 from tandem.engine.scheduling.output import ModelOutput, SchedulerOutput
 from tandem.engine.scheduling.state import SchedulerState
 from tandem.engine.scheduling.stopping import status_after
-from tandem.engine.scheduling.update import RequestUpdate, failure_of
 from tandem.kvtransfer.base import NULL_BLOCK_ID
 from tandem.wire.errors import InternalError, InvalidLogits, TandemError
+from tandem.wire.requests import TokenChunk
 
 _RUNNING = RequestStatus.RUNNING
 
@@ -19,7 +19,7 @@ class ModelResults:
         self._state = state
         self._lifecycle = lifecycle
 
-    def apply(self, step: SchedulerOutput, output: ModelOutput) -> list[RequestUpdate]:
+    def apply(self, step: SchedulerOutput, output: ModelOutput) -> list[TokenChunk]:
         """Requests that ended or were interrupted since the step was planned get nothing of it."""
         state = self._state
         requests, void, drafts = state.requests, step.void_req_ids, step.spec_token_ids
@@ -52,7 +52,7 @@ class ModelResults:
                 tokens, status = _append_until_end(request, tokens)
                 request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens)
             num_tokens += len(tokens)
-            update = RequestUpdate(request_id, start, tokens)
+            update = TokenChunk(request_id, start, tokens)
             if logprobs and (found := logprobs.get(request_id)) is not None:
                 update.logprobs = found[: len(tokens)]
             if prompt_logprobs:
@@ -73,7 +73,7 @@ class ModelResults:
                 and (request := requests.get(request_id)) is not None
             ):
                 updates.append(
-                    RequestUpdate(request_id, request.num_output_tokens, [], prompt_logprobs=of_prompt)
+                    TokenChunk(request_id, request.num_output_tokens, [], prompt_logprobs=of_prompt)
                 )
         for request_id, proposal in output.draft_token_ids.items():
             request = requests.get(request_id)
@@ -95,7 +95,7 @@ class ModelResults:
         self._state.totals.speculative_drafted += num_drafts
         self._state.totals.speculative_accepted += num_accepted
 
-    def _fail(self, request: Request, error: TandemError) -> RequestUpdate:
+    def _fail(self, request: Request, error: TandemError) -> TokenChunk:
         state = self._state
         if isinstance(error, InvalidLogits):
             state.totals.model_errors += 1
@@ -105,7 +105,7 @@ class ModelResults:
         self._lifecycle.end(request, RequestStatus.FINISHED_ERROR)
         return failure_of(request, error)
 
-    def _end(self, request: Request, status: RequestStatus, update: RequestUpdate) -> None:
+    def _end(self, request: Request, status: RequestStatus, update: TokenChunk) -> None:
         self._lifecycle.end(request, status)
         update.finish = request.finish_reason
         if status is RequestStatus.FINISHED_STOPPED:

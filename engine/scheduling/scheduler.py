@@ -29,10 +29,10 @@ from tandem.engine.scheduling.state import PauseState, SchedulerState
 from tandem.engine.scheduling.stats import SchedulerStats
 from tandem.engine.scheduling.step import StepPlan
 from tandem.engine.scheduling.transfers import TransferResults
-from tandem.engine.scheduling.update import RequestUpdate
 from tandem.engine.scheduling.waiting import WaitingRequests
 from tandem.kvtransfer.base import ConnectorOutput, LoadFailurePolicy, SchedulerConnector
 from tandem.wire.errors import ConfigurationError
+from tandem.wire.requests import TokenChunk
 
 __all__ = ["PauseState", "Scheduler"]
 
@@ -225,10 +225,10 @@ class Scheduler:
         step: SchedulerOutput,
         model_output: ModelOutput,
         connector_output: ConnectorOutput | None = None,
-    ) -> list[RequestUpdate]:
+    ) -> list[TokenChunk]:
         """Books a step. Transfers first: they say which of the model's results can't be right."""
         state = self._state
-        updates: list[RequestUpdate] = []
+        updates: list[TokenChunk] = []
         if connector_output is not None:
             if state.connector is not None:
                 state.connector.update_connector_output(connector_output)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from tandem.engine.request import Request, RequestStatus
 from tandem.engine.scheduling.invalid_blocks import InvalidBlocks
-from tandem.engine.scheduling.lifecycle import Lifecycle
+from tandem.engine.scheduling.lifecycle import Lifecycle, failure_of
 from tandem.engine.scheduling.state import SchedulerState
 from tandem.engine.scheduling.stopping import status_after
-from tandem.engine.scheduling.update import RequestUpdate, failure_of
 from tandem.kvtransfer.base import ConnectorOutput, Handoff, LoadFailure, LoadFailurePolicy
 from tandem.wire.errors import InternalError, TransferError
+from tandem.wire.requests import TokenChunk
 from tandem.wire.sampling import FinishReason
 
 
@@ -19,12 +19,12 @@ class TransferResults:
         self._lifecycle = lifecycle
         self._invalid_blocks = InvalidBlocks(state, lifecycle)
 
-    def apply(self, output: ConnectorOutput) -> list[RequestUpdate]:
+    def apply(self, output: ConnectorOutput) -> list[TokenChunk]:
         """A running request whose blocks turn out wrong is no longer RUNNING when this returns: what the step
         sampled for it must not be used."""
         state = self._state
         state.settled = False
-        updates: list[RequestUpdate] = []
+        updates: list[TokenChunk] = []
         if output.invalid_block_ids:
             updates += self._invalid_blocks.handle(output.invalid_block_ids)
         for request_id, handoff in output.finished_recving.items():
@@ -37,7 +37,7 @@ class TransferResults:
                 updates += self._failed(request, failure)
         for request_id in output.unwanted_sending:
             if (request := state.requests.get(request_id)) is not None:
-                updates.append(RequestUpdate(request_id, request.num_output_tokens, [], FinishReason.ABORT))
+                updates.append(TokenChunk(request_id, request.num_output_tokens, [], FinishReason.ABORT))
                 self._lifecycle.finish_all([request_id], RequestStatus.FINISHED_ABORTED)
         for request_id in output.finished_sending:
             if request_id in state.held:
@@ -68,7 +68,7 @@ class TransferResults:
             return None
         return request
 
-    def _received(self, request: Request, handoff: Handoff) -> list[RequestUpdate]:
+    def _received(self, request: Request, handoff: Handoff) -> list[TokenChunk]:
         failure = self._objection(request, handoff)
         if failure is not None:
             return self._failed(request, failure)
@@ -80,7 +80,7 @@ class TransferResults:
             self._let_run(request)
             return []
         # Nothing of what it has is left to compute: it goes on from the token that its peer sampled.
-        update = RequestUpdate(
+        update = TokenChunk(
             request.request_id,
             request.num_output_tokens,
             [handoff.first_token],
@@ -111,7 +111,7 @@ class TransferResults:
             return LoadFailure(f"the token after the first {promised} is another here")
         return None
 
-    def _failed(self, request: Request, failure: LoadFailure) -> list[RequestUpdate]:
+    def _failed(self, request: Request, failure: LoadFailure) -> list[TokenChunk]:
         state = self._state
         state.totals.loads_failed += 1
         if state.load_failure_policy is LoadFailurePolicy.FAIL:

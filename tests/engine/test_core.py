@@ -11,9 +11,9 @@ from tandem.engine.model.runner import Computed, LayerHooks
 from tandem.engine.request import Request
 from tandem.engine.scheduling.output import ModelOutput, SchedulerOutput
 from tandem.engine.scheduling.scheduler import PauseState
-from tandem.engine.scheduling.update import RequestUpdate
 from tandem.kvtransfer.base import ConnectorMetadata, ConnectorOutput, KVCacheMemory, WorkerConnector
 from tandem.node.loop import EngineLoop, Mailbox
+from tandem.wire.requests import TokenChunk
 from tandem.wire.sampling import SamplingParams
 from tests.engine.engine_fakes import FakeRunner, make_scheduler
 from tests.engine.scheduling.driving import FakeConnector
@@ -152,7 +152,7 @@ class Ends:
     def handle(self, item: Request) -> None:
         self._engine.add_request(item)
 
-    def publish(self, updates: list[RequestUpdate]) -> None:
+    def publish(self, updates: list[TokenChunk]) -> None:
         if any(update.finish is not None for update in updates):
             self.ended.set()
 

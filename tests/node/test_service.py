@@ -338,9 +338,9 @@ class TestPrefillRules:
         )
 
     def finish(self, submit: Submit, reason: FinishReason) -> FinishReason | None:
-        from tandem.engine.scheduling.update import RequestUpdate
+        from tandem.wire.requests import TokenChunk
 
-        return self.rules.finish_of(submit, RequestUpdate("r", 0, [1], finish=reason))
+        return self.rules.finish_of(submit, TokenChunk("r", 0, [1], finish=reason))
 
     def test_one_token_is_sampled_and_then_handed_over(self) -> None:
         submit = self.submit(max_tokens=9)

@@ -10,7 +10,6 @@ from tandem.engine.config import CacheConfig, SchedulerConfig
 from tandem.engine.request import Request, RequestStatus
 from tandem.engine.scheduling.output import ModelOutput, SchedulerOutput
 from tandem.engine.scheduling.scheduler import Scheduler
-from tandem.engine.scheduling.update import RequestUpdate
 from tandem.kvtransfer.base import (
     BlockIds,
     ConnectorMetadata,
@@ -23,7 +22,7 @@ from tandem.kvtransfer.base import (
     TransferRequest,
 )
 from tandem.wire.nodes import PeerAddress
-from tandem.wire.requests import KVTransferParams, TransferRole
+from tandem.wire.requests import KVTransferParams, TokenChunk, TransferRole
 from tandem.wire.sampling import SamplingParams
 from tests.engine.scheduling.model import FakeModel, kv_chain
 
@@ -125,7 +124,7 @@ class Driver:
         )
         self._arrivals = itertools.count()
         self.outputs: dict[str, list[int]] = {}
-        self.updates: dict[str, list[RequestUpdate]] = {}
+        self.updates: dict[str, list[TokenChunk]] = {}
 
     def add(
         self,
@@ -155,17 +154,17 @@ class Driver:
     def schedule(self) -> SchedulerOutput:
         return self.scheduler.schedule()
 
-    def finish(self, step: SchedulerOutput, transfers: ConnectorOutput | None = None) -> list[RequestUpdate]:
+    def finish(self, step: SchedulerOutput, transfers: ConnectorOutput | None = None) -> list[TokenChunk]:
         return self.book(step, self.model.execute(step), transfers)
 
     def book(
         self, step: SchedulerOutput, output: ModelOutput, transfers: ConnectorOutput | None = None
-    ) -> list[RequestUpdate]:
+    ) -> list[TokenChunk]:
         updates = self.scheduler.update_from_output(step, output, transfers)
         self.record(updates)
         return updates
 
-    def record(self, updates: list[RequestUpdate]) -> None:
+    def record(self, updates: list[TokenChunk]) -> None:
         for update in updates:
             self.updates.setdefault(update.request_id, []).append(update)
             tokens = self.outputs[update.request_id]
@@ -173,7 +172,7 @@ class Driver:
             tokens += update.token_ids
         self.scheduler.check_integrity()
 
-    def step(self, transfers: ConnectorOutput | None = None) -> tuple[SchedulerOutput, list[RequestUpdate]]:
+    def step(self, transfers: ConnectorOutput | None = None) -> tuple[SchedulerOutput, list[TokenChunk]]:
         step = self.schedule()
         return step, self.finish(step, transfers)
 
