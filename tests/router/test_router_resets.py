@@ -143,3 +143,43 @@ def test_resets_cost_no_request_no_token_and_no_second_computation(
     links = router.server.services.links
     assert router.look(lambda: links.lines.gaps) + counters.line_gaps >= 1, "messages were lost, and healed"
     assert router.look(lambda: links.lines.restarts) == 0
+
+
+@pytest.mark.slow
+def test_with_a_reset_every_ten_seconds_no_stream_stands_still_for_two(
+    start_router: StartRouter,
+) -> None:
+    """With the heartbeats that are the default, in both directions, for half a minute."""
+    router = start_router(prefill=0, decode=0, heartbeat=Heartbeat())
+    links = router.server.services.links
+    inbox = ResettingProxy(links.endpoint, reset_after=1 << 40)
+    links.lines.endpoint = inbox.endpoint
+    node = RealNode("n0", reset_after=1 << 40)
+    router.nodes["n0"] = node  # type: ignore[assignment]
+    router.announce()
+    router.wait_ready()
+    over = threading.Event()
+    gaps: list[float] = []
+    answered: list[int] = []
+
+    def use() -> None:
+        while not over.is_set():
+            read(router, len(answered) % STREAMS, {}, gaps)
+            answered.append(1)
+
+    users = [threading.Thread(target=use) for _ in range(STREAMS)]
+    for user in users:
+        user.start()
+    for _ in range(3):
+        over.wait(10)
+        inbox.reset()
+        node.proxy.reset()
+    over.set()
+    for user in users:
+        user.join(30)
+    inbox.close()
+    counters = node.service.status().counters
+    print(f"{len(answered)} requests, longest gap {max(gaps):.3f} s, {len(gaps)} gaps")
+    assert max(gaps) < 2.0
+    assert counters.requests_started == len(answered) == counters.requests_finished["length"]
+    assert router.metric("tandem_failovers_total", reason="node_lost") == 0
