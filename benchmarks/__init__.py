@@ -13,7 +13,7 @@
     router, router_crowds, router_peers
                      the router alone, beside clients that behave badly, beside others'
                      (router_engines, router_load, router_relay)
-    burst            many long prompts at once, at a running cluster: what is computed twice
+    recompute        many long prompts at once, at a running cluster: what is computed twice
     policies         routing policies in a simulator
     load_generator   whether `tandem bench` measures right (paced_server)
 
