@@ -206,6 +206,7 @@ async def _run(options: argparse.Namespace, rules: Rules, console: Console) -> C
         traffic=traffic,
         blocks_back_after_s=back_s,
         left_behind=left,
+        failure=conductor.failure,
     )
     report.faults = judge(report)
     report.bounds = bounds(report)

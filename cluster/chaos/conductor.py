@@ -65,13 +65,21 @@ class Conductor(Generic[V]):
         self._say = say
         self._look_every_s = look_every_s
         self.struck: list[Struck] = []
+        self.failure = ""  # why a blow could not be dealt; "" when each was
 
     async def run(self, plan: Sequence[Strike]) -> None:
-        """Ends early when the cluster does not become whole: more blows would prove nothing."""
+        """Ends early when the cluster does not become whole, or a blow cannot be dealt: more would prove nothing."""
         began = time.monotonic()
         for strike in plan:
             await asyncio.sleep(max(0.0, began + strike.at_s - time.monotonic()))
-            struck = await self._strike(strike, began)
+            try:
+                struck = await self._strike(strike, began)
+            except TandemError as error:
+                self.failure = (
+                    f"the {strike.blow.value} after {strike.at_s:.0f} s could not be dealt: {error}"
+                )
+                self._say(f"{self.failure}; no more blows")
+                return
             self.struck.append(struck)
             if struck.whole_after_s is None:
                 self._say(f"{struck.name}: {struck.detail}; no more blows")

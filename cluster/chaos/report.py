@@ -57,6 +57,7 @@ class ChaosReport(msgspec.Struct):
     traffic: Traffic
     blocks_back_after_s: float | None  # None: not all came back, or traffic went on
     left_behind: list[str]
+    failure: str = ""  # why a blow could not be dealt
     faults: list[str] = []
     bounds: list[str] = []
 
@@ -90,6 +91,8 @@ def judge(report: ChaosReport) -> list[str]:
     for blow in report.blows:
         if blow.whole_after_s is None:
             found.append(f"{blow.name}: {blow.detail}")
+    if report.failure:
+        found.append(report.failure)
     found += [f"left behind: {left}" for left in report.left_behind]
     return found
 

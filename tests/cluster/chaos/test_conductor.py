@@ -102,6 +102,17 @@ def test_a_cluster_that_does_not_mend_is_not_struck_again(monkeypatch: pytest.Mo
     assert "missing: 1 decode" in made.struck[0].detail
 
 
+def test_a_blow_that_cannot_be_dealt_is_told_and_the_last() -> None:
+    class OutOfReach(Hands):
+        async def find(self, name: str) -> Process:
+            raise Unavailable(f"{name} does not say which process it is")
+
+    hands = OutOfReach()
+    made = run(hands, strike(Kind.DECODE), strike(Kind.PREFILL))
+    assert (made.struck, hands.sent) == ([], [])
+    assert "could not be dealt: decode-0 does not say" in made.failure
+
+
 def test_blocks_that_did_not_come_back_are_named_with_their_node() -> None:
     view = cluster(nodes=[node("prefill-0", Role.PREFILL, held=3, free=97), node("decode-0", Role.DECODE)])
     (said,) = left_behind(view)

@@ -50,6 +50,7 @@ def test_nothing_bad_in_n_tries_is_a_bound_and_no_proof() -> None:
         ),
         ({"traffic": Traffic("probes", requests=9, failed={"node_lost": 1})}, "node_lost"),
         ({"traffic": Traffic("probes")}, "nothing was asked"),
+        ({"failure": "the kill after 30 s could not be dealt"}, "could not be dealt"),
         ({"left_behind": ["decode-0: held blocks 3"]}, "left behind: decode-0: held blocks 3"),
         (
             {"blows": [msgspec.structs.replace(GOOD.blows[0], whole_after_s=None, detail="not whole again")]},
