@@ -299,7 +299,7 @@ class Consumer:
         for receiving in self._incoming.with_peer(key):
             self._incoming.give_up(receiving, Outcome.PEER_LOST, reason)
             if receiving in self._incoming and not proven:
-                self._incoming.quarantine(receiving)
+                self._incoming.stop_waiting(receiving)
 
     def _on_unreachable(self, link: ProducerLink, reason: str) -> None:
         self._leave(link, Outcome.TIMED_OUT, reason)

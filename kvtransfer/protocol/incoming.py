@@ -117,11 +117,7 @@ class Incoming:
         """This transfer shall fail."""
         if receiving.stage is Stage.CLOSING:
             return
-        if (
-            self._reads
-            or not receiving.is_registered
-            or self._side.transport.expect_no_more(receiving.transfer_id)
-        ):
+        if self._reads or not receiving.is_registered:
             # Nothing can write to our blocks but our own reads: the producer only has to be told.
             self._declined.add(receiving.transfer_id, receiving.command.peer)
             self.end(receiving, outcome, reason)
@@ -149,8 +145,13 @@ class Incoming:
             self._released(receiving.quarantined)
         self._forget(receiving, accepted=False)
 
-    def quarantine(self, receiving: Receiving) -> None:
-        """Report the failure now. Something may still write to the blocks, which the request goes on without."""
+    def stop_waiting(self, receiving: Receiving) -> None:
+        """For the producer's word that it is closed. What the transport can refuse lands nowhere from now on. Else the
+        failure is reported with the blocks that something may still write to, and the request goes on without them."""
+        if not self._reads and self._side.transport.expect_no_more(receiving.transfer_id):
+            self._declined.add(receiving.transfer_id, receiving.command.peer)
+            self.end(receiving, receiving.outcome, receiving.reason)
+            return
         if receiving.quarantined is not None or receiving.aborted:
             return
         valid = self._valid_tokens(receiving)
@@ -165,14 +166,14 @@ class Incoming:
         ask_again = now >= receiving.asked_at + settings.retry_s
         if receiving.stage is Stage.CLOSING:
             if now >= receiving.closing_since + settings.silent_s:
-                self.quarantine(receiving)
+                self.stop_waiting(receiving)
                 ask_again = now >= receiving.asked_at + settings.renew_s
             if ask_again and not receiving.is_safe:
                 self._ask_to_close(receiving)
         elif receiving.leased_until is not None and now >= receiving.leased_until + settings.margin_s:
             self.give_up(receiving, Outcome.PEER_LOST, "the producer fell silent, and its lease has ended")
             if receiving in self:
-                self.quarantine(receiving)
+                self.stop_waiting(receiving)
         elif now >= receiving.deadline:
             self.give_up(receiving, Outcome.TIMED_OUT, f"no KV within {settings.timeout_s:g} s")
         elif receiving.stage is Stage.CONFIRMING and ask_again:

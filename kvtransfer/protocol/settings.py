@@ -17,10 +17,12 @@ class Settings(msgspec.Struct, frozen=True):
     silent_s: float = 2.0  # a peer that owes an answer for so long is probed
     margin_s: float = 0.5  # what a process that has ended had sent has certainly been received after so long
     keep_link_s: float = 600.0  # with a peer that nothing goes to: it may be gone for good
-    progress_s: float = 0.01  # a consumer is told no more often of what has arrived
+    progress_s: float = 0.002  # a consumer is told no more often of what has arrived
     tick_s: float = 0.05  # deadlines are looked at this often while there are any
     # One write or read; larger ones are split, so that a lease is checked in between.
     max_post_bytes: int = 32 << 20
+    # One write that completes blocks which all carry a checksum: the consumer compares them while the next is on its way.
+    checked_post_bytes: int = 4 << 20
     # All writes, or all reads, that are in flight between two nodes. They cannot be taken back: over a slow link this
     # is how long a transfer that was given up keeps its blocks.
     max_link_bytes: int = 64 << 20

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from tandem.kvtransfer.protocol.checksums import Checksums
 from tandem.kvtransfer.protocol.identity import Clock
 from tandem.kvtransfer.protocol.mapping import Mapping
-from tandem.kvtransfer.protocol.sending import Position, Sending, Write
+from tandem.kvtransfer.protocol.sending import Destination, Position, Sending, Write
 from tandem.kvtransfer.protocol.settings import Settings
 from tandem.kvtransfer.protocol.statistics import Recorder
 from tandem.kvtransfer.protocol.transport import Operation, RemoteId, Transport
@@ -62,6 +62,13 @@ class Writer:
         """Grains of one post."""
         return self._settings.grains_of_a_post(mapping.grain_bytes, mapping.runs_per_grain)
 
+    def _complete_batch(self, destination: Destination) -> int:
+        """Grains of one post that completes them."""
+        batch = self._batch(destination.mapping)
+        if destination.checksum_every == 1:
+            batch = min(batch, max(1, self._settings.checked_post_bytes // destination.mapping.grain_bytes))
+        return batch
+
     def post(self, sending: Sending, remote: RemoteId) -> None:
         destination = sending.destination
         if destination is None or not self.can_post(sending):
@@ -69,9 +76,11 @@ class Writer:
         slots: tuple[int, int] | None = None
         is_last = True
         if sending.layers is not None:
-            positions, slots, is_last = sending.take_layers(self._slots, self._batch(destination.mapping))
+            positions, slots, is_last = sending.take_layers(
+                self._slots, self._batch(destination.mapping), self._complete_batch(destination)
+            )
         else:
-            positions = sending.take_due(self._batch(destination.mapping))
+            positions = sending.take_due(self._complete_batch(destination))
         places = sending.places(positions)
         if places is None:
             raise MissingBlocks("the consumer asked for blocks that are not kept here")

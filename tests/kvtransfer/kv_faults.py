@@ -82,7 +82,11 @@ class FaultyTransport(Transport):
     def is_done(self, handle: HandleId) -> bool:
         if time.monotonic() < self._stuck.get(handle, 0.0):
             return False
-        done = self._inner.is_done(handle)
+        try:
+            done = self._inner.is_done(handle)
+        except TransferError:
+            self.live.discard(handle)
+            raise
         if done:
             self.live.discard(handle)
             self._stuck.pop(handle, None)

@@ -89,6 +89,7 @@ messages = st.one_of(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("direction", list(Direction))
 def test_no_message_raises_and_none_makes_a_wrong_answer(direction: Direction) -> None:
     """Slow: some hundred histories."""

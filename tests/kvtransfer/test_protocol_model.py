@@ -273,6 +273,7 @@ def check(direction: Direction, examples: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("direction", list(Direction))
 def test_every_transfer_ends_once_and_right_whatever_happens(direction: Direction) -> None:
     """Slow: some hundred histories of up to a hundred events each."""

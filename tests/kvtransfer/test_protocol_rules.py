@@ -859,8 +859,12 @@ def test_writes_that_the_receiver_can_refuse_are_not_waited_for(push: Pair) -> N
     push.world.late_writes_are_refused = True
     receive, send = in_flight_write(push)
     push.consumer.endpoint.execute(CancelReceive("r1"))
+    push.world.network.clear()
+    push.world.stalled = True
+    push.world.advance(SETTINGS.silent_s + 0.1)
     assert receive.failed
     assert not receive.failed.unsafe_blocks
+    push.world.stalled = False
     push.producer.abandon_send(send)
     assert push.nothing_is_left()
 
