@@ -32,9 +32,14 @@ compdef _tandem tandem
 # tandem: put into ~/.config/fish/config.fish   tandem completion fish | source
 function __tandem_complete
   set -l typed (commandline -opc) (commandline -ct)
-  tandem completion fish --words $typed[2..-1] 2>/dev/null
+  set -l answers (tandem completion fish --words $typed[2..-1] 2>/dev/null)
+  if test -n "$answers"
+    printf '%s\\n' $answers
+  else
+    __fish_complete_path (commandline -ct)
+  end
 end
-complete -c tandem -a '(__tandem_complete)'
+complete -c tandem -f -a '(__tandem_complete)'
 """,
 }
 

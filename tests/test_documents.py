@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from tandem.cluster.cli import make_parser
+from tandem.cluster.setting_layers import read_assignments
 from tandem.cluster.setting_names import known_settings
+from tandem.cluster.settings import resolve
 from tandem.wire.nodes import Role
 
 ROOT = Path(__file__).parent.parent
@@ -125,3 +127,17 @@ def test_the_settings_that_are_named_can_be_set() -> None:
             name = tuple(re.split(r"[=:]", code.replace("POOL", Role.DECODE), maxsplit=1)[0].split("."))
             if len(name) > 1 and name[0] in sections and not code.endswith((".py", ".md", ".yaml")):
                 assert any(path[: len(name)] == name for path in settings), code
+
+
+def test_the_values_that_are_named_can_be_given() -> None:
+    """`router.policy=round_robin` between backticks; placeholders such as `scheduler.max_num_seqs=N` are left."""
+    given = [
+        (found[1], found[2], "a page")
+        for page in PAGES.values()
+        for code in inline(page)
+        if (found := re.fullmatch(r"([a-z_]+(?:\.[a-z_]+)+)=([^\s.N][^\s]*)", code))
+        and tuple(found[1].split(".")) in known_settings()
+    ]
+    assert len(given) > 5
+    for one in given:
+        resolve([read_assignments([one])])

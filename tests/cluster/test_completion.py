@@ -66,6 +66,36 @@ def test_bash_hands_over_the_words_and_takes_the_answers(tmp_path: Path) -> None
     assert done.stdout.split() == ["given-3", "router.port="]
 
 
+def test_zsh_hands_over_the_words_and_takes_the_answers(tmp_path: Path) -> None:
+    if shutil.which("zsh") is None:
+        pytest.skip("zsh is not here")
+    script = (
+        f"compdef() {{ : }}\n{SCRIPTS['zsh']}\n"
+        "compadd() { shift; print -r -l -- ${(P)1} }\n"
+        'words=(tandem config --set ""); CURRENT=4; _tandem'
+    )
+    done = subprocess.run(
+        ["zsh", "-fc", script], env=tandem(tmp_path), capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["given-3", "router.port="]
+
+
+def test_fish_hands_over_the_words_and_takes_the_answers(tmp_path: Path) -> None:
+    if shutil.which("fish") is None:
+        pytest.skip("fish is not here")
+    script = f'{SCRIPTS["fish"]}\ncomplete -C "tandem config --set rout"'
+    environment = {**tandem(tmp_path), "HOME": str(tmp_path)}
+    done = subprocess.run(
+        ["fish", "--no-config", "-c", script],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == ["router.port="]  # fish leaves out what does not begin with the word
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_the_script_is_one_that_the_shell_can_read(shell: str) -> None:
     if shutil.which(shell) is None:
