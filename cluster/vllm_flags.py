@@ -86,7 +86,46 @@ _ONE_DEVICE = (
 )
 _POOLS = "give each pool its nodes: --prefill N and --decode N, or --aggregated N for nodes that do both"
 _SAMPLING = {"auto": "model", "vllm": "openai"}
-TOOL_FORMATS = {"llama3_json": "llama3", "llama4_json": "llama3"}
+# The parsers' names there, where the format has another name here.
+TOOL_FORMATS = {
+    "llama3_json": "llama3",
+    "llama4_json": "llama3",
+    "llama4_pythonic": "pythonic",
+    "qwen": "hermes",
+    "qwen25": "hermes",
+    "qwen3_xml": "qwen3_coder",
+    "glm45": "glm",
+    "glm47": "glm",
+    "deepseekv3": "deepseek_v3",
+    "deepseekv31": "deepseek_v31",
+    "deepseekv32": "deepseek_v32",
+    "openai": "harmony",
+    "gpt-oss": "harmony",
+    "minimax": "minimax_m1",
+    "minimax_m2": "minimax",
+    "minimax-m2": "minimax",
+    "phi4_mini_json": "phi4",
+    "functiongemma": "function_gemma",
+}
+REASONING_FORMATS = {
+    **dict.fromkeys(
+        (
+            "deepseek_r1",
+            "deepseek-r1",
+            "deepseek_v3",
+            "deepseek-v3",
+            "qwen3",
+            "glm45",
+            "kimi_k2",
+            "minimax_m2",
+            "olmo3",
+        ),
+        "think",
+    ),
+    "openai_gptoss": "harmony",
+    "gpt-oss": "harmony",
+    "seed_oss": "seed_think",
+}
 
 VLLM: tuple[Flag, ...] = (
     # the model
@@ -179,7 +218,11 @@ VLLM: tuple[Flag, ...] = (
     Flag(("--enable-auto-tool-choice",), Holds("a request that brings tools gets `tool_choice: auto`"), 0),
     Flag(
         ("--tool-call-parser",),
-        sets("router.tool_format", TOOL_FORMATS, "not needed where the chat template shows the format"),
+        sets("router.tool_format", TOOL_FORMATS, "not needed: the format is found in the chat template"),
+    ),
+    Flag(
+        ("--reasoning-parser",),
+        sets("router.reasoning_format", REASONING_FORMATS, "not needed: the format is found in the chat template"),
     ),
 )  # fmt: skip
 

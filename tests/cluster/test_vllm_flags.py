@@ -14,8 +14,8 @@ from tandem.cluster.cli import main, make_parser, read_settings
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.setting_names import dotted, known_settings
 from tandem.cluster.settings import SettingsError
-from tandem.cluster.vllm_flags import TOOL_FORMATS, VLLM, Flag, Holds, Sets, table
-from tandem.router.config import ToolFormat
+from tandem.cluster.vllm_flags import REASONING_FORMATS, TOOL_FORMATS, VLLM, Flag, Holds, Sets, table
+from tandem.router.config import ReasoningName, ToolFormat
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "from-vllm.md"
 
@@ -57,6 +57,10 @@ COMMANDS: list[tuple[Sequence[str], dict[str, object]]] = [
     (["--tool-call-parser", "llama3_json", "--enable-auto-tool-choice"], {"router.tool_format": "llama3"}),
     (["--allowed-origins", '["https://a.example"]'], {"router.cors_origins": ["https://a.example"]}),
     (["-tp", "1", "--tensor-parallel-size", "1", "--distributed-executor-backend", "ray"], {}),
+    (["--tool-call-parser", "qwen3_xml"], {"router.tool_format": "qwen3_coder"}),
+    (["--reasoning-parser", "deepseek_r1"], {"router.reasoning_format": "think"}),
+    (["--reasoning-parser", "mistral"], {"router.reasoning_format": "mistral"}),
+    (["--model", "a/b", "--revision", "v1"], {"model.revision": "v1"}),
     (["--generation-config", "vllm"], {"router.sampling_defaults": "openai"}),
     (["--chat-template", "t.jinja"], {"router.chat_template": "t.jinja"}),
     (["--otlp-traces-endpoint", "http://c:4318"], {"router.tracing.otlp_endpoint": "http://c:4318"}),
@@ -115,6 +119,7 @@ def test_every_setting_and_tool_format_of_the_table_is_one_that_there_is() -> No
             case Sets(settings=named):
                 assert set(named) <= settings, flag.names
     assert set(TOOL_FORMATS.values()) <= set(ToolFormat)
+    assert set(REASONING_FORMATS.values()) <= set(ReasoningName)
 
 
 def examples(flag: Flag) -> list[str]:

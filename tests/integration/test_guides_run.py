@@ -63,7 +63,6 @@ def test_the_pages_commands_work_as_they_stand(page: str, tmp_path: Path, smollm
             **os.environ,
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "PYTHONUNBUFFERED": "1",
-            "RAY_raylet_start_wait_time_s": "180",  # the machine may be busy
         },
         stdin=subprocess.DEVNULL,
         capture_output=True,

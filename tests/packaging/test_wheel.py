@@ -33,6 +33,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 PACKAGES = sorted({path.parent.name for path in ROOT.glob("*/py.typed")} - {"tandem"})
 # What a user may have in the folder where a command is typed, or installed: each ends the process that imports it.
+FULL = os.environ.get("TANDEM_FULL_INSTALL") == "1"
 START_S = 120.0
 TRAP = "raise SystemExit(f'{__name__} was imported from {__file__}')\n"
 
@@ -45,7 +46,7 @@ def run(*command: object, cwd: Path | None = None, **environment: str) -> str:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=1500 if FULL else 250,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -76,7 +77,6 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, with_pip=False)
-    full = os.environ.get("TANDEM_FULL_INSTALL") == "1"
     pip = [
         sys.executable,
         "-m",
@@ -86,9 +86,9 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "--python",
         folder / "bin" / "python",
     ]
-    run(*pip, "install", *([] if full else ["--no-deps"]), wheel)
+    run(*pip, "install", *([] if FULL else ["--no-deps"]), wheel)
     (packages,) = folder.glob("lib/python*/site-packages")
-    if not full:
+    if not FULL:
         # A path that is added so is searched last, and its own .pth files, such as an editable Tandem's, are not read.
         here = next(path for path in sys.path if path.endswith("site-packages"))
         (packages / "dependencies.pth").write_text(here + "\n")
