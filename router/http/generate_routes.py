@@ -242,32 +242,37 @@ class GenerateRoute:
             unwritten.append(events)
             return False
 
+        async def flush(beyond: int = 0) -> None:
+            """Writes what there is, once it is more than `beyond` bytes. Waits for a client that is behind."""
+            if sum(map(len, unwritten)) <= beyond:
+                return
+            events = b"".join(unwritten)
+            unwritten.clear()
+            await stream.write(events)
+            if trace is not None:
+                trace.flushed(time.monotonic())
+
         generation.show_with(show)
         turn = Turn()
         while unfinished:
             failure = None
             news = await generation.news()
-            events = b"".join(unwritten)
-            unwritten.clear()
             for life in news:
-                events += read(life)
+                unwritten.append(read(life))
                 while by_life[life].behind:
-                    if len(events) > WRITE_BYTES:
-                        await stream.write(events)
-                        events = b""
                     await turn.pass_on()
-                    events += read(life)
+                    unwritten.append(read(life))
+                    await flush(WRITE_BYTES)
                 failure = by_life[life].failed or failure
+                await flush(WRITE_BYTES)
                 await turn.pass_on()
             if failure is not None:
                 if stream.begun:  # then every token that came is shown; else the failure is a status code
-                    await stream.write(events)
+                    await flush()
                 raise failure
-            if events and unfinished:
-                await stream.write(events)
-                if trace is not None:
-                    trace.flushed(time.monotonic())
-        await stream.write(events + answer.closing(), last=True)
+            if unfinished:
+                await flush()
+        await stream.write(b"".join(unwritten) + answer.closing(), last=True)
         if trace is not None:
             trace.flushed(time.monotonic())
 

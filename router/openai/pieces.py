@@ -15,6 +15,7 @@ import msgspec
 TURN_S = 0.002
 _CHARACTERS = 16 << 10  # of one piece
 _ITEMS = 1024
+_NUMBERS = frozenset({int, float, bool, type(None)})
 
 _encode = msgspec.json.Encoder().encode
 
@@ -70,11 +71,14 @@ def json_pieces(value: Any) -> Iterator[bytes]:
 
 def _is_small(value: Any) -> bool:
     """It may be made at once."""
-    if isinstance(value, str):
+    kind = type(value)
+    if kind is str:
         return len(value) <= _CHARACTERS
-    if isinstance(value, list):
+    if kind in _NUMBERS:
+        return True
+    if kind is list:
         return len(value) <= _ITEMS
-    if isinstance(value, dict):
+    if kind is dict:
         return len(value) <= _ITEMS and all(map(_is_small, value.values()))
     return not isinstance(value, Iterator | RawPieces | Mapping)
 

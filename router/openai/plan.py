@@ -162,7 +162,7 @@ async def plan_completion(request: CompletionRequest, model: ServedModel, caller
         model,
         caller,
         token_ids,
-        [_echo_text(prompt, model) if echo else "" for prompt in prompts],
+        [await _echo_text(prompt, model) if echo else "" for prompt in prompts],
         max_tokens,
         n=n,
         best_of=best_of,
@@ -423,5 +423,5 @@ async def _encode(
     return await model.tokenizer.encode_async(text, special=special)
 
 
-def _echo_text(prompt: str | list[int], model: ServedModel) -> str:
-    return prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt)
+async def _echo_text(prompt: str | list[int], model: ServedModel) -> str:
+    return prompt if isinstance(prompt, str) else await model.tokenizer.decode_async(prompt)
