@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import shlex
+import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -141,3 +142,10 @@ def test_the_values_that_are_named_can_be_given() -> None:
     assert len(given) > 5
     for one in given:
         resolve([read_assignments([one])])
+
+
+def test_the_notice_names_what_we_are_built_on() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    notice = re.sub(r"\s+", " ", (ROOT / "NOTICE").read_text(encoding="utf-8")).lower()
+    names = [re.split(r"[^\w-]", line)[0].lower() for line in project["dependencies"]]
+    assert not [name for name in names if name not in notice]
