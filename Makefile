@@ -11,6 +11,7 @@
 # make bench    every part measured, short, in one table beside the floors (about ten minutes; alone on the machine)
 # make soak     half an hour of everything that clients do, on two prefill and two decode nodes; MINUTES=3 KILL_EVERY=120
 # make check    style, types, and which package imports which
+# make test-gpu-packages   FlashInfer's own package takes our calls and writes its kernels' sources, Triton interprets ours: no GPU
 # make wheel    dist/*.whl with compiled kernels; test-install installs one in an empty environment, dependencies and all
 # make docs     the parts of documents that are written from the code
 # make clean    the environment and everything that tools left here; the model cache stays
@@ -21,7 +22,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-faults test-hosts test-lab bench soak check wheel test-install docs clean install
+.PHONY: help serve test test-faults test-gpu-packages test-hosts test-lab bench soak check wheel test-install docs clean install
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -57,6 +58,13 @@ test-faults: install
 	TANDEM_FAULT_ROUNDS=100 TANDEM_PEER_ROUNDS=100 TANDEM_FRAMES=100000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q \
 		-n 8 --dist worksteal --timeout 3600 \
 		tests/kvtransfer/test_faults.py tests/kvtransfer/test_peer_faults.py tests/kvtransfer/test_random_frames.py
+
+# Beside the environment, not in it: with Triton there torch would compile for a GPU that is not there.
+test-gpu-packages: install
+	$(BIN)/python -m pip install -q --no-deps --target build/gpu-packages \
+		'flashinfer-python>=0.7,<0.8' apache-tvm-ffi triton tabulate einops nvidia-ml-py
+	PYTHONPATH=build/gpu-packages $(BIN)/python -m pytest -q \
+		tests/engine/model/test_flashinfer_package.py tests/engine/model/test_triton_ops.py
 
 test-hosts: install
 	TANDEM_TEST_HOSTS=1 $(BIN)/python -m pytest tests/hosts -v -rs

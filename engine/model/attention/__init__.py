@@ -6,4 +6,5 @@ steps                attention as the forward pass sees it, whichever of these c
 gathered, kernel     blocks copied together, then torch
 cpu                  the CPU kernels
 flashinfer, pages    kernels that read the cache where it lies
+prebuild             those kernels compiled ahead of time, for images
 """

@@ -31,7 +31,10 @@ _DTYPES = (torch.float16, torch.bfloat16)
 # For the partial results of 256 requests with 64 heads of 128, whose keys are split among blocks of threads.
 WORKSPACE_BYTES = 384 << 20
 # Runs on every card since Ampere, and computes the same on all of them.
-_KERNELS = "fa2"
+_EVERYWHERE = "fa2"
+# Half as fast again for prompts, on Hopper alone.
+_HOPPER, _HOPPER_MAJOR = "fa3", 9
+_TOLERANCE = 0.02  # of the largest value
 
 
 def find_library() -> Any | None:
@@ -81,6 +84,16 @@ class _Kind:
         }
 
 
+def _kernels_for(device: torch.device) -> str:
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == _HOPPER_MAJOR
+    return _HOPPER if hopper else _EVERYWHERE
+
+
+def _agree(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    error = (ours.float() - theirs.float()).abs().max()
+    return bool(error <= _TOLERANCE * theirs.float().abs().max())
+
+
 class FlashInferAttention:
     """See engine.model.attention.steps.PagedAttention."""
 
@@ -116,14 +129,16 @@ class FlashInferAttention:
             self.kind_of_layer.append(self.kinds.index(kind))
         # Wrappers run one after the other, so they can share what none keeps from one run to the next.
         self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=tensor.device)
-        self._wrappers = [self._wrapper() for _ in self.kinds]
+        # For steps that are computed as they come, which are prompts; recorded ones are decodes.
+        self._kernels = _kernels_for(tensor.device)
+        self._wrappers = [self._wrapper(self._kernels) for _ in self.kinds]
         self._max_pages = -(-max_model_len // plan.block_size)
         self._page_buffers: list[torch.Tensor] = []
         self._plans_taken: torch.cuda.Event | None = None
 
-    def _wrapper(self, **options: Any) -> Any:
+    def _wrapper(self, kernels: str, **options: Any) -> Any:
         return self._library.BatchPrefillWithPagedKVCacheWrapper(
-            self._workspace, "HND", backend=_KERNELS, **options
+            self._workspace, "HND", backend=kernels, **options
         )
 
     def begin(self, batch: Batch) -> _Step:
@@ -147,6 +162,7 @@ class FlashInferAttention:
             ]
             wrappers.append(
                 self._wrapper(
+                    _EVERYWHERE,
                     use_cuda_graph=True,
                     qo_indptr_buf=numbers[0],
                     paged_kv_indptr_buf=numbers[1],
@@ -185,23 +201,47 @@ class FlashInferAttention:
         )
 
     def try_out(self) -> None:
-        """One token, so that kernels are compiled now, and what cannot run says so now."""
-        zero = np.zeros(1, np.int64)
-        one = np.ones(1, np.int32)
+        """Some tokens, so that kernels are compiled now, and what cannot run says so now. Hopper's own kernels have to
+        find what the others find."""
+        if self._kernels == _EVERYWHERE:
+            self._tried(self._wrappers)
+            return
+        plain = [self._wrapper(_EVERYWHERE) for _ in self.kinds]
+        right, reason = self._tried(plain), "they find something else"
+        try:
+            found = self._tried(self._wrappers)
+            if all(_agree(one, other) for one, other in zip(found, right, strict=True)):
+                return
+        except Exception as error:  # whatever its compiler and its kernels raise
+            reason = str(error)
+        log.warning("prompts are attended without %s, and slower for it: %s", self._kernels, reason)
+        self._kernels, self._wrappers = _EVERYWHERE, plain
+
+    def _tried(self, wrappers: list[Any]) -> list[torch.Tensor]:
+        """Of each kind: a block full of tokens, which lies in the first that is anybody's."""
+        size, device, dtype = self.plan.block_size, self.tensor.device, self.tensor.dtype
+        places, count = np.arange(size, dtype=np.int64), np.array([size], np.int32)
         groups = len(self.plan.groups)
         host = HostBatch(
-            positions=zero,
-            query_start=np.array([0, 1], np.int32),
-            context_lens=one,
-            slot_mapping=(zero,) * groups,
-            block_tables=(np.zeros((1, 1), np.int32),) * groups,
+            positions=places,
+            query_start=np.array([0, size], np.int32),
+            context_lens=count,
+            slot_mapping=(places + size,) * groups,
+            block_tables=(np.ones((1, 1), np.int32),) * groups,
         )
-        self.plan_all(self._wrappers, [self.pages_of(host, kind) for kind in self.kinds])
-        for kind, wrapper in zip(self.kinds, self._wrappers, strict=True):
-            query = torch.zeros(
-                1, kind.query_heads, kind.dim, dtype=self.tensor.dtype, device=self.tensor.device
-            )
-            wrapper.run(query, self._views(0, kind), out=torch.empty_like(query))
+        numbers = torch.arange(self.tensor[1].numel(), device=device)
+        self.tensor[1] = (numbers * 0.37).sin().to(dtype).view_as(self.tensor[1])
+        self.plan_all(wrappers, [self.pages_of(host, kind) for kind in self.kinds])
+        found = []
+        for kind, wrapper in zip(self.kinds, wrappers, strict=True):
+            shape = size, kind.query_heads, kind.dim
+            query = torch.arange(size * kind.query_heads * kind.dim, device=device)
+            query = (query * 0.71).cos().to(dtype).view(shape)
+            out = torch.empty_like(query)
+            wrapper.run(query, self._views(0, kind), out=out)
+            found.append(out)
+        self.tensor[1] = 0
+        return found
 
     def _views(self, slot: int, kind: _Kind) -> tuple[torch.Tensor, torch.Tensor]:
         layer = self.tensor[:, slot]

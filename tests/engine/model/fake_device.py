@@ -15,6 +15,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -72,6 +73,7 @@ class FakeDevice:
         self.making = False
         self.made_bytes = 0
         self.emptied = False
+        self.capability = 9, 0
 
     def enqueue(self, work: Callable[[], None]) -> None:
         if self.recording is not None:
@@ -200,7 +202,7 @@ class _Functions(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
         pinned = kwargs.pop("pin_memory", False)
-        assert not (pinned and kwargs.get("device") is not None)
+        assert not (pinned and _is_cuda(kwargs.get("device")))
         if name == "pin_memory":
             return args[0].clone()
         if name in _READS and isinstance(args[0], DeviceTensor):
@@ -303,6 +305,15 @@ class _Patched:
             "synchronize": lambda *_: device.synchronize(),
             "is_available": lambda: True,
             "device_count": lambda: 1,
+            "current_device": lambda: 0,
+            "get_device_capability": lambda *_: device.capability,
+            "get_device_properties": lambda *_: SimpleNamespace(
+                name="none",
+                major=device.capability[0],
+                minor=device.capability[1],
+                multi_processor_count=132,
+                total_memory=1 << 37,
+            ),
             "CUDAGraph": lambda: _Graph(device),
             "graph": graph,
             "graph_pool_handle": lambda: object(),

@@ -60,7 +60,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
     ) -> None:
         assert kv_layout == "HND"
         assert float_workspace_buffer.dtype == torch.uint8
-        assert backend == "fa2"
+        assert backend == "fa2" or (backend == "fa3" and not use_cuda_graph)
         self._fixed = use_cuda_graph
         self._buffers: list[Any] = [
             qo_indptr_buf,

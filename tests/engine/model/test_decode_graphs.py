@@ -277,8 +277,46 @@ def test_what_the_library_computes(change: dict[str, object], reason: str | None
 
 
 class Broken(fake_flashinfer.BatchPrefillWithPagedKVCacheWrapper):
-    def run(self, query: torch.Tensor, kv_cache: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def run(self, query: torch.Tensor, kv_cache: Any, *, out: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("no kernel image is available")
+
+
+class WrongOnHopper(fake_flashinfer.BatchPrefillWithPagedKVCacheWrapper):
+    """Hopper's kernels find something else, or nothing."""
+
+    fails = False
+
+    def __init__(self, *arguments: Any, backend: str, **options: Any) -> None:
+        super().__init__(*arguments, backend=backend, **options)
+        self._backend = backend
+
+    def run(self, query: torch.Tensor, kv_cache: Any, *, out: torch.Tensor) -> torch.Tensor:
+        if self._backend == "fa3" and self.fails:
+            raise RuntimeError("no kernel image is available")
+        super().run(query, kv_cache, out=out)
+        return out.mul_(1.2) if self._backend == "fa3" else out
+
+
+@pytest.mark.parametrize("wrong", [None, "otherwise", "fails"])
+def test_hoppers_kernels_are_used_where_they_find_what_others_find(
+    wrong: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(flashinfer, "WORKSPACE_BYTES", 1 << 10)
+    monkeypatch.setattr(flashinfer, "_kernels_for", lambda device: "fa3")
+    monkeypatch.setattr(WrongOnHopper, "fails", wrong == "fails")
+    library = (
+        fake_flashinfer
+        if wrong is None
+        else SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=WrongOnHopper)
+    )
+    layers = (AttentionLayer(0, 4, 2, 64, 64, None, scale=0.125),)
+    plan = plan_cache(layers, 4)
+    cache = torch.zeros(plan.shape(3), dtype=torch.bfloat16)
+    attention = FlashInferAttention(library, cache, plan, layers, 16)
+    attention.try_out()
+    assert attention._kernels == ("fa3" if wrong is None else "fa2")
+    assert ("without fa3" in caplog.text) is (wrong is not None)
+    assert not cache.any()
 
 
 @pytest.mark.parametrize(

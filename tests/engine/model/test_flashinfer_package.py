@@ -1,0 +1,159 @@
+"""FlashInfer's own package, where it is installed (`make test-gpu-packages`): its Python layer takes our calls, on a device
+that computes nothing, and writes the source of each kernel that they ask for."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tandem.engine.model.attention import flashinfer as ours
+from tandem.engine.model.attention import prebuild
+from tandem.engine.model.attention.flashinfer import FlashInferAttention
+from tandem.engine.model.attention.layers import AttentionLayer, plan_cache
+from tandem.engine.model.batch import Batch, HostBatch
+from tandem.engine.model.decode_inputs import DecodeInputs
+from tests.engine.model.fake_device import CUDA, FakeDevice
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("flashinfer") is None, reason="flashinfer is not installed"),
+    pytest.mark.slow,  # its import takes seconds
+]
+
+LAYERS = (
+    AttentionLayer(0, 8, 2, 64, 64, None, scale=0.125),
+    AttentionLayer(1, 8, 2, 64, 64, 32, scale=0.125),
+    AttentionLayer(2, 8, 2, 64, 64, None, scale=0.25, softcap=30.0),
+)
+
+
+class Modules:
+    """Stands where the compiled kernels would be, and notes what was asked of them."""
+
+    def __init__(self) -> None:
+        self.wanted: list[tuple[Any, ...]] = []
+        self.num_plans = self.num_runs = 0
+
+    def get(self, *which: Any) -> Any:
+        self.wanted.append(which)
+        return SimpleNamespace(plan=self._plan, paged_run=self._run, ragged_run=None)
+
+    def _plan(self, *_: Any) -> list[int]:
+        self.num_plans += 1
+        return [0] * 15
+
+    def _run(self, *_: Any) -> None:
+        self.num_runs += 1
+
+
+@pytest.fixture
+def modules(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Modules:
+    monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path))
+    import flashinfer.prefill
+
+    modules = Modules()
+    monkeypatch.setattr(flashinfer.prefill, "get_batch_prefill_module", modules.get)
+    monkeypatch.setattr(ours, "WORKSPACE_BYTES", 1 << 20)
+    return modules
+
+
+def attention(device: FakeDevice) -> FlashInferAttention:
+    plan = plan_cache(LAYERS, 16)
+    cache = torch.zeros(plan.shape(12), device=CUDA, dtype=torch.bfloat16)
+    made = ours.find_library()
+    assert made is not None
+    return FlashInferAttention(made, cache, plan, LAYERS, 64)
+
+
+def host(counts: list[int], contexts: list[int], groups: int) -> HostBatch:
+    total = sum(counts)
+    return HostBatch(
+        positions=np.concatenate([np.arange(c - n, c) for n, c in zip(counts, contexts, strict=True)]),
+        query_start=np.concatenate(([0], np.cumsum(counts))).astype(np.int32),
+        context_lens=np.array(contexts, np.int32),
+        slot_mapping=(np.arange(16, 16 + total),) * groups,
+        block_tables=(np.ones((len(counts), 4), np.int32),) * groups,
+    )
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+def test_every_call_of_ours_is_one_that_it_takes(modules: Modules, capability: tuple[int, int]) -> None:
+    device = FakeDevice()
+    device.capability = capability
+    with device.present(), torch.inference_mode():
+        made = attention(device)
+        made.try_out()
+        groups = len(made.plan.groups)
+        kinds = len(made.kinds)
+        assert modules.num_runs == kinds * (2 if capability[0] == 9 else 1)
+        # A prompt's chunk beside a decode, and recorded steps of three sizes.
+        of_host = host([5, 1], [37, 9], groups)
+        slots = tuple(torch.arange(16, 22, device=CUDA) for _ in range(groups))
+        step = made.begin(_batch(of_host, slots))
+        _attend(step, 6)
+        for size in (4, 2, 1):
+            inputs = DecodeInputs(size, 0, groups, 16, CUDA)
+            fixed = made.fixed(inputs)
+            fixed.prepare(None)
+            _attend(fixed.begin(), size)
+            fixed.prepare(host([1] * size, [20 + size] * size, groups))
+    backends = {which[0] for which in modules.wanted}
+    assert backends == ({"fa2", "fa3"} if capability[0] == 9 else {"fa2"})
+
+
+def _batch(of_host: HostBatch, slots: tuple[torch.Tensor, ...]) -> Batch:
+    unused: Any = torch.zeros(1)
+    return Batch(
+        token_ids=unused,
+        positions=unused,
+        query_start=unused,
+        context_lens=unused,
+        slot_mapping=slots,
+        block_tables=(),
+        logit_rows=unused,
+        num_decodes=0,
+        max_context_len=0,
+        host_query_start=of_host.query_start,
+        host_context_lens=of_host.context_lens,
+        host=of_host,
+    )
+
+
+def _attend(step: Any, tokens: int) -> None:
+    for layer in LAYERS:
+        query, key, value = (
+            torch.zeros(heads, tokens, 64, device=CUDA, dtype=torch.bfloat16)
+            for heads in (layer.num_query_heads, layer.num_kv_heads, layer.num_kv_heads)
+        )
+        out = step.attend(layer.index, query, key, value, scale=layer.scale, softcap=layer.softcap)
+        assert out.shape == (tokens, layer.num_query_heads, 64)
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_source_of_each_kernel_is_written(
+    dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
+    from flashinfer.jit.attention import modules
+
+    for window in (False, True):
+        for softcap in (False, True):
+            spec = modules.gen_batch_prefill_module(
+                "fa2", dtype, dtype, dtype, torch.int32, dim, dim, 0, window, softcap, False
+            )
+            assert len(spec.sources) >= 5
+            assert all(Path(source).read_text() for source in spec.sources)
+
+
+def test_an_image_is_built_with_the_usual_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "8.0 9.0a")
+    names = [spec.name for spec in prebuild.specs()]
+    assert len(set(names)) == 4
+    assert sum("sm90" in name for name in names) == 2
+    assert all(Path(source).read_text() for spec in prebuild.specs() for source in spec.sources)
