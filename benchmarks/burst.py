@@ -1,0 +1,286 @@
+"""A burst of three times the capacity: what is served meanwhile, what is turned away, and how soon all is as before.
+
+    python -m benchmarks.burst --quick
+    python -m benchmarks.burst --vllm DIR --peers FOLDER
+
+Each system, alone on the machine, is first asked at several rates: its capacity is the highest at which the requests meet the
+service level. Then one load without a pause: most of the capacity, three times the capacity for two minutes, and most of it
+again. Goodput is requests per second that met the service level, by when they were sent. Clients are patient for a minute, and
+then go away. Work is thrown away when its tokens were computed and are in no whole answer. Writes burst.json and burst.txt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import shlex
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.bursting import (
+    Client,
+    Floors,
+    Measured,
+    Stage,
+    attained,
+    floors_of,
+    measure,
+    tokens_computed,
+)
+from benchmarks.ending import exit_status
+from benchmarks.side_by_side.bystanders import QUIET_CORES, busy_cores
+from benchmarks.side_by_side.processes import adopt_orphans
+from benchmarks.side_by_side.systems import (
+    VLLM_AGGREGATED,
+    Started,
+    System,
+    check_alive,
+    running,
+    tandem_systems,
+    vllm_systems,
+)
+from tandem.cluster.models.store import prepare_model
+from tandem.cluster.saving import results_folder, write_json
+from tandem.loadgen.metrics import ServiceLevel, parse_service_level
+from tandem.loadgen.plan import poisson
+from tandem.loadgen.report import Machine
+from tandem.loadgen.vocabulary import TextVocabulary, load_tokenizer
+from tandem.loadgen.workload import Lengths, random_prompts
+from tandem.wire.errors import ConfigurationError, TandemError
+
+_WIDTH = 150
+_SHARES = (1.0, 0.85, 0.7, 0.55, 0.4)  # of what a crowd of users gets through: the rates that are tried
+_CROWD = 6
+_ENOUGH = 0.9  # of the requests must meet the service level at a rate that is called capacity
+
+
+class Lasting(msgspec.Struct, frozen=True):
+    """Seconds."""
+
+    trial: float
+    before: float
+    burst: float
+    after: float
+
+
+_FULL = Lasting(trial=20.0, before=40.0, burst=120.0, after=60.0)
+_QUICK = Lasting(trial=6.0, before=10.0, burst=20.0, after=20.0)
+
+
+class Bursts(msgspec.Struct):
+    made_at: str
+    machine: Machine
+    command: str
+    settings: dict[str, object]
+    measured: list[Measured] = []
+    absences: dict[str, str] = {}
+
+
+def main() -> int:
+    options = _parse()
+    console = Console(stderr=True)
+    return exit_status(lambda: _run(options, console), console)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="smollm2", metavar="NAME", help="(%(default)s)")
+    parser.add_argument(
+        "--vllm", type=Path, metavar="DIR", help="a virtual environment with vLLM: try it too"
+    )
+    parser.add_argument("--peers", type=Path, metavar="FOLDER", help="the scripts that start vLLM")
+    parser.add_argument("--systems", nargs="+", metavar="KEY", help="only these (all that there are)")
+    parser.add_argument("--quick", action="store_true", help="a burst of 20 s: two minutes a system")
+    parser.add_argument("--times", type=float, default=3.0, metavar="X", help="of the capacity (%(default)g)")
+    parser.add_argument(
+        "--share",
+        type=float,
+        default=0.8,
+        metavar="X",
+        help="of the capacity, before and after (%(default)g)",
+    )
+    parser.add_argument("--input", type=int, default=512, metavar="TOKENS", help="(%(default)s)")
+    parser.add_argument("--output", type=int, default=32, metavar="TOKENS", help="(%(default)s)")
+    parser.add_argument("--patience", type=float, default=60.0, metavar="S", help="(%(default)g)")
+    parser.add_argument("--slo", default="ttft=2s,itl=200ms", metavar="LIMITS", help="(%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N")
+    parser.add_argument(
+        "--out", type=Path, default=Path("results/burst"), metavar="FOLDER", help="(%(default)s)"
+    )
+    options = parser.parse_args()
+    for name in ("times", "share", "patience"):
+        if getattr(options, name) <= 0:
+            parser.error(f"--{name} must be above 0, not {getattr(options, name):g}")
+    return options
+
+
+def _run(options: argparse.Namespace, console: Console) -> int:
+    slo = parse_service_level(options.slo)
+    lasting = _QUICK if options.quick else _FULL
+    model = Path(prepare_model(options.model, lambda what, share: None).path)
+    systems = _systems(options, model)
+    folder = results_folder(options.out)
+    vocabulary = TextVocabulary(load_tokenizer(model))
+    outcome = Bursts(
+        made_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        machine=Machine.here(),
+        command=shlex.join(["python", "-m", "benchmarks.burst", *sys.argv[1:]]),
+        settings={
+            "model": model.name, "slo": str(slo), "lasting": lasting, "times": options.times, "share": options.share,
+            "input": options.input, "output": options.output, "patience_s": options.patience, "seed": options.seed,
+        },
+    )  # fmt: skip
+    adopt_orphans()
+    for system in systems:
+        bystanders = busy_cores()
+        if bystanders > QUIET_CORES:
+            console.print(
+                f"others are using {bystanders:.1f} of the machine's cores", style="yellow", highlight=False
+            )
+        try:
+            with running(system, folder / system.key) as started:
+                console.print(f"{system.title}: ready after {started.ready_s:.1f} s", highlight=False)
+                one = Trial(started, options, slo, lasting, vocabulary, console)
+                outcome.measured.append(asyncio.run(one.run()))
+                check_alive(started)
+        except TandemError as error:
+            outcome.absences[system.title] = str(error)
+            console.print(f"{system.title}: {error}", style="yellow", markup=False)
+    write_json(outcome, folder / "burst.json")
+    show(Console(width=_WIDTH), outcome)
+    with (folder / "burst.txt").open("w", encoding="utf-8") as text:
+        show(Console(file=text, width=_WIDTH), outcome)
+    return 0 if outcome.measured else 1
+
+
+def _systems(options: argparse.Namespace, model: Path) -> list[System]:
+    systems = tandem_systems(model)
+    if options.vllm is not None:
+        if options.peers is None:
+            raise ConfigurationError("--vllm needs --peers FOLDER: the scripts that start it")
+        peers = vllm_systems(model, options.vllm.resolve(), options.peers.resolve())
+        systems += [system for system in peers if system.key == VLLM_AGGREGATED]
+    if options.systems is None:
+        return systems
+    unknown = set(options.systems) - {system.key for system in systems}
+    if unknown:
+        known = ", ".join(system.key for system in systems)
+        raise ConfigurationError(f"--systems {' '.join(sorted(unknown))}: there are only {known}")
+    return [system for system in systems if system.key in options.systems]
+
+
+class Trial:
+    """One system, from its capacity to what the burst left."""
+
+    def __init__(
+        self,
+        started: Started,
+        options: argparse.Namespace,
+        slo: ServiceLevel,
+        lasting: Lasting,
+        vocabulary: TextVocabulary,
+        console: Console,
+    ) -> None:
+        self._system = started.system
+        self._options = options
+        self._slo = slo
+        self._lasting = lasting
+        self._vocabulary = vocabulary
+        self._console = console
+        self._rng = np.random.default_rng(options.seed)
+        self._client = Client(
+            started.system.url,
+            started.model,
+            options.patience,
+            is_tandem=started.system.key.startswith("tandem"),
+        )
+
+    async def run(self) -> Measured:
+        async with self._client:
+            capacity = await self._capacity()
+            lasting, share, times = self._lasting, self._options.share, self._options.times
+            stages = [
+                Stage("before", 0.0, lasting.before, capacity * share),
+                Stage("burst", lasting.before, lasting.before + lasting.burst, capacity * times),
+                Stage(
+                    "after", lasting.before + lasting.burst, lasting.before + lasting.burst + lasting.after,
+                    capacity * share,
+                ),
+            ]  # fmt: skip
+            before = await tokens_computed(self._client)
+            asked = await self._client.play(
+                self._prompts(sum(stage.count for stage in stages)),
+                [stage.begin + time for stage in stages for time in self._times(stage.count, stage.rate)],
+                self._options.output,
+            )
+            computed = (await tokens_computed(self._client)).less(before)
+            return measure(self._system.title, capacity, stages, asked, computed, self._slo)
+
+    async def _capacity(self) -> float:
+        """Raises ConfigurationError when the service level is met at no rate that was tried."""
+        crowd = await self._client.crowd(self._prompts(_CROWD * 4), _CROWD, self._options.output)
+        whole = [one for one in crowd if one.timeline.succeeded]
+        if not whole:
+            raise ConfigurationError(f"{self._system.title} answers nothing: {crowd[0].timeline.failure}")
+        span = max(one.timeline.ended_at for one in crowd) - min(one.timeline.sent_at for one in crowd)
+        most = len(whole) / span
+        for share in _SHARES:
+            rate = most * share
+            count = max(4, round(rate * self._lasting.trial))
+            asked = await self._client.play(
+                self._prompts(count), self._times(count, rate), self._options.output
+            )
+            met = attained(asked, self._slo)
+            self._console.print(
+                f"{self._system.title}: at {rate:.2f} requests/s {met:.0%} meet {self._slo}",
+                style="dim",
+                highlight=False,
+            )
+            if met >= _ENOUGH:
+                return rate
+        raise ConfigurationError(
+            f"{self._system.title} meets {self._slo} at none of the rates from {most * _SHARES[-1]:.2f} requests/s on: "
+            "name a wider one with --slo"
+        )
+
+    def _prompts(self, count: int) -> list[str]:
+        sessions = random_prompts(self._vocabulary, self._rng, count, Lengths(self._options.input, 1))
+        return [str(session.turns[0].prompt) for session in sessions]
+
+    def _times(self, count: int, rate: float) -> list[float]:
+        return poisson(self._rng, count, rate)
+
+
+def show(console: Console, outcome: Bursts) -> None:
+    table = Table(title="Three times the capacity, and what came of it", title_justify="left")
+    for name in (
+        "system", "capacity /s", "goodput before", "during", "after", "during, of capacity", "recovered after s",
+        "turned away", "with Retry-After", "otherwise failed", "prompt tokens thrown away", "output tokens",
+    ):  # fmt: skip
+        table.add_column(name, justify="left" if name == "system" else "right")
+    for one in outcome.measured:
+        recovered = "never" if one.recovered_after_s is None else f"{one.recovered_after_s:.0f}"
+        table.add_row(
+            one.system, f"{one.capacity:.2f}", *(f"{one.goodput[name]:.2f}" for name in ("before", "burst", "after")),
+            f"{one.during_share:.0%}", recovered, str(one.turned_away), str(one.with_retry_after), str(one.failed),
+            f"{one.thrown_prompt_share:.1%}", f"{one.thrown_output_share:.1%}",
+        )  # fmt: skip
+    console.print(table)
+    for one in outcome.measured:
+        for name, floor in msgspec.structs.asdict(floors_of(one)).items():
+            mark, style = ("✓", "green") if floor else ("✗", "red")
+            console.print(f"{mark} {one.system}: {Floors.sentences[name]}", style=style, highlight=False)
+    for title, why in outcome.absences.items():
+        console.print(f"{title}: {why}", style="yellow", markup=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
