@@ -6,6 +6,7 @@ Floor 2: imports wire and nothing else of ours. It knows neither engine nor tran
     keys        who a request belongs to, and what they may still ask for
     http/       the application: routes, limits, keys, error bodies, server-sent events
     openai/     the API's own types, their checks, and the answers
+    responses/  OpenAI's Responses API, and the answers that it keeps
     anthropic/  another API for the same chats
     formats/    how models write calls and reasoning, told apart from an answer's text
     text/       tokenizer, chat template, incremental detokenization, stop strings

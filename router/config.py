@@ -111,6 +111,13 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "One that would be over it alone is refused, others wait outside with 503"
         ),
     ] = 1 << 30
+    responses_bytes: Annotated[
+        AtLeastOne,
+        about(
+            "of answers of /v1/responses that are kept to be asked for again, and of those that are being written in "
+            "the background; the oldest make room"
+        ),
+    ] = 256 << 20
     json_depth: Annotated[AtLeastOne, about("how deep a body may nest")] = 64
     json_containers: Annotated[AtLeastOne, about("objects and arrays in its body")] = 100_000
     json_items: Annotated[AtLeastOne, about("items in those: a token id is one")] = 1_000_000

@@ -25,6 +25,7 @@ from tandem.router.node_metrics import NodeCollector
 from tandem.router.openai.plan import ServedModel
 from tandem.router.policy import make_policy
 from tandem.router.pool import Pool
+from tandem.router.responses.response_store import ResponseStore
 from tandem.router.supervision import Supervisor
 from tandem.router.text.chat_template import ChatTemplate
 from tandem.router.text.tokenizer import Tokenizer
@@ -138,6 +139,7 @@ class RouterServer:
             bodies=BodyBudget(config.limits.body_bytes_at_once, metrics.refusals.labels(reason="bodies").inc),
             kept=KeptMemory(config.limits.kept_bytes, metrics.refusals.labels(reason="memory").inc),
             traces=traces,
+            responses=ResponseStore(config.limits.responses_bytes),
         )
 
     async def _listen_to_nodes(self) -> None:

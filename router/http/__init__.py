@@ -1,7 +1,7 @@
 """The application: routes, limits, keys, error bodies, and server-sent events.
 
 app            which path leads where
-generate_routes, text_routes, status_routes, trace_routes, try_page, api_document
+generate_routes, responses_routes, text_routes, status_routes, trace_routes, try_page, api_document
                what is there; services: what all of it works with
 serving        the server's socket and its end
 protocol       HTTP/1.1 on one connection, with limits before any application; head and chunked: what it reads

@@ -29,14 +29,21 @@ from tandem.router.openai.answer_types import (
 from tandem.router.openai.chat_request import ChatRequest
 from tandem.router.openai.completion_request import CompletionRequest
 from tandem.router.openai.fields import ACCEPTED
+from tandem.router.responses.answer_types import ResponseAnswer, ResponseDeleted
+from tandem.router.responses.responses_request import ResponsesRequest
 from tandem.router.tracing.record import TraceList, TraceRecord
 
 VERSION = "1"
 
 _TEXT_ERRORS = ("400", "401", "404", "408", "413", "415", "429", "431", "503")
 _GENERATION_ERRORS = ("400", "401", "404", "408", "413", "415", "429", "431", "500", "502", "503", "504")
+_EVENT: dict[str, Any] = {
+    "type": "object",
+    "required": ["data", "event"],
+    "properties": {"data": {"type": "string"}, "event": {"type": "string"}},
+}
 _TYPES: tuple[type[msgspec.Struct], ...] = (
-    CompletionRequest, ChatRequest, MessagesRequest, CountRequest, MessageAnswer, TokenCount, MessagesError, TokenizeRequest, DetokenizeRequest, Completion, ChatCompletion,
+    CompletionRequest, ChatRequest, ResponsesRequest, ResponseAnswer, ResponseDeleted, MessagesRequest, CountRequest, MessageAnswer, TokenCount, MessagesError, TokenizeRequest, DetokenizeRequest, Completion, ChatCompletion,
     ChatCompletionChunk, ModelCard, ModelList, Tokenized, Detokenized, Health, Version, Load, ErrorBody, ClusterState, TraceList,
     TraceRecord,
 )  # fmt: skip
@@ -70,6 +77,12 @@ def _paths() -> dict[str, Any]:
         },
         "/v1/chat/completions": {
             "post": _generation("Answer a chat", ChatRequest, ChatCompletion, ChatCompletionChunk),
+        },
+        "/v1/responses": {"post": _responses()},
+        "/v1/responses/{response_id}/cancel": {"post": _of_response("End it", ResponseAnswer)},
+        "/v1/responses/{response_id}": {
+            "get": _of_response("One that is kept, as it is now", ResponseAnswer),
+            "delete": _of_response("Forget it", ResponseDeleted),
         },
         "/v1/messages": {
             "post": _messages("Answer a chat, as Anthropic's API does", MessagesRequest, MessageAnswer)
@@ -179,13 +192,19 @@ def _messages(summary: str, request: type[msgspec.Struct], answer: type[msgspec.
     for status in _GENERATION_ERRORS:
         operation["responses"][status] = _json(MessagesError, "an error")
     if answer is MessageAnswer:
-        event = {
-            "type": "object",
-            "required": ["data", "event"],
-            "properties": {"data": {"type": "string"}, "event": {"type": "string"}},
-        }
-        operation["responses"]["200"]["content"]["text/event-stream"] = {"schema": event}
+        operation["responses"]["200"]["content"]["text/event-stream"] = {"schema": _EVENT}
     return operation
+
+
+def _responses() -> dict[str, Any]:
+    operation = _operation("Answer a chat with items", ResponsesRequest, ResponseAnswer, _GENERATION_ERRORS)
+    operation["responses"]["200"]["content"]["text/event-stream"] = {"schema": _EVENT}
+    return operation
+
+
+def _of_response(summary: str, answer: type[msgspec.Struct]) -> dict[str, Any]:
+    identifier = {"name": "response_id", "in": "path", "required": True, "schema": {"type": "string"}}
+    return {**_operation(summary, None, answer, ("400", "401", "404")), "parameters": [identifier]}
 
 
 def _health() -> dict[str, Any]:

@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tandem.router.http.api_document import DocumentRoute, TryRoute
 from tandem.router.http.gate import Gate, exchange_of
 from tandem.router.http.generate_routes import CHAT, COMPLETIONS, MESSAGES, GenerateRoute
+from tandem.router.http.responses_routes import CancelResponseRoute, ResponseRoute, ResponsesRoute
 from tandem.router.http.services import Services
 from tandem.router.http.status_routes import (
     ClusterRoute,
@@ -65,7 +66,7 @@ def _with_cors(app: ASGIApp, origins: tuple[str, ...]) -> ASGIApp:
     return CORSMiddleware(
         app,
         allow_origins=origins,
-        allow_methods=["GET", "POST"],
+        allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],
         expose_headers=[
             "x-request-id",
@@ -83,6 +84,9 @@ def make_app(services: Services) -> ASGIApp:
         _route("/v1/chat/completions", GenerateRoute(CHAT, services), "POST"),
         _route("/v1/messages", GenerateRoute(MESSAGES, services), "POST"),
         _route("/v1/messages/count_tokens", CountTokensRoute(services), "POST"),
+        _route("/v1/responses", ResponsesRoute(services), "POST"),
+        _route("/v1/responses/{response_id}", ResponseRoute(services), "GET", "DELETE"),
+        _route("/v1/responses/{response_id}/cancel", CancelResponseRoute(services), "POST"),
         _route("/v1/models", ModelsRoute(services), "GET"),
         _route("/v1/models/{model:path}", ModelRoute(services), "GET"),
         _route("/tokenize", TokenizeRoute(services), "POST"),

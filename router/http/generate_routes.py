@@ -155,7 +155,7 @@ class GenerateRoute:
         )
         read_at = time.monotonic()
         plan = await self._endpoint.plan(
-            request, services.model, self._caller(scope, exchange, request, arrived)
+            request, services.model, caller_of(scope, services, request, arrived)
         )
         if trace is not None:
             trace.began = arrived
@@ -163,20 +163,6 @@ class GenerateRoute:
             trace.prompt_tokens = plan.prompt_tokens
             trace.span(Phase.TOKENIZE, read_at, time.monotonic(), plan.prompt_tokens)
         return request, plan
-
-    def _caller(self, scope: Scope, exchange: Exchange, request: SamplingFields, arrived: float) -> Caller:
-        tenant = exchange.tenant
-        session = next((v.decode("latin-1") for n, v in scope["headers"] if n == b"x-session-id"), None)
-        if session is None and isinstance(request, ChatRequest):
-            session = request.prompt_cache_key
-        return Caller(
-            label=exchange.request_id,
-            deadline=arrived + self._services.config.timeouts.total,
-            cache_salt=tenant.salted if tenant is not None else _unsalted,
-            session=session[:256] if session else None,
-            trace=exchange.trace,
-            arrived=arrived,
-        )
 
     async def _answer(
         self,
@@ -277,6 +263,22 @@ class GenerateRoute:
             trace.flushed(time.monotonic())
 
 
+def caller_of(scope: Scope, services: Services, request: SamplingFields, arrived: float) -> Caller:
+    exchange = exchange_of(scope)
+    tenant = exchange.tenant
+    session = next((v.decode("latin-1") for n, v in scope["headers"] if n == b"x-session-id"), None)
+    if session is None and isinstance(request, ChatRequest):
+        session = request.prompt_cache_key
+    return Caller(
+        label=exchange.request_id,
+        deadline=arrived + services.config.timeouts.total,
+        cache_salt=tenant.salted if tenant is not None else _unsalted,
+        session=session[:256] if session else None,
+        trace=exchange.trace,
+        arrived=arrived,
+    )
+
+
 def _unsalted(cache_salt: str | None) -> str | None:
     return cache_salt
 
@@ -286,7 +288,11 @@ def _asked(request: Any, plan: Plan) -> list[int | None]:
     says = not isinstance(request, ChatRequest) or (
         request.max_tokens is not None or request.max_completion_tokens is not None
     )
-    return [spec.sampling.max_tokens if says else None for spec in plan.specs]
+    return list(asked_tokens(plan)) if says else [None] * len(plan.specs)
+
+
+def asked_tokens(plan: Plan) -> list[int | None]:
+    return [spec.sampling.max_tokens for spec in plan.specs]
 
 
 def _node_requests(generation: Generation) -> str:

@@ -12,6 +12,7 @@ from tandem.router.links import NodeLinks
 from tandem.router.metrics import RouterMetrics
 from tandem.router.openai.plan import ServedModel
 from tandem.router.pool import Pool
+from tandem.router.responses.response_store import ResponseStore
 from tandem.router.supervision import Supervisor
 from tandem.router.tracing.traces import Traces
 
@@ -29,6 +30,7 @@ class Services:
     bodies: BodyBudget
     kept: KeptMemory
     traces: Traces
+    responses: ResponseStore
     draining: bool = False
 
     def why_unhealthy(self) -> str | None:

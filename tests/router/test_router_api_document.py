@@ -62,9 +62,11 @@ def test_it_documents_what_there_is(router: Running, document: dict[str, Any]) -
     asked = {"x-tandem-trace": "1", "x-request-id": "traced"}
     prompt = {"model": "fake", "prompt": "x", "max_tokens": 1}
     assert router.client.post("/v1/completions", json=prompt, headers=asked).status_code == 200
+    kept = router.client.post("/v1/responses", json={"input": "x", "background": True}).json()["id"]
     for path, verbs in document["paths"].items():
         for verb, about in verbs.items():
             named = path.replace("{model}", "fake").replace("{request_id}", "traced")
+            named = named.replace("{response_id}", kept)
             answer = router.client.request(verb, named, json={} if verb == "post" else None)
             assert answer.status_code not in (404, 405), path
             assert str(answer.status_code) in about["responses"], (path, answer.status_code)

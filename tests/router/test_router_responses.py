@@ -1,0 +1,219 @@
+"""OpenAI's Responses API: its own client, unchanged; answers that are kept, followed again, and cancelled."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tandem.router.config import ApiKey, Heartbeat, Limits
+from tandem.router.text.tokenizer import Tokenizer
+from tandem.wire.errors import WireError
+from tests.router.conftest import Running, StartRouter
+from tests.router.fake_node import scripted
+from tests.router.test_router_reasoning import THOUGHT, thinking_folder  # noqa: F401  (a fixture)
+from tests.router.test_router_tools import HERMES, PARIS
+
+WEATHER: Any = {
+    "type": "function",
+    "name": "weather",
+    "description": "the weather somewhere",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
+TEXT = f"<think>\n{THOUGHT}\n</think>\n\nI look.\n{HERMES}"
+
+
+@pytest.fixture
+def router(
+    start_router: StartRouter,
+    thinking_folder: str,  # noqa: F811
+    tokenizer: Tokenizer,
+    end_token: int,
+) -> Running:
+    script = [*tokenizer.encode(TEXT, special=False), end_token]
+    patient = Heartbeat(ping_interval=0.1, silence=5)
+    return start_router(rule=scripted(script), tokenizer_path=thinking_folder, heartbeat=patient)
+
+
+def prompt_of(router: Running) -> str:
+    tokenizer = router.server.services.model.tokenizer
+    return tokenizer.decode(router.nodes["p0"].submits[-1].prompt_token_ids)
+
+
+def create(router: Running, **fields: Any) -> Any:
+    return router.client.post("/v1/responses", json={"input": "weather?"} | fields)
+
+
+def events_of(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: ")]
+
+
+def test_a_tool_loop_through_the_official_client(router: Running) -> None:
+    client = router.official_client()
+    first = client.responses.create(model="fake", input="weather?", tools=[WEATHER], instructions="Be brief.")
+    assert [item.type for item in first.output] == ["reasoning", "message", "function_call"]
+    assert first.output_text.strip() == "I look."
+    thought, _, call = first.output
+    assert thought.type == "reasoning"
+    assert thought.content is not None
+    assert thought.content[0].text == THOUGHT
+    assert call.type == "function_call"
+    assert (call.name, json.loads(call.arguments)) == PARIS
+    assert first.status == "completed"
+    assert first.usage is not None
+    assert 0 < first.usage.output_tokens_details.reasoning_tokens < first.usage.output_tokens
+    assert first.usage.input_tokens == len(router.nodes["p0"].submits[-1].prompt_token_ids)
+
+    answer: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
+    second = client.responses.create(
+        model="fake", input=[answer], previous_response_id=first.id, tools=[WEATHER]
+    )
+    prompt = prompt_of(router)
+    assert prompt.index("weather?") < prompt.index('"arguments": {"city": "Paris"}') < prompt.index("rain")
+    assert second.previous_response_id == first.id
+    assert client.responses.retrieve(first.id).output == first.output
+    client.responses.delete(first.id)
+    assert router.client.get(f"/v1/responses/{first.id}").status_code == 404
+
+    history: Any = [{"role": "user", "content": "weather?"}, *first.output, answer]
+    client.responses.create(model="fake", input=history, tools=[WEATHER])
+    assert prompt_of(router) == prompt
+
+
+def test_a_stream_is_the_whole_answer_in_numbered_events(router: Running) -> None:
+    client = router.official_client()
+    with client.responses.stream(model="fake", input="weather?", tools=[WEATHER]) as stream:
+        events = list(stream)
+        final = stream.get_final_response()
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert events[0].type == "response.created"
+    assert events[-1].type == "response.completed"
+    assert [item.type for item in final.output] == ["reasoning", "message", "function_call"]
+    call = final.output[2]
+    assert call.type == "function_call"
+    assert json.loads(call.arguments) == PARIS[1]
+    kinds = [event.type for event in events]
+    assert kinds.count("response.function_call_arguments.delta") > 1
+    assert kinds.count("response.reasoning_text.delta") > 1
+    assert kinds.count("response.output_item.added") == kinds.count("response.output_item.done") == 3
+
+
+def test_a_schema_and_an_answer_that_is_cut_off(router: Running) -> None:
+    form = {"type": "json_schema", "name": "p", "schema": {"type": "object"}}
+    body = create(router, text={"format": form}, max_output_tokens=4).json()
+    assert body["status"] == "incomplete"
+    assert body["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert "%json" in (router.nodes["p0"].submits[-1].sampling.grammar or "")
+    assert create(router, reasoning={"effort": "none"}, max_output_tokens=4).status_code == 200
+    assert prompt_of(router).endswith("</think>\n\n")
+
+
+def test_in_the_background_and_taken_up_again(router: Running) -> None:
+    node = router.nodes["d0"]
+    node.set(pause_at=10)
+    begun = create(router, background=True).json()
+    assert begun["status"] in ("queued", "in_progress")
+    path = f"/v1/responses/{begun['id']}"
+    store = router.server.services.responses
+    router.wait_for(lambda: len(store.find(begun["id"], "").events) > 5, "some events")
+    assert router.client.get(path).json()["status"] == "in_progress"
+
+    seen: list[dict[str, Any]] = []
+    with router.client.stream("GET", path, params={"stream": "true"}) as stream:
+        for line in stream.iter_lines():
+            seen += events_of(line)
+            if len(seen) == 4:
+                break  # the connection is lost
+    node.resume()
+    rest = events_of(router.client.get(path, params={"stream": "true", "starting_after": 3}).text)
+    numbers = [event["sequence_number"] for event in [*seen[:4], *rest]]
+    assert numbers == list(range(len(numbers)))
+    assert rest[-1]["type"] == "response.completed"
+    again = events_of(router.client.get(path, params={"stream": "true"}).text)
+    assert again[4:] == rest
+    assert router.client.get(path).json() == rest[-1]["response"]
+
+
+def test_one_in_the_background_outlives_its_stream(router: Running) -> None:
+    node = router.nodes["d0"]
+    node.set(pause_at=5)
+    body = {"input": "weather?", "background": True, "stream": True}
+    with router.client.stream("POST", "/v1/responses", json=body) as stream:
+        first = next(event for line in stream.iter_lines() for event in events_of(line))
+    node.resume()
+    path = f"/v1/responses/{first['response']['id']}"
+    router.wait_for(lambda: router.server.services.dispatcher.running == 0, "it has ended")
+    assert router.client.get(path).json()["status"] == "completed"
+
+
+def test_one_in_the_background_is_cancelled(router: Running) -> None:
+    router.nodes["d0"].set(pause_at=5)
+    begun = create(router, background=True).json()
+    path = f"/v1/responses/{begun['id']}"
+    store = router.server.services.responses
+    router.wait_for(lambda: len(store.find(begun["id"], "").events) > 1, "it is being written")
+    assert router.client.post(f"{path}/cancel").json()["status"] == "cancelled"
+    assert router.client.post(f"{path}/cancel").json()["status"] == "cancelled"
+    assert router.client.get(path).json()["status"] == "cancelled"
+    router.wait_for(router.idle, "nothing is left of it")
+    router.nodes["d0"].resume()
+    foreground = create(router).json()
+    assert router.client.post(f"/v1/responses/{foreground['id']}/cancel").status_code == 400
+
+
+def test_a_client_that_goes_away_takes_its_response_with_it(router: Running) -> None:
+    router.nodes["d0"].set(pause_at=5)
+    with router.client.stream("POST", "/v1/responses", json={"input": "x", "stream": True}) as stream:
+        next(stream.iter_lines())
+    router.wait_for(router.idle, "it was cancelled")
+
+
+def test_a_failure_is_a_status_or_an_event(router: Running) -> None:
+    refusal = WireError("unavailable", "no room")
+    for node in router.nodes.values():
+        node.set(refuse=refusal)
+    assert create(router).status_code in (502, 503)
+    assert create(router, stream=True).status_code in (502, 503)
+    begun = create(router, background=True).json()
+    path = f"/v1/responses/{begun['id']}"
+    router.wait_for(lambda: router.server.services.dispatcher.running == 0, "it has ended")
+    events = events_of(router.client.get(path, params={"stream": "true"}).text)
+    assert events[-1]["type"] == "response.failed"
+    assert router.client.get(path).json()["error"]["message"]
+
+
+def test_what_is_kept_is_bounded_and_each_keys_own(start_router: StartRouter) -> None:
+    keys = (ApiKey("a", "secret-a"), ApiKey("b", "secret-b"))
+    router = start_router(api_keys=keys, limits=Limits(responses_bytes=6_000))
+    a, b = ({"authorization": f"Bearer {key.key}"} for key in keys)
+    body = {"input": "x", "max_output_tokens": 2}
+    made = [router.client.post("/v1/responses", json=body, headers=a).json()["id"] for _ in range(12)]
+    assert router.client.get(f"/v1/responses/{made[-1]}", headers=a).status_code == 200
+    assert router.client.get(f"/v1/responses/{made[-1]}", headers=b).status_code == 404
+    assert router.client.get(f"/v1/responses/{made[0]}", headers=a).status_code == 404
+    unkept = router.client.post("/v1/responses", json=body | {"store": False}, headers=a).json()
+    assert router.client.get(f"/v1/responses/{unkept['id']}", headers=a).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": []}, "input"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
+        ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"previous_response_id": "resp_none"}, None),
+        ({"background": True, "store": False}, "background"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"kv_transfer_params": {}}, "kv_transfer_params"),
+    ],
+)
+def test_what_is_wrong_is_named(router: Running, fields: dict[str, Any], param: str | None) -> None:
+    answer = create(router, **fields)
+    assert answer.status_code in (400, 404)
+    assert answer.json()["error"]["param"] == param
+    router.wait_for(router.idle, "nothing was begun")
