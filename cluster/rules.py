@@ -31,7 +31,7 @@ def _pools(config: TandemConfig) -> Iterator[Broken]:
     elif not any(counts.values()):
         yield (
             ("pools", "prefill", "nodes"),
-            "and every other pool is 0: nobody would answer; set prefill and decode to at least 1 each, or aggregated",
+            "and every other pool is 0: no node would answer; set prefill and decode to at least 1 each, or aggregated",
         )
     elif prefill and not decode:
         yield ("pools", "decode", "nodes"), f"is 0, but pools.prefill is {prefill}: set it to at least 1"
@@ -53,7 +53,7 @@ def _limits(role: Role, pool: PoolConfig) -> Iterator[Broken]:
             (*section, "max"),
             f"is {pool.max}, but pools.{role.value}.nodes is null: a pool follows the machines or its load, not both",
         )
-    # Said of the limit: it was given, the number of nodes may be a default.
+    # The limit is named, because it was given; the number of nodes may be a default.
     elif pool.nodes and pool.nodes < pool.min:
         yield (*section, "min"), f"is {pool.min}, which is more than pools.{role.value}.nodes ({pool.nodes})"
     elif pool.nodes and pool.max is not None and pool.nodes > pool.max:

@@ -65,8 +65,8 @@ def resolve(layers: Iterable[Layer]) -> Settings:
 
 
 def _choose_layout(lower: dict[Path, Given], layer: Layer) -> None:
-    """Aggregated nodes stand instead of the two pools: who asks for one layout does not get the other's
-    defaults, nor the other's counts from a file that it overrides."""
+    """Aggregated nodes take the place of the two pools: asking for one layout drops the other's default counts, and
+    those that a lower layer gave."""
     counts = {role: ("pools", role.value, "nodes") for role in Role}
     given = {role: layer.givens[path] for role, path in counts.items() if path in layer.givens}
     separate = Role.PREFILL in given or Role.DECODE in given

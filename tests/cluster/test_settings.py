@@ -110,7 +110,7 @@ MISTAKES = [
     ("model: ''", "FILE: model.path must not be empty, not ''"),
     (
         "pools: {prefill: 0, decode: 0}",
-        "FILE: pools.prefill.nodes and every other pool is 0: nobody would answer; "
+        "FILE: pools.prefill.nodes and every other pool is 0: no node would answer; "
         "set prefill and decode to at least 1 each, or aggregated",
     ),
     ("pools: {decode: 0}", "FILE: pools.decode.nodes is 0, but pools.prefill is 1: set it to at least 1"),
