@@ -55,8 +55,6 @@ REPLAY_BYTES = 64 << 20
 REPLAY_FRAMES = 50_000
 PAST_INCARNATIONS = 16
 
-_UNNUMBERED = (Ping, Ask, NodeStatus, ClockReading)
-
 
 class Resend(msgspec.Struct, frozen=True, tag="resend"):
     """Send everything on this line again that has a number above `after`."""
@@ -78,6 +76,8 @@ class Letter(msgspec.Struct, Generic[B], frozen=True, array_like=True):
     heard: int  # and the highest number that came on it without a gap
     body: B
 
+
+_UNNUMBERED: frozenset[type] = frozenset({Ping, Ask, NodeStatus, ClockReading, Resend})
 
 LetterToNode = Letter[ToNode | Resend]
 LetterToRouter = Letter[ToRouter | Resend]
@@ -202,7 +202,7 @@ class Lines(Generic[B]):
 
     def _write(self, endpoint: str, peer: _Peer, body: msgspec.Struct) -> Position:
         out, number = peer.out, 0
-        numbered = not isinstance(body, (*_UNNUMBERED, Resend))
+        numbered = type(body) not in _UNNUMBERED
         if numbered:
             number = out.sent + 1
         frame = self._encoder.encode(
@@ -262,22 +262,40 @@ class Lines(Generic[B]):
 
     def receive(self, letter: Letter[B | Resend]) -> None:
         """From one thread at a time."""
+        number = letter.number
+        with self._lock:
+            peer = self._peers.get(letter.sender)
+            in_order = (
+                peer is not None
+                and 0 < number == peer.heard + 1
+                and letter.line == peer.line
+                and letter.sender_epoch == peer.epoch
+                and letter.receiver_epoch == self.epoch
+            )
+            if in_order and peer is not None:  # what nearly every letter is
+                peer.asked_at = None
+                if letter.heard_line == peer.out.id:
+                    peer.out.acknowledge(letter.heard)
+        if not in_order:
+            peer = self._receive_other(letter)
+        if peer is None:
+            return
+        try:
+            self._deliver(letter.body)  # type: ignore[arg-type]  # a Resend is never delivered
+        finally:
+            # Only now: `received` promises that the message was delivered.
+            if number and peer.line == letter.line:
+                peer.heard = number
+
+    def _receive_other(self, letter: Letter[B | Resend]) -> _Peer | None:
+        """Its sender, if its message is to be delivered."""
         events: list[Callable[[], None]] = []
         with self._lock:
             peer = self._sender_of(letter, events)
             delivers = peer is not None and self._take(letter, peer, events)
         for event in events:
             event()
-        if not delivers or peer is None:
-            return
-        try:
-            self._deliver(letter.body)  # type: ignore[arg-type]  # a Resend is never delivered
-        finally:
-            # Only now: `received` promises that the message was delivered.
-            if letter.number:
-                with self._lock:
-                    if peer.line == letter.line:
-                        peer.heard = letter.number
+        return peer if delivers else None
 
     def _sender_of(self, letter: Letter[Any], events: list[Callable[[], None]]) -> _Peer | None:
         endpoint, epoch = letter.sender, letter.sender_epoch

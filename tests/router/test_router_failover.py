@@ -202,9 +202,12 @@ def test_a_decode_node_that_began_from_another_first_token_goes_on_from_the_one_
 ) -> None:
     router = start_router()
     router.nodes["p0"].set(report_first_token_as=80)
-    with router.stream(max_tokens=COUNT, seed=9) as events:
-        text = events.text()
     decode = router.nodes["d0"]
+    decode.set(pause_at=0)
+    with router.stream(max_tokens=COUNT, seed=9) as events:
+        text = events.text(count=1)
+        decode.resume()
+        text += events.text()
     assert decode.submits[1].output_token_ids == [80]
     assert text[1:] == router.expected("the fox", COUNT, seed=9)[1:]
     assert router.metric("tandem_token_mismatches_total") == 1
