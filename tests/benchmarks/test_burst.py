@@ -1,0 +1,64 @@
+"""A whole trial of one server, which serves two at once and turns others away."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import io
+from typing import cast
+
+import pytest
+from rich.console import Console
+
+from benchmarks.burst import Bursts, Lasting, Trial, show
+from benchmarks.bursting import Measured
+from benchmarks.side_by_side.processes import Family
+from benchmarks.side_by_side.systems import Started, System
+from tandem.loadgen.metrics import ServiceLevel
+from tandem.loadgen.report import Machine
+from tandem.loadgen.vocabulary import TextVocabulary
+from tests.loadgen.fake_server import Exchange, complete, serving
+from tests.loadgen.made_tokenizers import byte_level
+
+OPTIONS = argparse.Namespace(patience=5.0, seed=1, times=3.0, share=0.8, input=12, output=2)
+LASTING = Lasting(trial=0.4, before=0.4, burst=0.8, after=0.4)
+MOST_WAITING = 4
+
+
+@pytest.mark.slow
+def test_a_trial_finds_the_capacity_and_counts_what_the_burst_did() -> None:
+    async def work() -> Measured:
+        places, waiting = asyncio.Semaphore(2), 0
+
+        async def answer(exchange: Exchange) -> None:
+            nonlocal waiting
+            if exchange.path == "/metrics":
+                await exchange.respond(200, {})
+            elif waiting >= MOST_WAITING:
+                await exchange.respond(503, {"error": {"message": "full"}})
+            else:
+                waiting += 1
+                async with places:
+                    await asyncio.sleep(0.02)  # what it computes
+                waiting -= 1
+                await complete(exchange)
+
+        async with serving(answer) as server:
+            system = System("fake", "A fake", ("true",), int(server.url.rpartition(":")[2]))
+            started = Started(system, "m", 0.0, cast("Family", None))
+            slo = ServiceLevel(ttft=0.5)
+            trial = Trial(
+                started, OPTIONS, slo, LASTING, TextVocabulary(byte_level()), Console(file=io.StringIO())
+            )
+            return await trial.run()
+
+    found = asyncio.run(work())
+    assert 5 < found.capacity < 150
+    assert found.turned_away > 0
+    assert found.with_retry_after == 0
+    assert found.requests == sum(stage.count for stage in found.stages)
+    assert found.goodput["burst"] > 0
+    shown = io.StringIO()
+    outcome = Bursts("now", Machine.here(), "python -m benchmarks.burst", {}, [found])
+    show(Console(file=shown, width=200), outcome)
+    assert "✗ A fake: all who are turned away are told when to come back" in shown.getvalue()
