@@ -5,7 +5,7 @@
 #                    plane away for ten minutes, twice (about 35 minutes). Then every fault of a KV transfer, 100 times for
 #                    each connector and direction (about 15 minutes)
 # make test-hosts    `ray up` on several hosts made of network namespaces; needs root, and installs the Debian packages
-#                    that it lacks (about 15 minutes)
+#                    that it lacks (about 20 minutes)
 # make test-lab    every fault that a network or a machine can have, on five hosts made of network namespaces; needs root;
 #                    goes on where it was stopped; MINUTES=90 MODEL=smollm2 ONLY='reset|killed'
 # make bench    every part measured, short, in one table beside the floors (about ten minutes; alone on the machine)

@@ -13,6 +13,7 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.integration]
 
 JOIN_S = 120.0
 LEAVE_S = 30.0
+LOST_S = 200.0  # Ray bears with a host that is cut off for two minutes
 
 
 @pytest.fixture
@@ -100,13 +101,13 @@ def test_a_host_on_standby_is_started_for_work_and_goes_back_after_it(
     assert raylets([spare]) == {spare.name: ""}
 
 
-def test_a_host_that_is_cut_off_is_out_soon_and_back_when_it_is_healed(
+def test_a_host_that_is_cut_off_for_long_is_out_and_back_when_it_is_healed(
     cluster: StaticCluster, pools: dict[str, list[Host]]
 ) -> None:
     lost, left = pools["decode"]
     lost.cut_off()
     try:
-        cluster.probe.wait_for_pools({"prefill": pools["prefill"], "decode": [left]}, LEAVE_S)
+        cluster.probe.wait_for_pools({"prefill": pools["prefill"], "decode": [left]}, LOST_S)
         assert cluster.probe.run_in_pool("decode", 1, within_s=60) == [left.address]
     finally:
         lost.heal()
@@ -119,7 +120,7 @@ def test_a_host_that_loses_power_is_back_when_it_has_booted(
 ) -> None:
     lost, left = pools["prefill"]
     lost.power_off()
-    cluster.probe.wait_for_pools({"prefill": [left], "decode": pools["decode"]}, LEAVE_S)
+    cluster.probe.wait_for_pools({"prefill": [left], "decode": pools["decode"]}, LOST_S)
     lost.boot()
     cluster.probe.wait_for_pools(pools, JOIN_S)
     assert cluster.probe.run_in_pool("prefill", 2, within_s=60) == addresses(pools["prefill"])
