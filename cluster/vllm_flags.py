@@ -205,6 +205,15 @@ VLLM: tuple[Flag, ...] = (
     Flag(("--api-key",), Sets(("router.api_keys",), _keys, "each key is a tenant: key-1, key-2 …"), "+"),
     Flag(("--allowed-origins",), sets("router.cors_origins")),
     Flag(("--api-server-count",), Answered("one router runs on each machine with `--set router.placement=every_host`")),
+    Flag(
+        ("--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs"),
+        Answered("the router speaks plain HTTP: put a proxy that ends TLS in front of it"),
+    ),
+    Flag(
+        ("--enable-log-requests", "--disable-log-requests", "--no-enable-log-requests"),
+        Answered("the router's log has one line for each request, without its prompt: leave the flag out"),
+        0,
+    ),
     Flag(("--root-path",), Answered("let the proxy strip its own prefix: the router's paths begin with /v1")),
     Flag(
         ("--otlp-traces-endpoint",),
@@ -213,6 +222,11 @@ VLLM: tuple[Flag, ...] = (
     Flag(("--enable-request-id-headers",), Holds("every answer has its x-request-id"), 0),
     Flag(("--disable-log-stats",), Answered("the log holds no statistics, /metrics does: leave the flag out"), 0),
     # the API
+    Flag(("--max-logprobs",), Holds("a token has up to 20 alternatives, as with OpenAI", ("20",))),
+    Flag(
+        ("--override-generation-config",),
+        Answered("edit the model's generation_config.json, or leave it aside: `--set router.sampling_defaults=openai`"),
+    ),
     Flag(("--chat-template",), sets("router.chat_template")),
     Flag(("--generation-config", "--sampling-defaults"), sets("router.sampling_defaults", _SAMPLING)),
     Flag(("--enable-auto-tool-choice",), Holds("a request that brings tools gets `tool_choice: auto`"), 0),
