@@ -231,17 +231,19 @@ class FlashInferAttention:
         )
         numbers = torch.arange(self.tensor[1].numel(), device=device)
         self.tensor[1] = (numbers * 0.37).sin().to(dtype).view_as(self.tensor[1])
-        self.plan_all(wrappers, [self.pages_of(host, kind) for kind in self.kinds])
-        found = []
-        for kind, wrapper in zip(self.kinds, wrappers, strict=True):
-            shape = size, kind.query_heads, kind.dim
-            query = torch.arange(size * kind.query_heads * kind.dim, device=device)
-            query = (query * 0.71).cos().to(dtype).view(shape)
-            out = torch.empty_like(query)
-            wrapper.run(query, self._views(0, kind), out=out)
-            found.append(out)
-        self.tensor[1] = 0
-        return found
+        try:
+            self.plan_all(wrappers, [self.pages_of(host, kind) for kind in self.kinds])
+            found = []
+            for kind, wrapper in zip(self.kinds, wrappers, strict=True):
+                shape = size, kind.query_heads, kind.dim
+                query = torch.arange(size * kind.query_heads * kind.dim, device=device)
+                query = (query * 0.71).cos().to(dtype).view(shape)
+                out = torch.empty_like(query)
+                wrapper.run(query, self._views(0, kind), out=out)
+                found.append(out)
+            return found
+        finally:
+            self.tensor[1] = 0
 
     def _views(self, slot: int, kind: _Kind) -> tuple[torch.Tensor, torch.Tensor]:
         layer = self.tensor[:, slot]
