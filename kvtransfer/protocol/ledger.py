@@ -64,10 +64,17 @@ class Ledger:
         if sending.request_id is not None:
             self._by_request.pop(sending.request_id, None)
 
-    @property
-    def has_room(self) -> bool:
-        """Whether one more registration may wait here for its request."""
-        return len(self._by_transfer) - len(self._by_request) < self._settings.max_early_registrations
+    def has_room(self, places: int) -> bool:
+        """Whether one more registration, of a table with so many places, may wait here for its request."""
+        early = [sending for sending in self._by_transfer.values() if sending.source is None]
+        waiting = sum(
+            len(ids)
+            for sending in early
+            if sending.destination is not None
+            for ids in sending.destination.block_ids
+        )
+        settings = self._settings
+        return len(early) < settings.max_early_registrations and waiting + places <= settings.max_early_places
 
     def ended(self, transfer_id: str, ending: Ending) -> None:
         self._endings.add(transfer_id, ending)

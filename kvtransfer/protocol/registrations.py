@@ -97,7 +97,7 @@ class Registrations:
             self._answers.say(
                 envelope, LeaseRenewed(self._answers.back_to(envelope), self._stamps.issue(), unknown)
             )
-        elif sending is None and not self._ledger.has_room:
+        elif sending is None and not self._ledger.has_room(sum(map(len, message.block_ids))):
             self._answers.refuse(
                 envelope, transfer_id, RefusalCode.OVERLOADED, "too many transfers without a request"
             )

@@ -31,7 +31,9 @@ class Settings(msgspec.Struct, frozen=True):
     )
     layerwise_posts: int = 10  # a chunk that goes layer by layer is split into about so many writes
     max_wrong: int = 3  # transfers that arrived wrong before a node is left out, for as long as `keep_link_s`
+    # Registrations without a request: how many, and of how many blocks in all, those that are not kept included.
     max_early_registrations: int = 4096
+    max_early_places: int = 4 << 20
     max_remembered: int = 16_384  # ids of closed transfers
 
     def grains_of_a_post(self, grain_bytes: int, runs: int) -> int:

@@ -42,6 +42,7 @@ SETTINGS = Settings(
     retry_s=0.25,
     max_post_bytes=2 * BLOCK_BYTES,
     max_link_bytes=4 * BLOCK_BYTES,
+    max_early_places=10_000,
 )
 VOCAB_SIZE = 1000
 

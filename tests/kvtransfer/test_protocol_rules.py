@@ -1196,6 +1196,19 @@ def test_blocks_that_do_not_exist_or_do_not_add_up_are_never_written_to(
     assert push.outcomes()[1] == {"refused": 1}
 
 
+def test_registrations_without_a_request_are_bounded_by_what_they_name(pair: Pair) -> None:
+    """Blocks that are not kept may be named as often as one likes."""
+    served(pair, "r0")
+    stamp = int(pair.producer.clock() * 1e6)
+    mine = pair.consumer.identity.envelope(11)
+    for number in range(2):
+        table = [[*[0] * 5999, 1]]
+        message = RegisterDestination(mine, stamp, f"t-{number}", 24_000, b"x" * 32, [0], table)
+        pair.world.network.append(("tcp://p", message))
+        pair.world.deliver_all()
+    assert pair.refused(pair.producer) == {"overloaded": 1}
+
+
 def test_messages_of_a_stranger_do_not_touch_a_transfer(pair: Pair) -> None:
     receive, send = pair.receive(), pair.send()
     pair.world.deliver_all()
