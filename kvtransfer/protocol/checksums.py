@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     import torch
 
 SAMPLE_EVERY = 16
-MAX_EVERY = 1 << 16
 CHECKSUM_BYTES = 8
 # Rows that are multiplied at once on a device, in bytes.
 _BATCH_BYTES = 32 << 20

@@ -5,7 +5,6 @@ from __future__ import annotations
 import msgspec
 
 from tandem.kvtransfer.base import NULL_BLOCK_ID, KVCacheMemory
-from tandem.kvtransfer.protocol.checksums import MAX_EVERY
 from tandem.kvtransfer.protocol.commands import BlockTable
 from tandem.kvtransfer.protocol.mapping import AXES, BlockLayout, Mapping
 from tandem.wire.errors import ConfigurationError, InternalError
@@ -13,6 +12,7 @@ from tandem.wire.handoff import CacheFingerprint, CacheMemory, RegisterDestinati
 
 MAX_BLOCKS = 1 << 22  # descriptors are made for each of a peer's blocks
 MAX_DEVICES = 1024
+MAX_EVERY = 1 << 16  # one checksum for so many grains
 ADDRESS_SPACE = 1 << 63
 MAPPED = ("block_size", "layout")  # may differ, if Mapping.between finds a way
 
