@@ -18,8 +18,8 @@ from __future__ import annotations
 from tandem.kvtransfer.base import ConnectorContext, SchedulerConnector, WorkerConnector
 from tandem.kvtransfer.nccl.options import NcclOptions
 from tandem.kvtransfer.nccl.transport import NcclTransport
-from tandem.kvtransfer.protocol.options import parse_direction
 from tandem.kvtransfer.protocol.scheduler_half import SchedulerHalf
+from tandem.kvtransfer.protocol.settings import parse_direction
 from tandem.kvtransfer.protocol.worker_half import WorkerHalf
 
 

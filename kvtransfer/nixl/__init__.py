@@ -12,8 +12,8 @@ from tandem.kvtransfer.base import ConnectorContext, SchedulerConnector, WorkerC
 from tandem.kvtransfer.nixl.agent import NixlAgent
 from tandem.kvtransfer.nixl.options import NixlOptions
 from tandem.kvtransfer.nixl.transport import NixlTransport
-from tandem.kvtransfer.protocol.options import parse_direction
 from tandem.kvtransfer.protocol.scheduler_half import SchedulerHalf
+from tandem.kvtransfer.protocol.settings import parse_direction
 from tandem.kvtransfer.protocol.worker_half import WorkerHalf
 
 

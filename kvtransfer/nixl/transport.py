@@ -14,7 +14,7 @@ import numpy as np
 from tandem.kvtransfer.base import KVCacheMemory
 from tandem.kvtransfer.nixl.agent import BlockArray, NixlAgent
 from tandem.kvtransfer.nixl.lanes import name_lanes
-from tandem.kvtransfer.protocol.processes import this_process
+from tandem.kvtransfer.protocol.identity import this_process
 from tandem.kvtransfer.protocol.transport import HandleId, Move, RemoteId, Transport
 from tandem.wire.errors import InternalError, TransferError
 from tandem.wire.handoff import CacheMemory, ProcessIdentity

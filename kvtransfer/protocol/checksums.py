@@ -15,7 +15,7 @@ import numpy.typing as npt
 import xxhash
 
 from tandem.kvtransfer.base import ChecksumPolicy, KVCacheMemory
-from tandem.kvtransfer.protocol.mapping import Mapping
+from tandem.kvtransfer.protocol.cache_map import Mapping
 
 if TYPE_CHECKING:
     import torch

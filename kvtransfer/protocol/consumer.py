@@ -7,20 +7,16 @@ from collections.abc import Callable
 
 from tandem.kvtransfer.base import MAX_LEASE_S, Handoff, LoadFailure
 from tandem.kvtransfer.protocol import commands
-from tandem.kvtransfer.protocol.answers import Answers
-from tandem.kvtransfer.protocol.declined import Declined
+from tandem.kvtransfer.protocol.cache_map import Mapping
 from tandem.kvtransfer.protocol.identity import PeerKey, key_of
-from tandem.kvtransfer.protocol.incoming import Incoming
-from tandem.kvtransfer.protocol.links import ProducerLink, ProducerLinks
-from tandem.kvtransfer.protocol.mapping import Mapping
+from tandem.kvtransfer.protocol.incoming import Declined, Incoming, Verifier
+from tandem.kvtransfer.protocol.producer_links import ProducerLink, ProducerLinks, Registrar
 from tandem.kvtransfer.protocol.pulling import Pulling
 from tandem.kvtransfer.protocol.quarantine import Quarantine
 from tandem.kvtransfer.protocol.receiving import Receiving, Stage
-from tandem.kvtransfer.protocol.registering import Registrar
-from tandem.kvtransfer.protocol.side import Side
+from tandem.kvtransfer.protocol.side import Answers, Side
 from tandem.kvtransfer.protocol.statistics import Outcome
 from tandem.kvtransfer.protocol.transport import Activity, Direction
-from tandem.kvtransfer.protocol.verifying import Verifier
 from tandem.wire.errors import TransferError
 from tandem.wire.handoff import (
     CancelTransfer,

@@ -8,10 +8,9 @@ import msgspec
 
 from tandem.kvtransfer.base import Handoff, LoadFailure
 from tandem.kvtransfer.protocol import commands
-from tandem.kvtransfer.protocol.answers import Answers
 from tandem.kvtransfer.protocol.consumer import Consumer
 from tandem.kvtransfer.protocol.producer import Producer
-from tandem.kvtransfer.protocol.side import Side
+from tandem.kvtransfer.protocol.side import Answers, Side
 from tandem.kvtransfer.protocol.transport import Activity
 from tandem.wire.handoff import (
     CancelTransfer,

@@ -13,18 +13,95 @@ acceptance is a question, and TransferClosed with `handed_over` the answer that 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 
+import msgspec
+
 from tandem.kvtransfer.base import Handoff, LoadFailure
+from tandem.kvtransfer.protocol.checksums import unpack
 from tandem.kvtransfer.protocol.commands import BeginReceive
-from tandem.kvtransfer.protocol.declined import Declined
-from tandem.kvtransfer.protocol.identity import PeerKey, Remembered
-from tandem.kvtransfer.protocol.links import ProducerLinks
+from tandem.kvtransfer.protocol.identity import Clock, Identity, PeerKey, Remembered
+from tandem.kvtransfer.protocol.producer_links import ProducerLinks
 from tandem.kvtransfer.protocol.receiving import Receiving, Stage
+from tandem.kvtransfer.protocol.settings import Settings
 from tandem.kvtransfer.protocol.side import Side
 from tandem.kvtransfer.protocol.statistics import Outcome
 from tandem.kvtransfer.protocol.transport import Direction
 from tandem.wire.handoff import CancelTransfer, HandoffAccepted, HandoffNotice
+from tandem.wire.nodes import PeerAddress
+
+
+@dataclasses.dataclass(slots=True)
+class _Declined:
+    peer: PeerAddress
+    until: float
+    asked_at: float
+
+
+class Declined:
+    """Tells each producer until it answers, for a bounded time: if it never hears, its own lease ends the wait."""
+
+    def __init__(
+        self, me: Identity, settings: Settings, send: Callable[[str, msgspec.Struct], None], clock: Clock
+    ) -> None:
+        self._me = me
+        self._settings = settings
+        self._send = send
+        self._clock = clock
+        self._transfers: dict[str, _Declined] = {}
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._transfers
+
+    def add(self, transfer_id: str, peer: PeerAddress) -> None:
+        now = self._clock()
+        self._transfers[transfer_id] = _Declined(peer, now + self._settings.silent_s, now)
+        self._ask(transfer_id, peer)
+
+    def closed(self, transfer_id: str) -> None:
+        self._transfers.pop(transfer_id, None)
+
+    def tick(self) -> None:
+        now = self._clock()
+        for transfer_id, declined in list(self._transfers.items()):
+            if now >= declined.until:
+                del self._transfers[transfer_id]
+            elif now >= declined.asked_at + self._settings.retry_s:
+                declined.asked_at = now
+                self._ask(transfer_id, declined.peer)
+
+    def _ask(self, transfer_id: str, peer: PeerAddress) -> None:
+        self._send(peer.endpoint, CancelTransfer(self._me.envelope(peer.epoch), transfer_id))
+
+
+class Verifier:
+    def __init__(self, side: Side) -> None:
+        self._checksums = side.checksums
+        self._recorder = side.recorder
+
+    def problem(self, receiving: Receiving, start: int, end: int, packed: bytes) -> str | None:
+        """Why the grains from `start` to `end` are not what was sent; None when they are, and then they count as arrived.
+        `packed` has a checksum for each of them that carries one. What was compared before is not compared again."""
+        mapping = receiving.mapping
+        if mapping is None:
+            return "it was never registered"
+        places, expected = receiving.sample.between(start, end), unpack(packed)
+        if len(places) != len(expected):
+            return f"{len(expected)} checksums came for {len(places)} blocks"
+        known = sum(place < receiving.num_arrived for place in places)
+        places, expected = places[known:], expected[known:]
+        blocks, parts = receiving.where(places)
+        found = self._checksums.of(blocks, parts, mapping) if places else []
+        for place, block, right, got in zip(places, blocks, expected, found, strict=True):
+            if right != got:
+                receiving.num_arrived = max(receiving.num_arrived, min(place, end))
+                self._recorder.wrong_kv(receiving.peer.node_id)
+                return f"block {block} arrived from {receiving.peer.node_id} with other bytes than were sent"
+        self._recorder.checked(len(places))
+        receiving.num_arrived = max(receiving.num_arrived, end)
+        return None
 
 
 class Incoming:

@@ -7,17 +7,14 @@ import math
 from collections.abc import Callable
 
 from tandem.kvtransfer.protocol import commands
-from tandem.kvtransfer.protocol.answers import Answers, Ending
 from tandem.kvtransfer.protocol.commands import count_blocks
-from tandem.kvtransfer.protocol.handshakes import ConsumerLink, Handshakes
+from tandem.kvtransfer.protocol.consumer_links import ConsumerLink, ConsumerLinks
 from tandem.kvtransfer.protocol.identity import PeerKey, key_of
-from tandem.kvtransfer.protocol.ledger import Ledger
-from tandem.kvtransfer.protocol.outgoing import Outgoing
-from tandem.kvtransfer.protocol.progress import Progress
-from tandem.kvtransfer.protocol.pushing import Pushing
+from tandem.kvtransfer.protocol.outgoing import Ledger, Outgoing
+from tandem.kvtransfer.protocol.pushing import Progress, Pushing
 from tandem.kvtransfer.protocol.registrations import Registrations
 from tandem.kvtransfer.protocol.sending import Phase, Sending
-from tandem.kvtransfer.protocol.side import Side
+from tandem.kvtransfer.protocol.side import Answers, Ending, Side
 from tandem.kvtransfer.protocol.statistics import Outcome
 from tandem.kvtransfer.protocol.transport import Activity, Direction
 from tandem.kvtransfer.protocol.writing import Writer
@@ -37,7 +34,7 @@ class Producer:
         self._writes = side.direction is Direction.PUSH
         self._finished_sending = finished_sending
         self._unwanted = unwanted
-        self._handshakes = Handshakes(
+        self._links = ConsumerLinks(
             geometry,
             side.transport if self._writes else None,
             settings,
@@ -51,13 +48,13 @@ class Producer:
         self._outgoing = Outgoing(
             side,
             self._ledger,
-            self._handshakes,
+            self._links,
             self._answers,
             writer,
             finished_sending=finished_sending,
             unwanted=unwanted,
         )
-        self._pushing = Pushing(side, self._ledger, self._handshakes, self._outgoing, writer)
+        self._pushing = Pushing(side, self._ledger, self._links, self._outgoing, writer)
         self._progress = Progress(
             self._ledger,
             writer,
@@ -68,7 +65,7 @@ class Producer:
         self.registrations = Registrations(
             geometry,
             self._ledger,
-            self._handshakes,
+            self._links,
             settings,
             self._answers,
             clock,
@@ -80,9 +77,7 @@ class Producer:
     @property
     def is_idle(self) -> bool:
         """Nothing has a deadline."""
-        return not self._handshakes.has_leaving and all(
-            sending.phase is Phase.CLOSED for sending in self._ledger
-        )
+        return not self._links.has_leaving and all(sending.phase is Phase.CLOSED for sending in self._ledger)
 
     # ── commands of our own engine ──
 
@@ -164,7 +159,7 @@ class Producer:
 
     def on_accepted(self, message: HandoffAccepted) -> None:
         key = key_of(message.envelope)
-        self._handshakes.hear(key)
+        self._links.hear(key)
         sending = self._ledger.get(message.transfer_id)
         if sending is not None and not sending.belongs_to(key):
             self._side.recorder.refused("foreign_acceptance")
@@ -179,7 +174,7 @@ class Producer:
 
     def on_cancel(self, message: CancelTransfer) -> None:
         key = key_of(message.envelope)
-        self._handshakes.hear(key)
+        self._links.hear(key)
         over = Ending("cancelled by the consumer")
         sending = self._ledger.get(message.transfer_id)
         if sending is not None and not sending.belongs_to(key):
@@ -213,11 +208,11 @@ class Producer:
             for sending in self._ledger
             if sending.destination is not None and not sending.is_over
         }
-        return [link for link in self._handshakes if link.key in waiting and link.last_heard < limit]
+        return [link for link in self._links if link.key in waiting and link.last_heard < limit]
 
     def peer_ended(self, key: PeerKey, reason: str) -> None:
         """It is certain that this incarnation does not run any more."""
-        self._handshakes.mark_ended(key)
+        self._links.mark_ended(key)
         self._outgoing.close_all_to(key, Outcome.PEER_LOST, reason)
 
     # ── the loop's turn ──
@@ -237,6 +232,6 @@ class Producer:
             sending.request_ended = True
             self._pushing.poll(sending)
             self._outgoing.close(sending, Outcome.SHUTDOWN, "the node shuts down")
-        self._handshakes.leave_all()
+        self._links.leave_all()
         self._pushing.close_idle_links()
-        return self._ledger.is_empty and not self._handshakes.has_leaving
+        return self._ledger.is_empty and not self._links.has_leaving

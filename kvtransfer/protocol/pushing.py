@@ -1,12 +1,14 @@
-"""Push: every transfer that has something to write, or has something in flight."""
+"""Push: every transfer that has something to write or has something in flight, and how far our forward passes have brought
+what is to be written."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
-from tandem.kvtransfer.protocol.handshakes import ConsumerLink, Handshakes
-from tandem.kvtransfer.protocol.ledger import Ledger
-from tandem.kvtransfer.protocol.outgoing import Outgoing
+from tandem.kvtransfer.protocol import commands
+from tandem.kvtransfer.protocol.consumer_links import ConsumerLink, ConsumerLinks
+from tandem.kvtransfer.protocol.outgoing import Ledger, Outgoing
 from tandem.kvtransfer.protocol.sending import Phase, Sending
 from tandem.kvtransfer.protocol.side import Side
 from tandem.kvtransfer.protocol.statistics import Outcome
@@ -19,11 +21,11 @@ logger = logging.getLogger(__name__)
 
 class Pushing:
     def __init__(
-        self, side: Side, ledger: Ledger, handshakes: Handshakes, outgoing: Outgoing, writer: Writer
+        self, side: Side, ledger: Ledger, links: ConsumerLinks, outgoing: Outgoing, writer: Writer
     ) -> None:
         self._clock = side.clock
         self._ledger = ledger
-        self._handshakes = handshakes
+        self._links = links
         self._outgoing = outgoing
         self._writer = writer
         # Most transfers only wait, and are not looked at.
@@ -60,8 +62,8 @@ class Pushing:
 
     def close_idle_links(self) -> None:
         """Whose last write has ended. Transfers that waited for that can end now."""
-        if self._handshakes.has_leaving:
-            self._handshakes.close_idle(self._in_use)
+        if self._links.has_leaving:
+            self._links.close_idle(self._in_use)
             for sending in self._ledger:
                 self._outgoing.conclude(sending)
 
@@ -94,5 +96,73 @@ class Pushing:
         """A connection with an error is not trusted again: everything through it ends, and it is closed before
         anybody is told that nothing is in flight."""
         logger.warning("writing KV to %s failed: %s", link.key.node_id, error)
-        self._handshakes.fail(link)
+        self._links.fail(link)
         self._outgoing.close_all_through(link, Outcome.MOVE_FAILED, str(error))
+
+
+class Progress:
+    """`advanced` is called with a transfer of which more may be written now."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        writer: Writer,
+        *,
+        to_write: bool,
+        has_windows: bool,
+        advanced: Callable[[Sending], None],
+    ) -> None:
+        self._ledger = ledger
+        self._writer = writer
+        self._to_write = to_write
+        # With windows, blocks may have been given up without a word: only the table at the end tells.
+        self._owned_until_computed = not has_windows
+        self._advanced = advanced
+        # Of forward passes that the device has been given and has not finished.
+        self._unfenced: list[commands.Computed | commands.LayersComputed] = []
+
+    @property
+    def waits_for_device(self) -> bool:
+        return bool(self._unfenced)
+
+    def take(self, command: commands.Computed | commands.LayersComputed) -> None:
+        if command.fence is not None and not command.fence():
+            self._unfenced.append(command)
+        elif isinstance(command, commands.Computed):
+            self._computed(command)
+        else:
+            self._computing(command)
+
+    def look_at_device(self) -> None:
+        unfenced, self._unfenced = self._unfenced, []
+        for command in unfenced:
+            self.take(command)
+
+    def preempted(self, command: commands.Preempted) -> None:
+        for unfenced in self._unfenced:
+            for request_id in command.request_ids:
+                unfenced.num_tokens.pop(request_id, None)
+        for request_id in command.request_ids:
+            sending = self._ledger.of_request(request_id)
+            if sending is not None:
+                sending.taint(command.at)
+
+    def _computed(self, command: commands.Computed) -> None:
+        for request_id, num_tokens in command.num_tokens.items():
+            sending = self._ledger.of_request(request_id)
+            if sending is not None and sending.source is not None:
+                source = sending.source
+                source.computed = max(source.computed, num_tokens)
+                if self._owned_until_computed:
+                    source.owned_until = max(source.owned_until, command.at)
+                self._writer.computed(sending)
+                self._advanced(sending)
+                if source.computed >= source.plan.num_tokens and source.fully_computed_at is None:
+                    source.fully_computed_at = command.at
+
+    def _computing(self, command: commands.LayersComputed) -> None:
+        for request_id, num_tokens in command.num_tokens.items():
+            sending = self._ledger.of_request(request_id)
+            if sending is not None and sending.phase is Phase.OPEN and self._to_write:
+                self._writer.computing(sending, num_tokens, command.slots)
+                self._advanced(sending)

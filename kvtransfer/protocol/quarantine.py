@@ -17,7 +17,7 @@ import logging
 from collections.abc import Callable
 
 from tandem.kvtransfer.protocol.incoming import Incoming
-from tandem.kvtransfer.protocol.links import ProducerLinks
+from tandem.kvtransfer.protocol.producer_links import ProducerLinks
 from tandem.kvtransfer.protocol.receiving import Receiving, Stage
 from tandem.kvtransfer.protocol.side import Side
 from tandem.wire.errors import TransferError

@@ -7,10 +7,10 @@ import enum
 from collections.abc import Sequence
 
 from tandem.kvtransfer.base import NULL_BLOCK_ID
+from tandem.kvtransfer.protocol.cache_map import Mapping, Place
 from tandem.kvtransfer.protocol.checksums import Sample
 from tandem.kvtransfer.protocol.commands import BeginReceive, BlockTable, count_blocks
 from tandem.kvtransfer.protocol.identity import PeerKey
-from tandem.kvtransfer.protocol.mapping import Mapping, Place
 from tandem.kvtransfer.protocol.statistics import Outcome
 from tandem.kvtransfer.protocol.transport import HandleId
 from tandem.wire.handoff import HandoffNotice, ProcessIdentity

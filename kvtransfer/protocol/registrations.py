@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tandem.kvtransfer.protocol.answers import Answers
-from tandem.kvtransfer.protocol.geometry import PoolGeometry
-from tandem.kvtransfer.protocol.handshakes import ConsumerLink, Handshakes
+from tandem.kvtransfer.protocol.cache_map import PoolGeometry
+from tandem.kvtransfer.protocol.consumer_links import ConsumerLink, ConsumerLinks
 from tandem.kvtransfer.protocol.identity import Clock, key_of
-from tandem.kvtransfer.protocol.ledger import Ledger
+from tandem.kvtransfer.protocol.outgoing import Ledger
 from tandem.kvtransfer.protocol.sending import Destination, Phase, Sending
 from tandem.kvtransfer.protocol.settings import Settings
-from tandem.kvtransfer.protocol.stamps import LeaseStamps
+from tandem.kvtransfer.protocol.side import Answers
 from tandem.wire.handoff import (
     DestinationRegistered,
     Hello,
@@ -31,7 +30,7 @@ class Registrations:
         self,
         geometry: PoolGeometry,
         ledger: Ledger,
-        handshakes: Handshakes,
+        links: ConsumerLinks,
         settings: Settings,
         answers: Answers,
         clock: Clock,
@@ -42,7 +41,7 @@ class Registrations:
     ) -> None:
         self._geometry = geometry
         self._ledger = ledger
-        self._handshakes = handshakes
+        self._links = links
         self._settings = settings
         self._answers = answers
         self._clock = clock
@@ -52,11 +51,11 @@ class Registrations:
         self._registered = registered
 
     def on_hello(self, message: Hello) -> None:
-        rejection = self._handshakes.welcome(message)
+        rejection = self._links.welcome(message)
         if rejection is not None:
             self._answers.refuse(message.envelope, "", rejection.code, rejection.reason)
             return
-        self._handshakes.drop_unused(
+        self._links.drop_unused(
             key_of(message.envelope), in_use=lambda link: bool(self._ledger.through(link))
         )
         self._answers.say(
@@ -74,7 +73,7 @@ class Registrations:
     def on_register(self, message: RegisterDestination) -> None:
         envelope, transfer_id = message.envelope, message.transfer_id
         key = key_of(envelope)
-        link = self._handshakes.hear(key)
+        link = self._links.hear(key)
         sending = self._ledger.get(transfer_id)
         ending = self._ledger.ending_of(transfer_id)
         if link is None:
@@ -145,7 +144,7 @@ class Registrations:
 
     def on_renew(self, message: RenewLease) -> None:
         key = key_of(message.envelope)
-        if self._handshakes.hear(key) is None:
+        if self._links.hear(key) is None:
             self._answers.refuse(
                 message.envelope, "", RefusalCode.HANDSHAKE_REQUIRED, "no handshake with this node"
             )
@@ -169,3 +168,20 @@ class Registrations:
             message.envelope,
             LeaseRenewed(self._answers.back_to(message.envelope), self._stamps.issue(), unknown, waiting),
         )
+
+
+class LeaseStamps:
+    """A stamp is our own clock, so that nothing has to be remembered of those that were issued."""
+
+    def __init__(self, lease_s: float, clock: Clock) -> None:
+        self._lease_s = lease_s
+        self._clock = clock
+
+    def issue(self) -> int:
+        return int(self._clock() * 1e6)
+
+    def until(self, stamp: int) -> float | None:
+        """Until when a lease that this stamp grants holds; None if that is over, or it was never issued."""
+        issued = stamp / 1e6
+        until = issued + self._lease_s
+        return until if issued <= self._clock() < until else None

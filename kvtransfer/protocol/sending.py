@@ -12,11 +12,11 @@ import enum
 from collections.abc import Sequence
 
 from tandem.kvtransfer.base import NULL_BLOCK_ID
+from tandem.kvtransfer.protocol.cache_map import Mapping, Place
 from tandem.kvtransfer.protocol.checksums import Sample, pack
 from tandem.kvtransfer.protocol.commands import BlockTable, PlanSend, count_blocks
-from tandem.kvtransfer.protocol.handshakes import ConsumerLink
+from tandem.kvtransfer.protocol.consumer_links import ConsumerLink
 from tandem.kvtransfer.protocol.identity import PeerKey, key_of
-from tandem.kvtransfer.protocol.mapping import Mapping, Place
 from tandem.kvtransfer.protocol.statistics import Outcome
 from tandem.kvtransfer.protocol.transport import HandleId
 from tandem.wire.handoff import RegisterDestination

@@ -1,4 +1,5 @@
-"""This node, as both halves of the protocol see it: who it is, what moves its bytes, what its messages leave by."""
+"""What both sides of one node have in common: who it is, what moves its bytes, what its messages leave by, and what it says
+to a message that it cannot act on, or has acted on already."""
 
 from __future__ import annotations
 
@@ -8,13 +9,13 @@ from collections.abc import Callable
 import msgspec
 
 from tandem.kvtransfer.base import ChecksumPolicy
+from tandem.kvtransfer.protocol.cache_map import PoolGeometry
 from tandem.kvtransfer.protocol.checksums import Checksums
-from tandem.kvtransfer.protocol.geometry import PoolGeometry
 from tandem.kvtransfer.protocol.identity import Clock, Identity
 from tandem.kvtransfer.protocol.settings import Settings
 from tandem.kvtransfer.protocol.statistics import Recorder
 from tandem.kvtransfer.protocol.transport import Direction, Transport
-from tandem.wire.handoff import ProcessIdentity
+from tandem.wire.handoff import Envelope, ProcessIdentity, RefusalCode, Refused, TransferClosed
 
 Send = Callable[[str, msgspec.Struct], None]
 """To an endpoint. Never blocks."""
@@ -37,3 +38,50 @@ class Side:
     process: ProcessIdentity
     checksums: Checksums
     checksum_policy: ChecksumPolicy
+
+
+class Ending(msgspec.Struct, frozen=True):
+    """How a transfer ended, for those who ask late."""
+
+    reason: str
+    handed_over: bool = False
+
+
+class Answers:
+    def __init__(self, me: Identity, send: Callable[[str, msgspec.Struct], None], recorder: Recorder) -> None:
+        self._me = me
+        self._send = send
+        self._recorder = recorder
+
+    def say(self, question: Envelope, answer: msgspec.Struct) -> None:
+        self._send(question.reply_to, answer)
+
+    def back_to(self, question: Envelope) -> Envelope:
+        return self._me.envelope(question.sender_epoch)
+
+    def closed(self, question: Envelope, transfer_id: str, ending: Ending) -> None:
+        self.say(
+            question,
+            TransferClosed(
+                self.back_to(question), transfer_id, ending.reason, handed_over=ending.handed_over
+            ),
+        )
+
+    def refuse_epoch(self, question: Envelope) -> None:
+        """Another incarnation was addressed. Our own epoch is a secret, which whoever asks has not shown to know."""
+        self._recorder.refused(RefusalCode.WRONG_EPOCH.value)
+        envelope = msgspec.structs.replace(self.back_to(question), sender_epoch=0)
+        reason = "another incarnation of this node was addressed"
+        self.say(
+            question,
+            Refused(envelope, "", RefusalCode.WRONG_EPOCH, reason, addressed_epoch=question.receiver_epoch),
+        )
+
+    def refuse(self, question: Envelope, transfer_id: str, code: RefusalCode, reason: str) -> None:
+        self._recorder.refused(code.value)
+        self.say(
+            question,
+            Refused(
+                self.back_to(question), transfer_id, code, reason, addressed_epoch=question.receiver_epoch
+            ),
+        )

@@ -15,16 +15,14 @@ from tandem.kvtransfer.base import (
     TransferStats,
     WorkerConnector,
 )
+from tandem.kvtransfer.protocol.cache_map import PoolGeometry
 from tandem.kvtransfer.protocol.channel import SideChannel
 from tandem.kvtransfer.protocol.checksums import CacheChecksums
 from tandem.kvtransfer.protocol.commands import Computed, Fence, LayersComputed, Preempted, StepPlan
 from tandem.kvtransfer.protocol.endpoint import Endpoint, Outcomes
-from tandem.kvtransfer.protocol.geometry import PoolGeometry
-from tandem.kvtransfer.protocol.identity import Identity
+from tandem.kvtransfer.protocol.identity import Identity, has_ended, this_process
 from tandem.kvtransfer.protocol.loop import ProtocolLoop
-from tandem.kvtransfer.protocol.options import ProtocolOptions
-from tandem.kvtransfer.protocol.processes import has_ended, this_process
-from tandem.kvtransfer.protocol.settings import Settings
+from tandem.kvtransfer.protocol.settings import ProtocolOptions, Settings
 from tandem.kvtransfer.protocol.side import Side
 from tandem.kvtransfer.protocol.statistics import Recorder
 from tandem.kvtransfer.protocol.transport import Direction, Transport

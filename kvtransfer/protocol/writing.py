@@ -1,12 +1,12 @@
-"""Push: the producer writes what has become due."""
+"""Push: one transfer's writes, posted and looked after."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tandem.kvtransfer.protocol.cache_map import Mapping
 from tandem.kvtransfer.protocol.checksums import Checksums
 from tandem.kvtransfer.protocol.identity import Clock
-from tandem.kvtransfer.protocol.mapping import Mapping
 from tandem.kvtransfer.protocol.sending import Destination, Position, Sending, Write
 from tandem.kvtransfer.protocol.settings import Settings
 from tandem.kvtransfer.protocol.statistics import Recorder

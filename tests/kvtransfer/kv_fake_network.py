@@ -14,10 +14,9 @@ import msgspec
 
 from tandem.kvtransfer.base import ChecksumPolicy, Handoff, LoadFailure
 from tandem.kvtransfer.protocol import commands
+from tandem.kvtransfer.protocol.cache_map import Mapping, PoolGeometry
 from tandem.kvtransfer.protocol.endpoint import Endpoint, Outcomes
-from tandem.kvtransfer.protocol.geometry import PoolGeometry
 from tandem.kvtransfer.protocol.identity import Identity, token_hash
-from tandem.kvtransfer.protocol.mapping import Mapping
 from tandem.kvtransfer.protocol.settings import Settings
 from tandem.kvtransfer.protocol.side import Side
 from tandem.kvtransfer.protocol.statistics import Recorder

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from tandem.kvtransfer.base import ChecksumPolicy, KVCacheMemory
+from tandem.kvtransfer.protocol.cache_map import Mapping, PoolGeometry
 from tandem.kvtransfer.protocol.checksums import CacheChecksums, Sample, every_of, pack, unpack
-from tandem.kvtransfer.protocol.geometry import PoolGeometry
-from tandem.kvtransfer.protocol.mapping import Mapping
 from tandem.wire.handoff import CacheMemory
 
 BLOCKS, SLOTS, HEADS, DIM = 8, 3, 2, 8

@@ -22,7 +22,7 @@ from tandem.kvtransfer.base import KVCacheMemory
 from tandem.kvtransfer.nixl.agent import NixlAgent
 from tandem.kvtransfer.nixl.options import NixlOptions
 from tandem.kvtransfer.nixl.transport import NixlTransport
-from tandem.kvtransfer.protocol.processes import has_ended, this_process
+from tandem.kvtransfer.protocol.identity import has_ended, this_process
 from tandem.kvtransfer.protocol.transport import Move, Operation
 from tandem.wire.errors import TransferError
 from tandem.wire.handoff import ProcessIdentity

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from tandem.kvtransfer.protocol.processes import has_ended, this_process
+from tandem.kvtransfer.protocol.identity import has_ended, this_process
 
 
 def test_this_process_has_not_ended() -> None:

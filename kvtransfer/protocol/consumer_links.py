@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from tandem.kvtransfer.protocol.geometry import PoolGeometry
+from tandem.kvtransfer.protocol.cache_map import Mapping, PoolGeometry
 from tandem.kvtransfer.protocol.identity import Clock, PeerKey, Remembered, key_of
-from tandem.kvtransfer.protocol.mapping import Mapping
 from tandem.kvtransfer.protocol.settings import Settings
 from tandem.kvtransfer.protocol.side import Forget
 from tandem.kvtransfer.protocol.transport import RemoteId, Transport
@@ -37,7 +36,7 @@ class Rejection(msgspec.Struct, frozen=True):
     reason: str
 
 
-class Handshakes:
+class ConsumerLinks:
     """A consumer whose memory became reachable in another way says so in another Hello. What is registered from then on
     goes through the new link; what was registered before goes on through the earlier one."""
 

@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings
 
 from tandem.kvtransfer.base import KVCacheMemory
-from tandem.kvtransfer.protocol.geometry import PoolGeometry
-from tandem.kvtransfer.protocol.mapping import AXES, Mapping, Place
+from tandem.kvtransfer.protocol.cache_map import AXES, Mapping, Place, PoolGeometry
 from tandem.kvtransfer.protocol.transport import Move, Operation
 from tandem.wire.errors import ConfigurationError
 from tandem.wire.handoff import CacheMemory
