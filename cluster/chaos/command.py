@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 from rich.console import Console
 
 from tandem.cluster.api_client import ApiClient, key_from_environment
@@ -120,7 +121,9 @@ def run(options: argparse.Namespace) -> int:
         )
     with joined(address):
         report = asyncio.run(_run(options, rules, console))
-    if report is None:
+    if isinstance(report, Intent):
+        if wants_json(options):
+            print_json(report)
         return 0
     folder = results_folder(options.out)
     write_json(report, folder / "chaos.json")
@@ -153,7 +156,17 @@ class RayHands:
         await send_signal(victim, number, wake_after_s)
 
 
-async def _run(options: argparse.Namespace, rules: Rules, console: Console) -> ChaosReport | None:
+class Intent(msgspec.Struct, frozen=True):
+    """What would be done, as JSON."""
+
+    address: str
+    model: str
+    processes: dict[str, list[str]]
+    plan: list[Strike]
+    dangers: list[str]
+
+
+async def _run(options: argparse.Namespace, rules: Rules, console: Console) -> ChaosReport | Intent:
     from tandem.cluster.on_ray.remote_controller import the_controller
 
     hands = RayHands(the_controller)
@@ -164,15 +177,16 @@ async def _run(options: argparse.Namespace, rules: Rules, console: Console) -> C
     plan = make_plan(rules, kinds)
     unresponsive_s = (await the_controller().configuration()).timeouts.unresponsive_s
     stops = rules.stop_s if any(strike.blow is Blow.STOP for strike in plan) else 0.0
-    for line in describe(
-        view, plan, dangers(view, kinds, unresponsive_s, stops), options.traffic, options.users
-    ):
+    risks = dangers(view, kinds, unresponsive_s, stops)
+    for line in describe(view, plan, risks, options.traffic, options.users):
         console.print(line, markup=False, soft_wrap=True)
     if not options.yes:
         from tandem.cluster.on_ray.runtime import own_address
 
-        console.print(f"nothing was done: --address {own_address()} --yes does it", style="bold")
-        return None
+        address = own_address()
+        console.print(f"nothing was done: --address {address} --yes does it", style="bold")
+        processes = {kind.value: names for kind, names in processes_of(view).items()}
+        return Intent(address, view.model, processes, plan, risks)
     conductor = Conductor(hands, lambda text: console.print(text, markup=False, style="dim"))
     key = key_from_environment()
     urls = (

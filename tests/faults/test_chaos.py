@@ -35,6 +35,10 @@ def test_the_dry_run_names_its_victims_and_touches_none(tandem: Tandem) -> None:
     assert re.search(r"after +10 s: (kill|stop for 3 s) \S+", said)
     assert "nothing was done" in said
     assert "missing" not in tandem("status")
+    plain = tandem("chaos", *RULES, "-o", "json")
+    intent = json.loads(plain[plain.index("\n{") :])
+    assert len(intent["plan"]) == 3
+    assert intent["address"] == tandem.address
 
 
 @pytest.mark.timeout(600)
