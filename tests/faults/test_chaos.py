@@ -38,7 +38,7 @@ def test_the_dry_run_names_its_victims_and_touches_none(tandem: Tandem) -> None:
     plain = tandem("chaos", *RULES, "-o", "json")
     intent = json.loads(plain[plain.index("\n{") :])
     assert len(intent["plan"]) == 3
-    assert intent["address"] == tandem.address
+    assert intent["address"].rpartition(":")[2] == tandem.address.rpartition(":")[2]
 
 
 @pytest.mark.timeout(600)
