@@ -7,7 +7,8 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 import msgspec
 
@@ -27,6 +28,8 @@ from tandem.wire.errors import ConfigurationError, DeadlineExceeded, TandemError
 from tandem.wire.nodes import NodeInfo
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _DECISIONS_KEPT = 20
 _LOOK_AGAIN_S = 5.0  # at the machines, although nobody said that they changed
@@ -67,7 +70,7 @@ class Reconciler:
         """Routers that run are told at first what they were told last: to them nothing has happened. Whatever is
         asked for meanwhile waits: a node that is not adopted yet could be forgotten with its process."""
         async with self.writing:
-            kept = await self._store.load()
+            kept = await self._until_told(self._store.load, "what the controller before kept")
             if kept is not None:
                 self.state = state.decode(kept)
             await self._fix_the_model()
@@ -99,18 +102,21 @@ class Reconciler:
         needed = {record.placement.host for record in known.nodes if record.placement is not None}
         deadline = self._clock.now() + self._config.timeouts.unresponsive_s
         while True:
+            machines = await self._until_told(self._hosts.present, "which machines there are")
             left = deadline - self._clock.now()
-            try:
-                machines = await self._hosts.present()
-            except TandemError:
-                if left <= 0:
-                    raise
-                await self._clock.sleep(self._config.timeouts.heartbeat_s)
-                continue
             if left <= 0 or needed <= {host.name for host in machines}:
                 return machines
             with contextlib.suppress(DeadlineExceeded):
                 await self._clock.within(left, self._hosts.changed(left), "a change of the machines")
+
+    async def _until_told(self, ask: Callable[[], Awaitable[T]], what: str) -> T:
+        """Nodes may serve meanwhile, and there is no other controller that would look after them later."""
+        while True:
+            try:
+                return await ask()
+            except TandemError as error:
+                logger.warning("it is not known yet %s: %s", what, error)
+                await self._clock.sleep(self._config.timeouts.heartbeat_s)
 
     # --- what is kept
 

@@ -323,9 +323,12 @@ class FakeHosts:
     def __init__(self, *hosts: Host) -> None:
         self.hosts = list(hosts)
         self.wanted: dict[Role, int] = {}
+        self.error: TandemError | None = None
         self._changed = asyncio.Event()
 
     async def present(self) -> list[Host]:
+        if self.error is not None:
+            raise self.error
         return list(self.hosts)
 
     async def changed(self, timeout_s: float) -> None:

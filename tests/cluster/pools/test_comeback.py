@@ -189,3 +189,29 @@ async def test_what_is_asked_while_nodes_are_taken_over_forgets_no_process() -> 
         assert await drain
         await settle()
         assert going.stopped, "nobody would look after it any more"
+
+
+@in_loop
+async def test_a_controller_that_comes_back_before_the_control_store_waits_for_it_and_takes_over() -> None:
+    """It gave up after a while once, and nobody looked after the nodes any more."""
+    async with Rig(*PD) as rig:
+        await rig.controller.start()
+        await rig.kill_controller()
+        store, hosts = rig.store, rig.hosts
+        store.error = Unavailable("away")  # type: ignore[attr-defined]
+        machines, hosts.hosts = hosts.hosts, []
+        start = asyncio.create_task(rig.controller.start())
+        await rig.clock.advance(600)
+        assert not start.done()
+        store.error = None  # type: ignore[attr-defined]
+        hosts.error = Unavailable("away too")
+        await rig.clock.advance(600)
+        assert not start.done()
+        hosts.error, hosts.hosts = None, machines
+        await rig.clock.advance(5)
+        await start
+        assert rig.routed == {"prefill-0", "decode-0"}
+        assert len(rig.launcher.nodes["decode-0"]) == 1, "as it was"
+        rig.launcher.node("decode-0").die()
+        await rig.clock.advance(10)
+        assert rig.routed == {"prefill-0", "decode-0"}
