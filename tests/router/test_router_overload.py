@@ -31,6 +31,41 @@ def test_a_full_queue_is_said_at_once_with_the_time_to_come_back(start_router: S
         assert [answer.result(10).status_code for answer in waiting] == [200, 200]
 
 
+def test_a_decode_node_is_given_no_work_for_which_it_has_no_blocks(start_router: StartRouter) -> None:
+    """Its free blocks are what the requests there are expected to take. The next request waits where it holds nothing."""
+    router = start_router(prefill=1, timeouts=Timeouts(token_idle=0.2))
+    decode, admission = router.nodes["d0"], router.server.services.dispatcher.admission
+    full = {"free_blocks": 40, "wanted_blocks": 38, "running": 9, "total_blocks": 100}
+
+    def room() -> int:
+        [view] = router.server.services.pool.snapshot().decode
+        return view.room_blocks
+
+    decode.set(status_fields=full)
+    router.wait_for(lambda: room() == 2, "the node's report")
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(router.complete, max_tokens=30)
+        router.wait_for(lambda: admission.queued == 1, "it waits in the router")
+        assert decode.submits == router.nodes["p0"].submits == []
+        decode.set(status_fields=full | {"wanted_blocks": 10})
+        assert answer.result(10).status_code == 200
+    assert len(decode.submits) == 1
+
+
+def test_a_wait_for_blocks_that_is_too_long_is_refused_with_the_time_to_come_back(
+    start_router: StartRouter,
+) -> None:
+    router = start_router(prefill=0, timeouts=Timeouts(queue=0.2))
+    full = {"free_blocks": 0, "wanted_blocks": 0, "running": 9, "total_blocks": 100}
+    router.nodes["d0"].set(status_fields=full)
+    router.wait_for(
+        lambda: router.server.services.pool.snapshot().decode[0].room_blocks == 0, "the node's report"
+    )
+    refused = router.complete(max_tokens=30)
+    assert refused.status_code == 503
+    assert int(refused.headers["retry-after"]) >= 1
+
+
 def test_no_node_is_said_at_once(start_router: StartRouter) -> None:
     router = start_router(prefill=1, decode=0)
     answer = router.complete(max_tokens=2)
