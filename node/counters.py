@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tandem.engine.scheduling.stats import SchedulerStats
+from tandem.engine.scheduling.stats import SchedulerStats, Totals
 from tandem.kvtransfer.base import TransferStats
 from tandem.wire.requests import NodeCounters
 
@@ -16,17 +16,16 @@ def node_counters(
     malformed_frames: int,
     line_gaps: int,
 ) -> NodeCounters:
-    """`transfer`: None for a node that neither sends nor receives KV."""
+    """`transfer`: None for a node that neither sends nor receives KV. The scheduler's counters are taken by their names."""
     moved = transfer if transfer is not None else TransferStats()
+    counted = {
+        name: getattr(scheduler, name)
+        for name in NodeCounters.__struct_fields__
+        if name in Totals.__struct_fields__
+    }
+    counted["steps"] = steps  # those in which something was done
     return NodeCounters(
-        requests_started=scheduler.requests_started,
-        requests_finished=dict(scheduler.requests_finished),
-        prompt_tokens_computed=scheduler.prompt_tokens_computed,
-        prompt_tokens_cached=scheduler.prompt_tokens_cached,
-        prompt_tokens_received=scheduler.prompt_tokens_received,
-        output_tokens=scheduler.output_tokens,
-        preemptions=scheduler.preemptions,
-        steps=steps,
+        **counted,
         step_seconds=step_seconds,
         malformed_frames=malformed_frames + moved.malformed_frames,
         line_gaps=line_gaps,
@@ -43,7 +42,4 @@ def node_counters(
         transfer_blocks_checked=moved.blocks_checked,
         wrong_kv=dict(moved.wrong_kv),
         transfer_wait_seconds=dict(moved.waits),
-        speculative_drafted=scheduler.speculative_drafted,
-        speculative_accepted=scheduler.speculative_accepted,
-        model_errors=scheduler.model_errors,
     )

@@ -26,7 +26,7 @@ from tandem.engine.scheduling.policies import make_policy
 from tandem.engine.scheduling.results import ModelResults
 from tandem.engine.scheduling.running import RunningPhase
 from tandem.engine.scheduling.state import PauseState, SchedulerState
-from tandem.engine.scheduling.stats import SchedulerStats
+from tandem.engine.scheduling.stats import SchedulerStats, Totals
 from tandem.engine.scheduling.step import StepPlan
 from tandem.engine.scheduling.transfers import TransferResults
 from tandem.engine.scheduling.waiting import WaitingRequests
@@ -279,7 +279,10 @@ class Scheduler:
         uncomputed = sum(
             max(request.num_prompt_tokens - request.num_computed_tokens, 0) for request in state.running
         )
+        counted = {name: getattr(totals, name) for name in Totals.__struct_fields__}
+        counted["requests_finished"] = dict(totals.requests_finished)
         return SchedulerStats(
+            **counted,
             running=len(state.running),
             waiting=len(state.waiting),
             blocked=len(state.waiting.blocked),
@@ -292,20 +295,6 @@ class Scheduler:
             wanted_blocks=self._wanted_blocks(),
             oldest_arrival=min((request.arrival_time for request in state.waiting), default=None),
             quarantined_blocks=len(pool.quarantined),
-            steps=totals.steps,
-            requests_started=totals.requests_started,
-            requests_finished=dict(totals.requests_finished),
-            queue_seconds=totals.queue_seconds,
-            requests_admitted=totals.requests_admitted,
-            preemptions=totals.preemptions,
-            prompt_tokens_computed=totals.prompt_tokens_computed,
-            prompt_tokens_cached=totals.prompt_tokens_cached,
-            prompt_tokens_received=totals.prompt_tokens_received,
-            output_tokens=totals.output_tokens,
-            speculative_drafted=totals.speculative_drafted,
-            speculative_accepted=totals.speculative_accepted,
-            loads_failed=totals.loads_failed,
-            model_errors=totals.model_errors,
         )
 
     def _wanted_blocks(self) -> int:

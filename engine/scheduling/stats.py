@@ -8,8 +8,27 @@ from collections import Counter
 import msgspec
 
 
-class SchedulerStats(msgspec.Struct, frozen=True):
-    """A snapshot. Down to `quarantined_blocks` gauges, from there on totals that only ever grow."""
+class Totals(msgspec.Struct):
+    """What the scheduler has done since it started. A counter that has the name of a field of `NodeCounters` is reported to routers."""
+
+    steps: int = 0
+    requests_started: int = 0
+    requests_finished: dict[str, int] = msgspec.field(default_factory=Counter)  # by finish reason
+    queue_seconds: float = 0.0  # from arrival to first admission, summed over requests_admitted
+    requests_admitted: int = 0
+    preemptions: int = 0
+    prompt_tokens_computed: int = 0
+    prompt_tokens_cached: int = 0
+    prompt_tokens_received: int = 0
+    output_tokens: int = 0
+    speculative_drafted: int = 0
+    speculative_accepted: int = 0
+    loads_failed: int = 0
+    model_errors: int = 0  # requests that the model failed: its logits were no numbers
+
+
+class SchedulerStats(Totals, kw_only=True):
+    """A snapshot: the totals, and how things stand now."""
 
     running: int
     waiting: int  # in line, passed over, or waiting for their KV
@@ -24,20 +43,6 @@ class SchedulerStats(msgspec.Struct, frozen=True):
     wanted_blocks: int
     oldest_arrival: float | None  # of the requests that wait, by the scheduler's clock
     quarantined_blocks: int  # of failed loads: a peer may still write to them
-    steps: int
-    requests_started: int
-    requests_finished: dict[str, int]  # by finish reason
-    queue_seconds: float  # from arrival to first admission, summed over requests_admitted
-    requests_admitted: int
-    preemptions: int
-    prompt_tokens_computed: int
-    prompt_tokens_cached: int
-    prompt_tokens_received: int
-    output_tokens: int
-    speculative_drafted: int
-    speculative_accepted: int
-    loads_failed: int
-    model_errors: int  # requests that the model failed: its logits were no numbers
 
 
 # Before an answer has ended here, and the least that an answer is expected to go on for.
@@ -60,23 +65,3 @@ class AnswerLengths:
     def rest(self, num_tokens: int, most: int) -> int:
         """How many more an answer of `num_tokens` is expected to get, of which at most `most` can come."""
         return max(0, min(most, max(LEAST_REST_TOKENS, int(self.expected) - num_tokens)))
-
-
-@dataclasses.dataclass(slots=True)
-class Totals:
-    """The totals while they grow."""
-
-    steps: int = 0
-    requests_started: int = 0
-    requests_finished: Counter[str] = dataclasses.field(default_factory=Counter)
-    queue_seconds: float = 0.0
-    requests_admitted: int = 0
-    preemptions: int = 0
-    prompt_tokens_computed: int = 0
-    prompt_tokens_cached: int = 0
-    prompt_tokens_received: int = 0
-    output_tokens: int = 0
-    speculative_drafted: int = 0
-    speculative_accepted: int = 0
-    loads_failed: int = 0
-    model_errors: int = 0

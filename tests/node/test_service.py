@@ -247,9 +247,10 @@ def test_a_router_that_was_lost_is_told_nothing_until_it_is_heard_again(node: No
     node.submit("unread", sampling=SamplingParams(max_tokens=90_000, ignore_eos=True))
     until(lambda: bool(node.outgoing.forgotten))
     node.outgoing.gone.clear()
+    lost = len(node.outgoing.forgotten)  # once more if a report found it before its request was taken up
     node.submit("again")
     assert node.outgoing.until_finished("again")
-    assert node.outgoing.forgotten == [ROUTER]
+    assert len(node.outgoing.forgotten) == lost
 
 
 def test_a_node_that_hears_nobody_any_more_says_so_and_is_replaced(node: Node) -> None:
