@@ -198,7 +198,13 @@ class ControllerHost:
 
     async def configure(self, config: bytes) -> bytes:
         """Applies what can be applied to a cluster that runs, which is how many nodes its pools have."""
-        wanted = msgspec.msgpack.decode(config, type=TandemConfig)
+        try:
+            wanted = msgspec.msgpack.decode(config, type=TandemConfig)
+        except msgspec.ValidationError as error:
+            raise Unavailable(
+                f"this cluster runs another version of Tandem, which does not understand the command's configuration ({error}): "
+                "use that version, or `tandem down` and `tandem serve` again"
+            ) from error
         sizes, refused = compare(self._config, wanted)
         applied = await self._control().scale(sizes) if sizes else []
         self._config = with_sizes(self._config, sizes)

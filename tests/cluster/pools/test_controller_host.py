@@ -292,5 +292,13 @@ async def test_what_cannot_be_applied_is_named_without_its_value() -> None:
         assert all("tandem down" in line and "secret" not in line for line in change.refused)
 
 
+@in_loop
+async def test_a_command_of_another_version_is_told_so() -> None:
+    async with Rig() as rig:
+        newer = encode({**msgspec.to_builtins(TandemConfig()), "invented_later": 1})
+        with pytest.raises(Unavailable, match=r"another version of Tandem.*invented_later"):
+            await rig.host.configure(newer)
+
+
 async def configure(rig: Rig, config: TandemConfig) -> Change:
     return decode(await rig.host.configure(encode(config)), type=Change)
