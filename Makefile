@@ -90,7 +90,7 @@ wheel: install
 	PYTHON=$(CURDIR)/$(BIN)/python .ci/wheel
 
 test-install: install
-	TANDEM_FULL_INSTALL=1 $(BIN)/python -m pytest -v tests/packaging --timeout 1800
+	TANDEM_FULL_INSTALL=1 $(BIN)/python -m pytest -v tests/packaging
 
 docs: install
 	$(BIN)/python -m tandem.cluster.documents

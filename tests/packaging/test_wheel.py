@@ -27,13 +27,12 @@ import pytest
 
 from tandem.cluster.models.store import prepare_model
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 PACKAGES = sorted({path.parent.name for path in ROOT.glob("*/py.typed")} - {"tandem"})
 # What a user may have in the folder where a command is typed, or installed: each ends the process that imports it.
 FULL = os.environ.get("TANDEM_FULL_INSTALL") == "1"
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800 if FULL else 300)]
 START_S = 120.0
 TRAP = "raise SystemExit(f'{__name__} was imported from {__file__}')\n"
 
