@@ -1,8 +1,9 @@
 """The engine on a GPU: the same tokens as on the CPU, and how near to what the card can do.
 
-    python -m benchmarks.gpu [--model DIR] [--dtype bfloat16] [--quick] [--json FILE] [--device cuda|cpu]
+    python -m benchmarks.gpu [--shape 8b | --model DIR] [--dtype bfloat16] [--quick] [--json FILE] [--dry-run]
 
-Needs torch, transformers, msgspec, xxhash and cbor2, and nothing else of what Tandem is made of: no Ray, no NIXL, no network. Without
+Beside each step stands what is expected of it (docs/gpu.md); then how long choosing tokens takes, where decode steps
+spend their time, loading by its parts, and the peak of memory. Needs torch, transformers, msgspec, xxhash and cbor2, and nothing else of what Tandem is made of: no Ray, no NIXL, no network. Without
 a model it makes one with random weights, which costs what a trained one does. FlashInfer is used where it is
 installed. `--device cpu` takes a tiny model through the same steps: so that the benchmark itself is tested.
 
@@ -15,6 +16,7 @@ import argparse
 import json
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from benchmarks.engine_tandem import run_tandem
 from benchmarks.engine_work import MAX_BATCHED_TOKENS, Times, random_work
 from benchmarks.gpu_models import PARITY_SHAPE, SPEED_SHAPES, make_model
 from benchmarks.gpu_parity import check_parity
+from benchmarks.gpu_parts import decode_parts, sampling_times
 from benchmarks.machine import Limits, measure_limits
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.core import Engine
@@ -69,13 +72,19 @@ def main() -> int:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks.gpu", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", help="a local model folder; random weights without it")
-    parser.add_argument("--shape", default="1b", choices=sorted(SPEED_SHAPES), help="of the random model")
+    parser.add_argument("--shape", default="8b", choices=sorted(SPEED_SHAPES), help="of the random model")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--device", default="cuda", help="cuda, cuda:N, or cpu to try the benchmark itself")
-    parser.add_argument("--kv-memory", type=int, help="bytes for the KV cache; half of what is free without")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="on the CPU, with a tiny model: tries the benchmark itself"
+    )
+    parser.add_argument("--kv-memory", type=int, help="bytes for the KV cache; most of what is free without")
     parser.add_argument("--quick", action="store_true", help="a tiny model, fewer sizes")
     parser.add_argument("--json", help="a file for the figures")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.dry_run:
+        arguments.device = "cpu"
+    return arguments
 
 
 def say(what: str) -> None:
@@ -96,7 +105,13 @@ def measure(
         step_target_ms=0,  # a batch is to be together before its first requests end
     )
     model = ModelConfig(path=str(path), dtype=arguments.dtype, device=arguments.device)
-    runner = load_runner(model, cache, config, lambda what, share: say(f"  {what} {share:.0%}"))
+    on_device = device.type == "cuda"
+    if on_device:
+        torch.cuda.reset_peak_memory_stats(device)
+    stages = Stages()
+    # A dry run goes the way of a GPU, as far as a CPU can.
+    runner = load_runner(model, cache, config, stages.reached, native=on_device)
+    stages.reached("measuring", 0.0)
     info = runner.info
     room = (info.num_blocks - 1) * cache.block_size // len(info.groups)
     decodes = tuple(shape for shape in decodes if shape[0] * (shape[1] + 320) <= room)
@@ -118,12 +133,21 @@ def measure(
     limits = measure_limits(dtype, device, torch.get_num_threads())
     kv_bytes = runner.kv_cache[0].numel() * runner.kv_cache.element_size() // cache.block_size
     rows = compare(times, limits, read_costs(path, dtype, kv_bytes * len(info.groups)))
+    say("choosing tokens")
+    batches = (1, 4) if quick else (1, 64, 256)
+    sampling = sampling_times(info.vocab_size, dtype, device, batches, repeats=3 if quick else 20)
+    say("where decode steps spend their time")
+    parts = decode_parts(engine, info.vocab_size, device, batches, steps=4 if quick else 20)
     figures = {
         "model": info.name,
         "dtype": info.dtype,
         "computed_by": computed_by(runner),
         "limits": msgspec.to_builtins(limits),
         "rows": rows,
+        "sampling": sampling,
+        "parts": parts,
+        "seconds_to_load": stages.seconds,
+        "peak_memory_bytes": torch.cuda.max_memory_allocated(device) if on_device else None,
     }
     return figures, rows
 
@@ -139,6 +163,30 @@ def computed_by(runner: TorchRunner) -> str:
     return ", ".join(parts)
 
 
+class Stages:
+    """How long each part of loading took."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._what, self._since = "", time.perf_counter()
+
+    def reached(self, what: str, share: float) -> None:
+        now = time.perf_counter()
+        if self._what:
+            self.seconds[self._what] = self.seconds.get(self._what, 0.0) + now - self._since
+        if what != self._what:
+            say(f"  {what}")
+        self._what, self._since = what, now
+
+
+def expected_over_limit(what: str) -> float:
+    """What 8 billion parameters in bfloat16 are expected to reach on an H200, over the limit: see docs/gpu.md."""
+    if what.startswith("prefill"):
+        return 1 / 0.6
+    batch = int(what.split()[1])
+    return 1.4 if batch < 32 else 1.35 if batch <= 64 else 1.5
+
+
 def compare(times: Times, limits: Limits, costs: Costs) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
 
@@ -151,6 +199,7 @@ def compare(times: Times, limits: Limits, costs: Costs) -> list[dict[str, Any]]:
                 "tokens_per_s": tokens / seconds,
                 "limit_ms": limit * 1e3,
                 "over_limit": seconds / limit,
+                "expected_ms": limit * 1e3 * expected_over_limit(what),
                 "flop_utilisation": flops / seconds / limits.gemm_flops,
                 "bandwidth_utilisation": read / seconds / limits.read_bytes,
             }
@@ -168,11 +217,12 @@ def print_table(figures: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     limits = figures["limits"]
     print(f"{figures['device']}; {figures['model']}, {figures['dtype']}, {figures['computed_by']}")
     print(f"limits: {limits['gemm_flops'] / 1e12:.1f} TFLOP/s, {limits['read_bytes'] / 1e9:.0f} GB/s")
-    heads = ("step", "ms", "tokens/s", "limit ms", "x limit", "FLOPs", "bandwidth")
+    heads = ("step", "ms", "expected", "tokens/s", "limit ms", "x limit", "FLOPs", "bandwidth")
     print("".join(f"{head:>{18 if index == 0 else 12}}" for index, head in enumerate(heads)))
     for row in rows:
         cells = (
             f"{row['ms']:.2f}",
+            f"{row['expected_ms']:.2f}",
             f"{row['tokens_per_s']:.0f}",
             f"{row['limit_ms']:.2f}",
             f"{row['over_limit']:.2f}",
@@ -180,6 +230,18 @@ def print_table(figures: dict[str, Any], rows: list[dict[str, Any]]) -> None:
             f"{row['bandwidth_utilisation']:.0%}",
         )
         print(f"{row['what']:>18}" + "".join(f"{cell:>12}" for cell in cells))
+
+    print(
+        "choosing tokens, ms: " + "; ".join(f"{row['what']} {row['ms']:.2f}" for row in figures["sampling"])
+    )
+    for row in figures["parts"]:
+        print(
+            f"{row['what']}: {row['wall_ms']:.2f} ms a step, of which kernels {row['kernels_ms']:.2f} "
+            f"({row['kernels']:.0f} of them); the host is busy for {row['host_ms']:.2f}"
+        )
+    loading = ", ".join(f"{what} {seconds:.1f} s" for what, seconds in figures["seconds_to_load"].items())
+    peak = figures["peak_memory_bytes"]
+    print(f"loading: {loading}" + (f"; at most {peak / 2**30:.1f} GiB" if peak is not None else ""))
 
 
 def _said_of(device: torch.device) -> str:

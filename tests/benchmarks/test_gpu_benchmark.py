@@ -88,3 +88,27 @@ def test_it_runs_through_on_a_cpu(
     assert [row["what"] for row in figures["rows"]] == ["prefill 16", "decode 2 x 16"]
     assert all(parity["holds"] for parity in figures["parity"])
     assert "decode 2 x 16" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_dry_run_goes_through_everything(tmp_path: Path) -> None:
+    """Five engines are loaded, and a tiny one is measured."""
+    file = tmp_path / "figures.json"
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.gpu",
+        "--dry-run",
+        "--kv-memory",
+        str(64 << 20),
+        "--json",
+        str(file),
+    ]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    figures = json.loads(file.read_text())
+    assert all(row["expected_ms"] > 0 for row in figures["rows"])
+    assert len(figures["sampling"]) == 10
+    assert all(row["kernels"] > 0 and row["host_ms"] > 0 for row in figures["parts"])
+    assert "loading weights" in figures["seconds_to_load"]
+    assert figures["parity"]
