@@ -187,7 +187,7 @@ class LoadFailurePolicy(enum.StrEnum):
 class ChecksumPolicy(enum.StrEnum):
     """Which of the blocks that travel carry a checksum, which the receiver compares before it uses them."""
 
-    AUTO = "auto"  # all between machines, a sample on one
+    AUTO = "auto"  # all between the host memories of two machines, else a sample
     ALL = "all"
     SAMPLE = "sample"  # one of sixteen, and each transfer's last
     OFF = "off"
@@ -259,7 +259,7 @@ class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ChecksumPolicy,
         about(
             "which blocks the receiver checks before it uses them: `all`, a `sample` (one of 16), `off`, or `auto`: all "
-            "between machines and a sample on one"
+            "between the host memories of two machines, else a sample"
         ),
     ] = ChecksumPolicy.AUTO
     options: Annotated[dict[str, str], about("the connector's own")] = {}

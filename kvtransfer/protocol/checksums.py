@@ -6,8 +6,9 @@ the last, begun at a place that the tokens' hash says, so that both know which w
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import numpy as np
@@ -26,10 +27,10 @@ CHECKSUM_BYTES = 8
 _BATCH_BYTES = 32 << 20
 
 
-def every_of(policy: ChecksumPolicy, *, same_machine: bool) -> int:
+def every_of(policy: ChecksumPolicy, *, same_machine: bool, on_device: bool) -> int:
     """One of how many grains is checked; 0 for none."""
     if policy is ChecksumPolicy.AUTO:
-        policy = ChecksumPolicy.SAMPLE if same_machine else ChecksumPolicy.ALL
+        policy = ChecksumPolicy.SAMPLE if same_machine or on_device else ChecksumPolicy.ALL
     return {ChecksumPolicy.ALL: 1, ChecksumPolicy.SAMPLE: SAMPLE_EVERY}.get(policy, 0)
 
 
@@ -79,6 +80,7 @@ class CacheChecksums:
         self._block_size = memory.block_size
         self._rows: npt.NDArray[np.uint8] | None = None
         self._weights: torch.Tensor | None = None
+        self._stream: Any = None
         if not tensor.is_cuda:
             import torch  # here as below: loaded already by whoever made the tensor
 
@@ -96,7 +98,7 @@ class CacheChecksums:
         ]
 
     def _grain(self, block: int, part: int, mapping: Mapping) -> torch.Tensor:
-        """Its bytes, in the order of `mapping.AXES`."""
+        """Its bytes, in the order of `cache_map.AXES`."""
         import torch
 
         first = part * mapping.grain
@@ -106,27 +108,42 @@ class CacheChecksums:
     def _weighted(self, blocks: Sequence[int], parts: Sequence[int], mapping: Mapping) -> list[int]:
         import torch
 
-        batch = max(1, _BATCH_BYTES // mapping.grain_bytes)
+        batch = max(1, _BATCH_BYTES // (mapping.grain_bytes * mapping.our_parts))
         sums: list[int] = []
-        for start in range(0, len(blocks), batch):
-            grains = torch.stack(
-                [
-                    self._grain(block, part, mapping)
-                    for block, part in zip(
-                        blocks[start : start + batch], parts[start : start + batch], strict=True
-                    )
-                ]
-            )
-            word = next(
-                kind
-                for kind, size in ((torch.int64, 8), (torch.int32, 4), (torch.int16, 2), (torch.uint8, 1))
-                if grains.shape[1] % size == 0
-            )
-            words = grains.view(word).to(torch.int64)
-            if self._weights is None or len(self._weights) < words.shape[1]:
-                # Odd, and spread over all 64 bits: 2**64 divided by the golden ratio.
-                places = torch.arange(words.shape[1], dtype=torch.int64, device=words.device)
-                self._weights = (2 * places + 1) * -7046029254386353131
-            total = (words * self._weights[: words.shape[1]]).sum(1).tolist()
-            sums += [value % (1 << 64) for value in total]
+        with self._own_stream():
+            for start in range(0, len(blocks), batch):
+                words = self._words(blocks[start : start + batch], parts[start : start + batch], mapping)
+                if self._weights is None or len(self._weights) < words.shape[1]:
+                    # Odd, and spread over all 64 bits: 2**64 divided by the golden ratio.
+                    places = torch.arange(words.shape[1], dtype=torch.int64, device=words.device)
+                    self._weights = (2 * places + 1) * -7046029254386353131
+                total = (words * self._weights[: words.shape[1]]).sum(1).tolist()
+                sums += [value % (1 << 64) for value in total]
         return sums
+
+    def _words(self, blocks: Sequence[int], parts: Sequence[int], mapping: Mapping) -> torch.Tensor:
+        """[grains, words]: a copy, in the order of `cache_map.AXES`."""
+        import torch
+
+        device = self._tensor.device
+        grains = self._tensor.index_select(0, torch.tensor(blocks, device=device))
+        if mapping.our_parts > 1:
+            split = grains.reshape(
+                *grains.shape[:4], mapping.our_parts, mapping.grain, grains.shape[5]
+            ).movedim(4, 1)
+            grains = split[torch.arange(len(parts), device=device), torch.tensor(parts, device=device)]
+        raw = grains.contiguous().view(len(blocks), -1).view(torch.uint8)
+        sizes = ((torch.int64, 8), (torch.int32, 4), (torch.int16, 2), (torch.uint8, 1))
+        return raw.view(next(kind for kind, size in sizes if raw.shape[1] % size == 0)).to(torch.int64)
+
+    def _own_stream(self) -> contextlib.AbstractContextManager[Any]:
+        """What is read here is complete. On the engine's stream it would wait for the next forward pass."""
+        if not self._tensor.is_cuda:
+            return contextlib.nullcontext()
+        import torch
+
+        cuda: Any = torch.cuda
+        if self._stream is None:
+            self._stream = cuda.Stream(self._tensor.device)
+        stream: contextlib.AbstractContextManager[Any] = cuda.stream(self._stream)
+        return stream

@@ -242,7 +242,7 @@ class Registrar:
         receiving.generation = self._links.generation
         receiving.process = link.process
         if link.mapping is not None:
-            receiving.know_mapping(link.mapping, self._checksum_every(link))
+            receiving.know_mapping(link.mapping, self._checksum_every(link, link.mapping))
         link.owes(receiving.asked_at)
         self._send(
             link.peer.endpoint,
@@ -258,9 +258,9 @@ class Registrar:
             ),
         )
 
-    def _checksum_every(self, link: ProducerLink) -> int:
+    def _checksum_every(self, link: ProducerLink, mapping: Mapping) -> int:
         here = link.process is not None and link.process.machine == self._side.process.machine
-        return every_of(self._side.checksum_policy, same_machine=here)
+        return every_of(self._side.checksum_policy, same_machine=here, on_device=mapping.on_device)
 
     def _renew(self, link: ProducerLink) -> None:
         held = [receiving for receiving in self._receivings(link.key) if receiving.stage.is_leased]

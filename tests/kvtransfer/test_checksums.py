@@ -102,12 +102,19 @@ def test_a_sample_is_the_same_for_both_sides_however_it_is_asked_for() -> None:
     assert Sample.of(3, 0, token_hash).between(0, 3) == []
 
 
-def test_policies() -> None:
-    assert every_of(ChecksumPolicy.AUTO, same_machine=False) == 1
-    assert every_of(ChecksumPolicy.AUTO, same_machine=True) == 16
-    assert every_of(ChecksumPolicy.ALL, same_machine=True) == 1
-    assert every_of(ChecksumPolicy.SAMPLE, same_machine=False) == 16
-    assert every_of(ChecksumPolicy.OFF, same_machine=False) == 0
+@pytest.mark.parametrize(
+    ("policy", "same_machine", "on_device", "every"),
+    [
+        ("auto", False, False, 1),
+        ("auto", True, False, 16),
+        ("auto", False, True, 16),
+        ("all", True, True, 1),
+        ("sample", False, False, 16),
+        ("off", False, False, 0),
+    ],
+)
+def test_policies(policy: str, same_machine: bool, on_device: bool, every: int) -> None:
+    assert every_of(ChecksumPolicy(policy), same_machine=same_machine, on_device=on_device) == every
 
 
 def test_packed_checksums_come_back() -> None:
