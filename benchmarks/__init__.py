@@ -10,7 +10,7 @@
     native_kernels   where a step's time goes in the native library
     gpu              the engine on a GPU (gpu_models, gpu_parity)
     transfer         KV through a connector, beside the transport alone (transfer_nodes)
-    router, router_crowds, router_peers
+    router, router_crowds, router_worst, router_peers
                      the router alone, beside clients that behave badly, beside others'
                      (router_engines, router_load, router_relay)
     recompute        many long prompts at once, at a running cluster: what is computed twice

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import time
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar, cast
 
@@ -28,8 +29,9 @@ logger = logging.getLogger(__name__)
 
 M = TypeVar("M")
 
-# Others on the loop get their turn in between.
+# Others on the loop get their turn in between. A message for many sequences can take milliseconds.
 MESSAGES_PER_TURN = 256
+TURN_S = 0.005
 GREETING_TIMEOUT_S = 30.0
 
 
@@ -118,6 +120,7 @@ class _Peer(asyncio.Protocol):
 
     def _read(self) -> None:
         """What has come, up to a turn's worth; the rest, before anything newer, in the next turn."""
+        until = time.monotonic() + TURN_S
         try:
             for _ in range(MESSAGES_PER_TURN):
                 frames = self._reader.next_message()
@@ -127,6 +130,8 @@ class _Peer(asyncio.Protocol):
                         self._transport.resume_reading()
                     return
                 self._inbox.handle(frames)
+                if time.monotonic() > until:
+                    break
         except ProtocolError as error:
             logger.warning("%s: a connection is cut off: %s", self._inbox.name, error)
             self.drop()

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import msgspec
 import pytest
 import zmq
 
@@ -13,7 +14,7 @@ from tandem.wire.errors import ConfigurationError
 from tandem.wire.loop_inbox import MESSAGES_PER_TURN, LoopInbox
 from tandem.wire.requests import Cancel, Ping, ToNode
 from tandem.wire.sockets import MAX_FRAME_BYTES, Outbox
-from tandem.wire.zmtp import PULL_OPENING, PUSH_OPENING
+from tandem.wire.zmtp import PULL_OPENING, PUSH_OPENING, message
 from tests.wire.tcp_timers import KEEPALIVE, timers_of
 
 
@@ -64,6 +65,38 @@ def test_messages_arrive_in_order_on_the_loop_itself() -> None:
         assert listener.threads == {threading.get_ident()}
 
     run(work)
+
+
+def test_messages_that_take_long_leave_others_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five that came in one piece: what became ready while the first was handled comes before the last."""
+    monkeypatch.setattr("tandem.wire.loop_inbox.TURN_S", 0.0)
+    order: list[str] = []
+
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        done = asyncio.Event()
+
+        def on_message(ping: Ping) -> None:
+            order.append(ping.reply_to)
+            if ping.reply_to == "0":
+                loop.call_soon(order.append, "other")
+            elif ping.reply_to == "4":
+                done.set()
+
+        inbox: LoopInbox[Any] = LoopInbox("127.0.0.1", ToNode, on_message, name="test")
+        await inbox.listen()
+        host, _, port = inbox.endpoint.removeprefix("tcp://").rpartition(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        bodies = [msgspec.msgpack.encode(Ping(str(index))) for index in range(5)]
+        writer.write(PUSH_OPENING + b"".join(map(message, bodies)))
+        async with asyncio.timeout(10):
+            await done.wait()
+        writer.close()
+        inbox.close()
+
+    asyncio.run(scenario())
+    assert [name for name in order if name != "other"] == ["0", "1", "2", "3", "4"]
+    assert order.index("other") < order.index("4")
 
 
 def test_a_connection_that_nothing_comes_through_is_asked_after() -> None:
