@@ -7,5 +7,6 @@ scheduling/ who computes how many tokens in the next step
 model/      from a scheduled step to sampled tokens
 structured/ answers that follow a grammar
 core        the step that joins them
+canary      compares received KV with KV computed here, in idle time
 tracing     where a request's time went
 """

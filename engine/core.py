@@ -13,6 +13,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterable
 
+from tandem.engine.canary import Canary
 from tandem.engine.model.runner import Computed, ModelRunner, StartedStep
 from tandem.engine.request import Request, RequestStatus
 from tandem.engine.scheduling.output import ModelOutput, SchedulerOutput
@@ -59,6 +60,7 @@ class Engine:
         self.runner = runner
         self.worker = worker
         self.tracer: Tracer | None = None  # there while a request is traced; set between steps
+        self.canary: Canary | None = None  # set once, where received KV is checked
         self._ahead = ahead
         self._debug = debug
         self._open: _Started | None = None  # runs while the next step is planned
@@ -139,6 +141,8 @@ class Engine:
         if self.worker is not None:
             transfers = self.worker.get_finished(plan.finished_req_ids)
         updates = self.scheduler.update_from_output(plan, output, transfers)
+        if self.canary is not None and transfers.finished_recving:
+            self._show_canary(transfers.finished_recving)
         result.updates += updates
         result.progressed = result.progressed or bool(updates) or not transfers.is_empty
         if self.tracer is not None:
@@ -147,6 +151,17 @@ class Engine:
             self._last_booked = self.tracer.clock()
             times = StepTimes(began, forward_began, forward_ended, self._last_booked)
             self.tracer.on_step(plan, output, transfers, times)
+
+    def _show_canary(self, received: Iterable[str]) -> None:
+        for request_id in received:
+            request = self.scheduler.requests.get(request_id)
+            if self.canary is not None and request is not None and request.num_external_tokens:
+                self.canary.loaded(request)
+
+    @property
+    def is_idle(self) -> bool:
+        """No request is here, and the device computes nothing."""
+        return self._open is None and not self.scheduler.has_unfinished_requests()
 
     def _now(self) -> float:
         return self.tracer.clock() if self.tracer is not None else 0.0

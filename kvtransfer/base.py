@@ -262,6 +262,13 @@ class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "between the host memories of two machines, else a sample"
         ),
     ] = ChecksumPolicy.AUTO
+    canary_share: Annotated[
+        Annotated[float, Meta(ge=0, le=1)],
+        about(
+            "share of the received prompts that a decode node computes again in idle time, to compare the KV; differences "
+            "that rounding does not explain count as `wrong_kv`; 0: none"
+        ),
+    ] = 0.01
     options: Annotated[dict[str, str], about("the connector's own")] = {}
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
+
 from tandem.engine.scheduling.stats import SchedulerStats, Totals
 from tandem.kvtransfer.base import TransferStats
 from tandem.wire.requests import NodeCounters
@@ -15,6 +18,8 @@ def node_counters(
     step_seconds: float,
     malformed_frames: int,
     line_gaps: int,
+    kv_checks: int,
+    wrong_kv: Mapping[str, int],
 ) -> NodeCounters:
     """`transfer`: None for a node that neither sends nor receives KV. The scheduler's counters are taken by their names."""
     moved = transfer if transfer is not None else TransferStats()
@@ -40,6 +45,7 @@ def node_counters(
         transfer_refusals=dict(moved.refused),
         transfer_blocks_freed=dict(moved.blocks_freed),
         transfer_blocks_checked=moved.blocks_checked,
-        wrong_kv=dict(moved.wrong_kv),
+        wrong_kv=dict(Counter(moved.wrong_kv) + Counter(wrong_kv)),
         transfer_wait_seconds=dict(moved.waits),
+        kv_checks=kv_checks,
     )

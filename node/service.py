@@ -24,6 +24,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Protocol
 
+from tandem.engine.canary import Canary
 from tandem.engine.core import Engine
 from tandem.engine.request import Request, RequestStatus
 from tandem.engine.scheduling.stats import SchedulerStats
@@ -132,6 +133,10 @@ class NodeService:
         self._clock = clock
         self._block_hasher = engine.scheduler.block_hasher
         self._eos = engine.runner.info.eos_token_ids
+        share = (
+            config.transfer.canary_share if config.transfer is not None and rules.role is Role.DECODE else 0.0
+        )
+        self._canary = engine.canary = Canary(engine.scheduler, engine.runner, share)
         self._desk = GrammarDesk(grammars, config.timeouts.grammar_s, mailbox.put)
         self._live: dict[str, _Live] = {}
         self._deadlines: list[tuple[float, str]] = []
@@ -221,6 +226,8 @@ class NodeService:
                 step_seconds=self.loop.step_seconds,
                 malformed_frames=self._line.malformed,
                 line_gaps=self._line.gaps,
+                kv_checks=self._canary.checked,
+                wrong_kv=self._canary.wrong,
             ),
             detail=failure or "",
             loading=scheduler.blocked,
@@ -276,7 +283,9 @@ class NodeService:
             case GrammarReady():
                 if self._desk.forget(item.request_id):
                     self._go_on(item)
-            case Drain() | Ping() | Ask():
+            case Drain():
+                self._canary.close()
+            case Ping() | Ask():
                 pass  # a turn of the loop follows, and that is all they ask for
 
     def before_step(self, now: float) -> None:
@@ -324,6 +333,9 @@ class NodeService:
         # A snapshot walks over what runs: not for every token, but always before the loop sleeps.
         if self._engine.tracer is not None and not self._tracer.active:
             self._engine.tracer = None
+        if not progressed and self._canary.has_work and self._engine.is_idle:
+            self._canary.step()
+            self._mailbox.wake()  # the loop looks for requests, and comes back
         now = self._clock()
         if progressed and now - self._stats_taken < _STATS_PERIOD_S:
             return
@@ -353,6 +365,7 @@ class NodeService:
                 f"node {self._config.node_id} has no connector and cannot take part in a transfer"
             )
         self._check_vocabulary(submit)
+        self._canary.stand_aside()
         now = self._clock()
         request = Request(
             submit.request_id,

@@ -140,11 +140,13 @@ class NodeCounters(msgspec.Struct, frozen=True):
     transfer_refusals: dict[str, int] = {}  # messages of peers that were not acted on, by reason
     transfer_blocks_freed: dict[str, int] = {}  # blocks kept for a transfer, by what freed them
     transfer_blocks_checked: int = 0  # of those received: their checksums were right
-    wrong_kv: dict[str, int] = {}  # blocks whose checksums were wrong, by the node that sent them
+    # Received blocks by the node that sent them: their checksum was wrong, or computing them again gave other values.
+    wrong_kv: dict[str, int] = {}
     # By stage (handshake, register, receive, first_byte, last_byte, handover): how long transfers waited.
     transfer_wait_seconds: dict[str, Waits] = {}
     speculative_drafted: int = 0
     speculative_accepted: int = 0
+    kv_checks: int = 0  # received prompts that were computed again in idle time, to compare their KV
     model_errors: int = 0  # requests ended because the model computed something that is no number
 
 

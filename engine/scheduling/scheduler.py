@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from tandem.engine.cache.coordinator import hash_block_size
+from tandem.engine.cache.coordinator import Tables, hash_block_size
 from tandem.engine.cache.groups import KVCacheGroup
 from tandem.engine.cache.hashing import BlockHasher, make_block_hasher
 from tandem.engine.cache.manager import KVCacheManager
@@ -242,6 +242,32 @@ class Scheduler:
             state.planned = None
         updates += self._results.apply(step, model_output)
         return updates
+
+    def lend_blocks(self, borrower: Request) -> Tables | None:
+        """Blocks for all tokens of a request that is never scheduled; None while less than half of the pool would stay free.
+        They are held until `take_blocks_back`, and never cached."""
+        state = self._state
+        cache = state.cache
+        most = cache.coordinator.max_blocks(borrower.num_tokens, borrower.num_tokens)
+        if 2 * most > cache.pool.num_free or borrower.num_tokens >= state.max_model_len:
+            return None
+        none_found: Tables = [[] for _ in cache.coordinator.managers]
+        blocks = cache.allocate_slots(borrower, borrower.num_tokens, hits=none_found, delay_caching=True)
+        if blocks is not None:
+            borrower.status = RequestStatus.FINISHED_ABORTED  # a held request is one that has ended
+            state.held[borrower.request_id] = borrower
+        return blocks
+
+    def take_blocks_back(self, borrower_id: str) -> None:
+        self._lifecycle.release(borrower_id)
+
+    def find_prefix(self, request: Request) -> tuple[Tables, int]:
+        """Cached blocks for the request's beginning, per group, and how many tokens they hold."""
+        return self._state.cache.find_prefix(request)
+
+    def uncache(self, blocks: Iterable[int]) -> None:
+        """Removes blocks from the prefix cache: their content is wrong."""
+        self._state.cache.uncache(blocks)
 
     def holds_blocks_of(self, request_id: str) -> bool:
         """It has ended, and a connector has not given its blocks back yet."""

@@ -160,7 +160,7 @@ def float32_config(smollm2_path: Path, prefill: int, decode: int, aggregated: in
         ),
         # Every prompt goes to a prefill node, however short: that is what is tested here.
         router=_replace(base.router, port=0, local_prefill=LocalPrefill.NEVER),
-        transfer=TransferConfig(lease_s=5.0),
+        transfer=TransferConfig(lease_s=5.0, canary_share=1.0),
         debug=True,
     )
 

@@ -27,6 +27,7 @@ from tests.integration.conftest import (
     float32_config,
 )
 from tests.integration.reference import LENGTHS, NEW_TOKENS, Expected
+from tests.waiting import until
 
 AT_ONCE = 8
 PERSON = {
@@ -104,6 +105,12 @@ class TestOnePrefillOneDecode:
         assert prefill["prompt_tokens_computed"] == decode["prompt_tokens_received"] == sum(LENGTHS)
         assert prefill["transfer_blocks_sent"] == decode["transfer_blocks_received"] == needed
         assert prefill["transfer_bytes_sent"] == decode["transfer_bytes_received"] == needed * BLOCK_BYTES
+
+    def test_received_kv_is_what_this_node_computes_itself(self, server: Running) -> None:
+        """The canary has had idle time since the prompts of the test above."""
+        until(lambda: server.counters("decode")["kv_checks"] >= 1, PATIENCE_S)
+        assert all(not node["counters"]["wrong_kv"] for node in server.nodes("decode"))
+        server.until_quiet()
 
     def test_not_streamed_and_again_only_what_the_decode_node_lacks_is_sent(
         self, server: Running, expected: list[Expected]
