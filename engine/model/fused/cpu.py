@@ -20,12 +20,13 @@ _ACTIVATIONS = {Activation.SILU: library.SILU, Activation.GELU_TANH: library.GEL
 
 
 def cpu_pieces(dtype: torch.dtype, threads: int) -> CpuPieces | None:
-    """None where the kernels do not run, or not in this dtype."""
+    """None where the kernels do not run, or not in this dtype, or not fast."""
     try:
         found = library.instruction_set(dtype) if dtype in _DTYPES else None
     except BuildFailed:
         return None
-    return None if found is None else CpuPieces(dtype, threads)
+    # Without vectors of its own for this processor the library is slower than torch's.
+    return None if found in (None, "portable") else CpuPieces(dtype, threads)
 
 
 class CpuPieces:
