@@ -201,6 +201,12 @@ class FakeEngine:
     def run_until_free(self, blocks: int, timeout_s: float = 20.0) -> None:
         self._run(lambda: len(self.free) == blocks, timeout_s, f"{blocks} free blocks")
 
+    def run_until_accounted_for(self, blocks: int, timeout_s: float = 20.0) -> None:
+        """All of them are free, or in quarantine."""
+        self._run(
+            lambda: len(self.free) + len(self.quarantined) == blocks, timeout_s, f"{blocks} blocks back"
+        )
+
     def _run(self, reached: Callable[[], bool], timeout_s: float, what: str) -> None:
         until = time.monotonic() + timeout_s
         while True:
