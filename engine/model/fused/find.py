@@ -70,10 +70,11 @@ def fuse(model: PreTrainedModel, pieces: Pieces) -> Fused | None:
         seen = _Seen(model)
         expected = seen.run(rotary)
         consumed: set[nn.Module] = set()
+        known: dict[type[nn.Module], int | None] = {}
         for module, given in seen.modules():
             if isinstance(module, nn.Linear):
                 continue
-            found = _gated_in(module, given, seen) or _norm_in(module, given)
+            found = _gated_in(module, given, seen, known) or _norm_in(module, given)
             piece = found.made_by(pieces) if found is not None else None
             if found is None or piece is None or not _agrees(piece(given.x), given.out):
                 continue
@@ -164,26 +165,40 @@ class _Found:
         self.uses, self.made_by = uses, made_by
 
 
-def _gated_in(module: nn.Module, given: _Given, seen: _Seen) -> _Found | None:
+def _gated_in(
+    module: nn.Module, given: _Given, seen: _Seen, known: dict[type[nn.Module], int | None]
+) -> _Found | None:
     linears = [child for child in module.children() if isinstance(child, nn.Linear)]
     if len(linears) not in (2, 3) or any(seen.of(linear) is None for linear in linears):
         return None
     if sum(1 for _ in module.parameters()) != sum(1 for child in linears for _ in child.parameters()):
         return None  # it has weights of another kind
-    x = given.x.float().reshape(-1, given.x.shape[-1])
-    try:
-        out = copy.deepcopy(module).float()(x[None])[0]
-    except (RuntimeError, TypeError, ValueError):
+    ways = [
+        (gate, up, down, activation)
+        for gate, up, down in _as_gated(linears, given.x.shape[-1])
+        for activation in Activation
+    ]
+    if type(module) not in known:
+        # Of a class once: a copy in float32 takes time and memory. What is like it shows by what comes out.
+        x = given.x.float().reshape(-1, given.x.shape[-1])
+        try:
+            out = copy.deepcopy(module).float()(x[None])[0]
+        except (RuntimeError, TypeError, ValueError):
+            return None
+        known[type(module)] = next(
+            (index for index, way in enumerate(ways) if _agrees(_by_formula(x, *way), out, _EXACT)), None
+        )
+    which = known[type(module)]
+    if which is None or which >= len(ways):
         return None
-    for gate, up, down in _as_gated(linears, x.shape[1]):
-        for activation in Activation:
-            inner = activate(_apply(gate, x), activation) * _apply(up, x)
-            if _agrees(_apply(down, inner), out, _EXACT):
-                return _Found(
-                    tuple(linears),
-                    lambda pieces, g=gate, u=up, d=down, a=activation: pieces.gated(g, u, d, a),  # type: ignore[misc]
-                )
-    return None
+    way = ways[which]
+    return _Found(tuple(linears), lambda pieces: pieces.gated(*way))
+
+
+def _by_formula(
+    x: torch.Tensor, gate: Matrix, up: Matrix, down: Matrix, activation: Activation
+) -> torch.Tensor:
+    return _apply(down, activate(_apply(gate, x), activation) * _apply(up, x))
 
 
 def _as_gated(linears: list[nn.Linear], width: int) -> Iterator[tuple[Matrix, Matrix, Matrix]]:
