@@ -121,12 +121,14 @@ class KVCacheManager:
         num_tokens = min(request.num_tokens, self.max_request_tokens)
         total = 0
         for index, manager in enumerate(self.coordinator.managers):
-            if hits is None:
-                needed = manager.num_blocks_missing(request.request_id, num_tokens)
-            else:
-                needed = manager.num_blocks_needed(num_tokens, hits[index], num_computed)
             # A window's early blocks come back while the prompt is computed.
-            total += min(needed, manager.max_blocks(num_tokens, self._max_new_tokens))
+            most = manager.max_blocks(num_tokens, self._max_new_tokens)
+            if hits is None:
+                table = manager.tables[request.request_id]
+                kept = len(table) - table.count(NULL_BLOCK_ID)
+                total += min(manager.num_blocks_missing(request.request_id, num_tokens), max(most - kept, 0))
+            else:
+                total += min(manager.num_blocks_needed(num_tokens, hits[index], num_computed), most)
         return total
 
     def num_blocks_ahead(self, request: Request, hits: Tables | None = None) -> int:

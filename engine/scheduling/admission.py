@@ -153,15 +153,22 @@ class AdmissionPhase:
         while not self._try_allocate(request, num_new, prefix):
             # While somebody runs, blocks will come back. When nobody does, others in line may hold what the
             # head needs, each waiting for the next: the least urgent gives way.
-            if self._state.running or not self._lifecycle.take_blocks_of_waiting(besides=request):
+            if self._state.running:
                 return False
+            if not self._lifecycle.take_blocks_of_waiting(besides=request):
+                return self._is_alone(request) and self._take_blocks(request, num_new, prefix)
             step.moved = True
         return True
 
+    def _is_alone(self, request: Request) -> bool:
+        """No other request has blocks that could come back. One that waited for more of them would wait for ever."""
+        return not self._state.held and all(owner is request for owner in self._state.owners())
+
     def _try_allocate(self, request: Request, num_new: int, prefix: _Prefix) -> bool:
+        return self._can_reserve(request, prefix) and self._take_blocks(request, num_new, prefix)
+
+    def _take_blocks(self, request: Request, num_new: int, prefix: _Prefix) -> bool:
         cache = self._state.cache
-        if not self._can_reserve(request, prefix):
-            return False
         if prefix.hits is None:
             return cache.extend_slots(request, num_new) is not None
         blocks = cache.allocate_slots(

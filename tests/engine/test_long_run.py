@@ -45,16 +45,14 @@ def resident_bytes() -> int:
 def test_memory_does_not_grow_over_ten_thousand_steps(tmp_path: Path, native: bool) -> None:
     """Needs that many steps: a leak of a few dozen bytes per step must show above the noise. Requests of all kinds
     come, share prefixes, are preempted (the pool is too small for all), end, and are given up."""
-    cache = CacheConfig(block_size=4, memory_bytes=40 << 10)
+    cache = CacheConfig(block_size=4, memory_bytes=1 << 20)
     config = SchedulerConfig(
         max_num_seqs=8, max_num_batched_tokens=40, max_model_len=64, num_speculative_tokens=2
     )
     model = ModelConfig(path=str(tiny.save("llama", tmp_path)), dtype="float32", device="cpu", threads=1)
     runner = load_runner(model, cache, config, native=native)
     info = runner.info
-    engine = Engine(
-        Scheduler(config, cache, info.groups, info.num_blocks, info.max_model_len), runner, None, debug=True
-    )
+    engine = Engine(Scheduler(config, cache, info.groups, 40, info.max_model_len), runner, None, debug=True)
     steps = added = 0
 
     def work(until: int) -> None:
