@@ -158,8 +158,9 @@ def test_a_request_that_failed_says_so(status: int | None) -> None:
 
 
 def test_a_request_through_a_router_arrives_at_the_collector(
-    start_router: StartRouter, collector: Collector
+    start_router: StartRouter, collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")  # milliseconds; five seconds otherwise
     tracing = TracingConfig(otlp_endpoint=collector.url, otlp_headers={"x-team": "blue"}, service_name="mine")
     router = start_router(tracing=tracing)
     headers = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
