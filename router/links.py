@@ -37,6 +37,9 @@ class NodeLinks:
         self._loop = asyncio.get_running_loop()
         self._cancels: dict[NodeInfo, list[str]] = {}
         self._outbox = LoopOutbox()
+        self._answered: dict[
+            tuple[str, int], float
+        ] = {}  # when the last ping was sent that a node has answered
         self.lines: Lines[ToRouter] = Lines(
             new_epoch(), self._outbox.send_frame, self._receive, meets_strangers=False
         )
@@ -70,6 +73,7 @@ class NodeLinks:
         elif isinstance(message, Holding):
             self._on_holding(message)
         else:
+            self._answered[message.node_id, message.epoch] = message.asked_at
             self._on_clock(message)
 
     @property
@@ -102,9 +106,12 @@ class NodeLinks:
         acknowledged = self.lines.acknowledged(node.request_endpoint)
         return acknowledged.line == message.line and acknowledged.number >= message.number
 
-    def unheard_since(self, node: NodeInfo) -> float | None:
-        """When the oldest message was sent that the node has not acknowledged."""
-        return self.lines.unheard_since(node.request_endpoint)
+    def deaf_for(self, node: NodeInfo) -> float:
+        """How long the node has answered pings without acknowledging a message that was sent before them; 0 when it acknowledges.
+        Pings are compared by when they were sent: a router that is behind with reading finds no node deaf."""
+        since = self.lines.unheard_since(node.request_endpoint)
+        answered = self._answered.get((node.node_id, node.epoch))
+        return max(answered - since, 0.0) if since is not None and answered is not None else 0.0
 
     def cancel(self, node: NodeInfo, request_id: str) -> None:
         """All that is cancelled in one turn of the loop leaves in one message per node, after it."""
@@ -138,6 +145,7 @@ class NodeLinks:
 
     def forget(self, node: NodeInfo) -> None:
         """It is no member any more."""
+        self._answered.pop((node.node_id, node.epoch), None)
         self._outbox.forget(node.request_endpoint)
         self.lines.forget(node.request_endpoint)
 

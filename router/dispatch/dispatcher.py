@@ -170,10 +170,10 @@ class Dispatcher:
         silence that is allowed."""
         if not self._pool.check_silence():
             return
-        limit = self._clock() - self.config.heartbeat.silence
         for member in self._pool.members:
-            since = self._links.unheard_since(member.info)
-            is_deaf = since is not None and since < limit and member.lost is None
+            is_deaf = (
+                member.lost is None and self._links.deaf_for(member.info) > self.config.heartbeat.silence
+            )
             self._pool.note_deaf(member, is_deaf)
             if is_deaf:
                 node = member.info
