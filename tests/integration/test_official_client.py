@@ -323,7 +323,6 @@ class TestErrors:
             ({"n": 0}, "n"),
             ({"logprobs": 21}, "logprobs"),
             ({"extra_body": {"kv_transfer_params": {}}}, "kv_transfer_params"),
-            ({"extra_body": {"temprature": 1}}, "temprature"),
         ],
     )
     def test_a_mistake_is_named(
@@ -333,6 +332,12 @@ class TestErrors:
             client.completions.create(model=model, prompt=PROMPT, **fields)
         assert caught.value.param == param
         assert param in str(caught.value)
+
+    def test_a_field_that_is_not_known_is_ignored_and_named(self, client: openai.OpenAI, model: str) -> None:
+        answer = client.completions.with_raw_response.create(
+            model=model, prompt=PROMPT, max_tokens=1, extra_body={"temprature": 1}
+        )
+        assert answer.headers["x-tandem-ignored-fields"] == "temprature"
 
     def test_more_than_the_context_is_an_error_of_its_own(self, client: openai.OpenAI, model: str) -> None:
         with pytest.raises(openai.BadRequestError) as caught:
