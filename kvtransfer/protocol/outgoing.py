@@ -21,7 +21,7 @@ from tandem.kvtransfer.protocol.settings import Settings
 from tandem.kvtransfer.protocol.side import Answers, Ending, Side
 from tandem.kvtransfer.protocol.statistics import Outcome, Recorder
 from tandem.kvtransfer.protocol.transport import Direction
-from tandem.kvtransfer.protocol.writing import Writer
+from tandem.kvtransfer.protocol.writing import MissingBlocks, Writer
 from tandem.wire.handoff import Envelope, HandoffNotice, KVArrived, RefusalCode, TransferClosed
 
 
@@ -146,9 +146,13 @@ class Outgoing:
             and sending.source.is_complete
             and sending.everything_arrived
         ):
-            sending.phase = Phase.NOTIFYING
             if not self._writes and sending.destination is not None:
-                self._writer.sum_up(sending, sending.destination.order)
+                try:
+                    self._writer.sum_up(sending, sending.destination.order)
+                except MissingBlocks as error:
+                    self.close(sending, Outcome.MISMATCHED, str(error))
+                    return
+            sending.phase = Phase.NOTIFYING
             if sending.first_posted_at is not None:
                 sending.tally.last_byte_s = self._side.clock() - sending.first_posted_at
             self._notify(sending)

@@ -97,16 +97,19 @@ class Writer:
         self.poll(sending)
 
     def sum_up(self, sending: Sending, positions: Sequence[Position]) -> None:
-        """Take the checksums of what has been computed, which for a push is while it is on its way."""
+        """Take the checksums of what has been computed, which for a push is while it is on its way. Raises MissingBlocks."""
         carrying = sending.carrying(positions)
-        places = sending.places([position for _, position in carrying]) if carrying else None
-        if places and sending.destination is not None:
-            sums = self._checksums.of(
-                [place.our_block for place in places],
-                [place.our_part for place in places],
-                sending.destination.mapping,
-            )
-            sending.sums.update(zip((place for place, _ in carrying), sums, strict=True))
+        if not carrying or sending.destination is None:
+            return
+        places = sending.places([position for _, position in carrying])
+        if places is None:
+            raise MissingBlocks("the consumer asked for blocks that are not kept here")
+        sums = self._checksums.of(
+            [place.our_block for place in places],
+            [place.our_part for place in places],
+            sending.destination.mapping,
+        )
+        sending.sums.update(zip((place for place, _ in carrying), sums, strict=True))
 
     def poll(self, sending: Sending) -> None:
         """A TransferError leaves the other handles in flight."""
