@@ -37,6 +37,11 @@ def parse_size(text: str, what: str) -> int | None:
     return int(size)
 
 
+def format_blocks(free: int, total: int, quarantined: int) -> str:
+    """Blocks in quarantine are not free: a peer may still write to them."""
+    return f"{free}/{total}" + (f" ({quarantined} quarantined)" if quarantined else "")
+
+
 def format_size(size: float) -> str:
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from tandem.cluster.commands.status import fetch_status
 from tandem.cluster.control import ClusterView, NodeView, PoolView, RouterView
-from tandem.cluster.describe import counted, format_size
+from tandem.cluster.describe import counted, format_blocks, format_size
 from tandem.wire.errors import TandemError
 from tandem.wire.nodes import NodeState
 
@@ -110,7 +110,7 @@ def _state(node: NodeView) -> tuple[str, ...]:
         status.state.value if draining else node.phase,
         str(status.running),
         str(status.waiting),
-        f"{status.free_blocks}/{status.total_blocks}",
+        format_blocks(status.free_blocks, status.total_blocks, status.quarantined_blocks),
         str(status.transfers),
         format_size(counters.transfer_bytes_sent),
         format_size(counters.transfer_bytes_received),

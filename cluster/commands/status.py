@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from tandem.cluster.api_client import ApiClient
-from tandem.cluster.describe import counted, format_size
+from tandem.cluster.describe import counted, format_blocks, format_size
 from tandem.wire.errors import InternalError
 
 _COLUMNS = ("node", "state", "run", "wait", "blocks free", "moving", "KV sent", "received")
@@ -54,7 +54,9 @@ def show_status(cluster: dict[str, Any], console: Console) -> int:
 
 def _row(node: dict[str, Any]) -> tuple[str, ...]:
     counters = node.get("counters", {})
-    blocks = f"{node['free_blocks']}/{node['total_blocks']}" if "total_blocks" in node else "-"
+    blocks = "-"
+    if "total_blocks" in node:
+        blocks = format_blocks(node["free_blocks"], node["total_blocks"], node.get("quarantined_blocks", 0))
     return (
         escape(node["node_id"]),
         node["state"],

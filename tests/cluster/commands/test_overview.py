@@ -21,6 +21,7 @@ from tandem.cluster.commands.operate import (
 )
 from tandem.cluster.commands.overview import answers_now, overview, show_overview
 from tandem.cluster.control import ClusterView, Decision, NodeView, PoolView, RouterView
+from tandem.cluster.describe import format_blocks
 from tandem.wire.errors import ConfigurationError, DeadlineExceeded, Unavailable
 from tandem.wire.nodes import NodeState, Role
 from tandem.wire.requests import NodeCounters, NodeStatus
@@ -52,6 +53,11 @@ VIEW = ClusterView(
     routers=[RouterView("router", "http://10.0.0.1:8000", "ready", "", 0)],
     decisions=[Decision(0.0, "decode: from 1 to 2, 1 node more")],
 )
+
+
+def test_blocks_in_quarantine_are_shown() -> None:
+    assert format_blocks(60, 100, 0) == "60/100"
+    assert format_blocks(60, 100, 7) == "60/100 (7 quarantined)"
 
 
 def router_answer(**fields: Any) -> dict[str, Any]:
