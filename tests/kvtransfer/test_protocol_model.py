@@ -45,8 +45,9 @@ class History:
         self.world = World(direction)
         self.world.moves_can_be_taken_back = moves_can_be_taken_back
         # Up to three leases: no rule may count on how long a posted move takes.
-        self.world.move_s = lambda: self.pick([0.05, 0.3, 1.0, SETTINGS.lease_s, 3 * SETTINGS.lease_s])
-        self.world.corrupts = lambda: self.pick([False] * 30 + [True])
+        leases = [0.05, 0.3, 1.0, SETTINGS.lease_s, 3 * SETTINGS.lease_s]
+        self.world.move_s = lambda: self.pick_within(leases)
+        self.world.corrupts = lambda: self.pick_within([False] * 30 + [True])
         self.producer: Node = self.world.add("p", 11, block_size=block_sizes[0])
         self.consumer: Node = self.world.add("c", 22, skew, block_size=block_sizes[1])
         self._choose = choose
@@ -54,6 +55,13 @@ class History:
         self._waiting_sends: list[Send] = []
         self._waiting_receives: list[Receive] = []
         self._seen: list[tuple[str, HandoffMessage]] = []
+
+    def pick_within(self, options: list[T]) -> T:
+        """In the middle of an event: a history whose choices are used up ends between two, so the first option is taken."""
+        try:
+            return self.pick(options)
+        except StopIteration:
+            return options[0]
 
     def pick(self, options: list[T]) -> T:
         return options[self._choose(len(options))]
