@@ -1,4 +1,4 @@
-"""The parts of documents that are written from the code: `python -m tandem.cluster.documents` writes them anew, and
+"""The parts of documents that are written from the code: `python -m tandem.cluster.documents` rewrites them, and
 tests hold the pages to them."""
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def main() -> int:
         after = written(before)
         if after != before:
             file.write_text(after, encoding="utf-8")
-            print(f"{file} is written anew")
+            print(f"{file} was rewritten")
     return 0
 
 

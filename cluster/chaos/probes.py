@@ -110,7 +110,7 @@ class Probes:
         }  # fmt: skip
 
     def _client(self) -> httpx.AsyncClient:
-        # A connection of its own for each request: one that a router's death has cut is nobody else's.
+        # A connection of its own for each request: the death of a router cuts no other request's.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         timeout = httpx.Timeout(_A_REQUEST_S, connect=10.0)
         return httpx.AsyncClient(

@@ -43,7 +43,7 @@ class BlowReport(msgspec.Struct):
     whole_after_s: float | None
     longest_gap_s: (
         float | None
-    )  # in any answer meanwhile; None under a cluster's own traffic, which nobody times
+    )  # in any answer meanwhile; None under a cluster's own traffic, which is not timed
     detail: str = ""
 
 

@@ -26,7 +26,7 @@ class Followed(Protocol):
         ...
 
     async def ending(self) -> Ending | None:
-        """The recorded decision to end this cluster. None: nobody has decided that."""
+        """The recorded decision to end this cluster. None: no end was decided."""
         ...
 
     async def revive(self) -> None:
