@@ -75,7 +75,8 @@ class Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ProcessIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One process of one machine. A peer on the same machine can tell from it whether the process has ended."""
+    """One process of one machine. A peer on the same machine and in the same PID namespace can tell from it
+    whether the process has ended."""
 
     machine: str  # another one after each boot
     pid_namespace: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import threading
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_DIRECT_DEVICES = ("/dev/xpmem", "/dev/knem")  # of kernel modules that copy between processes
+
 
 class _Remote(msgspec.Struct, frozen=True):
     name: str
@@ -40,7 +43,7 @@ class NixlTransport(Transport):
         self._agent = agent
         self._ways = [agent]
         self._way_numbers = itertools.count(1)
-        self._machine = this_process().machine
+        self._process = this_process()
         self._prepared: int | None = None
         self._mine: CacheMemory | None = None
         self._remotes: dict[RemoteId, _Remote] = {}
@@ -119,8 +122,13 @@ class NixlTransport(Transport):
         return True
 
     def shuts_out(self, peer: ProcessIdentity) -> bool:
-        """On one machine UCX lets a process write to another's memory by a system call, or to another's GPU."""
-        return peer.machine != self._machine
+        """Whether the writes of `peer` are carried out by this process, or by a network card for it. Within one machine and one
+        PID namespace UCX lets a process write to another's memory by a system call. Between PID namespaces of one
+        machine it cannot, but CUDA's IPC reaches another's GPU memory, and xpmem and knem any memory."""
+        if peer.machine != self._process.machine:
+            return True
+        by_itself = self._device is not None or any(map(os.path.exists, _DIRECT_DEVICES))
+        return peer.pid_namespace != self._process.pid_namespace and not by_itself
 
     def connect(self, memory: CacheMemory) -> RemoteId:
         self._enter_device()

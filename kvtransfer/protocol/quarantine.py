@@ -2,13 +2,15 @@
 
 There are two proofs beside the producer's own word:
 
-- *Its process has ended.* A node on the same machine can see that. What the process had sent before may still lie in a
-  socket or a shared queue of ours, so we run for `Settings.margin_s` before it counts.
+- *Its process has ended.* A node on the same machine, in the same PID namespace, can see that. What the process had sent
+  before may still lie in a socket or a shared queue of ours, so we run for `Settings.margin_s` before it counts.
 - *We have closed the way that its writes take.* The transport makes our memory reachable in another way, every other
   producer is told of it, and when the last transfer that uses the earlier way has ended, that is closed. Nothing is
-  lost by it, so it is done for any producer of another machine that is silent for a lease.
+  lost by it, so it is done for any producer that is silent for a lease and that the transport shuts out by it: of another
+  machine, or of another container of this one.
 
-A producer on this machine that is stopped, and not dead, leaves its blocks in quarantine until it goes on.
+A producer that writes to our memory by itself (of this machine and PID namespace), and is stopped and not dead, leaves its
+blocks in quarantine until it goes on.
 """
 
 from __future__ import annotations
