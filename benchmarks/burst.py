@@ -24,10 +24,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.bursting import (
-    Client,
+    BurstClient,
+    BurstFigures,
+    BurstStage,
     Floors,
-    Measured,
-    Stage,
     attained,
     floors_of,
     measure,
@@ -38,7 +38,7 @@ from benchmarks.side_by_side.bystanders import QUIET_CORES, busy_cores
 from benchmarks.side_by_side.processes import adopt_orphans
 from benchmarks.side_by_side.systems import (
     VLLM_AGGREGATED,
-    Started,
+    RunningSystem,
     System,
     check_alive,
     running,
@@ -49,7 +49,7 @@ from tandem.cluster.models.store import prepare_model
 from tandem.cluster.saving import results_folder, write_json
 from tandem.loadgen.metrics import ServiceLevel, parse_service_level
 from tandem.loadgen.plan import poisson
-from tandem.loadgen.report import Machine
+from tandem.loadgen.report import MachineDescription
 from tandem.loadgen.vocabulary import TextVocabulary, load_tokenizer
 from tandem.loadgen.workload import Lengths, random_prompts
 from tandem.wire.errors import ConfigurationError, TandemError
@@ -75,10 +75,10 @@ _QUICK = Lasting(trial=6.0, before=10.0, burst=20.0, after=20.0)
 
 class Bursts(msgspec.Struct):
     made_at: str
-    machine: Machine
+    machine: MachineDescription
     command: str
     settings: dict[str, object]
-    measured: list[Measured] = []
+    measured: list[BurstFigures] = []
     absences: dict[str, str] = {}
 
 
@@ -131,7 +131,7 @@ def _run(options: argparse.Namespace, console: Console) -> int:
     vocabulary = TextVocabulary(load_tokenizer(model))
     outcome = Bursts(
         made_at=datetime.now(UTC).isoformat(timespec="seconds"),
-        machine=Machine.here(),
+        machine=MachineDescription.here(),
         command=shlex.join(["python", "-m", "benchmarks.burst", *sys.argv[1:]]),
         settings={
             "model": model.name, "slo": str(slo), "lasting": lasting, "times": options.times, "share": options.share,
@@ -182,7 +182,7 @@ class Trial:
 
     def __init__(
         self,
-        started: Started,
+        started: RunningSystem,
         options: argparse.Namespace,
         slo: ServiceLevel,
         lasting: Lasting,
@@ -196,21 +196,21 @@ class Trial:
         self._vocabulary = vocabulary
         self._console = console
         self._rng = np.random.default_rng(options.seed)
-        self._client = Client(
+        self._client = BurstClient(
             started.system.url,
             started.model,
             options.patience,
             is_tandem=started.system.key.startswith("tandem"),
         )
 
-    async def run(self) -> Measured:
+    async def run(self) -> BurstFigures:
         async with self._client:
             capacity = await self._capacity()
             lasting, share, times = self._lasting, self._options.share, self._options.times
             stages = [
-                Stage("before", 0.0, lasting.before, capacity * share),
-                Stage("burst", lasting.before, lasting.before + lasting.burst, capacity * times),
-                Stage(
+                BurstStage("before", 0.0, lasting.before, capacity * share),
+                BurstStage("burst", lasting.before, lasting.before + lasting.burst, capacity * times),
+                BurstStage(
                     "after", lasting.before + lasting.burst, lasting.before + lasting.burst + lasting.after,
                     capacity * share,
                 ),

@@ -26,7 +26,7 @@ _QUIET_S = 1.0  # what counters say is up to half a second old
 
 
 @dataclass(slots=True, eq=False)
-class Asked:
+class BurstQuestion:
     timeline: Timeline
     at: float  # when it was to be sent, from the load's beginning
     retry_after: bool = False
@@ -40,7 +40,7 @@ class Tokens(msgspec.Struct, frozen=True):
         return Tokens(self.prompt - other.prompt, self.output - other.output)
 
 
-class Stage(msgspec.Struct, frozen=True):
+class BurstStage(msgspec.Struct, frozen=True):
     name: str
     begin: float
     end: float
@@ -51,10 +51,10 @@ class Stage(msgspec.Struct, frozen=True):
         return max(1, round(self.rate * (self.end - self.begin)))
 
 
-class Measured(msgspec.Struct):
+class BurstFigures(msgspec.Struct):
     system: str
     capacity: float  # requests a second
-    stages: list[Stage]
+    stages: list[BurstStage]
     requests: int
     goodput: dict[str, float]  # by stage, requests a second within the service level
     during_share: float  # goodput during the burst, of the capacity
@@ -83,7 +83,7 @@ class Floors(msgspec.Struct, frozen=True):
     told: bool
 
 
-def floors_of(measured: Measured) -> Floors:
+def floors_of(measured: BurstFigures) -> Floors:
     thrown = max(measured.thrown_prompt_share, measured.thrown_output_share)
     back = measured.recovered_after_s
     return Floors(
@@ -94,7 +94,7 @@ def floors_of(measured: Measured) -> Floors:
     )
 
 
-class Client:
+class BurstClient:
     """Asks one server; each request on a connection of its own, as so many users would."""
 
     def __init__(
@@ -114,7 +114,7 @@ class Client:
         self._patience_s = patience_s
         self.is_tandem = is_tandem
 
-    async def __aenter__(self) -> Client:
+    async def __aenter__(self) -> BurstClient:
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -126,29 +126,29 @@ class Client:
         except httpx.HTTPError as error:
             raise Unavailable(f"{path} is not shown: {error}") from error
 
-    async def play(self, prompts: Sequence[str], times: Sequence[float], tokens: int) -> list[Asked]:
+    async def play(self, prompts: Sequence[str], times: Sequence[float], tokens: int) -> list[BurstQuestion]:
         """Each at its time, whatever became of the others. Returns when all have ended."""
         began = time.perf_counter()
 
-        async def one(prompt: str, at: float) -> Asked:
+        async def one(prompt: str, at: float) -> BurstQuestion:
             await asyncio.sleep(max(0.0, began + at - time.perf_counter()))
             return await self.ask(prompt, at, tokens)
 
         return list(await asyncio.gather(*(one(*pair) for pair in zip(prompts, times, strict=True))))
 
-    async def crowd(self, prompts: Sequence[str], users: int, tokens: int) -> list[Asked]:
+    async def crowd(self, prompts: Sequence[str], users: int, tokens: int) -> list[BurstQuestion]:
         """The next one as soon as one of the users is free."""
         places = asyncio.Semaphore(users)
 
-        async def one(prompt: str) -> Asked:
+        async def one(prompt: str) -> BurstQuestion:
             async with places:
                 return await self.ask(prompt, 0.0, tokens)
 
         return list(await asyncio.gather(*map(one, prompts)))
 
-    async def ask(self, prompt: str, at: float, tokens: int) -> Asked:
+    async def ask(self, prompt: str, at: float, tokens: int) -> BurstQuestion:
         """Always returns; what went wrong stands in the timeline."""
-        asked = Asked(Timeline("burst", tokens), at)
+        asked = BurstQuestion(Timeline("burst", tokens), at)
         timeline = asked.timeline
         body = {
             "model": self._model, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 0,
@@ -194,7 +194,7 @@ async def _read(response: httpx.Response, timeline: Timeline) -> None:
     raise RequestFailure("truncated", "the stream ended without [DONE]")
 
 
-async def tokens_computed(client: Client) -> Tokens:
+async def tokens_computed(client: BurstClient) -> Tokens:
     """Since the server started, by its own account."""
     await asyncio.sleep(_QUIET_S)
     if client.is_tandem:
@@ -212,18 +212,18 @@ async def tokens_computed(client: Client) -> Tokens:
     return Tokens(counted["prompt"], counted["generation"])
 
 
-def attained(asked: Sequence[Asked], slo: ServiceLevel) -> float:
+def attained(asked: Sequence[BurstQuestion], slo: ServiceLevel) -> float:
     return sum(slo.is_met_by(one.timeline) for one in asked) / len(asked) if asked else 0.0
 
 
 def measure(
     system: str,
     capacity: float,
-    stages: Sequence[Stage],
-    asked: Sequence[Asked],
+    stages: Sequence[BurstStage],
+    asked: Sequence[BurstQuestion],
     computed: Tokens,
     slo: ServiceLevel,
-) -> Measured:
+) -> BurstFigures:
     of_stage = {
         stage.name: [
             one for one in asked if stage.begin <= one.at < stage.end or one.at == stage.end == stages[-1].end
@@ -245,7 +245,7 @@ def measure(
             kind = one.timeline.failure.kind
             failures[kind] = failures.get(kind, 0) + 1
     turned_away = failures.get("http_503", 0) + failures.get("http_429", 0)
-    return Measured(
+    return BurstFigures(
         system=system,
         capacity=capacity,
         stages=list(stages),
@@ -265,7 +265,7 @@ def measure(
 
 
 def recovery(
-    before: Sequence[Asked], after: Sequence[Asked], stage: Stage, slo: ServiceLevel
+    before: Sequence[BurstQuestion], after: Sequence[BurstQuestion], stage: BurstStage, slo: ServiceLevel
 ) -> float | None:
     """From when on the requests of every window of ten seconds meet the service level as often as before, but for 5%."""
     wanted = _BACK * attained(before, slo)

@@ -24,7 +24,7 @@ from rich.console import Console
 from benchmarks.ending import exit_status
 from benchmarks.side_by_side.experiment import Experiment
 from benchmarks.side_by_side.loads import FULL, QUICK, cells_of
-from benchmarks.side_by_side.outcome import Outcome, judge
+from benchmarks.side_by_side.outcome import ComparisonOutcome, judge
 from benchmarks.side_by_side.processes import adopt_orphans
 from benchmarks.side_by_side.resume import keep, resume
 from benchmarks.side_by_side.show import draw_outcome, print_outcome
@@ -32,7 +32,7 @@ from benchmarks.side_by_side.systems import System, tandem_systems, vllm_systems
 from tandem.cluster.models.store import prepare_model
 from tandem.cluster.saving import check_picture, results_folder, save_picture
 from tandem.loadgen.metrics import parse_service_level
-from tandem.loadgen.report import Machine
+from tandem.loadgen.report import MachineDescription
 from tandem.loadgen.vocabulary import TextVocabulary, load_tokenizer
 from tandem.wire.errors import ConfigurationError
 
@@ -78,9 +78,9 @@ def _run(options: argparse.Namespace, console: Console) -> int:
     folder = results_folder(options.out)
     picture = folder / "outcome.png"
     check_picture(picture, "--out")
-    fresh = Outcome(
+    fresh = ComparisonOutcome(
         made_at=datetime.now(UTC).isoformat(timespec="seconds"),
-        machine=Machine.here(),
+        machine=MachineDescription.here(),
         command=shlex.join(["python", "-m", "benchmarks.disaggregation", *sys.argv[1:]]),
         settings={"model": model.name, "runs": runs, "seed": options.seed, "slo": str(slo), "plan": plan},
         titles={system.key: system.title for system in systems},

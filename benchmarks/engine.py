@@ -28,7 +28,7 @@ from rich.table import Table
 from benchmarks.engine_costs import Costs, read_costs
 from benchmarks.engine_tandem import Say, run_tandem
 from benchmarks.engine_work import MAX_BATCHED_TOKENS, MAX_MODEL_LEN, Times, Work, random_work
-from benchmarks.machine import Limits, measure_limits
+from benchmarks.machine import MachineLimits, measure_limits
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.core import Engine
 from tandem.engine.model.loading import load_runner
@@ -153,7 +153,7 @@ def _result(line: str) -> dict[str, Any]:
     return row
 
 
-def compare(ours: Times, peer: Times | None, limits: Limits, costs: Costs) -> list[dict[str, Any]]:
+def compare(ours: Times, peer: Times | None, limits: MachineLimits, costs: Costs) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
 
     def row(what: str, tokens: int, seconds: float, limit: float, theirs: float | None) -> None:
@@ -208,7 +208,7 @@ def table_of(rows: list[dict[str, Any]], title: str) -> Table:
     return table
 
 
-def _said(limits: Limits) -> str:
+def _said(limits: MachineLimits) -> str:
     return f"limits {limits.gemm_flops / 1e9:.0f} GFLOP/s, {limits.read_bytes / 1e9:.1f} GB/s"
 
 

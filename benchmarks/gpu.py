@@ -29,7 +29,7 @@ from benchmarks.engine_work import MAX_BATCHED_TOKENS, Times, random_work
 from benchmarks.gpu_models import PARITY_SHAPE, SPEED_SHAPES, make_model
 from benchmarks.gpu_parity import check_parity
 from benchmarks.gpu_parts import decode_parts, sampling_times
-from benchmarks.machine import Limits, measure_limits
+from benchmarks.machine import MachineLimits, measure_limits
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.core import Engine
 from tandem.engine.model.loading import load_runner
@@ -187,7 +187,7 @@ def expected_over_limit(what: str) -> float:
     return 1.4 if batch < 32 else 1.35 if batch <= 64 else 1.5
 
 
-def compare(times: Times, limits: Limits, costs: Costs) -> list[dict[str, Any]]:
+def compare(times: Times, limits: MachineLimits, costs: Costs) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
 
     def row(what: str, tokens: int, seconds: float, flops: int, read: int) -> None:

@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 
-class Shape(msgspec.Struct, frozen=True):
+class ModelShape(msgspec.Struct, frozen=True):
     hidden: int
     intermediate: int
     layers: int
@@ -28,15 +28,15 @@ class Shape(msgspec.Struct, frozen=True):
 
 
 # Small, and with weights so large that the two best tokens are rarely close: rounding must not look like an error.
-PARITY_SHAPE = Shape(256, 512, 4, 8, 2, 1000, 64, "float32", spread=0.12)
+PARITY_SHAPE = ModelShape(256, 512, 4, 8, 2, 1000, 64, "float32", spread=0.12)
 SPEED_SHAPES = {
-    "tiny": Shape(256, 704, 4, 4, 2, 4096, 64),
-    "1b": Shape(2048, 8192, 16, 32, 8, 32_000, 64),
-    "8b": Shape(4096, 14_336, 32, 32, 8, 128_256, 128),
+    "tiny": ModelShape(256, 704, 4, 4, 2, 4096, 64),
+    "1b": ModelShape(2048, 8192, 16, 32, 8, 32_000, 64),
+    "8b": ModelShape(4096, 14_336, 32, 32, 8, 128_256, 128),
 }
 
 
-def make_model(shape: Shape, folder: Path, device: torch.device) -> Path:
+def make_model(shape: ModelShape, folder: Path, device: torch.device) -> Path:
     config = LlamaConfig(
         hidden_size=shape.hidden,
         intermediate_size=shape.intermediate,

@@ -29,7 +29,7 @@ class Parity(msgspec.Struct, frozen=True):
     said: str
 
 
-class Side:
+class ParitySide:
     """An engine of its own; prompts are cut into chunks and mixed with decodes."""
 
     def __init__(self, path: Path, dtype: str, device: str, *, native: bool) -> None:
@@ -90,15 +90,17 @@ class Side:
 def check_parity(path: Path, device: torch.device) -> list[Parity]:
     rng = random.Random(0)
     prompts = [[rng.randrange(3, 1000) for _ in range(length)] for length in _LENGTHS]
-    exact = Side(path, "float32", "cpu", native=False)
-    found = [_same_tokens(exact, Side(path, "float32", str(device), native=True), prompts)]
+    exact = ParitySide(path, "float32", "cpu", native=False)
+    found = [_same_tokens(exact, ParitySide(path, "float32", str(device), native=True), prompts)]
     for dtype in ("bfloat16", "float16") if device.type == "cuda" else ("bfloat16",):
-        cpu = Side(path, dtype, "cpu", native=False)
-        found.append(_near_enough(dtype, exact, cpu, Side(path, dtype, str(device), native=True), prompts))
+        cpu = ParitySide(path, dtype, "cpu", native=False)
+        found.append(
+            _near_enough(dtype, exact, cpu, ParitySide(path, dtype, str(device), native=True), prompts)
+        )
     return found
 
 
-def _same_tokens(exact: Side, tried: Side, prompts: list[list[int]]) -> Parity:
+def _same_tokens(exact: ParitySide, tried: ParitySide, prompts: list[list[int]]) -> Parity:
     different = total = 0
     for temperature in (0.0, 0.8):
         sampling = SamplingParams(
@@ -113,7 +115,9 @@ def _same_tokens(exact: Side, tried: Side, prompts: list[list[int]]) -> Parity:
     return Parity("float32 tokens", different == 0, said)
 
 
-def _near_enough(dtype: str, exact: Side, cpu: Side, tried: Side, prompts: list[list[int]]) -> Parity:
+def _near_enough(
+    dtype: str, exact: ParitySide, cpu: ParitySide, tried: ParitySide, prompts: list[list[int]]
+) -> Parity:
     """In prompts, and in decode steps: those of what the device itself answered, read by the others as a prompt."""
     answers, decoded = tried.chosen_logprobs(prompts)
     texts = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]

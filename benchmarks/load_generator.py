@@ -31,7 +31,7 @@ from benchmarks.paced_server import FIRST_TOKEN_S, GAP_S, LONG_GAP_EVERY, LONG_G
 from tandem.cluster.saving import write_json
 from tandem.loadgen.api import Api, RequestShape
 from tandem.loadgen.connections import Address, HttpClient
-from tandem.loadgen.load import Load
+from tandem.loadgen.load import LoadStream
 from tandem.loadgen.metrics import Summary, summarize
 from tandem.loadgen.vocabulary import GuessedVocabulary
 from tandem.loadgen.workload import Lengths, random_prompts
@@ -53,7 +53,7 @@ _PEERS_LINES = {
 }
 
 
-class Compared(msgspec.Struct, frozen=True):
+class GeneratorComparison(msgspec.Struct, frozen=True):
     figure: str
     known: float
     ours: float
@@ -61,7 +61,7 @@ class Compared(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    compared: list[Compared]
+    compared: list[GeneratorComparison]
     ours_us_per_chunk: float
     httpx_us_per_chunk: float
 
@@ -130,7 +130,7 @@ async def _ours(port: int) -> tuple[Summary, float]:
         GuessedVocabulary(), np.random.default_rng(0), _REQUESTS, Lengths(_INPUT, _OUTPUT)
     )
     async with HttpClient(Address.of_url(f"http://127.0.0.1:{port}")) as http:
-        load = Load("paced", Api(http, RequestShape("paced")), sessions, concurrency=_USERS)
+        load = LoadStream("paced", Api(http, RequestShape("paced")), sessions, concurrency=_USERS)
         before = time.process_time()
         await load.run()
         spent = time.process_time() - before
@@ -184,7 +184,7 @@ def _vllms(port: int, vllm: Path, peers: Path, tokenizer: Path) -> dict[str, flo
     return found
 
 
-def _compare(summary: Summary, theirs: dict[str, float]) -> list[Compared]:
+def _compare(summary: Summary, theirs: dict[str, float]) -> list[GeneratorComparison]:
     if not (summary.ttft_ms and summary.tpot_ms and summary.itl_ms):
         raise Unavailable("nothing was measured")
     gaps = [LONG_GAP_S if index % LONG_GAP_EVERY == 0 else GAP_S for index in range(_OUTPUT - 1)]
@@ -201,7 +201,8 @@ def _compare(summary: Summary, theirs: dict[str, float]) -> list[Compared]:
         "output tokens/s": (_USERS * _OUTPUT / a_request, summary.output_tokens_per_s),
     }
     return [
-        Compared(name, known, ours, theirs.get(_PEERS_LINES[name])) for name, (known, ours) in figures.items()
+        GeneratorComparison(name, known, ours, theirs.get(_PEERS_LINES[name]))
+        for name, (known, ours) in figures.items()
     ]
 
 

@@ -9,12 +9,14 @@ import msgspec
 import torch
 
 
-class Limits(msgspec.Struct, frozen=True):
+class MachineLimits(msgspec.Struct, frozen=True):
     gemm_flops: float  # per second, in large matrix products
     read_bytes: float  # per second, when a matrix far larger than any cache is read once
 
 
-def measure_limits(dtype: torch.dtype, device: torch.device, threads: int, seconds: float = 1.0) -> Limits:
+def measure_limits(
+    dtype: torch.dtype, device: torch.device, threads: int, seconds: float = 1.0
+) -> MachineLimits:
     """The best of many tries: a limit is what is reached when nothing else is in the way."""
     torch.set_num_threads(threads)
     rows, size, wide = (512, 2048, 8192) if device.type == "cpu" else (8192, 8192, 16384)
@@ -30,7 +32,7 @@ def measure_limits(dtype: torch.dtype, device: torch.device, threads: int, secon
         # A product by a vector need not be what the memory can give: a copy reads and writes.
         target = torch.empty_like(matrix)
         rate = max(rate, 2 * matrix_bytes / _best(lambda: target.copy_(matrix), device, seconds))
-    return Limits(2 * rows * size * size / product, rate)
+    return MachineLimits(2 * rows * size * size / product, rate)
 
 
 def _best(work: Callable[[], torch.Tensor], device: torch.device, seconds: float) -> float:

@@ -36,7 +36,7 @@ DECODES = ((1, 128), (1, 1024), (1, 4096), (8, 128), (8, 1024), (32, 128), (32, 
 PRODUCTS = ("qkv", "o", "gate_up", "down")
 
 
-class Step(msgspec.Struct, frozen=True):
+class KernelStep(msgspec.Struct, frozen=True):
     name: str
     requests: int
     queries: int  # per request
@@ -87,7 +87,7 @@ def measure(
     requests: int,
     queries: int,
     context: int,
-) -> Step:
+) -> KernelStep:
     blocks = -(-context // BLOCK_SIZE)
     layers = tuple(
         AttentionLayer(index, a.heads, a.kv_heads, a.head_dim, a.head_dim, None) for index in range(a.layers)
@@ -104,7 +104,7 @@ def measure(
         forward(batch)
         times.append(time.perf_counter() - started)
     phases = {phase: total / repeats / 1e9 for phase, total in forward.profile(False).items()}
-    return Step(name, requests, queries, context, min(times), phases)
+    return KernelStep(name, requests, queries, context, min(times), phases)
 
 
 def make_batch(a: Architecture, requests: int, queries: int, context: int, blocks: int) -> Batch:
@@ -131,7 +131,7 @@ def make_batch(a: Architecture, requests: int, queries: int, context: int, block
     )
 
 
-def table_of(steps: list[Step], a: Architecture, element_bytes: int, limits: str) -> Table:
+def table_of(steps: list[KernelStep], a: Architecture, element_bytes: int, limits: str) -> Table:
     table = Table(title=f"milliseconds a step; {limits}")
     for column in ("", "in all", *steps[0].phases, "products", "attention"):
         table.add_column(column, justify="left" if column == "" else "right")

@@ -22,7 +22,7 @@ _TOKEN = (
 )
 
 
-class _Asked(msgspec.Struct):
+class _PacedRequest(msgspec.Struct):
     max_tokens: int
 
 
@@ -49,13 +49,13 @@ class _Connection(asyncio.Protocol):
             return
         self._received = body[length:]
         if head.startswith(b"POST /v1/completions "):
-            answer = asyncio.create_task(self._answer(msgspec.json.decode(body[:length], type=_Asked)))
+            answer = asyncio.create_task(self._answer(msgspec.json.decode(body[:length], type=_PacedRequest)))
             self._answers.add(answer)
             answer.add_done_callback(self._answers.discard)
         else:
             self._write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
 
-    async def _answer(self, asked: _Asked) -> None:
+    async def _answer(self, asked: _PacedRequest) -> None:
         loop = asyncio.get_running_loop()
         due = loop.time() + FIRST_TOKEN_S
         self._write(_HEAD)

@@ -27,8 +27,8 @@ from rich.table import Table
 
 from tandem.loadgen.metrics import percentile
 from tandem.router.config import Heartbeat, LocalPrefill, PolicyName
-from tandem.router.policy import Decision, Policy, RoutingRequest, make_policy
-from tandem.router.pool import Pool
+from tandem.router.policy import RoutingDecision, RoutingPolicy, RoutingRequest, make_policy
+from tandem.router.pool import NodePool
 from tandem.router.prefixes import PrefixRecord, PromptHashes
 from tandem.wire.nodes import NodeInfo, NodeState, Role
 from tandem.wire.requests import NodeCounters, NodeStatus
@@ -42,23 +42,23 @@ STATUS_EVERY_S = 0.25
 PREFILL_NODES, DECODE_NODES = 4, 4
 
 
-class Ask(msgspec.Struct, frozen=True):
+class SimulatedRequest(msgspec.Struct, frozen=True):
     at: float
     session: str
     prompt: tuple[int, ...]
     output: int
 
 
-Trace = Callable[[random.Random, float, float], Iterator[Ask]]
+Trace = Callable[[random.Random, float, float], Iterator[SimulatedRequest]]
 
 
 def words(rng: random.Random, count: int) -> tuple[int, ...]:
     return tuple(rng.randrange(50_000) for _ in range(count))
 
 
-def chats(rng: random.Random, seconds: float, load: float) -> Iterator[Ask]:
+def chats(rng: random.Random, seconds: float, load: float) -> Iterator[SimulatedRequest]:
     """Conversations: each turn begins with all that was said before."""
-    asks: list[Ask] = []
+    asks: list[SimulatedRequest] = []
     for number in itertools.count():
         at = number / (1.6 * load)
         if at > seconds:
@@ -67,13 +67,13 @@ def chats(rng: random.Random, seconds: float, load: float) -> Iterator[Ask]:
         for _ in range(rng.randint(2, 8)):
             history = (*history, *words(rng, rng.randint(50, 600)))
             answer = rng.randint(40, 300)
-            asks.append(Ask(at, f"chat-{number}", history, answer))
+            asks.append(SimulatedRequest(at, f"chat-{number}", history, answer))
             history = (*history, *words(rng, answer))
             at += rng.uniform(4, 20)
     return iter(sorted(asks, key=lambda ask: ask.at))
 
 
-def system_prompts(rng: random.Random, seconds: float, load: float) -> Iterator[Ask]:
+def system_prompts(rng: random.Random, seconds: float, load: float) -> Iterator[SimulatedRequest]:
     """A few applications, each with a long prompt of its own in front of short questions; some far more popular."""
     applications = [words(rng, rng.randint(800, 3000)) for _ in range(12)]
     weights = [1 / (rank + 1) for rank in range(len(applications))]
@@ -83,10 +83,12 @@ def system_prompts(rng: random.Random, seconds: float, load: float) -> Iterator[
         if at > seconds:
             return
         (system,) = rng.choices(applications, weights)
-        yield Ask(at, f"user-{number}", (*system, *words(rng, rng.randint(20, 200))), rng.randint(20, 150))
+        yield SimulatedRequest(
+            at, f"user-{number}", (*system, *words(rng, rng.randint(20, 200))), rng.randint(20, 150)
+        )
 
 
-def bursts(rng: random.Random, seconds: float, load: float) -> Iterator[Ask]:
+def bursts(rng: random.Random, seconds: float, load: float) -> Iterator[SimulatedRequest]:
     """Unrelated prompts of very different lengths, many at once and then few."""
     at = 0.0
     for number in itertools.count():
@@ -95,7 +97,7 @@ def bursts(rng: random.Random, seconds: float, load: float) -> Iterator[Ask]:
         if at > seconds:
             return
         length = int(min(8000, rng.lognormvariate(6, 1.1)))
-        yield Ask(at, f"job-{number}", words(rng, max(16, length)), rng.randint(20, 200))
+        yield SimulatedRequest(at, f"job-{number}", words(rng, max(16, length)), rng.randint(20, 200))
 
 
 TRACES: dict[str, Trace] = {"chats": chats, "system prompts": system_prompts, "bursts": bursts}
@@ -135,7 +137,7 @@ class SimulatedNode:
         )  # fmt: skip
 
 
-class Outcome(msgspec.Struct):
+class PolicyOutcome(msgspec.Struct):
     first_token_s: list[float] = []
     per_token_s: list[float] = []
     prompt_tokens: int = 0
@@ -143,15 +145,15 @@ class Outcome(msgspec.Struct):
 
 
 class Simulation:
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: RoutingPolicy) -> None:
         self.now = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._policy = policy
-        self._pool = Pool("m", Heartbeat(), lambda: self.now, lambda node, why: None, lambda: None)
+        self._pool = NodePool("m", Heartbeat(), lambda: self.now, lambda node, why: None, lambda: None)
         self._record = PrefixRecord()
         self._turn = 0
-        self.outcome = Outcome()
+        self.outcome = PolicyOutcome()
         self.nodes = {
             node_id: SimulatedNode(node_id, role)
             for role, count in ((Role.PREFILL, PREFILL_NODES), (Role.DECODE, DECODE_NODES))
@@ -164,7 +166,7 @@ class Simulation:
     def _later(self, at: float, what: Callable[[], None]) -> None:
         heapq.heappush(self._events, (at, next(self._order), what))
 
-    def run(self, asks: Iterator[Ask]) -> Outcome:
+    def run(self, asks: Iterator[SimulatedRequest]) -> PolicyOutcome:
         for ask in asks:
             self._later(ask.at, lambda ask=ask: self._arrive(ask))  # type: ignore[misc]
         self._report()
@@ -179,7 +181,7 @@ class Simulation:
         if self._events:
             self._later(self.now + STATUS_EVERY_S, self._report)
 
-    def _arrive(self, ask: Ask) -> None:
+    def _arrive(self, ask: SimulatedRequest) -> None:
         self._turn += 1
         hashes = PromptHashes(ask.prompt, None)
         blocks = hashes.of(BLOCK)
@@ -193,7 +195,7 @@ class Simulation:
         decision = self._policy(self._pool.snapshot(), request)
         self._send(ask, hashes, decision)
 
-    def _send(self, ask: Ask, hashes: PromptHashes, decision: Decision) -> None:
+    def _send(self, ask: SimulatedRequest, hashes: PromptHashes, decision: RoutingDecision) -> None:
         if decision.prefill is None or decision.decode is None:
             raise AssertionError("the simulator knows prefill on prefill nodes only")
         prefill, decode = self.nodes[decision.prefill.node_id], self.nodes[decision.decode.node_id]

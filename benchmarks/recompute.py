@@ -25,7 +25,7 @@ import msgspec
 TIMEOUT_S = 900.0
 
 
-class Outcome(msgspec.Struct):
+class RecomputeOutcome(msgspec.Struct):
     prompts: int
     answered: int
     refused: int  # 503 or 429 at the door
@@ -96,7 +96,7 @@ def at_percentile(values: list[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, int(len(values) * share))] if values else 0.0
 
 
-async def measure(options: argparse.Namespace) -> Outcome:
+async def measure(options: argparse.Namespace) -> RecomputeOutcome:
     draw = random.Random(options.seed)
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(
@@ -125,7 +125,7 @@ async def measure(options: argparse.Namespace) -> Outcome:
     transfers = after.by("tandem_node_transfers_finished_total", "role", "outcome")
     transfers.subtract(before.by("tandem_node_transfers_finished_total", "role", "outcome"))
     refused = ends["503"] + ends["429"]
-    return Outcome(
+    return RecomputeOutcome(
         prompts=options.prompts,
         answered=len(answered),
         refused=refused,

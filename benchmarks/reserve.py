@@ -32,7 +32,7 @@ TOKENS_PER_S = 2000.0
 REQUESTS = 60
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class ReserveOutcome(msgspec.Struct, frozen=True):
     """Sums over all runs, except where it says otherwise."""
 
     reserve: str
@@ -44,7 +44,7 @@ class Outcome(msgspec.Struct, frozen=True):
     longest_gap_mean_s: float  # between two tokens of one answer
 
 
-class Played(msgspec.Struct):
+class ReplayResult(msgspec.Struct):
     preemptions: int
     computed: int
     needed: int
@@ -53,7 +53,7 @@ class Played(msgspec.Struct):
     gaps: list[float]
 
 
-def play(number: int, reserve: Reserve) -> Played:
+def play(number: int, reserve: Reserve) -> ReplayResult:
     draw = random.Random(number)
     blocks = draw.choice([64, 128, 256])
     longest = blocks * BLOCK_SIZE // draw.choice([2, 3, 6])
@@ -80,7 +80,9 @@ def play(number: int, reserve: Reserve) -> Played:
     return _run(scheduler, arrivals, needed)
 
 
-def _run(scheduler: Scheduler, arrivals: list[tuple[float, str, list[int], int]], needed: int) -> Played:
+def _run(
+    scheduler: Scheduler, arrivals: list[tuple[float, str, list[int], int]], needed: int
+) -> ReplayResult:
     now, computed = 0.0, 0
     came: dict[str, float] = {}
     last: dict[str, float] = {}
@@ -110,17 +112,19 @@ def _run(scheduler: Scheduler, arrivals: list[tuple[float, str, list[int], int]]
             else:
                 first_tokens.append(now - came[name])
             last[name] = now
-    return Played(scheduler.stats().preemptions, computed, needed, now, first_tokens, list(gaps.values()))
+    return ReplayResult(
+        scheduler.stats().preemptions, computed, needed, now, first_tokens, list(gaps.values())
+    )
 
 
-def measure(runs: int) -> list[Outcome]:
+def measure(runs: int) -> list[ReserveOutcome]:
     outcomes = []
     for reserve in Reserve:
         played = [play(number, reserve) for number in range(runs)]
         first_tokens = sorted(value for run in played for value in run.first_tokens)
         computed, needed = (sum(getattr(run, name) for run in played) for name in ("computed", "needed"))
         outcomes.append(
-            Outcome(
+            ReserveOutcome(
                 reserve.value,
                 sum(run.preemptions for run in played),
                 max(0.0, computed / needed - 1),
@@ -140,7 +144,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     outcomes = measure(options.runs)
     table = Table(title=f"scheduler.reserve, {options.runs} random runs of {REQUESTS} requests")
-    for name in Outcome.__struct_fields__:
+    for name in ReserveOutcome.__struct_fields__:
         table.add_column(name.replace("_", " "), justify="left" if name == "reserve" else "right")
     for outcome in outcomes:
         values = msgspec.structs.astuple(outcome)

@@ -37,7 +37,7 @@ from rich.table import Table
 from tokenizers import decoders, models, pre_tokenizers
 
 from benchmarks.router_engines import MODEL, serve_engines
-from benchmarks.router_load import Answer, requests, streams
+from benchmarks.router_load import RouterAnswer, requests, streams
 from benchmarks.router_relay import read_relay, serve_relay
 from tandem.loadgen.metrics import percentile
 from tandem.router.config import Limits, LocalPrefill, RouterConfig
@@ -103,7 +103,7 @@ def idle_share(cpu_s: Any) -> float:
 
 
 def measure_streams(url: str, cpu_s: Any, count: int, tokens: int, idle: float) -> dict[str, Any]:
-    answers: list[Answer] = []
+    answers: list[RouterAnswer] = []
 
     def cost_of(tokens: int) -> float:
         nonlocal answers

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 
-class Answer(msgspec.Struct):
+class RouterAnswer(msgspec.Struct):
     """Times in seconds since the request was sent."""
 
     first_s: float
@@ -18,7 +18,7 @@ class Answer(msgspec.Struct):
     events: int
 
 
-class Client:
+class RouterClient:
     """One connection, one request at a time."""
 
     def __init__(self, url: str) -> None:
@@ -32,7 +32,7 @@ class Client:
             self._reader, self._writer = await asyncio.open_connection(self._host, self._port)
         return self._reader, self._writer
 
-    async def ask(self, path: str, body: dict[str, object]) -> Answer:
+    async def ask(self, path: str, body: dict[str, object]) -> RouterAnswer:
         reader, writer = await self._connect()
         data = json.dumps(body).encode()
         head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
@@ -45,13 +45,13 @@ class Client:
             length = int(header.split(b"content-length: ")[1].split(b"\r\n")[0])
             await reader.readexactly(length)
             took = time.perf_counter() - began
-            return Answer(took, took, 1)
+            return RouterAnswer(took, took, 1)
         first, events = 0.0, 0
         while True:
             size = int((await reader.readline()).strip(), 16)
             chunk = await reader.readexactly(size + 2)
             if size == 0:
-                return Answer(first, time.perf_counter() - began, events)
+                return RouterAnswer(first, time.perf_counter() - began, events)
             first = first or time.perf_counter() - began
             events += chunk.count(b"data: ")
 
@@ -60,11 +60,11 @@ class Client:
             self._writer.close()
 
 
-async def streams(url: str, count: int, tokens: int, prompt: str) -> list[Answer]:
+async def streams(url: str, count: int, tokens: int, prompt: str) -> list[RouterAnswer]:
     """`count` streams at once, begun a little apart, as users do not come in step."""
-    clients = [Client(url) for _ in range(count)]
+    clients = [RouterClient(url) for _ in range(count)]
 
-    async def one(index: int) -> Answer:
+    async def one(index: int) -> RouterAnswer:
         await asyncio.sleep(index * 0.002)
         body: dict[str, object] = {"model": "instant", "prompt": prompt, "max_tokens": tokens, "stream": True}
         return await clients[index].ask("/v1/completions", body)
@@ -80,7 +80,7 @@ async def requests(url: str, connections: int, each: int, prompt: str, tokens: i
     """Whole answers as fast as they come over so many connections: requests per second."""
 
     async def one() -> None:
-        client = Client(url)
+        client = RouterClient(url)
         body: dict[str, object] = {"model": "instant", "prompt": prompt, "max_tokens": tokens}
         for _ in range(each):
             await client.ask("/v1/completions", body)

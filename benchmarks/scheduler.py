@@ -51,7 +51,7 @@ PEER_LINE = re.compile(
 )
 
 
-class Workload(msgspec.Struct, frozen=True):
+class SchedulerWorkload(msgspec.Struct, frozen=True):
     requests: int
     prompt: int
     answer: int
@@ -65,13 +65,13 @@ class Workload(msgspec.Struct, frozen=True):
 
 # The first three are the peer's.
 WORKLOADS = (
-    Workload(256, 512, 128, 256),
-    Workload(64, 512, 128, 64),
-    Workload(1024, 1024, 64, 256, shared=512),
-    Workload(64, 512, 128, 64, shared=448),
-    Workload(256, 512, 128, 256, shared=448),
-    Workload(1024, 128, 128, 1024),
-    Workload(1024, 512, 64, 1024, shared=448),
+    SchedulerWorkload(256, 512, 128, 256),
+    SchedulerWorkload(64, 512, 128, 64),
+    SchedulerWorkload(1024, 1024, 64, 256, shared=512),
+    SchedulerWorkload(64, 512, 128, 64, shared=448),
+    SchedulerWorkload(256, 512, 128, 256, shared=448),
+    SchedulerWorkload(1024, 128, 128, 1024),
+    SchedulerWorkload(1024, 512, 64, 1024, shared=448),
 )
 
 
@@ -129,7 +129,7 @@ def steps(scheduler: Scheduler) -> Iterator[tuple[float, float, float, int]]:
         yield ended - started, planned - started, ended - answered, len(sampled)
 
 
-def measure(work: Workload) -> Speed:
+def measure(work: SchedulerWorkload) -> Speed:
     scheduler = make_scheduler(work.running, max(NUM_BLOCKS, work.running * (work.prompt + work.answer) // 8))
     prompts = random_prompts(work.requests, work.prompt, work.shared)
     adding = add_all(scheduler, prompts, work.answer)
@@ -208,7 +208,9 @@ def measure_hashing(repeats: int) -> dict[str, float]:
     return found
 
 
-def measure_peer(python: str, model: str, script: str, say: Callable[[str], None]) -> dict[Workload, Speed]:
+def measure_peer(
+    python: str, model: str, script: str, say: Callable[[str], None]
+) -> dict[SchedulerWorkload, Speed]:
     try:
         done = subprocess.run(
             [python, script, model], capture_output=True, text=True, timeout=900, check=False
@@ -220,13 +222,13 @@ def measure_peer(python: str, model: str, script: str, say: Callable[[str], None
     for match in PEER_LINE.finditer(done.stdout):
         requests, prompt, answer, running, shared = map(int, match.groups()[:5])
         add, step, token = map(float, match.groups()[5:])
-        found[Workload(requests, prompt, answer, running, shared)] = Speed(add, step, token)
+        found[SchedulerWorkload(requests, prompt, answer, running, shared)] = Speed(add, step, token)
     if not found:
         say(f"vLLM is not in this run: {script} printed no result\n{done.stderr[-2000:]}")
     return found
 
 
-def show_workloads(ours: dict[Workload, Speed], peer: dict[Workload, Speed]) -> Table:
+def show_workloads(ours: dict[SchedulerWorkload, Speed], peer: dict[SchedulerWorkload, Speed]) -> Table:
     table = Table(title="microseconds; × is how many times faster than vLLM")
     table.add_column("workload")
     for name in ("step", "schedule", "update", "per token", "add a request"):
@@ -283,13 +285,13 @@ def main() -> int:
     def say(what: str) -> None:
         console.print(what, markup=False, highlight=False)
 
-    measured: dict[Workload, list[Speed]] = {work: [] for work in WORKLOADS}
+    measured: dict[SchedulerWorkload, list[Speed]] = {work: [] for work in WORKLOADS}
     for i in range(rounds):
         for work in WORKLOADS:
             say(f"round {i + 1} of {rounds}: {work}")
             measured[work].append(measure(work))
     ours = {work: best(speeds) for work, speeds in measured.items()}
-    peer: dict[Workload, Speed] = {}
+    peer: dict[SchedulerWorkload, Speed] = {}
     if options.vllm_python and options.model and options.peer_script:
         say("vLLM's scheduler")
         peer = measure_peer(options.vllm_python, options.model, options.peer_script, say)

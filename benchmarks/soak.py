@@ -26,17 +26,17 @@ from rich.console import Console
 
 from benchmarks.ending import exit_status
 from benchmarks.side_by_side.processes import Family, adopt_orphans
-from benchmarks.side_by_side.systems import Started, running, tandem_system
-from benchmarks.soaking.cluster import ClusterView
+from benchmarks.side_by_side.systems import RunningSystem, running, tandem_system
+from benchmarks.soaking.cluster import SoakCluster
 from benchmarks.soaking.killing import Killer
 from benchmarks.soaking.load import SoakLoad
-from benchmarks.soaking.questions import Questions
+from benchmarks.soaking.questions import SoakQuestions
 from benchmarks.soaking.show import print_soaked
-from benchmarks.soaking.verdict import Soaked, judge, tallied
-from benchmarks.soaking.watching import Watch
+from benchmarks.soaking.verdict import SoakVerdict, judge, tallied
+from benchmarks.soaking.watching import ProcessWatch
 from tandem.cluster.models.store import prepare_model
 from tandem.cluster.saving import results_folder, write_json
-from tandem.loadgen.report import Machine
+from tandem.loadgen.report import MachineDescription
 from tandem.loadgen.vocabulary import TextVocabulary, load_tokenizer
 from tandem.wire.errors import TandemError
 
@@ -85,7 +85,7 @@ def _run(options: argparse.Namespace, console: Console) -> int:
     system = tandem_system("tandem", "Tandem 2P+2D", model, *_NODES, *_SETTINGS)
     with running(system, folder / "server") as started:
         console.print(f"{system.title}: ready after {started.ready_s:.1f} s", highlight=False)
-        questions = Questions(words, started.model, options.seed)
+        questions = SoakQuestions(words, started.model, options.seed)
         soaked = asyncio.run(_soak(options, started, questions, console))
     soaked.faults = judge(soaked)
     write_json(soaked, folder / "soak.json")
@@ -96,10 +96,10 @@ def _run(options: argparse.Namespace, console: Console) -> int:
 
 
 async def _soak(
-    options: argparse.Namespace, started: Started, questions: Questions, console: Console
-) -> Soaked:
+    options: argparse.Namespace, started: RunningSystem, questions: SoakQuestions, console: Console
+) -> SoakVerdict:
     load = SoakLoad(started.system.url, questions, options.users)
-    view, watch = ClusterView(started.system.url), Watch()
+    view, watch = SoakCluster(started.system.url), ProcessWatch()
     await view.until_quiet(_NODE_COUNT, _WHOLE_WITHIN_S)
     console.print("filling every cache: what is touched for the first time is no growth", highlight=False)
     await load.fill()
@@ -129,9 +129,9 @@ async def _soak(
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.gather(*helpers, return_exceptions=True)
         await view.close()
-    return Soaked(
+    return SoakVerdict(
         made_at=datetime.now(UTC).isoformat(timespec="seconds"),
-        machine=Machine.here(),
+        machine=MachineDescription.here(),
         command=shlex.join(["python", "-m", "benchmarks.soak", *sys.argv[1:]]),
         minutes=minutes,
         kills=killer.kills if killer is not None else [],
@@ -141,7 +141,7 @@ async def _soak(
     )
 
 
-async def _watch(watch: Watch, family: Family, load: SoakLoad, console: Console) -> None:
+async def _watch(watch: ProcessWatch, family: Family, load: SoakLoad, console: Console) -> None:
     began, said = time.monotonic(), 0.0
     while True:
         at = time.monotonic() - began

@@ -25,7 +25,7 @@ from rich.table import Table
 from benchmarks.ending import exit_status
 from tandem.cluster.models.store import prepare_model
 from tandem.cluster.saving import results_folder, write_json
-from tandem.loadgen.report import Machine
+from tandem.loadgen.report import MachineDescription
 from tandem.wire.errors import ConfigurationError
 
 _WIDTH = 120
@@ -40,14 +40,14 @@ class Headline(msgspec.Struct, frozen=True):
     met: bool | None = None
 
 
-class Part(msgspec.Struct, frozen=True):
+class SuitePart(msgspec.Struct, frozen=True):
     name: str
     arguments: tuple[str, ...]  # of `python -m`; {model}, {json} and {out} are filled in
     within_s: float
     read: Callable[[Any], list[Headline]]
 
 
-class Ran(msgspec.Struct, frozen=True):
+class PartResult(msgspec.Struct, frozen=True):
     part: str
     seconds: float
     headlines: list[Headline]
@@ -56,8 +56,8 @@ class Ran(msgspec.Struct, frozen=True):
 
 class Suite(msgspec.Struct):
     made_at: str
-    machine: Machine
-    parts: list[Ran] = []
+    machine: MachineDescription
+    parts: list[PartResult] = []
 
 
 def _at_most(figure: str, value: float, unit: str, floor: float) -> Headline:
@@ -131,11 +131,11 @@ def _disaggregation(found: Any) -> list[Headline]:
 
 
 PARTS = (
-    Part("scheduler", ("benchmarks.scheduler", "--quick", "--json", "{json}"), 300, _scheduler),
-    Part("transfer", ("benchmarks.transfer", "--quick", "--json", "{json}"), 180, _transfer),
-    Part("router", ("benchmarks.router", "--quick", "--json", "{json}"), 180, _router),
-    Part("load generator", ("benchmarks.load_generator", "--json", "{json}"), 120, _load_generator),
-    Part(
+    SuitePart("scheduler", ("benchmarks.scheduler", "--quick", "--json", "{json}"), 300, _scheduler),
+    SuitePart("transfer", ("benchmarks.transfer", "--quick", "--json", "{json}"), 180, _transfer),
+    SuitePart("router", ("benchmarks.router", "--quick", "--json", "{json}"), 180, _router),
+    SuitePart("load generator", ("benchmarks.load_generator", "--json", "{json}"), 120, _load_generator),
+    SuitePart(
         "disaggregation",
         ("benchmarks.disaggregation", "--quick", "--model", "{model}", "--out", "{out}"),
         600,
@@ -165,7 +165,7 @@ def _run(only: Sequence[str] | None, model: str, folder: Path, console: Console)
         raise ConfigurationError(f"--only {' '.join(sorted(unknown))}: there are only {known}")
     folder = results_folder(folder)
     path = prepare_model(model, lambda what, share: None).path
-    suite = Suite(datetime.now(UTC).isoformat(timespec="seconds"), Machine.here())
+    suite = Suite(datetime.now(UTC).isoformat(timespec="seconds"), MachineDescription.here())
     for part in PARTS:
         if only is None or part.name in only:
             console.print(f"{part.name} (at most {part.within_s / 60:.0f} minutes)", highlight=False)
@@ -177,7 +177,7 @@ def _run(only: Sequence[str] | None, model: str, folder: Path, console: Console)
     return 1 if any(ran.failure for ran in suite.parts) else 0
 
 
-def run_part(part: Part, model: str, folder: Path) -> Ran:
+def run_part(part: SuitePart, model: str, folder: Path) -> PartResult:
     """Never raises for what the part does: the others still have their turn."""
     place = folder / part.name.replace(" ", "-")
     place.mkdir(exist_ok=True)
@@ -196,11 +196,13 @@ def run_part(part: Part, model: str, folder: Path) -> Ran:
             ).returncode
         headlines = part.read(msgspec.json.decode(result.read_bytes()))
     except subprocess.TimeoutExpired:
-        return Ran(part.name, time.monotonic() - began, [], f"not through after {part.within_s:.0f} s")
+        return PartResult(part.name, time.monotonic() - began, [], f"not through after {part.within_s:.0f} s")
     except (OSError, msgspec.MsgspecError, LookupError, TypeError, StopIteration) as error:
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:])
-        return Ran(part.name, time.monotonic() - began, [], f"no figures (status {status}): {error}\n{tail}")
-    return Ran(part.name, time.monotonic() - began, headlines)
+        return PartResult(
+            part.name, time.monotonic() - began, [], f"no figures (status {status}): {error}\n{tail}"
+        )
+    return PartResult(part.name, time.monotonic() - began, headlines)
 
 
 def show(console: Console, suite: Suite) -> None:

@@ -28,7 +28,7 @@ BLOCK_BYTES = LAYERS * 2 * KV_HEADS * BLOCK_SIZE * HEAD_DIM * 2
 
 
 @dataclasses.dataclass
-class Request:
+class TransferJob:
     request_id: str
     all_token_ids: list[int]
     num_prompt_tokens: int
@@ -47,7 +47,7 @@ class Request:
 
 
 @dataclasses.dataclass
-class Step:
+class TransferStep:
     num_scheduled_tokens: dict[str, int]
     preempted_req_ids: set[str] = dataclasses.field(default_factory=set)
 
@@ -55,7 +55,7 @@ class Step:
         return ()
 
 
-class Node:
+class TransferNode:
     """A step loop without a model, and the two halves of a connector."""
 
     def __init__(
@@ -81,7 +81,7 @@ class Node:
         self, scheduled: dict[str, int] | None = None, compute_s: float = 0.0
     ) -> tuple[ConnectorOutput, float]:
         began = time.perf_counter()
-        metadata = self.planner.build_connector_meta(Step(scheduled or {}))
+        metadata = self.planner.build_connector_meta(TransferStep(scheduled or {}))
         self.mover.bind_connector_metadata(metadata)
         self.mover.start_load_kv()
         spent = time.perf_counter() - began
@@ -101,12 +101,14 @@ class Node:
         self.step_seconds.append(spent + time.perf_counter() - began)
         return output, computed_at
 
-    def _admit(self, names: list[str], tokens: int, role: TransferRole, peer: PeerAddress) -> list[Request]:
+    def _admit(
+        self, names: list[str], tokens: int, role: TransferRole, peer: PeerAddress
+    ) -> list[TransferJob]:
         requests = []
         blocks = -(-tokens // BLOCK_SIZE)
         for index, name in enumerate(names):
             prompt = list(range(tokens))
-            request = Request(name, prompt, tokens, KVTransferParams(f"t-{name}", role, peer))
+            request = TransferJob(name, prompt, tokens, KVTransferParams(f"t-{name}", role, peer))
             self.planner.on_new_request(request)
             external, _ = self.planner.get_num_new_matched_tokens(request, 0)
             first = 1 + index * blocks
@@ -224,7 +226,7 @@ def _compute(seconds: float) -> None:
 
 def _serve(calls: Connection, args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
-    node: Any = Node(*args)
+    node: Any = TransferNode(*args)
     while True:
         name, arguments = calls.recv()
         calls.send(getattr(node, name)(*arguments))

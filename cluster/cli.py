@@ -293,9 +293,9 @@ def _flags(options: argparse.Namespace) -> Layer:
 
 def _serve(options: argparse.Namespace) -> int:
     config = read_settings(options).config
-    from tandem.cluster.commands.serve import Where, serve
+    from tandem.cluster.commands.serve import ServeTarget, serve
 
-    return serve(config, Where(options.address, options.detach))
+    return serve(config, ServeTarget(options.address, options.detach))
 
 
 def _config(options: argparse.Namespace) -> int:

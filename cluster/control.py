@@ -12,7 +12,7 @@ from tandem.wire.nodes import Role
 from tandem.wire.requests import NodeStatus
 
 
-class NodeView(msgspec.Struct, frozen=True):
+class SupervisedNode(msgspec.Struct, frozen=True):
     """A node as its supervisor knows it; also one that is starting, being drained or left out."""
 
     node_id: str
@@ -41,14 +41,14 @@ class RouterView(msgspec.Struct, frozen=True):
     restarts: int
 
 
-class Decision(msgspec.Struct, frozen=True):
+class ControllerDecision(msgspec.Struct, frozen=True):
     """Something that the controller did by itself or was told to do, with its reason, in one line."""
 
     unix_time: float
     text: str
 
 
-class Ending(msgspec.Struct, frozen=True):
+class ClusterEnd(msgspec.Struct, frozen=True):
     """A cluster was told to end. Recorded before anything is ended; nothing else is an end, and no silence."""
 
     unix_time: float
@@ -58,9 +58,9 @@ class Ending(msgspec.Struct, frozen=True):
 class ClusterView(msgspec.Struct, frozen=True):
     model: str
     pools: list[PoolView]
-    nodes: list[NodeView]
+    nodes: list[SupervisedNode]
     routers: list[RouterView]
-    decisions: list[Decision]  # the latest ones, oldest first
+    decisions: list[ControllerDecision]  # the latest ones, oldest first
     failure: str = ""  # why nobody mends this cluster any more
 
 

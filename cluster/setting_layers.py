@@ -29,7 +29,7 @@ ENV_SEPARATOR = (
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class GivenValue:
     value: object
     origin: str  # as the operator knows it: "tandem.yaml", "TANDEM_ROUTER__PORT", "--prefill"
     textual: bool  # from a place that has nothing but text
@@ -38,7 +38,7 @@ class Given:
 
 @dataclass(slots=True)
 class Layer:
-    givens: dict[Path, Given] = field(default_factory=dict)
+    givens: dict[Path, GivenValue] = field(default_factory=dict)
     mistakes: list[str] = field(default_factory=list)
 
 
@@ -96,13 +96,13 @@ def _read_section(
             continue
         inner = section_type(info.type)
         if inner is None:
-            _give(layer, path, Given(value, origin, textual=False))
+            _give(layer, path, GivenValue(value, origin, textual=False))
         elif isinstance(value, Mapping):
             _read_section(value, inner, path, origin, layer)
         elif value is None:
             continue  # "section:" with nothing under it
         elif inner in SHORTHANDS:
-            _give(layer, (*path, SHORTHANDS[inner]), Given(value, origin, textual=False))
+            _give(layer, (*path, SHORTHANDS[inner]), GivenValue(value, origin, textual=False))
         else:
             example = next(dotted((*path, name)) for name in fields_of(inner) if (*path, name) not in DERIVED)
             layer.mistakes.append(
@@ -110,7 +110,7 @@ def _read_section(
             )
 
 
-def _give(layer: Layer, path: Path, given: Given) -> None:
+def _give(layer: Layer, path: Path, given: GivenValue) -> None:
     if path in DERIVED:
         layer.mistakes.append(f"{given.origin}: {dotted(path)} cannot be set: {DERIVED[path]}")
     else:
@@ -157,4 +157,4 @@ def _give_text(layer: Layer, path: Path, value: str, origin: str) -> None:
         for name in path:
             section = fields_of(section)[name].type
         path = (*path, SHORTHANDS[section])
-    _give(layer, path, Given(value, origin, textual=True))
+    _give(layer, path, GivenValue(value, origin, textual=True))

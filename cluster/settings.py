@@ -16,7 +16,7 @@ import yaml
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.describe import LARGEST, parse_size
 from tandem.cluster.rules import broken_rules
-from tandem.cluster.setting_layers import Given, Layer
+from tandem.cluster.setting_layers import GivenValue, Layer
 from tandem.cluster.setting_names import Path, dotted, fields_of, known_settings, section_type
 from tandem.wire.errors import ConfigurationError
 from tandem.wire.nodes import Role
@@ -47,7 +47,7 @@ class SettingsError(ConfigurationError):
 def resolve(layers: Iterable[Layer]) -> Settings:
     """Raises SettingsError with everything that is wrong anywhere."""
     mistakes: list[str] = []
-    merged: dict[Path, Given] = {}
+    merged: dict[Path, GivenValue] = {}
     for layer in layers:
         mistakes += layer.mistakes
         _choose_layout(merged, layer)
@@ -64,7 +64,7 @@ def resolve(layers: Iterable[Layer]) -> Settings:
     return Settings(config, {path: given.origin for path, given in merged.items()})
 
 
-def _choose_layout(lower: dict[Path, Given], layer: Layer) -> None:
+def _choose_layout(lower: dict[Path, GivenValue], layer: Layer) -> None:
     """Aggregated nodes take the place of the two pools: asking for one layout drops the other's default counts, and
     those that a lower layer gave."""
     counts = {role: ("pools", role.value, "nodes") for role in Role}
@@ -73,14 +73,14 @@ def _choose_layout(lower: dict[Path, Given], layer: Layer) -> None:
     aggregated = given.get(Role.AGGREGATED)
     if aggregated is not None and not separate and str(aggregated.value) != "0":
         for role in (Role.PREFILL, Role.DECODE):
-            lower[counts[role]] = Given(0, aggregated.origin, textual=False, implied=True)
+            lower[counts[role]] = GivenValue(0, aggregated.origin, textual=False, implied=True)
     elif separate and aggregated is None:
         lower.pop(counts[Role.AGGREGATED], None)
         for path in [path for path, below in lower.items() if below.implied]:
             del lower[path]
 
 
-def _convert(path: Path, given: Given) -> object:
+def _convert(path: Path, given: GivenValue) -> object:
     annotation = known_settings()[path]
     value = given.value
     if path == ("cache", "memory_bytes") and isinstance(value, str):
@@ -101,12 +101,12 @@ def _convert(path: Path, given: Given) -> object:
     return converted
 
 
-def _refusal(path: Path, given: Given, sentence: str) -> ConfigurationError:
+def _refusal(path: Path, given: GivenValue, sentence: str) -> ConfigurationError:
     return ConfigurationError(f"{given.origin}: {dotted(path)} {sentence}")
 
 
 def _build(
-    values: dict[Path, object], merged: Mapping[Path, Given], mistakes: list[str]
+    values: dict[Path, object], merged: Mapping[Path, GivenValue], mistakes: list[str]
 ) -> TandemConfig | None:
     """Each value alone against the defaults first: a struct's own checks stop at the first mistake, we want all."""
     defaults = TandemConfig()

@@ -54,7 +54,7 @@ class Tasks:
         await asyncio.gather(*running, return_exceptions=True)
 
 
-class Bell:
+class Wakeup:
     """Wakes everybody who waits. Look first, then wait: nothing can happen in between without an await."""
 
     def __init__(self) -> None:

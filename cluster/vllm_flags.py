@@ -19,7 +19,7 @@ Convert = Callable[[list[str]], list[Assignment]]
 
 
 @dataclass(frozen=True, slots=True)
-class Sets:
+class SettingFlag:
     """The flag sets settings."""
 
     settings: tuple[str, ...]
@@ -28,7 +28,7 @@ class Sets:
 
 
 @dataclass(frozen=True, slots=True)
-class Holds:
+class StandingFlag:
     """What the flag asks for is always so here. With `values`, these alone; any other is answered with `note`."""
 
     note: str
@@ -36,7 +36,7 @@ class Holds:
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class UnsupportedFlag:
     """The flag cannot be taken; the note says what to do instead."""
 
     note: str
@@ -45,18 +45,18 @@ class Answered:
 @dataclass(frozen=True, slots=True)
 class Flag:
     names: tuple[str, ...]
-    becomes: Sets | Holds | Answered
+    becomes: SettingFlag | StandingFlag | UnsupportedFlag
     nargs: int | str | None = None  # as argparse has it: 0 is a switch, None takes one value
 
 
-def sets(setting: str, words: dict[str, str] | None = None, note: str = "") -> Sets:
+def sets(setting: str, words: dict[str, str] | None = None, note: str = "") -> SettingFlag:
     """The value is taken as it is, or as `words` translates it."""
     translated = words or {}
-    return Sets((setting,), lambda values: [(setting, translated.get(values[0], values[0]))], note)
+    return SettingFlag((setting,), lambda values: [(setting, translated.get(values[0], values[0]))], note)
 
 
-def switches(setting: str, value: str) -> Sets:
-    return Sets((setting,), lambda _: [(setting, value)], f"`{setting}={value}`")
+def switches(setting: str, value: str) -> SettingFlag:
+    return SettingFlag((setting,), lambda _: [(setting, value)], f"`{setting}={value}`")
 
 
 def _thousands(values: list[str]) -> list[Assignment]:
@@ -129,36 +129,36 @@ REASONING_FORMATS = {
 
 VLLM: tuple[Flag, ...] = (
     # the model
-    Flag(("--served-model-name",), Sets(("model.served_name", "router.model_aliases"), _names), "+"),
+    Flag(("--served-model-name",), SettingFlag(("model.served_name", "router.model_aliases"), _names), "+"),
     Flag(("--revision",), sets("model.revision")),
-    Flag(("--max-model-len", "--context-length"), Sets(("scheduler.max_model_len",), _thousands)),
+    Flag(("--max-model-len", "--context-length"), SettingFlag(("scheduler.max_model_len",), _thousands)),
     Flag(("--dtype",), sets("model.dtype", {"half": "float16", "float": "float32"})),
-    Flag(("--tokenizer",), Answered("the tokenizer is the one in the model's folder: put the other one there")),
+    Flag(("--tokenizer",), UnsupportedFlag("the tokenizer is the one in the model's folder: put the other one there")),
     Flag(
         ("--trust-remote-code",),
-        Answered(
+        UnsupportedFlag(
             "code that comes with a checkpoint is never run: a model must be of a type that transformers knows"
         ),
         0,
     ),
     Flag(
         ("--quantization", "-q"),
-        Answered("a checkpoint's own config.json says how it is quantized: leave the flag out"),
+        UnsupportedFlag("a checkpoint's own config.json says how it is quantized: leave the flag out"),
     ),
-    Flag(("--load-format",), Holds("weights are read from safetensors or GGUF files", ("auto", "safetensors", "gguf"))),
-    Flag(("--download-dir",), Answered("set HF_HOME for models of the Hugging Face hub, TANDEM_CACHE for the others")),
-    Flag(("--hf-token",), Answered("set HF_TOKEN in the environment"), "?"),
-    Flag(("--runner", "--task"), Holds("models generate text; there are no embeddings", ("auto", "generate"))),
-    Flag(("--enable-lora",), Answered("there are no LoRA adapters yet: merge one into a model's weights first"), 0),
-    Flag(("--limit-mm-per-prompt",), Answered("models are served with text alone: there are no images or sound yet")),
-    Flag(("--language-model-only",), Holds("models are served with text alone"), 0),
+    Flag(("--load-format",), StandingFlag("weights are read from safetensors or GGUF files", ("auto", "safetensors", "gguf"))),
+    Flag(("--download-dir",), UnsupportedFlag("set HF_HOME for models of the Hugging Face hub, TANDEM_CACHE for the others")),
+    Flag(("--hf-token",), UnsupportedFlag("set HF_TOKEN in the environment"), "?"),
+    Flag(("--runner", "--task"), StandingFlag("models generate text; there are no embeddings", ("auto", "generate"))),
+    Flag(("--enable-lora",), UnsupportedFlag("there are no LoRA adapters yet: merge one into a model's weights first"), 0),
+    Flag(("--limit-mm-per-prompt",), UnsupportedFlag("models are served with text alone: there are no images or sound yet")),
+    Flag(("--language-model-only",), StandingFlag("models are served with text alone"), 0),
     # memory and the scheduler
     Flag(
         ("--gpu-memory-utilization", "--mem-fraction-static"),
         sets("cache.memory_share", note="the KV cache's share of the memory that is free once the weights are loaded"),
     ),
     Flag(("--kv-cache-memory-bytes", "--kv-cache-memory"), sets("cache.memory_bytes")),
-    Flag(("--kv-cache-dtype",), Holds("the KV cache has the model's own type", ("auto",))),
+    Flag(("--kv-cache-dtype",), StandingFlag("the KV cache has the model's own type", ("auto",))),
     Flag(("--block-size", "--page-size"), sets("cache.block_size")),
     Flag(("--enable-prefix-caching",), switches("cache.prefix_caching", "true"), 0),
     Flag(("--no-enable-prefix-caching", "--disable-radix-cache"), switches("cache.prefix_caching", "false"), 0),
@@ -173,63 +173,63 @@ VLLM: tuple[Flag, ...] = (
     Flag(("--no-async-scheduling",), switches("scheduler.async_scheduling", "never"), 0),
     Flag(
         ("--speculative-config",),
-        Answered("guesses are made from the prompt's own words: `--set scheduler.num_speculative_tokens=N`"),
+        UnsupportedFlag("guesses are made from the prompt's own words: `--set scheduler.num_speculative_tokens=N`"),
     ),
-    Flag(("--swap-space", "--cpu-offload-gb"), Answered("weights and KV stay on the device: leave the flag out")),
+    Flag(("--swap-space", "--cpu-offload-gb"), UnsupportedFlag("weights and KV stay on the device: leave the flag out")),
     Flag(
         ("--enforce-eager",),
-        Answered("decode steps are captured as CUDA graphs where there is a GPU; nothing turns that off: leave the flag out"),
+        UnsupportedFlag("decode steps are captured as CUDA graphs where there is a GPU; nothing turns that off: leave the flag out"),
         0,
     ),
     Flag(
         ("--seed",),
-        Answered("a request carries its own `seed`; one without gets a fresh one from the router: leave the flag out"),
+        UnsupportedFlag("a request carries its own `seed`; one without gets a fresh one from the router: leave the flag out"),
     ),
     # devices and machines
-    Flag(("--tensor-parallel-size", "-tp", "--tp", "--tp-size"), Holds(_ONE_DEVICE, ("1",))),
-    Flag(("--pipeline-parallel-size", "-pp", "--pp-size"), Holds(_ONE_DEVICE, ("1",))),
-    Flag(("--data-parallel-size", "-dp", "--dp-size"), Holds(_POOLS, ("1",))),
-    Flag(("--enable-expert-parallel",), Answered(_ONE_DEVICE), 0),
-    Flag(("--distributed-executor-backend",), Holds("Ray places every node", ("ray",))),
+    Flag(("--tensor-parallel-size", "-tp", "--tp", "--tp-size"), StandingFlag(_ONE_DEVICE, ("1",))),
+    Flag(("--pipeline-parallel-size", "-pp", "--pp-size"), StandingFlag(_ONE_DEVICE, ("1",))),
+    Flag(("--data-parallel-size", "-dp", "--dp-size"), StandingFlag(_POOLS, ("1",))),
+    Flag(("--enable-expert-parallel",), UnsupportedFlag(_ONE_DEVICE), 0),
+    Flag(("--distributed-executor-backend",), StandingFlag("Ray places every node", ("ray",))),
     Flag(("--device",), sets("model.device")),
     Flag(
         ("--kv-transfer-config",),
-        Answered(
+        UnsupportedFlag(
             f"prefill and decode are pools here: {_POOLS}. `--set transfer.connector=...` chooses how the KV cache travels"
         ),
     ),
-    Flag(("--disaggregation-mode",), Answered(_POOLS)),
+    Flag(("--disaggregation-mode",), UnsupportedFlag(_POOLS)),
     # the server
     Flag(("--host",), sets("router.host")),
     Flag(("--port",), sets("router.port")),
-    Flag(("--api-key",), Sets(("router.api_keys",), _keys, "each key is a tenant: key-1, key-2 …"), "+"),
+    Flag(("--api-key",), SettingFlag(("router.api_keys",), _keys, "each key is a tenant: key-1, key-2 …"), "+"),
     Flag(("--allowed-origins",), sets("router.cors_origins")),
-    Flag(("--api-server-count",), Answered("one router runs on each machine with `--set router.placement=every_host`")),
+    Flag(("--api-server-count",), UnsupportedFlag("one router runs on each machine with `--set router.placement=every_host`")),
     Flag(
         ("--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs"),
-        Answered("the router speaks plain HTTP: put a proxy that ends TLS in front of it"),
+        UnsupportedFlag("the router speaks plain HTTP: put a proxy that ends TLS in front of it"),
     ),
     Flag(
         ("--enable-log-requests", "--disable-log-requests", "--no-enable-log-requests"),
-        Answered("the router's log has one line for each request, without its prompt: leave the flag out"),
+        UnsupportedFlag("the router's log has one line for each request, without its prompt: leave the flag out"),
         0,
     ),
-    Flag(("--root-path",), Answered("let the proxy strip its own prefix: the router's paths begin with /v1")),
+    Flag(("--root-path",), UnsupportedFlag("let the proxy strip its own prefix: the router's paths begin with /v1")),
     Flag(
         ("--otlp-traces-endpoint",),
         sets("router.tracing.otlp_endpoint", note="over HTTP, such as http://collector:4318"),
     ),
-    Flag(("--enable-request-id-headers",), Holds("every answer has its x-request-id"), 0),
-    Flag(("--disable-log-stats",), Answered("the log holds no statistics, /metrics does: leave the flag out"), 0),
+    Flag(("--enable-request-id-headers",), StandingFlag("every answer has its x-request-id"), 0),
+    Flag(("--disable-log-stats",), UnsupportedFlag("the log holds no statistics, /metrics does: leave the flag out"), 0),
     # the API
-    Flag(("--max-logprobs",), Holds("a token has up to 20 alternatives, as with OpenAI", ("20",))),
+    Flag(("--max-logprobs",), StandingFlag("a token has up to 20 alternatives, as with OpenAI", ("20",))),
     Flag(
         ("--override-generation-config",),
-        Answered("edit the model's generation_config.json, or leave it aside: `--set router.sampling_defaults=openai`"),
+        UnsupportedFlag("edit the model's generation_config.json, or leave it aside: `--set router.sampling_defaults=openai`"),
     ),
     Flag(("--chat-template",), sets("router.chat_template")),
     Flag(("--generation-config", "--sampling-defaults"), sets("router.sampling_defaults", _SAMPLING)),
-    Flag(("--enable-auto-tool-choice",), Holds("a request that brings tools gets `tool_choice: auto`"), 0),
+    Flag(("--enable-auto-tool-choice",), StandingFlag("a request that brings tools gets `tool_choice: auto`"), 0),
     Flag(
         ("--tool-call-parser",),
         sets("router.tool_format", TOOL_FORMATS, "not needed: the format is found in the chat template"),
@@ -248,7 +248,7 @@ def add_flags(parser: argparse.ArgumentParser, besides: Collection[str]) -> None
         if names:
             parser.add_argument(
                 *names,
-                action=_Foreign,
+                action=_ForeignFlags,
                 dest="foreign",
                 nargs=flag.nargs,
                 flag=flag,
@@ -257,7 +257,7 @@ def add_flags(parser: argparse.ArgumentParser, besides: Collection[str]) -> None
             )
 
 
-class _Foreign(argparse.Action):
+class _ForeignFlags(argparse.Action):
     """Keeps (flag, its name as typed, its values), in the order typed."""
 
     def __init__(self, *args: Any, flag: Flag, **kwargs: Any) -> None:
@@ -279,7 +279,7 @@ class _Foreign(argparse.Action):
 def translated(name: str, value: str) -> list[Assignment] | None:
     """What a flag that Tandem has under the same name sets, in vLLM's words as well as in ours."""
     for flag in VLLM:
-        if name in flag.names and isinstance(flag.becomes, Sets):
+        if name in flag.names and isinstance(flag.becomes, SettingFlag):
             return flag.becomes.convert([value])
     return None
 
@@ -292,12 +292,12 @@ def read_flags(
     answers: list[str] = []
     for flag, name, values in given:
         match flag.becomes:
-            case Sets(convert=convert):
+            case SettingFlag(convert=convert):
                 assignments += [(setting, text, name) for setting, text in convert(values)]
-            case Holds(note=note, values=held):
+            case StandingFlag(note=note, values=held):
                 if held is not None and values[0] not in held:
                     answers.append(f"{name} {values[0]}: {note}")
-            case Answered(note=note):
+            case UnsupportedFlag(note=note):
                 answers.append(f"{name}: {note}")
     return assignments, answers
 
@@ -310,15 +310,15 @@ def table() -> Iterator[str]:
         yield f"| {', '.join(f'`{name}`' for name in flag.names)} | {_shown(flag.becomes)} |"
 
 
-def _shown(becomes: Sets | Holds | Answered) -> str:
+def _shown(becomes: SettingFlag | StandingFlag | UnsupportedFlag) -> str:
     match becomes:
-        case Sets(settings=settings, note=note):
+        case SettingFlag(settings=settings, note=note):
             if note.startswith("`"):
                 return f"sets {note}"
             return f"sets {', '.join(f'`{name}`' for name in settings)}{': ' + note if note else ''}"
-        case Holds(note=note, values=None):
+        case StandingFlag(note=note, values=None):
             return f"taken, holds already: {note}"
-        case Holds(note=note, values=held):
+        case StandingFlag(note=note, values=held):
             return f"{', '.join(f'`{value}`' for value in held or ())} alone: {note}"
-        case Answered(note=note):
+        case UnsupportedFlag(note=note):
             return f"answered: {note}"

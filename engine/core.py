@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from tandem.engine.canary import Canary
-from tandem.engine.model.runner import Computed, ModelRunner, StartedStep
+from tandem.engine.model.runner import FinishedStep, ModelRunner, StartedStep
 from tandem.engine.request import Request, RequestStatus
 from tandem.engine.scheduling.output import ModelOutput, SchedulerOutput
 from tandem.engine.scheduling.scheduler import Scheduler
@@ -36,7 +36,7 @@ class StepResult:
 
 
 @dataclasses.dataclass(slots=True)
-class _Started:
+class _StepInFlight:
     plan: SchedulerOutput
     computing: StartedStep
     began: float  # by the tracer's clock, as long as there is one
@@ -63,7 +63,7 @@ class Engine:
         self.canary: Canary | None = None  # set once, where received KV is checked
         self._ahead = ahead
         self._debug = debug
-        self._open: _Started | None = None  # runs while the next step is planned
+        self._open: _StepInFlight | None = None  # runs while the next step is planned
         self._last_booked = 0.0
         self._clock = clock
         self._last_finished = 0.0
@@ -110,7 +110,7 @@ class Engine:
                 self.scheduler.check_integrity()
         return result
 
-    def _start(self, plan: SchedulerOutput, began: float) -> _Started:
+    def _start(self, plan: SchedulerOutput, began: float) -> _StepInFlight:
         worker = self.worker
         if worker is not None:
             if plan.connector_metadata is None:
@@ -125,12 +125,12 @@ class Engine:
             hooks = worker if worker is not None and worker.layerwise else None
             computing = self.runner.start(plan, hooks)
         else:
-            computing = Computed(ModelOutput(sampled_token_ids={}))
+            computing = FinishedStep(ModelOutput(sampled_token_ids={}))
         if worker is not None:
             worker.wait_for_save()
-        return _Started(plan, computing, began, forward_began, started)
+        return _StepInFlight(plan, computing, began, forward_began, started)
 
-    def _book(self, started: _Started, result: StepResult) -> None:
+    def _book(self, started: _StepInFlight, result: StepResult) -> None:
         """Transfers first: they say which of the model's results can't be right."""
         plan, output = started.plan, started.computing.finish()
         forward_ended, finished = self._now(), self._clock()

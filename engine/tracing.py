@@ -11,7 +11,7 @@ from collections.abc import Callable
 from tandem.engine.scheduling.output import ModelOutput, SchedulerOutput
 from tandem.kvtransfer.base import ConnectorOutput
 from tandem.wire.requests import Submit
-from tandem.wire.tracing import Phase, Span, TransferRecord, TransferTrace
+from tandem.wire.tracing import Span, TracePhase, TransferRecord, TransferTrace
 
 # A step is two spans, so this is an answer of 2,000 tokens; what comes after it is counted.
 MAX_SPANS = 4096
@@ -42,14 +42,14 @@ class StepTimes:
 
 
 @dataclasses.dataclass(slots=True)
-class _Traced:
+class _TracedRequest:
     submit: Submit
     admitted_at: float
     spans: list[Span] = dataclasses.field(default_factory=list)
     dropped: int = 0
     transfer: TransferRecord | None = None
     waits_since: float | None = None  # for its next step; None while it has one
-    waits_as: Phase = Phase.QUEUE
+    waits_as: TracePhase = TracePhase.QUEUE
     writes: bool = False  # its prompt is through: steps write its answer from here on
 
     def add(self, span: Span) -> None:
@@ -67,8 +67,8 @@ class Tracer:
         self._trace_of = trace_of
         self._done = done
         self._arrivals: dict[str, float] = {}
-        self._live: dict[str, _Traced] = {}
-        self._awaited: dict[str, _Traced] = {}  # ended here, their transfer not
+        self._live: dict[str, _TracedRequest] = {}
+        self._awaited: dict[str, _TracedRequest] = {}  # ended here, their transfer not
 
     @property
     def active(self) -> bool:
@@ -82,8 +82,8 @@ class Tracer:
 
     def admitted(self, submit: Submit) -> None:
         now = self.clock()
-        traced = _Traced(submit, now, waits_since=now)
-        traced.add(Span(Phase.INBOX, self._arrivals.pop(submit.request_id, now), now))
+        traced = _TracedRequest(submit, now, waits_since=now)
+        traced.add(Span(TracePhase.INBOX, self._arrivals.pop(submit.request_id, now), now))
         self._live[submit.request_id] = traced
 
     def on_step(
@@ -103,22 +103,22 @@ class Tracer:
             for request_id in over & self._awaited.keys():
                 self._conclude(request_id, self._awaited.pop(request_id))
 
-    def _on_work(self, traced: _Traced, tokens: int, beside: int, times: StepTimes) -> None:
+    def _on_work(self, traced: _TracedRequest, tokens: int, beside: int, times: StepTimes) -> None:
         if traced.waits_since is not None:
             traced.add(Span(traced.waits_as, traced.waits_since, times.began))
             traced.waits_since = None
-        phase = Phase.DECODE if traced.writes else Phase.PREFILL
-        traced.add(Span(Phase.STEP, times.began, times.ended, tokens, beside))
+        phase = TracePhase.DECODE if traced.writes else TracePhase.PREFILL
+        traced.add(Span(TracePhase.STEP, times.began, times.ended, tokens, beside))
         traced.add(Span(phase, times.forward_began, times.forward_ended, tokens, beside))
 
-    def _on_received(self, request_id: str, traced: _Traced, *, complete: bool, now: float) -> None:
+    def _on_received(self, request_id: str, traced: _TracedRequest, *, complete: bool, now: float) -> None:
         spans = self._transfer_spans(request_id, traced)
         asked = min((span.start for span in spans), default=now)
-        traced.add(Span(Phase.QUEUE, traced.admitted_at, max(asked, traced.admitted_at)))
+        traced.add(Span(TracePhase.QUEUE, traced.admitted_at, max(asked, traced.admitted_at)))
         for span in spans:
             traced.add(span)
         traced.waits_since = max((span.end for span in spans), default=now)
-        traced.waits_as = Phase.RESUME if complete else Phase.QUEUE
+        traced.waits_as = TracePhase.RESUME if complete else TracePhase.QUEUE
         traced.writes = complete
 
     def ended(self, request_id: str, *, is_held: bool) -> None:
@@ -134,12 +134,12 @@ class Tracer:
             oldest = next(iter(self._awaited))
             self._conclude(oldest, self._awaited.pop(oldest))
 
-    def _conclude(self, request_id: str, traced: _Traced) -> None:
+    def _conclude(self, request_id: str, traced: _TracedRequest) -> None:
         for span in self._transfer_spans(request_id, traced):
             traced.add(span)
         self._done(FinishedTrace(traced.submit, traced.spans, traced.dropped, traced.transfer))
 
-    def _transfer_spans(self, request_id: str, traced: _Traced) -> list[Span]:
+    def _transfer_spans(self, request_id: str, traced: _TracedRequest) -> list[Span]:
         transfer = self._trace_of(request_id)
         if transfer is None:
             return []

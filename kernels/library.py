@@ -34,7 +34,7 @@ class Spec(ctypes.Structure):
     )
 
 
-class Part(ctypes.Structure):
+class WeightRows(ctypes.Structure):
     _fields_ = (("data", c_void_p), ("rows", c_int64), ("dtype", c_int32))
 
 
@@ -67,7 +67,7 @@ class StepBatch(ctypes.Structure):
     )
 
 
-class Rows(ctypes.Structure):
+class KernelRows(ctypes.Structure):
     _fields_ = (
         ("data", c_void_p),
         ("count", c_int64),
@@ -91,7 +91,7 @@ class RotaryRows(ctypes.Structure):
     _fields_ = (("cosines", c_void_p), ("sines", c_void_p), ("stride", c_int64), ("dtype", c_int32))
 
 
-class AttentionKind(ctypes.Structure):
+class KernelAttentionKind(ctypes.Structure):
     _fields_ = (
         ("heads", c_int32),
         ("kv_heads", c_int32),
@@ -110,9 +110,12 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "tandem_instruction_set": (c_char_p, [c_int32, c_char_p]),
     "tandem_create": (c_void_p, [POINTER(Spec), POINTER(c_int32), c_int32, c_char_p]),
     "tandem_destroy": (None, [c_void_p]),
-    "tandem_load_linear": (c_int32, [c_void_p, c_int32, c_int32, POINTER(Part), POINTER(Part), c_int32]),
-    "tandem_load_vector": (c_int32, [c_void_p, c_int32, c_int32, POINTER(Part)]),
-    "tandem_use_embedding": (c_int32, [c_void_p, POINTER(Part)]),
+    "tandem_load_linear": (
+        c_int32,
+        [c_void_p, c_int32, c_int32, POINTER(WeightRows), POINTER(WeightRows), c_int32],
+    ),
+    "tandem_load_vector": (c_int32, [c_void_p, c_int32, c_int32, POINTER(WeightRows)]),
+    "tandem_use_embedding": (c_int32, [c_void_p, POINTER(WeightRows)]),
     "tandem_set_rotary": (c_int32, [c_void_p, POINTER(c_float), c_int32, c_float]),
     "tandem_use_cache": (c_int32, [c_void_p, POINTER(CacheLayout)]),
     "tandem_begin": (c_int32, [c_void_p, POINTER(StepBatch)]),
@@ -121,13 +124,19 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "tandem_profile": (c_int32, [c_void_p, c_int32, POINTER(c_int64)]),
     "tandem_operations_create": (c_void_p, [c_int32, POINTER(c_int32), c_int32, c_char_p]),
     "tandem_operations_destroy": (None, [c_void_p]),
-    "tandem_add_linear": (c_int32, [c_void_p, POINTER(Part), POINTER(Part), c_int32, c_int32, c_int32]),
-    "tandem_add_norm": (c_int32, [c_void_p, POINTER(Part), c_float, c_float]),
-    "tandem_add_attention": (c_int32, [c_void_p, POINTER(AttentionKind)]),
+    "tandem_add_linear": (
+        c_int32,
+        [c_void_p, POINTER(WeightRows), POINTER(WeightRows), c_int32, c_int32, c_int32],
+    ),
+    "tandem_add_norm": (c_int32, [c_void_p, POINTER(WeightRows), c_float, c_float]),
+    "tandem_add_attention": (c_int32, [c_void_p, POINTER(KernelAttentionKind)]),
     "tandem_operations_use_cache": (c_int32, [c_void_p, POINTER(CacheLayout)]),
-    "tandem_linear_rows": (c_int32, [c_void_p, c_int32, POINTER(Rows), POINTER(Rows)]),
-    "tandem_gated_rows": (c_int32, [c_void_p, c_int32, c_int32, c_int32, POINTER(Rows), POINTER(Rows)]),
-    "tandem_norm_rows": (c_int32, [c_void_p, c_int32, POINTER(Rows), POINTER(Rows)]),
+    "tandem_linear_rows": (c_int32, [c_void_p, c_int32, POINTER(KernelRows), POINTER(KernelRows)]),
+    "tandem_gated_rows": (
+        c_int32,
+        [c_void_p, c_int32, c_int32, c_int32, POINTER(KernelRows), POINTER(KernelRows)],
+    ),
+    "tandem_norm_rows": (c_int32, [c_void_p, c_int32, POINTER(KernelRows), POINTER(KernelRows)]),
     "tandem_operations_begin": (c_int32, [c_void_p, POINTER(StepBatch)]),
     "tandem_attend": (
         c_int32,
@@ -139,7 +148,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
             POINTER(Heads),
             POINTER(Heads),
             POINTER(RotaryRows),
-            POINTER(Rows),
+            POINTER(KernelRows),
         ],
     ),
 }
@@ -188,6 +197,6 @@ def instruction_set(dtype: torch.dtype, limit: str = "") -> str | None:
     return found.decode() if found else None
 
 
-def part(tensor: torch.Tensor) -> Part:
+def part(tensor: torch.Tensor) -> WeightRows:
     """Points into the tensor, which must be contiguous and outlive the call."""
-    return Part(tensor.data_ptr(), tensor.shape[0], DTYPES[tensor.dtype])
+    return WeightRows(tensor.data_ptr(), tensor.shape[0], DTYPES[tensor.dtype])

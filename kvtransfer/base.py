@@ -51,7 +51,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Protocol
 import msgspec
 from msgspec import Meta
 
-from tandem.wire.requests import KVTransferParams, Waits
+from tandem.wire.requests import KVTransferParams, WaitHistogram
 from tandem.wire.settings import NotEmpty, Seconds, about
 from tandem.wire.tracing import TransferRecord, TransferTrace
 
@@ -176,7 +176,9 @@ class TransferStats(msgspec.Struct):
     # A producer's blocks that became free, by what freed them: see `protocol.statistics.Freed`.
     blocks_freed: dict[str, int] = msgspec.field(default_factory=dict)
     recent: list[TransferRecord] = msgspec.field(default_factory=list)  # the newest at the end, a few dozen
-    waits: dict[str, Waits] = msgspec.field(default_factory=dict)  # by stage: see TransferRecord.waits
+    waits: dict[str, WaitHistogram] = msgspec.field(
+        default_factory=dict
+    )  # by stage: see TransferRecord.waits
 
 
 class LoadFailurePolicy(enum.StrEnum):

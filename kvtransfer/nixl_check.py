@@ -31,7 +31,7 @@ class NixlReport(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-class _Moved(msgspec.Struct, frozen=True):
+class _MoveResult(msgspec.Struct, frozen=True):
     plugins: list[str]
     gigabytes_per_s: float
 
@@ -60,7 +60,7 @@ def check(timeout_s: float = 60.0, device: str = "") -> NixlReport:
             return NixlReport(
                 version, error=words[-1] if words else f"it ended with status {child.returncode}"
             )
-        moved = msgspec.json.decode(child.stdout, type=_Moved)
+        moved = msgspec.json.decode(child.stdout, type=_MoveResult)
         # UCX writes its log when the process ends.
         transports = lanes_in(log.read_text(errors="replace")) if log.exists() else []
         return NixlReport(version, moved.plugins, transports, moved.gigabytes_per_s)
@@ -113,7 +113,7 @@ def _address(buffer: bytearray) -> int:
     return ctypes.addressof((ctypes.c_char * len(buffer)).from_buffer(buffer))
 
 
-class _Offered(msgspec.Struct, frozen=True):
+class _Offer(msgspec.Struct, frozen=True):
     metadata: bytes
     address: int
 
@@ -131,7 +131,7 @@ def _on_device(device: str) -> tuple[list[str], float]:
         line = receiver.stdout.readline()
         if not line:
             raise RuntimeError(f"a second process cannot use NIXL with {device}")
-        offered = msgspec.json.decode(line, type=_Offered)
+        offered = msgspec.json.decode(line, type=_Offer)
         peer = agent.add_remote_agent(offered.metadata)
         kind, number = _kind_of(tensor)
         handle = agent.initialize_xfer(
@@ -155,7 +155,7 @@ def _receive(device: str, out: BinaryIO) -> None:
     tensor.zero_()
     if tensor.is_cuda:
         tensor.sum().item()  # the zeros are there before anything arrives
-    offered = _Offered(agent.get_agent_metadata(), tensor.data_ptr())
+    offered = _Offer(agent.get_agent_metadata(), tensor.data_ptr())
     out.write(msgspec.json.encode(offered) + b"\n")
     out.flush()
     sys.stdin.readline()
@@ -186,7 +186,7 @@ def main() -> None:
         _receive(sys.argv[1], out)
         return
     plugins, speed = _on_device(sys.argv[1]) if len(sys.argv) > 1 else _loop_back()
-    out.write(msgspec.json.encode(_Moved(plugins, speed)))
+    out.write(msgspec.json.encode(_MoveResult(plugins, speed)))
     out.flush()
 
 

@@ -71,7 +71,7 @@ def _data_of(event: bytes) -> bytes:
     return b"\n".join(lines)
 
 
-class AnswerReader:
+class AnswerParser:
     """Reads one response's body as it arrives and fills a timeline. `finish` raises what went wrong."""
 
     def __init__(self, timeline: Timeline) -> None:

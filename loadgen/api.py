@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from tandem.loadgen.answers import AnswerReader
+from tandem.loadgen.answers import AnswerParser
 from tandem.loadgen.connections import NO_HEADERS, HttpClient
 from tandem.loadgen.timeline import RequestFailure, Timeline
 from tandem.wire.errors import ConfigurationError
@@ -20,7 +20,7 @@ Message = dict[str, str]
 MODELS_TIMEOUT_S = 30.0
 
 
-class ServedModel(msgspec.Struct, frozen=True):
+class ListedModel(msgspec.Struct, frozen=True):
     id: str
     root: str | None = None  # some servers tell the folder that they loaded
 
@@ -37,12 +37,12 @@ class Api:
 
     @property
     def is_chat(self) -> bool:
-        return self._shape.endpoint is Endpoint.CHAT
+        return self._shape.endpoint is ApiEndpoint.CHAT
 
     async def ask(self, prompt: Prompt | list[Message], timeline: Timeline) -> None:
         """Always returns, with the timeline complete; what went wrong stands in it."""
         body = self._body(prompt, timeline.max_tokens)
-        reader = AnswerReader(timeline)
+        reader = AnswerParser(timeline)
         headers = {"x-request-id": timeline.trace, "x-tandem-trace": "1"} if timeline.trace else NO_HEADERS
         timeline.sent_at = time.perf_counter()
         try:
@@ -74,7 +74,7 @@ class Api:
         return msgspec.json.encode(fields)
 
 
-class _Collected:
+class _CollectedAnswer:
     def __init__(self) -> None:
         self.status = 0
         self.content = b""
@@ -87,12 +87,12 @@ class _Collected:
 
 
 class _ModelList(msgspec.Struct):
-    data: list[ServedModel]
+    data: list[ListedModel]
 
 
-async def served_models(http: HttpClient) -> list[ServedModel]:
+async def served_models(http: HttpClient) -> list[ListedModel]:
     """Raises ConfigurationError when the server does not tell: the operator must."""
-    answer = _Collected()
+    answer = _CollectedAnswer()
     try:
         async with asyncio.timeout(MODELS_TIMEOUT_S):
             await http.exchange("GET", "/v1/models", b"", answer)
@@ -119,18 +119,18 @@ async def served_models(http: HttpClient) -> list[ServedModel]:
         ) from error
 
 
-class Endpoint(enum.StrEnum):
+class ApiEndpoint(enum.StrEnum):
     COMPLETIONS = "completions"
     CHAT = "chat"
 
     @property
     def path(self) -> str:
-        return "/v1/completions" if self is Endpoint.COMPLETIONS else "/v1/chat/completions"
+        return "/v1/completions" if self is ApiEndpoint.COMPLETIONS else "/v1/chat/completions"
 
 
 class RequestShape(msgspec.Struct, frozen=True):
     model: str
-    endpoint: Endpoint = Endpoint.COMPLETIONS
+    endpoint: ApiEndpoint = ApiEndpoint.COMPLETIONS
     ignore_eos: bool = True  # so that an answer has exactly the tokens asked for
     temperature: float | None = None  # None: the server's default
     timeout_s: float = 600.0

@@ -12,7 +12,7 @@ from tandem.loadgen.workload import Session
 from tandem.wire.errors import ConfigurationError
 
 
-class Load:
+class LoadStream:
     """One stream of sessions under one label. Several may run side by side on one event loop.
 
     With `arrivals`, each session is sent at its time, or later if `concurrency` sessions are already running. Without

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from tandem.loadgen.api import Endpoint
+from tandem.loadgen.api import ApiEndpoint
 from tandem.loadgen.metrics import ServiceLevel, parse_service_level
 from tandem.wire.errors import ConfigurationError
 
@@ -31,7 +31,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     url: str
     model: str | None
     tokenizer: Path | None
-    endpoint: Endpoint
+    endpoint: ApiEndpoint
     prompt_format: PromptFormat
     workload: Workload
     requests: int | None
@@ -94,7 +94,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigurationError(f"--{name} must not be negative, not {value:g}")
         if (self.trace is not None) != (self.workload is Workload.TRACE):
             raise ConfigurationError("--trace FILE and --workload trace belong together")
-        if self.prompt_format is PromptFormat.IDS and self.endpoint is Endpoint.CHAT:
+        if self.prompt_format is PromptFormat.IDS and self.endpoint is ApiEndpoint.CHAT:
             raise ConfigurationError("the chat endpoint takes no token ids: leave --prompt-format at text")
 
 
@@ -117,8 +117,8 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     )
     server.add_argument(
         "--endpoint",
-        choices=[choice.value for choice in Endpoint],
-        default=Endpoint.COMPLETIONS.value,
+        choices=[choice.value for choice in ApiEndpoint],
+        default=ApiEndpoint.COMPLETIONS.value,
         help="(%(default)s)",
     )
     server.add_argument(
@@ -244,7 +244,7 @@ def options_from(args: argparse.Namespace) -> Options:
     given = {name: getattr(args, name) for name in Options.__struct_fields__}
     options = msgspec.structs.replace(
         Options(**given),
-        endpoint=Endpoint(args.endpoint),
+        endpoint=ApiEndpoint(args.endpoint),
         prompt_format=PromptFormat(args.prompt_format),
         workload=Workload(args.workload),
     )

@@ -14,7 +14,7 @@ from tandem.loadgen.metrics import Summary
 from tandem.loadgen.timeline import Timeline
 
 
-class Machine(msgspec.Struct, frozen=True):
+class MachineDescription(msgspec.Struct, frozen=True):
     """Where the generator ran; for a local server, where all of it did."""
 
     processor: str
@@ -23,7 +23,7 @@ class Machine(msgspec.Struct, frozen=True):
     python: str
 
     @classmethod
-    def here(cls) -> Machine:
+    def here(cls) -> MachineDescription:
         return cls(
             processor=_processor(),
             cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
@@ -45,7 +45,7 @@ class RequestRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class Report(msgspec.Struct, frozen=True):
     made_at: str
-    machine: Machine
+    machine: MachineDescription
     settings: dict[str, object]
     exact_lengths: bool  # prompts were made with the model's own tokenizer
     generator_cpu: float  # cores' worth of time that the generator itself took
@@ -84,7 +84,7 @@ def make_report(
 ) -> Report:
     return Report(
         made_at=datetime.now(UTC).isoformat(timespec="seconds"),
-        machine=Machine.here(),
+        machine=MachineDescription.here(),
         settings=settings,
         exact_lengths=exact_lengths,
         generator_cpu=generator_cpu,

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from tandem.loadgen.load import Load
+from tandem.loadgen.load import LoadStream
 from tandem.loadgen.metrics import Distribution, Summary
 from tandem.loadgen.timeline import Timeline
 
@@ -64,7 +64,9 @@ _REFRESH_S = 0.5
 _PLAIN_LINE_S = 5.0  # where a line cannot be redrawn, as in a log file
 
 
-async def with_progress(run: Awaitable[None], loads: Sequence[Load], console: Console, title: str) -> None:
+async def with_progress(
+    run: Awaitable[None], loads: Sequence[LoadStream], console: Console, title: str
+) -> None:
     """Shows the loads' progress until `run` ends."""
     shown = asyncio.create_task(
         _redraw(loads, console, title) if console.is_terminal else _log(loads, console, title)
@@ -76,7 +78,7 @@ async def with_progress(run: Awaitable[None], loads: Sequence[Load], console: Co
         await asyncio.gather(shown, return_exceptions=True)
 
 
-async def _redraw(loads: Sequence[Load], console: Console, title: str) -> None:
+async def _redraw(loads: Sequence[LoadStream], console: Console, title: str) -> None:
     columns = (TextColumn(title), BarColumn(), TextColumn("{task.fields[state]}"), TimeElapsedColumn())
     with Progress(*columns, console=console, auto_refresh=False, transient=True) as progress:
         task = progress.add_task(title, total=sum(load.total for load in loads), state="")
@@ -91,13 +93,13 @@ async def _redraw(loads: Sequence[Load], console: Console, title: str) -> None:
             progress.update(task, completed=sum(len(load.timelines) for load in loads), state=state_of(loads))
 
 
-async def _log(loads: Sequence[Load], console: Console, title: str) -> None:
+async def _log(loads: Sequence[LoadStream], console: Console, title: str) -> None:
     while True:
         await asyncio.sleep(_PLAIN_LINE_S)
         console.print(f"{title}: {state_of(loads)}", highlight=False)
 
 
-def state_of(loads: Sequence[Load]) -> str:
+def state_of(loads: Sequence[LoadStream]) -> str:
     ended = sum(len(load.timelines) for load in loads)
     total = sum(load.total for load in loads)
     failed = sum(not timeline.succeeded for load in loads for timeline in load.timelines)

@@ -13,7 +13,7 @@ from tandem.wire.errors import ConfigurationError
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class SessionTurn:
     """The first turn's prompt stands alone; a later one's is what it adds to the conversation so far."""
 
     prompt: Prompt
@@ -24,12 +24,12 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    turns: tuple[Turn, ...]
+    turns: tuple[SessionTurn, ...]
     arrival_s: float | None = None  # recorded, from the trace's beginning
 
 
 def single(prompt: Prompt, prompt_tokens: int, max_tokens: int, arrival_s: float | None = None) -> Session:
-    return Session((Turn(prompt, prompt_tokens, max_tokens),), arrival_s)
+    return Session((SessionTurn(prompt, prompt_tokens, max_tokens),), arrival_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +107,9 @@ def multi_turn(
     for _ in range(count):
         tokens = lengths.draw_input(rng)
         opening = vocabulary.prompt(vocabulary.draw(rng, words_for(vocabulary, tokens)))
-        asked = [Turn(opening, tokens, lengths.draw_output(rng))]
+        asked = [SessionTurn(opening, tokens, lengths.draw_output(rng))]
         for _ in range(turns - 1):
             said = vocabulary.continuation(vocabulary.draw(rng, turn_tokens))
-            asked.append(Turn(said, turn_tokens, lengths.draw_output(rng), wait_s=think_s))
+            asked.append(SessionTurn(said, turn_tokens, lengths.draw_output(rng), wait_s=think_s))
         sessions.append(Session(tuple(asked)))
     return sessions

@@ -79,7 +79,7 @@ class RoleRules(Protocol):
 
 
 @dataclasses.dataclass(slots=True)
-class _Live:
+class _LiveRequest:
     """A request between its Submit and its end."""
 
     submit: Submit
@@ -138,7 +138,7 @@ class NodeService:
         )
         self._canary = engine.canary = Canary(engine.scheduler, engine.runner, share)
         self._desk = GrammarDesk(grammars, config.timeouts.grammar_s, mailbox.put)
-        self._live: dict[str, _Live] = {}
+        self._live: dict[str, _LiveRequest] = {}
         self._deadlines: list[tuple[float, str]] = []
         self._routers = Routers(
             line,
@@ -387,7 +387,7 @@ class NodeService:
         if grammar is not None and request.status is RequestStatus.WAITING_FOR_GRAMMAR:
             self._desk.begin(request.request_id, grammar, now)
         deadline = now + submit.timeout_s
-        self._live[submit.request_id] = _Live(submit, deadline, len(submit.output_token_ids))
+        self._live[submit.request_id] = _LiveRequest(submit, deadline, len(submit.output_token_ids))
         self._remember_deadline(deadline, submit.request_id)
         self._quiet.clear()
         if submit.trace:

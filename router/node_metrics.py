@@ -10,8 +10,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from tandem.router.links import NodeLinks
-from tandem.router.pool import Member, Pool
-from tandem.router.supervision import Supervisor
+from tandem.router.pool import Member, NodePool
+from tandem.router.supervision import TaskSupervisor
 from tandem.wire.requests import WAIT_BOUNDS_S, NodeCounters, NodeStatus
 
 _GAUGES = {
@@ -39,7 +39,7 @@ _PER_LABEL = {
 
 
 class NodeCollector(Collector):
-    def __init__(self, pool: Pool, links: NodeLinks, supervisor: Supervisor) -> None:
+    def __init__(self, pool: NodePool, links: NodeLinks, supervisor: TaskSupervisor) -> None:
         self._pool = pool
         self._links = links
         self._supervisor = supervisor

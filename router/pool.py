@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterable
 
 from tandem.router.config import Heartbeat
-from tandem.router.policy.types import NodeView, PoolSnapshot
+from tandem.router.policy.types import NodeSnapshot, PoolSnapshot
 from tandem.router.rates import Average, NodeRateMeter
 from tandem.wire.nodes import NodeInfo, NodeSighting, NodeState, Role
 from tandem.wire.requests import NodeStatus
@@ -38,7 +38,7 @@ class Member:
         self.pending: dict[str, tuple[float, int, int]] = {}
 
 
-class Pool:
+class NodePool:
     def __init__(
         self,
         model_name: str,
@@ -221,10 +221,10 @@ class Pool:
             )
         return self._snapshot
 
-    def _view(self, member: Member) -> NodeView | None:
+    def _view(self, member: Member) -> NodeSnapshot | None:
         if self.unusable(member) is not None or member.status is None:
             return None
-        return NodeView(
+        return NodeSnapshot(
             info=member.info,
             status=member.status,
             rates=member.meter.rates,

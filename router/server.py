@@ -24,9 +24,9 @@ from tandem.router.metrics import RouterMetrics
 from tandem.router.node_metrics import NodeCollector
 from tandem.router.openai.plan import ServedModel
 from tandem.router.policy import make_policy
-from tandem.router.pool import Pool
+from tandem.router.pool import NodePool
 from tandem.router.responses.response_store import ResponseStore
-from tandem.router.supervision import Supervisor
+from tandem.router.supervision import TaskSupervisor
 from tandem.router.text.chat_template import ChatTemplate
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.router.tracing.traces import Traces
@@ -106,10 +106,10 @@ class RouterServer:
         return self.base_url
 
     def _assemble(self, keys: KeyRing, tokenizer: Tokenizer, template: ChatTemplate | None) -> Services:
-        config, metrics, supervisor = self._config, RouterMetrics(), Supervisor()
+        config, metrics, supervisor = self._config, RouterMetrics(), TaskSupervisor()
         clock = time.monotonic
         # The dispatcher and its pool call each other; these are looked up when there is something to say.
-        pool = Pool(
+        pool = NodePool(
             config.model_name,
             config.heartbeat,
             clock,

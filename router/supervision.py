@@ -13,7 +13,7 @@ MAX_RESTARTS = 5
 RESTART_WINDOW_S = 60.0
 
 
-class Supervisor:
+class TaskSupervisor:
     """Runs named tasks for as long as the router lives.
 
     One that ends by itself is a fault: it is logged, counted, and started again. More than MAX_RESTARTS times

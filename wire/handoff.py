@@ -205,7 +205,7 @@ class RefusalCode(enum.StrEnum):
     OVERLOADED = "overloaded"  # too many registrations without a request
 
 
-class Refused(msgspec.Struct, frozen=True, tag="refused", forbid_unknown_fields=True):
+class Refusal(msgspec.Struct, frozen=True, tag="refused", forbid_unknown_fields=True):
     envelope: Envelope
     transfer_id: str  # "" when it is not about one transfer
     code: RefusalCode
@@ -225,5 +225,5 @@ HandoffMessage = (
     | HandoffAccepted
     | CancelTransfer
     | TransferClosed
-    | Refused
+    | Refusal
 )

@@ -99,7 +99,7 @@ class TokenBatch(msgspec.Struct, frozen=True, tag="tokens"):
 WAIT_BOUNDS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0, 20.0)
 
 
-class Waits(msgspec.Struct, frozen=True):
+class WaitHistogram(msgspec.Struct, frozen=True):
     """How long something took, each time: `counts[i]` took at most WAIT_BOUNDS_S[i], the last of them longer."""
 
     total_s: float = 0.0
@@ -109,10 +109,10 @@ class Waits(msgspec.Struct, frozen=True):
     def count(self) -> int:
         return sum(self.counts)
 
-    def plus(self, seconds: float) -> Waits:
+    def plus(self, seconds: float) -> WaitHistogram:
         index = bisect.bisect_left(WAIT_BOUNDS_S, seconds)
         counts = (*self.counts[:index], self.counts[index] + 1, *self.counts[index + 1 :])
-        return Waits(self.total_s + seconds, counts)
+        return WaitHistogram(self.total_s + seconds, counts)
 
 
 class NodeCounters(msgspec.Struct, frozen=True):
@@ -143,7 +143,7 @@ class NodeCounters(msgspec.Struct, frozen=True):
     # Received blocks by the node that sent them: their checksum was wrong, or computing them again gave other values.
     wrong_kv: dict[str, int] = {}
     # By stage (handshake, register, receive, first_byte, last_byte, handover): how long transfers waited.
-    transfer_wait_seconds: dict[str, Waits] = {}
+    transfer_wait_seconds: dict[str, WaitHistogram] = {}
     speculative_drafted: int = 0
     speculative_accepted: int = 0
     kv_checks: int = 0  # received prompts that were computed again in idle time, to compare their KV

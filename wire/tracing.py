@@ -7,7 +7,7 @@ import enum
 import msgspec
 
 
-class Phase(enum.StrEnum):
+class TracePhase(enum.StrEnum):
     # the router
     READ = "read"  # the body has arrived and was checked
     TOKENIZE = "tokenize"  # the prompt is rendered and encoded
@@ -35,7 +35,7 @@ class Phase(enum.StrEnum):
 class Span(msgspec.Struct, frozen=True, array_like=True):
     """Seconds on the recording process's monotonic clock."""
 
-    phase: Phase
+    phase: TracePhase
     start: float
     end: float
     tokens: int = 0  # of this request

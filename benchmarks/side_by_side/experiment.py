@@ -9,9 +9,17 @@ from rich.console import Console
 
 from benchmarks.side_by_side.bystanders import QUIET_CORES, busy_cores
 from benchmarks.side_by_side.handovers import measure_handovers
-from benchmarks.side_by_side.loads import Examiner, Plan, Questions
-from benchmarks.side_by_side.outcome import Absence, Examined, Gaps, Handovers, Outcome, Start, judge
-from benchmarks.side_by_side.systems import Started, System, check_alive, running
+from benchmarks.side_by_side.loads import Examiner, LoadPlan, LoadQuestions
+from benchmarks.side_by_side.outcome import (
+    Absence,
+    ComparisonOutcome,
+    ExaminedSystem,
+    Gaps,
+    Handovers,
+    Start,
+    judge,
+)
+from benchmarks.side_by_side.systems import RunningSystem, System, check_alive, running
 from tandem.loadgen.metrics import ServiceLevel, summarize
 from tandem.loadgen.vocabulary import Vocabulary
 from tandem.wire.errors import TandemError
@@ -21,10 +29,10 @@ class Experiment:
     def __init__(
         self,
         systems: Sequence[System],
-        plan: Plan,
+        plan: LoadPlan,
         vocabulary: Vocabulary,
         slo: ServiceLevel,
-        outcome: Outcome,
+        outcome: ComparisonOutcome,
         gaps: Gaps,
         folder: Path,
         console: Console,
@@ -42,7 +50,7 @@ class Experiment:
     def run(self, runs: int, seed: int, keep: Callable[[], None]) -> None:
         """`keep` is called after every system."""
         for run in range(runs):
-            questions = Questions.draw(self._plan, self._vocabulary, seed + run)
+            questions = LoadQuestions.draw(self._plan, self._vocabulary, seed + run)
             for system in self._systems:
                 if self.outcome.has(system.key, run):
                     title = f"run {run + 1}, {system.title}"
@@ -56,7 +64,7 @@ class Experiment:
                 self.outcome.floors = judge(self.outcome)
                 keep()
 
-    def _examine(self, system: System, run: int, questions: Questions) -> None:
+    def _examine(self, system: System, run: int, questions: LoadQuestions) -> None:
         title = f"run {run + 1}, {system.title}"
         bystanders = busy_cores()
         if bystanders > QUIET_CORES:
@@ -76,11 +84,11 @@ class Experiment:
             self.outcome.handovers += handovers
             for measured in examination.measured:
                 summary = summarize(measured.cell, measured.timelines, measured.duration_s, self._slo)
-                self.outcome.examined.append(Examined(system.key, run, measured.cell, summary))
+                self.outcome.examined.append(ExaminedSystem(system.key, run, measured.cell, summary))
                 gaps = self.gaps.setdefault(measured.cell, {}).setdefault(system.key, [])
                 gaps += [gap for t in measured.timelines if t.succeeded for gap in t.inter_token]
 
-    def _handovers(self, started: Started, run: int, questions: Questions) -> list[Handovers]:
+    def _handovers(self, started: RunningSystem, run: int, questions: LoadQuestions) -> list[Handovers]:
         system = started.system
         prompts = [session.turns[0].prompt for session in questions.handed_over]
         picture = self._folder / f"{system.key}-{run + 1}" / "trace.png"

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from tandem.loadgen.api import Api, RequestShape
 from tandem.loadgen.connections import Address, HttpClient
-from tandem.loadgen.load import Load
+from tandem.loadgen.load import LoadStream
 from tandem.loadgen.show import with_progress
 from tandem.loadgen.timeline import Timeline
 from tandem.loadgen.vocabulary import Vocabulary
@@ -30,7 +30,7 @@ _HANDOVERS = 7
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LoadPlan:
     """How much of everything. Counts are requests, lengths tokens."""
 
     closed_loops: tuple[tuple[int, int], ...]  # users, and how many requests they make together
@@ -48,7 +48,7 @@ class Plan:
     at_most_s: float  # after this nothing more is sent: a slow system makes fewer requests, and says so
 
 
-FULL = Plan(
+FULL = LoadPlan(
     closed_loops=((1, 8), (4, 24), (8, 48)),
     prompt=Lengths(512, 64),
     chat_users=3,
@@ -63,7 +63,7 @@ FULL = Plan(
     shared=Lengths(64, 32),
     at_most_s=90.0,
 )
-QUICK = Plan(
+QUICK = LoadPlan(
     closed_loops=((1, 3), (4, 8), (8, 16)),
     prompt=Lengths(512, 64),
     chat_users=3,
@@ -84,13 +84,13 @@ def closed_loop(users: int) -> str:
     return "1 user" if users == 1 else f"{users} users"
 
 
-def cells_of(plan: Plan) -> list[str]:
+def cells_of(plan: LoadPlan) -> list[str]:
     """Every load's name, in the order of the table."""
     return [*(closed_loop(users) for users, _ in plan.closed_loops), ALONE, BESIDE, LONG, SHARED]
 
 
 @dataclass(frozen=True, slots=True)
-class Questions:
+class LoadQuestions:
     """The prompts of one run."""
 
     warm_up: list[Session]
@@ -102,7 +102,7 @@ class Questions:
     handed_over: list[Session]
 
     @classmethod
-    def draw(cls, plan: Plan, vocabulary: Vocabulary, seed: int) -> Questions:
+    def draw(cls, plan: LoadPlan, vocabulary: Vocabulary, seed: int) -> LoadQuestions:
         rng = np.random.default_rng(seed)
         # More than a second's worth for each user and second: chats go on for as long as they are wanted.
         chats = round(plan.chat_users * (plan.at_most_s + plan.long_prompts * plan.long_every_s) * 4)
@@ -125,7 +125,7 @@ class Questions:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredLoad:
     cell: str
     timelines: list[Timeline]
     duration_s: float
@@ -134,14 +134,14 @@ class Measured:
 @dataclass(frozen=True, slots=True)
 class Examination:
     first_ttft_s: float  # of the first request that it ever had
-    measured: list[Measured]
+    measured: list[MeasuredLoad]
 
 
 class Examiner:
     """Asks one system everything, one load after another."""
 
     def __init__(
-        self, url: str, model: str, plan: Plan, questions: Questions, console: Console, title: str
+        self, url: str, model: str, plan: LoadPlan, questions: LoadQuestions, console: Console, title: str
     ) -> None:
         self._address = Address.of_url(url)
         self._shape = RequestShape(model, timeout_s=_A_REQUEST_S)
@@ -172,7 +172,7 @@ class Examiner:
         return Examination(first.ttft, measured)
 
     async def _warm_up(self, api: Api, sessions: Sequence[Session]) -> list[Timeline]:
-        load = Load("warm-up", api, sessions, concurrency=1)
+        load = LoadStream("warm-up", api, sessions, concurrency=1)
         await self._run(load.run(), [load])
         for timeline in load.timelines:
             if timeline.failure is not None:
@@ -181,18 +181,18 @@ class Examiner:
 
     async def _closed(
         self, api: Api, cell: str, sessions: Sequence[Session], users: int, at_most_s: float
-    ) -> Measured:
-        load = Load(cell, api, sessions, concurrency=users)
+    ) -> MeasuredLoad:
+        load = LoadStream(cell, api, sessions, concurrency=users)
         await self._run(load.run(at_most_s), [load])
-        return Measured(cell, load.timelines, load.duration_s)
+        return MeasuredLoad(cell, load.timelines, load.duration_s)
 
-    async def _chats_beside_long(self, api: Api) -> list[Measured]:
+    async def _chats_beside_long(self, api: Api) -> list[MeasuredLoad]:
         """The chats last exactly as long as there are long prompts to be answered."""
         plan, questions = self._plan, self._questions
-        chats = Load(BESIDE, api, questions.chats_beside, concurrency=plan.chat_users)
+        chats = LoadStream(BESIDE, api, questions.chats_beside, concurrency=plan.chat_users)
         # The first comes when the chats are under way.
         times = [plan.long_every_s * (index + 0.5) for index in range(plan.long_prompts)]
-        long = Load(LONG, api, questions.long, arrivals=times)
+        long = LoadStream(LONG, api, questions.long, arrivals=times)
 
         async def both() -> None:
             async with asyncio.TaskGroup() as group:
@@ -201,7 +201,7 @@ class Examiner:
                 chats.stop()
 
         await self._run(both(), [chats, long])
-        return [Measured(load.label, load.timelines, load.duration_s) for load in (chats, long)]
+        return [MeasuredLoad(load.label, load.timelines, load.duration_s) for load in (chats, long)]
 
-    async def _run(self, run: Coroutine[None, None, None], loads: list[Load]) -> None:
+    async def _run(self, run: Coroutine[None, None, None], loads: list[LoadStream]) -> None:
         await with_progress(run, loads, self._console, f"{self._title}, {loads[0].label}")

@@ -10,7 +10,7 @@ import msgspec
 from benchmarks.side_by_side.loads import ALONE, BESIDE, closed_loop
 from benchmarks.side_by_side.systems import TANDEM_AGGREGATED, TANDEM_PD, VLLM_AGGREGATED, VLLM_PD
 from tandem.loadgen.metrics import Summary
-from tandem.loadgen.report import Machine
+from tandem.loadgen.report import MachineDescription
 
 _FIRST_ANSWER_S = 25.0
 _HANDOVER_MS = 10.0
@@ -24,7 +24,7 @@ class Start(msgspec.Struct, frozen=True):
     bystanders: float  # cores' worth of work that others did just before
 
 
-class Examined(msgspec.Struct, frozen=True):
+class ExaminedSystem(msgspec.Struct, frozen=True):
     """One system under one load, once."""
 
     system: str
@@ -71,17 +71,17 @@ class Floor(msgspec.Struct, frozen=True):
     unit: str = "×"
 
 
-class Outcome(msgspec.Struct):
+class ComparisonOutcome(msgspec.Struct):
     """Everything that one experiment found; written after every system, so that nothing measured is lost."""
 
     made_at: str
-    machine: Machine
+    machine: MachineDescription
     command: str
     settings: dict[str, object]
     titles: dict[str, str]  # of the systems, by key
     cells: list[str]
     starts: list[Start] = []
-    examined: list[Examined] = []
+    examined: list[ExaminedSystem] = []
     handovers: list[Handovers] = []
     absences: list[Absence] = []
     floors: list[Floor] = []
@@ -120,16 +120,16 @@ def goodput(summary: Summary) -> float | None:
     return summary.goodput_per_s
 
 
-def figure(outcome: Outcome, system: str, cell: str, reading: Reading) -> Figure | None:
+def figure(outcome: ComparisonOutcome, system: str, cell: str, reading: Reading) -> Figure | None:
     values = [reading(e.summary) for e in outcome.examined if (e.system, e.cell) == (system, cell)]
     return Figure.of([value for value in values if value is not None])
 
 
-def first_answer_after(outcome: Outcome, system: str) -> Figure | None:
+def first_answer_after(outcome: ComparisonOutcome, system: str) -> Figure | None:
     return Figure.of([start.first_answer_s for start in outcome.starts if start.system == system])
 
 
-def judge(outcome: Outcome) -> list[Floor]:
+def judge(outcome: ComparisonOutcome) -> list[Floor]:
     one, eight = closed_loop(1), closed_loop(8)
     separate, together = (TANDEM_PD, VLLM_PD), (TANDEM_AGGREGATED, VLLM_AGGREGATED)
     return [
@@ -146,7 +146,7 @@ def judge(outcome: Outcome) -> list[Floor]:
 
 
 def _times_better(
-    outcome: Outcome, what: str, systems: tuple[str, str], cell: str, reading: Reading, floor: float
+    outcome: ComparisonOutcome, what: str, systems: tuple[str, str], cell: str, reading: Reading, floor: float
 ) -> Floor:
     """Ratios are taken of medians; of latencies the other way round, so that more is always better."""
     ours, theirs = systems
@@ -159,7 +159,7 @@ def _times_better(
     return Floor(claim, required, ratio, ratio >= floor)
 
 
-def _steadiness(outcome: Outcome) -> Floor:
+def _steadiness(outcome: ComparisonOutcome) -> Floor:
     """The claim of disaggregation itself: it needs nobody to be compared with."""
     claim, required = "1P+1D: chats' p99 inter-token latency beside long prompts, over alone", "at most 2×"
     alone, beside = (figure(outcome, TANDEM_PD, cell, itl_p99) for cell in (ALONE, BESIDE))
@@ -169,7 +169,7 @@ def _steadiness(outcome: Outcome) -> Floor:
     return Floor(claim, required, ratio, ratio <= 2.0)
 
 
-def _handover(outcome: Outcome) -> Floor:
+def _handover(outcome: ComparisonOutcome) -> Floor:
     """The median over the runs of each run's median."""
     claim = "1P+1D: handover of a prompt, last forward pass there to first forward pass here"
     required = f"at most {_HANDOVER_MS:g} ms"
@@ -179,7 +179,7 @@ def _handover(outcome: Outcome) -> Floor:
     return Floor(claim, required, found.median, found.median <= _HANDOVER_MS, unit=" ms")
 
 
-def _promptness(outcome: Outcome) -> Floor:
+def _promptness(outcome: ComparisonOutcome) -> Floor:
     claim, required = "1P+1D: from the command to the first token", f"at most {_FIRST_ANSWER_S:g} s"
     found = first_answer_after(outcome, TANDEM_PD)
     if found is None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.side_by_side.outcome import Gaps, Outcome
+from benchmarks.side_by_side.outcome import ComparisonOutcome, Gaps
 from tandem.cluster.saving import as_json
 from tandem.wire.errors import ConfigurationError
 
@@ -14,7 +14,7 @@ from tandem.wire.errors import ConfigurationError
 class Kept(msgspec.Struct, frozen=True):
     """What a folder has of an experiment: for people outcome.json, and beside it what the plots are made of."""
 
-    outcome: Outcome
+    outcome: ComparisonOutcome
     gaps: Gaps
 
 
@@ -31,14 +31,14 @@ def keep(folder: Path, kept: Kept) -> None:
             raise ConfigurationError(f"{folder / name} cannot be written: {error}") from error
 
 
-def resume(folder: Path, fresh: Outcome) -> Kept:
+def resume(folder: Path, fresh: ComparisonOutcome) -> Kept:
     """What the folder has, if it is of the same experiment, else `fresh`. Raises ConfigurationError for a folder of
     another one: its figures are not to be mixed, nor thrown away."""
     file = folder / "outcome.json"
     if not file.exists():
         return Kept(fresh, {})
     try:
-        found = msgspec.json.decode(file.read_bytes(), type=Outcome)
+        found = msgspec.json.decode(file.read_bytes(), type=ComparisonOutcome)
         gaps = msgspec.json.decode((folder / "gaps.json").read_bytes(), type=Gaps)
     except (OSError, msgspec.MsgspecError) as error:
         raise ConfigurationError(
@@ -57,7 +57,7 @@ def resume(folder: Path, fresh: Outcome) -> Kept:
     return Kept(found, gaps)
 
 
-def _difference(found: Outcome, fresh: Outcome) -> str | None:
+def _difference(found: ComparisonOutcome, fresh: ComparisonOutcome) -> str | None:
     """More runs of the same are the same experiment."""
     if found.machine != fresh.machine:
         return "on another machine"

@@ -9,8 +9,8 @@ from rich.table import Table
 
 from benchmarks.side_by_side.loads import ALONE, BESIDE
 from benchmarks.side_by_side.outcome import (
+    ComparisonOutcome,
     Figure,
-    Outcome,
     Reading,
     figure,
     first_answer_after,
@@ -38,7 +38,7 @@ _COLUMNS: tuple[tuple[str, Reading], ...] = (
 )
 
 
-def print_outcome(console: Console, outcome: Outcome) -> None:
+def print_outcome(console: Console, outcome: ComparisonOutcome) -> None:
     console.print(_figures(outcome))
     console.print(f"goodput: requests with {outcome.settings['slo']}", highlight=False)
     for system, title in outcome.titles.items():
@@ -53,7 +53,7 @@ def print_outcome(console: Console, outcome: Outcome) -> None:
     console.print(_floors(outcome))
 
 
-def _figures(outcome: Outcome) -> Table:
+def _figures(outcome: ComparisonOutcome) -> Table:
     runs = 1 + max((examined.run for examined in outcome.examined), default=0)
     table = Table(
         title=f"Medians of {runs} runs (least to greatest)" if runs > 1 else "One run", title_justify="left"
@@ -74,7 +74,7 @@ def _figures(outcome: Outcome) -> Table:
     return table
 
 
-def _floors(outcome: Outcome) -> Table:
+def _floors(outcome: ComparisonOutcome) -> Table:
     table = Table(title="Floors", title_justify="left")
     for name in ("claim", "floor", "measured", ""):
         table.add_column(name)
@@ -97,7 +97,7 @@ def number(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
-def draw_outcome(outcome: Outcome, gaps: dict[str, dict[str, list[float]]]) -> Picture:
+def draw_outcome(outcome: ComparisonOutcome, gaps: dict[str, dict[str, list[float]]]) -> Picture:
     """`gaps`: by cell and system, every inter-token latency of every run, in seconds."""
     picture = new_figure(14, 9)
     picture.suptitle(f"{outcome.machine.processor}, {outcome.machine.cores} cores, {outcome.made_at}")
@@ -115,7 +115,7 @@ def draw_outcome(outcome: Outcome, gaps: dict[str, dict[str, list[float]]]) -> P
     return picture
 
 
-def _bars(axes: Axes, outcome: Outcome, cells: list[str], title: str, reading: Reading) -> None:
+def _bars(axes: Axes, outcome: ComparisonOutcome, cells: list[str], title: str, reading: Reading) -> None:
     """Bars are medians, whiskers the runs' least and greatest. Latencies differ by orders of magnitude: theirs begin
     at a millisecond and grow logarithmically; rates begin at nothing."""
     axes.set_title(title)

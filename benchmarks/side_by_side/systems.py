@@ -42,7 +42,7 @@ class System:
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
+class RunningSystem:
     system: System
     model: str  # the name it serves it under
     ready_s: float  # from the command to the first healthy answer
@@ -115,14 +115,14 @@ def vllm_systems(model: Path, vllm: Path, peers: Path) -> list[System]:
 
 
 @contextmanager
-def running(system: System, folder: Path) -> Iterator[Started]:
+def running(system: System, folder: Path) -> Iterator[RunningSystem]:
     """Inside, the system answers; after, nothing of it is left."""
     began = time.monotonic()
     family = Family(system.command, system.environment, folder)
     try:
         _wait_until_healthy(system, family, began + READY_WITHIN_S)
         ready_s = time.monotonic() - began
-        yield Started(system, _served_name(system), ready_s, family)
+        yield RunningSystem(system, _served_name(system), ready_s, family)
     finally:
         family.stop(STOPPED_WITHIN_S)
 
@@ -141,7 +141,7 @@ def _wait_until_healthy(system: System, family: Family, deadline: float) -> None
                 time.sleep(_ASK_EVERY_S)
 
 
-def check_alive(started: Started) -> None:
+def check_alive(started: RunningSystem) -> None:
     """Raises Unavailable when it no longer answers: what was measured of it is not its speed."""
     system = started.system
     with httpx.Client(timeout=30.0, trust_env=False) as http:

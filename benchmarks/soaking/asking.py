@@ -10,10 +10,10 @@ from typing import Any
 import httpx
 import msgspec
 
-from benchmarks.soaking.questions import Ending, Question
+from benchmarks.soaking.questions import AnswerEnd, SoakQuestion
 
 
-class Failed(Exception):
+class WrongAnswer(Exception):
     """The answer is not what was asked for. `kind` is what failures are counted by."""
 
     def __init__(self, kind: str, why: str) -> None:
@@ -27,32 +27,32 @@ class Answer:
     tokens: int
 
 
-async def ask(client: httpx.AsyncClient, question: Question) -> Answer | None:
+async def ask(client: httpx.AsyncClient, question: SoakQuestion) -> Answer | None:
     """None when the client went away, as the question wants it. Raises Failed."""
     try:
-        if question.ending is Ending.WHOLE:
+        if question.ending is AnswerEnd.WHOLE:
             return await _whole(client, question)
-        if question.ending is Ending.STREAM:
+        if question.ending is AnswerEnd.STREAM:
             return await _stream(client, question)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(question.abort_after_s):
                 await _stream(client, question)
         return None
     except httpx.HTTPError as error:
-        raise Failed(type(error).__name__, str(error)) from error
+        raise WrongAnswer(type(error).__name__, str(error)) from error
 
 
-async def _whole(client: httpx.AsyncClient, question: Question) -> Answer:
+async def _whole(client: httpx.AsyncClient, question: SoakQuestion) -> Answer:
     response = await client.post(question.path, json=question.body)
     if response.status_code != 200:
-        raise Failed(f"http_{response.status_code}", response.text)
+        raise WrongAnswer(f"http_{response.status_code}", response.text)
     body: dict[str, Any] = response.json()
     texts = [_text_of(choice, "message") for choice in body["choices"]]
     _check(question, [choice["finish_reason"] for choice in body["choices"]])
     return Answer("\0".join(texts), int(body["usage"]["completion_tokens"]))
 
 
-async def _stream(client: httpx.AsyncClient, question: Question) -> Answer:
+async def _stream(client: httpx.AsyncClient, question: SoakQuestion) -> Answer:
     body = question.body | {"stream": True, "stream_options": {"include_usage": True}}
     texts: dict[int, str] = {}
     finishes: dict[int, str] = {}
@@ -60,7 +60,7 @@ async def _stream(client: httpx.AsyncClient, question: Question) -> Answer:
     async with client.stream("POST", question.path, json=body) as response:
         if response.status_code != 200:
             await response.aread()
-            raise Failed(f"http_{response.status_code}", response.text)
+            raise WrongAnswer(f"http_{response.status_code}", response.text)
         async for line in response.aiter_lines():
             if line.startswith("event: error"):
                 continue  # its data says it
@@ -69,7 +69,7 @@ async def _stream(client: httpx.AsyncClient, question: Question) -> Answer:
             elif line.startswith("data: "):
                 event: dict[str, Any] = msgspec.json.decode(line[6:])
                 if "error" in event:
-                    raise Failed("stream_error", line[6:])
+                    raise WrongAnswer("stream_error", line[6:])
                 for choice in event["choices"]:
                     index = choice["index"]
                     texts[index] = texts.get(index, "") + _text_of(choice, "delta")
@@ -78,7 +78,7 @@ async def _stream(client: httpx.AsyncClient, question: Question) -> Answer:
                 if event.get("usage"):
                     tokens = int(event["usage"]["completion_tokens"])
     if not done:
-        raise Failed("truncated", "the stream ended without [DONE]")
+        raise WrongAnswer("truncated", "the stream ended without [DONE]")
     _check(question, list(finishes.values()))
     return Answer("\0".join(texts[index] for index in sorted(texts)), tokens)
 
@@ -87,7 +87,7 @@ def _text_of(choice: dict[str, Any], key: str) -> str:
     return str(choice["text"] if "text" in choice else choice.get(key, {}).get("content") or "")
 
 
-def _check(question: Question, finishes: list[str]) -> None:
+def _check(question: SoakQuestion, finishes: list[str]) -> None:
     wanted = int(question.body.get("n", 1))
     if len(finishes) != wanted or not set(finishes) <= {"stop", "length"}:
-        raise Failed("finish", f"finish reasons {finishes} of {wanted} choices")
+        raise WrongAnswer("finish", f"finish reasons {finishes} of {wanted} choices")

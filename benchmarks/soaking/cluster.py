@@ -44,7 +44,7 @@ def is_whole(nodes: Sequence[NodeLook], count: int) -> bool:
     return len(nodes) == count and all(node.state == "ready" and node.unusable is None for node in nodes)
 
 
-class ClusterView:
+class SoakCluster:
     def __init__(self, url: str) -> None:
         self._http = httpx.AsyncClient(base_url=url, timeout=30.0, trust_env=False)
 

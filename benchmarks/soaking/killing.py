@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from benchmarks.soaking.cluster import ClusterView, is_whole
+from benchmarks.soaking.cluster import SoakCluster, is_whole
 from benchmarks.soaking.watching import title_of
 from tandem.wire.errors import DeadlineExceeded
 
@@ -28,7 +28,7 @@ class Kill(msgspec.Struct, frozen=True):
 
 class Killer:
     def __init__(
-        self, view: ClusterView, processes: Callable[[], list[int]], every_s: float, seed: int
+        self, view: SoakCluster, processes: Callable[[], list[int]], every_s: float, seed: int
     ) -> None:
         self.kills: list[Kill] = []
         self._view = view

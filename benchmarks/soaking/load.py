@@ -6,16 +6,16 @@ import asyncio
 
 import httpx
 
-from benchmarks.soaking.asking import Failed, ask
-from benchmarks.soaking.questions import Ending, Known, Question, Questions, Tally
+from benchmarks.soaking.asking import WrongAnswer, ask
+from benchmarks.soaking.questions import AnswerEnd, AnswerTally, KnownAnswer, SoakQuestion, SoakQuestions
 from tandem.wire.errors import Unavailable
 
 _A_REQUEST_S = 300.0
 
 
 class SoakLoad:
-    def __init__(self, url: str, questions: Questions, users: int) -> None:
-        self.tally = Tally()
+    def __init__(self, url: str, questions: SoakQuestions, users: int) -> None:
+        self.tally = AnswerTally()
         self._questions = questions
         self._users = users
         self._url = url
@@ -29,14 +29,14 @@ class SoakLoad:
         """Every node's KV cache several times over, whichever way the router sends them."""
         places = asyncio.Semaphore(self._users)
 
-        async def ask_in_turn(client: httpx.AsyncClient, question: Question) -> None:
+        async def ask_in_turn(client: httpx.AsyncClient, question: SoakQuestion) -> None:
             async with places:
                 await ask(client, question)
 
         async with self._client() as client:
             try:
                 await asyncio.gather(*(ask_in_turn(client, one) for one in self._questions.fillers()))
-            except Failed as failure:
+            except WrongAnswer as failure:
                 raise Unavailable(f"a question asked in peace is not answered: {failure}") from failure
 
     async def learn(self) -> None:
@@ -49,10 +49,10 @@ class SoakLoad:
                     raise Unavailable(f"asked twice in peace, the answers differ: {first!r} and {again!r}")
                 known.answer = first
 
-    async def _answer(self, client: httpx.AsyncClient, known: Known) -> str:
+    async def _answer(self, client: httpx.AsyncClient, known: KnownAnswer) -> str:
         try:
-            answer = await ask(client, Question(known.body, known.is_chat, Ending.WHOLE))
-        except Failed as failure:
+            answer = await ask(client, SoakQuestion(known.body, known.is_chat, AnswerEnd.WHOLE))
+        except WrongAnswer as failure:
             raise Unavailable(f"a question asked in peace is not answered: {failure}") from failure
         return answer.text if answer is not None else ""
 
@@ -68,7 +68,7 @@ class SoakLoad:
             question = self._questions.draw()
             try:
                 answer = await ask(client, question)
-            except Failed as failure:
+            except WrongAnswer as failure:
                 self.tally.failed(failure.kind, str(failure))
                 continue
             for kind in question.kinds:

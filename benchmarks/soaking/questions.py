@@ -9,17 +9,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
-class Ending(enum.StrEnum):
+class AnswerEnd(enum.StrEnum):
     WHOLE = "whole"  # not streamed
     STREAM = "stream"
     ABORT = "abort"  # the client goes away in the middle
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class SoakQuestion:
     body: dict[str, Any]
     is_chat: bool
-    ending: Ending
+    ending: AnswerEnd
     known: int | None = None  # which of the known questions it is
     abort_after_s: float = 0.0
     kinds: tuple[str, ...] = ()  # for the table
@@ -30,7 +30,7 @@ class Question:
 
 
 @dataclass(slots=True)
-class Known:
+class KnownAnswer:
     """A question with one right answer, greedy or seeded. `answer` is what the quiet cluster said."""
 
     body: dict[str, Any]
@@ -46,7 +46,7 @@ _KNOWN = 0.35
 _CHAT = 0.4
 
 
-class Questions:
+class SoakQuestions:
     """`words` are one token each, about: exact lengths don't matter here."""
 
     def __init__(self, words: Sequence[str], model: str, seed: int) -> None:
@@ -58,7 +58,7 @@ class Questions:
     def _text(self, tokens: int) -> str:
         return " ".join(self._random.choices(self._words, k=tokens))
 
-    def _make_known(self, prompt: int, answer: int) -> list[Known]:
+    def _make_known(self, prompt: int, answer: int) -> list[KnownAnswer]:
         greedy = {"temperature": 0, "ignore_eos": True}
         seeded = {
             "temperature": 0.8,
@@ -67,9 +67,9 @@ class Questions:
             "ignore_eos": True,
         }
         return [
-            Known(self._completion(self._text(prompt), answer) | greedy, is_chat=False),
-            Known(self._completion(self._text(prompt), answer) | seeded, is_chat=False),
-            Known(self._chat(self._text(prompt), answer) | greedy, is_chat=True),
+            KnownAnswer(self._completion(self._text(prompt), answer) | greedy, is_chat=False),
+            KnownAnswer(self._completion(self._text(prompt), answer) | seeded, is_chat=False),
+            KnownAnswer(self._chat(self._text(prompt), answer) | greedy, is_chat=True),
         ]
 
     def _completion(self, text: str, answer: int) -> dict[str, Any]:
@@ -79,33 +79,33 @@ class Questions:
         messages = [{"role": "user", "content": text}]
         return {"model": self._model, "messages": messages, "max_completion_tokens": answer}
 
-    def fillers(self) -> list[Question]:
+    def fillers(self) -> list[SoakQuestion]:
         """Long, and all different."""
         return [
-            Question(self._completion(self._text(_FILLER), 2), is_chat=False, ending=Ending.WHOLE)
+            SoakQuestion(self._completion(self._text(_FILLER), 2), is_chat=False, ending=AnswerEnd.WHOLE)
             for _ in range(_FILLERS)
         ]
 
-    def draw(self) -> Question:
+    def draw(self) -> SoakQuestion:
         rng = self._random
-        ending = Ending.STREAM if rng.random() < 0.6 else Ending.WHOLE
+        ending = AnswerEnd.STREAM if rng.random() < 0.6 else AnswerEnd.WHOLE
         if rng.random() < _ABORTED:
-            question = self._fresh(Ending.ABORT)
+            question = self._fresh(AnswerEnd.ABORT)
             # Many in the first moments, some long after: every phase has its turn.
-            return Question(
+            return SoakQuestion(
                 _endless(question),
                 question.is_chat,
-                Ending.ABORT,
+                AnswerEnd.ABORT,
                 abort_after_s=rng.expovariate(1.0),
                 kinds=("abort",),
             )
         if rng.random() < _KNOWN:
             index = rng.randrange(len(self.known))
             known = self.known[index]
-            return Question(known.body, known.is_chat, ending, known=index, kinds=(ending.value, "known"))
+            return SoakQuestion(known.body, known.is_chat, ending, known=index, kinds=(ending.value, "known"))
         return self._fresh(ending)
 
-    def _fresh(self, ending: Ending) -> Question:
+    def _fresh(self, ending: AnswerEnd) -> SoakQuestion:
         rng = self._random
         prompt = rng.choices(
             (rng.randint(4, 64), rng.randint(100, 500), rng.randint(900, 1600)), (70, 24, 6)
@@ -127,10 +127,10 @@ class Questions:
         elif extra < 0.38 and is_chat:
             body["response_format"] = {"type": "json_object"}
             kinds.append("json")
-        return Question(body, is_chat, ending, kinds=tuple(kinds))
+        return SoakQuestion(body, is_chat, ending, kinds=tuple(kinds))
 
 
-def _endless(question: Question) -> dict[str, Any]:
+def _endless(question: SoakQuestion) -> dict[str, Any]:
     """So that whoever goes away goes in the middle. What follows a grammar ends where the grammar does."""
     longest = {"max_completion_tokens" if question.is_chat else "max_tokens": 200}
     if "response_format" not in question.body:
@@ -139,7 +139,7 @@ def _endless(question: Question) -> dict[str, Any]:
 
 
 @dataclass(slots=True)
-class Tally:
+class AnswerTally:
     """What came of them."""
 
     answered: int = 0

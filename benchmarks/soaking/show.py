@@ -7,12 +7,12 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.soaking.verdict import Soaked
+from benchmarks.soaking.verdict import SoakVerdict
 
 _MIB = 2**20
 
 
-def print_soaked(console: Console, soaked: Soaked) -> None:
+def print_soaked(console: Console, soaked: SoakVerdict) -> None:
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(soaked.by_kind.items()))
     console.print(
         f"{soaked.minutes:.1f} minutes: {soaked.answered} answers ({soaked.tokens} tokens), "
@@ -37,7 +37,7 @@ def print_soaked(console: Console, soaked: Soaked) -> None:
         )
 
 
-def _growths(soaked: Soaked) -> Table:
+def _growths(soaked: SoakVerdict) -> Table:
     table = Table(title="After the first third: the middle, and what was gained", title_justify="left")
     table.add_column("process")
     for name in ("minutes", "memory MiB", "gained", "descriptors", "gained", "threads", "gained"):

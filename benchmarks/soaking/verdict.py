@@ -5,16 +5,16 @@ from __future__ import annotations
 import msgspec
 
 from benchmarks.soaking.killing import Kill
-from benchmarks.soaking.questions import Tally
+from benchmarks.soaking.questions import AnswerTally
 from benchmarks.soaking.watching import Bounds, Growth
-from tandem.loadgen.report import Machine
+from tandem.loadgen.report import MachineDescription
 
 OURS = ("ray::PrefillActor", "ray::DecodeActor", "ray::RouterActor", "ray::ControllerActor", "tandem")
 
 
-class Soaked(msgspec.Struct):
+class SoakVerdict(msgspec.Struct):
     made_at: str
-    machine: Machine
+    machine: MachineDescription
     command: str
     minutes: float
     answered: int
@@ -31,7 +31,7 @@ class Soaked(msgspec.Struct):
     faults: list[str] = []
 
 
-def judge(soaked: Soaked, bounds: Bounds | None = None) -> list[str]:
+def judge(soaked: SoakVerdict, bounds: Bounds | None = None) -> list[str]:
     """Each a sentence; none when all is well."""
     bounds = bounds or Bounds()
     faults = []
@@ -51,6 +51,6 @@ def judge(soaked: Soaked, bounds: Bounds | None = None) -> list[str]:
     return faults
 
 
-def tallied(tally: Tally) -> dict[str, object]:
+def tallied(tally: AnswerTally) -> dict[str, object]:
     """Of a Soaked, the fields that a tally has."""
-    return {name: getattr(tally, name) for name in Soaked.__struct_fields__ if hasattr(tally, name)}
+    return {name: getattr(tally, name) for name in SoakVerdict.__struct_fields__ if hasattr(tally, name)}

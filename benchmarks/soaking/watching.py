@@ -16,7 +16,7 @@ FEWEST_SAMPLES = 9
 YOUNG = 1 / 3
 
 
-class Sample(msgspec.Struct, frozen=True):
+class ProcessSample(msgspec.Struct, frozen=True):
     at_s: float
     memory: int  # bytes that are the process's own: not files, which the system may take back
     descriptors: int
@@ -60,7 +60,7 @@ class Bounds:
         return found
 
 
-def look_at(process: int, at_s: float) -> Sample | None:
+def look_at(process: int, at_s: float) -> ProcessSample | None:
     """None when it has ended."""
     folder = Path("/proc") / str(process)
     try:
@@ -69,7 +69,7 @@ def look_at(process: int, at_s: float) -> Sample | None:
         )
         descriptors = sum(1 for _ in (folder / "fd").iterdir())
         kib = sum(int(fields.get(name, "0").split()[0]) for name in ("RssAnon", "RssShmem"))
-        return Sample(at_s, kib * 1024, descriptors, int(fields["Threads"]))
+        return ProcessSample(at_s, kib * 1024, descriptors, int(fields["Threads"]))
     except (OSError, KeyError, ValueError, IndexError):
         return None
 
@@ -86,7 +86,7 @@ def title_of(process: int) -> str:
     return "tandem serve" if b"tandem.cluster.cli" in words and b"serve" in words else title
 
 
-def growth_of(process: str, samples: Sequence[Sample], *, was_there: bool = True) -> Growth | None:
+def growth_of(process: str, samples: Sequence[ProcessSample], *, was_there: bool = True) -> Growth | None:
     """None of a process that did not live long enough to have grown."""
     settled = list(samples)[int(len(samples) * WARM_UP) :]
     if len(settled) < FEWEST_SAMPLES:
@@ -119,11 +119,11 @@ def gained(times: Sequence[float], values: Sequence[float]) -> float:
     return slope * (times[-1] - times[0])
 
 
-class Watch:
+class ProcessWatch:
     """Every process that is of interest."""
 
     def __init__(self) -> None:
-        self._samples: dict[int, list[Sample]] = {}
+        self._samples: dict[int, list[ProcessSample]] = {}
         self._titles: dict[int, str] = {}  # the newest: Ray names a process when it knows what it is for
         self._began: float | None = None
         self._ended = 0.0

@@ -20,8 +20,8 @@ from tandem.cluster.api_client import ApiClient, key_from_environment
 from tandem.cluster.chaos.conductor import Conductor
 from tandem.cluster.chaos.plan import (
     Blow,
-    Kind,
-    Rules,
+    ChaosRules,
+    ProcessKind,
     Strike,
     chosen_kinds,
     dangers,
@@ -52,7 +52,7 @@ _FINISHED = re.compile(r'^tandem_requests_finished_total\{finished_reason="(\w+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    rules = Rules()
+    rules = ChaosRules()
     parser.add_argument(
         "--minutes", type=float, default=rules.minutes, metavar="M", help="how long (%(default)g)"
     )
@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--stop", type=float, default=rules.stop_s, metavar="S", help="how long a stop lasts (%(default)g s)"
     )
     parser.add_argument(
-        "--to", choices=[kind.value for kind in Kind], action="append", metavar="KIND",
+        "--to", choices=[kind.value for kind in ProcessKind], action="append", metavar="KIND",
         help="prefill, decode, aggregated, router or controller; may be repeated (default: nodes and the controller, and "
         "routers where there are several)",
     )  # fmt: skip
@@ -105,9 +105,9 @@ def run(options: argparse.Namespace) -> int:
     from tandem.cluster.commands.address import choose_address
     from tandem.cluster.commands.operate import joined
 
-    rules = Rules(
+    rules = ChaosRules(
         minutes=options.minutes, every_s=options.every, stop_s=options.stop, seed=options.seed,
-        kinds=tuple(Kind(name) for name in options.to or ()),
+        kinds=tuple(ProcessKind(name) for name in options.to or ()),
         blows=tuple(dict.fromkeys(Blow(name) for name in options.blow or (blow.value for blow in Blow))),
     )  # fmt: skip
     if not 1 <= options.users <= 1000:
@@ -137,7 +137,7 @@ def run(options: argparse.Namespace) -> int:
     return 1 if report.faults else 0
 
 
-class RayHands:
+class RayProcessAccess:
     def __init__(self, controller: Callable[[], RemoteController]) -> None:
         self._controller = controller
 
@@ -166,10 +166,10 @@ class Intent(msgspec.Struct, frozen=True):
     dangers: list[str]
 
 
-async def _run(options: argparse.Namespace, rules: Rules, console: Console) -> ChaosReport | Intent:
+async def _run(options: argparse.Namespace, rules: ChaosRules, console: Console) -> ChaosReport | Intent:
     from tandem.cluster.on_ray.remote_controller import the_controller
 
-    hands = RayHands(the_controller)
+    hands = RayProcessAccess(the_controller)
     view = await hands.view()
     if view.failure:
         raise Unavailable(f"the cluster is not mended any more, and cannot be tried: {view.failure}")

@@ -10,7 +10,7 @@ from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
-from tandem.cluster.chaos.plan import Blow, Kind, Strike, processes_of
+from tandem.cluster.chaos.plan import Blow, ProcessKind, Strike, processes_of
 from tandem.cluster.control import ClusterView
 from tandem.wire.errors import DeadlineExceeded, TandemError
 from tandem.wire.nodes import NodeState
@@ -33,7 +33,7 @@ class Victim(Protocol):
 V = TypeVar("V", bound=Victim)
 
 
-class Hands(Protocol[V]):
+class ProcessAccess(Protocol[V]):
     """What reaches the cluster's processes."""
 
     async def view(self) -> ClusterView: ...
@@ -43,12 +43,12 @@ class Hands(Protocol[V]):
     async def send(self, victim: V, number: signal.Signals, wake_after_s: float | None) -> None: ...
 
 
-class Struck(msgspec.Struct, frozen=True):
+class StrikeReport(msgspec.Struct, frozen=True):
     """A blow, and how the cluster took it."""
 
     at_s: float
     blow: Blow
-    kind: Kind
+    kind: ProcessKind
     name: str
     machine: str
     stop_s: float
@@ -59,12 +59,12 @@ class Struck(msgspec.Struct, frozen=True):
 
 class Conductor(Generic[V]):
     def __init__(
-        self, hands: Hands[V], say: Callable[[str], None], look_every_s: float = _LOOK_EVERY_S
+        self, hands: ProcessAccess[V], say: Callable[[str], None], look_every_s: float = _LOOK_EVERY_S
     ) -> None:
         self._hands = hands
         self._say = say
         self._look_every_s = look_every_s
-        self.struck: list[Struck] = []
+        self.struck: list[StrikeReport] = []
         self.failure = ""  # why a blow could not be dealt; "" when each was
 
     async def run(self, plan: Sequence[Strike]) -> None:
@@ -86,7 +86,7 @@ class Conductor(Generic[V]):
                 return
             self._say(f"{struck.name}: whole again after {struck.whole_after_s:.1f} s")
 
-    async def _strike(self, strike: Strike, began: float) -> Struck:
+    async def _strike(self, strike: Strike, began: float) -> StrikeReport:
         view = await self._hands.view()
         name = strike.choose(processes_of(view)[strike.kind])
         victim = await self._hands.find(name)
@@ -95,7 +95,7 @@ class Conductor(Generic[V]):
         hit_at = time.monotonic()
         number = signal.SIGKILL if kill else signal.SIGSTOP
         await self._hands.send(victim, number, None if kill else strike.stop_s)
-        struck = Struck(
+        struck = StrikeReport(
             hit_at - began, strike.blow, strike.kind, name, machine_of(view, name), 0.0 if kill else strike.stop_s,
             None, hit_at,
         )  # fmt: skip

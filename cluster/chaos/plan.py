@@ -14,7 +14,7 @@ from tandem.wire.errors import ConfigurationError
 CONTROLLER = "controller"
 
 
-class Kind(enum.StrEnum):
+class ProcessKind(enum.StrEnum):
     """Of process."""
 
     PREFILL = "prefill"
@@ -32,7 +32,7 @@ class Blow(enum.StrEnum):
 class Strike(msgspec.Struct, frozen=True):
     at_s: float  # since the beginning; later when the cluster is not whole by then
     blow: Blow
-    kind: Kind
+    kind: ProcessKind
     stop_s: float  # of a stop
     draw: float  # from 0 to 1: which of the kind's processes
 
@@ -40,13 +40,13 @@ class Strike(msgspec.Struct, frozen=True):
         return sorted(names)[int(self.draw * len(names))]
 
 
-class Rules(msgspec.Struct, frozen=True):
+class ChaosRules(msgspec.Struct, frozen=True):
     """What an operator wants."""
 
     minutes: float = 5.0
     every_s: float = 30.0
     stop_s: float = 5.0
-    kinds: tuple[Kind, ...] = ()  # none: nodes and the controller, and routers where there are several
+    kinds: tuple[ProcessKind, ...] = ()  # none: nodes and the controller, and routers where there are several
     blows: tuple[Blow, ...] = (Blow.KILL, Blow.STOP)
     seed: int = 0
 
@@ -59,23 +59,27 @@ class Rules(msgspec.Struct, frozen=True):
                 )
 
 
-def processes_of(view: ClusterView) -> dict[Kind, list[str]]:
+def processes_of(view: ClusterView) -> dict[ProcessKind, list[str]]:
     """By kind, the names of those that serve."""
-    found: dict[Kind, list[str]] = {Kind.CONTROLLER: [CONTROLLER]}
+    found: dict[ProcessKind, list[str]] = {ProcessKind.CONTROLLER: [CONTROLLER]}
     for node in view.nodes:
         if node.phase == "ready":
-            found.setdefault(Kind(node.role.value), []).append(node.node_id)
+            found.setdefault(ProcessKind(node.role.value), []).append(node.node_id)
     for router in view.routers:
         if router.phase == "ready":
-            found.setdefault(Kind.ROUTER, []).append(router.name)
+            found.setdefault(ProcessKind.ROUTER, []).append(router.name)
     return found
 
 
-def chosen_kinds(rules: Rules, view: ClusterView) -> list[Kind]:
+def chosen_kinds(rules: ChaosRules, view: ClusterView) -> list[ProcessKind]:
     """Raises ConfigurationError for a kind that the cluster has no process of."""
     there = processes_of(view)
     if not rules.kinds:
-        return [kind for kind in Kind if kind in there and (kind is not Kind.ROUTER or len(there[kind]) > 1)]
+        return [
+            kind
+            for kind in ProcessKind
+            if kind in there and (kind is not ProcessKind.ROUTER or len(there[kind]) > 1)
+        ]
     absent = [kind.value for kind in rules.kinds if kind not in there]
     if absent:
         raise ConfigurationError(
@@ -84,7 +88,7 @@ def chosen_kinds(rules: Rules, view: ClusterView) -> list[Kind]:
     return list(dict.fromkeys(rules.kinds))
 
 
-def make_plan(rules: Rules, kinds: Sequence[Kind]) -> list[Strike]:
+def make_plan(rules: ChaosRules, kinds: Sequence[ProcessKind]) -> list[Strike]:
     rng = random.Random(rules.seed)
     strikes = []
     at_s = rules.every_s
@@ -100,16 +104,18 @@ def make_plan(rules: Rules, kinds: Sequence[Kind]) -> list[Strike]:
     return strikes
 
 
-def dangers(view: ClusterView, kinds: Sequence[Kind], unresponsive_s: float, stop_s: float) -> list[str]:
+def dangers(
+    view: ClusterView, kinds: Sequence[ProcessKind], unresponsive_s: float, stop_s: float
+) -> list[str]:
     """What the plan means for the cluster's users, a sentence each."""
     there = processes_of(view)
     found = []
     for kind in kinds:
-        if len(there[kind]) == 1 and kind is Kind.ROUTER:
+        if len(there[kind]) == 1 and kind is ProcessKind.ROUTER:
             found.append("there is one router: every stream ends with it, and clients have to ask again")
-        elif len(there[kind]) == 1 and kind in (Kind.DECODE, Kind.AGGREGATED):
+        elif len(there[kind]) == 1 and kind in (ProcessKind.DECODE, ProcessKind.AGGREGATED):
             found.append(f"there is one {kind.value} node: nothing is answered while it is away")
-        elif len(there[kind]) == 1 and kind is Kind.PREFILL:
+        elif len(there[kind]) == 1 and kind is ProcessKind.PREFILL:
             found.append(
                 "there is one prefill node: decode nodes read the prompts themselves while it is away"
             )

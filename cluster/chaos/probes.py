@@ -52,13 +52,13 @@ NOTED_GAP_S = 0.2  # shorter ones are not kept
 
 
 @dataclass
-class Question:
+class ProbeQuestion:
     body: dict[str, Any]
     answer: str | None = None  # None: the cluster does not say the same each time, in peace
 
 
 @dataclass
-class Tally:
+class ProbeTally:
     requests: int = 0
     right: int = 0
     unchecked: int = 0  # finished; in peace the cluster has more than one answer
@@ -70,7 +70,7 @@ class Tally:
     gaps: list[tuple[float, float]] = field(default_factory=list)  # when, on the monotonic clock
 
 
-class _Ended(Exception):
+class _UnfinishedAnswer(Exception):
     """Without a whole answer."""
 
     def __init__(self, kind: str, name: str, why: str) -> None:
@@ -88,14 +88,14 @@ class Probes:
         users: int,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        self.tally = Tally()
+        self.tally = ProbeTally()
         self._url = url  # of a router that serves now
         self._users = users
         self._random = random.Random(seed)
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._transport = transport
         self.questions = [
-            Question(self._body(model, words, tokens, seeded))
+            ProbeQuestion(self._body(model, words, tokens, seeded))
             for words, tokens in _SHAPES
             for seeded in (False, True)
         ]
@@ -124,7 +124,7 @@ class Probes:
             try:
                 alone = [await self._ask(http, one) for one in self.questions]
                 together = await asyncio.gather(*(self._ask(http, one) for one in self.questions))
-            except _Ended as error:
+            except _UnfinishedAnswer as error:
                 raise Unavailable(f"a question asked in peace is not answered: {error}") from error
         for question, first, again in zip(self.questions, alone, together, strict=True):
             question.answer = first if first == again else None
@@ -144,7 +144,7 @@ class Probes:
             tally.requests += 1
             try:
                 text = await self._ask(http, question)
-            except _Ended as error:
+            except _UnfinishedAnswer as error:
                 self._note(error)
                 await asyncio.sleep(_RETRY_S)  # as a client that was refused would
                 continue
@@ -155,7 +155,7 @@ class Probes:
             else:
                 tally.wrong.append(f"{text[:200]!r} instead of {question.answer[:200]!r}")
 
-    def _note(self, error: _Ended) -> None:
+    def _note(self, error: _UnfinishedAnswer) -> None:
         self.tally.examples.setdefault(error.name, str(error)[:300])
         if error.kind == "refused":
             self.tally.refused += 1
@@ -163,7 +163,7 @@ class Probes:
             counts = self.tally.failed if error.kind == "failed" else self.tally.lost
             counts[error.name] = counts.get(error.name, 0) + 1
 
-    async def _ask(self, http: httpx.AsyncClient, question: Question) -> str:
+    async def _ask(self, http: httpx.AsyncClient, question: ProbeQuestion) -> str:
         """Under a salt of its own, so that no cache knows it."""
         body = question.body | {"cache_salt": f"chaos {self._random.random()}"}
         text, done = "", False
@@ -175,22 +175,24 @@ class Probes:
             ):
                 if response.status_code != 200:
                     said = (await response.aread()).decode(errors="replace")
-                    raise _Ended("refused", f"http {response.status_code}", said)
+                    raise _UnfinishedAnswer("refused", f"http {response.status_code}", said)
                 async for line in response.aiter_lines():
                     if line == "data: [DONE]":
                         done = True
                     elif line.startswith("data: "):
                         event: dict[str, Any] = msgspec.json.decode(line[6:])
                         if "error" in event:
-                            raise _Ended("failed", str(event["error"].get("code") or "error"), line[6:])
+                            raise _UnfinishedAnswer(
+                                "failed", str(event["error"].get("code") or "error"), line[6:]
+                            )
                         text += "".join(choice.get("text", "") for choice in event["choices"])
                         last = self._note_gap(last)
         except TimeoutError as error:
-            raise _Ended("lost", "no end", f"not over after {_A_REQUEST_S:.0f} s") from error
+            raise _UnfinishedAnswer("lost", "no end", f"not over after {_A_REQUEST_S:.0f} s") from error
         except httpx.HTTPError as error:
-            raise _Ended("lost", type(error).__name__, str(error)) from error
+            raise _UnfinishedAnswer("lost", type(error).__name__, str(error)) from error
         if not done:
-            raise _Ended("lost", "cut off", "the stream ended without [DONE] and without an error")
+            raise _UnfinishedAnswer("lost", "cut off", "the stream ended without [DONE] and without an error")
         return text
 
     def _note_gap(self, last: float) -> float:

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tandem.cluster.chaos.conductor import Struck
-from tandem.cluster.chaos.probes import Tally, longest_gap
+from tandem.cluster.chaos.conductor import StrikeReport
+from tandem.cluster.chaos.probes import ProbeTally, longest_gap
 
 
 class Traffic(msgspec.Struct):
@@ -62,7 +62,7 @@ class ChaosReport(msgspec.Struct):
     bounds: list[str] = []
 
 
-def blow_reports(struck: Sequence[Struck], tally: Tally | None) -> list[BlowReport]:
+def blow_reports(struck: Sequence[StrikeReport], tally: ProbeTally | None) -> list[BlowReport]:
     return [
         BlowReport(
             one.at_s, one.blow.value, one.kind.value, one.name, one.machine, one.stop_s, one.whole_after_s,
@@ -73,7 +73,7 @@ def blow_reports(struck: Sequence[Struck], tally: Tally | None) -> list[BlowRepo
     ]  # fmt: skip
 
 
-def traffic_of(tally: Tally) -> Traffic:
+def traffic_of(tally: ProbeTally) -> Traffic:
     fields = {name: getattr(tally, name) for name in Traffic.__struct_fields__ if name != "source"}
     return Traffic("probes", **fields)
 

@@ -15,7 +15,7 @@ from tandem.wire.errors import TandemError
 logger = logging.getLogger(__name__)
 
 
-class Record(msgspec.Struct, frozen=True):
+class AddressRecord(msgspec.Struct, frozen=True):
     address: str
     pid: int  # of the command: without it there is no Ray there any more
 
@@ -31,7 +31,7 @@ def remember_address(address: str) -> None:
         file = _file()
         file.parent.mkdir(parents=True, exist_ok=True)
         new = file.with_suffix(f".{os.getpid()}")
-        new.write_bytes(msgspec.json.encode(Record(address, os.getpid())))
+        new.write_bytes(msgspec.json.encode(AddressRecord(address, os.getpid())))
         new.replace(file)
     except (OSError, TandemError) as error:
         logger.warning("other commands need --address %s to find this one: %s", address, error)
@@ -52,8 +52,8 @@ def remembered_address() -> str | None:
     return record.address
 
 
-def _read() -> Record | None:
+def _read() -> AddressRecord | None:
     try:
-        return msgspec.json.decode(_file().read_bytes(), type=Record)
+        return msgspec.json.decode(_file().read_bytes(), type=AddressRecord)
     except (OSError, TandemError, msgspec.DecodeError):
         return None

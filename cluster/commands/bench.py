@@ -20,9 +20,9 @@ from tandem.cluster.saving import as_json, check_file, check_picture, new_figure
 from tandem.cluster.trace.command import TraceClient
 from tandem.cluster.trace.picture import draw_trace
 from tandem.cluster.trace.text import show_trace
-from tandem.loadgen.api import Api, RequestShape, ServedModel, served_models
+from tandem.loadgen.api import Api, ListedModel, RequestShape, served_models
 from tandem.loadgen.connections import Address, HttpClient
-from tandem.loadgen.load import Load
+from tandem.loadgen.load import LoadStream
 from tandem.loadgen.metrics import summarize
 from tandem.loadgen.options import Options, PromptFormat, options_from
 from tandem.loadgen.plan import arrival_times, make_sessions
@@ -71,7 +71,7 @@ async def _measure(options: Options, errors: Console) -> int:
         sessions, warmup = make_sessions(options, vocabulary)
         if warmup:
             await _warm_up(api, options, warmup, errors)
-        load = Load(
+        load = LoadStream(
             str(options.workload),
             api,
             sessions,
@@ -110,23 +110,23 @@ def _show_timeline(url: str, key: str | None, trace: str, file: Path, errors: Co
     save_picture(draw_trace(record), file)
 
 
-async def _model(options: Options, http: HttpClient) -> ServedModel:
+async def _model(options: Options, http: HttpClient) -> ListedModel:
     if options.model is not None and options.tokenizer is not None:
-        return ServedModel(options.model)
+        return ListedModel(options.model)
     try:
         listed = await served_models(http)
     except ConfigurationError:
         if options.model is None:
             raise
-        return ServedModel(options.model)
+        return ListedModel(options.model)
     if not listed and options.model is None:
         raise ConfigurationError("the server lists no model: name one with --model")
     if options.model is None:
         return listed[0]
-    return next((model for model in listed if model.id == options.model), ServedModel(options.model))
+    return next((model for model in listed if model.id == options.model), ListedModel(options.model))
 
 
-def _vocabulary(options: Options, model: ServedModel, errors: Console) -> Vocabulary:
+def _vocabulary(options: Options, model: ListedModel, errors: Console) -> Vocabulary:
     folder = options.tokenizer or model.tokenizer_folder or _folder_of(model.id)
     if folder is not None:
         tokenizer = load_tokenizer(folder)
@@ -149,10 +149,10 @@ def _folder_of(name: str) -> Path | None:
         found = find_model(name)
     except ConfigurationError:  # another server's name for it
         return None
-    return ServedModel(name, root=found.path).tokenizer_folder if found is not None else None
+    return ListedModel(name, root=found.path).tokenizer_folder if found is not None else None
 
 
-def _shape(options: Options, model: ServedModel) -> RequestShape:
+def _shape(options: Options, model: ListedModel) -> RequestShape:
     return RequestShape(
         model=model.id,
         endpoint=options.endpoint,
@@ -163,7 +163,7 @@ def _shape(options: Options, model: ServedModel) -> RequestShape:
 
 
 async def _warm_up(api: Api, options: Options, sessions: list[Session], errors: Console) -> None:
-    load = Load("warm-up", api, sessions, concurrency=options.users or len(sessions))
+    load = LoadStream("warm-up", api, sessions, concurrency=options.users or len(sessions))
     await with_progress(load.run(), [load], errors, "warm-up")
     failures = [timeline.failure for timeline in load.timelines if timeline.failure is not None]
     if len(failures) == len(load.timelines):
@@ -171,7 +171,7 @@ async def _warm_up(api: Api, options: Options, sessions: list[Session], errors: 
 
 
 def _show(
-    options: Options, load: Load, busy: float, exact: bool, model: ServedModel, errors: Console
+    options: Options, load: LoadStream, busy: float, exact: bool, model: ListedModel, errors: Console
 ) -> None:
     summary = summarize(load.label, load.timelines, load.duration_s, options.slo)
     to_stdout = options.json == Path("-")

@@ -10,9 +10,9 @@ import contextlib
 from typing import Protocol
 
 from tandem.cluster.clock import Clock
-from tandem.cluster.control import Ending
+from tandem.cluster.control import ClusterEnd
 from tandem.cluster.events import Events
-from tandem.cluster.pools.controller_host import Account, Stage
+from tandem.cluster.pools.controller_host import ClusterAccount, ClusterStage
 from tandem.cluster.pools.event_log import replay
 from tandem.wire.errors import NodeLost, TandemError, Unavailable
 
@@ -20,12 +20,12 @@ ASK_AGAIN_S = 0.5
 SILENT_START_S = 120.0  # a cluster that has not served yet, and whose controller says nothing for so long
 
 
-class Followed(Protocol):
-    async def account_after(self, seen: int, stage: Stage) -> Account:
+class FollowedController(Protocol):
+    async def account_after(self, seen: int, stage: ClusterStage) -> ClusterAccount:
         """Waits a while for something newer, or another stage."""
         ...
 
-    async def ending(self) -> Ending | None:
+    async def ending(self) -> ClusterEnd | None:
         """The recorded decision to end this cluster. None: no end was decided."""
         ...
 
@@ -35,35 +35,35 @@ class Followed(Protocol):
 
 
 class Follower:
-    def __init__(self, controller: Followed, events: Events, clock: Clock | None = None) -> None:
+    def __init__(self, controller: FollowedController, events: Events, clock: Clock | None = None) -> None:
         self._controller = controller
         self._events = events
         self._clock = clock or Clock()
         self._seen = 0
-        self._stage = Stage.STARTING
+        self._stage = ClusterStage.STARTING
 
-    async def until_serving(self) -> Account:
+    async def until_serving(self) -> ClusterAccount:
         """Raises what the cluster could not start for."""
         while True:
             account = await self._next(SILENT_START_S)
-            if isinstance(account, Ending):
+            if isinstance(account, ClusterEnd):
                 raise Unavailable(f"the cluster was ended meanwhile: {account.why}")
-            if account.stage is Stage.SERVING:
+            if account.stage is ClusterStage.SERVING:
                 return account
-            if account.stage is Stage.FAILED:
+            if account.stage is ClusterStage.FAILED:
                 raise _failure(account)
 
-    async def until_over(self) -> Ending:
+    async def until_over(self) -> ClusterEnd:
         """A controller that has failed is no end either: its process ends by itself, and the next one goes on."""
         while True:
             before = self._stage
             account = await self._next(None)
-            if isinstance(account, Ending):
+            if isinstance(account, ClusterEnd):
                 return account
-            if account.stage is Stage.FAILED and before is not Stage.FAILED:
+            if account.stage is ClusterStage.FAILED and before is not ClusterStage.FAILED:
                 self._events.trouble("controller", str(_failure(account)))
 
-    async def _next(self, limit_s: float | None) -> Account | Ending:
+    async def _next(self, limit_s: float | None) -> ClusterAccount | ClusterEnd:
         """What the controller says next, however long it is silent before; not longer than `limit_s`."""
         silent_since: float | None = None
         while True:
@@ -79,7 +79,7 @@ class Follower:
                     ) from error
                 if (ending := await self._recorded_or_revived()) is not None:
                     return ending
-                self._stage = Stage.STOPPED  # whatever it is in now is news
+                self._stage = ClusterStage.STOPPED  # whatever it is in now is news
                 if isinstance(error, NodeLost):
                     self._seen = 0  # the next one counts from the beginning
                 await self._clock.sleep(ASK_AGAIN_S)
@@ -93,7 +93,7 @@ class Follower:
             self._seen, self._stage = account.latest, account.stage
             return account
 
-    async def _recorded_or_revived(self) -> Ending | None:
+    async def _recorded_or_revived(self) -> ClusterEnd | None:
         """What cannot be asked now is asked again."""
         with contextlib.suppress(TandemError):
             if (ending := await self._controller.ending()) is not None:
@@ -102,7 +102,7 @@ class Follower:
         return None
 
 
-def _failure(account: Account) -> TandemError:
+def _failure(account: ClusterAccount) -> TandemError:
     if account.failure is not None:
         return account.failure.to_exception()
     return Unavailable("the controller has failed and does not say why")

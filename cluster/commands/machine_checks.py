@@ -17,7 +17,7 @@ from tandem.cluster.commands.preflight import check_address, check_machine_memor
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.describe import counted, format_size
 from tandem.cluster.models.store import models_folder
-from tandem.cluster.pools.placement import Machine, place_nodes, this_machine
+from tandem.cluster.pools.placement import LocalMachine, place_nodes, this_machine
 from tandem.wire.errors import TandemError
 
 _CHECK_TIMEOUT_S = 90.0
@@ -196,7 +196,7 @@ def check_cores(config: TandemConfig) -> Finding:
     return Finding("cores", Level.OK, what)
 
 
-def check_memory(config: TandemConfig, machine: Machine) -> Finding:
+def check_memory(config: TandemConfig, machine: LocalMachine) -> Finding:
     nodes, available = config.pools.total, machine.free_memory or 0
     # An interpreter with torch and a small model, twice for the moment when weights are read, and Ray itself.
     needed = nodes * (_GIB + (config.cache.memory_bytes or 0)) + _GIB

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from tandem.cluster.commands.status import fetch_status
-from tandem.cluster.control import ClusterView, NodeView, PoolView, RouterView
+from tandem.cluster.control import ClusterView, PoolView, RouterView, SupervisedNode
 from tandem.cluster.describe import counted, format_blocks, format_size
 from tandem.wire.errors import TandemError
 from tandem.wire.nodes import NodeState
@@ -90,7 +90,7 @@ def _pool_line(pool: PoolView) -> str:
     return f"{pool.role.value}: {state}"
 
 
-def _node_table(nodes: list[NodeView]) -> Table:
+def _node_table(nodes: list[SupervisedNode]) -> Table:
     table = Table(box=None, pad_edge=False)
     for column in _COLUMNS:
         table.add_column(column, no_wrap=True, overflow="fold")
@@ -99,7 +99,7 @@ def _node_table(nodes: list[NodeView]) -> Table:
     return table
 
 
-def _state(node: NodeView) -> tuple[str, ...]:
+def _state(node: SupervisedNode) -> tuple[str, ...]:
     status = node.status
     if status is None:
         return (node.phase, *["-"] * 6)

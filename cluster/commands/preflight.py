@@ -8,14 +8,14 @@ from collections.abc import Callable
 
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.models.store import Model, check_name, find_model, weight_files
-from tandem.cluster.pools.placement import Machine, computes_on_cpu, place_nodes
+from tandem.cluster.pools.placement import LocalMachine, computes_on_cpu, place_nodes
 from tandem.cluster.pools.room import check_memory
 from tandem.cluster.settings import SettingsError
 from tandem.kvtransfer.registry import CONNECTORS, find_connector
 from tandem.wire.errors import ConfigurationError
 
 
-def check_before_start(config: TandemConfig, machine: Machine) -> None:
+def check_before_start(config: TandemConfig, machine: LocalMachine) -> None:
     """Raises SettingsError with every reason why this cannot work here."""
     _raise_all(
         lambda: check_address(config.router.host, config.router.port),
@@ -53,7 +53,7 @@ def check_model_here(name: str, revision: str = "") -> Model | None:
     return found
 
 
-def check_machine_memory(config: TandemConfig, machine: Machine) -> None:
+def check_machine_memory(config: TandemConfig, machine: LocalMachine) -> None:
     on_cpu = computes_on_cpu(config, machine)
     check_memory(config, machine.free_memory, _weights_bytes(config.model.path), on_cpu=on_cpu)
 

@@ -15,11 +15,17 @@ from rich.markup import escape
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.control import ClusterView
 from tandem.cluster.describe import counted
-from tandem.cluster.pools.controller_host import Account
+from tandem.cluster.pools.controller_host import ClusterAccount
 
 
 def ready_lines(
-    account: Account, view: ClusterView, config: TandemConfig, logs: str, seconds: float, *, detached: bool
+    account: ClusterAccount,
+    view: ClusterView,
+    config: TandemConfig,
+    logs: str,
+    seconds: float,
+    *,
+    detached: bool,
 ) -> list[str]:
     url, name = account.url, account.model
     pools = ", ".join(counted(pool.ready, f"{pool.role.value} node") for pool in view.pools if pool.wanted)

@@ -53,12 +53,12 @@ _ENDINGS = (signal.SIGTERM, signal.SIGHUP)  # a supervisor's, and a terminal tha
 
 
 @dataclass(frozen=True, slots=True)
-class Where:
+class ServeTarget:
     address: str | None = None  # of a Ray cluster; None: a Ray of our own
     detach: bool = False  # everything goes on when the command has ended
 
 
-def serve(config: TandemConfig, where: Where) -> int:
+def serve(config: TandemConfig, where: ServeTarget) -> int:
     """The exit status. Raises TandemError for what an operator can mend."""
     began = time.monotonic()
     if where.address is None:
@@ -166,7 +166,9 @@ class _Interrupts:
 
 
 class _Serving:
-    def __init__(self, config: TandemConfig, where: Where, display: Display, logs: str, began: float) -> None:
+    def __init__(
+        self, config: TandemConfig, where: ServeTarget, display: Display, logs: str, began: float
+    ) -> None:
         self._config = config
         self._where = where
         self._display = display

@@ -31,18 +31,18 @@ PACKAGED: Mapping[str, PackagedModel] = {
 }
 
 
-class Doing(msgspec.Struct, frozen=True, tag="doing"):
+class FetchProgress(msgspec.Struct, frozen=True, tag="doing"):
     what: str
     fraction: float
 
 
-class Fetched(msgspec.Struct, frozen=True, tag="fetched"):
+class FetchResult(msgspec.Struct, frozen=True, tag="fetched"):
     path: str
 
 
-class Failed(msgspec.Struct, frozen=True, tag="failed"):
+class FetchFailure(msgspec.Struct, frozen=True, tag="failed"):
     why: str
 
 
-FetchMessage = Doing | Fetched | Failed
+FetchMessage = FetchProgress | FetchResult | FetchFailure
 """One JSON object per line of the fetching process's output. The last is Fetched or Failed."""

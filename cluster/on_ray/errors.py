@@ -12,7 +12,7 @@ from tandem.wire.errors import InternalError, NodeLost, TandemError, Unavailable
 T = TypeVar("T")
 
 
-class Unreached(Unavailable):
+class ProcessUnreachable(Unavailable):
     """Ray could not reach the process, as when a connection was reset: no word of whether it lives."""
 
 
@@ -25,7 +25,7 @@ def translated(error: ray_exceptions.RayError) -> TandemError:
         case ray_exceptions.ActorUnschedulableError():
             return Unavailable(f"no machine of the cluster can take it: {_first_line(error)}")
         case ray_exceptions.ActorUnavailableError():
-            return Unreached(_first_line(error))
+            return ProcessUnreachable(_first_line(error))
         case ray_exceptions.RayActorError():
             return NodeLost(_last_words(error))
         case _:

@@ -14,7 +14,7 @@ import msgspec
 from tandem.cluster.clock import cancel
 from tandem.cluster.hosts import Host, StateStore
 from tandem.cluster.on_ray.runtime import HEAD_ONLY, joined_ray
-from tandem.cluster.pools.cores import Found, share_cores
+from tandem.cluster.pools.cores import MachineFacts, share_cores
 from tandem.cluster.pools.placement import this_machine
 from tandem.cluster.pools.places import ROLES, Needs, needed_by, places
 from tandem.wire.errors import TandemError, Unavailable
@@ -27,14 +27,14 @@ _FIND_OUT_S = 60.0  # a process has to start there first
 _ASK_AGAIN_S = 10.0
 _WAIT_FOR_NEW_S = 10.0  # for the answers of machines that are new; a later one is heard as well
 
-FindOut = Callable[[str], Awaitable[Found]]
+FindOut = Callable[[str], Awaitable[MachineFacts]]
 """Asks the Ray node with this id what it is made of."""
 
 
-class Known(msgspec.Struct, frozen=True):
+class KnownHost(msgspec.Struct, frozen=True):
     """A host that nodes may run on: a controller that comes back need not ask it, and must not change its cores."""
 
-    found: Found
+    found: MachineFacts
     cores: tuple[int, ...]
 
 
@@ -65,8 +65,8 @@ class RayHosts:
         self._ask_again_s = ask_again_s
         self._wait_for_new_s = wait_for_new_s
         self._say = say
-        self._known: dict[str, Known] | None = None  # as it is kept
-        self._found: dict[str, Found] = {}
+        self._known: dict[str, KnownHost] | None = None  # as it is kept
+        self._found: dict[str, MachineFacts] = {}
         self._asking: dict[str, asyncio.Task[None]] = {}
         self._late: set[str] = set()  # nobody waits for their answers any more
         self._ask_after: dict[str, float] = {}
@@ -99,7 +99,7 @@ class RayHosts:
         """What there is. Whoever is new is asked what it is made of, and keeps nobody waiting."""
         if self._known is None:
             kept = await self._store.load()
-            self._known = msgspec.msgpack.decode(kept, type=dict[str, Known]) if kept else {}
+            self._known = msgspec.msgpack.decode(kept, type=dict[str, KnownHost]) if kept else {}
             self._found = {name: known.found for name, known in self._known.items()}
         there = await self._places()
         self._found = {name: found for name, found in self._found.items() if name in there}
@@ -146,7 +146,7 @@ class RayHosts:
     async def _share(self) -> dict[str, tuple[int, ...]]:
         given = {name: known.cores for name, known in (self._known or {}).items()}
         shares = share_cores(self._found, given)
-        known = {name: Known(self._found[name], cores) for name, cores in shares.items()}
+        known = {name: KnownHost(self._found[name], cores) for name, cores in shares.items()}
         if known != self._known:
             await self._store.save(msgspec.msgpack.encode(known))
             self._known = known
@@ -181,7 +181,7 @@ def _ray_nodes() -> list[dict[str, Any]]:
     return nodes
 
 
-async def _ask_ray_node(name: str) -> Found:
+async def _ask_ray_node(name: str) -> MachineFacts:
     ray = joined_ray()
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -191,7 +191,7 @@ async def _ask_ray_node(name: str) -> Found:
     placed = task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=name, soft=False))
     told = await asyncio.to_thread(placed.remote)
     try:
-        return msgspec.msgpack.decode(await asyncio.wait_for(answer(told), _FIND_OUT_S), type=Found)
+        return msgspec.msgpack.decode(await asyncio.wait_for(answer(told), _FIND_OUT_S), type=MachineFacts)
     except TimeoutError as error:
         with contextlib.suppress(ray.exceptions.RayError):
             ray.cancel(told, force=True)
@@ -208,7 +208,7 @@ def look_around() -> bytes:
     machine = this_machine()
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         boot = file.read().strip()
-    return msgspec.msgpack.encode(Found(boot, machine.cores, machine.gpus, machine.quota))
+    return msgspec.msgpack.encode(MachineFacts(boot, machine.cores, machine.gpus, machine.quota))
 
 
 def _request_resources(bundles: Sequence[Mapping[str, float]]) -> None:

@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from tandem.cluster.clock import cancel
 from tandem.cluster.hosts import Host
 from tandem.cluster.launcher import NodeHandle, Report, RouterHandle
-from tandem.cluster.on_ray.errors import Unreached, answer, translated
+from tandem.cluster.on_ray.errors import ProcessUnreachable, answer, translated
 from tandem.cluster.on_ray.node_actor import DecodeActor, PrefillActor
 from tandem.cluster.on_ray.router_actor import RouterActor
 from tandem.cluster.on_ray.runtime import HEAD_ONLY, NAMESPACE
@@ -119,7 +119,7 @@ class RayHandle:
         """One call to `hold`. A connection that broke is no end: only Ray's word that the process died is one."""
         try:
             return bool(await answer(actor.hold.remote(_HOLD_S)))
-        except Unreached as error:
+        except ProcessUnreachable as error:
             logger.warning("%s cannot be reached, and is asked again: %s", self._name, error)
             await asyncio.sleep(_REACH_AGAIN_S)
             return False

@@ -14,13 +14,13 @@ import msgspec
 import ray
 
 from tandem.cluster.config import TandemConfig
-from tandem.cluster.control import ClusterView, Ending
+from tandem.cluster.control import ClusterEnd, ClusterView
 from tandem.cluster.on_ray.controller_actor import ControllerActor
-from tandem.cluster.on_ray.deploying import CONTROLLER, Place, clear_away, ending_store, left_behind
+from tandem.cluster.on_ray.deploying import CONTROLLER, DeploymentPlace, clear_away, ending_store, left_behind
 from tandem.cluster.on_ray.errors import answer
 from tandem.cluster.on_ray.runtime import HEAD_ONLY, NAMESPACE, own_job
 from tandem.cluster.on_ray.state_store import RayStateStore
-from tandem.cluster.pools.controller_host import Account, Change, Stage
+from tandem.cluster.pools.controller_host import ClusterAccount, ClusterStage, ConfigChange
 from tandem.wire.errors import DeadlineExceeded, NodeLost, TandemError, Unavailable
 from tandem.wire.nodes import Role
 
@@ -74,7 +74,7 @@ async def create_controller(config: TandemConfig, *, own_ray: bool, detach: bool
             await clear_away()
     await _LATEST.save(deployment.encode())
     # A Ray of our own ends with us; on a cluster the controller must see that we have ended.
-    place = Place(own_ray, deployment, "" if own_ray or detach else own_job())
+    place = DeploymentPlace(own_ray, deployment, "" if own_ray or detach else own_job())
 
     def make() -> Any:
         actor: Any = ControllerActor
@@ -107,7 +107,7 @@ async def end_without_a_controller(why: str) -> bool:
 
 
 async def _record_end(deployment: str, why: str) -> None:
-    await ending_store(deployment).save(msgspec.msgpack.encode(Ending(time.time(), why)))
+    await ending_store(deployment).save(msgspec.msgpack.encode(ClusterEnd(time.time(), why)))
 
 
 class RemoteController:
@@ -135,10 +135,10 @@ class RemoteController:
 
     # --- following
 
-    async def ending(self) -> Ending | None:
+    async def ending(self) -> ClusterEnd | None:
         deployment = self._followed or self._deployment
         kept = await ending_store(deployment).load() if deployment else None
-        return msgspec.msgpack.decode(kept, type=Ending) if kept else None
+        return msgspec.msgpack.decode(kept, type=ClusterEnd) if kept else None
 
     async def revive(self) -> None:
         actor = await asyncio.to_thread(_lookup)
@@ -148,7 +148,7 @@ class RemoteController:
         if actor is not None:
             self._actor = actor
 
-    async def account_after(self, seen: int, stage: Stage) -> Account:
+    async def account_after(self, seen: int, stage: ClusterStage) -> ClusterAccount:
         """Of the controller that is there: who follows wants to know when it was lost."""
         ref = self._actor.account_after.remote(seen, stage.value, FOLLOW_S)
         try:
@@ -157,7 +157,7 @@ class RemoteController:
             raise DeadlineExceeded(
                 f"the controller has said nothing for {FOLLOW_S + _ANSWER_S:.0f} s"
             ) from error
-        told: Account = msgspec.msgpack.decode(account, type=Account)
+        told: ClusterAccount = msgspec.msgpack.decode(account, type=ClusterAccount)
         if self._followed and told.deployment != self._followed:
             raise NodeLost("another deployment runs on this Ray cluster now")
         self._followed = told.deployment
@@ -169,12 +169,12 @@ class RemoteController:
         config = await self._ask(_ANSWER_S, "say what it runs", lambda actor: actor.configuration.remote())
         return msgspec.msgpack.decode(config, type=TandemConfig)
 
-    async def configure(self, config: TandemConfig) -> Change:
+    async def configure(self, config: TandemConfig) -> ConfigChange:
         encoded = msgspec.msgpack.encode(config)
         change = await self._ask(
             _ANSWER_S, "take the configuration", lambda actor: actor.configure.remote(encoded)
         )
-        return msgspec.msgpack.decode(change, type=Change)
+        return msgspec.msgpack.decode(change, type=ConfigChange)
 
     async def view(self) -> ClusterView:
         view = await self._ask(_ANSWER_S, "tell what it sees", lambda actor: actor.view.remote())

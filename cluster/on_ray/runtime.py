@@ -37,7 +37,7 @@ _ENVIRONMENT = {
 }
 
 
-class _Apart:
+class _ForkGroups:
     """Processes that are forked meanwhile get process groups of their own: a signal to our whole group, as `timeout`
     and service managers send it, would end Ray before it is told to stop, and leave everybody waiting for it."""
 
@@ -56,7 +56,7 @@ class _Apart:
             os.setpgid(0, 0)
 
 
-_apart = _Apart()  # what is registered stays registered, so there is one
+_apart = _ForkGroups()  # what is registered stays registered, so there is one
 
 
 def start_ray() -> Path:
@@ -91,11 +91,11 @@ def _job_config() -> Any:
     its own: a `tandem.py` or `yaml.py` that lies there would be imported in place of the package."""
     from ray.job_config import JobConfig
 
-    class WithoutFolder(JobConfig):  # type: ignore[misc]  # Ray has no types
+    class FolderlessJobConfig(JobConfig):  # type: ignore[misc]  # Ray has no types
         def _runtime_env_has_working_dir(self) -> bool:
             return True
 
-    return WithoutFolder()
+    return FolderlessJobConfig()
 
 
 def connect_to_ray(address: str) -> None:

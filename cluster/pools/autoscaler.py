@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from tandem.cluster.clock import Clock
 from tandem.cluster.config import TandemConfig
-from tandem.cluster.pools.autoscaling import Breach, Pool, Resize, at_its_limit, decide
+from tandem.cluster.pools.autoscaling import Breach, PoolBounds, Resize, at_its_limit, decide
 from tandem.cluster.pools.load_meter import LoadMeter
 from tandem.wire.nodes import Role
 from tandem.wire.requests import NodeStatus
@@ -22,7 +22,7 @@ class Autoscaler:
         config: TandemConfig,
         clock: Clock,
         measure: Callable[[], Sequence[NodeStatus]],
-        pools: Callable[[], list[Pool]],
+        pools: Callable[[], list[PoolBounds]],
         resize: Callable[[Resize], Awaitable[None]],
         say: Callable[[str], None],
     ) -> None:
@@ -66,7 +66,7 @@ class Autoscaler:
             for pool in pools:
                 self._look_at_limit(pool)
 
-    def _look_at_limit(self, pool: Pool) -> None:
+    def _look_at_limit(self, pool: PoolBounds) -> None:
         now, history = self._clock.now(), self._meter.history
         why = at_its_limit(now, self._changed_at, history, pool, self._slo, self._config)
         if why is None:

@@ -26,7 +26,7 @@ CLEARLY_LOWER = 0.8  # than the load that broke the smaller pool
 MOST_OF = 0.8  # of the looks at a pool must agree that it is too small
 
 
-class Load(msgspec.Struct, frozen=True):
+class PoolLoad(msgspec.Struct, frozen=True):
     """One pool at one moment, over the nodes of it that answer."""
 
     at: float
@@ -39,7 +39,7 @@ class Load(msgspec.Struct, frozen=True):
     step_s: float = 0.0  # one step of an engine: what a running answer waits for its next token
 
 
-class Pool(msgspec.Struct, frozen=True):
+class PoolBounds(msgspec.Struct, frozen=True):
     role: Role
     wanted: int
     min_nodes: int
@@ -66,8 +66,8 @@ class Resize:
 def decide(
     now: float,
     changed_at: float,
-    history: Mapping[Role, Sequence[Load]],
-    pools: Sequence[Pool],
+    history: Mapping[Role, Sequence[PoolLoad]],
+    pools: Sequence[PoolBounds],
     breaches: Mapping[Role, Sequence[Breach]],
     slo: SloConfig,
     config: AutoscalingConfig,
@@ -92,8 +92,8 @@ def decide(
 def at_its_limit(
     now: float,
     changed_at: float,
-    history: Mapping[Role, Sequence[Load]],
-    pool: Pool,
+    history: Mapping[Role, Sequence[PoolLoad]],
+    pool: PoolBounds,
     slo: SloConfig,
     config: AutoscalingConfig,
 ) -> str | None:
@@ -105,14 +105,16 @@ def at_its_limit(
     return f"{name}: {pool.wanted} are too few, and pools.{name}.max allows no more: {_why(loads[-1], slo)}"
 
 
-def _breaking(now: float, loads: Sequence[Load], slo: SloConfig, config: AutoscalingConfig) -> Sequence[Load]:
+def _breaking(
+    now: float, loads: Sequence[PoolLoad], slo: SloConfig, config: AutoscalingConfig
+) -> Sequence[PoolLoad]:
     """The recent looks, when most of them found the SLO broken; none otherwise."""
     recent = _last(loads, now, config.grow_after_s, config.period_s)
     return recent if sum(_pressure(load, slo) > 1 for load in recent) >= MOST_OF * len(recent) else []
 
 
 def _growth(
-    now: float, pool: Pool, loads: Sequence[Load], slo: SloConfig, config: AutoscalingConfig
+    now: float, pool: PoolBounds, loads: Sequence[PoolLoad], slo: SloConfig, config: AutoscalingConfig
 ) -> tuple[float, Resize] | None:
     """With how pressing it is."""
     recent = _breaking(now, loads, slo, config)
@@ -128,8 +130,8 @@ def _growth(
 
 def _shrinking(
     now: float,
-    pool: Pool,
-    loads: Sequence[Load],
+    pool: PoolBounds,
+    loads: Sequence[PoolLoad],
     breaches: Sequence[Breach],
     slo: SloConfig,
     config: AutoscalingConfig,
@@ -151,13 +153,13 @@ def _shrinking(
     return Resize(pool.role, size, why, None)
 
 
-def _last(loads: Sequence[Load], now: float, seconds: float, period_s: float) -> Sequence[Load]:
+def _last(loads: Sequence[PoolLoad], now: float, seconds: float, period_s: float) -> Sequence[PoolLoad]:
     """The looks of the last `seconds`; none, when they do not reach back so far."""
     recent = [load for load in loads if load.at > now - seconds - period_s / 2]
     return recent if recent and recent[0].at <= now - seconds + period_s else []
 
 
-def _pressure(load: Load, slo: SloConfig) -> float:
+def _pressure(load: PoolLoad, slo: SloConfig) -> float:
     """1 is the limit."""
     pressure = load.blocks / BLOCKS_LIMIT
     if load.reads_prompts:
@@ -167,11 +169,11 @@ def _pressure(load: Load, slo: SloConfig) -> float:
     return pressure
 
 
-def _queue_pressure(load: Load, slo: SloConfig) -> float:
+def _queue_pressure(load: PoolLoad, slo: SloConfig) -> float:
     return load.queue_s / (QUEUE_SHARE * slo.ttft_s) if load.reads_prompts else 0.0
 
 
-def _why(load: Load, slo: SloConfig) -> str:
+def _why(load: PoolLoad, slo: SloConfig) -> str:
     pressure = _pressure(load, slo)
     if pressure == _queue_pressure(load, slo):
         limit = QUEUE_SHARE * slo.ttft_s
@@ -189,7 +191,7 @@ def _highest_mean(demands: Sequence[float], config: AutoscalingConfig) -> float:
     return max(end - start for start, end in zip(sums, sums[length:], strict=False)) / length
 
 
-def _demand(load: Load, slo: SloConfig) -> float:
+def _demand(load: PoolLoad, slo: SloConfig) -> float:
     """The load in nodes' worth. All of it grows no faster than its share when there are fewer nodes: engines' time
     and blocks are shared out, and a step takes at most as much longer as it has more to do."""
     shares = [load.blocks / BLOCKS_LIMIT]

@@ -22,14 +22,14 @@ from tandem.cluster.hosts import Hosts, StateStore
 from tandem.cluster.launcher import FixModel, Launcher, as_it_is
 from tandem.cluster.pools import plan
 from tandem.cluster.pools.autoscaler import Autoscaler
-from tandem.cluster.pools.autoscaling import Pool, Resize
+from tandem.cluster.pools.autoscaling import PoolBounds, Resize
 from tandem.cluster.pools.fleet import HEAD_ROUTER
 from tandem.cluster.pools.node_supervisor import NodeSupervisor
 from tandem.cluster.pools.placement import node_config
 from tandem.cluster.pools.reconciler import Reconciler
 from tandem.cluster.pools.room import too_many_for_cores
 from tandem.cluster.pools.state import ClosedSlot, ClusterState, NodeRecord
-from tandem.cluster.pools.supervisor import Phase
+from tandem.cluster.pools.supervisor import ProcessPhase
 from tandem.cluster.pools.view import cluster_view, scaled_pool
 from tandem.cluster.tasks import Tasks
 from tandem.wire.errors import ConfigurationError, InternalError, TandemError, Unavailable
@@ -126,12 +126,14 @@ class Controller:
                 )
 
     async def _until_ready(self) -> None:
-        while not (self._router_is_ready() and any(node.phase is Phase.READY for node in self._writers())):
+        while not (
+            self._router_is_ready() and any(node.phase is ProcessPhase.READY for node in self._writers())
+        ):
             await self._pools.changed.wait()
 
     def _router_is_ready(self) -> bool:
         router = self._fleet.routers.get(HEAD_ROUTER)
-        return router is not None and router.phase is Phase.READY
+        return router is not None and router.phase is ProcessPhase.READY
 
     def _writers(self) -> list[NodeSupervisor]:
         return [node for node in self._fleet.nodes.values() if node.config.role is not Role.PREFILL]
@@ -139,12 +141,12 @@ class Controller:
     def _is_answering(self) -> bool:
         """False: it may still come to that. Raises Unavailable as soon as it will not, whoever else still starts."""
         router = self._fleet.routers.get(HEAD_ROUTER)
-        if router is not None and router.phase is Phase.LEFT_OUT:
+        if router is not None and router.phase is ProcessPhase.LEFT_OUT:
             raise Unavailable(f"the router cannot start: {router.detail}")
         if not self._pools.has_looked:
             return False
         writers = self._writers()
-        if writers and all(node.phase is Phase.LEFT_OUT for node in writers):
+        if writers and all(node.phase is ProcessPhase.LEFT_OUT for node in writers):
             reasons = "; ".join(sorted({f"{node.name}: {node.detail}" for node in writers}))
             raise Unavailable(f"no node that can write answers has started: {reasons}")
         if not all(part.has_settled for part in self._fleet.parts):
@@ -197,7 +199,7 @@ class Controller:
         self._autoscaler.changed()
         self._pools.wake()
 
-    def _scaled_pools(self) -> list[Pool]:
+    def _scaled_pools(self) -> list[PoolBounds]:
         return [
             scaled_pool(role, self._config.pools.of(role), self._pools.state, self._fleet)
             for role in Role
@@ -253,7 +255,7 @@ class Controller:
 
     async def _keep_role(self, record: NodeRecord, role: Role) -> None:
         supervisor = self._fleet.nodes.get(record.node_id)
-        if record.leaving or supervisor is None or supervisor.phase is not Phase.READY:
+        if record.leaving or supervisor is None or supervisor.phase is not ProcessPhase.READY:
             phase = "waiting for a machine" if supervisor is None else supervisor.phase.value
             raise Unavailable(f"{record.node_id} is {phase}: only a node that is ready can change its role")
         self._check_may_go(record)
@@ -326,7 +328,9 @@ class Controller:
         self._check_limits(role, self._wanted(role) - 1)
         if role is Role.PREFILL:
             return
-        if not any(node.name != record.node_id and node.phase is Phase.READY for node in self._writers()):
+        if not any(
+            node.name != record.node_id and node.phase is ProcessPhase.READY for node in self._writers()
+        ):
             raise ConfigurationError(
                 f"{record.node_id} is the last node that can write answers: `tandem scale {role.value}="
                 f"{self._wanted(role) + 1}` first"

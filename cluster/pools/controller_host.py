@@ -16,10 +16,10 @@ import msgspec
 from tandem.cluster.changes import compare, with_sizes
 from tandem.cluster.clock import Clock, cancel
 from tandem.cluster.config import TandemConfig
-from tandem.cluster.control import Control, Ending
+from tandem.cluster.control import ClusterEnd, Control
 from tandem.cluster.events import Events, LoggedEvents
 from tandem.cluster.hosts import StateStore
-from tandem.cluster.pools.event_log import EventLog, Happening
+from tandem.cluster.pools.event_log import EventLog, LoggedEvent
 from tandem.wire.errors import InternalError, TandemError, Unavailable, WireError
 from tandem.wire.nodes import Role
 
@@ -28,34 +28,34 @@ logger = logging.getLogger(__name__)
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class Stage(enum.StrEnum):
+class ClusterStage(enum.StrEnum):
     STARTING = "starting"
     SERVING = "serving"  # a request that is sent now is answered
     FAILED = "failed"  # it could not start, and does not answer yet; or nobody mends it any more
     STOPPED = "stopped"
 
 
-class Account(msgspec.Struct, frozen=True):
+class ClusterAccount(msgspec.Struct, frozen=True):
     """How far the cluster is, and what has happened since the last time that somebody asked."""
 
-    stage: Stage
-    happened: list[Happening]
+    stage: ClusterStage
+    happened: list[LoggedEvent]
     latest: int  # ask for what comes after this
     url: str = ""
     model: str = ""
     deployment: str = ""  # its id
     failure: WireError | None = None
-    ending: Ending | None = None  # with STOPPED
+    ending: ClusterEnd | None = None  # with STOPPED
 
 
-class Change(msgspec.Struct, frozen=True):
+class ConfigChange(msgspec.Struct, frozen=True):
     """What came of giving a running cluster another configuration."""
 
     applied: list[str]
     refused: list[str]  # each says what it would take
 
 
-class Served(Protocol):
+class ServedDeployment(Protocol):
     """A deployment; `cluster.pools.deployment.Deployment` is one."""
 
     @property
@@ -84,7 +84,7 @@ class Platform(Protocol):
         """Where the decision to end this deployment is recorded."""
         ...
 
-    def deployment(self, config: TandemConfig, events: Events) -> Served: ...
+    def deployment(self, config: TandemConfig, events: Events) -> ServedDeployment: ...
 
     async def owner_ended(self) -> str:
         """Returns when the command has ended that this deployment belongs to, and says so. A deployment that belongs
@@ -108,9 +108,9 @@ class ControllerHost:
         self._events = EventLog(LoggedEvents())
         self._platform = platform
         self._clock = clock or Clock()
-        self._stage = Stage.STARTING
+        self._stage = ClusterStage.STARTING
         self._failure: WireError | None = None
-        self._ending: Ending | None = None
+        self._ending: ClusterEnd | None = None
         self._deployment = platform.deployment(self._config, self._events)
         self._run = asyncio.create_task(self._serve(), name="serve")
         self._watch = asyncio.create_task(self._end_with_owner(), name="end with the command")
@@ -121,10 +121,10 @@ class ControllerHost:
             if (ending := await self._recorded_end()) is not None:
                 logger.info("an earlier controller was ending this cluster: %s", ending.why)
                 self._ending = ending
-                self._enter(Stage.STOPPED)
+                self._enter(ClusterStage.STOPPED)
                 return await self._platform.end()
             await self._start()
-            self._enter(Stage.SERVING)
+            self._enter(ClusterStage.SERVING)
             self._fail(InternalError(await self._deployment.failed()))
             self._platform.restart()
         except TandemError as error:
@@ -133,11 +133,11 @@ class ControllerHost:
             logger.exception("the deployment did not start")
             self._fail(InternalError(f"{type(error).__name__}: {error}"))
 
-    async def _recorded_end(self) -> Ending | None:
+    async def _recorded_end(self) -> ClusterEnd | None:
         while True:
             try:
                 kept = await self._platform.endings.load()
-                return msgspec.msgpack.decode(kept, type=Ending) if kept else None
+                return msgspec.msgpack.decode(kept, type=ClusterEnd) if kept else None
             except TandemError as error:
                 logger.warning("cannot read whether this cluster was ended, and asks again: %s", error)
                 await self._clock.sleep(self._config.timeouts.heartbeat_s)
@@ -164,9 +164,9 @@ class ControllerHost:
     def _fail(self, error: TandemError) -> None:
         logger.error("the cluster has failed: %s", error)
         self._failure = error.to_wire()
-        self._enter(Stage.FAILED)
+        self._enter(ClusterStage.FAILED)
 
-    def _enter(self, stage: Stage) -> None:
+    def _enter(self, stage: ClusterStage) -> None:
         self._stage = stage
         self._events.wake()
 
@@ -177,9 +177,9 @@ class ControllerHost:
         if self._stage == stage:
             await self._events.wait_after(seen, timeout_s)
         happened = self._events.after(seen)
-        serving = self._stage is Stage.SERVING
+        serving = self._stage is ClusterStage.SERVING
         return _encode(
-            Account(
+            ClusterAccount(
                 stage=self._stage,
                 happened=happened,
                 latest=happened[-1].number if happened else seen,
@@ -187,7 +187,7 @@ class ControllerHost:
                 model=self._deployment.model_name,
                 deployment=self._platform.id,
                 failure=self._failure,
-                ending=self._ending if self._stage is Stage.STOPPED else None,
+                ending=self._ending if self._stage is ClusterStage.STOPPED else None,
             )
         )
 
@@ -208,7 +208,7 @@ class ControllerHost:
         sizes, refused = compare(self._config, wanted)
         applied = await self._control().scale(sizes) if sizes else []
         self._config = with_sizes(self._config, sizes)
-        return _encode(Change(applied, refused))
+        return _encode(ConfigChange(applied, refused))
 
     async def view(self) -> bytes:
         return _encode(await self._control().view())
@@ -223,20 +223,20 @@ class ControllerHost:
         await self._control().change_role(node_id, Role(role))
 
     def _control(self) -> Control:
-        if self._stage is Stage.STOPPED:
+        if self._stage is ClusterStage.STOPPED:
             raise Unavailable("the cluster has been stopped")
         return self._deployment.control
 
     # --- ending
 
     async def drain(self) -> bool:
-        return self._stage is Stage.SERVING and await self._deployment.drain()
+        return self._stage is ClusterStage.SERVING and await self._deployment.drain()
 
     async def end(self, why: str) -> None:
         """Records the end, then ends every node and router. Idempotent. Somebody has decided this: where it cannot be
         recorded, it is done all the same."""
         if self._ending is None:
-            self._ending = Ending(time.time(), why)
+            self._ending = ClusterEnd(time.time(), why)
             logger.info("the cluster is ended: %s", why)
             try:
                 await self._platform.endings.save(_encode(self._ending))
@@ -246,4 +246,4 @@ class ControllerHost:
         if self._watch is not asyncio.current_task():
             await cancel(self._watch)
         await self._deployment.stop()
-        self._enter(Stage.STOPPED)
+        self._enter(ClusterStage.STOPPED)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import msgspec
 
 
-class Found(msgspec.Struct, frozen=True):
+class MachineFacts(msgspec.Struct, frozen=True):
     """What one Ray node says of the machine that it is on."""
 
     machine: str  # the same for all that share its cores
@@ -19,7 +19,7 @@ class Found(msgspec.Struct, frozen=True):
 
 
 def share_cores(
-    found: Mapping[str, Found], given: Mapping[str, tuple[int, ...]]
+    found: Mapping[str, MachineFacts], given: Mapping[str, tuple[int, ...]]
 ) -> dict[str, tuple[int, ...]]:
     """Cores for every host. What a host was given it keeps: a node that runs there is bound to it. Hosts that come
     to a machine together get equal parts of it; one that comes later gets as much, of what is used least."""

@@ -13,16 +13,16 @@ from tandem.cluster.events import Events
 KEPT = 500  # who comes later than that sees the latest ones
 
 
-class Kind(enum.StrEnum):
+class EventKind(enum.StrEnum):
     PROGRESS = "progress"
     READY = "ready"
     TROUBLE = "trouble"
     GAVE_UP = "gave_up"
 
 
-class Happening(msgspec.Struct, frozen=True):
+class LoggedEvent(msgspec.Struct, frozen=True):
     number: int
-    kind: Kind
+    kind: EventKind
     name: str
     what: str
     fraction: float = 0.0
@@ -33,7 +33,7 @@ class EventLog:
 
     def __init__(self, also: Events) -> None:
         self._also = also
-        self._kept: dict[int, Happening] = {}
+        self._kept: dict[int, LoggedEvent] = {}
         self._progress: dict[
             str, int
         ] = {}  # the number of a name's latest progress: an older one interests nobody
@@ -42,24 +42,24 @@ class EventLog:
 
     def progress(self, name: str, what: str, fraction: float) -> None:
         self._also.progress(name, what, fraction)
-        self._add(Kind.PROGRESS, name, what, fraction)
+        self._add(EventKind.PROGRESS, name, what, fraction)
 
     def ready(self, name: str, what: str) -> None:
         self._also.ready(name, what)
-        self._add(Kind.READY, name, what)
+        self._add(EventKind.READY, name, what)
 
     def trouble(self, name: str, what: str) -> None:
         self._also.trouble(name, what)
-        self._add(Kind.TROUBLE, name, what)
+        self._add(EventKind.TROUBLE, name, what)
 
     def gave_up(self, name: str, why: str) -> None:
         self._also.gave_up(name, why)
-        self._add(Kind.GAVE_UP, name, why)
+        self._add(EventKind.GAVE_UP, name, why)
 
-    def _add(self, kind: Kind, name: str, what: str, fraction: float = 0.0) -> None:
+    def _add(self, kind: EventKind, name: str, what: str, fraction: float = 0.0) -> None:
         self.latest += 1
-        self._kept[self.latest] = Happening(self.latest, kind, name, what, fraction)
-        if kind is Kind.PROGRESS:
+        self._kept[self.latest] = LoggedEvent(self.latest, kind, name, what, fraction)
+        if kind is EventKind.PROGRESS:
             self._kept.pop(self._progress.get(name, 0), None)
             self._progress[name] = self.latest
         while len(self._kept) > KEPT:
@@ -71,7 +71,7 @@ class EventLog:
         self._news.set()
         self._news = asyncio.Event()
 
-    def after(self, seen: int) -> list[Happening]:
+    def after(self, seen: int) -> list[LoggedEvent]:
         """What is newer than `seen`. Who has seen more than there was followed another controller: all of it is new."""
         if seen > self.latest:
             seen = 0
@@ -85,14 +85,14 @@ class EventLog:
             await asyncio.wait_for(self._news.wait(), timeout_s)
 
 
-def replay(happened: list[Happening], events: Events) -> None:
+def replay(happened: list[LoggedEvent], events: Events) -> None:
     for one in happened:
         match one.kind:
-            case Kind.PROGRESS:
+            case EventKind.PROGRESS:
                 events.progress(one.name, one.what, one.fraction)
-            case Kind.READY:
+            case EventKind.READY:
                 events.ready(one.name, one.what)
-            case Kind.TROUBLE:
+            case EventKind.TROUBLE:
                 events.trouble(one.name, one.what)
-            case Kind.GAVE_UP:
+            case EventKind.GAVE_UP:
                 events.gave_up(one.name, one.what)

@@ -15,10 +15,10 @@ from tandem.cluster.pools.membership import Membership
 from tandem.cluster.pools.node_supervisor import Admit, NodeSupervisor
 from tandem.cluster.pools.placement import node_config, router_config
 from tandem.cluster.pools.router_supervisor import RouterSupervisor
-from tandem.cluster.pools.state import NodeRecord, Placement
-from tandem.cluster.pools.supervisor import Phase, Surroundings
+from tandem.cluster.pools.state import NodePlacement, NodeRecord
+from tandem.cluster.pools.supervisor import ProcessPhase, Surroundings
 from tandem.cluster.pools.witnesses import Witnesses
-from tandem.cluster.tasks import Bell, Tasks
+from tandem.cluster.tasks import Tasks, Wakeup
 from tandem.router.config import RouterPlacement
 from tandem.wire.requests import NodeStatus
 
@@ -33,7 +33,7 @@ class Fleet:
         events: Events,
         clock: Clock,
         tasks: Tasks,
-        changed: Bell,
+        changed: Wakeup,
         admit: Admit,
     ) -> None:
         self.config = config  # the model's name in it may become one commit, before anything is launched
@@ -66,12 +66,12 @@ class Fleet:
         return [
             node.status
             for node in self.nodes.values()
-            if node.phase is Phase.READY and node.status is not None
+            if node.phase is ProcessPhase.READY and node.status is not None
         ]
 
     # --- nodes
 
-    def launch_node(self, record: NodeRecord, placement: Placement, host: Host) -> None:
+    def launch_node(self, record: NodeRecord, placement: NodePlacement, host: Host) -> None:
         supervisor = NodeSupervisor(
             node_config(self.config, record.node_id, record.role, placement),
             host,
@@ -89,7 +89,7 @@ class Fleet:
     def retry(self, name: str) -> bool:
         """True when it was left out, and is tried again."""
         supervisor = self.nodes.get(name) or self.routers.get(name)
-        if supervisor is None or supervisor.phase is not Phase.LEFT_OUT:
+        if supervisor is None or supervisor.phase is not ProcessPhase.LEFT_OUT:
             return False
         self._run(supervisor)
         return True
@@ -139,7 +139,7 @@ class Fleet:
         deadline = self._clock.now() + limit_s
         quiet = await asyncio.gather(*(router.drain(limit_s) for router in self.routers.values()))
         left = max(0.0, deadline - self._clock.now())
-        ready = [node for node in self.nodes.values() if node.phase is Phase.READY]
+        ready = [node for node in self.nodes.values() if node.phase is ProcessPhase.READY]
         return all([*quiet, *await asyncio.gather(*(node.drain(left) for node in ready))])
 
     async def stop(self) -> None:

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from tandem.cluster.pools.autoscaling import Load
+from tandem.cluster.pools.autoscaling import PoolLoad
 from tandem.wire.nodes import Role
 from tandem.wire.requests import NodeCounters, NodeStatus
 
@@ -38,7 +38,7 @@ class LoadMeter:
         self._seen: dict[str, _Seen] = {}
         self._rates: dict[Role, float] = {}  # prompt tokens that one node reads in a second
         self._keep = keep
-        self.history: dict[Role, deque[Load]] = {}
+        self.history: dict[Role, deque[PoolLoad]] = {}
 
     def look(self, now: float, statuses: Sequence[NodeStatus]) -> None:
         alone = not any(status.role is Role.PREFILL for status in statuses)
@@ -50,7 +50,7 @@ class LoadMeter:
         known = {status.node_id for status in statuses}
         self._seen = {node_id: seen for node_id, seen in self._seen.items() if node_id in known}
 
-    def _load(self, now: float, role: Role, statuses: Sequence[NodeStatus], alone: bool) -> Load:
+    def _load(self, now: float, role: Role, statuses: Sequence[NodeStatus], alone: bool) -> PoolLoad:
         works = [work for status in statuses if (work := self._work(now, status)) is not None]
         for work in works:
             if work.tokens_per_s is not None:
@@ -59,7 +59,7 @@ class LoadMeter:
         waiting = sum(status.waiting_tokens for status in statuses)
         rate = self._rates.get(role)
         stepping = [work.step_s for work in works if work.step_s > 0]
-        return Load(
+        return PoolLoad(
             at=now,
             nodes=len(statuses),
             reads_prompts=role is not Role.DECODE or alone,

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 
 from tandem.cluster.hosts import Host
-from tandem.cluster.pools.placement import Machine, this_host
+from tandem.cluster.pools.placement import LocalMachine, this_host
 from tandem.wire.nodes import Role
 
 
 class ThisMachine:
     """It has room for everything that fits, and stays."""
 
-    def __init__(self, machine: Machine, address: str) -> None:
+    def __init__(self, machine: LocalMachine, address: str) -> None:
         self._host = this_host(machine, address)
 
     async def present(self) -> list[Host]:

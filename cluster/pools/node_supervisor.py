@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from tandem.cluster.describe import ranges
 from tandem.cluster.hosts import Host
 from tandem.cluster.launcher import NodeHandle
-from tandem.cluster.pools.supervisor import Phase, Supervisor, Surroundings
+from tandem.cluster.pools.supervisor import ProcessPhase, ProcessSupervisor, Surroundings
 from tandem.node.config import NodeConfig
 from tandem.wire.errors import TandemError, Unavailable
 from tandem.wire.nodes import NodeInfo, NodeState, Role
@@ -21,7 +21,7 @@ Admit = Callable[[NodeInfo], Awaitable[None]]
 """Keeps what will be announced, for the next controller. Raises ConfigurationError for a node that must not join."""
 
 
-class NodeSupervisor(Supervisor[NodeHandle, NodeInfo]):
+class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
     def __init__(
         self,
         config: NodeConfig,
@@ -147,7 +147,7 @@ class NodeSupervisor(Supervisor[NodeHandle, NodeInfo]):
         )
         self.status = None
         await self._announce(new)
-        self._enter(Phase.READY, "")
+        self._enter(ProcessPhase.READY, "")
         self._events.ready(self.name, self._describe(new))
         self._settled.set()
         return new
@@ -169,11 +169,11 @@ class NodeSupervisor(Supervisor[NodeHandle, NodeInfo]):
         """Nothing new comes to it, what runs is finished or, after the limit, moved by the routers. True when all of
         it was finished here. The process is not ended, but when it ends it is not replaced."""
         self._leaving = True
-        if self.phase is Phase.STARTING and self.info is not None:
+        if self.phase is ProcessPhase.STARTING and self.info is not None:
             await self.settled()  # adopted, and it may have work
-        if self.phase not in (Phase.READY, Phase.DRAINING):
+        if self.phase not in (ProcessPhase.READY, ProcessPhase.DRAINING):
             return True
-        self._enter(Phase.DRAINING, "it goes")
+        self._enter(ProcessPhase.DRAINING, "it goes")
         finished = await self.drain(limit_s)
         await self._withdraw()
         return finished
@@ -181,19 +181,19 @@ class NodeSupervisor(Supervisor[NodeHandle, NodeInfo]):
     async def change_role(self, config: NodeConfig, limit_s: float) -> None:
         """Returns when it is ready in the new role; raises Unavailable when it is left out instead. A process that
         does not come to rest in time is replaced by a new one."""
-        if self.phase is Phase.READY:
-            self._enter(Phase.DRAINING, f"it becomes a {config.role.value} node")
+        if self.phase is ProcessPhase.READY:
+            self._enter(ProcessPhase.DRAINING, f"it becomes a {config.role.value} node")
             if not await self.drain(limit_s):
                 await self._withdraw()
                 await self.drain(self._timeouts.stop_s)
-        if self.phase in (Phase.LEFT_OUT, Phase.STOPPED):
+        if self.phase in (ProcessPhase.LEFT_OUT, ProcessPhase.STOPPED):
             raise Unavailable(f"{self.name} is {self.phase.value}: {self.detail}")
         self._settled.clear()
         self.config = config
-        if self.phase is Phase.DRAINING:
+        if self.phase is ProcessPhase.DRAINING:
             self._role_change.set()
         await self.settled()
-        if self.phase is not Phase.READY:
+        if self.phase is not ProcessPhase.READY:
             raise Unavailable(f"{self.name} did not start as a {config.role.value} node: {self.detail}")
 
     async def _withdraw(self) -> None:

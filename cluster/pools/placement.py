@@ -22,7 +22,7 @@ from tandem.cluster.config import PoolsConfig, TandemConfig
 from tandem.cluster.describe import counted
 from tandem.cluster.hosts import Host
 from tandem.cluster.pools.room import check_cores
-from tandem.cluster.pools.state import ClosedSlot, NodeRecord, Placement
+from tandem.cluster.pools.state import ClosedSlot, NodePlacement, NodeRecord
 from tandem.machine.cores import core_quota
 from tandem.machine.memory import free_memory
 from tandem.node.config import NodeConfig
@@ -35,19 +35,19 @@ _ROLE_ORDER = (Role.PREFILL, Role.DECODE, Role.AGGREGATED)
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class LocalMachine:
     cores: tuple[int, ...]  # those this process may use, hardware threads of one core side by side
     gpus: int = 0
     free_memory: int | None = None  # bytes; None: unknown
     quota: int | None = None  # it may use so many cores' time; None: that of all of them
 
 
-def this_host(machine: Machine, address: str) -> Host:
+def this_host(machine: LocalMachine, address: str) -> Host:
     cores = machine.cores[: machine.quota]
     return Host(name="this machine", address=address, cores=cores, gpus=machine.gpus, head=True)
 
 
-def place_nodes(config: TandemConfig, machine: Machine) -> list[NodeRecord]:
+def place_nodes(config: TandemConfig, machine: LocalMachine) -> list[NodeRecord]:
     """What a deployment begins with on one machine. Raises ConfigurationError when that cannot be."""
     host = this_host(machine, "")
     check_cores(config.pools, len(host.cores))
@@ -66,10 +66,10 @@ def place(
     nodes: Iterable[NodeRecord],
     role: Role,
     closed: Iterable[ClosedSlot] = (),
-) -> Placement | None:
+) -> NodePlacement | None:
     """The emptiest machine with room for one more node of this role; None when there is none."""
     shut = Counter((slot.host, slot.role) for slot in closed)
-    here: dict[str, list[Placement]] = {host.name: [] for host in hosts}
+    here: dict[str, list[NodePlacement]] = {host.name: [] for host in hosts}
     for node in nodes:
         if node.placement is not None and node.placement.host in here:
             here[node.placement.host].append(node.placement)
@@ -81,13 +81,15 @@ def place(
     return None
 
 
-def _has_slot(host: Host, taken: Sequence[Placement], role: Role, shut: int) -> bool:
+def _has_slot(host: Host, taken: Sequence[NodePlacement], role: Role, shut: int) -> bool:
     if host.slots is None:
         return True
     return sum(placement.slot is role for placement in taken) + shut < host.slots.get(role, 0)
 
 
-def _place_on(config: TandemConfig, host: Host, taken: Sequence[Placement], role: Role) -> Placement | None:
+def _place_on(
+    config: TandemConfig, host: Host, taken: Sequence[NodePlacement], role: Role
+) -> NodePlacement | None:
     try:
         seats = _seats(host, config.pools)
     except ConfigurationError:
@@ -99,7 +101,9 @@ def _place_on(config: TandemConfig, host: Host, taken: Sequence[Placement], role
     used = Counter(placement.device for placement in taken)
     device = min(dict.fromkeys(devices), key=lambda device: used[device])
     neighbours = max(Counter(devices)[device], used[device] + 1)
-    return Placement(host.name, host.address, role, cores, device, config.cache.share_on(device) / neighbours)
+    return NodePlacement(
+        host.name, host.address, role, cores, device, config.cache.share_on(device) / neighbours
+    )
 
 
 # --- cores
@@ -142,7 +146,11 @@ def _divide(cores: int, roles: list[Role], pools: PoolsConfig) -> list[int]:
 
 
 def _choose_cores(
-    cores: tuple[int, ...], seats: Sequence[Seat], taken: Sequence[Placement], role: Role, threads: int | None
+    cores: tuple[int, ...],
+    seats: Sequence[Seat],
+    taken: Sequence[NodePlacement],
+    role: Role,
+    threads: int | None,
 ) -> tuple[int, ...] | None:
     """Cores that nobody has, then those with the fewest nodes. A pool that asks for a number gets that many of its
     own, or none at all."""
@@ -160,7 +168,7 @@ def _choose_cores(
     return tuple(sorted(emptiest, key=order.__getitem__))
 
 
-def _free_seat(seats: Sequence[Seat], taken: Sequence[Placement], role: Role) -> int:
+def _free_seat(seats: Sequence[Seat], taken: Sequence[NodePlacement], role: Role) -> int:
     """The size of the largest seat of this role that nobody has; of the smallest seat, when all are taken."""
     sizes = sorted((size for seat, size in seats if seat is role), reverse=True)
     for placement in taken:
@@ -169,7 +177,7 @@ def _free_seat(seats: Sequence[Seat], taken: Sequence[Placement], role: Role) ->
     return sizes[0] if sizes else min((size for _, size in seats), default=1)
 
 
-def computes_on_cpu(config: TandemConfig, machine: Machine) -> bool:
+def computes_on_cpu(config: TandemConfig, machine: LocalMachine) -> bool:
     return _device_for(0, config.model.device, machine.gpus) in ("auto", "cpu")
 
 
@@ -182,7 +190,7 @@ def _device_for(index: int, device: str, gpus: int) -> str:
 # --- what a process is told
 
 
-def node_config(config: TandemConfig, node_id: str, role: Role, placement: Placement) -> NodeConfig:
+def node_config(config: TandemConfig, node_id: str, role: Role, placement: NodePlacement) -> NodeConfig:
     replace = msgspec.structs.replace
     engine = config.engine
     return NodeConfig(
@@ -213,9 +221,9 @@ def router_config(config: RouterConfig, host: Host) -> RouterConfig:
 # --- reading the machine
 
 
-def this_machine() -> Machine:
+def this_machine() -> LocalMachine:
     cores = ordered_cores(os.sched_getaffinity(0))
-    return Machine(cores, visible_gpus(os.environ), free_memory(), core_quota())
+    return LocalMachine(cores, visible_gpus(os.environ), free_memory(), core_quota())
 
 
 def ordered_cores(usable: set[int], sysfs: Path = Path("/sys/devices/system/cpu")) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ import msgspec
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.hosts import Host
 from tandem.cluster.pools.placement import place
-from tandem.cluster.pools.state import ClusterState, NodeRecord, Placement
+from tandem.cluster.pools.state import ClusterState, NodePlacement, NodeRecord
 from tandem.wire.nodes import Role
 
 Rank = Callable[[NodeRecord], int]
@@ -19,7 +19,7 @@ Rank = Callable[[NodeRecord], int]
 
 
 @dataclass(frozen=True, slots=True)
-class Add:
+class AddNode:
     """The pool wants one more node. It waits until a machine has room for it."""
 
     role: Role
@@ -29,18 +29,18 @@ class Add:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class PlaceNode:
     """There is room for a node that waits."""
 
     node: NodeRecord
-    placement: Placement
+    placement: NodePlacement
 
     def apply(self, state: ClusterState) -> ClusterState:
         return state.with_node(msgspec.structs.replace(self.node, placement=self.placement))
 
 
 @dataclass(frozen=True, slots=True)
-class Retire:
+class RetireNode:
     """The pool has become smaller."""
 
     node: NodeRecord
@@ -50,7 +50,7 @@ class Retire:
 
 
 @dataclass(frozen=True, slots=True)
-class Lose:
+class LoseNode:
     """Its machine is gone, and so is the node."""
 
     node: NodeRecord
@@ -59,7 +59,7 @@ class Lose:
         return state.without(self.node.node_id)
 
 
-Change = Add | Place | Retire | Lose
+Change = AddNode | PlaceNode | RetireNode | LoseNode
 
 
 def next_change(
@@ -68,19 +68,21 @@ def next_change(
     present = {host.name for host in hosts}
     for node in state.nodes:
         if node.placement is not None and node.placement.host not in present:
-            return Lose(node)
+            return LoseNode(node)
     for role in Role:
         staying = state.staying(role)
         wanted = wanted_size(state, hosts, role)
         if len(staying) > wanted:
-            return Retire(max(staying, key=lambda node: (node.placement is None, rank(node), _index(node))))
+            return RetireNode(
+                max(staying, key=lambda node: (node.placement is None, rank(node), _index(node)))
+            )
         if len(staying) < wanted:
-            return Add(role)
+            return AddNode(role)
     for node in state.nodes:
         if node.placement is None and not node.leaving:
             placement = place(config, hosts, state.nodes, node.role, state.closed)
             if placement is not None:
-                return Place(node, placement)
+                return PlaceNode(node, placement)
     return None
 
 

@@ -14,7 +14,7 @@ import msgspec
 
 from tandem.cluster.clock import Clock, first_of, has_ended
 from tandem.cluster.config import TandemConfig
-from tandem.cluster.control import Decision
+from tandem.cluster.control import ControllerDecision
 from tandem.cluster.describe import counted
 from tandem.cluster.events import Events
 from tandem.cluster.hosts import Host, Hosts, StateStore
@@ -22,8 +22,8 @@ from tandem.cluster.launcher import FixModel, Launcher
 from tandem.cluster.pools import plan, state
 from tandem.cluster.pools.fleet import Fleet
 from tandem.cluster.pools.state import ClusterState, NodeRecord
-from tandem.cluster.pools.supervisor import Phase
-from tandem.cluster.tasks import Bell, Tasks
+from tandem.cluster.pools.supervisor import ProcessPhase
+from tandem.cluster.tasks import Tasks, Wakeup
 from tandem.wire.errors import ConfigurationError, DeadlineExceeded, TandemError
 from tandem.wire.nodes import NodeInfo
 
@@ -59,11 +59,11 @@ class Reconciler:
         self.state = state.first_state(config.pools)
         self._content = ""  # the model's, also while it could not be kept
         self.writing = asyncio.Lock()
-        self.changed = Bell()  # anything that a view tells
+        self.changed = Wakeup()  # anything that a view tells
         self.machines: list[Host] = []
         self.has_looked = False  # at the whole, once
         self.retiring: dict[str, asyncio.Task[bool]] = {}
-        self.decisions: deque[Decision] = deque(maxlen=_DECISIONS_KEPT)
+        self.decisions: deque[ControllerDecision] = deque(maxlen=_DECISIONS_KEPT)
         self.fleet = Fleet(config, launcher, events, clock, tasks, self.changed, self._admit)
 
     async def take_over(self) -> None:
@@ -155,7 +155,7 @@ class Reconciler:
 
     def note(self, text: str) -> None:
         logger.info("%s", text)
-        self.decisions.append(Decision(time.time(), text))
+        self.decisions.append(ControllerDecision(time.time(), text))
         self.changed.ring()
 
     # --- towards what is wanted
@@ -195,21 +195,21 @@ class Reconciler:
 
     def _rank(self, record: NodeRecord) -> int:
         supervisor = self.fleet.nodes.get(record.node_id)
-        phase = supervisor.phase if supervisor is not None else Phase.STARTING
-        return {Phase.READY: 0, Phase.LEFT_OUT: 2}.get(phase, 1)
+        phase = supervisor.phase if supervisor is not None else ProcessPhase.STARTING
+        return {ProcessPhase.READY: 0, ProcessPhase.LEFT_OUT: 2}.get(phase, 1)
 
     def _carry_out(self, change: plan.Change) -> None:
         match change:
-            case plan.Place(node, placement):
+            case plan.PlaceNode(node, placement):
                 host = next(host for host in self.machines if host.name == placement.host)
                 self.fleet.launch_node(node, placement, host)
-            case plan.Retire(node):
+            case plan.RetireNode(node):
                 self.begin_to_retire(node.node_id, self._config.timeouts.nodes.drain_s)
-            case plan.Lose(node):
+            case plan.LoseNode(node):
                 address = node.placement.address if node.placement else ""
                 self.note(f"{node.node_id} is lost: its machine {address} is gone")
                 self._tasks.spawn(self.fleet.end_node(node.node_id), f"end {node.node_id}")
-            case plan.Add():
+            case plan.AddNode():
                 pass  # it gets a machine with the next change, or waits for one
 
     # --- nodes that go

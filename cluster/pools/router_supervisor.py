@@ -6,14 +6,14 @@ import logging
 
 from tandem.cluster.hosts import Host
 from tandem.cluster.launcher import RouterHandle
-from tandem.cluster.pools.supervisor import Phase, Supervisor, Surroundings
+from tandem.cluster.pools.supervisor import ProcessPhase, ProcessSupervisor, Surroundings
 from tandem.router.config import RouterConfig
 from tandem.wire.errors import TandemError
 
 logger = logging.getLogger(__name__)
 
 
-class RouterSupervisor(Supervisor[RouterHandle, str]):
+class RouterSupervisor(ProcessSupervisor[RouterHandle, str]):
     def __init__(
         self,
         name: str,
@@ -87,7 +87,7 @@ class RouterSupervisor(Supervisor[RouterHandle, str]):
 
     async def drain(self, limit_s: float) -> bool:
         """It takes nothing new. True when everything that it had was finished."""
-        if self.phase is not Phase.READY or self.handle is None:
+        if self.phase is not ProcessPhase.READY or self.handle is None:
             return False
         try:
             return await self._clock.within(

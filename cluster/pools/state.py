@@ -8,7 +8,7 @@ from tandem.cluster.config import PoolsConfig
 from tandem.wire.nodes import NodeInfo, Role
 
 
-class Placement(msgspec.Struct, frozen=True):
+class NodePlacement(msgspec.Struct, frozen=True):
     """Where a node runs. It keeps its place for as long as its host is there, through restarts and changes of role."""
 
     host: str  # its name
@@ -22,7 +22,7 @@ class Placement(msgspec.Struct, frozen=True):
 class NodeRecord(msgspec.Struct, frozen=True):
     node_id: str
     role: Role
-    placement: Placement | None = None  # None: no machine has room for it
+    placement: NodePlacement | None = None  # None: no machine has room for it
     info: NodeInfo | None = None  # as it was last announced
     leaving: bool = False  # it is drained, and goes
 

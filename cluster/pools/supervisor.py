@@ -31,7 +31,7 @@ Ready = TypeVar("Ready")
 H = TypeVar("H", bound=Handle[object])
 
 
-class Phase(enum.StrEnum):
+class ProcessPhase(enum.StrEnum):
     STARTING = "starting"
     READY = "ready"
     DRAINING = "draining"
@@ -53,13 +53,13 @@ class Surroundings:
     on_change: Callable[[], None]  # hears of every new phase
 
 
-class Supervisor(abc.ABC, Generic[H, Ready]):
+class ProcessSupervisor(abc.ABC, Generic[H, Ready]):
     """`run` goes on until the process is left out or lost while it leaves, or the supervisor is cancelled; `stop`
     ends the process."""
 
     def __init__(self, name: str, around: Surroundings) -> None:
         self.name = name
-        self.phase = Phase.STARTING
+        self.phase = ProcessPhase.STARTING
         self.detail = ""  # why; of one that is READY again, why it had to be started again
         self.restarts = 0
         self._around = around
@@ -101,12 +101,15 @@ class Supervisor(abc.ABC, Generic[H, Ready]):
 
     @property
     def serves(self) -> bool:
-        return self.phase in (Phase.READY, Phase.DRAINING)
+        return self.phase in (ProcessPhase.READY, ProcessPhase.DRAINING)
 
     @property
     def keeps_dying(self) -> bool:
         """It has been ready often enough: nobody can wait until it is again, and stays."""
-        return self.phase in (Phase.STARTING, Phase.RESTARTING) and self.restarts >= MAX_START_FAILURES
+        return (
+            self.phase in (ProcessPhase.STARTING, ProcessPhase.RESTARTING)
+            and self.restarts >= MAX_START_FAILURES
+        )
 
     async def settled(self) -> None:
         await self._settled.wait()
@@ -114,7 +117,7 @@ class Supervisor(abc.ABC, Generic[H, Ready]):
     async def run(self) -> None:
         """Once more after it was left out: everything is tried anew."""
         failures = 0
-        self._enter(Phase.STARTING, self.detail)
+        self._enter(ProcessPhase.STARTING, self.detail)
         while True:
             self.handle = handle = self._launch()
             try:
@@ -133,7 +136,8 @@ class Supervisor(abc.ABC, Generic[H, Ready]):
             failures = 0
             self._has_worked = True
             self._enter(
-                Phase.DRAINING if self._leaving else Phase.READY, self.detail if self.restarts else ""
+                ProcessPhase.DRAINING if self._leaving else ProcessPhase.READY,
+                self.detail if self.restarts else "",
             )
             self._events.ready(self.name, self._describe(ready))
             self._settled.set()
@@ -170,13 +174,13 @@ class Supervisor(abc.ABC, Generic[H, Ready]):
         backoff = min(
             self._timeouts.restart_backoff_s * 2 ** (attempt - 1), self._timeouts.restart_backoff_max_s
         )
-        self._enter(Phase.RESTARTING, reason)
+        self._enter(ProcessPhase.RESTARTING, reason)
         self._events.trouble(self.name, f"{reason}; starting it again in {backoff:g} s")
         await self._clock.sleep(backoff)
-        self._enter(Phase.STARTING, reason)
+        self._enter(ProcessPhase.STARTING, reason)
 
     def _leave_out(self, error: TandemError, failures: int) -> None:
-        self._enter(Phase.LEFT_OUT, str(error))
+        self._enter(ProcessPhase.LEFT_OUT, str(error))
         times = "" if failures == 1 else f"failed {failures} times in a row: "
         self._events.gave_up(self.name, f"{times}{error}")
         self._settled.set()
@@ -185,7 +189,7 @@ class Supervisor(abc.ABC, Generic[H, Ready]):
         """Of a process that is asked every `heartbeat_s`, and has `silence_s` for its answer."""
         return Silence(self._clock, self._timeouts.heartbeat_s + self._timeouts.silence_s)
 
-    def _enter(self, phase: Phase, detail: str) -> None:
+    def _enter(self, phase: ProcessPhase, detail: str) -> None:
         self.phase, self.detail = phase, detail
         self._around.on_change()
 
@@ -196,7 +200,7 @@ class Supervisor(abc.ABC, Generic[H, Ready]):
         self._ended("")
 
     def _ended(self, reason: str) -> None:
-        self._enter(Phase.STOPPED, reason)
+        self._enter(ProcessPhase.STOPPED, reason)
         self._settled.set()
 
     def report(self, what: str, fraction: float) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tandem.cluster.config import PoolConfig, TandemConfig
-from tandem.cluster.control import ClusterView, Decision, NodeView, PoolView, RouterView
+from tandem.cluster.control import ClusterView, ControllerDecision, PoolView, RouterView, SupervisedNode
 from tandem.cluster.hosts import Host
-from tandem.cluster.pools.autoscaling import Pool
+from tandem.cluster.pools.autoscaling import PoolBounds
 from tandem.cluster.pools.fleet import Fleet
 from tandem.cluster.pools.plan import wanted_size
 from tandem.cluster.pools.state import ClusterState, NodeRecord
-from tandem.cluster.pools.supervisor import Phase
+from tandem.cluster.pools.supervisor import ProcessPhase
 from tandem.wire.nodes import Role
 
 _WAITING = "waiting"
@@ -22,7 +22,7 @@ def cluster_view(
     state: ClusterState,
     hosts: Sequence[Host],
     fleet: Fleet,
-    decisions: list[Decision],
+    decisions: list[ControllerDecision],
     failure: str,
 ) -> ClusterView:
     nodes = [_node(record, fleet) for record in state.nodes]
@@ -40,15 +40,15 @@ def cluster_view(
     )
 
 
-def _node(record: NodeRecord, fleet: Fleet) -> NodeView:
+def _node(record: NodeRecord, fleet: Fleet) -> SupervisedNode:
     supervisor = fleet.nodes.get(record.node_id)
     if record.placement is None or supervisor is None:
         role = record.role.value
         detail = f"no machine has room for another {role} node" if record.placement is None else "it goes"
-        return NodeView(
+        return SupervisedNode(
             record.node_id, record.role, "", _WAITING if not record.leaving else "draining", detail, 0
         )
-    return NodeView(
+    return SupervisedNode(
         node_id=record.node_id,
         role=record.role,
         host=record.placement.address,
@@ -60,32 +60,39 @@ def _node(record: NodeRecord, fleet: Fleet) -> NodeView:
 
 
 def _pool(
-    role: Role, config: TandemConfig, state: ClusterState, hosts: Sequence[Host], nodes: Sequence[NodeView]
+    role: Role,
+    config: TandemConfig,
+    state: ClusterState,
+    hosts: Sequence[Host],
+    nodes: Sequence[SupervisedNode],
 ) -> PoolView:
     pool = config.pools.of(role)
     mine = [node for node in nodes if node.role is role]
     return PoolView(
         role=role,
         wanted=wanted_size(state, hosts, role),
-        ready=sum(node.phase == Phase.READY for node in mine),
+        ready=sum(node.phase == ProcessPhase.READY for node in mine),
         min_nodes=pool.min,
         max_nodes=pool.max or 0,
         waiting_for_machines=sum(node.phase == _WAITING for node in mine),
     )
 
 
-def scaled_pool(role: Role, pool: PoolConfig, state: ClusterState, fleet: Fleet) -> Pool:
+def scaled_pool(role: Role, pool: PoolConfig, state: ClusterState, fleet: Fleet) -> PoolBounds:
     """A pool of fixed size with limits, as the autoscaler sees it."""
     records = [record for record in state.nodes if record.role is role]
     supervisors = [node for record in records if (node := fleet.nodes.get(record.node_id)) is not None]
     wanted = state.sizes[role] or 0
-    return Pool(
+    return PoolBounds(
         role=role,
         wanted=wanted,
         min_nodes=pool.min,
         max_nodes=wanted if pool.max is None else pool.max,
         is_settled=len(state.staying(role)) == wanted
         and not any(record.leaving for record in records)
-        and all(node.phase in (Phase.READY, Phase.LEFT_OUT) or node.keeps_dying for node in supervisors),
+        and all(
+            node.phase in (ProcessPhase.READY, ProcessPhase.LEFT_OUT) or node.keeps_dying
+            for node in supervisors
+        ),
         is_waiting=any(record.placement is None for record in records),
     )

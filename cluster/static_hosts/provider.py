@@ -31,7 +31,7 @@ from tandem.cluster.static_hosts.config import bootstrapped, pools_of, read_prov
 from tandem.cluster.static_hosts.reach import Reach, reach_from_here, resolve
 from tandem.cluster.static_hosts.record import (
     ClusterRecord,
-    NodeRecord,
+    LaunchRecord,
     new_node_id,
     stranded_nodes,
     with_hosts,
@@ -86,8 +86,10 @@ class StaticHostsProvider(NodeProvider):  # type: ignore[misc]
 
         self._store.update(with_head)
 
-    def _head_node(self, node_id: str, tags: Mapping[str, str]) -> NodeRecord:
-        return NodeRecord(node_id, self._settings.head_ip, self._reach.head_address, pool="", tags=dict(tags))
+    def _head_node(self, node_id: str, tags: Mapping[str, str]) -> LaunchRecord:
+        return LaunchRecord(
+            node_id, self._settings.head_ip, self._reach.head_address, pool="", tags=dict(tags)
+        )
 
     # --- what there is
 
@@ -114,10 +116,10 @@ class StaticHostsProvider(NodeProvider):  # type: ignore[misc]
     def external_ip(self, node_id: str) -> str:
         return self._address_from_here(self._node(node_id))
 
-    def _address_from_here(self, node: NodeRecord) -> str:
+    def _address_from_here(self, node: LaunchRecord) -> str:
         return node.address if node.pool else self._reach.entrance
 
-    def _node(self, node_id: str) -> NodeRecord:
+    def _node(self, node_id: str) -> LaunchRecord:
         node = self._store.last_read().nodes.get(node_id)
         if node is None:
             raise NodeLost(f"{node_id} is not a node of cluster {self.cluster_name} any more")
@@ -153,19 +155,19 @@ class StaticHostsProvider(NodeProvider):  # type: ignore[misc]
 
     def _answering(
         self, hosts: list[str], pool: str, tags: Mapping[str, str]
-    ) -> tuple[list[NodeRecord], list[str]]:
-        def probe(host: str) -> NodeRecord | TandemError:
+    ) -> tuple[list[LaunchRecord], list[str]]:
+        def probe(host: str) -> LaunchRecord | TandemError:
             try:
                 address = resolve(host)
                 self._reach.to_workers.run(address, "true", timeout_s=_PROBE_TIMEOUT_S)
             except TandemError as error:
                 return error
-            return NodeRecord(new_node_id(address), host, address, pool, dict(tags))
+            return LaunchRecord(new_node_id(address), host, address, pool, dict(tags))
 
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="probe") as threads:
             answers = list(threads.map(probe, hosts))
         return (
-            [answer for answer in answers if isinstance(answer, NodeRecord)],
+            [answer for answer in answers if isinstance(answer, LaunchRecord)],
             [str(answer) for answer in answers if isinstance(answer, TandemError)],
         )
 
@@ -178,12 +180,12 @@ class StaticHostsProvider(NodeProvider):  # type: ignore[misc]
         nodes = self._store.read().nodes
         self._end([nodes[node_id] for node_id in node_ids if node_id in nodes])
 
-    def _end(self, nodes: Iterable[NodeRecord]) -> None:
+    def _end(self, nodes: Iterable[LaunchRecord]) -> None:
         """A host that does not answer is given back all the same: nothing is launched on it before it answers
         again, and then the start commands begin by stopping what is left of the old node."""
         nodes = list(nodes)
 
-        def stop(node: NodeRecord) -> None:
+        def stop(node: LaunchRecord) -> None:
             shell = self._reach.to_workers if node.pool else self._reach.to_head
             script = stop_script(self._settings.stop_command)
             try:
@@ -197,7 +199,7 @@ class StaticHostsProvider(NodeProvider):  # type: ignore[misc]
             list(threads.map(stop, nodes))
         self._store.update(lambda record: without_nodes(record, [node.node_id for node in nodes]))
 
-    def _drain(self, nodes: Collection[NodeRecord]) -> None:
+    def _drain(self, nodes: Collection[LaunchRecord]) -> None:
         """What runs there is finished first, as long as somebody is there to see to it."""
         heads = self._store.last_read().matching({TAG_RAY_NODE_KIND: NODE_KIND_HEAD})
         if not nodes or not heads:

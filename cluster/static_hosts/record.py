@@ -14,7 +14,7 @@ import msgspec
 from tandem.wire.errors import ConfigurationError
 
 
-class NodeRecord(msgspec.Struct, frozen=True):
+class LaunchRecord(msgspec.Struct, frozen=True):
     """One launch. A host that is launched again is a new node: Ray never forgets an id that has ended."""
 
     node_id: str
@@ -26,7 +26,7 @@ class NodeRecord(msgspec.Struct, frozen=True):
 
 class ClusterRecord(msgspec.Struct, frozen=True):
     hosts: dict[str, tuple[str, ...]] = {}  # by node type, as of the last `ray up`
-    nodes: dict[str, NodeRecord] = {}  # by node id, in the order of their launches
+    nodes: dict[str, LaunchRecord] = {}  # by node id, in the order of their launches
 
     def matching(self, tags: Mapping[str, str]) -> list[str]:
         return [
@@ -45,7 +45,7 @@ def new_node_id(address: str) -> str:
     return f"{address}-{secrets.token_hex(4)}"
 
 
-def with_node(record: ClusterRecord, node: NodeRecord) -> ClusterRecord:
+def with_node(record: ClusterRecord, node: LaunchRecord) -> ClusterRecord:
     return msgspec.structs.replace(record, nodes=record.nodes | {node.node_id: node})
 
 
@@ -67,7 +67,7 @@ def with_hosts(record: ClusterRecord, hosts: Mapping[str, tuple[str, ...]]) -> C
     return msgspec.structs.replace(record, hosts=dict(hosts))
 
 
-def stranded_nodes(record: ClusterRecord) -> list[NodeRecord]:
+def stranded_nodes(record: ClusterRecord) -> list[LaunchRecord]:
     """Nodes on hosts that the operator's file no longer gives to their pool."""
     return [
         node

@@ -9,16 +9,16 @@ from statistics import median
 import msgspec
 
 from tandem.router.tracing.record import NodePart, TraceRecord
-from tandem.wire.tracing import Phase, Span
+from tandem.wire.tracing import Span, TracePhase
 
 ROUTER = "router"
 
 
-class Row(msgspec.Struct, frozen=True):
+class AccountRow(msgspec.Struct, frozen=True):
     """Something that took a while, on one of the parties. `count` steps that followed one another are one row."""
 
     party: str
-    phase: Phase
+    phase: TracePhase
     start: float
     end: float
     count: int = 1
@@ -29,7 +29,7 @@ class Row(msgspec.Struct, frozen=True):
     between_s: float = 0.0  # the median from one step to the next
 
 
-class Item(msgspec.Struct, frozen=True):
+class AccountItem(msgspec.Struct, frozen=True):
     name: str
     seconds: float
 
@@ -40,31 +40,33 @@ def end_of(record: TraceRecord) -> float:
     return max([record.ended or record.began, *(span.end for span in spans)])
 
 
-def rows(record: TraceRecord) -> list[Row]:
+def rows(record: TraceRecord) -> list[AccountRow]:
     """In the order in which they began. Steps are in the forward passes, so they are not repeated; what a step did
     beside its forward pass is what lies between two of them."""
-    found = _folded(ROUTER, record.router, frozenset({Phase.FLUSH}))
+    found = _folded(ROUTER, record.router, frozenset({TracePhase.FLUSH}))
     for part in record.nodes:
-        shown = [span for span in part.spans if span.phase is not Phase.STEP]
-        found += _folded(part.node_id, shown, frozenset({Phase.DECODE}))
+        shown = [span for span in part.spans if span.phase is not TracePhase.STEP]
+        found += _folded(part.node_id, shown, frozenset({TracePhase.DECODE}))
     return sorted(found, key=lambda row: (row.start, row.end))
 
 
-def _folded(party: str, spans: Iterable[Span], folded: frozenset[Phase]) -> list[Row]:
-    singles: list[Row] = []
-    runs: dict[Phase, list[Span]] = {}
+def _folded(party: str, spans: Iterable[Span], folded: frozenset[TracePhase]) -> list[AccountRow]:
+    singles: list[AccountRow] = []
+    runs: dict[TracePhase, list[Span]] = {}
     for span in spans:
         if span.phase in folded:
             runs.setdefault(span.phase, []).append(span)
         else:
             singles.append(
-                Row(party, span.phase, span.start, span.end, 1, span.tokens, span.num_bytes, span.seconds)
+                AccountRow(
+                    party, span.phase, span.start, span.end, 1, span.tokens, span.num_bytes, span.seconds
+                )
             )
     return singles + [_run(party, phase, run) for phase, run in runs.items()]
 
 
-def _run(party: str, phase: Phase, run: Sequence[Span]) -> Row:
-    return Row(
+def _run(party: str, phase: TracePhase, run: Sequence[Span]) -> AccountRow:
+    return AccountRow(
         party,
         phase,
         min(span.start for span in run),
@@ -85,11 +87,11 @@ def _between(run: Sequence[Span]) -> float:
 
 def first_token_s(record: TraceRecord) -> float | None:
     """From the request's arrival until its first text left."""
-    flushes = [span for span in record.router if span.phase is Phase.FLUSH]
+    flushes = [span for span in record.router if span.phase is TracePhase.FLUSH]
     return min(span.end for span in flushes) - record.began if flushes else None
 
 
-def way_to_first_token(record: TraceRecord) -> list[Item]:
+def way_to_first_token(record: TraceRecord) -> list[AccountItem]:
     """Parts of the time to the first token, in order; they add up to it. Of one choice that moved to no other node:
     of anything else the rows tell more."""
     first = first_token_s(record)
@@ -97,15 +99,18 @@ def way_to_first_token(record: TraceRecord) -> list[Item]:
     if first is None or reader is None or not record.arrivals:
         return []
     began, arrived = record.began, record.arrivals[0].at
-    prefills = [s for s in reader.spans if s.phase is Phase.PREFILL and s.end <= arrived]
+    prefills = [s for s in reader.spans if s.phase is TracePhase.PREFILL and s.end <= arrived]
     if not prefills:
         return []
-    inbox = _of(reader.spans, Phase.INBOX)
+    inbox = _of(reader.spans, TracePhase.INBOX)
     marks: list[tuple[str, float]] = []
-    for phase, name in ((Phase.READ, "reading and checking"), (Phase.TOKENIZE, "template and tokens")):
+    for phase, name in (
+        (TracePhase.READ, "reading and checking"),
+        (TracePhase.TOKENIZE, "template and tokens"),
+    ):
         if (span := _of(record.router, phase)) is not None:
             marks.append((name, span.end))
-    if (span := _of(record.router, Phase.WAIT)) is not None:
+    if (span := _of(record.router, TracePhase.WAIT)) is not None:
         marks.append(("waiting for a place", span.end))
     if inbox is not None:
         marks.append(("to the node", inbox.start))
@@ -116,54 +121,54 @@ def way_to_first_token(record: TraceRecord) -> list[Item]:
     marks.append(("text, to the connection", began + first))
     items, at = [], began
     for name, until in marks:
-        items.append(Item(name, max(0.0, until - at)))
+        items.append(AccountItem(name, max(0.0, until - at)))
         at = max(at, until)
     if len(prefills) > 1:
         inside = sum(span.seconds for span in prefills)
         index = next(i for i, item in enumerate(items) if item.name.startswith("forward"))
-        items.insert(index + 1, Item("between its steps", max(0.0, items[index].seconds - inside)))
-        items[index] = Item(items[index].name, min(inside, items[index].seconds))
+        items.insert(index + 1, AccountItem("between its steps", max(0.0, items[index].seconds - inside)))
+        items[index] = AccountItem(items[index].name, min(inside, items[index].seconds))
     return items
 
 
-def handover(record: TraceRecord) -> list[Item]:
+def handover(record: TraceRecord) -> list[AccountItem]:
     """From the end of the prompt's last forward pass to the begin of the first that decodes. They add up to it."""
     reader, writer = _reader(record), _writer(record)
     if reader is None or writer is None or reader is writer:
         return []
-    prefills = [s.end for s in reader.spans if s.phase is Phase.PREFILL]
-    decodes = [s.start for s in writer.spans if s.phase is Phase.DECODE]
-    received = _of(writer.spans, Phase.RECEIVE)
+    prefills = [s.end for s in reader.spans if s.phase is TracePhase.PREFILL]
+    decodes = [s.start for s in writer.spans if s.phase is TracePhase.DECODE]
+    received = _of(writer.spans, TracePhase.RECEIVE)
     if not prefills or not decodes or received is None:
         return []
     computed, goes_on = max(prefills), min(decodes)
-    writes = [s.end for s in reader.spans if s.phase is Phase.WRITE]
+    writes = [s.end for s in reader.spans if s.phase is TracePhase.WRITE]
     written = min(max([computed, *writes]), received.end)
     return [
-        Item("KV that was left to send", max(0.0, written - computed)),
-        Item("notice", max(0.0, received.end - written)),
-        Item("until the first decoding step", max(0.0, goes_on - max(received.end, computed))),
+        AccountItem("KV that was left to send", max(0.0, written - computed)),
+        AccountItem("notice", max(0.0, received.end - written)),
+        AccountItem("until the first decoding step", max(0.0, goes_on - max(received.end, computed))),
     ]
 
 
-def a_step(record: TraceRecord) -> list[Item]:
+def a_step(record: TraceRecord) -> list[AccountItem]:
     """A decoding step at its median: the forward pass, what the engine does around it, and a token's way out."""
     writer = _writer(record)
     if writer is None:
         return []
-    decodes = sorted((s for s in writer.spans if s.phase is Phase.DECODE), key=lambda s: s.start)
+    decodes = sorted((s for s in writer.spans if s.phase is TracePhase.DECODE), key=lambda s: s.start)
     if len(decodes) < 2:
         return []
-    flushes = [s.seconds for s in record.router if s.phase is Phase.FLUSH]
+    flushes = [s.seconds for s in record.router if s.phase is TracePhase.FLUSH]
     items = [
-        Item("forward", median(span.seconds for span in decodes)),
-        Item("between two forwards", _between(decodes)),
+        AccountItem("forward", median(span.seconds for span in decodes)),
+        AccountItem("between two forwards", _between(decodes)),
     ]
     ways = _ways(record, writer, decodes)
     if ways:
-        items.append(Item("to the router (beside the next step)", median(ways)))
+        items.append(AccountItem("to the router (beside the next step)", median(ways)))
     if flushes:
-        items.append(Item("text, to the connection (beside the next step)", median(flushes)))
+        items.append(AccountItem("text, to the connection (beside the next step)", median(flushes)))
     return items
 
 
@@ -176,12 +181,12 @@ def _ways(record: TraceRecord, writer: NodePart, decodes: Sequence[Span]) -> lis
 
 def _reader(record: TraceRecord) -> NodePart | None:
     """Who read the prompt, in the first attempt that has a part."""
-    return next((p for p in record.nodes if _of(p.spans, Phase.PREFILL) is not None), None)
+    return next((p for p in record.nodes if _of(p.spans, TracePhase.PREFILL) is not None), None)
 
 
 def _writer(record: TraceRecord) -> NodePart | None:
-    return next((p for p in record.nodes if _of(p.spans, Phase.DECODE) is not None), None)
+    return next((p for p in record.nodes if _of(p.spans, TracePhase.DECODE) is not None), None)
 
 
-def _of(spans: Iterable[Span], phase: Phase) -> Span | None:
+def _of(spans: Iterable[Span], phase: TracePhase) -> Span | None:
     return next((span for span in spans if span.phase is phase), None)

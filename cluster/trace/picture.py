@@ -7,30 +7,30 @@ from typing import TYPE_CHECKING
 from tandem.cluster.saving import new_figure
 from tandem.cluster.trace.account import ROUTER, end_of, first_token_s
 from tandem.router.tracing.record import TraceRecord
-from tandem.wire.tracing import Phase, Span
+from tandem.wire.tracing import Span, TracePhase
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _COLORS = {
-    Phase.READ: "#9aa5b1",
-    Phase.TOKENIZE: "#7b8794",
-    Phase.WAIT: "#e6b800",
-    Phase.ROUTE: "#52606d",
-    Phase.FLUSH: "#17a2b8",
-    Phase.INBOX: "#cbd2d9",
-    Phase.QUEUE: "#e6b800",
-    Phase.STEP: "#d9e2ec",
-    Phase.PREFILL: "#2f6fde",
-    Phase.DECODE: "#2e9e5b",
-    Phase.RESUME: "#f0803c",
-    Phase.HANDSHAKE: "#c8a2e8",
-    Phase.REGISTER: "#d6a2e8",
-    Phase.PLAN: "#e4c1f9",
-    Phase.WRITE: "#9b59b6",
-    Phase.NOTICE: "#6c3483",
-    Phase.RECEIVE: "#c39bd3",
+    TracePhase.READ: "#9aa5b1",
+    TracePhase.TOKENIZE: "#7b8794",
+    TracePhase.WAIT: "#e6b800",
+    TracePhase.ROUTE: "#52606d",
+    TracePhase.FLUSH: "#17a2b8",
+    TracePhase.INBOX: "#cbd2d9",
+    TracePhase.QUEUE: "#e6b800",
+    TracePhase.STEP: "#d9e2ec",
+    TracePhase.PREFILL: "#2f6fde",
+    TracePhase.DECODE: "#2e9e5b",
+    TracePhase.RESUME: "#f0803c",
+    TracePhase.HANDSHAKE: "#c8a2e8",
+    TracePhase.REGISTER: "#d6a2e8",
+    TracePhase.PLAN: "#e4c1f9",
+    TracePhase.WRITE: "#9b59b6",
+    TracePhase.NOTICE: "#6c3483",
+    TracePhase.RECEIVE: "#c39bd3",
 }
 # Above this the beginning would be a line at the left edge: it gets a panel of its own.
 _LONG = 4.0
@@ -56,11 +56,11 @@ def draw_trace(record: TraceRecord) -> Figure:
     return figure
 
 
-def _lanes(record: TraceRecord) -> list[tuple[str, Phase, list[Span]]]:
+def _lanes(record: TraceRecord) -> list[tuple[str, TracePhase, list[Span]]]:
     parties = [(ROUTER, record.router), *((part.node_id, part.spans) for part in record.nodes)]
-    lanes: list[tuple[str, Phase, list[Span]]] = []
+    lanes: list[tuple[str, TracePhase, list[Span]]] = []
     for party, spans in parties:
-        by_phase: dict[Phase, list[Span]] = {}
+        by_phase: dict[TracePhase, list[Span]] = {}
         for span in sorted(spans, key=lambda span: span.start):
             by_phase.setdefault(span.phase, []).append(span)
         lanes += [(party, phase, found) for phase, found in by_phase.items()]
@@ -69,11 +69,15 @@ def _lanes(record: TraceRecord) -> list[tuple[str, Phase, list[Span]]]:
 
 def _beginning(record: TraceRecord) -> float | None:
     """Until the third decoding step: by then everything has happened that happens once."""
-    decodes = sorted(span.end for part in record.nodes for span in part.spans if span.phase is Phase.DECODE)
+    decodes = sorted(
+        span.end for part in record.nodes for span in part.spans if span.phase is TracePhase.DECODE
+    )
     return decodes[min(2, len(decodes) - 1)] - record.began if decodes else None
 
 
-def _draw(axes: Axes, record: TraceRecord, lanes: list[tuple[str, Phase, list[Span]]], length: float) -> None:
+def _draw(
+    axes: Axes, record: TraceRecord, lanes: list[tuple[str, TracePhase, list[Span]]], length: float
+) -> None:
     for lane, (_, phase, spans) in enumerate(lanes):
         bars = [
             ((span.start - record.began) * 1e3, max(span.seconds, length / 2000) * 1e3)

@@ -10,8 +10,8 @@ from rich.text import Text
 
 from tandem.cluster.describe import format_size
 from tandem.cluster.trace.account import (
-    Item,
-    Row,
+    AccountItem,
+    AccountRow,
     a_step,
     end_of,
     first_token_s,
@@ -20,18 +20,18 @@ from tandem.cluster.trace.account import (
     way_to_first_token,
 )
 from tandem.router.tracing.record import TraceList, TraceRecord
-from tandem.wire.tracing import Phase, TransferRecord
+from tandem.wire.tracing import TracePhase, TransferRecord
 
 _BAR = 40
 _COLORS = {
-    Phase.PREFILL: "blue",
-    Phase.DECODE: "green",
-    Phase.WRITE: "magenta",
-    Phase.NOTICE: "magenta",
-    Phase.RECEIVE: "magenta",
-    Phase.FLUSH: "cyan",
-    Phase.QUEUE: "yellow",
-    Phase.WAIT: "yellow",
+    TracePhase.PREFILL: "blue",
+    TracePhase.DECODE: "green",
+    TracePhase.WRITE: "magenta",
+    TracePhase.NOTICE: "magenta",
+    TracePhase.RECEIVE: "magenta",
+    TracePhase.FLUSH: "cyan",
+    TracePhase.QUEUE: "yellow",
+    TracePhase.WAIT: "yellow",
 }
 
 
@@ -74,18 +74,18 @@ def _timeline(record: TraceRecord) -> Table:
     return table
 
 
-def _bar(row: Row, began: float, length: float) -> str:
+def _bar(row: AccountRow, began: float, length: float) -> str:
     first = min(_BAR - 1, max(0, int((row.start - began) / length * _BAR)))
     last = min(_BAR, max(first + 1, round((row.end - began) / length * _BAR)))
     mark = "█" if row.end - row.start >= length / _BAR / 2 else "▏"
     return " " * first + mark * (last - first)
 
 
-def _detail(row: Row) -> str:
+def _detail(row: AccountRow) -> str:
     parts = []
     if row.count > 1:
         parts.append(f"{_ms(row.typical_s)} ms each, at most {_ms(row.longest_s)}")
-        if row.phase is Phase.DECODE:
+        if row.phase is TracePhase.DECODE:
             parts.append(f"{_ms(row.between_s)} between")
     elif row.tokens:
         parts.append(f"{row.tokens} tokens")
@@ -103,7 +103,7 @@ def _accounts(record: TraceRecord) -> list[RenderableType]:
     return [table for title, items, adds_up in accounts if (table := _account(title, items, adds_up))]
 
 
-def _account(title: str, items: list[Item], adds_up: bool) -> Table | None:
+def _account(title: str, items: list[AccountItem], adds_up: bool) -> Table | None:
     if not items:
         return None
     table = Table(box=None, pad_edge=False, title=title, title_justify="left", show_header=False)

@@ -51,7 +51,7 @@ class Media(Protocol):
     def length(self) -> int: ...
 
 
-class Hashed(Protocol):
+class HashedContent(Protocol):
     """What of a request decides what its blocks hold."""
 
     @property
@@ -64,7 +64,7 @@ class Hashed(Protocol):
     def media(self) -> Sequence[Media]: ...
 
 
-def extra_keys(request: Hashed, start: int, end: int) -> tuple[ExtraKey, ...]:
+def extra_keys(request: HashedContent, start: int, end: int) -> tuple[ExtraKey, ...]:
     """What besides its tokens decides the KV of the block that holds tokens `start` to `end`."""
     keys: list[ExtraKey] = []
     if request.lora is not None:
@@ -85,7 +85,7 @@ class BlockHasher:
         self.root = root
         self._digest = digest
 
-    def extend(self, chain: list[bytes], request: Hashed) -> None:
+    def extend(self, chain: list[bytes], request: HashedContent) -> None:
         """Appends the hashes of the full blocks that `chain` does not cover yet."""
         size = self.block_size
         first, last = len(chain), len(request.all_token_ids) // size

@@ -17,7 +17,7 @@ _NONE = np.zeros(0, np.int64)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Unread:
+class UnreadTokens:
     """Tokens that a step has sampled and the host does not know yet."""
 
     rows: npt.NDArray[np.int64]  # whose they are; each once
@@ -25,7 +25,7 @@ class Unread:
 
 
 @dataclasses.dataclass(slots=True)
-class Scheduled:
+class ScheduledTokens:
     """What a step computes, as arrays in batch order."""
 
     req_ids: list[str]
@@ -44,8 +44,8 @@ def build_batch(
     wants_prompt_logprobs: set[int],
     block_size: int,
     device: torch.device,
-    unread: Unread | None = None,
-) -> tuple[Batch, Scheduled]:
+    unread: UnreadTokens | None = None,
+) -> tuple[Batch, ScheduledTokens]:
     """`wants_prompt_logprobs` are rows of requests whose prompt positions need logits, too. With `unread` tokens there
     are no drafts, and whatever stands behind the known tokens is one of those."""
     req_ids = list(num_scheduled)
@@ -115,7 +115,7 @@ def build_batch(
         host_context_lens=host.context_lens,
         host=host,
     )
-    scheduled = Scheduled(
+    scheduled = ScheduledTokens(
         req_ids=[req_ids[i] for i in order],
         rows=rows,
         num_drafts=num_drafts,
@@ -129,7 +129,7 @@ def build_batch(
 
 def _places_of_unread(
     requests: RequestRows,
-    unread: Unread | None,
+    unread: UnreadTokens | None,
     row_of_token: npt.NDArray[np.int64],
     positions: npt.NDArray[np.int64],
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

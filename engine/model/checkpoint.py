@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 
 from tandem.engine.model.plain_config import read_plain_config
-from tandem.engine.model.source import Source
+from tandem.engine.model.source import ModelSource
 from tandem.wire.errors import ConfigurationError
 
 log = logging.getLogger(__name__)
@@ -18,7 +18,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 _SERVED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
-def read_config(source: Source) -> Any:
+def read_config(source: ModelSource) -> Any:
     """The transformers configuration, or what is as good. Refuses what is known not to work before any weight is read."""
     plain = read_plain_config(source.read_json("config.json")) if source.gguf_file is None else None
     if plain is not None:
@@ -48,7 +48,7 @@ def read_config(source: Source) -> Any:
     return config
 
 
-def _read_gguf_config(source: Source) -> Any:
+def _read_gguf_config(source: ModelSource) -> Any:
     # Imported here because most models need nothing of it.
     from transformers import AutoConfig
 
@@ -68,7 +68,7 @@ def _refusal(kind: str, why: str) -> ConfigurationError:
 class translated_errors:
     """The seam where whatever transformers raises for a bad checkpoint becomes a sentence."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: ModelSource) -> None:
         self._name = source.name
         self._hint = "" if source.gguf_file is None else " (from its GGUF file; its safetensors may do)"
 
@@ -85,7 +85,7 @@ class translated_errors:
             raise ConfigurationError(f"{self._name} cannot be loaded: {why}{self._hint}") from error
 
 
-def choose_dtype(wanted: str, source: Source, config: Any) -> torch.dtype:
+def choose_dtype(wanted: str, source: ModelSource, config: Any) -> torch.dtype:
     """With auto, the checkpoint's own."""
     if wanted == "auto":
         if source.gguf_file is not None:
@@ -98,7 +98,7 @@ def choose_dtype(wanted: str, source: Source, config: Any) -> torch.dtype:
     return _DTYPES[wanted]
 
 
-def _stored_dtype(source: Source) -> torch.dtype:
+def _stored_dtype(source: ModelSource) -> torch.dtype:
     files = sorted(source.folder.glob("*.safetensors"))
     if not files:
         raise ConfigurationError(
@@ -184,7 +184,7 @@ def _constant_rotary_range(text: Any) -> int | None:
     return None
 
 
-def eos_tokens(source: Source, config: Any) -> frozenset[int]:
+def eos_tokens(source: ModelSource, config: Any) -> frozenset[int]:
     """Every token that any part of the checkpoint names as an end of sequence."""
     found: set[int] = set()
     generation = source.read_json("generation_config.json").get("eos_token_id")

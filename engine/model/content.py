@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from tandem.engine.model.source import Source
+from tandem.engine.model.source import ModelSource
 from tandem.machine.digests import digest_of, digests_of
 from tandem.wire.errors import ConfigurationError
 
@@ -29,7 +29,7 @@ class ModelContent(msgspec.Struct, frozen=True):
     tokenizer: str  # of tokenizer.json alone; "" when the model has none
 
 
-def content_of(source: Source) -> ModelContent:
+def content_of(source: ModelSource) -> ModelContent:
     """Reads every byte of the weights the first time, and is quick after that. Raises ConfigurationError."""
     try:
         tokenizer = _digest(source.folder / "tokenizer.json")
@@ -46,7 +46,7 @@ def content_of(source: Source) -> ModelContent:
     return ModelContent(hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest(), tokenizer)
 
 
-def weight_files(source: Source) -> list[Path]:
+def weight_files(source: ModelSource) -> list[Path]:
     """Those that are loaded. A safetensors file begins with its tensors' names, types and shapes."""
     folder = source.folder
     if source.gguf_file is not None:
@@ -65,5 +65,5 @@ def _digest(file: Path) -> str:
     return digest_of(file) if file.is_file() else ""
 
 
-def _meaning(source: Source, file: str) -> dict[str, Any]:
+def _meaning(source: ModelSource, file: str) -> dict[str, Any]:
     return {key: value for key, value in source.read_json(file).items() if key not in _SAYS_NOTHING}

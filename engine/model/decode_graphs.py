@@ -39,7 +39,7 @@ def memory_of_graphs(max_tokens: int, vocab_size: int, element_bytes: int) -> in
     return max_tokens * vocab_size * element_bytes + len(token_buckets(max_tokens)) * _BYTES_PER_GRAPH
 
 
-class Computing(Protocol):
+class GraphForward(Protocol):
     """The forward pass between its inputs and its attention."""
 
     @property
@@ -53,8 +53,10 @@ class Computing(Protocol):
     ) -> torch.Tensor: ...
 
 
-class _Recorded:
-    def __init__(self, inputs: DecodeInputs, forward: Computing, record: Record, results: _Results) -> None:
+class _Recording:
+    def __init__(
+        self, inputs: DecodeInputs, forward: GraphForward, record: Record, results: _Results
+    ) -> None:
         self.inputs = inputs
         self._fixed: FixedAttention = forward.attention.fixed(inputs)
         self._fixed.prepare(None)
@@ -90,7 +92,7 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        forward: Computing,
+        forward: GraphForward,
         record: Record,
         *,
         num_groups: int,
@@ -105,7 +107,7 @@ class DecodeGraphs:
         self._device = device
         self._buckets = token_buckets(max_tokens)
         self._results = _Results(max_tokens)
-        self._recorded: dict[tuple[int, int], _Recorded] = {}
+        self._recorded: dict[tuple[int, int], _Recording] = {}
         self._refused: set[tuple[int, int]] = (
             set()
         )  # shapes that cannot be recorded, and are computed as they come
@@ -142,7 +144,7 @@ class DecodeGraphs:
             hooks.save_kv_layer(layer)  # type: ignore[union-attr]
         return logits if batch.logit_rows.shape[0] == batch.num_tokens else logits[batch.logit_rows]
 
-    def _recorded_for(self, batch: Batch) -> _Recorded | None:
+    def _recorded_for(self, batch: Batch) -> _Recording | None:
         if self._gave_up or batch.host is None:
             return None
         size = bucket_of(self._buckets, batch.num_tokens)
@@ -156,7 +158,7 @@ class DecodeGraphs:
     def _fits(self, size: int, columns: int) -> bool:
         return size * columns * self._block_size <= _MOST_GATHERED_KEYS
 
-    def _find(self, size: int, columns: int) -> _Recorded | None:
+    def _find(self, size: int, columns: int) -> _Recording | None:
         shape = size, columns
         if shape in self._recorded:
             return self._recorded[shape]
@@ -169,11 +171,11 @@ class DecodeGraphs:
             self._refuse(shape, error)
             return None
 
-    def _record_shape(self, size: int, columns: int) -> _Recorded | None:
+    def _record_shape(self, size: int, columns: int) -> _Recording | None:
         """None where this shape cannot be recorded. Raises OutOfMemoryError: that says nothing about the shape."""
         inputs = DecodeInputs(size, columns, self._num_groups, self._block_size, self._device)
         try:
-            recorded = _Recorded(inputs, self._forward, self._record, self._results)
+            recorded = _Recording(inputs, self._forward, self._record, self._results)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:

@@ -15,12 +15,12 @@ from transformers.utils import logging as transformers_logging
 from tandem.engine.model.attention.interface import PAGED
 from tandem.engine.model.checkpoint import translated_errors
 from tandem.engine.model.leftovers import refuse_leftovers
-from tandem.engine.model.source import Progress, Source
+from tandem.engine.model.source import ModelSource, Progress
 from tandem.wire.errors import ConfigurationError
 
 
 def load_model(
-    source: Source, config: Any, dtype: torch.dtype, device: torch.device, progress: Progress
+    source: ModelSource, config: Any, dtype: torch.dtype, device: torch.device, progress: Progress
 ) -> PreTrainedModel:
     """Weights are mapped from their files and copied once, shard by shard, straight into place."""
     options: dict[str, Any] = {"use_safetensors": True}

@@ -12,7 +12,7 @@ from gguf import GGUFReader
 from transformers import GgufConfig
 
 from tandem.engine.model.leftovers import is_draft_layer, layer_of, num_layers, refuse_leftovers
-from tandem.engine.model.source import Source
+from tandem.engine.model.source import ModelSource
 from tandem.wire.errors import ConfigurationError
 
 _FACTORS = "rope_freqs.weight"
@@ -39,7 +39,7 @@ class Metadata:
     """Of one file; reading it takes a while, where vocabularies are large. Keys are without the architecture that they
     begin with."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: ModelSource) -> None:
         self.source = source
         self._reader = GGUFReader(source.folder / str(source.gguf_file))
         self._prefix = f"{self.general('general.architecture')}."
@@ -65,7 +65,7 @@ class Metadata:
         return {tensor.name: tensor for tensor in self._reader.tensors}
 
 
-def loading_options(source: Source, config: Any) -> dict[str, Any]:
+def loading_options(source: ModelSource, config: Any) -> dict[str, Any]:
     """What transformers must be told besides the folder. Of a file it would read the configuration anew."""
     return {
         "config": config,
@@ -150,7 +150,7 @@ def _not_read(metadata: Metadata, what: str) -> ConfigurationError:
     )
 
 
-def finish_loading(source: Source, model: torch.nn.Module) -> None:
+def finish_loading(source: ModelSource, model: torch.nn.Module) -> None:
     """Applies the frequencies' factors, and refuses tensors that transformers passed over."""
     tensors = Metadata(source).tensors
     for name in (_LONG_FACTORS, _SHORT_FACTORS):
@@ -160,7 +160,7 @@ def finish_loading(source: Source, model: torch.nn.Module) -> None:
     _refuse_rest(source.name, tensors, model)
 
 
-def _divide_frequencies(source: Source, model: torch.nn.Module, factors: torch.Tensor) -> None:
+def _divide_frequencies(source: ModelSource, model: torch.nn.Module, factors: torch.Tensor) -> None:
     """Llama 3's way to stretch a rotary embedding: its file holds what each frequency is divided by."""
     buffers = [buffer for name, buffer in model.named_buffers() if name.endswith("inv_freq")]
     frequencies = [buffer for buffer in buffers if buffer.shape == factors.shape]

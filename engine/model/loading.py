@@ -20,9 +20,9 @@ from tandem.engine.model.checkpoint import (
 )
 from tandem.engine.model.content import ModelContent, content_of
 from tandem.engine.model.memory import allocate_cache, size_block_pool
-from tandem.engine.model.paths import Shape, load_general, load_native
+from tandem.engine.model.paths import ForwardShape, load_general, load_native
 from tandem.engine.model.runner import ModelInfo
-from tandem.engine.model.source import Progress, Source, find_source
+from tandem.engine.model.source import ModelSource, Progress, find_source
 from tandem.engine.model.staging import on
 from tandem.engine.model.threads import bind_threads
 from tandem.engine.model.torch_runner import TorchRunner
@@ -57,7 +57,7 @@ def load_runner(
         loaded = load_general(source, config, dtype, device, threads, tell)
     plan = plan_cache(loaded.layers, cache.block_size)
     max_model_len = context_length(config, scheduler.max_model_len)
-    shape = Shape(scheduler.max_num_seqs, max_model_len)
+    shape = ForwardShape(scheduler.max_num_seqs, max_model_len)
     beside = 0
     if loaded.beside_cache is not None:
         tell("measuring a step's memory", 0.0)
@@ -105,7 +105,7 @@ def load_runner(
     return runner
 
 
-def _read_content(source: Source) -> Callable[[], ModelContent]:
+def _read_content(source: ModelSource) -> Callable[[], ModelContent]:
     """Begins to read it while the weights are loaded: both read the same pages. Call the result to wait for it."""
     reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="model-content")
     content = reader.submit(content_of, source)

@@ -14,7 +14,7 @@ from tandem.engine.model.attention.steps import PagedAttention
 from tandem.engine.model.forward import Forward
 from tandem.engine.model.native.architecture import describe
 from tandem.engine.model.native.forward import NativeLlamaForward, supports
-from tandem.engine.model.source import Progress, Source
+from tandem.engine.model.source import ModelSource, Progress
 
 if TYPE_CHECKING:
     from tandem.engine.model.fused.pieces import Pieces
@@ -26,7 +26,7 @@ _SHORT_PROMPT = 512  # tokens
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
+class ForwardShape:
     """What a forward pass may be asked for at most."""
 
     max_requests: int
@@ -40,14 +40,19 @@ class LoadedModel:
     layers: tuple[AttentionLayer, ...]
     vocab_size: int
     dtype: torch.dtype
-    use_cache: Callable[[torch.Tensor, CachePlan, Shape], Forward]
+    use_cache: Callable[[torch.Tensor, CachePlan, ForwardShape], Forward]
     # Bytes that a step of so many tokens and the library's workspaces take on the device; None on a CPU, where pages
     # come and go.
-    beside_cache: Callable[[Shape, int], int] | None = None
+    beside_cache: Callable[[ForwardShape, int], int] | None = None
 
 
 def load_native(
-    source: Source, config: Any, dtype: torch.dtype, device: torch.device, threads: int, progress: Progress
+    source: ModelSource,
+    config: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    threads: int,
+    progress: Progress,
 ) -> LoadedModel | None:
     """None, and a line in the log, where the library doesn't know the model or cannot be compiled."""
     reason = supports(config, dtype, device)
@@ -70,7 +75,7 @@ def load_native(
     # The library has threads of its own, on the same cores; torch only samples beside it.
     torch.set_num_threads(1)
 
-    def use_cache(kv_cache: torch.Tensor, plan: CachePlan, shape: Shape) -> Forward:
+    def use_cache(kv_cache: torch.Tensor, plan: CachePlan, shape: ForwardShape) -> Forward:
         forward.use_cache(kv_cache, plan.groups)
         return forward
 
@@ -96,7 +101,12 @@ def _native_layers(config: Any) -> tuple[AttentionLayer, ...]:
 
 
 def load_general(
-    source: Source, config: Any, dtype: torch.dtype, device: torch.device, threads: int, progress: Progress
+    source: ModelSource,
+    config: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    threads: int,
+    progress: Progress,
 ) -> LoadedModel:
     # Imported here because it costs seconds that the native path need not wait for.
     from tandem.engine.model.attention.interface import PAGED
@@ -121,7 +131,7 @@ def load_general(
             # The kernels have threads of their own, on the same cores; torch does little beside them.
             torch.set_num_threads(1)
 
-    def use_cache(kv_cache: torch.Tensor, plan: CachePlan, shape: Shape) -> Forward:
+    def use_cache(kv_cache: torch.Tensor, plan: CachePlan, shape: ForwardShape) -> Forward:
         attention = _choose_attention(kv_cache, plan, probed.layers, shape, pieces)
         forward = TransformersForward(model, attention, len(probed.layers))
         if device.type != "cuda":
@@ -141,7 +151,7 @@ def load_general(
             graphs.record_ahead(lambda share: progress("recording decode steps", share))
         return graphs
 
-    def beside_cache(shape: Shape, tokens: int) -> int:
+    def beside_cache(shape: ForwardShape, tokens: int) -> int:
         from tandem.engine.model.attention import flashinfer
         from tandem.engine.model.decode_graphs import memory_of_graphs
         from tandem.engine.model.transformers_forward import peak_of_step
@@ -173,7 +183,7 @@ def pieces_for(device: torch.device, dtype: torch.dtype, threads: int) -> Pieces
     return DevicePieces()
 
 
-def recorded_tokens(shape: Shape) -> int:
+def recorded_tokens(shape: ForwardShape) -> int:
     """The longest step that is replayed: as many decodes as there can be, and short prompts, whose time goes into
     launches otherwise."""
     return max(shape.max_requests, _SHORT_PROMPT)
@@ -183,7 +193,7 @@ def _choose_attention(
     kv_cache: torch.Tensor,
     plan: CachePlan,
     layers: tuple[AttentionLayer, ...],
-    shape: Shape,
+    shape: ForwardShape,
     pieces: Pieces | None = None,
 ) -> PagedAttention:
     from tandem.engine.model.attention import cpu, flashinfer
@@ -204,7 +214,7 @@ def attention_with(
     kv_cache: torch.Tensor,
     plan: CachePlan,
     layers: tuple[AttentionLayer, ...],
-    shape: Shape,
+    shape: ForwardShape,
 ) -> PagedAttention:
     """By FlashInfer, if it is there, computes this model's attention, and runs on this machine; else by gathering."""
     from tandem.engine.model.attention import flashinfer

@@ -44,7 +44,7 @@ class _Rope(msgspec.Struct, forbid_unknown_fields=True):
     rope_type: Literal["default"]
 
 
-class _Written(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class _ConfigJson(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """config.json. What has a default here has the same one, or none that counts, for each of these types."""
 
     model_type: Literal["llama", "mistral", "qwen2", "qwen3"]
@@ -103,7 +103,7 @@ def read_plain_config(content: dict[str, Any]) -> PlainConfig | None:
     """`content` is what a config.json holds. None: it takes transformers to read it."""
     try:
         written = msgspec.convert(
-            {key: value for key, value in content.items() if key not in _OF_NO_CONSEQUENCE}, _Written
+            {key: value for key, value in content.items() if key not in _OF_NO_CONSEQUENCE}, _ConfigJson
         )
     except msgspec.ValidationError:
         return None
@@ -145,7 +145,7 @@ def read_plain_config(content: dict[str, Any]) -> PlainConfig | None:
     )
 
 
-def _theta(written: _Written) -> float | None:
+def _theta(written: _ConfigJson) -> float | None:
     """It is written in one of two places."""
     old, new = written.rope_theta, written.rope_parameters
     if isinstance(new, _Rope):

@@ -39,12 +39,12 @@ _TOLERANCE = 0.05
 _SERVED_LAYER_TYPES = {"full_attention", "sliding_attention", None}
 
 
-class Probed(msgspec.Struct, frozen=True):
+class ProbeResult(msgspec.Struct, frozen=True):
     layers: tuple[AttentionLayer, ...]  # in order
     vocab_size: int  # logits per token, which may be more than the tokenizer's tokens
 
 
-def probe_attention(model: PreTrainedModel) -> Probed:
+def probe_attention(model: PreTrainedModel) -> ProbeResult:
     """Raises ConfigurationError for a model that we can't serve."""
     config = model.config.get_text_config()
     if "position_ids" not in inspect.signature(model.forward).parameters:
@@ -68,7 +68,7 @@ def probe_attention(model: PreTrainedModel) -> Probed:
             f"({lines[0] if lines else type(error).__name__})"
         ) from error
     model.set_attn_implementation(PAGED)
-    return Probed(layers=recorder.layers(), vocab_size=output.logits.shape[-1])
+    return ProbeResult(layers=recorder.layers(), vocab_size=output.logits.shape[-1])
 
 
 class _Recorder:

@@ -50,7 +50,7 @@ class StartedStep(Protocol):
         ...
 
 
-class Computed:
+class FinishedStep:
     """A step that is over."""
 
     def __init__(self, output: ModelOutput) -> None:

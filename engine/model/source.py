@@ -18,7 +18,7 @@ Progress = Callable[[str, float], None]
 _LATER_PART = re.compile(r"-(?!00001-)\d{5}-of-\d{5}\.gguf$")
 
 
-class Source(msgspec.Struct, frozen=True):
+class ModelSource(msgspec.Struct, frozen=True):
     folder: Path
     gguf_file: str | None  # its name in the folder
     name: str
@@ -34,7 +34,7 @@ class Source(msgspec.Struct, frozen=True):
         return content if isinstance(content, dict) else {}
 
 
-def find_source(path: str) -> Source:
+def find_source(path: str) -> ModelSource:
     """Raises ConfigurationError when there is no model."""
     if not path:
         raise ConfigurationError("no model is named: give a folder or a Hugging Face name with --model")
@@ -42,20 +42,20 @@ def find_source(path: str) -> Source:
     if local.is_file():
         if local.suffix != ".gguf":
             raise ConfigurationError(f"{path} is neither a model's folder nor a .gguf file")
-        return Source(local.parent, local.name, local.stem)
+        return ModelSource(local.parent, local.name, local.stem)
     if local.is_dir():
         return _in_folder(local, path)
     raise ConfigurationError(f"there is no model at {path}: the folder does not exist")
 
 
-def _in_folder(folder: Path, path: str) -> Source:
+def _in_folder(folder: Path, path: str) -> ModelSource:
     name = folder.resolve().name
     if (folder / "config.json").is_file():
-        return Source(folder, None, name)
+        return ModelSource(folder, None, name)
     names = sorted(file.name for file in folder.glob("*.gguf"))
     files = [name for name in names if not _LATER_PART.search(name)]
     if len(files) == 1:
-        return Source(folder, files[0], name)
+        return ModelSource(folder, files[0], name)
     if files:
         raise ConfigurationError(f"{path} holds several .gguf files: name one of {', '.join(files)}")
     raise ConfigurationError(f"{path} holds no model: there is neither a config.json nor a .gguf file in it")

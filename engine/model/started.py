@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from tandem.engine.model.batching import Unread
+from tandem.engine.model.batching import UnreadTokens
 from tandem.engine.model.sampling.logprobs import ComputedLogprobs
 from tandem.engine.model.staging import DeviceMark, HostCopy
 from tandem.engine.scheduling.output import ModelOutput
@@ -16,7 +16,7 @@ from tandem.wire.errors import TandemError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Sampled:
+class SampledTokens:
     """Tokens of one request after the other: of each its next, or with drafts its next few."""
 
     req_ids: list[str]
@@ -40,12 +40,12 @@ class PromptPiece:
 
 
 @dataclasses.dataclass(slots=True)
-class Started:
+class StepOnDevice:
     """See engine.model.runner.StartedStep."""
 
-    read: Callable[[Started], ModelOutput]
-    sampled: Sampled | None = None
-    unread: Unread | None = None  # the same tokens, for the next step
+    read: Callable[[StepOnDevice], ModelOutput]
+    sampled: SampledTokens | None = None
+    unread: UnreadTokens | None = None  # the same tokens, for the next step
     pieces: list[PromptPiece] = dataclasses.field(default_factory=list)
     # Where the step ends on the device, if reading its tokens does not wait for that: it has none to read.
     end: DeviceMark | None = None

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from tandem.engine.model.batch import Batch
-from tandem.engine.model.batching import Scheduled, Unread, build_batch
+from tandem.engine.model.batching import ScheduledTokens, UnreadTokens, build_batch
 from tandem.engine.model.forward import Forward
 from tandem.engine.model.ngram import propose
 from tandem.engine.model.passes import cut_for_logits, hooks_of_pass
@@ -17,7 +17,7 @@ from tandem.engine.model.sampling.logprobs import ComputedLogprobs
 from tandem.engine.model.sampling.sampler import Sampler
 from tandem.engine.model.sampling.table import SamplingTable
 from tandem.engine.model.staging import DeviceMark, HostCopy, on, to_device
-from tandem.engine.model.started import PromptPiece, Sampled, Started
+from tandem.engine.model.started import PromptPiece, SampledTokens, StepOnDevice
 from tandem.engine.model.states import RequestRows
 from tandem.engine.scheduling.output import ModelOutput, SchedulerOutput
 from tandem.engine.structured.grammars import Grammars
@@ -60,7 +60,7 @@ class TorchRunner:
         self._sampler = Sampler(info.vocab_size, info.eos_token_ids, self._device, masks)
         self._preempted: dict[str, tuple[SamplingParams, int]] = {}
         self._prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
-        self._unfinished: Started | None = None  # the newest step, until its tokens are read
+        self._unfinished: StepOnDevice | None = None  # the newest step, until its tokens are read
 
     @property
     def info(self) -> ModelInfo:
@@ -84,10 +84,10 @@ class TorchRunner:
         self._preempted.clear()
         self._prompt_logprobs.clear()
 
-    def start(self, step: SchedulerOutput, hooks: LayerHooks | None = None) -> Started:
+    def start(self, step: SchedulerOutput, hooks: LayerHooks | None = None) -> StepOnDevice:
         with on(self._device), torch.inference_mode():
             self._update(step)
-            started = Started(self._finish)
+            started = StepOnDevice(self._finish)
             if not step.num_scheduled_tokens:
                 return started
             if step.new_block_ids_to_zero:
@@ -166,7 +166,9 @@ class TorchRunner:
             self._table.clear(row)
         self._prompt_logprobs.pop(req_id, None)
 
-    def _sample(self, batch: Batch, scheduled: Scheduled, logits: torch.Tensor, started: Started) -> None:
+    def _sample(
+        self, batch: Batch, scheduled: ScheduledTokens, logits: torch.Tensor, started: StepOnDevice
+    ) -> None:
         which = np.flatnonzero(scheduled.samples)
         lengths = scheduled.num_drafts[which] + 1
         starts = np.concatenate(([0], np.cumsum(lengths)))
@@ -187,8 +189,8 @@ class TorchRunner:
             for row, start, length in zip(rows.tolist(), starts.tolist(), lengths.tolist(), strict=False)
             if row in wanted
         }
-        started.unread = Unread(rows, tokens)
-        started.sampled = Sampled(
+        started.unread = UnreadTokens(rows, tokens)
+        started.sampled = SampledTokens(
             req_ids=[scheduled.req_ids[index] for index in which.tolist()],
             rows=rows,
             tenancies=self._requests.tenancies[rows],
@@ -198,7 +200,7 @@ class TorchRunner:
             logprobs=logprobs,
         )
 
-    def _finish(self, started: Started) -> ModelOutput:
+    def _finish(self, started: StepOnDevice) -> ModelOutput:
         if self._unfinished is started:
             self._unfinished = None
         # The engine takes a finished step's blocks for its own: a peer may write to one that comes free. So the device
@@ -211,7 +213,7 @@ class TorchRunner:
             self._read_sampled(started.sampled, output)
         return output
 
-    def _read_sampled(self, sampled: Sampled, output: ModelOutput) -> None:
+    def _read_sampled(self, sampled: SampledTokens, output: ModelOutput) -> None:
         tokens: list[int] = sampled.tokens.read().tolist()
         # A request that left since, and came back or not, is told its tokens when it comes back.
         here = self._requests.tenancies[sampled.rows] == sampled.tenancies
@@ -261,7 +263,7 @@ class TorchRunner:
         return propose(self._requests.tokens[row, :known], room) if room > 0 else []
 
     def _pieces_of_prompts(
-        self, unreported: set[int], batch: Batch, scheduled: Scheduled, logits: torch.Tensor
+        self, unreported: set[int], batch: Batch, scheduled: ScheduledTokens, logits: torch.Tensor
     ) -> list[PromptPiece]:
         """Logits of prompt positions come chunk by chunk; the whole list is reported with the last of them."""
         pieces: list[PromptPiece] = []

@@ -11,7 +11,7 @@ from tandem.engine.request import Request
 from tandem.engine.scheduling.queue import RequestQueue, SortKey
 
 
-class Policy(abc.ABC):
+class QueuePolicy(abc.ABC):
     """Smaller keys leave a queue first."""
 
     @abc.abstractmethod
@@ -37,7 +37,7 @@ class Policy(abc.ABC):
         """The last of these to be missed."""
 
 
-class FirstComeFirstServed(Policy):
+class FirstComeFirstServed(QueuePolicy):
     """A preempted request goes to the front, the last one admitted is the first to be preempted, and those that
     were passed over are older than any that were not."""
 
@@ -70,7 +70,7 @@ class FirstComeFirstServed(Policy):
         return max(waiting, key=lambda request: (request.arrival_time, request.request_id))
 
 
-class ByPriority(Policy):
+class ByPriority(QueuePolicy):
     """The request's own order decides everywhere: priority, then arrival, then id."""
 
     def key_on_arrival(self, request: Request) -> SortKey:
@@ -97,11 +97,11 @@ class ByPriority(Policy):
         return max(waiting, key=lambda request: request.sort_key)
 
 
-_POLICIES: dict[SchedulingPolicy, type[Policy]] = {
+_POLICIES: dict[SchedulingPolicy, type[QueuePolicy]] = {
     SchedulingPolicy.FCFS: FirstComeFirstServed,
     SchedulingPolicy.PRIORITY: ByPriority,
 }
 
 
-def make_policy(name: SchedulingPolicy) -> Policy:
+def make_policy(name: SchedulingPolicy) -> QueuePolicy:
     return _POLICIES[name]()

@@ -10,7 +10,7 @@ from tandem.engine.cache.manager import KVCacheManager
 from tandem.engine.config import SchedulerConfig
 from tandem.engine.request import Request, RequestStatus
 from tandem.engine.scheduling.output import SchedulerOutput
-from tandem.engine.scheduling.policies import Policy
+from tandem.engine.scheduling.policies import QueuePolicy
 from tandem.engine.scheduling.stats import AnswerLengths, Totals
 from tandem.engine.scheduling.waiting import WaitingRequests
 from tandem.kvtransfer.base import LoadFailurePolicy, SchedulerConnector
@@ -29,7 +29,7 @@ class SchedulerState:
 
     config: SchedulerConfig
     max_model_len: int  # of this engine: never more than the pool can hold for one request
-    policy: Policy
+    policy: QueuePolicy
     cache: KVCacheManager
     connector: SchedulerConnector | None
     load_failure_policy: LoadFailurePolicy

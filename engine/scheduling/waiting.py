@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tandem.engine.request import Request
-from tandem.engine.scheduling.policies import Policy
+from tandem.engine.scheduling.policies import QueuePolicy
 from tandem.engine.scheduling.queue import RequestQueue, SortKey
 
 
@@ -20,7 +20,7 @@ class WaitingRequests:
     `holders` are in line and have blocks all the same: their KV came from outside, or survived a rewind.
     """
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: QueuePolicy) -> None:
         self._policy = policy
         self._waiting = RequestQueue()
         self._skipped = RequestQueue()

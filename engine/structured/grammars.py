@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from tandem.engine.model.source import Source
+from tandem.engine.model.source import ModelSource
 from tandem.wire.errors import ConfigurationError, InvalidRequest
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ class Grammars:
             return self._tokenizer
 
 
-def tokenizer_json(source: Source) -> str:
+def tokenizer_json(source: ModelSource) -> str:
     """The tokenizer as one JSON document, converted if the checkpoint has it in another form."""
     file = source.folder / "tokenizer.json"
     try:

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator, Sequence
 
 
-class Gate:
+class BlockGate:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._open: dict[str, frozenset[int]] = {}

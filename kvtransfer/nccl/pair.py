@@ -29,33 +29,33 @@ import numpy as np
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from tandem.kvtransfer.nccl.gate import Gate
+from tandem.kvtransfer.nccl.gate import BlockGate
 from tandem.kvtransfer.nccl.group import Group, StoreServer, join_store
 from tandem.kvtransfer.nccl.messages import Announce, Landed, Leave, Open, Rendezvous
 from tandem.kvtransfer.nccl.options import NcclOptions
-from tandem.kvtransfer.nccl.pool import Pool, Staging
+from tandem.kvtransfer.nccl.pool import CacheUnits, StagingBuffer
 from tandem.kvtransfer.protocol.transport import HandleId, Move, Operation
 from tandem.wire.errors import TransferError
 
 logger = logging.getLogger(__name__)
 
 
-class Node(msgspec.Struct, frozen=True):
+class PairContext(msgspec.Struct, frozen=True):
     """What every pair of this process shares."""
 
     name: str
     host: str
     backend: str
     options: NcclOptions
-    pool: Pool
-    gate: Gate
+    pool: CacheUnits
+    gate: BlockGate
     send: Callable[[str, msgspec.Struct], None]  # raises TransferError
 
 
-class End(abc.ABC):
+class PairEnd(abc.ABC):
     """What both ends have: a thread, which can be kept from the cache at any moment."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: PairContext) -> None:
         self.node = node
         self._closed = threading.Event()
         # Held while the thread touches the cache: some milliseconds, never while it waits for the peer.
@@ -92,7 +92,7 @@ class End(abc.ABC):
         return group
 
     @contextlib.contextmanager
-    def _cache(self) -> Iterator[Pool]:
+    def _cache(self) -> Iterator[CacheUnits]:
         """For as long as this is open the cache may be touched; a TransferError when it may not any more."""
         with self._touching:
             if self._closed.is_set():
@@ -100,11 +100,11 @@ class End(abc.ABC):
             yield self.node.pool
 
 
-class Caller(End):
+class PairCaller(PairEnd):
     """`number`s of moves are the transport's handles. It ends when nothing has moved for a while; whoever has
     something to move then needs another."""
 
-    def __init__(self, node: Node, peer: Rendezvous, reply_to: str) -> None:
+    def __init__(self, node: PairContext, peer: Rendezvous, reply_to: str) -> None:
         super().__init__(node)
         self.pair_id = secrets.token_hex(16)
         self.peer = peer
@@ -175,7 +175,7 @@ class Caller(End):
             store = StoreServer(node.host, node.options.connect_timeout_s)
             self._tell(Open(self.pair_id, self.peer.key, node.name, self._reply_to, store.host, store.port))
             group = self._make_group(store.store, 0)
-            staging = Staging(node.pool.device)
+            staging = StagingBuffer(node.pool.device)
             while self._serve_next(group, staging):
                 pass
             self._tell(Leave(self.pair_id))
@@ -190,7 +190,7 @@ class Caller(End):
     def _tell(self, message: msgspec.Struct) -> None:
         self.node.send(self.peer.endpoint, message)
 
-    def _serve_next(self, group: Group, staging: Staging) -> bool:
+    def _serve_next(self, group: Group, staging: StagingBuffer) -> bool:
         """False: the pair is no longer needed."""
         try:
             item = self._queue.get(timeout=self.node.options.idle_s)
@@ -210,7 +210,7 @@ class Caller(End):
         return True
 
     def _write(
-        self, group: Group, number: HandleId, move: Move, staging: Staging, room: torch.Tensor
+        self, group: Group, number: HandleId, move: Move, staging: StagingBuffer, room: torch.Tensor
     ) -> None:
         timeout_s = self.node.options.move_timeout_s
         with self._cache() as pool:
@@ -222,7 +222,9 @@ class Caller(End):
         group.send(data, timeout_s)
         self._set_deadline(number, time.monotonic() + timeout_s)
 
-    def _read(self, group: Group, number: HandleId, move: Move, staging: Staging, room: torch.Tensor) -> None:
+    def _read(
+        self, group: Group, number: HandleId, move: Move, staging: StagingBuffer, room: torch.Tensor
+    ) -> None:
         if not self._is_wanted(number):
             return
         self._announce(number, move)
@@ -252,8 +254,8 @@ class Caller(End):
             return True
 
 
-class Callee(End):
-    def __init__(self, node: Node, opened: Open, ended: Callable[[str], None]) -> None:
+class PairCallee(PairEnd):
+    def __init__(self, node: PairContext, opened: Open, ended: Callable[[str], None]) -> None:
         super().__init__(node)
         self.pair_id = opened.pair_id
         self.caller = opened.caller
@@ -275,7 +277,7 @@ class Callee(End):
         try:
             store = join_store(opened.store_host, opened.store_port, node.options.connect_timeout_s)
             group = self._make_group(store, 1)
-            staging = Staging(node.pool.device)
+            staging = StagingBuffer(node.pool.device)
             while True:
                 # The caller takes an idle pair down; one that is not heard of for longer has died.
                 message = self._queue.get(timeout=2 * node.options.idle_s)
@@ -292,7 +294,7 @@ class Callee(End):
             self._group = None
             self._ended(self.pair_id)
 
-    def _serve(self, group: Group, message: Announce, staging: Staging) -> bool:
+    def _serve(self, group: Group, message: Announce, staging: StagingBuffer) -> bool:
         node = self.node
         problem = node.pool.problem(message.unit_bytes, message.units)
         try:
@@ -308,7 +310,7 @@ class Callee(End):
         # after them would be understood.
         return problem is None
 
-    def _carry_out(self, group: Group, message: Announce, staging: Staging) -> str | None:
+    def _carry_out(self, group: Group, message: Announce, staging: StagingBuffer) -> str | None:
         timeout_s = self.node.options.move_timeout_s
         units = np.asarray(message.units, dtype=np.int64)
         with staging.stream():

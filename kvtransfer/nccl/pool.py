@@ -15,7 +15,7 @@ MAX_MOVE_BYTES = 64 << 20  # twice what the protocol posts at once
 WORDS = ((torch.int64, 8), (torch.int32, 4), (torch.int16, 2), (torch.uint8, 1))
 
 
-class Pool:
+class CacheUnits:
     """Shared by all pairs; it has no state but the memory."""
 
     def __init__(self, cache: torch.Tensor, block_bytes: int) -> None:
@@ -59,7 +59,7 @@ class Pool:
         return self._bytes[:whole].view(word).view(self.num_bytes // unit_bytes, -1)
 
 
-class Staging:
+class StagingBuffer:
     """One pair's memory between the cache and the network; and on a device, its stream."""
 
     def __init__(self, device: torch.device) -> None:

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 import msgspec
 
 from tandem.kvtransfer.base import KVCacheMemory
-from tandem.kvtransfer.nccl.gate import Gate
+from tandem.kvtransfer.nccl.gate import BlockGate
 from tandem.kvtransfer.nccl.group import choose_backend
 from tandem.kvtransfer.nccl.messages import Announce, Landed, Leave, Open, PairMessage, Rendezvous
 from tandem.kvtransfer.nccl.options import NcclOptions
-from tandem.kvtransfer.nccl.pair import Callee, Caller, Node
-from tandem.kvtransfer.nccl.pool import Pool
+from tandem.kvtransfer.nccl.pair import PairCallee, PairCaller, PairContext
+from tandem.kvtransfer.nccl.pool import CacheUnits
 from tandem.kvtransfer.protocol.transport import HandleId, Move, RemoteId, Transport
 from tandem.wire.errors import InternalError, NodeLost, TransferError
 from tandem.wire.handoff import CacheMemory
@@ -36,18 +36,18 @@ class NcclTransport(Transport):
         self._node_id = node_id
         self._host = host
         self._options = options
-        self._gate = Gate()
+        self._gate = BlockGate()
         self._key = secrets.token_bytes(16)
-        self._node: Node | None = None
+        self._node: PairContext | None = None
         self._inbox: Inbox[PairMessage] | None = None
         self._outbox = Outbox()
         self._ids = itertools.count(1)
-        self._remotes: dict[RemoteId, Caller] = {}
-        self._owners: dict[HandleId, Caller] = {}
+        self._remotes: dict[RemoteId, PairCaller] = {}
+        self._owners: dict[HandleId, PairCaller] = {}
         self._lock = threading.Lock()  # guards what the inbox's and the pairs' threads look at
-        self._callers: dict[str, Caller] = {}
-        self._callees: dict[str, Callee] = {}
-        self._leaving: list[Caller | Callee] = []
+        self._callers: dict[str, PairCaller] = {}
+        self._callees: dict[str, PairCallee] = {}
+        self._leaving: list[PairCaller | PairCallee] = []
         self._closed = False
         self.refused = 0  # messages about no pair of ours
 
@@ -56,8 +56,10 @@ class NcclTransport(Transport):
     def register(self, memory: KVCacheMemory) -> CacheMemory:
         tensor = memory.tensor
         backend = choose_backend(self._options.backend, tensor.device)
-        pool = Pool(tensor, memory.block_bytes)
-        self._node = Node(self._node_id, self._host, backend, self._options, pool, self._gate, self._send)
+        pool = CacheUnits(tensor, memory.block_bytes)
+        self._node = PairContext(
+            self._node_id, self._host, backend, self._options, pool, self._gate, self._send
+        )
         self._inbox = Inbox(self._host, PairMessage, self._on_message, name=f"{self._node_id}-pairs")
         return CacheMemory(
             agent_metadata=msgspec.msgpack.encode(Rendezvous(self._inbox.endpoint, self._key, backend)),
@@ -84,9 +86,9 @@ class NcclTransport(Transport):
         self._remotes[remote] = self._call(node, peer, self._inbox.endpoint)
         return remote
 
-    def _call(self, node: Node, peer: Rendezvous, reply_to: str) -> Caller:
+    def _call(self, node: PairContext, peer: Rendezvous, reply_to: str) -> PairCaller:
         """A pair, made while whoever asked for it goes on."""
-        caller = Caller(node, peer, reply_to)
+        caller = PairCaller(node, peer, reply_to)
         with self._lock:
             self._callers[caller.pair_id] = caller
         caller.start()
@@ -98,7 +100,7 @@ class NcclTransport(Transport):
         self._leave(caller)
         self._outbox.forget(caller.peer.endpoint)
 
-    def _leave(self, caller: Caller) -> None:
+    def _leave(self, caller: PairCaller) -> None:
         with self._lock:
             self._callers.pop(caller.pair_id, None)
         self._leaving = [end for end in self._leaving if not end.join(0)] + [caller]
@@ -206,5 +208,5 @@ class NcclTransport(Transport):
         for callee in before:  # it has been started anew, or gave its end up
             callee.close()
         with self._lock:
-            callee = self._callees[message.pair_id] = Callee(node, message, self._on_ended)
+            callee = self._callees[message.pair_id] = PairCallee(node, message, self._on_ended)
         callee.start()

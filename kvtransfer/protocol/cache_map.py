@@ -99,7 +99,7 @@ class _Runs:
         return offsets.reshape(sizes["slot"], -1) if "slot" in axes else offsets.reshape(1, -1)
 
 
-class Place(msgspec.Struct, frozen=True):
+class GrainPlace(msgspec.Struct, frozen=True):
     """Where one grain lies: a block of ours, one of theirs, and which of their grains it is."""
 
     our_block: int
@@ -148,7 +148,7 @@ class Mapping:
         self,
         operation: Operation,
         transfer_id: str,
-        places: Sequence[Place],
+        places: Sequence[GrainPlace],
         slots: tuple[int, int] | None = None,
     ) -> Move:
         """All of these grains, or of each only the layers in slots `slots[0]` to `slots[1]`."""

@@ -34,7 +34,7 @@ def every_of(policy: ChecksumPolicy, *, same_machine: bool, on_device: bool) -> 
     return {ChecksumPolicy.ALL: 1, ChecksumPolicy.SAMPLE: SAMPLE_EVERY}.get(policy, 0)
 
 
-class Sample(msgspec.Struct, frozen=True):
+class ChecksumSample(msgspec.Struct, frozen=True):
     """Which of a transfer's grains carry a checksum, by their place in the order in which they are sent."""
 
     every: int  # one of so many; 0: none
@@ -42,7 +42,7 @@ class Sample(msgspec.Struct, frozen=True):
     last: int
 
     @classmethod
-    def of(cls, grains: int, every: int, token_hash: bytes) -> Sample:
+    def of(cls, grains: int, every: int, token_hash: bytes) -> ChecksumSample:
         return cls(every, token_hash[0] % every if every else 0, grains - 1)
 
     def __contains__(self, place: object) -> bool:

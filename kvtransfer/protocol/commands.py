@@ -1,4 +1,4 @@
-"""What the scheduler half plans and the endpoint carries out; `StepPlan` is one step's worth of it."""
+"""What the scheduler half plans and the endpoint carries out; `StepCommands` is one step's worth of it."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class AbandonSend(msgspec.Struct, frozen=True):
     kept: bool
 
 
-class Preempted(msgspec.Struct, frozen=True):
+class PreemptedRequests(msgspec.Struct, frozen=True):
     """Producer: from `at` on, the blocks of these requests may hold something else."""
 
     request_ids: list[str]
@@ -95,7 +95,7 @@ Fence = Callable[[], bool]
 """True once the device has written what the forward pass computed."""
 
 
-class Computed(msgspec.Struct, frozen=True):
+class ComputedTokens(msgspec.Struct, frozen=True):
     """Producer: of each request, so many leading tokens have their KV in its blocks."""
 
     num_tokens: dict[str, int]
@@ -121,14 +121,14 @@ Command = (
     | ExtendSend
     | FinishSend
     | AbandonSend
-    | Preempted
+    | PreemptedRequests
     | LayersComputed
-    | Computed
+    | ComputedTokens
 )
 
 
 @dataclasses.dataclass(slots=True)
-class StepPlan(ConnectorMetadata):
+class StepCommands(ConnectorMetadata):
     preempted: list[str] = dataclasses.field(default_factory=list)
     before_forward: list[Command] = dataclasses.field(default_factory=list)
     computed: dict[str, int] = dataclasses.field(default_factory=dict)  # once the forward pass is over

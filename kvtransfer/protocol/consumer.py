@@ -9,12 +9,12 @@ from tandem.kvtransfer.base import MAX_LEASE_S, Handoff, LoadFailure
 from tandem.kvtransfer.protocol import commands
 from tandem.kvtransfer.protocol.cache_map import Mapping
 from tandem.kvtransfer.protocol.identity import PeerKey, key_of
-from tandem.kvtransfer.protocol.incoming import Declined, Incoming, Verifier
+from tandem.kvtransfer.protocol.incoming import DeclinedTransfers, IncomingTransfers, Verifier
 from tandem.kvtransfer.protocol.producer_links import ProducerLink, ProducerLinks, Registrar
-from tandem.kvtransfer.protocol.pulling import Pulling
+from tandem.kvtransfer.protocol.pulling import PullLoop
 from tandem.kvtransfer.protocol.quarantine import Quarantine
-from tandem.kvtransfer.protocol.receiving import Receiving, Stage
-from tandem.kvtransfer.protocol.side import Answers, Side
+from tandem.kvtransfer.protocol.receiving import IncomingTransfer, ReceivePhase
+from tandem.kvtransfer.protocol.side import Answers, NodeSide
 from tandem.kvtransfer.protocol.statistics import Outcome
 from tandem.kvtransfer.protocol.transport import Activity, Direction
 from tandem.wire.errors import TransferError
@@ -26,8 +26,8 @@ from tandem.wire.handoff import (
     KVArrived,
     LeaseRenewed,
     ProcessIdentity,
+    Refusal,
     RefusalCode,
-    Refused,
     TransferClosed,
     Welcome,
 )
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 class Consumer:
     def __init__(
         self,
-        side: Side,
+        side: NodeSide,
         *,
         finished: Callable[[str, Handoff], None],
         failed: Callable[[str, LoadFailure], None],
@@ -51,12 +51,12 @@ class Consumer:
         self._reads = side.direction is Direction.PULL
         self._ticked_at = clock()
         self._links = ProducerLinks(side)
-        self._declined = Declined(me, settings, send, clock)
-        self._incoming = Incoming(
+        self._declined = DeclinedTransfers(me, settings, send, clock)
+        self._incoming = IncomingTransfers(
             side, self._links, self._declined, finished=finished, failed=failed, released=released
         )
         self._quarantine = Quarantine(side, self._links, self._incoming, has_ended=has_ended)
-        self._pulling = Pulling(side, self._links, self._incoming, broken=self._on_connection_broken)
+        self._pulling = PullLoop(side, self._links, self._incoming, broken=self._on_connection_broken)
         self._verifier = Verifier(side)
         self._registrar = Registrar(
             side,
@@ -144,8 +144,8 @@ class Consumer:
             return
         link.take_stamp(message.stamp, self._side.clock())
         receiving = self._mine(message.transfer_id, link.key)
-        if receiving is not None and receiving.stage is Stage.REGISTERING:
-            receiving.stage = Stage.WAITING
+        if receiving is not None and receiving.stage is ReceivePhase.REGISTERING:
+            receiving.stage = ReceivePhase.WAITING
             receiving.confirmed_at = self._side.clock()
 
     def on_renewed(self, message: LeaseRenewed) -> None:
@@ -159,7 +159,7 @@ class Consumer:
         for transfer_id in message.unknown:
             receiving = self._mine(transfer_id, link.key)
             # While confirming, the answer to our acceptance is on its way and knows better.
-            if receiving is not None and receiving.stage in (Stage.WAITING, Stage.READING):
+            if receiving is not None and receiving.stage in (ReceivePhase.WAITING, ReceivePhase.READING):
                 self._incoming.give_up(
                     receiving, Outcome.LEASE_EXPIRED, "the producer no longer holds the transfer"
                 )
@@ -176,7 +176,7 @@ class Consumer:
         if message.start <= receiving.num_arrived < message.count <= len(receiving.order):
             self._verify(receiving, message.start, message.count, message.checksums)
 
-    def _verify(self, receiving: Receiving, start: int, count: int, packed: bytes) -> bool:
+    def _verify(self, receiving: IncomingTransfer, start: int, count: int, packed: bytes) -> bool:
         """Whether grains `start` to `count` are what was sent; False when the transfer is given up."""
         problem = self._verifier.problem(receiving, start, count, packed)
         if problem is not None:
@@ -200,7 +200,7 @@ class Consumer:
             )
         elif not receiving.is_registered:
             self._side.recorder.refused("unasked_notice")
-        elif receiving.stage is Stage.CLOSING:
+        elif receiving.stage is ReceivePhase.CLOSING:
             self._side.recorder.refused("late_notice")  # it is being cancelled, and will be answered
         elif receiving.notice is not None:
             self._side.recorder.refused("repeated_notice")
@@ -214,7 +214,7 @@ class Consumer:
             self._incoming.accept(receiving)
             self._incoming.finish(receiving, message)
 
-    def _difference(self, receiving: Receiving, notice: HandoffNotice) -> str | None:
+    def _difference(self, receiving: IncomingTransfer, notice: HandoffNotice) -> str | None:
         geometry = self._side.geometry
         return receiving.mismatch(notice, geometry.memory.block_bytes, geometry.vocab_size)
 
@@ -229,7 +229,7 @@ class Consumer:
             self._side.recorder.refused("unknown_notice" if accepted is None else "late_notice")
             self._side.send(sender.reply_to, CancelTransfer(mine, message.transfer_id))
 
-    def _refuse_mismatch(self, receiving: Receiving, difference: str) -> None:
+    def _refuse_mismatch(self, receiving: IncomingTransfer, difference: str) -> None:
         self._side.recorder.refused("notice_mismatch")
         logger.error(
             "refused the KV of %s from %s: %s",
@@ -246,13 +246,17 @@ class Consumer:
         receiving = self._mine(message.transfer_id, key)
         if receiving is None:
             return
-        if message.handed_over and receiving.stage is Stage.CONFIRMING and receiving.notice is not None:
+        if (
+            message.handed_over
+            and receiving.stage is ReceivePhase.CONFIRMING
+            and receiving.notice is not None
+        ):
             if self._verify(receiving, 0, len(receiving.order), receiving.notice.checksums):
                 self._incoming.finish(receiving, receiving.notice)
         else:
             self._incoming.end(receiving, Outcome.CLOSED_BY_PEER, f"closed by the producer: {message.reason}")
 
-    def on_refused(self, message: Refused) -> None:
+    def on_refused(self, message: Refusal) -> None:
         key = key_of(message.envelope)
         if message.code is RefusalCode.WRONG_EPOCH:
             known = {link.key for link in self._links} | {other.peer for other in self._incoming}
@@ -312,7 +316,7 @@ class Consumer:
         for receiving in self._incoming.with_peer(link.key):
             self._incoming.give_up(receiving, outcome, reason)
 
-    def _mine(self, transfer_id: str, key: PeerKey) -> Receiving | None:
+    def _mine(self, transfer_id: str, key: PeerKey) -> IncomingTransfer | None:
         receiving = self._incoming.get(transfer_id)
         return receiving if receiving is not None and receiving.peer == key else None
 

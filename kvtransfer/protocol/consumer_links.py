@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from tandem.kvtransfer.protocol.cache_map import Mapping, PoolGeometry
-from tandem.kvtransfer.protocol.identity import Clock, PeerKey, Remembered, key_of
-from tandem.kvtransfer.protocol.settings import Settings
+from tandem.kvtransfer.protocol.identity import BoundedMemory, Clock, PeerKey, key_of
+from tandem.kvtransfer.protocol.settings import ProtocolSettings
 from tandem.kvtransfer.protocol.side import Forget
 from tandem.kvtransfer.protocol.transport import RemoteId, Transport
 from tandem.wire.errors import TransferError
@@ -44,7 +44,7 @@ class ConsumerLinks:
         self,
         geometry: PoolGeometry,
         transport: Transport | None,
-        settings: Settings,
+        settings: ProtocolSettings,
         clock: Clock,
         *,
         forget: Forget,
@@ -57,7 +57,7 @@ class ConsumerLinks:
         self._links: dict[PeerKey, ConsumerLink] = {}
         # Links for which nothing new is begun, while transfers that have begun may still need them.
         self._leaving: list[ConsumerLink] = []
-        self._ended: Remembered[bool] = Remembered(settings.max_remembered, settings.remember_s, clock)
+        self._ended: BoundedMemory[bool] = BoundedMemory(settings.max_remembered, settings.remember_s, clock)
 
     def __iter__(self) -> Iterator[ConsumerLink]:
         return iter(list(self._links.values()))

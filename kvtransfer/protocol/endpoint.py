@@ -10,7 +10,7 @@ from tandem.kvtransfer.base import Handoff, LoadFailure
 from tandem.kvtransfer.protocol import commands
 from tandem.kvtransfer.protocol.consumer import Consumer
 from tandem.kvtransfer.protocol.producer import Producer
-from tandem.kvtransfer.protocol.side import Answers, Side
+from tandem.kvtransfer.protocol.side import Answers, NodeSide
 from tandem.kvtransfer.protocol.transport import Activity
 from tandem.wire.handoff import (
     CancelTransfer,
@@ -22,8 +22,8 @@ from tandem.wire.handoff import (
     KVArrived,
     LeaseRenewed,
     ProcessIdentity,
+    Refusal,
     RefusalCode,
-    Refused,
     RegisterDestination,
     RenewLease,
     TransferClosed,
@@ -41,13 +41,13 @@ class Outcomes(msgspec.Struct, frozen=True):
     released_blocks: Callable[[frozenset[int]], None]
 
 
-class Endpoint:
+class TransferEndpoint:
     """`refuses` says, without blocking, whether a connection to an address was refused, which is a reason to go on without
     the peer, and `has_ended` whether a process has certainly ended, which is proof that it writes nothing any more."""
 
     def __init__(
         self,
-        side: Side,
+        side: NodeSide,
         *,
         refuses: Callable[[str], bool],
         has_ended: Callable[[ProcessIdentity], bool],
@@ -95,11 +95,11 @@ class Endpoint:
                 self.consumer.on_notice(message)
             case TransferClosed():
                 self.consumer.on_closed(message)
-            case Refused():
+            case Refusal():
                 self.consumer.on_refused(message)
 
     def _refuse_epoch(self, message: HandoffMessage) -> None:
-        if isinstance(message, Refused):
+        if isinstance(message, Refusal):
             # Two nodes must not refuse each other's refusals for ever.
             self._side.recorder.refused(RefusalCode.WRONG_EPOCH.value)
             return
@@ -113,9 +113,9 @@ class Endpoint:
                 self.producer.plan(command)
             case commands.ExtendSend():
                 self.producer.extend(command)
-            case commands.LayersComputed() | commands.Computed():
+            case commands.LayersComputed() | commands.ComputedTokens():
                 self.producer.computed(command)
-            case commands.Preempted():
+            case commands.PreemptedRequests():
                 self.producer.preempted(command)
             case commands.FinishSend():
                 self.producer.finish(command)

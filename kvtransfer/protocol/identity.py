@@ -61,7 +61,7 @@ def token_hash(token_ids: Sequence[int], cache_salt: str | None, lora: str | Non
     return digest.digest()
 
 
-class Remembered(Generic[V]):
+class BoundedMemory(Generic[V]):
     """A bounded memory of things that are over, so that what comes late is recognised as late."""
 
     def __init__(self, limit: int, seconds: float, clock: Clock) -> None:

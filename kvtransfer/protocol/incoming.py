@@ -2,7 +2,7 @@
 
 Each BeginReceive is answered exactly once, with `finished` or with `failed`. A failure of a push is made safe first:
 the producer is asked to close the transfer, and answers when nothing is in flight. That may take long, over a slow
-link or from a producer that is gone, and the request does not wait for it: after `Settings.silent_s`, or at once when
+link or from a producer that is gone, and the request does not wait for it: after `ProtocolSettings.silent_s`, or at once when
 the producer is suspected to be gone, the failure is reported with the blocks that a write may still land in, and these
 stay in quarantine (see `quarantine`). The end of a lease is a reason to give a transfer up. It frees nothing, because
 a write that is merely slow may land after it. With pull nothing but our own reads writes to our blocks.
@@ -21,11 +21,11 @@ import msgspec
 from tandem.kvtransfer.base import Handoff, LoadFailure
 from tandem.kvtransfer.protocol.checksums import unpack
 from tandem.kvtransfer.protocol.commands import BeginReceive
-from tandem.kvtransfer.protocol.identity import Clock, Identity, PeerKey, Remembered
+from tandem.kvtransfer.protocol.identity import BoundedMemory, Clock, Identity, PeerKey
 from tandem.kvtransfer.protocol.producer_links import ProducerLinks
-from tandem.kvtransfer.protocol.receiving import Receiving, Stage
-from tandem.kvtransfer.protocol.settings import Settings
-from tandem.kvtransfer.protocol.side import Side
+from tandem.kvtransfer.protocol.receiving import IncomingTransfer, ReceivePhase
+from tandem.kvtransfer.protocol.settings import ProtocolSettings
+from tandem.kvtransfer.protocol.side import NodeSide
 from tandem.kvtransfer.protocol.statistics import Outcome
 from tandem.kvtransfer.protocol.transport import Direction
 from tandem.wire.handoff import CancelTransfer, HandoffAccepted, HandoffNotice
@@ -33,23 +33,27 @@ from tandem.wire.nodes import PeerAddress
 
 
 @dataclasses.dataclass(slots=True)
-class _Declined:
+class _DeclinedTransfer:
     peer: PeerAddress
     until: float
     asked_at: float
 
 
-class Declined:
+class DeclinedTransfers:
     """Tells each producer until it answers, for a bounded time: if it never hears, its own lease ends the wait."""
 
     def __init__(
-        self, me: Identity, settings: Settings, send: Callable[[str, msgspec.Struct], None], clock: Clock
+        self,
+        me: Identity,
+        settings: ProtocolSettings,
+        send: Callable[[str, msgspec.Struct], None],
+        clock: Clock,
     ) -> None:
         self._me = me
         self._settings = settings
         self._send = send
         self._clock = clock
-        self._transfers: dict[str, _Declined] = {}
+        self._transfers: dict[str, _DeclinedTransfer] = {}
 
     @property
     def is_empty(self) -> bool:
@@ -57,7 +61,7 @@ class Declined:
 
     def add(self, transfer_id: str, peer: PeerAddress) -> None:
         now = self._clock()
-        self._transfers[transfer_id] = _Declined(peer, now + self._settings.silent_s, now)
+        self._transfers[transfer_id] = _DeclinedTransfer(peer, now + self._settings.silent_s, now)
         self._ask(transfer_id, peer)
 
     def closed(self, transfer_id: str) -> None:
@@ -77,11 +81,11 @@ class Declined:
 
 
 class Verifier:
-    def __init__(self, side: Side) -> None:
+    def __init__(self, side: NodeSide) -> None:
         self._checksums = side.checksums
         self._recorder = side.recorder
 
-    def problem(self, receiving: Receiving, start: int, end: int, packed: bytes) -> str | None:
+    def problem(self, receiving: IncomingTransfer, start: int, end: int, packed: bytes) -> str | None:
         """Why the grains from `start` to `end` are not what was sent; None when they are, and then they count as arrived.
         `packed` has a checksum for each of them that carries one. What was compared before is not compared again."""
         mapping = receiving.mapping
@@ -104,12 +108,12 @@ class Verifier:
         return None
 
 
-class Incoming:
+class IncomingTransfers:
     def __init__(
         self,
-        side: Side,
+        side: NodeSide,
         links: ProducerLinks,
-        declined: Declined,
+        declined: DeclinedTransfers,
         *,
         finished: Callable[[str, Handoff], None],
         failed: Callable[[str, LoadFailure], None],
@@ -122,30 +126,30 @@ class Incoming:
         self._finished = finished
         self._failed = failed
         self._released = released
-        self._by_transfer: dict[str, Receiving] = {}
-        self._by_request: dict[str, Receiving] = {}
+        self._by_transfer: dict[str, IncomingTransfer] = {}
+        self._by_request: dict[str, IncomingTransfer] = {}
         # True: accepted, so that a notice that comes again is answered again.
-        self._over: Remembered[bool] = Remembered(
+        self._over: BoundedMemory[bool] = BoundedMemory(
             side.settings.max_remembered, side.settings.remember_s, side.clock
         )
 
-    def __iter__(self) -> Iterator[Receiving]:
+    def __iter__(self) -> Iterator[IncomingTransfer]:
         return iter(list(self._by_transfer.values()))
 
-    def __contains__(self, receiving: Receiving) -> bool:
+    def __contains__(self, receiving: IncomingTransfer) -> bool:
         return self._by_transfer.get(receiving.transfer_id) is receiving
 
     @property
     def is_empty(self) -> bool:
         return not self._by_transfer
 
-    def get(self, transfer_id: str) -> Receiving | None:
+    def get(self, transfer_id: str) -> IncomingTransfer | None:
         return self._by_transfer.get(transfer_id)
 
-    def of_request(self, request_id: str) -> Receiving | None:
+    def of_request(self, request_id: str) -> IncomingTransfer | None:
         return self._by_request.get(request_id)
 
-    def with_peer(self, key: PeerKey) -> list[Receiving]:
+    def with_peer(self, key: PeerKey) -> list[IncomingTransfer]:
         return [receiving for receiving in self._by_transfer.values() if receiving.peer == key]
 
     def was_accepted(self, transfer_id: str) -> bool | None:
@@ -154,7 +158,7 @@ class Incoming:
 
     # ── the beginning ──
 
-    def open(self, command: BeginReceive) -> Receiving | None:
+    def open(self, command: BeginReceive) -> IncomingTransfer | None:
         """None when its transfer id is in use, which has been reported."""
         if command.transfer_id in self._by_transfer:
             self._failed(
@@ -162,7 +166,7 @@ class Incoming:
             )
             return None
         now = self._side.clock()
-        receiving = Receiving(command, began_at=now, deadline=now + self._side.settings.timeout_s)
+        receiving = IncomingTransfer(command, began_at=now, deadline=now + self._side.settings.timeout_s)
         self._by_transfer[command.transfer_id] = receiving
         self._by_request[command.request_id] = receiving
         self._side.recorder.began()
@@ -174,25 +178,25 @@ class Incoming:
 
     # ── the end ──
 
-    def accept(self, receiving: Receiving) -> None:
+    def accept(self, receiving: IncomingTransfer) -> None:
         """Tell the producer that everything is here; again, until it is known to have heard."""
         receiving.asked_at = self._side.clock()
         self._tell(receiving, HandoffAccepted)
 
-    def finish(self, receiving: Receiving, notice: HandoffNotice) -> None:
+    def finish(self, receiving: IncomingTransfer, notice: HandoffNotice) -> None:
         self._side.recorder.ended(receiving.trace(self._side.clock(), notice))
         self._forget(receiving, accepted=True)
         self._side.recorder.received(notice.num_blocks, notice.num_bytes)
         self._finished(receiving.command.request_id, Handoff(notice.first_token, notice.num_tokens))
 
-    def abort(self, receiving: Receiving) -> None:
+    def abort(self, receiving: IncomingTransfer) -> None:
         """Its request has ended, so that its blocks can wait until they are safe."""
         receiving.aborted = True
         self.give_up(receiving, Outcome.ABORTED, "the request was aborted")
 
-    def give_up(self, receiving: Receiving, outcome: Outcome, reason: str) -> None:
+    def give_up(self, receiving: IncomingTransfer, outcome: Outcome, reason: str) -> None:
         """This transfer shall fail."""
-        if receiving.stage is Stage.CLOSING:
+        if receiving.stage is ReceivePhase.CLOSING:
             return
         if self._reads or not receiving.is_registered:
             # Nothing can write to our blocks but our own reads: the producer only has to be told.
@@ -202,10 +206,10 @@ class Incoming:
         self._begin_closing(receiving, outcome, reason)
         self._ask_to_close(receiving)
 
-    def end(self, receiving: Receiving, outcome: Outcome, reason: str) -> None:
+    def end(self, receiving: IncomingTransfer, outcome: Outcome, reason: str) -> None:
         """No peer writes to the blocks: they are free as soon as our own reads are over as well. What made us give up
         counts, not what confirmed it."""
-        if receiving.stage is not Stage.CLOSING:
+        if receiving.stage is not ReceivePhase.CLOSING:
             self._begin_closing(receiving, outcome, reason)
         receiving.is_safe = True
         receiving.unread = []
@@ -222,7 +226,7 @@ class Incoming:
             self._released(receiving.quarantined)
         self._forget(receiving, accepted=False)
 
-    def stop_waiting(self, receiving: Receiving) -> None:
+    def stop_waiting(self, receiving: IncomingTransfer) -> None:
         """For the producer's word that it is closed. What the transport can refuse lands nowhere from now on. Else the
         failure is reported with the blocks that something may still write to, and the request goes on without them."""
         if not self._reads and self._side.transport.expect_no_more(receiving.transfer_id):
@@ -237,11 +241,11 @@ class Incoming:
         self._fail(receiving, receiving.quarantined)
         del self._by_request[receiving.command.request_id]
 
-    def tick(self, receiving: Receiving) -> None:
+    def tick(self, receiving: IncomingTransfer) -> None:
         """Look at its deadlines, but for those of its registration."""
         now, settings = self._side.clock(), self._side.settings
         ask_again = now >= receiving.asked_at + settings.retry_s
-        if receiving.stage is Stage.CLOSING:
+        if receiving.stage is ReceivePhase.CLOSING:
             if now >= receiving.closing_since + settings.silent_s:
                 self.stop_waiting(receiving)
                 ask_again = now >= receiving.asked_at + settings.renew_s
@@ -253,33 +257,33 @@ class Incoming:
                 self.stop_waiting(receiving)
         elif now >= receiving.deadline:
             self.give_up(receiving, Outcome.TIMED_OUT, f"no KV within {settings.timeout_s:g} s")
-        elif receiving.stage is Stage.CONFIRMING and ask_again:
+        elif receiving.stage is ReceivePhase.CONFIRMING and ask_again:
             self.accept(receiving)
 
-    def _begin_closing(self, receiving: Receiving, outcome: Outcome, reason: str) -> None:
-        receiving.stage = Stage.CLOSING
+    def _begin_closing(self, receiving: IncomingTransfer, outcome: Outcome, reason: str) -> None:
+        receiving.stage = ReceivePhase.CLOSING
         receiving.closing_since = self._side.clock()
         receiving.outcome, receiving.reason = outcome, reason
 
-    def _ask_to_close(self, receiving: Receiving) -> None:
+    def _ask_to_close(self, receiving: IncomingTransfer) -> None:
         receiving.asked_at = self._side.clock()
         self._tell(receiving, CancelTransfer)
 
-    def _tell(self, receiving: Receiving, kind: type[HandoffAccepted] | type[CancelTransfer]) -> None:
+    def _tell(self, receiving: IncomingTransfer, kind: type[HandoffAccepted] | type[CancelTransfer]) -> None:
         peer = receiving.command.peer
         self._side.send(peer.endpoint, kind(self._side.me.envelope(peer.epoch), receiving.transfer_id))
 
-    def _valid_tokens(self, receiving: Receiving) -> int:
+    def _valid_tokens(self, receiving: IncomingTransfer) -> int:
         return receiving.valid_tokens(self._side.geometry.block_size)
 
-    def _fail(self, receiving: Receiving, unsafe: frozenset[int]) -> None:
+    def _fail(self, receiving: IncomingTransfer, unsafe: frozenset[int]) -> None:
         self._side.recorder.ended(receiving.trace(self._side.clock(), None))
         self._failed(
             receiving.command.request_id,
             LoadFailure(receiving.reason, self._valid_tokens(receiving), unsafe),
         )
 
-    def _forget(self, receiving: Receiving, *, accepted: bool) -> None:
+    def _forget(self, receiving: IncomingTransfer, *, accepted: bool) -> None:
         del self._by_transfer[receiving.transfer_id]
         if self._by_request.get(receiving.command.request_id) is receiving:
             del self._by_request[receiving.command.request_id]

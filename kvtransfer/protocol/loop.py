@@ -1,6 +1,6 @@
 """The thread that runs an endpoint: it alone touches the transport and the protocol's state.
 
-It sleeps until something arrives. While transfers are under way it looks at deadlines `Settings.tick_s` apart,
+It sleeps until something arrives. While transfers are under way it looks at deadlines `ProtocolSettings.tick_s` apart,
 and while handles are in flight it polls them at intervals that grow from POLL_MIN_S to POLL_MAX_S.
 """
 
@@ -12,9 +12,9 @@ import threading
 from collections.abc import Callable, Sequence
 
 from tandem.kvtransfer.protocol.commands import Command
-from tandem.kvtransfer.protocol.endpoint import Endpoint
+from tandem.kvtransfer.protocol.endpoint import TransferEndpoint
 from tandem.kvtransfer.protocol.identity import Clock
-from tandem.kvtransfer.protocol.settings import Settings
+from tandem.kvtransfer.protocol.settings import ProtocolSettings
 from tandem.kvtransfer.protocol.transport import Activity
 from tandem.wire.errors import InternalError
 from tandem.wire.handoff import HandoffMessage
@@ -34,7 +34,9 @@ class _Stop:
 class ProtocolLoop:
     """`failure` is set when the thread has died of a bug; `on_failure` is called then, from the thread."""
 
-    def __init__(self, name: str, settings: Settings, clock: Clock, on_failure: Callable[[], None]) -> None:
+    def __init__(
+        self, name: str, settings: ProtocolSettings, clock: Clock, on_failure: Callable[[], None]
+    ) -> None:
         self._name = name
         self._settings = settings
         self._clock = clock
@@ -45,7 +47,7 @@ class ProtocolLoop:
         self.handler_errors = 0
         self.failure: BaseException | None = None
 
-    def start(self, endpoint: Endpoint) -> None:
+    def start(self, endpoint: TransferEndpoint) -> None:
         """What was posted before is handled now."""
         self._thread = threading.Thread(target=self._run, args=(endpoint,), name=self._name, daemon=True)
         self._thread.start()
@@ -58,7 +60,7 @@ class ProtocolLoop:
         """From our own engine. Any thread; carried out in this order."""
         self._queue.put(commands)
 
-    def _run(self, endpoint: Endpoint) -> None:
+    def _run(self, endpoint: TransferEndpoint) -> None:
         try:
             self._serve(endpoint)
         except BaseException as error:
@@ -66,7 +68,7 @@ class ProtocolLoop:
             logger.exception("%s: the transfer thread died", self._name)
             self._on_failure()
 
-    def _serve(self, endpoint: Endpoint) -> None:
+    def _serve(self, endpoint: TransferEndpoint) -> None:
         next_tick = 0.0
         poll_s = POLL_MIN_S
         activity = Activity.NONE
@@ -90,7 +92,7 @@ class ProtocolLoop:
                 next_tick = now + self._settings.tick_s
         self._wind_down(endpoint)
 
-    def _take(self, endpoint: Endpoint, timeout: float | None) -> bool:
+    def _take(self, endpoint: TransferEndpoint, timeout: float | None) -> bool:
         """Handle what has arrived, up to a turn's worth, waiting for the first item. False: stop."""
         for _ in range(ITEMS_PER_TURN):
             try:
@@ -103,7 +105,7 @@ class ProtocolLoop:
             timeout = 0.0
         return True
 
-    def _handle(self, endpoint: Endpoint, item: HandoffMessage | Sequence[Command]) -> None:
+    def _handle(self, endpoint: TransferEndpoint, item: HandoffMessage | Sequence[Command]) -> None:
         if isinstance(item, Sequence):
             # Commands are our own: an error here is a bug of ours and ends the thread.
             for command in item:
@@ -116,7 +118,7 @@ class ProtocolLoop:
             self.handler_errors += 1
             logger.exception("%s: handling %s failed", self._name, type(item).__name__)
 
-    def _wind_down(self, endpoint: Endpoint) -> None:
+    def _wind_down(self, endpoint: TransferEndpoint) -> None:
         until = self._clock() + self._stop_grace_s
         while not endpoint.shutdown() and self._clock() < until:
             endpoint.pump()

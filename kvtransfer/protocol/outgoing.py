@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from tandem.kvtransfer.protocol.consumer_links import ConsumerLink, ConsumerLinks
-from tandem.kvtransfer.protocol.identity import Clock, PeerKey, Remembered
-from tandem.kvtransfer.protocol.sending import Destination, Phase, Sending
-from tandem.kvtransfer.protocol.settings import Settings
-from tandem.kvtransfer.protocol.side import Answers, Ending, Side
+from tandem.kvtransfer.protocol.identity import BoundedMemory, Clock, PeerKey
+from tandem.kvtransfer.protocol.sending import DestinationBlocks, OutgoingTransfer, SendPhase
+from tandem.kvtransfer.protocol.settings import ProtocolSettings
+from tandem.kvtransfer.protocol.side import Answers, NodeSide, TransferEnd
 from tandem.kvtransfer.protocol.statistics import Outcome, Recorder
 from tandem.kvtransfer.protocol.transport import Direction
 from tandem.kvtransfer.protocol.writing import MissingBlocks, Writer
@@ -26,53 +26,55 @@ from tandem.wire.handoff import Envelope, HandoffNotice, KVArrived, RefusalCode,
 
 
 class Ledger:
-    def __init__(self, settings: Settings, clock: Clock, recorder: Recorder) -> None:
+    def __init__(self, settings: ProtocolSettings, clock: Clock, recorder: Recorder) -> None:
         self._settings = settings
         self._clock = clock
         self._recorder = recorder
-        self._by_transfer: dict[str, Sending] = {}
-        self._by_request: dict[str, Sending] = {}
+        self._by_transfer: dict[str, OutgoingTransfer] = {}
+        self._by_request: dict[str, OutgoingTransfer] = {}
         self.in_line: dict[str, str] = {}  # transfers whose request has no blocks yet: its id
-        self._endings: Remembered[Ending] = Remembered(settings.max_remembered, settings.remember_s, clock)
+        self._endings: BoundedMemory[TransferEnd] = BoundedMemory(
+            settings.max_remembered, settings.remember_s, clock
+        )
 
-    def __iter__(self) -> Iterator[Sending]:
+    def __iter__(self) -> Iterator[OutgoingTransfer]:
         return iter(list(self._by_transfer.values()))
 
     @property
     def is_empty(self) -> bool:
         return not self._by_transfer
 
-    def get(self, transfer_id: str) -> Sending | None:
+    def get(self, transfer_id: str) -> OutgoingTransfer | None:
         return self._by_transfer.get(transfer_id)
 
-    def of_request(self, request_id: str) -> Sending | None:
+    def of_request(self, request_id: str) -> OutgoingTransfer | None:
         return self._by_request.get(request_id)
 
-    def to(self, key: PeerKey) -> list[Sending]:
+    def to(self, key: PeerKey) -> list[OutgoingTransfer]:
         return [
             sending
             for sending in self._by_transfer.values()
             if sending.destination is not None and sending.destination.consumer == key
         ]
 
-    def through(self, link: ConsumerLink) -> list[Sending]:
+    def through(self, link: ConsumerLink) -> list[OutgoingTransfer]:
         return [
             sending
             for sending in self._by_transfer.values()
             if sending.destination is not None and sending.destination.link is link
         ]
 
-    def open(self, transfer_id: str) -> Sending:
-        sending = Sending(transfer_id, self._clock())
+    def open(self, transfer_id: str) -> OutgoingTransfer:
+        sending = OutgoingTransfer(transfer_id, self._clock())
         self._by_transfer[transfer_id] = sending
         self._recorder.began()
         return sending
 
-    def bind(self, request_id: str, sending: Sending) -> None:
+    def bind(self, request_id: str, sending: OutgoingTransfer) -> None:
         sending.request_id = request_id
         self._by_request[request_id] = sending
 
-    def forget(self, sending: Sending) -> None:
+    def forget(self, sending: OutgoingTransfer) -> None:
         self._by_transfer.pop(sending.transfer_id, None)
         if sending.request_id is not None:
             self._by_request.pop(sending.request_id, None)
@@ -89,17 +91,17 @@ class Ledger:
         settings = self._settings
         return len(early) < settings.max_early_registrations and waiting + places <= settings.max_early_places
 
-    def ended(self, transfer_id: str, ending: Ending) -> None:
+    def ended(self, transfer_id: str, ending: TransferEnd) -> None:
         self._endings.add(transfer_id, ending)
 
-    def ending_of(self, transfer_id: str) -> Ending | None:
+    def ending_of(self, transfer_id: str) -> TransferEnd | None:
         return self._endings.get(transfer_id)
 
 
-class Outgoing:
+class OutgoingTransfers:
     def __init__(
         self,
-        side: Side,
+        side: NodeSide,
         ledger: Ledger,
         links: ConsumerLinks,
         answers: Answers,
@@ -117,7 +119,7 @@ class Outgoing:
         self._finished_sending = finished_sending
         self._unwanted = unwanted
 
-    def pair(self, sending: Sending) -> None:
+    def pair(self, sending: OutgoingTransfer) -> None:
         """Both halves may be there now: do they belong together?"""
         source, destination = sending.source, sending.destination
         if source is None or destination is None:
@@ -138,10 +140,10 @@ class Outgoing:
             sending.paired_at = self._side.clock()
             self.conclude(sending)
 
-    def conclude(self, sending: Sending) -> None:
+    def conclude(self, sending: OutgoingTransfer) -> None:
         """Take the steps that have become possible."""
         if (
-            sending.phase is Phase.OPEN
+            sending.phase is SendPhase.OPEN
             and sending.source is not None
             and sending.source.is_complete
             and sending.everything_arrived
@@ -152,27 +154,27 @@ class Outgoing:
                 except MissingBlocks as error:
                     self.close(sending, Outcome.MISMATCHED, str(error))
                     return
-            sending.phase = Phase.NOTIFYING
+            sending.phase = SendPhase.NOTIFYING
             if sending.first_posted_at is not None:
                 sending.tally.last_byte_s = self._side.clock() - sending.first_posted_at
             self._notify(sending)
-        elif sending.phase is Phase.CLOSING and not sending.in_flight:
+        elif sending.phase is SendPhase.CLOSING and not sending.in_flight:
             destination = sending.destination
             # What a failed operation may still do is over when its link has been disconnected.
             failed = destination is not None and destination.link.has_failed
             if destination is None or not (failed and self._links.is_leaving(destination.link)):
                 self._end(sending)
-        if sending.phase is Phase.CLOSED and (sending.request_ended or sending.source is None):
+        if sending.phase is SendPhase.CLOSED and (sending.request_ended or sending.source is None):
             self._forget(sending)
 
-    def accepted(self, sending: Sending) -> None:
+    def accepted(self, sending: OutgoingTransfer) -> None:
         self._record_handover(sending)
         self.close(sending, Outcome.SENT, "handed over")
 
-    def close(self, sending: Sending, outcome: Outcome, reason: str) -> None:
+    def close(self, sending: OutgoingTransfer, outcome: Outcome, reason: str) -> None:
         """It is over as soon as nothing is in flight. What is said first counts."""
         if not sending.is_over:
-            sending.phase = Phase.CLOSING
+            sending.phase = SendPhase.CLOSING
             sending.outcome = outcome
             sending.reason = reason
             for write in list(sending.in_flight):
@@ -204,7 +206,7 @@ class Outgoing:
             elif sending.notice_sent_at is not None and now >= sending.notice_sent_at + settings.retry_s:
                 self._notify(sending)
 
-    def _notify(self, sending: Sending) -> None:
+    def _notify(self, sending: OutgoingTransfer) -> None:
         source, destination = sending.source, sending.destination
         if source is None or destination is None or source.first_token is None:
             return
@@ -225,7 +227,7 @@ class Outgoing:
             ),
         )
 
-    def tell_progress(self, sending: Sending, *, at_once: bool = False) -> None:
+    def tell_progress(self, sending: OutgoingTransfer, *, at_once: bool = False) -> None:
         """Tell the consumer of what has arrived for good, if that is news and the last was not just now. A transfer that is
         soon over needs none of it."""
         destination, first = sending.destination, sending.first_posted_at
@@ -248,7 +250,7 @@ class Outgoing:
                 ),
             )
 
-    def _record_handover(self, sending: Sending) -> None:
+    def _record_handover(self, sending: OutgoingTransfer) -> None:
         source, destination = sending.source, sending.destination
         if source is not None and source.fully_computed_at is not None:
             sending.tally.handover_s = self._side.clock() - source.fully_computed_at
@@ -258,11 +260,11 @@ class Outgoing:
             sending.tally.num_bytes, sending.tally.blocks = num_bytes, destination.num_blocks
             self._side.recorder.sent(destination.num_blocks, num_bytes)
 
-    def _end(self, sending: Sending) -> None:
-        sending.phase = Phase.CLOSED
+    def _end(self, sending: OutgoingTransfer) -> None:
+        sending.phase = SendPhase.CLOSED
         self._side.recorder.ended(sending.trace(self._side.clock()))
         handed_over = sending.outcome is Outcome.SENT
-        self._ledger.ended(sending.transfer_id, Ending(sending.reason, handed_over))
+        self._ledger.ended(sending.transfer_id, TransferEnd(sending.reason, handed_over))
         destination = sending.destination
         if destination is None or self._links.has_ended(destination.consumer):
             return
@@ -275,7 +277,7 @@ class Outgoing:
                 ),
             )
 
-    def _forget(self, sending: Sending) -> None:
+    def _forget(self, sending: OutgoingTransfer) -> None:
         """CLOSED, and no command will name the request any more."""
         self._ledger.forget(sending)
         if sending.kept and sending.request_id is not None:
@@ -284,5 +286,5 @@ class Outgoing:
             self._finished_sending(sending.request_id)
 
 
-def _block_bytes_of(destination: Destination) -> int:
+def _block_bytes_of(destination: DestinationBlocks) -> int:
     return destination.mapping.grain_bytes * destination.mapping.their_parts

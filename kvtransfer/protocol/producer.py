@@ -10,11 +10,11 @@ from tandem.kvtransfer.protocol import commands
 from tandem.kvtransfer.protocol.commands import count_blocks
 from tandem.kvtransfer.protocol.consumer_links import ConsumerLink, ConsumerLinks
 from tandem.kvtransfer.protocol.identity import PeerKey, key_of
-from tandem.kvtransfer.protocol.outgoing import Ledger, Outgoing
-from tandem.kvtransfer.protocol.pushing import Progress, Pushing
+from tandem.kvtransfer.protocol.outgoing import Ledger, OutgoingTransfers
+from tandem.kvtransfer.protocol.pushing import Progress, PushLoop
 from tandem.kvtransfer.protocol.registrations import Registrations
-from tandem.kvtransfer.protocol.sending import Phase, Sending
-from tandem.kvtransfer.protocol.side import Answers, Ending, Side
+from tandem.kvtransfer.protocol.sending import OutgoingTransfer, SendPhase
+from tandem.kvtransfer.protocol.side import Answers, NodeSide, TransferEnd
 from tandem.kvtransfer.protocol.statistics import Outcome
 from tandem.kvtransfer.protocol.transport import Activity, Direction
 from tandem.kvtransfer.protocol.writing import Writer
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 class Producer:
     def __init__(
-        self, side: Side, *, finished_sending: Callable[[str], None], unwanted: Callable[[str], None]
+        self, side: NodeSide, *, finished_sending: Callable[[str], None], unwanted: Callable[[str], None]
     ) -> None:
         """`unwanted` is called with a request that has not ended, and whose transfer nobody waits for any more."""
         geometry, settings, clock, recorder = side.geometry, side.settings, side.clock, side.recorder
@@ -45,7 +45,7 @@ class Producer:
         writer = Writer(
             side.transport, settings, geometry.fingerprint.num_slots, clock, recorder, side.checksums
         )
-        self._outgoing = Outgoing(
+        self._outgoing = OutgoingTransfers(
             side,
             self._ledger,
             self._links,
@@ -54,7 +54,7 @@ class Producer:
             finished_sending=finished_sending,
             unwanted=unwanted,
         )
-        self._pushing = Pushing(side, self._ledger, self._links, self._outgoing, writer)
+        self._pushing = PushLoop(side, self._ledger, self._links, self._outgoing, writer)
         self._progress = Progress(
             self._ledger,
             writer,
@@ -77,7 +77,9 @@ class Producer:
     @property
     def is_idle(self) -> bool:
         """Nothing has a deadline."""
-        return not self._links.has_leaving and all(sending.phase is Phase.CLOSED for sending in self._ledger)
+        return not self._links.has_leaving and all(
+            sending.phase is SendPhase.CLOSED for sending in self._ledger
+        )
 
     # ── commands of our own engine ──
 
@@ -110,10 +112,10 @@ class Producer:
         if sending is not None:
             sending.extend_source(command.block_ids)
 
-    def computed(self, command: commands.Computed | commands.LayersComputed) -> None:
+    def computed(self, command: commands.ComputedTokens | commands.LayersComputed) -> None:
         self._progress.take(command)
 
-    def preempted(self, command: commands.Preempted) -> None:
+    def preempted(self, command: commands.PreemptedRequests) -> None:
         self._progress.preempted(command)
 
     def finish(self, command: commands.FinishSend) -> None:
@@ -125,7 +127,7 @@ class Producer:
         sending.kept = True
         sending.num_kept = count_blocks(command.block_ids)
         sending.waiting_since = self._side.clock()
-        if sending.phase is Phase.OPEN:
+        if sending.phase is SendPhase.OPEN:
             if sending.blocks_changed(command.block_ids):
                 self._outgoing.close(
                     sending, Outcome.MISMATCHED, "blocks were given up before the prompt's end"
@@ -144,7 +146,7 @@ class Producer:
             early = self._ledger.get(command.transfer_id)
             sending = early if early is not None and early.source is None else None
         if sending is None:
-            self._ledger.ended(command.transfer_id, Ending(reason))
+            self._ledger.ended(command.transfer_id, TransferEnd(reason))
             if command.kept:
                 self._finished_sending(command.request_id)
             return
@@ -164,18 +166,20 @@ class Producer:
         if sending is not None and not sending.belongs_to(key):
             self._side.recorder.refused("foreign_acceptance")
             return
-        if sending is not None and sending.phase is Phase.NOTIFYING:
+        if sending is not None and sending.phase is SendPhase.NOTIFYING:
             self._outgoing.accepted(sending)
         else:
             self._side.recorder.refused("late_acceptance")
         if not self._writes:
-            over = self._ledger.ending_of(message.transfer_id) or Ending("this transfer is not known here")
+            over = self._ledger.ending_of(message.transfer_id) or TransferEnd(
+                "this transfer is not known here"
+            )
             self._answers.closed(message.envelope, message.transfer_id, over)
 
     def on_cancel(self, message: CancelTransfer) -> None:
         key = key_of(message.envelope)
         self._links.hear(key)
-        over = Ending("cancelled by the consumer")
+        over = TransferEnd("cancelled by the consumer")
         sending = self._ledger.get(message.transfer_id)
         if sending is not None and not sending.belongs_to(key):
             self._answers.refuse(
@@ -185,7 +189,7 @@ class Producer:
         in_line = self._ledger.in_line.pop(message.transfer_id, None)
         if in_line is not None:
             self._unwanted(in_line)
-        if sending is not None and sending.phase is not Phase.CLOSED:
+        if sending is not None and sending.phase is not SendPhase.CLOSED:
             answered_by_close = sending.destination is not None
             self._outgoing.close(sending, Outcome.CANCELLED, over.reason)
             if answered_by_close:
@@ -194,7 +198,7 @@ class Producer:
             self._ledger.ended(message.transfer_id, over)
         self._answers.closed(message.envelope, message.transfer_id, over)
 
-    def _pair(self, sending: Sending) -> None:
+    def _pair(self, sending: OutgoingTransfer) -> None:
         self._outgoing.pair(sending)
         self._pushing.watch(sending)
 

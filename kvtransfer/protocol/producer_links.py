@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 
 from tandem.kvtransfer.protocol.cache_map import Mapping
 from tandem.kvtransfer.protocol.checksums import every_of
-from tandem.kvtransfer.protocol.identity import PeerKey, Remembered
-from tandem.kvtransfer.protocol.receiving import Receiving, Stage
-from tandem.kvtransfer.protocol.side import Side
+from tandem.kvtransfer.protocol.identity import BoundedMemory, PeerKey
+from tandem.kvtransfer.protocol.receiving import IncomingTransfer, ReceivePhase
+from tandem.kvtransfer.protocol.side import NodeSide
 from tandem.wire.handoff import CacheMemory, Hello, ProcessIdentity, RegisterDestination, RenewLease
 from tandem.wire.nodes import PeerAddress
 
@@ -62,7 +62,7 @@ class ProducerLinks:
     """Producers are told of our memory in the Hello. When it becomes reachable in another way, which is another
     `generation`, they are greeted again, and what is registered from then on goes that way."""
 
-    def __init__(self, side: Side) -> None:
+    def __init__(self, side: NodeSide) -> None:
         self._me = side.me
         self._fingerprint = side.geometry.fingerprint
         self._memory = side.geometry.memory
@@ -74,11 +74,11 @@ class ProducerLinks:
         self.generation = 0
         self._links: dict[PeerKey, ProducerLink] = {}
         # For a while nothing is begun with those that seem to be gone.
-        self._suspected: Remembered[str] = Remembered(
+        self._suspected: BoundedMemory[str] = BoundedMemory(
             side.settings.max_remembered, side.settings.handshake_timeout_s, side.clock
         )
 
-        self._wrong: Remembered[int] = Remembered(
+        self._wrong: BoundedMemory[int] = BoundedMemory(
             side.settings.max_remembered, side.settings.keep_link_s, side.clock
         )
 
@@ -168,10 +168,10 @@ class Registrar:
 
     def __init__(
         self,
-        side: Side,
+        side: NodeSide,
         links: ProducerLinks,
         *,
-        receivings: Callable[[PeerKey], list[Receiving]],
+        receivings: Callable[[PeerKey], list[IncomingTransfer]],
         unreachable: Callable[[ProducerLink, str], None],
     ) -> None:
         self._side = side
@@ -187,26 +187,26 @@ class Registrar:
         for receiving in self._receivings(link.key):
             self.advance(receiving)
 
-    def advance(self, receiving: Receiving) -> None:
+    def advance(self, receiving: IncomingTransfer) -> None:
         """Register it, if the handshake is done and a fresh stamp is there; else ask for what is missing."""
         link = self._links.get(receiving.peer)
-        if receiving.stage is not Stage.CONNECTING or link is None or not link.is_ready:
+        if receiving.stage is not ReceivePhase.CONNECTING or link is None or not link.is_ready:
             return
         now = self._clock()
         if receiving.connected_at is None:
             receiving.connected_at = now
         if link.has_fresh_stamp(now):
-            receiving.stage = Stage.REGISTERING
+            receiving.stage = ReceivePhase.REGISTERING
             self._register(receiving, link)
         elif link.owed_since is None:
             self._renew(link)
 
-    def remind(self, receiving: Receiving) -> None:
+    def remind(self, receiving: IncomingTransfer) -> None:
         """Register it again, if the answer is overdue."""
         link = self._links.get(receiving.peer)
         now = self._clock()
         overdue = now >= receiving.asked_at + self._settings.retry_s
-        if link is None or receiving.stage is not Stage.REGISTERING or not overdue:
+        if link is None or receiving.stage is not ReceivePhase.REGISTERING or not overdue:
             return
         if link.has_fresh_stamp(now):
             self._register(receiving, link)
@@ -223,7 +223,7 @@ class Registrar:
             return
         waiting_since = link.greeting_since if link.greeting_since is not None else link.owed_since
         too_late = waiting_since is not None and now >= waiting_since + self._settings.handshake_timeout_s
-        if too_late and Stage.CONNECTING in stages:
+        if too_late and ReceivePhase.CONNECTING in stages:
             self._unreachable(link, "the producer did not answer the handshake")
             return
         ask_again = now >= link.asked_at + self._settings.retry_s
@@ -232,10 +232,10 @@ class Registrar:
         if link.stamp and any(stage.is_leased for stage in stages):
             if now >= link.asked_at + self._settings.renew_s:
                 self._renew(link)
-        elif link.is_ready and Stage.CONNECTING in stages and ask_again:
+        elif link.is_ready and ReceivePhase.CONNECTING in stages and ask_again:
             self._renew(link)
 
-    def _register(self, receiving: Receiving, link: ProducerLink) -> None:
+    def _register(self, receiving: IncomingTransfer, link: ProducerLink) -> None:
         command = receiving.command
         receiving.asked_at = self._clock()
         receiving.extend_lease(link.leases_until)

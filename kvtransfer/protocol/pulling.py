@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Callable
 
 from tandem.kvtransfer.protocol.identity import PeerKey
-from tandem.kvtransfer.protocol.incoming import Incoming
+from tandem.kvtransfer.protocol.incoming import IncomingTransfers
 from tandem.kvtransfer.protocol.producer_links import ProducerLinks
-from tandem.kvtransfer.protocol.receiving import Receiving, Stage
-from tandem.kvtransfer.protocol.settings import Settings
-from tandem.kvtransfer.protocol.side import Side
+from tandem.kvtransfer.protocol.receiving import IncomingTransfer, ReceivePhase
+from tandem.kvtransfer.protocol.settings import ProtocolSettings
+from tandem.kvtransfer.protocol.side import NodeSide
 from tandem.kvtransfer.protocol.statistics import Outcome
 from tandem.kvtransfer.protocol.transport import Activity, Operation, RemoteId, Transport
 from tandem.wire.errors import InternalError, TransferError
@@ -19,7 +19,7 @@ from tandem.wire.handoff import CacheMemory, HandoffNotice
 
 
 class Reader:
-    def __init__(self, transport: Transport, settings: Settings) -> None:
+    def __init__(self, transport: Transport, settings: ProtocolSettings) -> None:
         self._transport = transport
         self._settings = settings
         self._remotes: dict[PeerKey, RemoteId] = {}
@@ -47,7 +47,7 @@ class Reader:
                 del self._leaving[key]
                 self._transport.disconnect(remote)
 
-    def advance(self, receiving: Receiving, bytes_in_flight: Counter[PeerKey]) -> None:
+    def advance(self, receiving: IncomingTransfer, bytes_in_flight: Counter[PeerKey]) -> None:
         """Look after what is in flight, post what is next. `bytes_in_flight`: all reads from each producer. A
         TransferError leaves the other handles in flight."""
         self._poll(receiving)
@@ -69,7 +69,7 @@ class Reader:
         bytes_in_flight[receiving.peer] += move.num_bytes
         self._poll(receiving)
 
-    def _poll(self, receiving: Receiving) -> None:
+    def _poll(self, receiving: IncomingTransfer) -> None:
         for handle in list(receiving.in_flight):
             try:
                 done = self._transport.is_done(handle)
@@ -83,14 +83,14 @@ class Reader:
 logger = logging.getLogger(__name__)
 
 
-class Pulling:
+class PullLoop:
     """`broken` is called when a connection with a producer can no longer be trusted."""
 
     def __init__(
         self,
-        side: Side,
+        side: NodeSide,
         links: ProducerLinks,
-        incoming: Incoming,
+        incoming: IncomingTransfers,
         *,
         broken: Callable[[PeerKey, str], None],
     ) -> None:
@@ -111,7 +111,7 @@ class Pulling:
     def leave(self, key: PeerKey) -> None:
         self._reader.leave(key)
 
-    def begin(self, receiving: Receiving, notice: HandoffNotice) -> str | None:
+    def begin(self, receiving: IncomingTransfer, notice: HandoffNotice) -> str | None:
         """Read what the notice names; or why that is not what was asked for."""
         link = self._links.get(receiving.peer)
         if link is None or link.memory is None or link.mapping is None:
@@ -129,7 +129,7 @@ class Pulling:
         places = receiving.places_in(source, mapping)
         if places is None:
             return "blocks are missing"
-        receiving.stage = Stage.READING
+        receiving.stage = ReceivePhase.READING
         receiving.notice = notice
         receiving.mapping = mapping
         receiving.unread = places[::-1]
@@ -140,14 +140,14 @@ class Pulling:
         reading = [
             receiving
             for receiving in self._incoming
-            if receiving.stage is Stage.READING or receiving.in_flight
+            if receiving.stage is ReceivePhase.READING or receiving.in_flight
         ]
         in_flight: Counter[PeerKey] = Counter()
         for receiving in reading:
             in_flight[receiving.peer] += sum(receiving.in_flight.values())
         for receiving in reading:
             self._read_on(receiving, in_flight)
-            if receiving.stage is Stage.READING and receiving.unread:
+            if receiving.stage is ReceivePhase.READING and receiving.unread:
                 activity = Activity.DUE
             elif receiving.in_flight:
                 activity = max(activity, Activity.IN_FLIGHT)
@@ -155,7 +155,7 @@ class Pulling:
             self._reader.close_idle({other.peer for other in self._incoming if other.in_flight})
         return activity
 
-    def _read_on(self, receiving: Receiving, in_flight: Counter[PeerKey]) -> None:
+    def _read_on(self, receiving: IncomingTransfer, in_flight: Counter[PeerKey]) -> None:
         try:
             self._reader.advance(receiving, in_flight)
         except TransferError as error:
@@ -164,8 +164,8 @@ class Pulling:
             self._incoming.give_up(receiving, Outcome.MOVE_FAILED, str(error))
         if receiving.in_flight or receiving.unread:
             return
-        if receiving.stage is Stage.READING:
-            receiving.stage = Stage.CONFIRMING
+        if receiving.stage is ReceivePhase.READING:
+            receiving.stage = ReceivePhase.CONFIRMING
             self._incoming.accept(receiving)
         elif receiving.is_safe and receiving in self._incoming:
             self._incoming.end(receiving, receiving.outcome, receiving.reason)

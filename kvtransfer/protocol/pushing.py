@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 from tandem.kvtransfer.protocol import commands
 from tandem.kvtransfer.protocol.consumer_links import ConsumerLink, ConsumerLinks
-from tandem.kvtransfer.protocol.outgoing import Ledger, Outgoing
-from tandem.kvtransfer.protocol.sending import Phase, Sending
-from tandem.kvtransfer.protocol.side import Side
+from tandem.kvtransfer.protocol.outgoing import Ledger, OutgoingTransfers
+from tandem.kvtransfer.protocol.sending import OutgoingTransfer, SendPhase
+from tandem.kvtransfer.protocol.side import NodeSide
 from tandem.kvtransfer.protocol.statistics import Outcome
 from tandem.kvtransfer.protocol.transport import Activity
 from tandem.kvtransfer.protocol.writing import MissingBlocks, Writer
@@ -19,9 +19,14 @@ from tandem.wire.errors import TransferError
 logger = logging.getLogger(__name__)
 
 
-class Pushing:
+class PushLoop:
     def __init__(
-        self, side: Side, ledger: Ledger, links: ConsumerLinks, outgoing: Outgoing, writer: Writer
+        self,
+        side: NodeSide,
+        ledger: Ledger,
+        links: ConsumerLinks,
+        outgoing: OutgoingTransfers,
+        writer: Writer,
     ) -> None:
         self._clock = side.clock
         self._ledger = ledger
@@ -29,9 +34,9 @@ class Pushing:
         self._outgoing = outgoing
         self._writer = writer
         # Most transfers only wait, and are not looked at.
-        self._moving: dict[str, Sending] = {}
+        self._moving: dict[str, OutgoingTransfer] = {}
 
-    def watch(self, sending: Sending) -> None:
+    def watch(self, sending: OutgoingTransfer) -> None:
         """There may be something to write now."""
         self._moving[sending.transfer_id] = sending
 
@@ -40,11 +45,11 @@ class Pushing:
         activity = Activity.NONE
         for sending in list(self._moving.values()):
             self.poll(sending)
-            if sending.phase is Phase.OPEN and sending.has_due:
+            if sending.phase is SendPhase.OPEN and sending.has_due:
                 self._post(sending)
             self._outgoing.tell_progress(sending)
             self._outgoing.conclude(sending)
-            if sending.phase is Phase.OPEN and self._writer.can_post(sending):
+            if sending.phase is SendPhase.OPEN and self._writer.can_post(sending):
                 activity = Activity.DUE
             elif sending.in_flight:
                 activity = max(activity, Activity.IN_FLIGHT)
@@ -53,7 +58,7 @@ class Pushing:
         self.close_idle_links()
         return activity
 
-    def poll(self, sending: Sending) -> None:
+    def poll(self, sending: OutgoingTransfer) -> None:
         try:
             self._writer.poll(sending)
         except TransferError as error:
@@ -74,7 +79,7 @@ class Pushing:
             for sending in self._ledger.through(link)
         )
 
-    def _post(self, sending: Sending) -> None:
+    def _post(self, sending: OutgoingTransfer) -> None:
         destination = sending.destination
         if destination is None:
             return
@@ -110,7 +115,7 @@ class Progress:
         *,
         to_write: bool,
         has_windows: bool,
-        advanced: Callable[[Sending], None],
+        advanced: Callable[[OutgoingTransfer], None],
     ) -> None:
         self._ledger = ledger
         self._writer = writer
@@ -119,16 +124,16 @@ class Progress:
         self._owned_until_computed = not has_windows
         self._advanced = advanced
         # Of forward passes that the device has been given and has not finished.
-        self._unfenced: list[commands.Computed | commands.LayersComputed] = []
+        self._unfenced: list[commands.ComputedTokens | commands.LayersComputed] = []
 
     @property
     def waits_for_device(self) -> bool:
         return bool(self._unfenced)
 
-    def take(self, command: commands.Computed | commands.LayersComputed) -> None:
+    def take(self, command: commands.ComputedTokens | commands.LayersComputed) -> None:
         if command.fence is not None and not command.fence():
             self._unfenced.append(command)
-        elif isinstance(command, commands.Computed):
+        elif isinstance(command, commands.ComputedTokens):
             self._computed(command)
         else:
             self._computing(command)
@@ -138,7 +143,7 @@ class Progress:
         for command in unfenced:
             self.take(command)
 
-    def preempted(self, command: commands.Preempted) -> None:
+    def preempted(self, command: commands.PreemptedRequests) -> None:
         for unfenced in self._unfenced:
             for request_id in command.request_ids:
                 unfenced.num_tokens.pop(request_id, None)
@@ -147,7 +152,7 @@ class Progress:
             if sending is not None:
                 sending.taint(command.at)
 
-    def _computed(self, command: commands.Computed) -> None:
+    def _computed(self, command: commands.ComputedTokens) -> None:
         for request_id, num_tokens in command.num_tokens.items():
             sending = self._ledger.of_request(request_id)
             if sending is not None and sending.source is not None:
@@ -163,6 +168,6 @@ class Progress:
     def _computing(self, command: commands.LayersComputed) -> None:
         for request_id, num_tokens in command.num_tokens.items():
             sending = self._ledger.of_request(request_id)
-            if sending is not None and sending.phase is Phase.OPEN and self._to_write:
+            if sending is not None and sending.phase is SendPhase.OPEN and self._to_write:
                 self._writer.computing(sending, num_tokens, command.slots)
                 self._advanced(sending)

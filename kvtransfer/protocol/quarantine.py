@@ -18,10 +18,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from tandem.kvtransfer.protocol.incoming import Incoming
+from tandem.kvtransfer.protocol.incoming import IncomingTransfers
 from tandem.kvtransfer.protocol.producer_links import ProducerLinks
-from tandem.kvtransfer.protocol.receiving import Receiving, Stage
-from tandem.kvtransfer.protocol.side import Side
+from tandem.kvtransfer.protocol.receiving import IncomingTransfer, ReceivePhase
+from tandem.kvtransfer.protocol.side import NodeSide
 from tandem.wire.errors import TransferError
 from tandem.wire.handoff import ProcessIdentity
 
@@ -33,9 +33,9 @@ class Quarantine:
 
     def __init__(
         self,
-        side: Side,
+        side: NodeSide,
         links: ProducerLinks,
-        incoming: Incoming,
+        incoming: IncomingTransfers,
         *,
         has_ended: Callable[[ProcessIdentity], bool],
     ) -> None:
@@ -53,7 +53,7 @@ class Quarantine:
         closing = [
             receiving
             for receiving in self._incoming
-            if receiving.stage is Stage.CLOSING and not receiving.is_safe
+            if receiving.stage is ReceivePhase.CLOSING and not receiving.is_safe
         ]
         self._free_after_processes(closing, ran_s)
         if self._closing_before is None:
@@ -63,7 +63,7 @@ class Quarantine:
 
     # ── processes ──
 
-    def _free_after_processes(self, closing: list[Receiving], ran_s: float) -> None:
+    def _free_after_processes(self, closing: list[IncomingTransfer], ran_s: float) -> None:
         now = self._side.clock()
         processes = {receiving.process for receiving in closing if receiving.process is not None}
         self._ended = {
@@ -80,7 +80,7 @@ class Quarantine:
 
     # ── ways ──
 
-    def _reopen(self, closing: list[Receiving]) -> None:
+    def _reopen(self, closing: list[IncomingTransfer]) -> None:
         now = self._side.clock()
         if now < self._reopen_at or not any(map(self._needs_closing, closing)):
             return
@@ -94,7 +94,7 @@ class Quarantine:
             self._links.reopened(memory)
             self._closing_before = self._links.generation
 
-    def _needs_closing(self, receiving: Receiving) -> bool:
+    def _needs_closing(self, receiving: IncomingTransfer) -> bool:
         since = receiving.closing_since + self._side.settings.lease_s
         return (
             receiving.is_left
@@ -103,7 +103,7 @@ class Quarantine:
             and self._links.is_silent(receiving.peer)
         )
 
-    def _is_shut_out(self, receiving: Receiving) -> bool:
+    def _is_shut_out(self, receiving: IncomingTransfer) -> bool:
         return receiving.process is not None and self._side.transport.shuts_out(receiving.process)
 
     def _close_earlier(self, generation: int) -> None:
@@ -117,6 +117,6 @@ class Quarantine:
             if not receiving.is_safe and self._is_shut_out(receiving):
                 self._end(receiving)
 
-    def _end(self, receiving: Receiving) -> None:
+    def _end(self, receiving: IncomingTransfer) -> None:
         logger.info("nothing writes to the blocks of %s any more", receiving.command.request_id)
         self._incoming.end(receiving, receiving.outcome, receiving.reason)

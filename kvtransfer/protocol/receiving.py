@@ -7,17 +7,17 @@ import enum
 from collections.abc import Sequence
 
 from tandem.kvtransfer.base import NULL_BLOCK_ID
-from tandem.kvtransfer.protocol.cache_map import Mapping, Place
-from tandem.kvtransfer.protocol.checksums import Sample
+from tandem.kvtransfer.protocol.cache_map import GrainPlace, Mapping
+from tandem.kvtransfer.protocol.checksums import ChecksumSample
 from tandem.kvtransfer.protocol.commands import BeginReceive, BlockTable, count_blocks
 from tandem.kvtransfer.protocol.identity import PeerKey
 from tandem.kvtransfer.protocol.statistics import Outcome
 from tandem.kvtransfer.protocol.transport import HandleId
 from tandem.wire.handoff import HandoffNotice, ProcessIdentity
-from tandem.wire.tracing import Phase, Span, TransferRecord, TransferTrace
+from tandem.wire.tracing import Span, TracePhase, TransferRecord, TransferTrace
 
 
-class Stage(enum.Enum):
+class ReceivePhase(enum.Enum):
     CONNECTING = enum.auto()  # the producer has not been told: the handshake or a fresh stamp is missing
     REGISTERING = enum.auto()  # told, not confirmed
     WAITING = enum.auto()  # for the notice; with push the producer writes meanwhile
@@ -28,18 +28,23 @@ class Stage(enum.Enum):
     @property
     def is_leased(self) -> bool:
         """Whether the producer is asked about it with each renewal. While it is closing, its answers show that it lives."""
-        return self in (Stage.WAITING, Stage.READING, Stage.CONFIRMING, Stage.CLOSING)
+        return self in (
+            ReceivePhase.WAITING,
+            ReceivePhase.READING,
+            ReceivePhase.CONFIRMING,
+            ReceivePhase.CLOSING,
+        )
 
 
-_NOTHING = Sample(0, 0, 0)
+_NOTHING = ChecksumSample(0, 0, 0)
 
 
 @dataclasses.dataclass(slots=True)
-class Receiving:
+class IncomingTransfer:
     command: BeginReceive
     began_at: float
     deadline: float
-    stage: Stage = Stage.CONNECTING
+    stage: ReceivePhase = ReceivePhase.CONNECTING
     # Until when, by our clock, the producer may take our word that it holds a lease: see wire.handoff on stamps.
     leased_until: float | None = None
     generation: int = 0  # the way to our memory that the producer was told of last: see `ProducerLinks`
@@ -57,9 +62,9 @@ class Receiving:
     mapping: Mapping | None = None  # pull: from our blocks to the producer's
     # Push: grains in the order in which they are sent, as (group, index in the request).
     order: list[tuple[int, int]] = dataclasses.field(default_factory=list)
-    sample: Sample = _NOTHING
+    sample: ChecksumSample = _NOTHING
     num_arrived: int = 0  # leading ones that are here for good, and were found right
-    unread: list[Place] = dataclasses.field(default_factory=list)  # the last first
+    unread: list[GrainPlace] = dataclasses.field(default_factory=list)  # the last first
     in_flight: dict[HandleId, int] = dataclasses.field(
         default_factory=dict
     )  # pull: our reads, and their bytes
@@ -93,7 +98,7 @@ class Receiving:
             ),
             key=lambda grain: (grain[1], grain[0]),
         )
-        self.sample = Sample.of(len(self.order), checksum_every, self.command.token_hash)
+        self.sample = ChecksumSample.of(len(self.order), checksum_every, self.command.token_hash)
 
     def where(self, places: Sequence[int]) -> tuple[list[int], list[int]]:
         """The block and the part of it that each of these grains is."""
@@ -135,7 +140,7 @@ class Receiving:
     @property
     def is_left(self) -> bool:
         """Nothing waits for it but its blocks."""
-        return self.stage is Stage.CLOSING and (self.aborted or self.quarantined is not None)
+        return self.stage is ReceivePhase.CLOSING and (self.aborted or self.quarantined is not None)
 
     def extend_lease(self, until: float) -> None:
         self.leased_until = max(self.leased_until or 0.0, until)
@@ -143,11 +148,11 @@ class Receiving:
     def trace(self, now: float, received: HandoffNotice | None) -> TransferTrace:
         """At its end. `received`: None when it failed."""
         began, connected, confirmed = self.began_at, self.connected_at, self.confirmed_at
-        spans = [Span(Phase.RECEIVE, began, now, self.command.num_tokens - self.command.local_tokens)]
+        spans = [Span(TracePhase.RECEIVE, began, now, self.command.num_tokens - self.command.local_tokens)]
         if connected is not None and connected > began:
-            spans.append(Span(Phase.HANDSHAKE, began, connected))
+            spans.append(Span(TracePhase.HANDSHAKE, began, connected))
         if connected is not None and confirmed is not None:
-            spans.append(Span(Phase.REGISTER, connected, confirmed))
+            spans.append(Span(TracePhase.REGISTER, connected, confirmed))
         record = TransferRecord(
             request_id=self.command.request_id,
             outcome=self.outcome.value,
@@ -178,7 +183,7 @@ class Receiving:
         """The producer's blocks that our first ones begin in."""
         return [first * mapping.our_parts // mapping.their_parts for first in self.command.first_block]
 
-    def places_in(self, source: BlockTable, mapping: Mapping) -> list[Place] | None:
+    def places_in(self, source: BlockTable, mapping: Mapping) -> list[GrainPlace] | None:
         """Every grain that we lack; None when the producer has gaps where we have none."""
         mine = self.command
         ours, theirs = mapping.our_parts, mapping.their_parts
@@ -194,5 +199,5 @@ class Receiving:
                 their_block = their_ids[index // theirs - their_first]
                 if their_block == NULL_BLOCK_ID:
                     return None
-                places.append(Place(block, index % ours, their_block, index % theirs))
+                places.append(GrainPlace(block, index % ours, their_block, index % theirs))
         return places

@@ -8,8 +8,8 @@ from tandem.kvtransfer.protocol.cache_map import PoolGeometry
 from tandem.kvtransfer.protocol.consumer_links import ConsumerLink, ConsumerLinks
 from tandem.kvtransfer.protocol.identity import Clock, key_of
 from tandem.kvtransfer.protocol.outgoing import Ledger
-from tandem.kvtransfer.protocol.sending import Destination, Phase, Sending
-from tandem.kvtransfer.protocol.settings import Settings
+from tandem.kvtransfer.protocol.sending import DestinationBlocks, OutgoingTransfer, SendPhase
+from tandem.kvtransfer.protocol.settings import ProtocolSettings
 from tandem.kvtransfer.protocol.side import Answers
 from tandem.wire.handoff import (
     DestinationRegistered,
@@ -31,13 +31,13 @@ class Registrations:
         geometry: PoolGeometry,
         ledger: Ledger,
         links: ConsumerLinks,
-        settings: Settings,
+        settings: ProtocolSettings,
         answers: Answers,
         clock: Clock,
         process: ProcessIdentity,
         *,
         to_write: bool,
-        registered: Callable[[Sending], None],
+        registered: Callable[[OutgoingTransfer], None],
     ) -> None:
         self._geometry = geometry
         self._ledger = ledger
@@ -108,11 +108,11 @@ class Registrations:
         return self._geometry.check_destination(message, hello.fingerprint.block_size, hello.memory)
 
     def _register(
-        self, sending: Sending, message: RegisterDestination, link: ConsumerLink, lease_until: float
+        self, sending: OutgoingTransfer, message: RegisterDestination, link: ConsumerLink, lease_until: float
     ) -> None:
         known = sending.destination
         if known is None:
-            destination = Destination(
+            destination = DestinationBlocks(
                 link=link,
                 endpoint=message.envelope.reply_to,
                 num_tokens=message.num_tokens,
@@ -159,7 +159,7 @@ class Registrations:
                 sending is None
                 or destination is None
                 or destination.consumer != key
-                or sending.phase is Phase.CLOSED
+                or sending.phase is SendPhase.CLOSED
             ):
                 unknown.append(transfer_id)
             elif lease_until is not None:

@@ -23,7 +23,7 @@ from tandem.kvtransfer.protocol.commands import (
     ExtendSend,
     FinishSend,
     PlanSend,
-    StepPlan,
+    StepCommands,
 )
 from tandem.kvtransfer.protocol.identity import token_hash
 from tandem.wire.requests import KVTransferParams, TransferRole
@@ -123,7 +123,7 @@ class SchedulerHalf(SchedulerConnector):
         )
 
     def build_connector_meta(self, step: ScheduledStep) -> ConnectorMetadata:
-        plan = StepPlan(
+        plan = StepCommands(
             preempted=[request_id for request_id in step.preempted_req_ids if self._is_sending(request_id)],
             before_forward=self._commands,
         )

@@ -12,22 +12,21 @@ import enum
 from collections.abc import Sequence
 
 from tandem.kvtransfer.base import NULL_BLOCK_ID
-from tandem.kvtransfer.protocol.cache_map import Mapping, Place
-from tandem.kvtransfer.protocol.checksums import Sample, pack
+from tandem.kvtransfer.protocol.cache_map import GrainPlace, Mapping
+from tandem.kvtransfer.protocol.checksums import ChecksumSample, pack
 from tandem.kvtransfer.protocol.commands import BlockTable, PlanSend, count_blocks
 from tandem.kvtransfer.protocol.consumer_links import ConsumerLink
 from tandem.kvtransfer.protocol.identity import PeerKey, key_of
 from tandem.kvtransfer.protocol.statistics import Outcome
 from tandem.kvtransfer.protocol.transport import HandleId
 from tandem.wire.handoff import RegisterDestination
-from tandem.wire.tracing import Phase as Traced
-from tandem.wire.tracing import Span, TransferRecord, TransferTrace
+from tandem.wire.tracing import Span, TracePhase, TransferRecord, TransferTrace
 
 Position = tuple[int, int]
 """(KV cache group, index of the grain in the request)."""
 
 
-class Phase(enum.Enum):
+class SendPhase(enum.Enum):
     OPEN = enum.auto()
     NOTIFYING = enum.auto()  # the notice is on its way; the consumer has not answered
     CLOSING = enum.auto()  # nothing more is posted; what is in flight is waited out
@@ -35,7 +34,7 @@ class Phase(enum.Enum):
 
 
 @dataclasses.dataclass(slots=True)
-class Destination:
+class DestinationBlocks:
     link: ConsumerLink
     endpoint: str
     num_tokens: int
@@ -46,11 +45,11 @@ class Destination:
     registered_at: float
     checksum_every: int = 0
     order: list[Position] = dataclasses.field(init=False)  # all that is sent, as it is sent
-    sample: Sample = dataclasses.field(init=False)
+    sample: ChecksumSample = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         self.order = sorted(self.positions(), key=send_order)
-        self.sample = Sample.of(len(self.order), self.checksum_every, self.token_hash)
+        self.sample = ChecksumSample.of(len(self.order), self.checksum_every, self.token_hash)
 
     @property
     def consumer(self) -> PeerKey:
@@ -84,7 +83,7 @@ class Destination:
 
 
 @dataclasses.dataclass(slots=True)
-class Source:
+class SourceBlocks:
     plan: PlanSend
     block_ids: BlockTable
     computed: int = 0  # leading tokens whose KV is in the blocks
@@ -97,7 +96,7 @@ class Source:
     def is_complete(self) -> bool:
         return self.first_token is not None
 
-    def blocks_for(self, destination: Destination) -> BlockTable:
+    def blocks_for(self, destination: DestinationBlocks) -> BlockTable:
         """Our blocks that hold the destination's tokens: [g][0] has the first token of its `first_block[g]`."""
         mapping = destination.mapping
         last = -(-mapping.grains(self.plan.num_tokens) // mapping.our_parts)
@@ -125,7 +124,7 @@ class Write:
 
 
 @dataclasses.dataclass(slots=True)
-class Tally:
+class SendTally:
     """What has become of one transfer so far."""
 
     num_bytes: int = 0
@@ -146,16 +145,16 @@ class Layers:
     posted: int = 0
 
 
-class Sending:
+class OutgoingTransfer:
     def __init__(self, transfer_id: str, created_at: float) -> None:
         self.transfer_id = transfer_id
         self.request_id: str | None = None
         self.created_at = created_at
-        self.phase = Phase.OPEN
+        self.phase = SendPhase.OPEN
         self.outcome = Outcome.SENT
         self.reason = ""
-        self.destination: Destination | None = None
-        self.source: Source | None = None
+        self.destination: DestinationBlocks | None = None
+        self.source: SourceBlocks | None = None
         self.request_ended = False  # no further command will name the request
         self.kept = False  # the engine waits for `finished_sending`
         self.paired_at: float | None = None  # source and destination are both there, and belong together
@@ -166,12 +165,12 @@ class Sending:
         self.in_flight: list[Write] = []
         self.arrived: list[Write] = []
         self.layers: Layers | None = None
-        self.tally = Tally()
+        self.tally = SendTally()
         self.num_posted = 0
-        self.sums: dict[int, int] = {}  # by the place in `Destination.order`
+        self.sums: dict[int, int] = {}  # by the place in `DestinationBlocks.order`
         self.told = 0  # so many grains is the consumer known to have been told of
         self.told_at = 0.0
-        self._places: dict[Position, int] = {}  # in `Destination.order`
+        self._places: dict[Position, int] = {}  # in `DestinationBlocks.order`
         self._final: set[int] = set()  # places behind `_num_final` that have arrived for good
         self._num_final = 0
         self._not_final: list[Write] = []  # arrived, and their positions are complete
@@ -180,7 +179,7 @@ class Sending:
 
     # ── the two halves ──
 
-    def set_destination(self, destination: Destination, *, to_write: bool) -> None:
+    def set_destination(self, destination: DestinationBlocks, *, to_write: bool) -> None:
         self.destination = destination
         self._places = {position: place for place, position in enumerate(destination.order)}
         if to_write:
@@ -195,7 +194,7 @@ class Sending:
     def set_source(self, plan: PlanSend) -> None:
         """Again after a preemption: what arrived before stays arrived, the rest comes from the new blocks."""
         self.request_id = plan.request_id
-        self.source = Source(plan, [list(ids) for ids in plan.block_ids])
+        self.source = SourceBlocks(plan, [list(ids) for ids in plan.block_ids])
 
     def belongs_to(self, key: PeerKey) -> bool:
         """Whether this consumer may speak for the transfer. The router's word counts, else who came first."""
@@ -205,7 +204,7 @@ class Sending:
 
     @property
     def is_over(self) -> bool:
-        return self.phase in (Phase.CLOSING, Phase.CLOSED)
+        return self.phase in (SendPhase.CLOSING, SendPhase.CLOSED)
 
     def extend_source(self, block_ids: BlockTable) -> None:
         if self.source is not None:
@@ -302,7 +301,7 @@ class Sending:
             self.layers = None
         return positions, (layers.posted, all_slots) if layers.posted else None, True
 
-    def places(self, positions: Sequence[Position]) -> list[Place] | None:
+    def places(self, positions: Sequence[Position]) -> list[GrainPlace] | None:
         """Where the grains lie; None when we do not have a block of theirs."""
         source, destination = self.source, self.destination
         if source is None or destination is None:
@@ -315,7 +314,7 @@ class Sending:
             if ours == NULL_BLOCK_ID:
                 return None
             theirs = destination.block_ids[group][index // their_parts - destination.first_block[group]]
-            places.append(Place(ours, index % our_parts, theirs, index % their_parts))
+            places.append(GrainPlace(ours, index % our_parts, theirs, index % their_parts))
         return places
 
     @property
@@ -406,15 +405,17 @@ class Sending:
         return TransferTrace(record, self._spans(now))
 
     def _spans(self, now: float) -> list[Span]:
-        spans = [Span(Traced.PLAN, self.created_at, self.paired_at if self.paired_at is not None else now)]
+        spans = [
+            Span(TracePhase.PLAN, self.created_at, self.paired_at if self.paired_at is not None else now)
+        ]
         grain = self.destination.mapping.grain if self.destination is not None else 0
         for write in self.arrived:
             ended = write.done_at if write.done_at is not None else now
             # Of tokens that go layer by layer the last write tells.
             tokens = len(write.positions) * grain if write.is_last else 0
-            spans.append(Span(Traced.WRITE, write.posted_at, ended, tokens, num_bytes=write.num_bytes))
+            spans.append(Span(TracePhase.WRITE, write.posted_at, ended, tokens, num_bytes=write.num_bytes))
         if self.notice_sent_at is not None:
-            spans.append(Span(Traced.NOTICE, self.notice_sent_at, now))
+            spans.append(Span(TracePhase.NOTICE, self.notice_sent_at, now))
         return spans
 
     def blocks_changed(self, final: BlockTable) -> bool:

@@ -12,7 +12,7 @@ from tandem.kvtransfer.protocol.transport import Direction
 from tandem.wire.errors import ConfigurationError
 
 
-class Settings(msgspec.Struct, frozen=True):
+class ProtocolSettings(msgspec.Struct, frozen=True):
     lease_s: float = 10.0
     timeout_s: float = 60.0
     handshake_timeout_s: float = 5.0
@@ -49,7 +49,7 @@ class Settings(msgspec.Struct, frozen=True):
         return 2 * (self.timeout_s + self.lease_s)
 
     @classmethod
-    def from_config(cls, config: TransferConfig) -> Settings:
+    def from_config(cls, config: TransferConfig) -> ProtocolSettings:
         for name in ("lease_s", "timeout_s", "handshake_timeout_s"):
             if not getattr(config, name) > 0:
                 raise ConfigurationError(f"transfer.{name} must be above 0, not {getattr(config, name)}")

@@ -12,10 +12,10 @@ from tandem.kvtransfer.base import ChecksumPolicy
 from tandem.kvtransfer.protocol.cache_map import PoolGeometry
 from tandem.kvtransfer.protocol.checksums import Checksums
 from tandem.kvtransfer.protocol.identity import Clock, Identity
-from tandem.kvtransfer.protocol.settings import Settings
+from tandem.kvtransfer.protocol.settings import ProtocolSettings
 from tandem.kvtransfer.protocol.statistics import Recorder
 from tandem.kvtransfer.protocol.transport import Direction, Transport
-from tandem.wire.handoff import Envelope, ProcessIdentity, RefusalCode, Refused, TransferClosed
+from tandem.wire.handoff import Envelope, ProcessIdentity, Refusal, RefusalCode, TransferClosed
 
 Send = Callable[[str, msgspec.Struct], None]
 """To an endpoint. Never blocks."""
@@ -25,12 +25,12 @@ Forget = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Side:
+class NodeSide:
     me: Identity
     geometry: PoolGeometry
     direction: Direction
     transport: Transport
-    settings: Settings
+    settings: ProtocolSettings
     send: Send
     forget: Forget
     clock: Clock
@@ -40,7 +40,7 @@ class Side:
     checksum_policy: ChecksumPolicy
 
 
-class Ending(msgspec.Struct, frozen=True):
+class TransferEnd(msgspec.Struct, frozen=True):
     """How a transfer ended, for those who ask late."""
 
     reason: str
@@ -59,7 +59,7 @@ class Answers:
     def back_to(self, question: Envelope) -> Envelope:
         return self._me.envelope(question.sender_epoch)
 
-    def closed(self, question: Envelope, transfer_id: str, ending: Ending) -> None:
+    def closed(self, question: Envelope, transfer_id: str, ending: TransferEnd) -> None:
         self.say(
             question,
             TransferClosed(
@@ -74,14 +74,14 @@ class Answers:
         reason = "another incarnation of this node was addressed"
         self.say(
             question,
-            Refused(envelope, "", RefusalCode.WRONG_EPOCH, reason, addressed_epoch=question.receiver_epoch),
+            Refusal(envelope, "", RefusalCode.WRONG_EPOCH, reason, addressed_epoch=question.receiver_epoch),
         )
 
     def refuse(self, question: Envelope, transfer_id: str, code: RefusalCode, reason: str) -> None:
         self._recorder.refused(code.value)
         self.say(
             question,
-            Refused(
+            Refusal(
                 self.back_to(question), transfer_id, code, reason, addressed_epoch=question.receiver_epoch
             ),
         )

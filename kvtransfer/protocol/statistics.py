@@ -7,7 +7,7 @@ import threading
 from collections import Counter, OrderedDict, deque
 
 from tandem.kvtransfer.base import TransferStats
-from tandem.wire.requests import Waits
+from tandem.wire.requests import WaitHistogram
 from tandem.wire.tracing import TransferRecord, TransferTrace
 
 # So many transfers' traces are kept until somebody asks for them.
@@ -33,7 +33,7 @@ class Outcome(enum.StrEnum):
     SHUTDOWN = "shutdown"
 
 
-class Freed(enum.StrEnum):
+class ReleaseReason(enum.StrEnum):
     """What made a producer's blocks free that were kept after their request had ended."""
 
     SENT = "sent"  # every byte arrived, and was accepted
@@ -44,12 +44,12 @@ class Freed(enum.StrEnum):
 
 
 _FREED_BY = {
-    Outcome.SENT: Freed.SENT,
-    Outcome.LEASE_EXPIRED: Freed.LEASE_ENDED,
-    Outcome.CANCELLED: Freed.CANCELLED,
-    Outcome.ABORTED: Freed.CANCELLED,
-    Outcome.SHUTDOWN: Freed.CANCELLED,
-    Outcome.PEER_LOST: Freed.PEER_LOST,
+    Outcome.SENT: ReleaseReason.SENT,
+    Outcome.LEASE_EXPIRED: ReleaseReason.LEASE_ENDED,
+    Outcome.CANCELLED: ReleaseReason.CANCELLED,
+    Outcome.ABORTED: ReleaseReason.CANCELLED,
+    Outcome.SHUTDOWN: ReleaseReason.CANCELLED,
+    Outcome.PEER_LOST: ReleaseReason.PEER_LOST,
 }
 RECENT = 32
 
@@ -61,7 +61,7 @@ class Recorder:
         self._outcomes: Counter[str] = Counter()
         self._refused: Counter[str] = Counter()
         self._wrong_kv: Counter[str] = Counter()
-        self._waits: dict[str, Waits] = {}
+        self._waits: dict[str, WaitHistogram] = {}
         self._traces: OrderedDict[str, TransferTrace] = OrderedDict()  # by request
         self._freed: Counter[str] = Counter()
         self._recent: deque[TransferRecord] = deque(maxlen=RECENT)
@@ -78,7 +78,7 @@ class Recorder:
             self._outcomes[record.outcome] += 1
             self._stats.leases_expired += record.outcome == Outcome.LEASE_EXPIRED
             for stage, seconds in record.waits().items():
-                self._waits[stage] = self._waits.get(stage, Waits()).plus(seconds)
+                self._waits[stage] = self._waits.get(stage, WaitHistogram()).plus(seconds)
             self._recent.append(record)
             if record.request_id:
                 self._traces[record.request_id] = trace
@@ -120,7 +120,7 @@ class Recorder:
 
     def freed(self, blocks: int, outcome: Outcome) -> None:
         with self._lock:
-            self._freed[_FREED_BY.get(outcome, Freed.FAILED).value] += blocks
+            self._freed[_FREED_BY.get(outcome, ReleaseReason.FAILED).value] += blocks
 
     def snapshot(self, malformed_frames: int) -> TransferStats:
         with self._lock:

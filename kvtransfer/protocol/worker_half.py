@@ -18,12 +18,18 @@ from tandem.kvtransfer.base import (
 from tandem.kvtransfer.protocol.cache_map import PoolGeometry
 from tandem.kvtransfer.protocol.channel import SideChannel
 from tandem.kvtransfer.protocol.checksums import CacheChecksums
-from tandem.kvtransfer.protocol.commands import Computed, Fence, LayersComputed, Preempted, StepPlan
-from tandem.kvtransfer.protocol.endpoint import Endpoint, Outcomes
+from tandem.kvtransfer.protocol.commands import (
+    ComputedTokens,
+    Fence,
+    LayersComputed,
+    PreemptedRequests,
+    StepCommands,
+)
+from tandem.kvtransfer.protocol.endpoint import Outcomes, TransferEndpoint
 from tandem.kvtransfer.protocol.identity import Identity, has_ended, this_process
 from tandem.kvtransfer.protocol.loop import ProtocolLoop
-from tandem.kvtransfer.protocol.settings import ProtocolOptions, Settings
-from tandem.kvtransfer.protocol.side import Side
+from tandem.kvtransfer.protocol.settings import ProtocolOptions, ProtocolSettings
+from tandem.kvtransfer.protocol.side import NodeSide
 from tandem.kvtransfer.protocol.statistics import Recorder
 from tandem.kvtransfer.protocol.transport import Direction, Transport
 from tandem.wire.errors import InternalError
@@ -45,12 +51,12 @@ class WorkerHalf(WorkerConnector):
         self._context = context
         self._transport = transport
         self._direction = direction
-        self._settings = Settings.from_config(context.config)
+        self._settings = ProtocolSettings.from_config(context.config)
         self._layerwise_tokens = (options or ProtocolOptions()).layerwise_tokens
         self._recorder = Recorder()
         self._lock = threading.Lock()
         self._output = ConnectorOutput()
-        self._plan = StepPlan()
+        self._plan = StepCommands()
         self._memory: KVCacheMemory | None = None
         self._closed = False
         self._loop = ProtocolLoop(
@@ -89,7 +95,7 @@ class WorkerHalf(WorkerConnector):
         self._memory = memory
         context = self._context
         reachable = self._transport.register(memory)
-        side = Side(
+        side = NodeSide(
             Identity(context.node_id, context.epoch, self._channel.endpoint),
             PoolGeometry.of(memory, reachable, f"{self._transport.name}/{self._direction.value}"),
             self._direction,
@@ -103,7 +109,7 @@ class WorkerHalf(WorkerConnector):
             checksums=CacheChecksums(memory),
             checksum_policy=context.config.checksums,
         )
-        endpoint = Endpoint(
+        endpoint = TransferEndpoint(
             side,
             refuses=self._channel.refuses,
             has_ended=has_ended,
@@ -120,7 +126,7 @@ class WorkerHalf(WorkerConnector):
     # ── called by the engine, once per step ──
 
     def bind_connector_metadata(self, metadata: ConnectorMetadata) -> None:
-        if not isinstance(metadata, StepPlan):
+        if not isinstance(metadata, StepCommands):
             raise InternalError(f"metadata of another connector: {type(metadata).__name__}")
         self._plan = metadata
 
@@ -128,7 +134,7 @@ class WorkerHalf(WorkerConnector):
         """Does not wait: a write that was under way when its blocks were taken counts as not written, and is
         written again when the request has been computed again."""
         if self._plan.preempted:
-            self._loop.command([Preempted(self._plan.preempted, time.monotonic())])
+            self._loop.command([PreemptedRequests(self._plan.preempted, time.monotonic())])
 
     def start_load_kv(self) -> None:
         if self._plan.before_forward:
@@ -137,8 +143,8 @@ class WorkerHalf(WorkerConnector):
     def wait_for_save(self) -> None:
         """Does not wait either: the blocks stay as they are until `finished_sending`, or are preempted."""
         if self._plan.computed:
-            self._loop.command([Computed(self._plan.computed, time.monotonic(), self._fence())])
-        self._plan = StepPlan()
+            self._loop.command([ComputedTokens(self._plan.computed, time.monotonic(), self._fence())])
+        self._plan = StepCommands()
 
     def _fence(self) -> Fence | None:
         """On a device the forward pass has only been queued when it returns."""

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from tandem.kvtransfer.protocol.cache_map import Mapping
 from tandem.kvtransfer.protocol.checksums import Checksums
 from tandem.kvtransfer.protocol.identity import Clock
-from tandem.kvtransfer.protocol.sending import Destination, Position, Sending, Write
-from tandem.kvtransfer.protocol.settings import Settings
+from tandem.kvtransfer.protocol.sending import DestinationBlocks, OutgoingTransfer, Position, Write
+from tandem.kvtransfer.protocol.settings import ProtocolSettings
 from tandem.kvtransfer.protocol.statistics import Recorder
 from tandem.kvtransfer.protocol.transport import Operation, RemoteId, Transport
 from tandem.wire.errors import TransferError
@@ -24,7 +24,7 @@ class Writer:
     def __init__(
         self,
         transport: Transport,
-        settings: Settings,
+        settings: ProtocolSettings,
         slots: int,
         clock: Clock,
         recorder: Recorder,
@@ -37,7 +37,7 @@ class Writer:
         self._recorder = recorder
         self._checksums = checksums
 
-    def can_post(self, sending: Sending) -> bool:
+    def can_post(self, sending: OutgoingTransfer) -> bool:
         """One more post fits into what may be in flight to this consumer."""
         destination = sending.destination
         if destination is None or not sending.has_due:
@@ -46,14 +46,14 @@ class Writer:
         post = self._batch(destination.mapping) * destination.mapping.grain_bytes
         return not in_flight or in_flight + post <= self._settings.max_link_bytes
 
-    def computing(self, sending: Sending, num_tokens: int, slots: int) -> None:
+    def computing(self, sending: OutgoingTransfer, num_tokens: int, slots: int) -> None:
         """The first `slots` layers of a chunk that ends at `num_tokens` have been computed."""
         if sending.destination is not None:
             # So many that one layer of them is not more than one post.
             limit = min(self._settings.layerwise_posts, self._slots)
             sending.begin_layers(num_tokens, slots, limit * self._batch(sending.destination.mapping))
 
-    def computed(self, sending: Sending) -> None:
+    def computed(self, sending: OutgoingTransfer) -> None:
         """All layers have been."""
         if sending.layers is not None:
             sending.layers.computed = self._slots
@@ -62,14 +62,14 @@ class Writer:
         """Grains of one post."""
         return self._settings.grains_of_a_post(mapping.grain_bytes, mapping.runs_per_grain)
 
-    def _complete_batch(self, destination: Destination) -> int:
+    def _complete_batch(self, destination: DestinationBlocks) -> int:
         """Grains of one post that completes them."""
         batch = self._batch(destination.mapping)
         if destination.checksum_every == 1:
             batch = min(batch, max(1, self._settings.checked_post_bytes // destination.mapping.grain_bytes))
         return batch
 
-    def post(self, sending: Sending, remote: RemoteId) -> None:
+    def post(self, sending: OutgoingTransfer, remote: RemoteId) -> None:
         destination = sending.destination
         if destination is None or not self.can_post(sending):
             return
@@ -96,7 +96,7 @@ class Writer:
             self.sum_up(sending, positions)
         self.poll(sending)
 
-    def sum_up(self, sending: Sending, positions: Sequence[Position]) -> None:
+    def sum_up(self, sending: OutgoingTransfer, positions: Sequence[Position]) -> None:
         """Take the checksums of what has been computed, which for a push is while it is on its way. Raises MissingBlocks."""
         carrying = sending.carrying(positions)
         if not carrying or sending.destination is None:
@@ -111,7 +111,7 @@ class Writer:
         )
         sending.sums.update(zip((place for place, _ in carrying), sums, strict=True))
 
-    def poll(self, sending: Sending) -> None:
+    def poll(self, sending: OutgoingTransfer) -> None:
         """A TransferError leaves the other handles in flight."""
         for write in list(sending.in_flight):
             try:
@@ -122,7 +122,7 @@ class Writer:
             if done:
                 self._settle(sending, write)
 
-    def _settle(self, sending: Sending, write: Write) -> None:
+    def _settle(self, sending: OutgoingTransfer, write: Write) -> None:
         now = self._clock()
         sending.settle(write, now)
         destination = sending.destination

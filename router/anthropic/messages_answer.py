@@ -12,13 +12,17 @@ from tandem.router.openai.answer import AnswerHead
 from tandem.router.openai.chat_request import ChatRequest
 from tandem.router.openai.choice import Choice, Delta
 from tandem.router.openai.pieces import json_pieces
-from tandem.router.openai.plan import Plan
+from tandem.router.openai.plan import GenerationPlan
 from tandem.router.openai.reading import ReadChoice
 from tandem.router.text.tokenizer import Tokenizer
 
 
 def whole_message(
-    head: AnswerHead, plan: Plan, request: ChatRequest, read: Sequence[ReadChoice], tokenizer: Tokenizer
+    head: AnswerHead,
+    plan: GenerationPlan,
+    request: ChatRequest,
+    read: Sequence[ReadChoice],
+    tokenizer: Tokenizer,
 ) -> Iterator[bytes]:
     (one,) = read
     reader = plan.reader()
@@ -48,7 +52,7 @@ def _end(choice: Choice, blocks: _Blocks) -> dict[str, Any]:
     return {"stop_reason": reason, "stop_sequence": stop}
 
 
-def _usage(plan: Plan, choice: Choice) -> dict[str, int]:
+def _usage(plan: GenerationPlan, choice: Choice) -> dict[str, int]:
     cached = choice.life.cached_tokens or 0
     return {
         "input_tokens": plan.prompt_tokens - cached,
@@ -127,7 +131,7 @@ class MessageStream:
     def __init__(
         self,
         head: AnswerHead,
-        plan: Plan,
+        plan: GenerationPlan,
         request: ChatRequest,
         choices: Sequence[Choice],
         tokenizer: Tokenizer,

@@ -60,7 +60,7 @@ class ToolChoice(msgspec.Struct, frozen=True):
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(msgspec.Struct, frozen=True):
+class ThinkingOptions(msgspec.Struct, frozen=True):
     """`budget_tokens` bounds nothing here: `max_tokens` bounds reasoning and answer together."""
 
     type: Literal["enabled", "disabled", "adaptive"]
@@ -85,7 +85,7 @@ class CountRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     system: Content | None = None
     tools: Annotated[list[ToolDefinition], Meta(max_length=128)] | None = None
     tool_choice: ToolChoice | None = None
-    thinking: Thinking | None = None
+    thinking: ThinkingOptions | None = None
     output_config: OutputConfig | None = None
 
 

@@ -6,13 +6,13 @@ import enum
 import secrets
 
 from tandem.router.dispatch.spec import SequenceSpec
-from tandem.router.policy import Decision
+from tandem.router.policy import RoutingDecision
 from tandem.wire.lines import Position
 from tandem.wire.nodes import NodeInfo, PeerAddress
 from tandem.wire.requests import KVTransferParams, Submit, TransferRole
 
 
-class Source(enum.Enum):
+class TokenSource(enum.Enum):
     PREFILL = "prefill"
     DECODE = "decode"
 
@@ -20,7 +20,7 @@ class Source(enum.Enum):
 class Attempt:
     """A new request id for each attempt: a late message about an abandoned one can never be taken for this one's."""
 
-    def __init__(self, decision: Decision, base: int, submitted_at: float) -> None:
+    def __init__(self, decision: RoutingDecision, base: int, submitted_at: float) -> None:
         self.decision = decision
         self.request_id = f"req-{secrets.token_hex(16)}"
         self.transfer_id = f"kv-{secrets.token_hex(16)}"
@@ -53,16 +53,16 @@ class Attempt:
     def nodes(self) -> list[NodeInfo]:
         return [node for node in (self.decision.prefill, self.decision.decode) if node is not None]
 
-    def node(self, source: Source) -> NodeInfo | None:
-        return self.decode if source is Source.DECODE else self.prefill
+    def node(self, source: TokenSource) -> NodeInfo | None:
+        return self.decode if source is TokenSource.DECODE else self.prefill
 
-    def source(self, node_id: str, epoch: int) -> Source | None:
+    def source(self, node_id: str, epoch: int) -> TokenSource | None:
         """Which of its nodes speaks; None when neither does."""
         decode, prefill = self.decision.decode, self.decision.prefill
         if decode is not None and decode.node_id == node_id and decode.epoch == epoch:
-            return Source.DECODE
+            return TokenSource.DECODE
         if prefill is not None and prefill.node_id == node_id and prefill.epoch == epoch:
-            return Source.PREFILL
+            return TokenSource.PREFILL
         return None
 
     def submits(

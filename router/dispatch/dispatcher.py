@@ -14,12 +14,12 @@ from tandem.router.dispatch.placement import Placement
 from tandem.router.dispatch.spec import SequenceSpec
 from tandem.router.links import NodeLinks
 from tandem.router.metrics import RouterMetrics
-from tandem.router.policy import Policy
-from tandem.router.pool import Pool
+from tandem.router.policy import RoutingPolicy
+from tandem.router.pool import NodePool
 from tandem.wire.errors import InternalError, TandemError, Unavailable
 from tandem.wire.nodes import NodeInfo
 from tandem.wire.requests import Holding, NodeStatus, TokenBatch
-from tandem.wire.tracing import Phase
+from tandem.wire.tracing import TracePhase
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +31,8 @@ class Dispatcher:
         self,
         config: RouterConfig,
         links: NodeLinks,
-        pool: Pool,
-        policy: Policy,
+        pool: NodePool,
+        policy: RoutingPolicy,
         metrics: RouterMetrics,
     ) -> None:
         self.config = config
@@ -77,13 +77,13 @@ class Dispatcher:
             max(self._placement.expected_tokens(spec) for spec in specs),
         )
         if trace is not None:
-            trace.span(Phase.WAIT, came, came := self._clock())
+            trace.span(TracePhase.WAIT, came, came := self._clock())
         generation = Generation(
             lambda spec, news, end: RequestLife(self._placement, spec, news, end), specs, slots, eager=eager
         )
         generation.start()
         if trace is not None:
-            trace.span(Phase.ROUTE, came, self._clock())
+            trace.span(TracePhase.ROUTE, came, self._clock())
         return generation
 
     def why_unavailable(self) -> str:

@@ -10,7 +10,7 @@ from tandem.wire.requests import TokenChunk
 from tandem.wire.sampling import FinishReason
 
 
-class Merged(enum.Enum):
+class MergedChunk(enum.Enum):
     NEWS = enum.auto()  # tokens, or the end, or nothing that was not known: it is in
     HELD = enum.auto()  # it waits for a report that comes before it
     DIFFERS = enum.auto()  # it contradicts a token that is known: it was dropped
@@ -33,47 +33,47 @@ class TokenLedger:
         self._wants_logprobs = wants_logprobs
         self._held: list[TokenChunk] = []
 
-    def accept(self, chunk: TokenChunk, *, may_differ: bool = False) -> Merged:
+    def accept(self, chunk: TokenChunk, *, may_differ: bool = False) -> MergedChunk:
         """`may_differ`: take what is new of a chunk even if it repeats known tokens differently."""
         merged = self._merge(chunk, may_differ)
-        if merged is Merged.HELD:
+        if merged is MergedChunk.HELD:
             self._held.append(chunk)
-        while merged is Merged.NEWS and self._held:
+        while merged is MergedChunk.NEWS and self._held:
             held, self._held = self._held, []
             differs = False
             for waiting in held:
                 again = self._merge(waiting, may_differ)
-                if again is Merged.HELD:
+                if again is MergedChunk.HELD:
                     self._held.append(waiting)
-                differs = differs or again is Merged.DIFFERS
+                differs = differs or again is MergedChunk.DIFFERS
             if differs:
-                return Merged.DIFFERS
+                return MergedChunk.DIFFERS
             if len(self._held) == len(held):
                 break
         return merged
 
-    def _merge(self, chunk: TokenChunk, may_differ: bool) -> Merged:
+    def _merge(self, chunk: TokenChunk, may_differ: bool) -> MergedChunk:
         tokens, ids, start = self.tokens, chunk.token_ids, chunk.start
         have = len(tokens)
         if start != have:
             if start < 0:
                 raise InternalError(f"a node reported tokens from index {start}")
             if start > have:
-                return Merged.HELD
+                return MergedChunk.HELD
             known = have - start
             if tokens[start : start + len(ids)] != ids[:known] and not may_differ:
-                return Merged.DIFFERS
+                return MergedChunk.DIFFERS
             ids = ids[known:]
         if ids:
             if self._wants_logprobs:
                 if chunk.logprobs is None:
-                    return Merged.HELD
+                    return MergedChunk.HELD
                 self.logprobs.extend(chunk.logprobs[len(chunk.token_ids) - len(ids) :])
             tokens.extend(ids)
         if chunk.finish is FinishReason.STOP or chunk.finish is FinishReason.LENGTH:
             self.finish = chunk.finish
             self.stop_token = chunk.stop_token
-        return Merged.NEWS
+        return MergedChunk.NEWS
 
     @property
     def waiting(self) -> bool:

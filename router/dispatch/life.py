@@ -8,11 +8,11 @@ import math
 import time
 from collections.abc import Callable, Iterable
 
-from tandem.router.dispatch.attempt import Attempt, Source
-from tandem.router.dispatch.ledger import Merged, TokenLedger
+from tandem.router.dispatch.attempt import Attempt, TokenSource
+from tandem.router.dispatch.ledger import MergedChunk, TokenLedger
 from tandem.router.dispatch.placement import Placement
 from tandem.router.dispatch.spec import SequenceSpec
-from tandem.router.policy import Decision, RoutingRequest
+from tandem.router.policy import RoutingDecision, RoutingRequest
 from tandem.router.prefixes import PromptHashes
 from tandem.wire.errors import (
     Cancelled,
@@ -55,7 +55,7 @@ class RequestLife:
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         self.cached_tokens: int | None = None
         self.attempt: Attempt | None = None
-        self.decisions: list[Decision] = []
+        self.decisions: list[RoutingDecision] = []
         self.request_ids: list[str] = []  # its names on the nodes, one per attempt
         self.failovers = 0
         self.finish: FinishReason | None = None
@@ -100,7 +100,7 @@ class RequestLife:
             return
         had = len(self.ledger.tokens)
         merged = self.ledger.accept(chunk, may_differ=attempt.may_differ)
-        if merged is Merged.DIFFERS:
+        if merged is MergedChunk.DIFFERS:
             self._on_difference(attempt, source)
             return
         self._note_report(attempt, source, chunk)
@@ -110,15 +110,15 @@ class RequestLife:
                 self.spec.trace.arrived(time.monotonic(), node_id, len(self.ledger.tokens) - had)
         if self.ledger.finish is not None:
             self._end(self.ledger.finish, None, ended_at=attempt.node(source))
-        elif merged is Merged.NEWS:
+        elif merged is MergedChunk.NEWS:
             self._on_news(self)
 
-    def _on_difference(self, attempt: Attempt, source: Source) -> None:
+    def _on_difference(self, attempt: Attempt, source: TokenSource) -> None:
         """Two nodes computed the first token of an attempt, and their numbers differ a little. The first one stays. A decode node
         that went on from another one is stopped, and the answer goes on from the token that is known."""
         self._metrics.token_mismatches.inc()
         logger.warning("%s: two nodes differ in a token (%s)", self.spec.label, attempt.decision.node_names)
-        if source is Source.PREFILL:
+        if source is TokenSource.PREFILL:
             attempt.prefill_reported = True
         elif self.failovers < self._placement.config.max_failovers:
             prefill = {attempt.prefill.node_id} if attempt.prefill is not None else set()
@@ -126,9 +126,9 @@ class RequestLife:
         else:
             attempt.may_differ = True
 
-    def _note_report(self, attempt: Attempt, source: Source, chunk: TokenChunk) -> None:
+    def _note_report(self, attempt: Attempt, source: TokenSource, chunk: TokenChunk) -> None:
         """Once per node and attempt; afterwards two tests and nothing more."""
-        if source is Source.DECODE:
+        if source is TokenSource.DECODE:
             if not attempt.decode_started:
                 attempt.decode_started = True
                 self._placement.on_decode_started(attempt)
@@ -140,7 +140,7 @@ class RequestLife:
         # After a handover the decode node has none of the prompt's log-probabilities, and its cache tells nothing.
         if self.prompt_logprobs is None:
             self.prompt_logprobs = chunk.prompt_logprobs
-        if source is Source.PREFILL or attempt.prefill is None or attempt.prefill_gave_up:
+        if source is TokenSource.PREFILL or attempt.prefill is None or attempt.prefill_gave_up:
             self._take_cached(chunk.cached_tokens)
         elif attempt.decode_cached is None:
             attempt.decode_cached = chunk.cached_tokens
@@ -203,17 +203,17 @@ class RequestLife:
         """The decode node has all that it needs, and so have we: the prefill node no longer matters."""
         return attempt.prefill is not None and attempt.decode_started and not self.ledger.waiting
 
-    def _on_node_error(self, attempt: Attempt, source: Source, chunk: TokenChunk) -> None:
-        if source is Source.PREFILL and self._handed_over(attempt):
+    def _on_node_error(self, attempt: Attempt, source: TokenSource, chunk: TokenChunk) -> None:
+        if source is TokenSource.PREFILL and self._handed_over(attempt):
             logger.info("%s: after the handover, the prefill node reports %s", self.spec.label, chunk.error)
             return
-        if source is Source.PREFILL and chunk.finish is FinishReason.ABORT:
+        if source is TokenSource.PREFILL and chunk.finish is FinishReason.ABORT:
             # Its decode node told it that the prompt is no longer wanted, and reads it itself.
             attempt.prefill_reported = attempt.prefill_gave_up = True
             self._take_cached(attempt.decode_cached)
             return
         reporter = attempt.node(source)
-        peer = attempt.prefill if source is Source.DECODE else attempt.decode
+        peer = attempt.prefill if source is TokenSource.DECODE else attempt.decode
         if chunk.error is not None:
             error = chunk.error.to_exception()
         elif chunk.finish is FinishReason.ABORT:
@@ -294,7 +294,7 @@ class RequestLife:
             self._placement.wait_for_nodes(self)
             self._arm()
 
-    def _choose(self) -> Decision:
+    def _choose(self) -> RoutingDecision:
         try:
             return self._placement.choose(self._routing(frozenset(self._avoid)), self.hashes)
         except Unavailable:
@@ -313,7 +313,7 @@ class RequestLife:
             avoid=avoid,
         )
 
-    def _attempt(self, decision: Decision) -> None:
+    def _attempt(self, decision: RoutingDecision) -> None:
         attempt = Attempt(decision, len(self.ledger.tokens), time.monotonic())
         self.attempt = attempt
         self.decisions.append(decision)

@@ -18,8 +18,8 @@ from tandem.router.dispatch.attempt import Attempt
 from tandem.router.dispatch.spec import SequenceSpec
 from tandem.router.links import NodeLinks
 from tandem.router.metrics import RouterMetrics
-from tandem.router.policy import Decision, Policy, RoutingRequest
-from tandem.router.pool import Pool
+from tandem.router.policy import RoutingDecision, RoutingPolicy, RoutingRequest
+from tandem.router.pool import NodePool
 from tandem.router.prefixes import PrefixRecord, PromptHashes
 from tandem.router.rates import AnswerLengths
 from tandem.wire.errors import NodeLost
@@ -36,7 +36,12 @@ class Placement(Generic[L]):
     """On the event loop only."""
 
     def __init__(
-        self, config: RouterConfig, links: NodeLinks, pool: Pool, policy: Policy, metrics: RouterMetrics
+        self,
+        config: RouterConfig,
+        links: NodeLinks,
+        pool: NodePool,
+        policy: RoutingPolicy,
+        metrics: RouterMetrics,
     ) -> None:
         self.config = config
         self.metrics = metrics
@@ -84,7 +89,7 @@ class Placement(Generic[L]):
 
     # --- an attempt, from its choice to its end
 
-    def choose(self, request: RoutingRequest, hashes: PromptHashes) -> Decision:
+    def choose(self, request: RoutingRequest, hashes: PromptHashes) -> RoutingDecision:
         """Raises Unavailable when no node can take it."""
         snapshot = self._pool.snapshot()
         self._turn += 1

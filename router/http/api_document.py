@@ -15,15 +15,15 @@ from tandem.router.http.try_page import TRY_PAGE
 from tandem.router.openai.answer_types import (
     ChatCompletion,
     ChatCompletionChunk,
-    ClusterState,
+    ClusterDescription,
     Completion,
-    Detokenized,
+    DetokenizeResponse,
     ErrorBody,
     Health,
-    Load,
     ModelCard,
     ModelList,
-    Tokenized,
+    RouterLoad,
+    TokenizeResponse,
     Version,
 )
 from tandem.router.openai.chat_request import ChatRequest
@@ -44,7 +44,7 @@ _EVENT: dict[str, Any] = {
 }
 _TYPES: tuple[type[msgspec.Struct], ...] = (
     CompletionRequest, ChatRequest, ResponsesRequest, ResponseAnswer, ResponseDeleted, MessagesRequest, CountRequest, MessageAnswer, TokenCount, MessagesError, TokenizeRequest, DetokenizeRequest, Completion, ChatCompletion,
-    ChatCompletionChunk, ModelCard, ModelList, Tokenized, Detokenized, Health, Version, Load, ErrorBody, ClusterState, TraceList,
+    ChatCompletionChunk, ModelCard, ModelList, TokenizeResponse, DetokenizeResponse, Health, Version, RouterLoad, ErrorBody, ClusterDescription, TraceList,
     TraceRecord,
 )  # fmt: skip
 
@@ -99,14 +99,16 @@ def _paths() -> dict[str, Any]:
                 ],
             }
         },
-        "/tokenize": {"post": _operation("Text to token ids", TokenizeRequest, Tokenized, _TEXT_ERRORS)},
+        "/tokenize": {
+            "post": _operation("Text to token ids", TokenizeRequest, TokenizeResponse, _TEXT_ERRORS)
+        },
         "/detokenize": {
-            "post": _operation("Token ids to text", DetokenizeRequest, Detokenized, _TEXT_ERRORS)
+            "post": _operation("Token ids to text", DetokenizeRequest, DetokenizeResponse, _TEXT_ERRORS)
         },
         "/health": {"get": _health()},
         "/ping": {"get": _health()},
         "/version": {"get": _operation("This server's version", None, Version, ())},
-        "/load": {"get": _operation("Requests that this router is working on", None, Load, ("401",))},
+        "/load": {"get": _operation("Requests that this router is working on", None, RouterLoad, ("401",))},
         "/metrics": {
             "get": {
                 "summary": "Prometheus' metrics of the router and of every node",
@@ -114,7 +116,7 @@ def _paths() -> dict[str, Any]:
             }
         },
         "/cluster": {
-            "get": _operation("Every node, as it reports itself", None, ClusterState, ("401", "403"))
+            "get": _operation("Every node, as it reports itself", None, ClusterDescription, ("401", "403"))
         },
         "/traces": {"get": _operation("The last requests that were traced", None, TraceList, ("401",))},
         "/traces/{request_id}": {

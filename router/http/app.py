@@ -9,7 +9,7 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tandem.router.http.api_document import DocumentRoute, TryRoute
-from tandem.router.http.gate import Gate, exchange_of
+from tandem.router.http.gate import HttpGate, exchange_of
 from tandem.router.http.generate_routes import CHAT, COMPLETIONS, MESSAGES, GenerateRoute
 from tandem.router.http.responses_routes import CancelResponseRoute, ResponseRoute, ResponsesRoute
 from tandem.router.http.services import Services
@@ -26,7 +26,7 @@ from tandem.router.http.text_routes import CountTokensRoute, DetokenizeRoute, To
 from tandem.router.http.trace_routes import TraceRoute, TracesRoute
 
 
-class _Named:
+class _RouteLabel:
     """Tells the exchange which route it took: metrics are labelled with routes, not with clients' paths."""
 
     def __init__(self, path: str, app: ASGIApp) -> None:
@@ -39,7 +39,7 @@ class _Named:
 
 
 def _route(path: str, app: ASGIApp, *methods: str) -> Route:
-    return Route(path, _Named(path, app), methods=list(methods))
+    return Route(path, _RouteLabel(path, app), methods=list(methods))
 
 
 class _Routes:
@@ -103,5 +103,5 @@ def make_app(services: Services) -> ASGIApp:
         _route("/docs", TryRoute(), "GET"),
     ]
     # Without Starlette's application around them: its layers turn errors into answers, which is what the gate is for.
-    gate = Gate(_Routes(routes), services.config.limits, services.keys, services.metrics)
+    gate = HttpGate(_Routes(routes), services.config.limits, services.keys, services.metrics)
     return _with_cors(gate, services.config.cors_origins)

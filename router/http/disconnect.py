@@ -11,7 +11,7 @@ from starlette.types import Scope
 from tandem.wire.errors import Cancelled
 
 
-class Connection(Protocol):
+class WatchedConnection(Protocol):
     """What the server's own protocol offers beyond ASGI: without it, watching would take a task per request."""
 
     def watch(self, on_lost: Callable[[], None]) -> None: ...
@@ -21,7 +21,7 @@ class Connection(Protocol):
 
 async def until_disconnect(scope: Scope, work: Callable[[], Awaitable[None]]) -> None:
     """Run `work` in this task; if the client goes away first, cancel it and raise Cancelled."""
-    connection: Connection = scope["state"]["connection"]
+    connection: WatchedConnection = scope["state"]["connection"]
     task = asyncio.current_task()
     if task is None:
         raise RuntimeError("until_disconnect() outside a task")

@@ -52,7 +52,7 @@ class HeaderTooLarge(RequestError):
     http_status = 431
 
 
-class Draining(Unavailable):
+class RouterDraining(Unavailable):
     """The router finishes what it has; another one, or the same after its restart, takes new requests."""
 
     code = "draining"
@@ -117,7 +117,7 @@ def headers_of(error: TandemError) -> dict[str, str]:
         headers["retry-after"] = str(DEFAULT_RETRY_AFTER_S)
     if isinstance(error, Unauthorized):
         headers["www-authenticate"] = "Bearer"
-    if isinstance(error, BodyTimeout | BodyTooLarge | HeaderTooLarge | Draining):
+    if isinstance(error, BodyTimeout | BodyTooLarge | HeaderTooLarge | RouterDraining):
         headers["connection"] = (
             "close"  # what follows on this connection cannot be told from the rest of the body
         )

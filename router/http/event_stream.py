@@ -9,7 +9,7 @@ from starlette.types import Scope, Send
 from tandem.router.http.gate import exchange_of
 
 
-class Connection(Protocol):
+class StreamConnection(Protocol):
     """What the server's own protocol offers beyond ASGI. It cuts off who does not read, which ends every wait here."""
 
     def try_write_chunk(self, data: bytes) -> bool: ...
@@ -22,7 +22,7 @@ class EventStream:
 
     def __init__(self, scope: Scope, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
         self._exchange = exchange_of(scope)
-        self._connection: Connection = scope["state"]["connection"]
+        self._connection: StreamConnection = scope["state"]["connection"]
         self._chunked = scope["http_version"] == "1.1"  # as the answer then is, having no length
         self._send = send
         self._headers = headers

@@ -38,7 +38,7 @@ _TRACE_PARENT = re.compile(rb"^[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{
 OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/metrics", "/openapi.json", "/docs"})
 
 
-class Exchange:
+class HttpExchange:
     """One request and its answer, as the log and the routes see it."""
 
     def __init__(self, request_id: str, trace_id: str | None, path: str = "") -> None:
@@ -59,9 +59,9 @@ def _as_it_is(body: bytes) -> bytes:
     return body
 
 
-def exchange_of(scope: Scope) -> Exchange:
+def exchange_of(scope: Scope) -> HttpExchange:
     found = scope["exchange"]
-    if not isinstance(found, Exchange):
+    if not isinstance(found, HttpExchange):
         raise TypeError("the request did not come through the gate")
     return found
 
@@ -75,7 +75,7 @@ def require_operator(scope: Scope, keys: KeyRing) -> None:
         )
 
 
-class Gate:
+class HttpGate:
     """Outermost of ours. Whatever is raised inside becomes an error body, or an event when the answer has begun."""
 
     def __init__(self, app: ASGIApp, limits: Limits, keys: KeyRing, metrics: RouterMetrics) -> None:
@@ -135,7 +135,7 @@ class Gate:
                 f" ignored={_names(exchange.ignored_fields).decode()}" if exchange.ignored_fields else "",
             )  # fmt: skip
 
-    def _admit(self, scope: Scope, exchange: Exchange, headers: list[tuple[bytes, bytes]]) -> None:
+    def _admit(self, scope: Scope, exchange: HttpExchange, headers: list[tuple[bytes, bytes]]) -> None:
         size = sum(len(name) + len(value) for name, value in headers) + len(scope.get("raw_path") or b"")
         if size > self._limits.header_bytes:
             raise HeaderTooLarge(f"the header has {size} bytes; at most {self._limits.header_bytes} are read")
@@ -148,14 +148,14 @@ class Gate:
                 )
 
 
-def _open(headers: list[tuple[bytes, bytes]], path: str) -> Exchange:
+def _open(headers: list[tuple[bytes, bytes]], path: str) -> HttpExchange:
     request_id, trace_id = None, None
     for name, value in headers:
         if name == b"x-request-id" and _REQUEST_ID.match(value):
             request_id = value.decode("ascii")
         elif name == b"traceparent" and (match := _TRACE_PARENT.match(value)):
             trace_id = match[1].decode("ascii")
-    return Exchange(request_id or secrets.token_hex(16), trace_id, path)
+    return HttpExchange(request_id or secrets.token_hex(16), trace_id, path)
 
 
 def _path(scope: Scope) -> str:
@@ -182,7 +182,7 @@ def _bearer(headers: list[tuple[bytes, bytes]]) -> bytes:
     return b""
 
 
-async def _answer_error(exchange: Exchange, error: TandemError, send: Send) -> None:
+async def _answer_error(exchange: HttpExchange, error: TandemError, send: Send) -> None:
     status = status_of(error)
     if exchange.status is not None:
         await _break_off(exchange, error, send)
@@ -192,7 +192,7 @@ async def _answer_error(exchange: Exchange, error: TandemError, send: Send) -> N
     await _answer(send, status, exchange.error_form(body_of(error)), headers_of(error))
 
 
-async def _break_off(exchange: Exchange, error: TandemError, send: Send) -> None:
+async def _break_off(exchange: HttpExchange, error: TandemError, send: Send) -> None:
     """The status is sent. A stream says what happened and ends without [DONE]; anything else is cut short."""
     if isinstance(error, Cancelled):
         exchange.status = Cancelled.http_status  # for the log and the metrics
@@ -204,7 +204,7 @@ async def _break_off(exchange: Exchange, error: TandemError, send: Send) -> None
         await send({"type": "http.response.body", "body": event, "more_body": False})
 
 
-async def _answer_bug(exchange: Exchange, send: Send) -> None:
+async def _answer_bug(exchange: HttpExchange, send: Send) -> None:
     body = exchange.error_form(
         error_body(f"internal error; the log has it under {exchange.request_id}", 500, "internal_error")
     )

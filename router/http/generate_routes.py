@@ -14,9 +14,9 @@ from tandem.router.anthropic.messages_request import MessagesRequest, as_chat
 from tandem.router.dispatch import Generation, RequestLife
 from tandem.router.http.body import read_body
 from tandem.router.http.disconnect import until_disconnect
-from tandem.router.http.errors import Draining
+from tandem.router.http.errors import RouterDraining
 from tandem.router.http.event_stream import EventStream
-from tandem.router.http.gate import Exchange, exchange_of
+from tandem.router.http.gate import HttpExchange, exchange_of
 from tandem.router.http.memory import (
     PARSED_TIMES,
     SMALL_BODY,
@@ -36,12 +36,12 @@ from tandem.router.openai.choice import Choice, Delta
 from tandem.router.openai.completion_answer import CompletionStream, whole_completion
 from tandem.router.openai.completion_request import CompletionRequest
 from tandem.router.openai.fields import SamplingFields
-from tandem.router.openai.pieces import Turn
-from tandem.router.openai.plan import Caller, Plan, ServedModel, plan_chat, plan_completion
+from tandem.router.openai.pieces import LoopTurn
+from tandem.router.openai.plan import Caller, GenerationPlan, ServedModel, plan_chat, plan_completion
 from tandem.router.openai.reading import ReadChoice, read_all
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.router.tracing.trace import RequestTrace
-from tandem.wire.tracing import Phase
+from tandem.wire.tracing import TracePhase
 
 # What an answer that has fallen behind its client writes at once.
 WRITE_BYTES = 64 << 10
@@ -56,26 +56,26 @@ class AnswerStream(Protocol):
     def closing(self) -> bytes: ...
 
 
-class Endpoint(msgspec.Struct, frozen=True):
+class GenerateEndpoint(msgspec.Struct, frozen=True):
     """How one of the two differs from the other."""
 
     id_prefix: str
     request_type: Any
-    plan: Callable[[Any, ServedModel, Caller], Awaitable[Plan]]
-    whole: Callable[[AnswerHead, Plan, Any, Sequence[ReadChoice], Tokenizer], Iterator[bytes]]
-    stream: Callable[[AnswerHead, Plan, Any, Sequence[Choice], Tokenizer], AnswerStream]
+    plan: Callable[[Any, ServedModel, Caller], Awaitable[GenerationPlan]]
+    whole: Callable[[AnswerHead, GenerationPlan, Any, Sequence[ReadChoice], Tokenizer], Iterator[bytes]]
+    stream: Callable[[AnswerHead, GenerationPlan, Any, Sequence[Choice], Tokenizer], AnswerStream]
     translate: Callable[[Any], Any] | None = None  # from another API's request to ours
 
 
-COMPLETIONS = Endpoint("cmpl", CompletionRequest, plan_completion, whole_completion, CompletionStream)
-CHAT = Endpoint("chatcmpl", ChatRequest, plan_chat, whole_chat, ChatStream)
-MESSAGES = Endpoint("msg", MessagesRequest, plan_chat, whole_message, MessageStream, as_chat)
+COMPLETIONS = GenerateEndpoint("cmpl", CompletionRequest, plan_completion, whole_completion, CompletionStream)
+CHAT = GenerateEndpoint("chatcmpl", ChatRequest, plan_chat, whole_chat, ChatStream)
+MESSAGES = GenerateEndpoint("msg", MessagesRequest, plan_chat, whole_message, MessageStream, as_chat)
 
 
 class GenerateRoute:
     """An ASGI application: the answer is written straight to the connection, without a layer in between."""
 
-    def __init__(self, endpoint: Endpoint, services: Services) -> None:
+    def __init__(self, endpoint: GenerateEndpoint, services: Services) -> None:
         self._endpoint = endpoint
         self._services = services
 
@@ -83,7 +83,7 @@ class GenerateRoute:
         services, exchange = self._services, exchange_of(scope)
         arrived = time.monotonic()
         if services.draining:
-            raise Draining("this router is shutting down; another takes new requests")
+            raise RouterDraining("this router is shutting down; another takes new requests")
         tenant = exchange.tenant
         reservation = tenant.enter() if tenant is not None else None
         try:
@@ -105,9 +105,9 @@ class GenerateRoute:
         self,
         scope: Scope,
         send: Send,
-        exchange: Exchange,
+        exchange: HttpExchange,
         request: Any,
-        plan: Plan,
+        plan: GenerationPlan,
         reservation: Reservation | None,
         kept: KeptShare,
         inputs: int,
@@ -142,8 +142,8 @@ class GenerateRoute:
                 reservation.settle(plan.prompt_tokens if generation is not None else 0, answers)
 
     async def _read(
-        self, scope: Scope, receive: Receive, exchange: Exchange, share: BodyShare, arrived: float
-    ) -> tuple[Any, Plan]:
+        self, scope: Scope, receive: Receive, exchange: HttpExchange, share: BodyShare, arrived: float
+    ) -> tuple[Any, GenerationPlan]:
         services = self._services
         request = await read_body(scope, receive, self._endpoint.request_type, services.config, share)
         if self._endpoint.translate is not None:
@@ -159,18 +159,18 @@ class GenerateRoute:
         )
         if trace is not None:
             trace.began = arrived
-            trace.span(Phase.READ, arrived, read_at)
+            trace.span(TracePhase.READ, arrived, read_at)
             trace.prompt_tokens = plan.prompt_tokens
-            trace.span(Phase.TOKENIZE, read_at, time.monotonic(), plan.prompt_tokens)
+            trace.span(TracePhase.TOKENIZE, read_at, time.monotonic(), plan.prompt_tokens)
         return request, plan
 
     async def _answer(
         self,
         scope: Scope,
         send: Send,
-        exchange: Exchange,
+        exchange: HttpExchange,
         request: Any,
-        plan: Plan,
+        plan: GenerationPlan,
         generation: Generation,
     ) -> None:
         tokenizer = self._services.model.tokenizer
@@ -239,7 +239,7 @@ class GenerateRoute:
                 trace.flushed(time.monotonic())
 
         generation.show_with(show)
-        turn = Turn()
+        turn = LoopTurn()
         while unfinished:
             failure = None
             news = await generation.news()
@@ -283,7 +283,7 @@ def _unsalted(cache_salt: str | None) -> str | None:
     return cache_salt
 
 
-def _asked(request: Any, plan: Plan) -> list[int | None]:
+def _asked(request: Any, plan: GenerationPlan) -> list[int | None]:
     """How long each answer may be, None where the request does not say."""
     says = not isinstance(request, ChatRequest) or (
         request.max_tokens is not None or request.max_completion_tokens is not None
@@ -291,7 +291,7 @@ def _asked(request: Any, plan: Plan) -> list[int | None]:
     return list(asked_tokens(plan)) if says else [None] * len(plan.specs)
 
 
-def asked_tokens(plan: Plan) -> list[int | None]:
+def asked_tokens(plan: GenerationPlan) -> list[int | None]:
     return [spec.sampling.max_tokens for spec in plan.specs]
 
 

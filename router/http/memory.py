@@ -12,7 +12,7 @@ import msgspec
 
 from tandem.router.dispatch import Generation
 from tandem.router.openai.fields import StreamOptions
-from tandem.router.openai.plan import Plan
+from tandem.router.openai.plan import GenerationPlan
 from tandem.wire.errors import InvalidRequest, Overloaded, TandemError
 
 # What Python takes, as measured with sys.getsizeof: a token in a list, an entry of a dict of numbers, all that belongs to
@@ -148,7 +148,7 @@ class KeptShare:
                 life.fail(error)
 
 
-def inputs_size(plan: Plan) -> int:
+def inputs_size(plan: GenerationPlan) -> int:
     """What a request keeps from its plan to its end, whatever is answered."""
     sampling = plan.specs[0].sampling
     return (
@@ -161,7 +161,7 @@ def inputs_size(plan: Plan) -> int:
     )
 
 
-def answer_size(plan: Plan, *, streams: bool) -> int:
+def answer_size(plan: GenerationPlan, *, streams: bool) -> int:
     """What is known beforehand of what its answer keeps: log-probabilities that are shown all at once, at the end."""
     size = 0
     for spec in plan.specs:

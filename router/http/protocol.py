@@ -42,7 +42,7 @@ class Server(Protocol):
     app: ASGIApp
     limits: Limits
     timeouts: Timeouts
-    connections: set[Connection]
+    connections: set[HttpConnection]
     tasks: set[asyncio.Task[None]]
     stopping: bool
 
@@ -68,10 +68,10 @@ class LengthBody:
         return data
 
 
-class Call:
+class HttpCall:
     """One request and its answer, between the application and the connection."""
 
-    def __init__(self, connection: Connection, head: RequestHead, body: LengthBody | ChunkedBody) -> None:
+    def __init__(self, connection: HttpConnection, head: RequestHead, body: LengthBody | ChunkedBody) -> None:
         self._connection = connection
         self._head = head
         self._unread = bytearray()
@@ -230,7 +230,7 @@ class Call:
         return True
 
 
-class Connection(asyncio.Protocol):
+class HttpConnection(asyncio.Protocol):
     """Between requests it is idle; a request that comes before its turn lies in the buffer."""
 
     transport: asyncio.Transport
@@ -242,7 +242,7 @@ class Connection(asyncio.Protocol):
         self._loop = loop
         self._buffer = bytearray()
         self._searched = 0  # of the buffer, for the end of a head
-        self._call: Call | None = None  # that is answered, or whose body is still coming
+        self._call: HttpCall | None = None  # that is answered, or whose body is still coming
         self._last_id = "-"  # of the request that was answered last
         self._read_paused = False
         self._writable: asyncio.Future[None] | None = None
@@ -330,7 +330,7 @@ class Connection(asyncio.Protocol):
         del self._buffer[: found.end()]
         self._searched = 0
         body = ChunkedBody(limit) if head.chunked else LengthBody(head.content_length or 0)
-        call = self._call = Call(self, head, body)
+        call = self._call = HttpCall(self, head, body)
         task = self._loop.create_task(call.run(self.server.app))
         self.server.tasks.add(task)
         task.add_done_callback(self.server.tasks.discard)
@@ -384,7 +384,7 @@ class Connection(asyncio.Protocol):
     def try_write_chunk(self, data: bytes) -> bool:
         return self._call is not None and self._call.try_write_chunk(data)
 
-    def on_answered(self, call: Call) -> None:
+    def on_answered(self, call: HttpCall) -> None:
         self._last_id = call.request_id
         if not call.keep_alive or self.server.stopping:
             self.close()

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from starlette.types import Send
 
-from tandem.router.openai.pieces import Turn
+from tandem.router.openai.pieces import LoopTurn
 
 # An answer that is larger is sent while it is made, without its length: chunked, as fast as the client reads.
 WHOLE_BYTES = 256 << 10
@@ -38,7 +38,7 @@ async def send_pieces(
     send: Send, pieces: Iterator[bytes], headers: Iterable[tuple[bytes, bytes]] = ()
 ) -> None:
     """Others on the event loop have their turn while it is made. `send` waits for a client that is behind."""
-    turn = Turn()
+    turn = LoopTurn()
     ready: list[bytes] = []
     size, begun = 0, False
     for piece in pieces:

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from tandem.router.dispatch import Generation
 from tandem.router.http.body import read_body
 from tandem.router.http.disconnect import until_disconnect
-from tandem.router.http.errors import Draining
+from tandem.router.http.errors import RouterDraining
 from tandem.router.http.event_stream import EventStream
 from tandem.router.http.gate import exchange_of
 from tandem.router.http.generate_routes import asked_tokens, caller_of
@@ -24,11 +24,11 @@ from tandem.router.http.memory import answer_size, inputs_size
 from tandem.router.http.respond import send_json
 from tandem.router.http.services import Services
 from tandem.router.keys import Reservation
-from tandem.router.openai.plan import Plan, plan_chat
+from tandem.router.openai.plan import GenerationPlan, plan_chat
 from tandem.router.responses.response_maker import ResponseMaker, new_id
 from tandem.router.responses.response_store import StoredResponse
 from tandem.router.responses.responses_request import (
-    Item,
+    InputItem,
     ResponsesRequest,
     as_chat,
     check,
@@ -48,7 +48,7 @@ class ResponsesRoute:
         services, exchange = self._services, exchange_of(scope)
         arrived = time.monotonic()
         if services.draining:
-            raise Draining("this router is shutting down; another takes new requests")
+            raise RouterDraining("this router is shutting down; another takes new requests")
         reservation = exchange.tenant.enter() if exchange.tenant is not None else None
         try:
             request, plan, response = await self._read(scope, receive, arrived)
@@ -74,13 +74,13 @@ class ResponsesRoute:
 
     async def _read(
         self, scope: Scope, receive: Receive, arrived: float
-    ) -> tuple[ResponsesRequest, Plan, StoredResponse]:
+    ) -> tuple[ResponsesRequest, GenerationPlan, StoredResponse]:
         services, owner = self._services, _owner(scope)
         with services.bodies.share() as share:
             request = await read_body(scope, receive, ResponsesRequest, services.config, share)
             check(request)
             services.model.check_name(request.model)
-            before: list[Item] = []
+            before: list[InputItem] = []
             if request.previous_response_id is not None:
                 before = _conversation(services.responses.find(request.previous_response_id, owner))
             chat = as_chat(request, before)
@@ -119,7 +119,7 @@ class ResponsesRoute:
         await send_json(send, response.body)
 
     async def _write(
-        self, response: StoredResponse, plan: Plan, reservation: Reservation | None, arrived: float
+        self, response: StoredResponse, plan: GenerationPlan, reservation: Reservation | None, arrived: float
     ) -> None:
         """To its end, whatever that is: nobody may be left waiting for it."""
         services = self._services
@@ -157,7 +157,7 @@ class ResponsesRoute:
             services.responses.settle()
 
     async def _read_answer(
-        self, response: StoredResponse, plan: Plan, maker: ResponseMaker, generation: Generation
+        self, response: StoredResponse, plan: GenerationPlan, maker: ResponseMaker, generation: Generation
     ) -> None:
         (choice,) = plan.choices(generation, self._services.model.tokenizer)
         begun = response.keeps_events
@@ -248,7 +248,7 @@ def _owner(scope: Scope) -> str:
     return tenant.name if tenant is not None else ""
 
 
-def _conversation(response: StoredResponse) -> list[Item]:
+def _conversation(response: StoredResponse) -> list[InputItem]:
     if not response.ended or response.error is not None:
         raise InvalidRequest(
             f"previous_response_id: {response.id} is {response.body['status']}; only a complete one can be gone on with",

@@ -11,9 +11,9 @@ from tandem.router.keys import KeyRing
 from tandem.router.links import NodeLinks
 from tandem.router.metrics import RouterMetrics
 from tandem.router.openai.plan import ServedModel
-from tandem.router.pool import Pool
+from tandem.router.pool import NodePool
 from tandem.router.responses.response_store import ResponseStore
-from tandem.router.supervision import Supervisor
+from tandem.router.supervision import TaskSupervisor
 from tandem.router.tracing.traces import Traces
 
 
@@ -22,11 +22,11 @@ class Services:
     config: RouterConfig
     model: ServedModel
     dispatcher: Dispatcher
-    pool: Pool
+    pool: NodePool
     links: NodeLinks
     keys: KeyRing
     metrics: RouterMetrics
-    supervisor: Supervisor
+    supervisor: TaskSupervisor
     bodies: BodyBudget
     kept: KeptMemory
     traces: Traces

@@ -14,7 +14,7 @@ import msgspec
 from starlette.types import ASGIApp
 
 from tandem.router.config import Limits, RouterConfig
-from tandem.router.http.protocol import Connection
+from tandem.router.http.protocol import HttpConnection
 from tandem.wire.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class HttpServer:
         self.app = app
         self.limits = limits_that_fit(config.limits)
         self.timeouts = config.timeouts
-        self.connections: set[Connection] = set()
+        self.connections: set[HttpConnection] = set()
         self.tasks: set[asyncio.Task[None]] = set()
         self.stopping = False
         self._on_cut = on_cut
@@ -95,7 +95,7 @@ class HttpServer:
     async def begin(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(
-            lambda: Connection(self, loop), sock=listener, backlog=BACKLOG
+            lambda: HttpConnection(self, loop), sock=listener, backlog=BACKLOG
         )
 
     async def end(self, grace_s: float) -> None:

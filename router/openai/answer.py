@@ -10,7 +10,7 @@ import msgspec
 
 from tandem.router.openai.choice import Choice
 from tandem.router.openai.fields import StreamOptions
-from tandem.router.openai.plan import Plan
+from tandem.router.openai.plan import GenerationPlan
 from tandem.router.openai.usage import usage
 
 
@@ -34,7 +34,9 @@ def event(body: Mapping[str, Any]) -> bytes:
 class StreamedUsage:
     """`stream_options.include_usage`: null in every event, the figures in one of their own at the end."""
 
-    def __init__(self, options: StreamOptions | None, plan: Plan, choices: Sequence[Choice]) -> None:
+    def __init__(
+        self, options: StreamOptions | None, plan: GenerationPlan, choices: Sequence[Choice]
+    ) -> None:
         self._included = bool(options and options.include_usage)
         self.continuous = bool(options and options.include_usage and options.continuous_usage_stats)
         self._plan = plan

@@ -60,15 +60,15 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     usage: Usage | None = None
 
 
-class FunctionCalled(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class AnswerFunctionCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     arguments: str
 
 
-class ToolCalled(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class AnswerToolCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     id: str
     type: Literal["function"]
-    function: FunctionCalled
+    function: AnswerFunctionCall
 
 
 class FunctionDelta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -90,7 +90,7 @@ class AnswerMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     content: str | None
     refusal: None = None
     reasoning_content: str | None = None
-    tool_calls: list[ToolCalled] = []
+    tool_calls: list[AnswerToolCall] = []
 
 
 class TopLogprob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -170,14 +170,14 @@ class ModelList(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     data: list[ModelCard]
 
 
-class Tokenized(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class TokenizeResponse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     count: int
     max_model_len: int | None
     tokens: list[int]
     token_strs: list[str] | None
 
 
-class Detokenized(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class DetokenizeResponse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prompt: str
 
 
@@ -190,7 +190,7 @@ class Version(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version: str
 
 
-class Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RouterLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     server_load: int
 
 
@@ -205,6 +205,6 @@ class ErrorBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     error: ErrorDetail
 
 
-class ClusterState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ClusterDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     router: dict[str, Any]
     nodes: list[dict[str, Any]]

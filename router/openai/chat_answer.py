@@ -14,7 +14,7 @@ from tandem.router.openai.chat_request import ChatRequest
 from tandem.router.openai.choice import Choice, Delta
 from tandem.router.openai.logprobs import chat_logprobs, prompt_logprobs
 from tandem.router.openai.pieces import json_pieces
-from tandem.router.openai.plan import Plan
+from tandem.router.openai.plan import GenerationPlan
 from tandem.router.openai.reading import ReadChoice
 from tandem.router.openai.usage import usage
 from tandem.router.text.tokenizer import Tokenizer
@@ -24,7 +24,11 @@ CHUNK = "chat.completion.chunk"
 
 
 def whole_chat(
-    head: AnswerHead, plan: Plan, request: ChatRequest, read: Sequence[ReadChoice], tokenizer: Tokenizer
+    head: AnswerHead,
+    plan: GenerationPlan,
+    request: ChatRequest,
+    read: Sequence[ReadChoice],
+    tokenizer: Tokenizer,
 ) -> Iterator[bytes]:
     """In pieces: an answer may be larger than what may be made at once."""
     body = {
@@ -40,7 +44,9 @@ def whole_chat(
     return json_pieces(body)
 
 
-def _choice(plan: Plan, request: ChatRequest, one: ReadChoice, tokenizer: Tokenizer) -> dict[str, Any]:
+def _choice(
+    plan: GenerationPlan, request: ChatRequest, one: ReadChoice, tokenizer: Tokenizer
+) -> dict[str, Any]:
     message, finish_reason = _message(plan, request, one)
     logprobs = None
     if request.logprobs:
@@ -55,7 +61,9 @@ def _choice(plan: Plan, request: ChatRequest, one: ReadChoice, tokenizer: Tokeni
     }
 
 
-def _message(plan: Plan, request: ChatRequest, one: ReadChoice) -> tuple[dict[str, Any], str | None]:
+def _message(
+    plan: GenerationPlan, request: ChatRequest, one: ReadChoice
+) -> tuple[dict[str, Any], str | None]:
     reader, reason = plan.reader(), one.choice.finish_reason
     if reader is None:
         return {"role": "assistant", "content": one.text, "refusal": None}, reason
@@ -70,7 +78,7 @@ class ChatStream:
     def __init__(
         self,
         head: AnswerHead,
-        plan: Plan,
+        plan: GenerationPlan,
         request: ChatRequest,
         choices: Sequence[Choice],
         tokenizer: Tokenizer,

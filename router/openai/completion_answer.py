@@ -12,7 +12,7 @@ from tandem.router.openai.choice import Choice, Delta
 from tandem.router.openai.completion_request import CompletionRequest
 from tandem.router.openai.logprobs import completion_logprobs, prompt_logprobs
 from tandem.router.openai.pieces import RawPieces, json_pieces
-from tandem.router.openai.plan import Plan
+from tandem.router.openai.plan import GenerationPlan
 from tandem.router.openai.reading import ReadChoice, keep_best
 from tandem.router.openai.usage import usage
 from tandem.router.text.tokenizer import Tokenizer
@@ -22,7 +22,11 @@ OBJECT = "text_completion"
 
 
 def whole_completion(
-    head: AnswerHead, plan: Plan, request: CompletionRequest, read: Sequence[ReadChoice], tokenizer: Tokenizer
+    head: AnswerHead,
+    plan: GenerationPlan,
+    request: CompletionRequest,
+    read: Sequence[ReadChoice],
+    tokenizer: Tokenizer,
 ) -> Iterator[bytes]:
     """In pieces: an answer may be larger than what may be made at once."""
     kept = keep_best(read, plan.choices_per_prompt, plan.keep)
@@ -36,7 +40,7 @@ def whole_completion(
 
 
 def _choice(
-    plan: Plan, request: CompletionRequest, index: int, one: ReadChoice, tokenizer: Tokenizer
+    plan: GenerationPlan, request: CompletionRequest, index: int, one: ReadChoice, tokenizer: Tokenizer
 ) -> dict[str, Any]:
     prompt = one.choice.index // plan.choices_per_prompt
     shown = range(0) if plan.only_echo else one.tokens
@@ -58,7 +62,7 @@ def _choice(
 
 
 def _logprobs(
-    plan: Plan,
+    plan: GenerationPlan,
     request: CompletionRequest,
     choice: Choice,
     shown: range,
@@ -82,7 +86,7 @@ class CompletionStream:
     def __init__(
         self,
         head: AnswerHead,
-        plan: Plan,
+        plan: GenerationPlan,
         request: CompletionRequest,
         choices: Sequence[Choice],
         tokenizer: Tokenizer,

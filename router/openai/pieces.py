@@ -83,7 +83,7 @@ def _is_small(value: Any) -> bool:
     return not isinstance(value, Iterator | RawPieces | Mapping)
 
 
-class Turn:
+class LoopTurn:
     """How long one task has had the event loop."""
 
     def __init__(self) -> None:

@@ -81,7 +81,7 @@ class Caller(msgspec.Struct, frozen=True):
     arrived: float | None = None
 
 
-class Plan(msgspec.Struct, frozen=True):
+class GenerationPlan(msgspec.Struct, frozen=True):
     specs: list[SequenceSpec]  # prompt by prompt, each with all its choices
     prompts: list[list[int]]
     prompt_texts: list[str]  # what echo shows; "" otherwise
@@ -133,7 +133,7 @@ class Plan(msgspec.Struct, frozen=True):
         return sum(len(prompt) for prompt in self.prompts)
 
 
-async def plan_completion(request: CompletionRequest, model: ServedModel, caller: Caller) -> Plan:
+async def plan_completion(request: CompletionRequest, model: ServedModel, caller: Caller) -> GenerationPlan:
     if request.suffix:
         raise InvalidRequest("suffix: this model does not fill in the middle; leave it out", "suffix")
     n = request.n or 1
@@ -199,7 +199,7 @@ def _tools_to_call(request: ChatRequest) -> list[Tool] | None:
     return request.tools if request.tools and request.tool_choice != "none" else None
 
 
-async def plan_chat(request: ChatRequest, model: ServedModel, caller: Caller) -> Plan:
+async def plan_chat(request: ChatRequest, model: ServedModel, caller: Caller) -> GenerationPlan:
     if request.top_logprobs is not None and not request.logprobs:
         raise InvalidRequest("top_logprobs: needs logprobs to be true", "top_logprobs")
     if (
@@ -264,7 +264,7 @@ def _plan(
     tools: ToolSchemas | None = None,
     grammar: str | None = None,
     bad_words: list[list[int]],
-) -> Plan:
+) -> GenerationPlan:
     if request.prompt_logprobs is not None and request.stream:
         raise InvalidRequest("prompt_logprobs: not with stream", "prompt_logprobs")
     if request.allowed_token_ids is not None and grammar is not None:
@@ -311,7 +311,7 @@ def _plan(
                     arrived=caller.arrived,
                 )
             )
-    return Plan(
+    return GenerationPlan(
         specs=specs,
         prompts=prompts,
         prompt_texts=prompt_texts,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from tandem.router.dispatch import Generation
 from tandem.router.openai.choice import Choice
-from tandem.router.openai.pieces import Turn
+from tandem.router.openai.pieces import LoopTurn
 
 
 class ReadChoice:
@@ -39,7 +39,7 @@ async def read_all(generation: Generation, choices: Sequence[Choice]) -> list[Re
     """Raises what any of them failed with: an answer with a hole in it is not one."""
     read = {choice.life: ReadChoice(choice) for choice in choices}
     unfinished = len(read)
-    turn = Turn()
+    turn = LoopTurn()
     while unfinished:
         for life in await generation.news():
             one = read[life]

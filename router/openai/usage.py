@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from tandem.router.openai.choice import Choice
-from tandem.router.openai.plan import Plan
+from tandem.router.openai.plan import GenerationPlan
 
 
-def usage(plan: Plan, choices: Sequence[Choice]) -> dict[str, Any]:
+def usage(plan: GenerationPlan, choices: Sequence[Choice]) -> dict[str, Any]:
     """A prompt counts once, however many choices it has; every generated token counts, also of choices that
     best_of threw away."""
     completion = 0 if plan.only_echo else sum(choice.completion_tokens for choice in choices)

@@ -6,7 +6,14 @@ costs         expected waits, from what was measured
 conditional   when a prompt is better read where it will be decoded
 """
 
-from tandem.router.policy.choose import Policy, make_policy
-from tandem.router.policy.types import Decision, NodeView, PoolSnapshot, RoutingRequest
+from tandem.router.policy.choose import RoutingPolicy, make_policy
+from tandem.router.policy.types import NodeSnapshot, PoolSnapshot, RoutingDecision, RoutingRequest
 
-__all__ = ["Decision", "NodeView", "Policy", "PoolSnapshot", "RoutingRequest", "make_policy"]
+__all__ = [
+    "NodeSnapshot",
+    "PoolSnapshot",
+    "RoutingDecision",
+    "RoutingPolicy",
+    "RoutingRequest",
+    "make_policy",
+]

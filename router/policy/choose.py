@@ -9,7 +9,7 @@ from typing import Protocol
 from tandem.router.config import LocalPrefill, PolicyName
 from tandem.router.policy.conditional import reason_to_prefill_locally
 from tandem.router.policy.costs import decode_wait_s, prefill_cost_s, prefill_wait_s
-from tandem.router.policy.types import Decision, NodeView, PoolSnapshot, RoutingRequest
+from tandem.router.policy.types import NodeSnapshot, PoolSnapshot, RoutingDecision, RoutingRequest
 from tandem.wire.errors import Unavailable
 from tandem.wire.nodes import Role
 
@@ -17,38 +17,46 @@ from tandem.wire.nodes import Role
 AFFINITY_WAIT_S = 1.0
 
 
-class Policy(Protocol):
-    def __call__(self, pools: PoolSnapshot, request: RoutingRequest) -> Decision:
+class RoutingPolicy(Protocol):
+    def __call__(self, pools: PoolSnapshot, request: RoutingRequest) -> RoutingDecision:
         """Raises Unavailable when nobody can take it."""
         ...
 
 
-Ranker = Callable[[Sequence[NodeView], RoutingRequest, bool], tuple[NodeView, str]]
+Ranker = Callable[[Sequence[NodeSnapshot], RoutingRequest, bool], tuple[NodeSnapshot, str]]
 
 
-def _cost_s(node: NodeView, nodes: Sequence[NodeView], request: RoutingRequest, decode: bool) -> float:
+def _cost_s(
+    node: NodeSnapshot, nodes: Sequence[NodeSnapshot], request: RoutingRequest, decode: bool
+) -> float:
     return decode_wait_s(node, request, nodes) if decode else prefill_cost_s(node, request, nodes)
 
 
-def _shown_wait(node: NodeView, nodes: Sequence[NodeView], request: RoutingRequest, decode: bool) -> str:
+def _shown_wait(
+    node: NodeSnapshot, nodes: Sequence[NodeSnapshot], request: RoutingRequest, decode: bool
+) -> str:
     wait = decode_wait_s(node, request, nodes) if decode else prefill_wait_s(node, request, nodes)
     return f"{wait * 1000:.0f} ms"
 
 
-def _least_wait(nodes: Sequence[NodeView], request: RoutingRequest, decode: bool) -> tuple[NodeView, str]:
+def _least_wait(
+    nodes: Sequence[NodeSnapshot], request: RoutingRequest, decode: bool
+) -> tuple[NodeSnapshot, str]:
     costs = [_cost_s(node, nodes, request, decode) for node in nodes]
     # Equals take turns: otherwise idle nodes would all wait for the first of them.
     best = min(range(len(nodes)), key=lambda i: (costs[i], (i - request.turn) % len(nodes)))
     return nodes[best], _shown_wait(nodes[best], nodes, request, decode)
 
 
-def _round_robin(nodes: Sequence[NodeView], request: RoutingRequest, decode: bool) -> tuple[NodeView, str]:
+def _round_robin(
+    nodes: Sequence[NodeSnapshot], request: RoutingRequest, decode: bool
+) -> tuple[NodeSnapshot, str]:
     return sorted(nodes, key=lambda n: n.node_id)[request.turn % len(nodes)], f"turn {request.turn}"
 
 
 def _prefix_affinity(
-    nodes: Sequence[NodeView], request: RoutingRequest, decode: bool
-) -> tuple[NodeView, str]:
+    nodes: Sequence[NodeSnapshot], request: RoutingRequest, decode: bool
+) -> tuple[NodeSnapshot, str]:
     least, why = _least_wait(nodes, request, decode)
     best = max(nodes, key=lambda n: request.cached.get(n.node_id, 0))
     cached = request.cached.get(best.node_id, 0)
@@ -62,14 +70,14 @@ def _prefix_affinity(
 
 
 def _session_affinity(
-    nodes: Sequence[NodeView], request: RoutingRequest, decode: bool
-) -> tuple[NodeView, str]:
+    nodes: Sequence[NodeSnapshot], request: RoutingRequest, decode: bool
+) -> tuple[NodeSnapshot, str]:
     """Rendezvous hashing: a session stays where it is as long as its node does, and moves alone when not."""
     if request.session is None:
         return _least_wait(nodes, request, decode)
     session = request.session
 
-    def weight(node: NodeView) -> bytes:
+    def weight(node: NodeSnapshot) -> bytes:
         return hashlib.blake2b(f"{session}\0{node.node_id}".encode(), digest_size=8).digest()
 
     return max(nodes, key=weight), "its session"
@@ -83,10 +91,10 @@ _RANKERS: dict[PolicyName, Ranker] = {
 }
 
 
-def make_policy(name: PolicyName, local_prefill: LocalPrefill) -> Policy:
+def make_policy(name: PolicyName, local_prefill: LocalPrefill) -> RoutingPolicy:
     rank = _RANKERS[name]
 
-    def policy(pools: PoolSnapshot, request: RoutingRequest) -> Decision:
+    def policy(pools: PoolSnapshot, request: RoutingRequest) -> RoutingDecision:
         return decide(pools, request, rank, name, local_prefill)
 
     return policy
@@ -98,29 +106,29 @@ def decide(
     rank: Ranker,
     name: PolicyName,
     local_prefill: LocalPrefill,
-) -> Decision:
+) -> RoutingDecision:
     prefill_nodes = [node for node in pools.prefill if node.node_id not in request.avoid]
     decode_nodes = [node for node in pools.decode if node.node_id not in request.avoid]
 
     if request.max_new_tokens == 1 and prefill_nodes:
         node, why = rank(prefill_nodes, request, False)
-        return Decision(node.info, None, f"{name}: one token, so {node.node_id} alone ({why})")
+        return RoutingDecision(node.info, None, f"{name}: one token, so {node.node_id} alone ({why})")
     if not decode_nodes:
         raise Unavailable("no decode node is ready")
 
     decode, decode_why = rank(decode_nodes, request, True)
     chosen = f"decode {decode.node_id} ({decode_why})"
     if decode.info.role is Role.AGGREGATED:
-        return Decision(None, decode.info, f"{name}: {decode.node_id} does both ({decode_why})")
+        return RoutingDecision(None, decode.info, f"{name}: {decode.node_id} does both ({decode_why})")
     if not prefill_nodes:
-        return Decision(None, decode.info, f"{name}: {chosen}; local, no prefill node is ready")
+        return RoutingDecision(None, decode.info, f"{name}: {chosen}; local, no prefill node is ready")
     if local_prefill is LocalPrefill.ALWAYS:
-        return Decision(None, decode.info, f"{name}: {chosen}; local, always")
+        return RoutingDecision(None, decode.info, f"{name}: {chosen}; local, always")
 
     prefill, prefill_why = rank(prefill_nodes, request, False)
     away = f"prefill {prefill.node_id} ({prefill_why})"
     if local_prefill is LocalPrefill.AUTO:
         reason = reason_to_prefill_locally(pools, request, prefill, decode)
         if reason is not None:
-            return Decision(None, decode.info, f"{name}: {chosen}; local, {reason}")
-    return Decision(prefill.info, decode.info, f"{name}: {away}, {chosen}")
+            return RoutingDecision(None, decode.info, f"{name}: {chosen}; local, {reason}")
+    return RoutingDecision(prefill.info, decode.info, f"{name}: {away}, {chosen}")

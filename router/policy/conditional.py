@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from tandem.router.policy.costs import known_prefill_rate
-from tandem.router.policy.types import NodeView, PoolSnapshot, RoutingRequest
+from tandem.router.policy.types import NodeSnapshot, PoolSnapshot, RoutingRequest
 
 # A stream that stands still for longer is seen to. Decode nodes are there so that none does because of others' prompts.
 _UNNOTICED_S = 0.05
 
 
 def reason_to_prefill_locally(
-    pools: PoolSnapshot, request: RoutingRequest, prefill: NodeView, decode: NodeView
+    pools: PoolSnapshot, request: RoutingRequest, prefill: NodeSnapshot, decode: NodeSnapshot
 ) -> str | None:
     """None: send it away, which is also the answer while the rates are not yet measured.
 

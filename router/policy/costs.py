@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tandem.router.policy.types import NodeView, RoutingRequest
+from tandem.router.policy.types import NodeSnapshot, RoutingRequest
 from tandem.wire.nodes import Role
 
 # Only for comparing nodes before anything has been measured; never for deciding whether to send a prompt away.
@@ -13,7 +13,7 @@ ASSUMED_PREFILL_TOKENS_PER_S = 1000.0
 ASSUMED_STEP_S = 0.02
 
 
-def known_prefill_rate(node: NodeView, peers: Iterable[NodeView]) -> float | None:
+def known_prefill_rate(node: NodeSnapshot, peers: Iterable[NodeSnapshot]) -> float | None:
     """Its own measured rate, or the best measured one of its peers: pools are of like machines."""
     if node.rates.prefill_tokens_per_s is not None:
         return node.rates.prefill_tokens_per_s
@@ -23,19 +23,19 @@ def known_prefill_rate(node: NodeView, peers: Iterable[NodeView]) -> float | Non
     )
 
 
-def prefill_wait_s(node: NodeView, request: RoutingRequest, peers: Iterable[NodeView]) -> float:
+def prefill_wait_s(node: NodeSnapshot, request: RoutingRequest, peers: Iterable[NodeSnapshot]) -> float:
     """Until the first token: everything queued there, then what of this prompt is not cached there."""
     rate = known_prefill_rate(node, peers) or ASSUMED_PREFILL_TOKENS_PER_S
     return (node.queued_tokens + request.uncached(node)) / rate
 
 
-def prefill_cost_s(node: NodeView, request: RoutingRequest, peers: Iterable[NodeView]) -> float:
+def prefill_cost_s(node: NodeSnapshot, request: RoutingRequest, peers: Iterable[NodeSnapshot]) -> float:
     """Its wait, and its own computing once more: whoever comes behind it waits for that too."""
     rate = known_prefill_rate(node, peers) or ASSUMED_PREFILL_TOKENS_PER_S
     return prefill_wait_s(node, request, peers) + request.uncached(node) / rate
 
 
-def decode_wait_s(node: NodeView, request: RoutingRequest, peers: Iterable[NodeView]) -> float:
+def decode_wait_s(node: NodeSnapshot, request: RoutingRequest, peers: Iterable[NodeSnapshot]) -> float:
     """What it costs to be decoded there: a longer step for each that shares it, prompts that are read in between
     (its own too, on a node that does both), and a wait if blocks are short.
 

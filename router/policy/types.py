@@ -11,7 +11,7 @@ from tandem.wire.nodes import NodeInfo, Role
 from tandem.wire.requests import NodeStatus
 
 
-class NodeView(msgspec.Struct, frozen=True):
+class NodeSnapshot(msgspec.Struct, frozen=True):
     """A node that may be chosen: its last status, and what this router has sent it since."""
 
     info: NodeInfo
@@ -44,8 +44,8 @@ class NodeView(msgspec.Struct, frozen=True):
 
 
 class PoolSnapshot(msgspec.Struct, frozen=True):
-    prefill: tuple[NodeView, ...]
-    decode: tuple[NodeView, ...]  # decode nodes, and those that do both
+    prefill: tuple[NodeSnapshot, ...]
+    decode: tuple[NodeSnapshot, ...]  # decode nodes, and those that do both
     handover_s: float | None = None  # measured: from the first token to the decode node's start
 
 
@@ -57,12 +57,12 @@ class RoutingRequest(msgspec.Struct, frozen=True):
     turn: int = 0  # counts requests, for policies that take turns
     avoid: frozenset[str] = frozenset()  # nodes that failed this request before
 
-    def uncached(self, node: NodeView) -> int:
+    def uncached(self, node: NodeSnapshot) -> int:
         """At least one token is always computed: the last one's output is what is asked for."""
         return max(1, self.prompt_tokens - self.cached.get(node.node_id, 0))
 
 
-class Decision(msgspec.Struct, frozen=True):
+class RoutingDecision(msgspec.Struct, frozen=True):
     """Either node may be None, not both. Without a decode node the prefill node ends the request by itself."""
 
     prefill: NodeInfo | None

@@ -10,7 +10,7 @@ import msgspec
 
 from tandem.router.formats.pieces import AnswerReader, Arguments, CallBegins, Piece, Reasoning, Text
 from tandem.router.openai.choice import Choice, Delta
-from tandem.router.openai.plan import Plan
+from tandem.router.openai.plan import GenerationPlan
 from tandem.router.openai.usage import usage
 from tandem.wire.errors import TandemError
 
@@ -47,7 +47,7 @@ class ResponseMaker:
                 pieces = [*pieces, *self._reader.finish()]
         return [event for piece in pieces for event in self._show(piece)]
 
-    def complete(self, plan: Plan, choice: Choice) -> list[bytes]:
+    def complete(self, plan: GenerationPlan, choice: Choice) -> list[bytes]:
         whole = choice.finish_reason != "length"
         out = self._close("completed" if whole else "incomplete")
         if not whole:

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from tandem.router.responses.responses_request import Item
+from tandem.router.responses.responses_request import InputItem
 from tandem.wire.errors import RequestError, TandemError, Unavailable
 
 
@@ -26,7 +26,9 @@ class StoredResponse:
     """`events` are those of its stream, each at its number. They are kept for whoever follows, and to the end where it
     was asked for in the background."""
 
-    def __init__(self, body: dict[str, Any], owner: str, items: list[Item], *, keeps_events: bool) -> None:
+    def __init__(
+        self, body: dict[str, Any], owner: str, items: list[InputItem], *, keeps_events: bool
+    ) -> None:
         self.body = body
         self.owner = owner
         self.items = items  # the conversation up to its answer
@@ -78,9 +80,9 @@ class StoredResponse:
             self._followers -= 1
             self._forget_events()
 
-    def output_items(self) -> list[Item]:
+    def output_items(self) -> list[InputItem]:
         """As the next request would send them back."""
-        return msgspec.convert(self.body["output"], list[Item])
+        return msgspec.convert(self.body["output"], list[InputItem])
 
     def _forget_events(self) -> None:
         """Its answer is kept whole. Who follows it has read them all."""

@@ -28,23 +28,23 @@ from tandem.wire.errors import InvalidRequest
 ResponseId = Annotated[str, Meta(min_length=1, max_length=128)]
 
 
-class Part(msgspec.Struct, frozen=True):
+class InputPart(msgspec.Struct, frozen=True):
     type: str
     text: str | None = None
     refusal: str | None = None
 
 
-class Item(msgspec.Struct, frozen=True):
+class InputItem(msgspec.Struct, frozen=True):
     """Something that was said, called or answered. What it holds besides is dropped: answers are sent back as they came."""
 
     type: str = "message"
     role: Literal["user", "assistant", "system", "developer"] | None = None
-    content: str | list[Part] | None = None
-    summary: list[Part] | None = None
+    content: str | list[InputPart] | None = None
+    summary: list[InputPart] | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
-    output: str | list[Part] | None = None
+    output: str | list[InputPart] | None = None
 
 
 class ItemTool(msgspec.Struct, frozen=True):
@@ -81,7 +81,7 @@ class ReasoningOptions(msgspec.Struct, frozen=True):
 
 
 class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    input: str | Annotated[list[Item], Meta(min_length=1)]
+    input: str | Annotated[list[InputItem], Meta(min_length=1)]
     model: str | None = None
     instructions: str | None = None
     previous_response_id: ResponseId | None = None
@@ -117,13 +117,13 @@ def check(request: ResponsesRequest) -> None:
         )
 
 
-def items_of(request: ResponsesRequest) -> list[Item]:
+def items_of(request: ResponsesRequest) -> list[InputItem]:
     if isinstance(request.input, str):
-        return [Item(role="user", content=request.input)]
+        return [InputItem(role="user", content=request.input)]
     return request.input
 
 
-def as_chat(request: ResponsesRequest, before: Sequence[Item]) -> ChatRequest:
+def as_chat(request: ResponsesRequest, before: Sequence[InputItem]) -> ChatRequest:
     """`before` is the conversation that it goes on with."""
     messages = list(_messages([*before, *items_of(request)]))
     if request.instructions is not None:
@@ -188,7 +188,7 @@ class _Turn:
         )
 
 
-def _messages(items: Sequence[Item]) -> Iterable[ChatMessage]:
+def _messages(items: Sequence[InputItem]) -> Iterable[ChatMessage]:
     turn: _Turn | None = None
     for at, item in enumerate(items):
         where = f"input[{at}]"
@@ -219,7 +219,7 @@ def _messages(items: Sequence[Item]) -> Iterable[ChatMessage]:
         yield turn.message()
 
 
-def _add(turn: _Turn, item: Item, where: str) -> None:
+def _add(turn: _Turn, item: InputItem, where: str) -> None:
     if item.type == "reasoning":
         parts = item.content if item.content is not None else item.summary
         turn.thoughts.append(_text(parts or "", f"{where}.content"))
@@ -232,7 +232,7 @@ def _add(turn: _Turn, item: Item, where: str) -> None:
         turn.said.append(_text(item.content, f"{where}.content"))
 
 
-def _text(content: str | Sequence[Part] | None, where: str) -> str:
+def _text(content: str | Sequence[InputPart] | None, where: str) -> str:
     if content is None:
         raise InvalidRequest(f"{where}: is required", where)
     if isinstance(content, str):

@@ -24,15 +24,15 @@ from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, Trace
 from tandem.router.config import TracingConfig
 from tandem.router.metrics import RouterMetrics
 from tandem.router.tracing.record import NodePart, TraceRecord
-from tandem.wire.tracing import Phase, Span, TransferRecord
+from tandem.wire.tracing import Span, TracePhase, TransferRecord
 
 logger = logging.getLogger(__name__)
 
 CLOSE_WITHIN_S = 2.0
 QUEUED_SPANS = 1 << 14  # unless OTEL_BSP_MAX_QUEUE_SIZE says otherwise
 # Shorter than `decode` and `prefill`, which contain them or say the same.
-_FOLDED = frozenset({Phase.DECODE, Phase.FLUSH})
-_HIDDEN = frozenset({Phase.STEP})
+_FOLDED = frozenset({TracePhase.DECODE, TracePhase.FLUSH})
+_HIDDEN = frozenset({TracePhase.STEP})
 
 
 class OtlpExporter:

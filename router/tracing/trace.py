@@ -11,7 +11,7 @@ from tandem.router.tracing.clocks import Clocks
 from tandem.router.tracing.context import TraceContext
 from tandem.router.tracing.record import Arrival, NodePart, TraceRecord, TraceSummary
 from tandem.wire.nodes import NodeInfo
-from tandem.wire.tracing import NodeTrace, Phase, Span
+from tandem.wire.tracing import NodeTrace, Span, TracePhase
 
 MAX_SPANS = 4096
 MAX_ATTEMPTS = 64  # of all choices together: one that has more is not told of to the end
@@ -57,7 +57,7 @@ class RequestTrace:
 
     # --- the router's own part
 
-    def span(self, phase: Phase, start: float, end: float, tokens: int = 0) -> None:
+    def span(self, phase: TracePhase, start: float, end: float, tokens: int = 0) -> None:
         if len(self._spans) < MAX_SPANS:
             self._spans.append(Span(phase, start, end, tokens))
         else:
@@ -83,7 +83,7 @@ class RequestTrace:
     def flushed(self, now: float) -> None:
         """The text of what had arrived has left for the client, or as much of it as makes whole characters."""
         if self._unflushed_since is not None:
-            self.span(Phase.FLUSH, self._unflushed_since, now, self._unflushed)
+            self.span(TracePhase.FLUSH, self._unflushed_since, now, self._unflushed)
             self._unflushed_since, self._unflushed = None, 0
 
     def end(self, now: float, route: str, status: int | None) -> None:

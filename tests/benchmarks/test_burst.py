@@ -11,11 +11,11 @@ import pytest
 from rich.console import Console
 
 from benchmarks.burst import Bursts, Lasting, Trial, show
-from benchmarks.bursting import Measured
+from benchmarks.bursting import BurstFigures
 from benchmarks.side_by_side.processes import Family
-from benchmarks.side_by_side.systems import Started, System
+from benchmarks.side_by_side.systems import RunningSystem, System
 from tandem.loadgen.metrics import ServiceLevel
-from tandem.loadgen.report import Machine
+from tandem.loadgen.report import MachineDescription
 from tandem.loadgen.vocabulary import TextVocabulary
 from tests.loadgen.fake_server import Exchange, complete, serving
 from tests.loadgen.made_tokenizers import byte_level
@@ -27,7 +27,7 @@ MOST_WAITING = 3
 
 @pytest.mark.slow
 def test_a_trial_finds_the_capacity_and_counts_what_the_burst_did() -> None:
-    async def work() -> Measured:
+    async def work() -> BurstFigures:
         places, waiting = asyncio.Semaphore(1), 0
 
         async def answer(exchange: Exchange) -> None:
@@ -45,7 +45,7 @@ def test_a_trial_finds_the_capacity_and_counts_what_the_burst_did() -> None:
 
         async with serving(answer) as server:
             system = System("fake", "A fake", ("true",), int(server.url.rpartition(":")[2]))
-            started = Started(system, "m", 0.0, cast("Family", None))
+            started = RunningSystem(system, "m", 0.0, cast("Family", None))
             slo = ServiceLevel(ttft=0.5)
             trial = Trial(
                 started, OPTIONS, slo, LASTING, TextVocabulary(byte_level()), Console(file=io.StringIO())
@@ -59,6 +59,6 @@ def test_a_trial_finds_the_capacity_and_counts_what_the_burst_did() -> None:
     assert found.requests == sum(stage.count for stage in found.stages)
     assert found.goodput["burst"] > 0
     shown = io.StringIO()
-    outcome = Bursts("now", Machine.here(), "python -m benchmarks.burst", {}, [found])
+    outcome = Bursts("now", MachineDescription.here(), "python -m benchmarks.burst", {}, [found])
     show(Console(file=shown, width=200), outcome)
     assert "✗ A fake: all who are turned away are told when to come back" in shown.getvalue()

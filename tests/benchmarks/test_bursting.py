@@ -9,10 +9,10 @@ import httpx
 import pytest
 
 from benchmarks.bursting import (
-    Asked,
-    Client,
+    BurstClient,
+    BurstQuestion,
+    BurstStage,
     Floors,
-    Stage,
     Tokens,
     floors_of,
     measure,
@@ -23,16 +23,22 @@ from tandem.loadgen.metrics import ServiceLevel
 from tandem.loadgen.timeline import RequestFailure, Timeline
 
 SLO = ServiceLevel(ttft=1.0)
-STAGES = [Stage("before", 0, 10, 1.0), Stage("burst", 10, 30, 3.0), Stage("after", 30, 60, 1.0)]
+STAGES = [
+    BurstStage("before", 0, 10, 1.0),
+    BurstStage("burst", 10, 30, 3.0),
+    BurstStage("after", 30, 60, 1.0),
+]
 
 
-def asked(at: float, ttft: float | None = 0.1, failure: str = "", *, retry_after: bool = False) -> Asked:
+def asked(
+    at: float, ttft: float | None = 0.1, failure: str = "", *, retry_after: bool = False
+) -> BurstQuestion:
     timeline = Timeline("burst", 4, sent_at=100 + at, prompt_tokens=10, reported_tokens=4)
     if failure:
         timeline.failure = RequestFailure(failure, "why")
     elif ttft is not None:
         timeline.chunk_times = [100 + at + ttft]
-    return Asked(timeline, at, retry_after)
+    return BurstQuestion(timeline, at, retry_after)
 
 
 def test_goodput_is_by_when_a_request_was_sent_and_only_of_those_in_time() -> None:
@@ -78,13 +84,13 @@ def test_what_is_not_back_while_it_is_watched_is_never_back() -> None:
     assert recovery(before, after, STAGES[-1], SLO) is None
 
 
-def client(answer: httpx.Response, *, is_tandem: bool = True) -> Client:
-    return Client(
+def client(answer: httpx.Response, *, is_tandem: bool = True) -> BurstClient:
+    return BurstClient(
         "http://server", "m", 5.0, is_tandem=is_tandem, transport=httpx.MockTransport(lambda request: answer)
     )
 
 
-def ask(answer: httpx.Response) -> Asked:
+def ask(answer: httpx.Response) -> BurstQuestion:
     return asyncio.run(client(answer).ask("hello", 3.0, 4))
 
 

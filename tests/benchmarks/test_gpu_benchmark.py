@@ -13,10 +13,10 @@ import torch
 from benchmarks import gpu, gpu_parity
 from benchmarks.engine_costs import Costs
 from benchmarks.engine_work import Times
-from benchmarks.gpu_models import Shape, make_model
-from benchmarks.machine import Limits
+from benchmarks.gpu_models import ModelShape, make_model
+from benchmarks.machine import MachineLimits
 
-SMALL = Shape(64, 96, 2, 2, 1, 1000, 32, "float32", spread=0.3)
+SMALL = ModelShape(64, 96, 2, 2, 1, 1000, 32, "float32", spread=0.3)
 
 
 def test_without_a_gpu_it_says_so_and_measures_nothing(
@@ -42,7 +42,7 @@ def test_it_starts_without_what_only_a_cluster_needs() -> None:
 
 def test_utilisation_is_of_what_the_machine_can_do() -> None:
     costs = Costs(layers=1000, head=100, element_bytes=2, kv_bytes=10, attention_flops=4)
-    limits = Limits(gemm_flops=1e6, read_bytes=1e5)
+    limits = MachineLimits(gemm_flops=1e6, read_bytes=1e5)
     rows = gpu.compare(Times({10: 0.1}, {(4, 50): 0.05}), limits, costs)
     prefill, decode = rows
     assert prefill["flop_utilisation"] == pytest.approx((2 * (1000 * 10 + 100) + 4 * 10 * 11 // 2) / 1e5)
@@ -80,7 +80,7 @@ def test_it_runs_through_on_a_cpu(
     monkeypatch.setattr(gpu, "QUICK_PREFILLS", (16,))
     monkeypatch.setattr(gpu, "QUICK_DECODES", ((2, 16),))
     monkeypatch.setattr(gpu, "PARITY_SHAPE", SMALL)
-    monkeypatch.setattr(gpu, "measure_limits", lambda *_: Limits(1e12, 1e10))
+    monkeypatch.setattr(gpu, "measure_limits", lambda *_: MachineLimits(1e12, 1e10))
     out = tmp_path / "figures.json"
     monkeypatch.setattr(sys, "argv", ["gpu", "--device", "cpu", "--model", str(path), "--json", str(out)])
     assert gpu.main() == 0

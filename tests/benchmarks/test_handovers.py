@@ -10,15 +10,25 @@ from benchmarks.side_by_side import handovers
 from benchmarks.side_by_side.handovers import measure_handovers
 from tandem.router.tracing.record import NodePart, TraceRecord
 from tandem.wire.errors import Unavailable
-from tandem.wire.tracing import Phase, Span
+from tandem.wire.tracing import Span, TracePhase
 
 
 def trace(request_id: str, away: bool = True) -> TraceRecord:
     reader = NodePart(
-        "p0", "prefill", "r", [Span(Phase.PREFILL, 1.0, 1.1), Span(Phase.WRITE, 1.09, 1.102)], 0.0, 0.0
+        "p0",
+        "prefill",
+        "r",
+        [Span(TracePhase.PREFILL, 1.0, 1.1), Span(TracePhase.WRITE, 1.09, 1.102)],
+        0.0,
+        0.0,
     )
     writer = NodePart(
-        "d0", "decode", "r", [Span(Phase.RECEIVE, 1.0, 1.103), Span(Phase.DECODE, 1.104, 1.2)], 0.0, 0.0
+        "d0",
+        "decode",
+        "r",
+        [Span(TracePhase.RECEIVE, 1.0, 1.103), Span(TracePhase.DECODE, 1.104, 1.2)],
+        0.0,
+        0.0,
     )
     return TraceRecord(
         request_id, "", "t", "s", None, "", "/v1/completions", "m", 1.0, 1e9, 1.3, 200, 512, 2, [], [], [],

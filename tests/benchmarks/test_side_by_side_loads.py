@@ -15,8 +15,8 @@ from benchmarks.side_by_side.loads import (
     QUICK,
     SHARED,
     Examiner,
-    Plan,
-    Questions,
+    LoadPlan,
+    LoadQuestions,
     cells_of,
 )
 from tandem.loadgen.vocabulary import IdVocabulary, TextVocabulary
@@ -25,7 +25,7 @@ from tandem.wire.errors import Unavailable
 from tests.loadgen.fake_server import Exchange, complete, serving
 from tests.loadgen.made_tokenizers import byte_level, shared_beginning
 
-TINY = Plan(
+TINY = LoadPlan(
     closed_loops=((1, 2), (4, 6)),
     prompt=Lengths(20, 4),
     chat_users=2,
@@ -51,7 +51,7 @@ async def paced(exchange: Exchange) -> None:
 def test_every_load_is_asked_of_a_system_and_every_answer_kept() -> None:
     async def run() -> tuple[dict[str, int], dict[str, int], int]:
         async with serving(paced) as server:
-            questions = Questions.draw(TINY, VOCABULARY, seed=1)
+            questions = LoadQuestions.draw(TINY, VOCABULARY, seed=1)
             examiner = Examiner(server.url, "smol", TINY, questions, Console(file=io.StringIO()), "fake")
             examination = await asyncio.to_thread(examiner.examine)
             assert examination.first_ttft_s >= 0.005
@@ -75,7 +75,7 @@ def test_a_system_that_answers_nothing_is_not_measured() -> None:
 
     async def run() -> None:
         async with serving(refuse) as server:
-            questions = Questions.draw(TINY, VOCABULARY, seed=1)
+            questions = LoadQuestions.draw(TINY, VOCABULARY, seed=1)
             examiner = Examiner(server.url, "smol", TINY, questions, Console(file=io.StringIO()), "fake")
             await asyncio.to_thread(examiner.examine)
 
@@ -84,14 +84,14 @@ def test_a_system_that_answers_nothing_is_not_measured() -> None:
 
 
 def test_every_run_asks_new_questions_and_every_system_the_same() -> None:
-    first, again, next_run = (Questions.draw(TINY, VOCABULARY, seed) for seed in (1, 1, 2))
+    first, again, next_run = (LoadQuestions.draw(TINY, VOCABULARY, seed) for seed in (1, 1, 2))
     assert first == again
     asked = {session.turns[0].prompt for session in first.closed_loops[1]}
     assert not asked & {session.turns[0].prompt for session in next_run.closed_loops[1]}
 
 
 def test_nothing_that_is_measured_was_asked_before_in_the_same_run() -> None:
-    questions = Questions.draw(TINY, IdVocabulary(byte_level()), seed=1)
+    questions = LoadQuestions.draw(TINY, IdVocabulary(byte_level()), seed=1)
     groups = [questions.warm_up, *questions.closed_loops, questions.chats_alone, questions.chats_beside]
     prompts = [session.turns[0].prompt for group in groups for session in group]
     assert len(set(prompts)) == len(prompts)
@@ -102,7 +102,7 @@ def test_nothing_that_is_measured_was_asked_before_in_the_same_run() -> None:
 
 
 @pytest.mark.parametrize("plan", [FULL, QUICK])
-def test_the_plans_are_the_experiment_that_is_claimed(plan: Plan) -> None:
+def test_the_plans_are_the_experiment_that_is_claimed(plan: LoadPlan) -> None:
     assert [users for users, _ in plan.closed_loops] == [1, 4, 8]
     assert (plan.prompt.input, plan.prompt.output) == (512, 64)
     assert plan.long.input == 2048

@@ -10,10 +10,10 @@ from rich.console import Console
 from benchmarks.side_by_side.loads import ALONE, BESIDE, LONG, QUICK, SHARED, cells_of
 from benchmarks.side_by_side.outcome import (
     Absence,
-    Examined,
+    ComparisonOutcome,
+    ExaminedSystem,
     Figure,
     Handovers,
-    Outcome,
     Start,
     figure,
     first_answer_after,
@@ -25,7 +25,7 @@ from benchmarks.side_by_side.show import draw_outcome, print_outcome
 from benchmarks.side_by_side.systems import TANDEM_AGGREGATED, TANDEM_PD, VLLM_AGGREGATED, VLLM_PD
 from tandem.cluster.saving import save_picture
 from tandem.loadgen.metrics import Summary, summarize
-from tandem.loadgen.report import Machine
+from tandem.loadgen.report import MachineDescription
 from tandem.loadgen.timeline import Timeline
 
 TITLES = {
@@ -46,10 +46,10 @@ def summary(first: float, gap: float, requests: int = 4) -> Summary:
     return summarize("x", timelines, requests * (first + 3 * gap))
 
 
-def outcome(*examined: Examined) -> Outcome:
-    return Outcome(
+def outcome(*examined: ExaminedSystem) -> ComparisonOutcome:
+    return ComparisonOutcome(
         made_at="2026-01-01T00:00:00+00:00",
-        machine=Machine("a processor", 2, "Linux", "3.11"),
+        machine=MachineDescription("a processor", 2, "Linux", "3.11"),
         command="python -m benchmarks.disaggregation",
         settings={"plan": QUICK, "slo": "ttft ≤ 1000 ms"},
         titles=dict(TITLES),
@@ -58,15 +58,18 @@ def outcome(*examined: Examined) -> Outcome:
     )
 
 
-def everywhere(system: str, first: float, gap: float, run: int = 0) -> list[Examined]:
-    return [Examined(system, run, cell, summary(first, gap)) for cell in cells_of(QUICK)]
+def everywhere(system: str, first: float, gap: float, run: int = 0) -> list[ExaminedSystem]:
+    return [ExaminedSystem(system, run, cell, summary(first, gap)) for cell in cells_of(QUICK)]
 
 
 def test_a_figure_is_the_median_and_the_spread_of_the_runs() -> None:
     found = outcome(
-        *(Examined(TANDEM_PD, run, "1 user", summary(t, 0.01)) for run, t in enumerate((0.3, 0.1, 0.2))),
-        Examined(TANDEM_PD, 0, "8 users", summary(9.0, 0.01)),
-        Examined(VLLM_PD, 0, "1 user", summary(9.0, 0.01)),
+        *(
+            ExaminedSystem(TANDEM_PD, run, "1 user", summary(t, 0.01))
+            for run, t in enumerate((0.3, 0.1, 0.2))
+        ),
+        ExaminedSystem(TANDEM_PD, 0, "8 users", summary(9.0, 0.01)),
+        ExaminedSystem(VLLM_PD, 0, "1 user", summary(9.0, 0.01)),
     )
     value = figure(found, TANDEM_PD, "1 user", ttft)
     assert value is not None
@@ -101,8 +104,8 @@ def test_floors_are_ratios_in_which_more_is_better() -> None:
 
 def test_steadiness_is_tandems_own_and_needs_no_peer() -> None:
     found = outcome(
-        Examined(TANDEM_PD, 0, ALONE, summary(0.1, 0.010)),
-        Examined(TANDEM_PD, 0, BESIDE, summary(0.1, 0.019)),
+        ExaminedSystem(TANDEM_PD, 0, ALONE, summary(0.1, 0.010)),
+        ExaminedSystem(TANDEM_PD, 0, BESIDE, summary(0.1, 0.019)),
     )
     (steadiness,) = [floor for floor in judge(found) if floor.measured is not None]
     assert (steadiness.measured, steadiness.met) == (pytest.approx(1.9), True)
@@ -153,7 +156,7 @@ def test_the_picture_is_drawn_with_whatever_there_is(tmp_path: Path) -> None:
 def test_an_outcome_can_be_read_again() -> None:
     found = outcome(*everywhere(TANDEM_PD, 0.1, 0.01))
     found.floors = judge(found)
-    again = msgspec.json.decode(msgspec.json.encode(found), type=Outcome)
+    again = msgspec.json.decode(msgspec.json.encode(found), type=ComparisonOutcome)
     assert figure(again, TANDEM_PD, "1 user", output_rate) == figure(found, TANDEM_PD, "1 user", output_rate)
     assert again.floors == found.floors
 

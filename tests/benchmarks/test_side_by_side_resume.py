@@ -15,12 +15,12 @@ from rich.console import Console
 
 from benchmarks.side_by_side import experiment as module
 from benchmarks.side_by_side.experiment import Experiment
-from benchmarks.side_by_side.loads import QUICK, Examination, Measured, cells_of
-from benchmarks.side_by_side.outcome import Absence, Outcome, Start
+from benchmarks.side_by_side.loads import QUICK, Examination, MeasuredLoad, cells_of
+from benchmarks.side_by_side.outcome import Absence, ComparisonOutcome, Start
 from benchmarks.side_by_side.resume import Kept, keep, resume
 from benchmarks.side_by_side.systems import System
 from tandem.loadgen.metrics import parse_service_level
-from tandem.loadgen.report import Machine
+from tandem.loadgen.report import MachineDescription
 from tandem.loadgen.timeline import Timeline
 from tandem.loadgen.vocabulary import GuessedVocabulary
 from tandem.wire.errors import ConfigurationError, Unavailable
@@ -28,12 +28,12 @@ from tandem.wire.errors import ConfigurationError, Unavailable
 SYSTEMS = [System(key, key.title(), ("true",), 1) for key in ("ours", "theirs")]
 
 
-def outcome(**fields: Any) -> Outcome:
+def outcome(**fields: Any) -> ComparisonOutcome:
     given: dict[str, Any] = {
-        "made_at": "", "machine": Machine("p", 2, "Linux", "3.11"), "command": "python", "titles": {"ours": "Ours"},
+        "made_at": "", "machine": MachineDescription("p", 2, "Linux", "3.11"), "command": "python", "titles": {"ours": "Ours"},
         "settings": {"plan": QUICK, "seed": 0, "runs": 1}, "cells": cells_of(QUICK),
     }  # fmt: skip
-    return Outcome(**(given | fields))
+    return ComparisonOutcome(**(given | fields))
 
 
 def test_what_was_kept_is_there_again(tmp_path: Path) -> None:
@@ -63,11 +63,11 @@ def test_an_empty_folder_begins_anew(tmp_path: Path) -> None:
     [
         (outcome(settings={"plan": QUICK, "seed": 1, "runs": 1}), "another seed"),
         (outcome(settings={"seed": 0, "runs": 1}), "another plan"),
-        (outcome(machine=Machine("q", 2, "Linux", "3.11")), "another machine"),
+        (outcome(machine=MachineDescription("q", 2, "Linux", "3.11")), "another machine"),
     ],
 )
 def test_another_experiments_figures_are_neither_mixed_nor_overwritten(
-    tmp_path: Path, other: Outcome, said: str
+    tmp_path: Path, other: ComparisonOutcome, said: str
 ) -> None:
     keep(tmp_path, Kept(other, {}))
     before = (tmp_path / "outcome.json").read_bytes()
@@ -100,7 +100,7 @@ class World:
 
     def examiner(self, *args: object) -> Any:
         timeline = Timeline("x", max_tokens=2, prompt_tokens=8, chunk_times=[1.0, 1.5])
-        return SimpleNamespace(examine=lambda: Examination(0.5, [Measured("1 user", [timeline], 2.0)]))
+        return SimpleNamespace(examine=lambda: Examination(0.5, [MeasuredLoad("1 user", [timeline], 2.0)]))
 
     def check_alive(self, started: Any) -> None:
         if started.system.key in self.dies:
@@ -140,6 +140,6 @@ def test_only_what_is_missing_is_done(monkeypatch: pytest.MonkeyPatch, tmp_path:
     }
     assert last.outcome.absences == []
     assert (
-        msgspec.json.decode((tmp_path / "outcome.json").read_bytes(), type=Outcome).examined
+        msgspec.json.decode((tmp_path / "outcome.json").read_bytes(), type=ComparisonOutcome).examined
         == last.outcome.examined
     )

@@ -14,21 +14,30 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.soaking.asking import Answer, Failed, ask
+from benchmarks.soaking.asking import Answer, WrongAnswer, ask
 from benchmarks.soaking.cluster import NodeLook, is_whole
 from benchmarks.soaking.load import SoakLoad
-from benchmarks.soaking.questions import Ending, Question, Questions
-from benchmarks.soaking.verdict import Soaked, judge
-from benchmarks.soaking.watching import Bounds, Growth, Sample, Watch, gained, growth_of, look_at, title_of
-from tandem.loadgen.report import Machine
+from benchmarks.soaking.questions import AnswerEnd, SoakQuestion, SoakQuestions
+from benchmarks.soaking.verdict import SoakVerdict, judge
+from benchmarks.soaking.watching import (
+    Bounds,
+    Growth,
+    ProcessSample,
+    ProcessWatch,
+    gained,
+    growth_of,
+    look_at,
+    title_of,
+)
+from tandem.loadgen.report import MachineDescription
 from tandem.wire.errors import Unavailable
 
 WORDS = [f"word{index}" for index in range(50)]
 MIB = 2**20
 
 
-def samples(memory: Callable[[int], float], count: int = 60, descriptors: int = 20) -> list[Sample]:
-    return [Sample(float(at), int(memory(at)), descriptors, 5) for at in range(count)]
+def samples(memory: Callable[[int], float], count: int = 60, descriptors: int = 20) -> list[ProcessSample]:
+    return [ProcessSample(float(at), int(memory(at)), descriptors, 5) for at in range(count)]
 
 
 class TestGrowth:
@@ -49,21 +58,21 @@ class TestGrowth:
             growth = growth_of("p", samples(lambda at: 500 * MIB + at * 3 * MIB), was_there=was_there)
             assert growth is not None
             assert bool(Bounds().broken(growth)) is leaks
-        watch = Watch()
+        watch = ProcessWatch()
         watch.look([os.getpid()], 0.0)
         for at in range(1, 20):
             watch.look([os.getpid(), os.getppid()], float(at))
         assert sorted(growth.was_there for growth in watch.growths()) == [False, True]
 
     def test_who_came_late_has_not_told_yet_whether_it_grows(self) -> None:
-        watch = Watch()
+        watch = ProcessWatch()
         for at in range(100):
             watch.look([os.getpid()] if at < 80 else [os.getpid(), os.getppid()], float(at))
         (growth,) = watch.growths()
         assert growth.process.endswith(f" {os.getpid()}")
 
     def test_descriptors_and_threads_are_held_to_less(self) -> None:
-        leaks = [Sample(float(at), MIB, 20 + at, 5 + at // 4) for at in range(60)]
+        leaks = [ProcessSample(float(at), MIB, 20 + at, 5 + at // 4) for at in range(60)]
         growth = growth_of("p", leaks)
         assert growth is not None
         assert Bounds().broken(growth) == ["p: 39 descriptors", "p: 10 threads"]
@@ -87,13 +96,13 @@ class TestGrowth:
         assert title_of(2**22 + 1) == ""
 
 
-def soaked(**fields: Any) -> Soaked:
+def soaked(**fields: Any) -> SoakVerdict:
     given: dict[str, Any] = {
-        "made_at": "", "machine": Machine("p", 1, "s", "3"), "command": "", "minutes": 1.0, "answered": 9,
+        "made_at": "", "machine": MachineDescription("p", 1, "s", "3"), "command": "", "minutes": 1.0, "answered": 9,
         "aborted": 1, "tokens": 90, "by_kind": {}, "failures": {}, "examples": {}, "checked": 3, "wrong": [],
         "kills": [], "growths": [],
     }  # fmt: skip
-    return Soaked(**(given | fields))
+    return SoakVerdict(**(given | fields))
 
 
 class TestVerdict:
@@ -130,7 +139,7 @@ class TestQuestions:
     def test_they_are_of_every_kind_and_the_same_for_a_seed(self) -> None:
         drawn = [
             [questions.draw() for _ in range(400)]
-            for questions in (Questions(WORDS, "m", 3), Questions(WORDS, "m", 3))
+            for questions in (SoakQuestions(WORDS, "m", 3), SoakQuestions(WORDS, "m", 3))
         ]
         assert drawn[0] == drawn[1]
         kinds = {kind for question in drawn[0] for kind in question.kinds}
@@ -150,7 +159,7 @@ class TestQuestions:
         }
 
     def test_what_is_known_has_one_right_answer(self) -> None:
-        for known in Questions(WORDS, "m", 0).known:
+        for known in SoakQuestions(WORDS, "m", 0).known:
             assert known.body["temperature"] == 0 or "seed" in known.body
 
 
@@ -159,11 +168,13 @@ def sse(*events: object, done: bool = True) -> bytes:
     return b"".join(lines) + (b"data: [DONE]\n\n" if done else b"")
 
 
-def asked(content: bytes, status: int = 200, ending: Ending = Ending.STREAM, **body: Any) -> Answer | None:
+def asked(
+    content: bytes, status: int = 200, ending: AnswerEnd = AnswerEnd.STREAM, **body: Any
+) -> Answer | None:
     async def go() -> Answer | None:
         transport = httpx.MockTransport(lambda request: httpx.Response(status, content=content))
         async with httpx.AsyncClient(transport=transport, base_url="http://r") as client:
-            return await ask(client, Question({"model": "m", **body}, False, ending, abort_after_s=60))
+            return await ask(client, SoakQuestion({"model": "m", **body}, False, ending, abort_after_s=60))
 
     return asyncio.run(go())
 
@@ -193,14 +204,14 @@ class TestAsking:
         ],
     )
     def test_what_is_no_answer_is_a_failure(self, content: bytes, status: int, kind: str) -> None:
-        with pytest.raises(Failed) as failed:
+        with pytest.raises(WrongAnswer) as failed:
             asked(content, status)
         assert failed.value.kind == kind
 
 
 def loaded(answer: Callable[[int], Awaitable[httpx.Response]], monkeypatch: pytest.MonkeyPatch) -> SoakLoad:
     """A load whose server is a function, run until every user has asked some twenty times."""
-    questions = Questions(WORDS, "m", 0)
+    questions = SoakQuestions(WORDS, "m", 0)
     questions.known = questions.known[:1]
     load = SoakLoad("http://r", questions, users=2)
     count = 0
@@ -220,7 +231,7 @@ def loaded(answer: Callable[[int], Awaitable[httpx.Response]], monkeypatch: pyte
     monkeypatch.setattr(
         questions,
         "draw",
-        lambda: Question(questions.known[0].body, False, Ending.WHOLE, known=0, kinds=("known",)),
+        lambda: SoakQuestion(questions.known[0].body, False, AnswerEnd.WHOLE, known=0, kinds=("known",)),
     )
 
     async def go() -> None:
@@ -237,7 +248,7 @@ def completion(text: str) -> httpx.Response:
 
 
 def test_nobody_asks_for_an_answer_that_follows_a_grammar_and_never_ends() -> None:
-    questions = Questions(["word"], "model", seed=0)
+    questions = SoakQuestions(["word"], "model", seed=0)
     bodies = [questions.draw().body for _ in range(2000)]
     assert any("response_format" in body for body in bodies)
     assert not any("response_format" in body and body.get("ignore_eos") for body in bodies)

@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 
 from benchmarks import suite as module
-from benchmarks.suite import PARTS, Headline, Part, Suite, run_part, show
-from tandem.loadgen.report import Machine
+from benchmarks.suite import PARTS, Headline, Suite, SuitePart, run_part, show
+from tandem.loadgen.report import MachineDescription
 
 FOUND: dict[str, Any] = {
     "scheduler": {"workloads": [{"running": 256, "tandem_us": {"step": 300.0, "add_request": 30.0}}]},
@@ -45,7 +45,7 @@ FOUND: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("part", PARTS, ids=[part.name for part in PARTS])
-def test_every_part_has_headlines(part: Part) -> None:
+def test_every_part_has_headlines(part: SuitePart) -> None:
     lines = part.read(FOUND[part.name])
     assert lines
     assert all(line.measured >= 0 for line in lines)
@@ -60,11 +60,11 @@ def test_floors_are_judged_in_their_own_direction() -> None:
     assert "nobody there" not in lines
 
 
-def part_of(script: str, within_s: float = 20.0) -> Part:
+def part_of(script: str, within_s: float = 20.0) -> SuitePart:
     def read(found: Any) -> list[Headline]:
         return [Headline("it", found["it"], "s")]
 
-    return Part("a part", ("made", script, "{json}"), within_s, read)
+    return SuitePart("a part", ("made", script, "{json}"), within_s, read)
 
 
 @pytest.fixture
@@ -95,6 +95,8 @@ def test_a_part_is_read_a_broken_one_is_said_to_be_broken_and_an_endless_one_is_
     endless = run_script(part_of("import time; time.sleep(60)", within_s=0.2))
     assert "not through" in endless.failure
     out = io.StringIO()
-    show(Console(file=out, width=100), Suite("", Machine("p", 2, "s", "3"), [well, broken, endless]))
+    show(
+        Console(file=out, width=100), Suite("", MachineDescription("p", 2, "s", "3"), [well, broken, endless])
+    )
     assert "1.50 s" in out.getvalue()
     assert "why it broke" in out.getvalue()

@@ -20,7 +20,7 @@ from tandem.cluster.trace.command import TraceClient, run
 from tandem.cluster.trace.text import show_trace
 from tandem.router.tracing.record import Arrival, NodePart, TraceList, TraceRecord, TraceSummary
 from tandem.wire.errors import ConfigurationError, InternalError, RequestError, Unavailable
-from tandem.wire.tracing import Phase, Span, TransferRecord
+from tandem.wire.tracing import Span, TracePhase, TransferRecord
 
 
 def record(**fields: Any) -> TraceRecord:
@@ -30,24 +30,24 @@ def record(**fields: Any) -> TraceRecord:
         return [Span(phase, 50 + start / 1e3, 50 + end / 1e3, *more) for phase, start, end, *more in given]
 
     prefill = spans(
-        (Phase.INBOX, 5, 7), (Phase.QUEUE, 7, 8),
-        (Phase.STEP, 8, 51, 256), (Phase.PREFILL, 9, 50, 256),
-        (Phase.STEP, 52, 101, 256), (Phase.PREFILL, 53, 100, 256),
-        (Phase.PLAN, 8, 9), (Phase.WRITE, 51, 60, 256, 0, 1 << 20), (Phase.WRITE, 101, 104, 256, 0, 1 << 20),
-        (Phase.NOTICE, 104, 107),
+        (TracePhase.INBOX, 5, 7), (TracePhase.QUEUE, 7, 8),
+        (TracePhase.STEP, 8, 51, 256), (TracePhase.PREFILL, 9, 50, 256),
+        (TracePhase.STEP, 52, 101, 256), (TracePhase.PREFILL, 53, 100, 256),
+        (TracePhase.PLAN, 8, 9), (TracePhase.WRITE, 51, 60, 256, 0, 1 << 20), (TracePhase.WRITE, 101, 104, 256, 0, 1 << 20),
+        (TracePhase.NOTICE, 104, 107),
     )  # fmt: skip
     decode = spans(
-        (Phase.INBOX, 5, 5.5), (Phase.QUEUE, 5.5, 6), (Phase.RECEIVE, 6, 106, 512), (Phase.REGISTER, 6, 8),
-        (Phase.RESUME, 106, 108), (Phase.STEP, 108, 131, 1), (Phase.DECODE, 109, 129, 1),
-        (Phase.STEP, 132, 153, 1), (Phase.DECODE, 132, 152, 1), (Phase.DECODE, 155, 175, 1),
+        (TracePhase.INBOX, 5, 5.5), (TracePhase.QUEUE, 5.5, 6), (TracePhase.RECEIVE, 6, 106, 512), (TracePhase.REGISTER, 6, 8),
+        (TracePhase.RESUME, 106, 108), (TracePhase.STEP, 108, 131, 1), (TracePhase.DECODE, 109, 129, 1),
+        (TracePhase.STEP, 132, 153, 1), (TracePhase.DECODE, 132, 152, 1), (TracePhase.DECODE, 155, 175, 1),
     )  # fmt: skip
     given: dict[str, Any] = {
         "request_id": "req", "answer_id": "cmpl-1", "trace_id": "t" * 32, "span_id": "b" * 16, "parent_id": None,
         "trace_state": "", "route": "/v1/completions", "model": "m", "began": 50.0, "began_unix_s": 1e9,
         "ended": 50.178, "status": 200, "prompt_tokens": 512, "output_tokens": 4, "decisions": ["least wait"],
-        "router": spans((Phase.READ, 0, 1), (Phase.TOKENIZE, 1, 3), (Phase.WAIT, 3, 3), (Phase.ROUTE, 3, 4),
-                        (Phase.FLUSH, 102, 103, 1), (Phase.FLUSH, 131, 131.5, 1), (Phase.FLUSH, 154, 154.5, 1),
-                        (Phase.FLUSH, 177, 177.5, 1)),
+        "router": spans((TracePhase.READ, 0, 1), (TracePhase.TOKENIZE, 1, 3), (TracePhase.WAIT, 3, 3), (TracePhase.ROUTE, 3, 4),
+                        (TracePhase.FLUSH, 102, 103, 1), (TracePhase.FLUSH, 131, 131.5, 1), (TracePhase.FLUSH, 154, 154.5, 1),
+                        (TracePhase.FLUSH, 177, 177.5, 1)),
         "arrivals": [Arrival(50.102, "p0", 1), Arrival(50.131, "d0", 1), Arrival(50.154, "d0", 1),
                      Arrival(50.177, "d0", 1)],
         "nodes": [NodePart("p0", "prefill", "r-1", prefill, 0.0, 0.0), NodePart("d0", "decode", "r-1", decode, 2.0, 0.0004)],
@@ -95,7 +95,7 @@ def test_a_step_is_its_forward_pass_and_what_is_around_it() -> None:
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from(list(Phase)), st.floats(0, 1), st.floats(0, 1), st.sampled_from(["p", "d"])
+            st.sampled_from(list(TracePhase)), st.floats(0, 1), st.floats(0, 1), st.sampled_from(["p", "d"])
         ),
         max_size=25,
     ),
@@ -103,7 +103,7 @@ def test_a_step_is_its_forward_pass_and_what_is_around_it() -> None:
     st.one_of(st.none(), st.floats(0, 3)),
 )
 def test_any_trace_can_be_shown_and_its_parts_never_exceed_the_whole(
-    spans: list[tuple[Phase, float, float, str]], arrivals: list[float], took: float | None
+    spans: list[tuple[TracePhase, float, float, str]], arrivals: list[float], took: float | None
 ) -> None:
     nodes = [
         NodePart(
@@ -111,7 +111,7 @@ def test_any_trace_can_be_shown_and_its_parts_never_exceed_the_whole(
         )
         for name in ("p", "d")
     ]
-    flushes = [Span(Phase.FLUSH, 50 + at, 50 + at + 0.001, 1) for at in arrivals]
+    flushes = [Span(TracePhase.FLUSH, 50 + at, 50 + at + 0.001, 1) for at in arrivals]
     made = record(
         nodes=nodes,
         router=flushes,
@@ -126,7 +126,7 @@ def test_any_trace_can_be_shown_and_its_parts_never_exceed_the_whole(
         assert first is not None
         assert sum(item.seconds for item in items) <= max(first, max(arrivals)) + 1.0
     assert sum(row.count for row in rows(made)) == len(flushes) + sum(
-        span.phase is not Phase.STEP for part in nodes for span in part.spans
+        span.phase is not TracePhase.STEP for part in nodes for span in part.spans
     )
 
 

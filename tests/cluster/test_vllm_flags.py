@@ -14,7 +14,15 @@ from tandem.cluster.cli import main, make_parser, read_settings
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.setting_names import dotted, known_settings
 from tandem.cluster.settings import SettingsError
-from tandem.cluster.vllm_flags import REASONING_FORMATS, TOOL_FORMATS, VLLM, Flag, Holds, Sets, table
+from tandem.cluster.vllm_flags import (
+    REASONING_FORMATS,
+    TOOL_FORMATS,
+    VLLM,
+    Flag,
+    SettingFlag,
+    StandingFlag,
+    table,
+)
 from tandem.router.config import ReasoningName, ToolFormat
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "from-vllm.md"
@@ -116,7 +124,7 @@ def test_every_setting_and_tool_format_of_the_table_is_one_that_there_is() -> No
     settings = set(map(dotted, known_settings()))
     for flag in VLLM:
         match flag.becomes:
-            case Sets(settings=named):
+            case SettingFlag(settings=named):
                 assert set(named) <= settings, flag.names
     assert set(TOOL_FORMATS.values()) <= set(ToolFormat)
     assert set(REASONING_FORMATS.values()) <= set(ReasoningName)
@@ -134,8 +142,8 @@ def test_no_flag_is_taken_without_effect(flag: Flag) -> None:
         if not options.foreign:
             continue  # one of our own by the same name
         origins, said = outcome(options)
-        assert name in origins or name in said or isinstance(flag.becomes, Holds)
-        assert name not in origins or isinstance(flag.becomes, Sets)
+        assert name in origins or name in said or isinstance(flag.becomes, StandingFlag)
+        assert name not in origins or isinstance(flag.becomes, SettingFlag)
 
 
 def outcome(options: argparse.Namespace) -> tuple[set[str], str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tandem.engine.cache.groups import AttentionKind, KVCacheGroup
 from tandem.engine.config import CacheConfig, SchedulerConfig
-from tandem.engine.model.runner import Computed, LayerHooks, ModelInfo
+from tandem.engine.model.runner import FinishedStep, LayerHooks, ModelInfo
 from tandem.engine.scheduling.output import ModelOutput, SchedulerOutput
 from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.kvtransfer.base import SchedulerConnector
@@ -43,8 +43,8 @@ class FakeRunner:
     def forget_requests(self) -> None:
         self.tokens.clear()
 
-    def start(self, step: SchedulerOutput, hooks: LayerHooks | None = None) -> Computed:
-        return Computed(self._execute(step))
+    def start(self, step: SchedulerOutput, hooks: LayerHooks | None = None) -> FinishedStep:
+        return FinishedStep(self._execute(step))
 
     def _execute(self, step: SchedulerOutput) -> ModelOutput:
         if self.error is not None:

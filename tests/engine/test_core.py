@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from tandem.engine.core import Engine
-from tandem.engine.model.runner import Computed, LayerHooks
+from tandem.engine.model.runner import FinishedStep, LayerHooks
 from tandem.engine.request import Request
 from tandem.engine.scheduling.output import ModelOutput, SchedulerOutput
 from tandem.engine.scheduling.scheduler import PauseState
@@ -43,13 +43,13 @@ class Ordered(FakeRunner):
         self.calls: list[str] = []
         self.count = 0
 
-    def start(self, step: SchedulerOutput, hooks: LayerHooks | None = None) -> Computed:
+    def start(self, step: SchedulerOutput, hooks: LayerHooks | None = None) -> FinishedStep:
         self.count += 1
         return Slow(self, self.count, super().start(step, hooks))
 
 
-class Slow(Computed):
-    def __init__(self, runner: Ordered, number: int, computed: Computed) -> None:
+class Slow(FinishedStep):
+    def __init__(self, runner: Ordered, number: int, computed: FinishedStep) -> None:
         self._runner, self._number, self._computed = runner, number, computed
         runner.calls.append(f"start {number}")
 

@@ -16,7 +16,7 @@ import pytest
 
 from tandem.cluster.trace.account import a_step, first_token_s, handover, way_to_first_token
 from tandem.cluster.trace.command import TraceClient
-from tandem.wire.tracing import Phase
+from tandem.wire.tracing import TracePhase
 from tests.faults.processes import actors
 from tests.integration.conftest import (
     BLOCK_BYTES,
@@ -239,12 +239,25 @@ class TestOnePrefillOneDecode:
         for part in record.nodes:
             assert all(record.began <= span.start <= span.end for span in part.spans)
         prefill = {span.phase for span in parts["prefill"].spans}
-        assert {Phase.INBOX, Phase.QUEUE, Phase.PREFILL, Phase.PLAN, Phase.WRITE, Phase.NOTICE} <= prefill
-        written = [span for span in parts["prefill"].spans if span.phase is Phase.WRITE]
+        assert {
+            TracePhase.INBOX,
+            TracePhase.QUEUE,
+            TracePhase.PREFILL,
+            TracePhase.PLAN,
+            TracePhase.WRITE,
+            TracePhase.NOTICE,
+        } <= prefill
+        written = [span for span in parts["prefill"].spans if span.phase is TracePhase.WRITE]
         assert sum(span.num_bytes for span in written) == blocks_of(len(prompt)) * BLOCK_BYTES
         decode = [span.phase for span in parts["decode"].spans]
-        assert decode.count(Phase.DECODE) == 5
-        assert {Phase.INBOX, Phase.QUEUE, Phase.RECEIVE, Phase.REGISTER, Phase.RESUME} <= set(decode)
+        assert decode.count(TracePhase.DECODE) == 5
+        assert {
+            TracePhase.INBOX,
+            TracePhase.QUEUE,
+            TracePhase.RECEIVE,
+            TracePhase.REGISTER,
+            TracePhase.RESUME,
+        } <= set(decode)
         parts_s = sum(item.seconds for item in way_to_first_token(record))
         assert parts_s == pytest.approx(first_token_s(record), rel=0.01)
         assert len(handover(record)) == 3

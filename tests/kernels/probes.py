@@ -26,7 +26,7 @@ class Shape(ctypes.Structure):
     )
 
 
-_PART = POINTER(library.Part)
+_PART = POINTER(library.WeightRows)
 _SIGNATURES: dict[str, list[Any]] = {
     "tandem_probe_gemm": [
         *(c_int32, c_char_p, c_int32, c_int32, c_int32, c_int32, c_void_p),
@@ -61,7 +61,7 @@ def _call(name: str, *arguments: Any) -> None:
 
 
 def _parts(tensors: list[torch.Tensor] | None) -> Any:
-    return None if tensors is None else (library.Part * len(tensors))(*map(library.part, tensors))
+    return None if tensors is None else (library.WeightRows * len(tensors))(*map(library.part, tensors))
 
 
 def gemm(

@@ -15,10 +15,10 @@ import msgspec
 from tandem.kvtransfer.base import ChecksumPolicy, Handoff, LoadFailure
 from tandem.kvtransfer.protocol import commands
 from tandem.kvtransfer.protocol.cache_map import Mapping, PoolGeometry
-from tandem.kvtransfer.protocol.endpoint import Endpoint, Outcomes
+from tandem.kvtransfer.protocol.endpoint import Outcomes, TransferEndpoint
 from tandem.kvtransfer.protocol.identity import Identity, token_hash
-from tandem.kvtransfer.protocol.settings import Settings
-from tandem.kvtransfer.protocol.side import Side
+from tandem.kvtransfer.protocol.settings import ProtocolSettings
+from tandem.kvtransfer.protocol.side import NodeSide
 from tandem.kvtransfer.protocol.statistics import Recorder
 from tandem.kvtransfer.protocol.transport import Activity, Direction, HandleId, Operation, RemoteId, Transport
 from tandem.kvtransfer.protocol.transport import Move as TransportMove
@@ -31,7 +31,7 @@ SLOTS = 2  # layers
 CELL_BYTES = 4
 BLOCK_BYTES = SLOTS * 2 * BLOCK_SIZE * CELL_BYTES
 NUM_BLOCKS = 200
-SETTINGS = Settings(
+SETTINGS = ProtocolSettings(
     lease_s=3.0,
     timeout_s=20.0,
     handshake_timeout_s=2.0,
@@ -309,7 +309,7 @@ class Node:
             num_groups=1,
             vocab_size=VOCAB_SIZE,
         )
-        side = Side(
+        side = NodeSide(
             self.identity,
             self.geometry,
             direction,
@@ -323,7 +323,7 @@ class Node:
             checksums=self.checksums,
             checksum_policy=world.checksum_policy,
         )
-        self.endpoint = Endpoint(
+        self.endpoint = TransferEndpoint(
             side,
             refuses=lambda address: address in world.closed_addresses,
             has_ended=lambda process: process in world.ended,
@@ -396,7 +396,7 @@ class Node:
         assert upto is not None
         self.memory.write(send.blocks, send.tokens, range(send.computed, upto), range(1, SLOTS))
         send.computed, send.computing = upto, None
-        self.endpoint.execute(commands.Computed({send.request_id: upto}, self.clock()))
+        self.endpoint.execute(commands.ComputedTokens({send.request_id: upto}, self.clock()))
 
     def preempt(self, send: Send) -> None:
         at = self.clock()
@@ -405,7 +405,7 @@ class Node:
         self.free += send.blocks
         send.blocks = []
         send.computed = 0
-        self.endpoint.execute(commands.Preempted([send.request_id], at))
+        self.endpoint.execute(commands.PreemptedRequests([send.request_id], at))
 
     def finish_send(self, send: Send) -> None:
         send.ended = send.kept = True

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 
 from tandem.kvtransfer.base import KVCacheMemory
-from tandem.kvtransfer.protocol.cache_map import AXES, Mapping, Place, PoolGeometry
+from tandem.kvtransfer.protocol.cache_map import AXES, GrainPlace, Mapping, PoolGeometry
 from tandem.kvtransfer.protocol.transport import Move, Operation
 from tandem.wire.errors import ConfigurationError
 from tandem.wire.handoff import CacheMemory
@@ -76,7 +76,7 @@ def test_what_is_mapped_is_what_a_copy_token_by_token_makes(
     places = data.draw(
         st.lists(
             st.builds(
-                Place,
+                GrainPlace,
                 st.integers(1, NUM_BLOCKS - 1),
                 st.integers(0, mapping.our_parts - 1),
                 st.integers(1, NUM_BLOCKS - 1),
@@ -108,9 +108,9 @@ def test_blocks_that_are_the_same_are_moved_whole() -> None:
     tensor = pool(shape, 8, list(AXES), torch.int32)
     mapping = mapping_between(tensor, tensor)
     assert isinstance(mapping, Mapping)
-    move = mapping.move(Operation.WRITE, "t", [Place(3, 0, 5, 0)])
+    move = mapping.move(Operation.WRITE, "t", [GrainPlace(3, 0, 5, 0)])
     assert (move.unit_bytes, move.local.tolist(), move.remote.tolist()) == (3 * 2 * 2 * 8 * 4 * 4, [3], [5])
-    layers = mapping.move(Operation.WRITE, "t", [Place(3, 0, 5, 0)], (1, 3))
+    layers = mapping.move(Operation.WRITE, "t", [GrainPlace(3, 0, 5, 0)], (1, 3))
     assert (layers.unit_bytes, layers.local.tolist()) == (2 * 2 * 8 * 4 * 4, [3 * 3 + 1, 3 * 3 + 2])
 
 

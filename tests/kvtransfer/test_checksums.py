@@ -8,7 +8,7 @@ import torch
 
 from tandem.kvtransfer.base import ChecksumPolicy, KVCacheMemory
 from tandem.kvtransfer.protocol.cache_map import Mapping, PoolGeometry
-from tandem.kvtransfer.protocol.checksums import CacheChecksums, Sample, every_of, pack, unpack
+from tandem.kvtransfer.protocol.checksums import CacheChecksums, ChecksumSample, every_of, pack, unpack
 from tandem.wire.handoff import CacheMemory
 
 BLOCKS, SLOTS, HEADS, DIM = 8, 3, 2, 8
@@ -93,13 +93,13 @@ def test_any_flipped_bit_and_any_swap_is_found(device: str) -> None:
 
 def test_a_sample_is_the_same_for_both_sides_however_it_is_asked_for() -> None:
     token_hash = bytes([37]) * 32
-    sample = Sample.of(100, 16, token_hash)
+    sample = ChecksumSample.of(100, 16, token_hash)
     everything = sample.between(0, 100)
     assert everything == [5, 21, 37, 53, 69, 85, 99]
     assert sample.between(0, 50) + sample.between(50, 100) == everything
-    assert Sample.of(3, 16, token_hash).between(0, 3) == [2], "each transfer is looked at once"
-    assert Sample.of(3, 1, token_hash).between(0, 3) == [0, 1, 2]
-    assert Sample.of(3, 0, token_hash).between(0, 3) == []
+    assert ChecksumSample.of(3, 16, token_hash).between(0, 3) == [2], "each transfer is looked at once"
+    assert ChecksumSample.of(3, 1, token_hash).between(0, 3) == [0, 1, 2]
+    assert ChecksumSample.of(3, 0, token_hash).between(0, 3) == []
 
 
 @pytest.mark.parametrize(

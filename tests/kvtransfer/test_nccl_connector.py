@@ -22,7 +22,7 @@ from tandem.kvtransfer.base import KVCacheMemory
 from tandem.kvtransfer.nccl.group import Group, StoreServer
 from tandem.kvtransfer.nccl.messages import Announce, Open, Rendezvous
 from tandem.kvtransfer.nccl.options import NcclOptions
-from tandem.kvtransfer.nccl.pair import Callee
+from tandem.kvtransfer.nccl.pair import PairCallee
 from tandem.kvtransfer.nccl.transport import NcclTransport
 from tandem.kvtransfer.protocol.transport import HandleId, Move, Operation, RemoteId
 from tandem.wire.errors import ConfigurationError, TransferError
@@ -57,14 +57,14 @@ class Held:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.heard, self.go_on = threading.Event(), threading.Event()
-        announce = Callee.announce
+        announce = PairCallee.announce
 
-        def late(callee: Callee, message: Announce) -> None:
+        def late(callee: PairCallee, message: Announce) -> None:
             self.heard.set()
             assert self.go_on.wait(5)
             announce(callee, message)
 
-        monkeypatch.setattr(Callee, "announce", late)
+        monkeypatch.setattr(PairCallee, "announce", late)
 
 
 def pair_threads() -> int:
@@ -170,7 +170,7 @@ def test_a_peer_that_stops_answering_fails_the_move_in_time(
     there.transport.expect("t", [5])
     here.write(remote, [3], [5])
     heard = threading.Event()
-    monkeypatch.setattr(Callee, "announce", lambda self, message: heard.set())
+    monkeypatch.setattr(PairCallee, "announce", lambda self, message: heard.set())
     handle = here.transport.post(remote, here.move(operation, [3], [5]))
     assert heard.wait(5)
     with pytest.raises(TransferError):
@@ -188,7 +188,7 @@ def test_a_connection_that_waits_can_be_given_up_at_once(
         remote = patient.transport.connect(there.memory)
         patient.write(remote, [3], [5])
         heard = threading.Event()
-        monkeypatch.setattr(Callee, "announce", lambda self, message: heard.set())
+        monkeypatch.setattr(PairCallee, "announce", lambda self, message: heard.set())
         patient.transport.post(remote, patient.move(Operation.READ, [3], [5]))
         assert heard.wait(5)
         began = time.monotonic()
@@ -204,7 +204,7 @@ def test_what_waits_for_a_group_is_taken_back_at_once(
 ) -> None:
     _, there = sides
     never = threading.Event()
-    monkeypatch.setattr(Callee, "_make_group", lambda *_: never.wait(30))
+    monkeypatch.setattr(PairCallee, "_make_group", lambda *_: never.wait(30))
     patient = Side("patient", msgspec.structs.replace(FAST, connect_timeout_s=3.0))
     remote = patient.transport.connect(there.memory)
     for operation in Operation:

@@ -26,8 +26,8 @@ from tandem.wire.handoff import (
     KVArrived,
     LeaseRenewed,
     ProcessIdentity,
+    Refusal,
     RefusalCode,
-    Refused,
     RegisterDestination,
     RenewLease,
     TransferClosed,
@@ -78,7 +78,7 @@ messages = st.one_of(
     st.builds(HandoffAccepted, envelopes, transfers),
     st.builds(CancelTransfer, envelopes, transfers),
     st.builds(
-        Refused,
+        Refusal,
         envelopes,
         transfers,
         st.sampled_from(list(RefusalCode)),

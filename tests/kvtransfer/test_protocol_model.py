@@ -22,8 +22,8 @@ from tandem.wire.handoff import (
     HandoffAccepted,
     HandoffMessage,
     HandoffNotice,
+    Refusal,
     RefusalCode,
-    Refused,
     RegisterDestination,
     TransferClosed,
 )
@@ -200,8 +200,8 @@ class History:
                     ),
                     ("tcp://c", TransferClosed(envelope(21), transfer, "forged", True)),
                     ("tcp://p", HandoffAccepted(envelope(12), transfer)),
-                    ("tcp://c", Refused(envelope(22), "", RefusalCode.WRONG_EPOCH, "forged", 11)),
-                    ("tcp://p", Refused(envelope(11), "", RefusalCode.WRONG_EPOCH, "forged", 22)),
+                    ("tcp://c", Refusal(envelope(22), "", RefusalCode.WRONG_EPOCH, "forged", 11)),
+                    ("tcp://p", Refusal(envelope(11), "", RefusalCode.WRONG_EPOCH, "forged", 22)),
                 ]
             )
         )

@@ -16,7 +16,7 @@ from tandem.kvtransfer.protocol.commands import (
     CancelReceive,
     DeclineTransfer,
     FinishSend,
-    Preempted,
+    PreemptedRequests,
 )
 from tandem.kvtransfer.protocol.identity import token_hash
 from tandem.kvtransfer.protocol.transport import Direction
@@ -28,8 +28,8 @@ from tandem.wire.handoff import (
     Hello,
     KVArrived,
     ProcessIdentity,
+    Refusal,
     RefusalCode,
-    Refused,
     RegisterDestination,
     RenewLease,
     TransferClosed,
@@ -339,7 +339,7 @@ def test_what_completed_after_its_blocks_were_taken_does_not_count(push: Pair) -
     push.world.now += 0.01
     push.producer.free += send.blocks
     send.blocks, send.computed = [], 0
-    push.producer.endpoint.execute(Preempted(["r1"], at))
+    push.producer.endpoint.execute(PreemptedRequests(["r1"], at))
     push.producer.plan(send)
     push.producer.compute(send, 30)
     push.producer.finish_send(send)
@@ -739,7 +739,7 @@ def test_a_forged_refusal_frees_nothing(push: Pair, target: str) -> None:
     receive, send = in_flight_write(push)
     push.world.network.clear()
     name, mine, other = ("p", 22, 11) if target == "c" else ("c", 11, 22)
-    forged = Refused(Envelope(name, 999, mine, "tcp://x"), "", RefusalCode.WRONG_EPOCH, "x", other)
+    forged = Refusal(Envelope(name, 999, mine, "tcp://x"), "", RefusalCode.WRONG_EPOCH, "x", other)
     push.world.network.append((f"tcp://{target}", forged))
     push.world.deliver_all()
     assert send.reported == 0
@@ -757,7 +757,7 @@ def test_a_refusal_does_not_tell_the_epoch(pair: Pair) -> None:
     pair.world.deliver()
     [(to, refused)] = pair.world.network
     assert to == "tcp://x"
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, Refusal)
     assert "22" not in str(msgspec.to_builtins(refused))
 
 
@@ -1328,7 +1328,7 @@ def test_what_was_overwritten_before_it_had_left_is_not_said_to_have_arrived(pus
     assert not push.on_the_way(KVArrived)
     push.producer.free += send.blocks
     send.blocks, send.computed = [], 0
-    push.producer.endpoint.execute(Preempted(["r1"], at))
+    push.producer.endpoint.execute(PreemptedRequests(["r1"], at))
     push.producer.abandon_send(send)
     push.world.settle(0.3)
     assert receive.failed is not None

@@ -14,7 +14,7 @@ from tandem.kvtransfer.protocol.commands import (
     ExtendSend,
     FinishSend,
     PlanSend,
-    StepPlan,
+    StepCommands,
 )
 from tandem.kvtransfer.protocol.identity import token_hash
 from tandem.kvtransfer.protocol.scheduler_half import SchedulerHalf
@@ -25,9 +25,9 @@ TOKENS = list(range(10))
 HASH = token_hash(TOKENS, None, None)
 
 
-def planned(half: SchedulerHalf, step: FakeStep | None = None) -> StepPlan:
+def planned(half: SchedulerHalf, step: FakeStep | None = None) -> StepCommands:
     plan = half.build_connector_meta(step or FakeStep())
-    assert isinstance(plan, StepPlan)
+    assert isinstance(plan, StepCommands)
     return plan
 
 

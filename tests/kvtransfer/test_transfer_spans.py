@@ -5,7 +5,7 @@ from __future__ import annotations
 from kv_fake_network import BLOCK_BYTES, Node, Receive, Send, World
 
 from tandem.kvtransfer.protocol.statistics import REMEMBERED_TRACES, Recorder
-from tandem.wire.tracing import Phase, TransferRecord, TransferTrace
+from tandem.wire.tracing import TracePhase, TransferRecord, TransferTrace
 
 TOKENS = list(range(50, 72))  # five full blocks and half of one
 
@@ -40,10 +40,13 @@ def test_a_producer_tells_of_every_piece_that_it_wrote_and_of_the_notice() -> No
     trace = producer.recorder.take_trace("r1")
     assert trace is not None
     spans = trace.spans
-    writes = [span for span in spans if span.phase is Phase.WRITE]
+    writes = [span for span in spans if span.phase is TracePhase.WRITE]
     assert sum(span.num_bytes for span in writes) == 6 * BLOCK_BYTES
     assert all(span.end >= span.start for span in spans)
-    assert [span.phase for span in spans if span.phase is not Phase.WRITE] == [Phase.PLAN, Phase.NOTICE]
+    assert [span.phase for span in spans if span.phase is not TracePhase.WRITE] == [
+        TracePhase.PLAN,
+        TracePhase.NOTICE,
+    ]
     assert producer.recorder.take_trace("r1") is None, "taken once"
     record = trace.record
     assert (record.outcome, record.num_bytes, record.blocks, record.descriptors) == (
@@ -63,10 +66,14 @@ def test_a_consumer_tells_how_long_it_waited_and_how_long_until_the_producer_kne
     trace = consumer.recorder.take_trace("r1")
     assert trace is not None
     receive, handshake, register = trace.spans
-    assert (receive.phase, receive.tokens) == (Phase.RECEIVE, len(TOKENS))
+    assert (receive.phase, receive.tokens) == (TracePhase.RECEIVE, len(TOKENS))
     assert receive.seconds >= 3.0
-    assert (handshake.phase, handshake.start, handshake.seconds) == (Phase.HANDSHAKE, receive.start, 0.25)
-    assert (register.phase, register.start, register.seconds) == (Phase.REGISTER, handshake.end, 0.5)
+    assert (handshake.phase, handshake.start, handshake.seconds) == (
+        TracePhase.HANDSHAKE,
+        receive.start,
+        0.25,
+    )
+    assert (register.phase, register.start, register.seconds) == (TracePhase.REGISTER, handshake.end, 0.5)
     assert trace.record == TransferRecord(
         "r1",
         "received",

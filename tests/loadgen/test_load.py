@@ -5,10 +5,10 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import pytest
 
-from tandem.loadgen.api import Api, Endpoint, RequestShape
+from tandem.loadgen.api import Api, ApiEndpoint, RequestShape
 from tandem.loadgen.connections import Address, HttpClient
-from tandem.loadgen.load import Load
-from tandem.loadgen.workload import Session, Turn, single
+from tandem.loadgen.load import LoadStream
+from tandem.loadgen.workload import Session, SessionTurn, single
 from tandem.wire.errors import ConfigurationError
 from tests.loadgen.fake_server import Exchange, FakeServer, complete, serving
 
@@ -24,12 +24,12 @@ def run_load(
     shape: RequestShape | None = None,
     concurrency: int | None = None,
     arrivals: Sequence[float] | None = None,
-    during: Callable[[Load, FakeServer], Awaitable[None]] | None = None,
-) -> tuple[Load, FakeServer]:
-    async def run() -> tuple[Load, FakeServer]:
+    during: Callable[[LoadStream, FakeServer], Awaitable[None]] | None = None,
+) -> tuple[LoadStream, FakeServer]:
+    async def run() -> tuple[LoadStream, FakeServer]:
         async with serving(answer) as server, HttpClient(Address.of_url(server.url)) as http:
             api = Api(http, shape or RequestShape("smol"))
-            load = Load("test", api, asked, concurrency=concurrency, arrivals=arrivals)
+            load = LoadStream("test", api, asked, concurrency=concurrency, arrivals=arrivals)
             async with asyncio.timeout(20), asyncio.TaskGroup() as group:
                 group.create_task(load.run())
                 if during is not None:
@@ -71,7 +71,7 @@ class Gate:
 def test_users_each_wait_for_their_answer() -> None:
     gate = Gate()
 
-    async def during(load: Load, server: FakeServer) -> None:
+    async def during(load: LoadStream, server: FakeServer) -> None:
         await gate.until_waiting(3)
         assert len(load.active) == 3
         await gate.let_through(1)
@@ -87,7 +87,7 @@ def test_users_each_wait_for_their_answer() -> None:
 def test_without_a_limit_nobody_waits_for_an_answer() -> None:
     gate = Gate()
 
-    async def during(load: Load, server: FakeServer) -> None:
+    async def during(load: LoadStream, server: FakeServer) -> None:
         await gate.until_waiting(5)
         await gate.let_through(5)
 
@@ -106,7 +106,7 @@ def test_requests_are_sent_at_their_times() -> None:
 def test_a_stopped_load_sends_nothing_more_and_waits_for_what_it_sent() -> None:
     gate = Gate()
 
-    async def during(load: Load, server: FakeServer) -> None:
+    async def during(load: LoadStream, server: FakeServer) -> None:
         await gate.until_waiting(2)
         load.stop()
         await gate.let_through(2)
@@ -117,7 +117,7 @@ def test_a_stopped_load_sends_nothing_more_and_waits_for_what_it_sent() -> None:
 
 
 def test_a_stop_does_not_wait_for_the_next_arrival() -> None:
-    async def during(load: Load, server: FakeServer) -> None:
+    async def during(load: LoadStream, server: FakeServer) -> None:
         load.stop()
 
     load, _ = run_load(complete, sessions(2), arrivals=[0.0, 3600.0], during=during)
@@ -125,7 +125,7 @@ def test_a_stop_does_not_wait_for_the_next_arrival() -> None:
 
 
 def conversation() -> Session:
-    return Session((Turn("The one", 2, 1), Turn(" two", 1, 1), Turn(" three", 1, 1)))
+    return Session((SessionTurn("The one", 2, 1), SessionTurn(" two", 1, 1), SessionTurn(" three", 1, 1)))
 
 
 async def reply(exchange: Exchange) -> None:
@@ -148,7 +148,7 @@ def test_a_conversation_goes_on_from_its_answers() -> None:
 
 
 def test_a_conversation_in_chat_is_a_list_of_messages() -> None:
-    _, server = run_load(reply, [conversation()], shape=RequestShape("smol", endpoint=Endpoint.CHAT))
+    _, server = run_load(reply, [conversation()], shape=RequestShape("smol", endpoint=ApiEndpoint.CHAT))
     assert server.requests[2].body["messages"] == [
         {"role": "user", "content": "The one"},
         {"role": "assistant", "content": " yes"},
@@ -165,7 +165,7 @@ def test_a_failed_turn_ends_its_conversation_and_no_other() -> None:
         else:
             await reply(exchange)
 
-    bad = Session((Turn("The bad", 2, 1), Turn(" two", 1, 1)))
+    bad = Session((SessionTurn("The bad", 2, 1), SessionTurn(" two", 1, 1)))
     load, server = run_load(answer, [bad, conversation()], concurrency=1)
     assert len(server.requests) == 4
     assert [timeline.succeeded for timeline in load.timelines] == [False, True, True, True]
@@ -174,7 +174,7 @@ def test_a_failed_turn_ends_its_conversation_and_no_other() -> None:
 @pytest.mark.parametrize("concurrency", [0, -1])
 def test_at_least_one_user_is_needed(concurrency: int) -> None:
     async def make() -> None:
-        Load(
+        LoadStream(
             "test",
             Api(HttpClient(Address.of_url("localhost")), RequestShape("m")),
             [],

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from tandem.loadgen.api import Api, Endpoint, Prompt, RequestShape
+from tandem.loadgen.api import Api, ApiEndpoint, Prompt, RequestShape
 from tandem.loadgen.connections import Address, HttpClient
 from tandem.loadgen.timeline import Timeline
 from tandem.wire.errors import ConfigurationError
@@ -169,7 +169,7 @@ def test_a_chat_streams_opening_event_is_no_token() -> None:
     async def run() -> Timeline:
         async with serving(answer) as server, HttpClient(Address.of_url(server.url)) as http:
             timeline = Timeline("chat", max_tokens=3)
-            api = Api(http, RequestShape("smol", endpoint=Endpoint.CHAT))
+            api = Api(http, RequestShape("smol", endpoint=ApiEndpoint.CHAT))
             await api.ask([{"role": "user", "content": "hello"}], timeline)
             assert server.requests[0].path == "/v1/chat/completions"
             return timeline

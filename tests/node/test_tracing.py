@@ -21,7 +21,7 @@ from tandem.wire.lines import Position
 from tandem.wire.nodes import Role
 from tandem.wire.requests import Cancel, Ping, Submit
 from tandem.wire.sampling import SamplingParams
-from tandem.wire.tracing import ClockReading, NodeTrace, Phase, Span, TransferRecord, TransferTrace
+from tandem.wire.tracing import ClockReading, NodeTrace, Span, TracePhase, TransferRecord, TransferTrace
 from tests.engine.engine_fakes import FakeRunner, make_scheduler
 
 PATIENCE_S = 5.0
@@ -78,7 +78,7 @@ class Traced:
         times = StepTimes(began, began + 1, began + 8, began + 9)
         self.tracer.on_step(plan, output, transfers or ConnectorOutput(), times)
 
-    def spans(self, request_id: str = "r") -> list[tuple[Phase, float, float, int, int]]:
+    def spans(self, request_id: str = "r") -> list[tuple[TracePhase, float, float, int, int]]:
         return [(s.phase, s.start, s.end, s.tokens, s.beside) for s in self.done[request_id][0]]
 
 
@@ -91,14 +91,14 @@ def test_a_prompt_in_two_chunks_and_two_tokens_are_told_with_what_ran_beside_the
     assert traced.tracer.active
     traced.tracer.ended("r", is_held=False)
     assert traced.spans() == [
-        (Phase.INBOX, 1, 3, 0, 0),
-        (Phase.QUEUE, 3, 10, 0, 0),
-        (Phase.STEP, 10, 19, 4, 6),
-        (Phase.PREFILL, 11, 18, 4, 6),
-        (Phase.STEP, 20, 29, 2, 0),
-        (Phase.PREFILL, 21, 28, 2, 0),
-        (Phase.STEP, 30, 39, 1, 0),
-        (Phase.DECODE, 31, 38, 1, 0),
+        (TracePhase.INBOX, 1, 3, 0, 0),
+        (TracePhase.QUEUE, 3, 10, 0, 0),
+        (TracePhase.STEP, 10, 19, 4, 6),
+        (TracePhase.PREFILL, 11, 18, 4, 6),
+        (TracePhase.STEP, 20, 29, 2, 0),
+        (TracePhase.PREFILL, 21, 28, 2, 0),
+        (TracePhase.STEP, 30, 39, 1, 0),
+        (TracePhase.DECODE, 31, 38, 1, 0),
     ]
     assert not traced.tracer.active
 
@@ -107,7 +107,7 @@ def test_a_prompt_in_two_chunks_and_two_tokens_are_told_with_what_ran_beside_the
 def test_a_request_whose_kv_came_decodes_at_once_and_one_whose_kv_did_not_reads_its_prompt(
     complete: bool,
 ) -> None:
-    traced = Traced([Span(Phase.RECEIVE, 4, 40, 3), Span(Phase.REGISTER, 4, 6)])
+    traced = Traced([Span(TracePhase.RECEIVE, 4, 40, 3), Span(TracePhase.REGISTER, 4, 6)])
     traced.begin(arrives=1, admitted=2)
     transfers = ConnectorOutput()
     if complete:
@@ -118,15 +118,15 @@ def test_a_request_whose_kv_came_decodes_at_once_and_one_whose_kv_did_not_reads_
     traced.step(50, {"r": 1}, sampled=("r",))
     traced.tracer.ended("r", is_held=False)
     spans = traced.spans()
-    assert spans[:2] == [(Phase.INBOX, 1, 2, 0, 0), (Phase.QUEUE, 2, 4, 0, 0)]
-    assert (Phase.RECEIVE, 4, 40, 3, 0) in spans
-    assert spans[4] == (Phase.RESUME if complete else Phase.QUEUE, 40, 50, 0, 0)
+    assert spans[:2] == [(TracePhase.INBOX, 1, 2, 0, 0), (TracePhase.QUEUE, 2, 4, 0, 0)]
+    assert (TracePhase.RECEIVE, 4, 40, 3, 0) in spans
+    assert spans[4] == (TracePhase.RESUME if complete else TracePhase.QUEUE, 40, 50, 0, 0)
     assert traced.transfers["r"] == TRANSFER
-    assert spans[-1] == (Phase.DECODE if complete else Phase.PREFILL, 51, 58, 1, 0)
+    assert spans[-1] == (TracePhase.DECODE if complete else TracePhase.PREFILL, 51, 58, 1, 0)
 
 
 def test_a_request_whose_blocks_are_still_being_sent_is_told_of_when_they_are() -> None:
-    write = Span(Phase.WRITE, 12, 19, 3, num_bytes=99)
+    write = Span(TracePhase.WRITE, 12, 19, 3, num_bytes=99)
     traced = Traced([write])
     traced.begin(1, 2)
     traced.step(10, {"r": 3}, sampled=("r",))
@@ -197,10 +197,10 @@ def test_a_node_tells_once_of_a_request_that_is_traced_and_never_of_another(node
     trace = sent.traces.get(timeout=PATIENCE_S)
     assert (trace.node_id, trace.epoch, trace.request_id, trace.dropped) == ("n0", 7, "traced", 0)
     phases = [span.phase for span in trace.spans]
-    assert phases[:4] == [Phase.INBOX, Phase.QUEUE, Phase.STEP, Phase.PREFILL]
-    assert phases.count(Phase.DECODE) == 2
+    assert phases[:4] == [TracePhase.INBOX, TracePhase.QUEUE, TracePhase.STEP, TracePhase.PREFILL]
+    assert phases.count(TracePhase.DECODE) == 2
     assert all(span.end >= span.start for span in trace.spans)
-    steps = [span for span in trace.spans if span.phase is Phase.STEP]
+    steps = [span for span in trace.spans if span.phase is TracePhase.STEP]
     assert all(one.end <= other.start for one, other in itertools.pairwise(steps)), "no time is told twice"
     service.drain(PATIENCE_S)
     assert sent.traces.empty()

@@ -28,7 +28,7 @@ from tandem.wire.requests import (
     TransferRole,
 )
 from tandem.wire.sampling import FinishReason, TokenLogprobs
-from tandem.wire.tracing import ClockReading, NodeTrace, Phase, Span
+from tandem.wire.tracing import ClockReading, NodeTrace, Span, TracePhase
 
 WAIT_S = 10.0
 
@@ -228,7 +228,9 @@ class FakeNode:
     def _tell_trace(self, submit: Submit) -> None:
         """One span, of the moment in which its last token was made."""
         now = self._now()
-        span = Span(Phase.PREFILL if self.role is Role.PREFILL else Phase.DECODE, now - 0.001, now, 1)
+        span = Span(
+            TracePhase.PREFILL if self.role is Role.PREFILL else TracePhase.DECODE, now - 0.001, now, 1
+        )
         self._channel.send(
             submit.reply_to, NodeTrace(self.info.node_id, self.info.epoch, submit.request_id, [span])
         )

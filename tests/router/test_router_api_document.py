@@ -11,13 +11,13 @@ import pytest
 from tandem.router.openai.answer_types import (
     ChatCompletion,
     ChatCompletionChunk,
-    ClusterState,
+    ClusterDescription,
     Completion,
-    Detokenized,
+    DetokenizeResponse,
     ErrorBody,
     Health,
     ModelList,
-    Tokenized,
+    TokenizeResponse,
 )
 from tandem.router.openai.chat_request import ChatRequest
 from tandem.router.openai.completion_request import CompletionRequest
@@ -107,9 +107,9 @@ def test_real_answers_are_as_documented(router: Running) -> None:
             assert one["usage"]
     msgspec.convert(router.client.get("/v1/models").json(), ModelList)
     msgspec.convert(router.client.get("/health").json(), Health)
-    msgspec.convert(router.client.get("/cluster").json(), ClusterState)
-    msgspec.convert(router.client.post("/tokenize", json={"prompt": "x"}).json(), Tokenized)
-    msgspec.convert(router.client.post("/detokenize", json={"tokens": [5]}).json(), Detokenized)
+    msgspec.convert(router.client.get("/cluster").json(), ClusterDescription)
+    msgspec.convert(router.client.post("/tokenize", json={"prompt": "x"}).json(), TokenizeResponse)
+    msgspec.convert(router.client.post("/detokenize", json={"tokens": [5]}).json(), DetokenizeResponse)
     msgspec.convert(router.client.get("/nothing").json(), ErrorBody)
 
 

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from tandem.router.config import Limits, Timeouts
-from tandem.router.policy import Decision, RoutingRequest
+from tandem.router.policy import RoutingDecision, RoutingRequest
 from tandem.router.prefixes import PromptHashes
 from tests.router.conftest import Running, StartRouter
 from tests.router.event_reader import EventReader
@@ -108,7 +108,7 @@ def test_however_long_the_reasons_of_many_choices_are_the_answer_is_sent(
     dispatcher = router.server.services.dispatcher
     choose = dispatcher._placement.choose
 
-    def explain(routing: RoutingRequest, hashes: PromptHashes) -> Decision:
+    def explain(routing: RoutingRequest, hashes: PromptHashes) -> RoutingDecision:
         decision = choose(routing, hashes)
         return msgspec.structs.replace(decision, reason="x" * 1023 + " and so on")
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.router.dispatch.ledger import Merged, TokenLedger
+from tandem.router.dispatch.ledger import MergedChunk, TokenLedger
 from tandem.wire.errors import InternalError
 from tandem.wire.requests import TokenChunk
 from tandem.wire.sampling import FinishReason
@@ -20,7 +20,7 @@ def chunk(
 
 def test_the_first_token_is_reported_by_both_nodes_and_counted_once() -> None:
     ledger = TokenLedger(wants_logprobs=False)
-    assert ledger.accept(chunk(0, [7], finish=FinishReason.HANDOFF)) is Merged.NEWS
+    assert ledger.accept(chunk(0, [7], finish=FinishReason.HANDOFF)) is MergedChunk.NEWS
     assert ledger.finish is None
     ledger.accept(chunk(0, [7]))
     ledger.accept(chunk(1, [8, 9], finish=FinishReason.LENGTH))
@@ -38,9 +38,9 @@ def test_the_loss_of_either_report_loses_nothing() -> None:
 def test_the_first_report_of_a_token_counts_and_what_goes_on_from_another_one_is_dropped() -> None:
     ledger = TokenLedger(wants_logprobs=False)
     ledger.accept(chunk(0, [7, 8]))
-    assert ledger.accept(chunk(1, [9, 10])) is Merged.DIFFERS
+    assert ledger.accept(chunk(1, [9, 10])) is MergedChunk.DIFFERS
     assert ledger.tokens == [7, 8]
-    assert ledger.accept(chunk(1, [9, 10]), may_differ=True) is Merged.NEWS
+    assert ledger.accept(chunk(1, [9, 10]), may_differ=True) is MergedChunk.NEWS
     assert ledger.tokens == [7, 8, 10]
 
 
@@ -59,12 +59,12 @@ def test_what_was_reported_without_a_gap_counts_what_is_held() -> None:
 
 def test_a_report_without_logprobs_waits_for_the_one_with() -> None:
     ledger = TokenLedger(wants_logprobs=True)
-    assert ledger.accept(chunk(0, [7])) is Merged.HELD
-    assert ledger.accept(chunk(1, [8], logprobs=True, finish=FinishReason.LENGTH)) is Merged.HELD
+    assert ledger.accept(chunk(0, [7])) is MergedChunk.HELD
+    assert ledger.accept(chunk(1, [8], logprobs=True, finish=FinishReason.LENGTH)) is MergedChunk.HELD
     assert ledger.tokens == []
     assert ledger.finish is None  # the end is not the end while something before it is missing
     assert ledger.waiting
-    assert ledger.accept(chunk(0, [7], logprobs=True)) is Merged.NEWS
+    assert ledger.accept(chunk(0, [7], logprobs=True)) is MergedChunk.NEWS
     assert ledger.tokens == [7, 8]
     assert [found.token_id for found in ledger.logprobs] == [7, 8]
     assert ledger.finish is FinishReason.LENGTH
@@ -74,7 +74,7 @@ def test_a_report_without_logprobs_waits_for_the_one_with() -> None:
 def test_a_held_report_that_disagrees_is_found_when_its_turn_comes() -> None:
     ledger = TokenLedger(wants_logprobs=True)
     ledger.accept(chunk(0, [6]))
-    assert ledger.accept(chunk(0, [7], logprobs=True)) is Merged.DIFFERS
+    assert ledger.accept(chunk(0, [7], logprobs=True)) is MergedChunk.DIFFERS
     assert ledger.tokens == [7]
 
 

@@ -20,7 +20,7 @@ from tandem.router.metrics import RouterMetrics
 from tandem.router.tracing.otlp import OtlpExporter, spans_of
 from tandem.router.tracing.record import Arrival, NodePart, TraceRecord
 from tandem.wire.errors import ConfigurationError
-from tandem.wire.tracing import Phase, Span, TransferRecord
+from tandem.wire.tracing import Span, TracePhase, TransferRecord
 from tests.router.conftest import StartRouter
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -100,13 +100,17 @@ def collector() -> Iterator[Collector]:
 
 
 def record(**fields: Any) -> TraceRecord:
-    decode = [Span(Phase.INBOX, 101, 102), Span(Phase.STEP, 110, 113, 1), Span(Phase.DECODE, 111, 112, 1)]
-    decode += [Span(Phase.DECODE, 114, 117, 1)]
+    decode = [
+        Span(TracePhase.INBOX, 101, 102),
+        Span(TracePhase.STEP, 110, 113, 1),
+        Span(TracePhase.DECODE, 111, 112, 1),
+    ]
+    decode += [Span(TracePhase.DECODE, 114, 117, 1)]
     given: dict[str, Any] = {
         "request_id": "req", "answer_id": "cmpl-1", "trace_id": TRACE, "span_id": "b" * 16, "parent_id": PARENT,
         "trace_state": "congo=x", "route": "/v1/completions", "model": "m", "began": 100.0,
         "began_unix_s": 1_700_000_000.25, "ended": 120.0, "status": 200, "prompt_tokens": 7, "output_tokens": 2,
-        "decisions": ["least wait"], "router": [Span(Phase.READ, 100, 100.5)],
+        "decisions": ["least wait"], "router": [Span(TracePhase.READ, 100, 100.5)],
         "arrivals": [Arrival(113, "d0", 1)], "nodes": [NodePart("d0", "decode", "req-1", decode, 0.0, 0.0)],
         "missing": [],
     }  # fmt: skip
@@ -143,7 +147,9 @@ def test_the_request_is_the_callers_child_and_everything_else_is_the_requests() 
 
 def test_a_transfer_is_told_with_the_node_that_took_part() -> None:
     transfer = TransferRecord("req-1", "received", 4096, 2, handshake_s=0.25, register_s=0.5)
-    nodes = [NodePart("d0", "decode", "req-1", [Span(Phase.INBOX, 101, 102)], 0.0, 0.0, transfer=transfer)]
+    nodes = [
+        NodePart("d0", "decode", "req-1", [Span(TracePhase.INBOX, 101, 102)], 0.0, 0.0, transfer=transfer)
+    ]
     about = spans_of(record(nodes=nodes), "tandem")[2].attributes
     assert about is not None
     assert about["tandem.transfer.outcome"] == "received"

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from tandem.router.config import Heartbeat
-from tandem.router.pool import Pool
+from tandem.router.pool import NodePool
 from tandem.wire.nodes import NodeInfo, NodeState, Role
 from tandem.wire.requests import NodeCounters, NodeStatus
 
@@ -16,7 +16,7 @@ class World:
         self.now = 1000.0
         self.lost: list[tuple[str, int, str]] = []
         self.changes = 0
-        self.pool = Pool("fake", Heartbeat(), lambda: self.now, self._on_lost, self._on_change)
+        self.pool = NodePool("fake", Heartbeat(), lambda: self.now, self._on_lost, self._on_change)
 
     def _on_lost(self, node: NodeInfo, why: str) -> None:
         self.lost.append((node.node_id, node.epoch, why))
@@ -233,7 +233,7 @@ def test_requests_run_on_nodes_of_one_content(world: World) -> None:
 
 
 def test_a_node_with_another_tokenizer_than_the_router_gets_nothing(world: World) -> None:
-    pool = Pool("fake", Heartbeat(), lambda: 0.0, lambda node, why: None, lambda: None, tokenizer="t")
+    pool = NodePool("fake", Heartbeat(), lambda: 0.0, lambda node, why: None, lambda: None, tokenizer="t")
     nodes = [
         msgspec.structs.replace(info(name), tokenizer=digest)
         for name, digest in (("a", "t"), ("b", "u"), ("c", ""))

@@ -11,7 +11,7 @@ import pytest
 
 from tandem.decode_node.rules import DecodeRules
 from tandem.engine.core import Engine
-from tandem.engine.model.runner import Computed, LayerHooks
+from tandem.engine.model.runner import FinishedStep, LayerHooks
 from tandem.engine.scheduling.output import SchedulerOutput
 from tandem.node.config import NodeConfig
 from tandem.node.loop import Mailbox
@@ -33,7 +33,7 @@ STEP_S = 0.004
 class LetterRunner(FakeRunner):
     """Takes some time for a step, and its tokens are letters of the tests' tokenizer."""
 
-    def start(self, step: SchedulerOutput, hooks: LayerHooks | None = None) -> Computed:
+    def start(self, step: SchedulerOutput, hooks: LayerHooks | None = None) -> FinishedStep:
         if step.total_num_scheduled_tokens:
             time.sleep(STEP_S)
         computed = super().start(step, hooks)

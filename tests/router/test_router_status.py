@@ -10,7 +10,7 @@ from tandem.router.config import RouterConfig
 from tandem.router.server import RouterServer
 from tandem.wire.errors import ConfigurationError
 from tandem.wire.nodes import NodeState, Role
-from tandem.wire.requests import NodeCounters, Waits
+from tandem.wire.requests import NodeCounters, WaitHistogram
 from tests.router.conftest import Running, StartRouter
 from tests.router.fake_node import FakeNode
 
@@ -56,7 +56,7 @@ def test_metrics_show_the_router_and_every_node(start_router: StartRouter) -> No
         counters=NodeCounters(
             output_tokens=11,
             requests_finished={"stop": 2},
-            transfer_wait_seconds={"register": Waits().plus(0.003).plus(0.25).plus(90.0)},
+            transfer_wait_seconds={"register": WaitHistogram().plus(0.003).plus(0.25).plus(90.0)},
         )
     )
     router.complete(max_tokens=4)

@@ -7,7 +7,7 @@ import msgspec
 from tandem.router.config import ApiKey, TracingConfig
 from tandem.router.tracing.record import TraceRecord
 from tandem.wire.nodes import Role
-from tandem.wire.tracing import Phase
+from tandem.wire.tracing import TracePhase
 from tests.router.conftest import Running, StartRouter
 from tests.router.event_reader import EventReader
 
@@ -61,9 +61,9 @@ def test_router_and_both_nodes_tell_their_parts_on_one_clock(start_router: Start
         assert record.output_tokens == sum(arrival.tokens for arrival in record.arrivals) == 5
         assert record.ended is not None
         phases = [span.phase for span in record.router]
-        assert phases[:4] == [Phase.READ, Phase.TOKENIZE, Phase.WAIT, Phase.ROUTE]
-        assert set(phases[4:]) == {Phase.FLUSH}
-        assert sum(span.tokens for span in record.router if span.phase is Phase.FLUSH) == 5
+        assert phases[:4] == [TracePhase.READ, TracePhase.TOKENIZE, TracePhase.WAIT, TracePhase.ROUTE]
+        assert set(phases[4:]) == {TracePhase.FLUSH}
+        assert sum(span.tokens for span in record.router if span.phase is TracePhase.FLUSH) == 5
         parts = {part.node_id: part for part in record.nodes}
         assert set(parts) == {"p0", "d0"}
         assert parts["d0"].role is not None
@@ -86,7 +86,7 @@ def test_tokens_count_as_written_when_they_are_and_not_when_the_stream_ends(
     def flushed() -> int:
         (record,) = (traces.find(one.request_id) for one in traces.list().traces)
         assert record is not None
-        return sum(span.tokens for span in record.router if span.phase is Phase.FLUSH)
+        return sum(span.tokens for span in record.router if span.phase is TracePhase.FLUSH)
 
     router.wait_for(lambda: flushed() == 3, "three tokens are written while the fourth is waited for")
     router.nodes["d0"].resume()

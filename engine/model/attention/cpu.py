@@ -54,7 +54,7 @@ class CpuAttention:
             window = plan.groups[group].window
             kind = (layer.num_query_heads, layer.num_kv_heads, group, layer.scale)
             if kind not in kinds:
-                asked = library.AttentionKind(
+                asked = library.KernelAttentionKind(
                     heads=layer.num_query_heads,
                     kv_heads=layer.num_kv_heads,
                     cache_heads=plan.num_kv_heads,

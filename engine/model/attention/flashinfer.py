@@ -147,7 +147,7 @@ class FlashInferAttention:
         self.plan_all(self._wrappers, [self.pages_of(batch.host, kind) for kind in self.kinds])
         return _Step(self, self._wrappers, batch.slot_mapping)
 
-    def fixed(self, inputs: DecodeInputs) -> _Fixed:
+    def fixed(self, inputs: DecodeInputs) -> _FixedSteps:
         device = self.tensor.device
         wrappers = []
         for index in range(len(self.kinds)):
@@ -170,7 +170,7 @@ class FlashInferAttention:
                     paged_kv_indices_buf=self._page_buffers[index],
                 )
             )
-        return _Fixed(self, inputs, wrappers)
+        return _FixedSteps(self, inputs, wrappers)
 
     def pages_of(self, host: HostBatch, kind: _Kind) -> Pages:
         return pages_of(host, kind.group, kind.window, self.plan.block_size)
@@ -253,7 +253,7 @@ class FlashInferAttention:
         return self._views(self.plan.slot_of_layer[layer], self.kinds[self.kind_of_layer[layer]])
 
 
-class _Fixed:
+class _FixedSteps:
     def __init__(self, attention: FlashInferAttention, inputs: DecodeInputs, wrappers: list[Any]) -> None:
         self._attention = attention
         self._inputs = inputs

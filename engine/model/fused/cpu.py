@@ -109,10 +109,10 @@ def in_rows(tensor: torch.Tensor, width: int) -> torch.Tensor:
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
-def described(rows: torch.Tensor) -> library.Rows:
+def described(rows: torch.Tensor) -> library.KernelRows:
     """Points into the tensor, which must outlive the call."""
     count, width = rows.shape
-    return library.Rows(rows.data_ptr(), count, rows.stride(0), width, library.DTYPES[rows.dtype])
+    return library.KernelRows(rows.data_ptr(), count, rows.stride(0), width, library.DTYPES[rows.dtype])
 
 
 def _check(status: int) -> None:
@@ -120,5 +120,5 @@ def _check(status: int) -> None:
         checked(status)
 
 
-def _parts(tensors: Sequence[torch.Tensor] | None) -> ctypes.Array[library.Part] | None:
-    return None if tensors is None else (library.Part * len(tensors))(*map(library.part, tensors))
+def _parts(tensors: Sequence[torch.Tensor] | None) -> ctypes.Array[library.WeightRows] | None:
+    return None if tensors is None else (library.WeightRows * len(tensors))(*map(library.part, tensors))

@@ -137,5 +137,5 @@ def _usable(take: Take, name: str, shape: tuple[int, ...]) -> torch.Tensor | Non
     return tensor.contiguous()
 
 
-def _parts(tensors: list[Any]) -> ctypes.Array[library.Part]:
-    return (library.Part * len(tensors))(*map(library.part, tensors))
+def _parts(tensors: list[Any]) -> ctypes.Array[library.WeightRows]:
+    return (library.WeightRows * len(tensors))(*map(library.part, tensors))

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from tandem.engine.model.sampling.noise import hashed_indices, log_exponential, noise_keys
-from tandem.engine.model.sampling.restrict import Rows, lower_bounds
+from tandem.engine.model.sampling.restrict import LogitRows, lower_bounds
 from tandem.engine.model.sampling.table import SamplingTable
 from tandem.engine.model.staging import to_device
 
@@ -21,7 +21,7 @@ _BLOCK = 256
 _NEVER = float("-inf")
 
 
-class Drawing:
+class TokenDraw:
     """Over one model's vocabulary, on one device."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
@@ -43,7 +43,7 @@ class Drawing:
         scaled = scores / temperature
         if padding := self._num_blocks * _BLOCK - self._vocab:
             scaled = torch.nn.functional.pad(scaled, (0, padding), value=_NEVER)
-        rows = Rows(scaled)
+        rows = LogitRows(scaled)
         bound = lower_bounds(
             rows, self._vocab, table.top_k[requests], table.top_p[requests], table.min_p[requests]
         )
@@ -58,7 +58,7 @@ class Drawing:
         best, token = inside.sub_(log_exponential(second, self._tokens[block])).max(dim=1)
         return (block * _BLOCK + token).where(won.isfinite() & best.isfinite(), -1)
 
-    def _block_sums(self, rows: Rows, bound: torch.Tensor | None) -> torch.Tensor:
+    def _block_sums(self, rows: LogitRows, bound: torch.Tensor | None) -> torch.Tensor:
         """[N, blocks]: the weights of all tokens that are in, by block."""
         if bound is None:
             return self._summed(rows.weights)

@@ -27,7 +27,7 @@ _AT_ONCE = 1 << 23  # logits, whose digits and weights take 32 bytes each meanwh
 _NEVER = float("-inf")
 
 
-class Rows:
+class LogitRows:
     """Rows to draw from: logits over temperature, their width padded to a multiple of the tile with -inf.
 
     What is derived from them is computed when it is first needed.
@@ -51,8 +51,8 @@ class Rows:
         """The most likely tokens' logits, in descending order, and the tokens."""
         return most_likely(self.scaled, min(_CANDIDATES, self.scaled.shape[1]))
 
-    def __getitem__(self, index: torch.Tensor) -> Rows:
-        return Rows(self.scaled[index])
+    def __getitem__(self, index: torch.Tensor) -> LogitRows:
+        return LogitRows(self.scaled[index])
 
 
 def most_likely(scaled: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -68,7 +68,7 @@ def most_likely(scaled: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.T
 
 
 def lower_bounds(
-    rows: Rows,
+    rows: LogitRows,
     vocab: int,
     top_k: npt.NDArray[np.int64],  # 0 is off
     top_p: npt.NDArray[np.float32],
@@ -98,7 +98,7 @@ def lower_bounds(
     return bound
 
 
-def _kth(rows: Rows, limited: npt.NDArray[np.bool_], top_k: npt.NDArray[np.int64]) -> torch.Tensor:
+def _kth(rows: LogitRows, limited: npt.NDArray[np.bool_], top_k: npt.NDArray[np.int64]) -> torch.Tensor:
     """The k-th largest logit of each limited row."""
     device, most = rows.scaled.device, int(top_k[limited].max())
     wanted = to_device(np.where(limited, top_k, 1), device)[:, None]
@@ -109,7 +109,9 @@ def _kth(rows: Rows, limited: npt.NDArray[np.bool_], top_k: npt.NDArray[np.int64
     return values.gather(1, wanted - 1)
 
 
-def _reaching(rows: Rows, bound: torch.Tensor, bounded: bool, few: bool, share: torch.Tensor) -> torch.Tensor:
+def _reaching(
+    rows: LogitRows, bound: torch.Tensor, bounded: bool, few: bool, share: torch.Tensor
+) -> torch.Tensor:
     """The bound of the smallest set of most likely tokens whose weights reach the share of all that are in."""
     weights = rows.weights.masked_fill(rows.scaled < bound, 0) if bounded else rows.weights
     if rows.scaled.device.type != "cpu" and not few:
@@ -135,7 +137,7 @@ def _bound_among(values: torch.Tensor, before: torch.Tensor, wanted: torch.Tenso
     return values.masked_fill(~inside, float("inf")).amin(dim=1, keepdim=True)
 
 
-def _bound_by_bins(rows: Rows, weights: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+def _bound_by_bins(rows: LogitRows, weights: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     """Sums weights by bin, finds the bin in which the sum reaches what is wanted, and sorts only that one."""
     place = ((rows.largest - rows.scaled) * _BINS_PER_UNIT).clamp_(max=_BINS - 1).long()
     sums = torch.zeros(len(wanted), _BINS, dtype=torch.float64, device=weights.device)

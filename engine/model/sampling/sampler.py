@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 
 from tandem.engine.model.sampling.adjust import edit_logits, penalize
-from tandem.engine.model.sampling.draw import Drawing
+from tandem.engine.model.sampling.draw import TokenDraw
 from tandem.engine.model.sampling.table import SamplingTable
 from tandem.engine.model.staging import to_device
 from tandem.engine.model.states import RequestRows
@@ -26,7 +26,7 @@ class Sampler:
         masks: GrammarMasks | None = None,
     ) -> None:
         self._eos = eos_token_ids
-        self._drawing = Drawing(vocab_size, device)
+        self._drawing = TokenDraw(vocab_size, device)
         self._masks = masks
         self.failed: dict[int, TandemError] = {}  # rows of the last call that can have no token, and why
 

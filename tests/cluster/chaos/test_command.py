@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from tandem.cluster.chaos.command import describe, finished_in, own_traffic, run
-from tandem.cluster.chaos.plan import Kind, Rules, dangers, make_plan
+from tandem.cluster.chaos.plan import ChaosRules, ProcessKind, dangers, make_plan
 from tandem.cluster.cli import make_parser
 from tandem.router.metrics import RouterMetrics
 from tandem.wire.errors import ConfigurationError
@@ -12,8 +12,8 @@ from tests.cluster.chaos.views import cluster
 
 def test_the_dry_run_names_every_blow_and_its_victim() -> None:
     view = cluster(decode=1)
-    plan = make_plan(Rules(minutes=1, every_s=10, seed=2), [Kind.DECODE])
-    lines = describe(view, plan, dangers(view, [Kind.DECODE], 15.0, 5.0), "probes", 3)
+    plan = make_plan(ChaosRules(minutes=1, every_s=10, seed=2), [ProcessKind.DECODE])
+    lines = describe(view, plan, dangers(view, [ProcessKind.DECODE], 15.0, 5.0), "probes", 3)
     assert lines[0] == "tiny: 1 controller, 2 prefill, 1 decode, 1 router"
     assert "3 probes at once" in lines[1]
     assert sum("decode-0" in line for line in lines) == len(plan) == 5
@@ -21,7 +21,7 @@ def test_the_dry_run_names_every_blow_and_its_victim() -> None:
 
 
 def test_under_its_own_traffic_it_says_what_it_will_not_know() -> None:
-    plan = make_plan(Rules(minutes=1), [Kind.DECODE])
+    plan = make_plan(ChaosRules(minutes=1), [ProcessKind.DECODE])
     assert "not known" in describe(cluster(), plan, [], "own", 3)[1]
 
 

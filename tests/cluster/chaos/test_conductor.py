@@ -10,7 +10,7 @@ import pytest
 
 from tandem.cluster.chaos import conductor as module
 from tandem.cluster.chaos.conductor import Conductor, left_behind
-from tandem.cluster.chaos.plan import Blow, Kind, Strike
+from tandem.cluster.chaos.plan import Blow, ProcessKind, Strike
 from tandem.cluster.control import ClusterView
 from tandem.wire.errors import Unavailable
 from tandem.wire.nodes import Role
@@ -53,7 +53,7 @@ class Hands:
             self.processes[victim.name] = replace(victim, pid=victim.pid + 1000)
 
 
-def strike(kind: Kind, blow: Blow = Blow.KILL, at_s: float = 0.0) -> Strike:
+def strike(kind: ProcessKind, blow: Blow = Blow.KILL, at_s: float = 0.0) -> Strike:
     return Strike(at_s, blow, kind, 0.01, 0.0)
 
 
@@ -65,7 +65,7 @@ def run(hands: Hands, *strikes: Strike) -> Conductor[Process]:
 
 def test_a_node_is_killed_and_the_next_blow_waits_for_its_successor() -> None:
     hands = Hands()
-    made = run(hands, strike(Kind.DECODE), strike(Kind.PREFILL))
+    made = run(hands, strike(ProcessKind.DECODE), strike(ProcessKind.PREFILL))
     assert [name for name, _, _ in hands.sent] == ["decode-0", "prefill-0"]
     assert [one.whole_after_s is not None for one in made.struck] == [True, True]
     assert hands.away == 0
@@ -73,14 +73,14 @@ def test_a_node_is_killed_and_the_next_blow_waits_for_its_successor() -> None:
 
 def test_a_stop_names_how_long_it_lasts_and_ends_by_itself() -> None:
     hands = Hands()
-    made = run(hands, strike(Kind.DECODE, Blow.STOP))
+    made = run(hands, strike(ProcessKind.DECODE, Blow.STOP))
     assert hands.sent == [("decode-0", signal.SIGSTOP, 0.01)]
     assert made.struck[0].whole_after_s is not None
     assert made.struck[0].whole_after_s >= 0.01
 
 
 def test_a_controller_that_says_nothing_is_waited_for() -> None:
-    made = run(Hands(looks=5), strike(Kind.CONTROLLER))
+    made = run(Hands(looks=5), strike(ProcessKind.CONTROLLER))
     assert made.struck[0].whole_after_s is not None
 
 
@@ -90,14 +90,14 @@ def test_the_same_process_as_before_is_no_cluster_that_has_mended(monkeypatch: p
             self.sent.append((victim.name, number, wake_after_s))
 
     monkeypatch.setattr(module, "WHOLE_WITHIN_S", 0.02)
-    made = run(Unharmed(), strike(Kind.DECODE))
+    made = run(Unharmed(), strike(ProcessKind.DECODE))
     assert made.struck[0].whole_after_s is None
 
 
 def test_a_cluster_that_does_not_mend_is_not_struck_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "WHOLE_WITHIN_S", 0.02)
     hands = Hands(looks=10**9)
-    made = run(hands, strike(Kind.DECODE), strike(Kind.PREFILL))
+    made = run(hands, strike(ProcessKind.DECODE), strike(ProcessKind.PREFILL))
     assert len(hands.sent) == 1
     assert "missing: 1 decode" in made.struck[0].detail
 
@@ -108,7 +108,7 @@ def test_a_blow_that_cannot_be_dealt_is_told_and_the_last() -> None:
             raise Unavailable(f"{name} does not say which process it is")
 
     hands = OutOfReach()
-    made = run(hands, strike(Kind.DECODE), strike(Kind.PREFILL))
+    made = run(hands, strike(ProcessKind.DECODE), strike(ProcessKind.PREFILL))
     assert (made.struck, hands.sent) == ([], [])
     assert "could not be dealt: decode-0 does not say" in made.failure
 

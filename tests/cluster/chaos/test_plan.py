@@ -4,7 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.cluster.chaos.plan import Blow, Kind, Rules, chosen_kinds, dangers, make_plan, processes_of
+from tandem.cluster.chaos.plan import (
+    Blow,
+    ChaosRules,
+    ProcessKind,
+    chosen_kinds,
+    dangers,
+    make_plan,
+    processes_of,
+)
 from tandem.wire.errors import ConfigurationError
 from tandem.wire.nodes import Role
 from tests.cluster.chaos.views import cluster, node
@@ -14,9 +22,9 @@ from tests.cluster.chaos.views import cluster, node
 def test_the_same_seed_is_the_same_plan_and_every_blow_is_in_time(
     seed: int, minutes: float, every_s: float
 ) -> None:
-    rules = Rules(seed=seed, minutes=minutes, every_s=every_s)
-    plan = make_plan(rules, list(Kind))
-    assert plan == make_plan(rules, list(Kind))
+    rules = ChaosRules(seed=seed, minutes=minutes, every_s=every_s)
+    plan = make_plan(rules, list(ProcessKind))
+    assert plan == make_plan(rules, list(ProcessKind))
     moments = [strike.at_s for strike in plan]
     assert moments == sorted(moments)
     assert moments[-1] < minutes * 60
@@ -25,46 +33,46 @@ def test_the_same_seed_is_the_same_plan_and_every_blow_is_in_time(
 
 
 def test_over_time_every_kind_and_blow_and_process_has_its_turn() -> None:
-    plan = make_plan(Rules(minutes=100, every_s=10), [Kind.PREFILL, Kind.DECODE])
-    assert {strike.kind for strike in plan} == {Kind.PREFILL, Kind.DECODE}
+    plan = make_plan(ChaosRules(minutes=100, every_s=10), [ProcessKind.PREFILL, ProcessKind.DECODE])
+    assert {strike.kind for strike in plan} == {ProcessKind.PREFILL, ProcessKind.DECODE}
     assert {strike.blow for strike in plan} == set(Blow)
     assert {strike.choose(["a", "b", "c"]) for strike in plan} == {"a", "b", "c"}
 
 
 def test_a_lone_router_is_struck_only_when_it_is_named() -> None:
-    assert Kind.ROUTER not in chosen_kinds(Rules(), cluster(routers=1))
-    assert Kind.ROUTER in chosen_kinds(Rules(), cluster(routers=2))
-    assert chosen_kinds(Rules(kinds=(Kind.ROUTER,)), cluster(routers=1)) == [Kind.ROUTER]
+    assert ProcessKind.ROUTER not in chosen_kinds(ChaosRules(), cluster(routers=1))
+    assert ProcessKind.ROUTER in chosen_kinds(ChaosRules(), cluster(routers=2))
+    assert chosen_kinds(ChaosRules(kinds=(ProcessKind.ROUTER,)), cluster(routers=1)) == [ProcessKind.ROUTER]
 
 
 def test_a_kind_that_the_cluster_has_not_is_refused_with_those_that_it_has() -> None:
     with pytest.raises(ConfigurationError, match=r"aggregated.*prefill, decode"):
-        chosen_kinds(Rules(kinds=(Kind.AGGREGATED,)), cluster())
+        chosen_kinds(ChaosRules(kinds=(ProcessKind.AGGREGATED,)), cluster())
 
 
 def test_what_is_not_ready_is_no_victim() -> None:
     view = cluster(nodes=[node("prefill-0", Role.PREFILL), node("decode-0", Role.DECODE, "starting")])
-    assert Kind.DECODE not in processes_of(view)
+    assert ProcessKind.DECODE not in processes_of(view)
 
 
 @pytest.mark.parametrize(
     ("view", "kinds", "stop_s", "expected"),
     [
-        (cluster(decode=1), [Kind.DECODE], 1.0, "nothing is answered while it is away"),
-        (cluster(prefill=1), [Kind.PREFILL], 1.0, "decode nodes read the prompts themselves"),
-        (cluster(), [Kind.ROUTER], 1.0, "every stream ends with it"),
-        (cluster(), [Kind.PREFILL], 20.0, "taken for dead after 15 s"),
+        (cluster(decode=1), [ProcessKind.DECODE], 1.0, "nothing is answered while it is away"),
+        (cluster(prefill=1), [ProcessKind.PREFILL], 1.0, "decode nodes read the prompts themselves"),
+        (cluster(), [ProcessKind.ROUTER], 1.0, "every stream ends with it"),
+        (cluster(), [ProcessKind.PREFILL], 20.0, "taken for dead after 15 s"),
     ],
 )
 def test_dangers_to_users_are_told_before_anything_is_done(
-    view: object, kinds: list[Kind], stop_s: float, expected: str
+    view: object, kinds: list[ProcessKind], stop_s: float, expected: str
 ) -> None:
     (said,) = dangers(view, kinds, 15.0, stop_s)  # type: ignore[arg-type]
     assert expected in said
 
 
 def test_two_of_everything_are_no_danger() -> None:
-    assert dangers(cluster(), [Kind.PREFILL, Kind.DECODE], 15.0, 5.0) == []
+    assert dangers(cluster(), [ProcessKind.PREFILL, ProcessKind.DECODE], 15.0, 5.0) == []
 
 
 @pytest.mark.parametrize(
@@ -78,4 +86,4 @@ def test_two_of_everything_are_no_danger() -> None:
 )
 def test_rules_that_cannot_be_meant_are_refused_by_name(rules: dict[str, float], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        make_plan(Rules(**rules), [Kind.DECODE])  # type: ignore[arg-type]
+        make_plan(ChaosRules(**rules), [ProcessKind.DECODE])  # type: ignore[arg-type]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tandem.cluster.control import ClusterView, NodeView, PoolView, RouterView
+from tandem.cluster.control import ClusterView, PoolView, RouterView, SupervisedNode
 from tandem.wire.nodes import NodeState, Role
 from tandem.wire.requests import NodeCounters, NodeStatus
 
@@ -14,12 +14,12 @@ def status_of(name: str, role: Role, held: int = 0, free: int = 100) -> NodeStat
     )  # fmt: skip
 
 
-def node(name: str, role: Role, phase: str = "ready", **held: int) -> NodeView:
-    return NodeView(name, role, "10.0.0.1", phase, "", 0, status_of(name, role, **held))
+def node(name: str, role: Role, phase: str = "ready", **held: int) -> SupervisedNode:
+    return SupervisedNode(name, role, "10.0.0.1", phase, "", 0, status_of(name, role, **held))
 
 
 def cluster(
-    prefill: int = 2, decode: int = 2, routers: int = 1, nodes: list[NodeView] | None = None
+    prefill: int = 2, decode: int = 2, routers: int = 1, nodes: list[SupervisedNode] | None = None
 ) -> ClusterView:
     if nodes is None:
         nodes = [node(f"prefill-{number}", Role.PREFILL) for number in range(prefill)]

@@ -17,7 +17,7 @@ import pytest
 from tandem.cluster.commands import address_record
 from tandem.cluster.commands.address import choose_address
 from tandem.cluster.commands.address_record import (
-    Record,
+    AddressRecord,
     forget_address,
     remember_address,
     remembered_address,
@@ -35,7 +35,7 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def write(record: Path, pid: int) -> None:
-    record.write_bytes(msgspec.json.encode(Record("10.0.0.1:1", pid)))
+    record.write_bytes(msgspec.json.encode(AddressRecord("10.0.0.1:1", pid)))
 
 
 def test_what_the_operator_names_comes_first_then_the_environment_then_what_runs_here(record: Path) -> None:

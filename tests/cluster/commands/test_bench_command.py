@@ -19,7 +19,7 @@ from tandem.cluster.commands.bench import run
 from tandem.loadgen.options import add_arguments, options_from
 from tandem.router.tracing.record import TraceRecord
 from tandem.wire.errors import ConfigurationError
-from tandem.wire.tracing import Phase, Span
+from tandem.wire.tracing import Span, TracePhase
 from tests.loadgen.fake_server import Exchange, FakeServer, complete, serving
 from tests.loadgen.made_tokenizers import byte_level
 
@@ -150,7 +150,7 @@ async def answer_and_trace(exchange: Exchange) -> None:
         return
     record = TraceRecord(
         exchange.path.rpartition("/")[2], "", "t", "s", None, "", "/v1/completions", "m", 1.0, 1e9, 1.5, 200, 8, 4,
-        ["least wait"], [Span(Phase.READ, 1.0, 1.1)], [], [], [],
+        ["least wait"], [Span(TracePhase.READ, 1.0, 1.1)], [], [], [],
     )  # fmt: skip
     await exchange.respond(200, json.loads(msgspec.json.encode(record)))
 

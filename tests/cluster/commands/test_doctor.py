@@ -14,7 +14,7 @@ from rich.console import Console
 from tandem.cluster.commands import doctor, machine_checks
 from tandem.cluster.commands.machine_checks import Finding, Level
 from tandem.cluster.config import PoolConfig, PoolsConfig, TandemConfig
-from tandem.cluster.pools.placement import Machine
+from tandem.cluster.pools.placement import LocalMachine
 from tandem.engine.config import CacheConfig
 from tandem.kvtransfer.nixl.lanes import lanes_in
 
@@ -65,8 +65,8 @@ def test_a_machine_that_runs_these_tests_is_well_enough() -> None:
     assert [finding for finding in doctor.run_checks(checks) if finding.level is Level.FAIL] == []
 
 
-def with_free(memory: int) -> Machine:
-    return Machine(cores=(0, 1), free_memory=memory)
+def with_free(memory: int) -> LocalMachine:
+    return LocalMachine(cores=(0, 1), free_memory=memory)
 
 
 def test_too_little_memory_fails_with_the_figures() -> None:
@@ -83,7 +83,7 @@ def test_memory_that_may_just_suffice_is_worth_a_warning() -> None:
 
 
 def test_a_container_has_the_cores_of_its_quota(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine_checks, "this_machine", lambda: Machine(cores=tuple(range(64)), quota=2))
+    monkeypatch.setattr(machine_checks, "this_machine", lambda: LocalMachine(cores=tuple(range(64)), quota=2))
     found = machine_checks.check_cores(TandemConfig())
     assert found.level is Level.OK
     assert found.what == "2 cores, 0 usable GPUs (by the container's quota; the machine has 64 cores)"

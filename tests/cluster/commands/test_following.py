@@ -9,25 +9,25 @@ import pytest
 
 from tandem.cluster.clock import cancel
 from tandem.cluster.commands.following import ASK_AGAIN_S, SILENT_START_S, Follower
-from tandem.cluster.control import Ending
-from tandem.cluster.pools.controller_host import Account, Stage
-from tandem.cluster.pools.event_log import Happening, Kind
+from tandem.cluster.control import ClusterEnd
+from tandem.cluster.pools.controller_host import ClusterAccount, ClusterStage
+from tandem.cluster.pools.event_log import EventKind, LoggedEvent
 from tandem.wire.errors import DeadlineExceeded, InternalError, NodeLost, TandemError, Unavailable
 from tests.cluster.pools.helpers import FakeClock, RecordedEvents, in_loop, settle
 
-SERVING = Account(Stage.SERVING, [], latest=7, url="http://router", model="fake")
-END = Ending(1.0, "`tandem down`")
+SERVING = ClusterAccount(ClusterStage.SERVING, [], latest=7, url="http://router", model="fake")
+END = ClusterEnd(1.0, "`tandem down`")
 
 
 class Controller:
     """Answers with `news`, then with `silence` for as long as there is one, then not before there is news."""
 
-    def __init__(self, *news: Account | TandemError) -> None:
+    def __init__(self, *news: ClusterAccount | TandemError) -> None:
         self.news = list(news)
         self.silence: TandemError | None = None
-        self.recorded: Ending | None = None
+        self.recorded: ClusterEnd | None = None
         self.store_error: TandemError | None = None
-        self.asked: list[tuple[int, Stage]] = []
+        self.asked: list[tuple[int, ClusterStage]] = []
         self.revived = 0
         self._changed = asyncio.Event()
 
@@ -36,7 +36,7 @@ class Controller:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def account_after(self, seen: int, stage: Stage) -> Account:
+    async def account_after(self, seen: int, stage: ClusterStage) -> ClusterAccount:
         self.asked.append((seen, stage))
         while not self.news:
             if self.silence is not None:
@@ -47,7 +47,7 @@ class Controller:
             raise answer
         return answer
 
-    async def ending(self) -> Ending | None:
+    async def ending(self) -> ClusterEnd | None:
         if self.store_error is not None:
             raise self.store_error
         return self.recorded
@@ -57,7 +57,7 @@ class Controller:
 
 
 class Rig:
-    def __init__(self, *news: Account | TandemError) -> None:
+    def __init__(self, *news: ClusterAccount | TandemError) -> None:
         self.controller = Controller(*news)
         self.events = RecordedEvents()
         self.clock = FakeClock()
@@ -138,20 +138,20 @@ async def test_a_cluster_that_never_served_is_not_waited_for_without_end() -> No
 
 @in_loop
 async def test_the_next_controller_counts_from_the_beginning_and_one_that_was_stopped_goes_on() -> None:
-    happened = Happening(1, Kind.READY, "decode-0", "decode")
+    happened = LoggedEvent(1, EventKind.READY, "decode-0", "decode")
     rig = Rig(
         SERVING,
         DeadlineExceeded("stopped"),
         SERVING,
         NodeLost("killed"),
-        Account(Stage.STARTING, [happened], latest=1),
-        Account(Stage.STOPPED, [], latest=1, ending=END),
+        ClusterAccount(ClusterStage.STARTING, [happened], latest=1),
+        ClusterAccount(ClusterStage.STOPPED, [], latest=1, ending=END),
     )
     await rig.follower.until_serving()
     over = asyncio.create_task(rig.follower.until_over())
     await rig.clock.advance(10)
     assert await over == END
     # At once, whatever it is doing: the stage is told that it cannot be in.
-    assert rig.controller.asked[2] == (7, Stage.STOPPED)
-    assert rig.controller.asked[4] == (0, Stage.STOPPED)
+    assert rig.controller.asked[2] == (7, ClusterStage.STOPPED)
+    assert rig.controller.asked[4] == (0, ClusterStage.STOPPED)
     assert rig.events.of("ready", "decode-0") == ["decode"]

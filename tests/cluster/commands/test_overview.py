@@ -20,7 +20,7 @@ from tandem.cluster.commands.operate import (
     parse_sizes,
 )
 from tandem.cluster.commands.overview import answers_now, overview, show_overview
-from tandem.cluster.control import ClusterView, Decision, NodeView, PoolView, RouterView
+from tandem.cluster.control import ClusterView, ControllerDecision, PoolView, RouterView, SupervisedNode
 from tandem.cluster.describe import format_blocks
 from tandem.wire.errors import ConfigurationError, DeadlineExceeded, Unavailable
 from tandem.wire.nodes import NodeState, Role
@@ -46,12 +46,12 @@ VIEW = ClusterView(
     model="smollm2",
     pools=[PoolView(Role.PREFILL, 1, 0, 1, 4), PoolView(Role.DECODE, 2, 1, 0, 0, waiting_for_machines=1)],
     nodes=[
-        NodeView("prefill-0", Role.PREFILL, "10.0.0.2", "left out", "no memory", 0),
-        NodeView("decode-0", Role.DECODE, "10.0.0.3", "ready", "signal 9", 3, STATUS),
-        NodeView("decode-1", Role.DECODE, "", "waiting", "no machine has room for it", 0),
+        SupervisedNode("prefill-0", Role.PREFILL, "10.0.0.2", "left out", "no memory", 0),
+        SupervisedNode("decode-0", Role.DECODE, "10.0.0.3", "ready", "signal 9", 3, STATUS),
+        SupervisedNode("decode-1", Role.DECODE, "", "waiting", "no machine has room for it", 0),
     ],
     routers=[RouterView("router", "http://10.0.0.1:8000", "ready", "", 0)],
-    decisions=[Decision(0.0, "decode: from 1 to 2, 1 node more")],
+    decisions=[ControllerDecision(0.0, "decode: from 1 to 2, 1 node more")],
 )
 
 

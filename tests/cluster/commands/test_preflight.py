@@ -11,7 +11,7 @@ import pytest
 
 from tandem.cluster.commands.preflight import check_address, check_before_start
 from tandem.cluster.config import PoolConfig, PoolsConfig, TandemConfig
-from tandem.cluster.pools.placement import Machine
+from tandem.cluster.pools.placement import LocalMachine
 from tandem.cluster.settings import SettingsError
 from tandem.engine.config import CacheConfig, ModelConfig
 from tandem.kvtransfer.base import TransferConfig
@@ -58,7 +58,7 @@ def test_everything_that_is_wrong_is_said_at_once(taken_port: int) -> None:
     )
     config = replace(config, router=replace(config.router, port=taken_port))
     with pytest.raises(SettingsError) as raised:
-        check_before_start(config, Machine(cores=(0, 1)))
+        check_before_start(config, LocalMachine(cores=(0, 1)))
     assert len(raised.value.mistakes) == 3
 
 
@@ -72,7 +72,7 @@ def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").symlink_to(tmp_path / "not here")
     config = TandemConfig(model=ModelConfig(path=str(tmp_path)))
     with pytest.raises(SettingsError, match=r"holds no weights: there is no \.safetensors file"):
-        check_before_start(replace(config, router=replace(config.router, port=0)), Machine(cores=(0, 1)))
+        check_before_start(replace(config, router=replace(config.router, port=0)), LocalMachine(cores=(0, 1)))
 
 
 def test_a_connector_that_is_not_there_is_refused_where_one_is_needed(tmp_path: Path) -> None:
@@ -82,22 +82,22 @@ def test_a_connector_that_is_not_there_is_refused_where_one_is_needed(tmp_path: 
     )
     config = replace(config, router=replace(config.router, port=0))
     with pytest.raises(SettingsError, match="there is no connector 'carrier-pigeon'"):
-        check_before_start(config, Machine(cores=(0, 1)))
+        check_before_start(config, LocalMachine(cores=(0, 1)))
     nobody_sends = PoolsConfig(prefill=PoolConfig(), decode=PoolConfig(), aggregated=PoolConfig(nodes=1))
-    check_before_start(replace(config, pools=nobody_sends), Machine(cores=(0, 1)))
+    check_before_start(replace(config, pools=nobody_sends), LocalMachine(cores=(0, 1)))
 
 
 def test_a_good_configuration_passes(tmp_path: Path) -> None:
     make_model(tmp_path)
     config = TandemConfig(model=ModelConfig(path=str(tmp_path)))
-    check_before_start(replace(config, router=replace(config.router, port=0)), Machine(cores=(0, 1)))
+    check_before_start(replace(config, router=replace(config.router, port=0)), LocalMachine(cores=(0, 1)))
 
 
 def test_caches_that_the_machine_cannot_hold_are_found_before_a_node_loads(tmp_path: Path) -> None:
     make_model(tmp_path)
     config = TandemConfig(model=ModelConfig(path=str(tmp_path)), cache=CacheConfig(memory_bytes=900 << 30))
     config = replace(config, router=replace(config.router, port=0))
-    machine = Machine(cores=(0, 1), free_memory=20 << 30)
+    machine = LocalMachine(cores=(0, 1), free_memory=20 << 30)
     with pytest.raises(
         SettingsError, match=r"20\.0 GiB is free on this machine: give each at most .*--kv-memory"
     ):
@@ -115,4 +115,4 @@ def test_weights_that_are_here_are_weighed(tmp_path: Path) -> None:
     config = TandemConfig(model=ModelConfig(path=str(tmp_path), device="cpu"))
     config = replace(config, router=replace(config.router, port=0))
     with pytest.raises(SettingsError, match=r"2 nodes need at least 61\.2 GiB"):
-        check_before_start(config, Machine(cores=(0, 1), free_memory=50 << 30))
+        check_before_start(config, LocalMachine(cores=(0, 1), free_memory=50 << 30))

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from tandem.cluster.on_ray.hosts import RayHosts
-from tandem.cluster.pools.cores import Found
+from tandem.cluster.pools.cores import MachineFacts
 from tandem.wire.errors import Unavailable
 from tandem.wire.nodes import Role
 from tests.cluster.pools.helpers import in_loop, settle
@@ -22,7 +22,7 @@ class World:
 
     def __init__(self, *nodes: dict[str, Any]) -> None:
         self.nodes = list(nodes)
-        self.machines: dict[str, Found] = {}
+        self.machines: dict[str, MachineFacts] = {}
         self.silent: set[str] = set()
         self.sick: set[str] = set()  # no answer, and no error
         self.healed = asyncio.Event()
@@ -32,13 +32,13 @@ class World:
         self.requested: list[list[dict[str, float]]] = []
         self.store = MemoryStore()
 
-    async def find_out(self, name: str) -> Found:
+    async def find_out(self, name: str) -> MachineFacts:
         self.asked.append(name)
         if name in self.sick:
             await self.healed.wait()
         if name in self.silent:
             raise Unavailable(f"{name} says nothing")
-        return self.machines.get(name, Found(name, (0, 1)))
+        return self.machines.get(name, MachineFacts(name, (0, 1)))
 
     def hosts(self, **needs: dict[str, float]) -> RayHosts:
         wanted = {Role(role): amounts for role, amounts in needs.items()}
@@ -68,7 +68,7 @@ DECODE = ray_node("d", "10.0.0.3", decode=2.0, GPU=4.0)
 @in_loop
 async def test_ray_nodes_that_offer_a_role_are_hosts_with_places() -> None:
     world = World(DECODE, PREFILL, HEAD, ray_node("dead", "10.0.0.9", alive=False, decode=1.0))
-    world.machines["d"] = Found("d", (0, 1), gpus=4)
+    world.machines["d"] = MachineFacts("d", (0, 1), gpus=4)
     hosts = {host.name: host for host in await world.hosts().present()}
     assert hosts["p"].slots == {Role.PREFILL: 1}
     assert hosts["d"].slots == {Role.DECODE: 2}
@@ -140,7 +140,7 @@ async def test_an_answer_that_comes_while_another_is_kept_is_heard_at_the_next_l
 @in_loop
 async def test_cores_are_the_same_for_a_controller_that_comes_back() -> None:
     world = World(PREFILL)
-    world.machines = {name: Found("one", (0, 1)) for name in ("p", "d")}
+    world.machines = {name: MachineFacts("one", (0, 1)) for name in ("p", "d")}
     hosts = world.hosts()
     await hosts.present()
     world.nodes.append(DECODE)

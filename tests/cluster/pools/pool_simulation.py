@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from tandem.cluster.config import AutoscalingConfig, SloConfig, TandemConfig
 from tandem.cluster.pools.autoscaler import Autoscaler
-from tandem.cluster.pools.autoscaling import Pool, Resize
+from tandem.cluster.pools.autoscaling import PoolBounds, Resize
 from tandem.wire.nodes import NodeState, Role
 from tandem.wire.requests import NodeCounters, NodeStatus
 from tests.cluster.pools.helpers import FakeClock
@@ -105,9 +105,11 @@ class Simulation:
     def statuses(self) -> list[NodeStatus]:
         return [status for pool in self.pools.values() for status in pool.statuses()]
 
-    def view(self) -> list[Pool]:
+    def view(self) -> list[PoolBounds]:
         return [
-            Pool(pool.role, pool.wanted, pool.minimum, pool.maximum, pool.ready_at is None, is_waiting=False)
+            PoolBounds(
+                pool.role, pool.wanted, pool.minimum, pool.maximum, pool.ready_at is None, is_waiting=False
+            )
             for pool in self.pools.values()
         ]
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tandem.cluster.clock import cancel
 from tandem.cluster.config import AutoscalingConfig, SloConfig
-from tandem.cluster.pools.autoscaling import Breach, Load, Pool, decide
+from tandem.cluster.pools.autoscaling import Breach, PoolBounds, PoolLoad, decide
 from tandem.wire.nodes import Role
 from tests.cluster.pools.helpers import in_loop
 from tests.cluster.pools.pool_simulation import PROMPT, READS_PER_S, Simulation
@@ -125,14 +125,14 @@ async def test_no_load_takes_a_pool_above_its_maximum() -> None:
 # --- each rule
 
 
-def pool(role: Role = Role.DECODE, **fields: object) -> Pool:
+def pool(role: Role = Role.DECODE, **fields: object) -> PoolBounds:
     given = {"wanted": 2, "min_nodes": 1, "max_nodes": 4, "is_settled": True, "is_waiting": False}
-    return Pool(role=role, **{**given, **fields})  # type: ignore[arg-type]
+    return PoolBounds(role=role, **{**given, **fields})  # type: ignore[arg-type]
 
 
-def loads(role: Role = Role.DECODE, seconds: int = 60, nodes: int = 2, **fields: float) -> list[Load]:
+def loads(role: Role = Role.DECODE, seconds: int = 60, nodes: int = 2, **fields: float) -> list[PoolLoad]:
     return [
-        Load(
+        PoolLoad(
             at=float(at),
             nodes=nodes,
             reads_prompts=role is not Role.DECODE,
@@ -143,7 +143,9 @@ def loads(role: Role = Role.DECODE, seconds: int = 60, nodes: int = 2, **fields:
     ]
 
 
-def decided(pool: Pool, history: list[Load], changed_at: float = 0.0, breaches: list[Breach] | None = None):
+def decided(
+    pool: PoolBounds, history: list[PoolLoad], changed_at: float = 0.0, breaches: list[Breach] | None = None
+):
     known = {pool.role: breaches or []}
     return decide(history[-1].at, changed_at, {pool.role: history}, [pool], known, SLO, CONFIG)
 
@@ -190,7 +192,7 @@ def test_what_a_decode_pool_computes_all_the_time_is_no_load() -> None:
 
 def test_a_moment_is_no_reason() -> None:
     history = loads(blocks=0.5)
-    history[-2:] = [Load(load.at, 2, False, True, blocks=0.99) for load in history[-2:]]
+    history[-2:] = [PoolLoad(load.at, 2, False, True, blocks=0.99) for load in history[-2:]]
     assert decided(pool(), history) is None
 
 
@@ -231,13 +233,13 @@ SHARES = st.floats(0.0, 1.0)
 
 
 @given(
-    st.lists(st.builds(Load, st.just(0.0), st.integers(1, 9), st.booleans(), st.booleans(),
+    st.lists(st.builds(PoolLoad, st.just(0.0), st.integers(1, 9), st.booleans(), st.booleans(),
                        st.floats(0, 100), SHARES, SHARES, st.floats(0, 2)), min_size=1, max_size=40),
     st.sampled_from([Role.PREFILL, Role.DECODE]), st.integers(1, 9), st.integers(0, 4), st.integers(0, 9),
     st.lists(st.builds(Breach, st.integers(1, 9), st.floats(0, 10))),
 )  # fmt: skip
 def test_whatever_is_measured_limits_are_kept_and_a_breach_is_remembered_with_its_size(
-    measured: list[Load], role: Role, wanted: int, minimum: int, more: int, breaches: list[Breach]
+    measured: list[PoolLoad], role: Role, wanted: int, minimum: int, more: int, breaches: list[Breach]
 ) -> None:
     history = [msgspec.structs.replace(load, at=float(at)) for at, load in enumerate(measured, 10)]
     asked = pool(role, wanted=wanted, min_nodes=minimum, max_nodes=max(1, minimum) + more)

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from tandem.cluster.config import TandemConfig
-from tandem.cluster.pools.supervisor import Phase
+from tandem.cluster.pools.supervisor import ProcessPhase
 from tandem.router.config import RouterConfig, RouterPlacement
 from tandem.wire.errors import ConfigurationError, Unavailable
 from tandem.wire.nodes import NodeState, Role
@@ -28,7 +28,7 @@ async def test_a_node_that_was_left_out_shows_its_error_and_is_tried_again_when_
         await rig.clock.advance(100)
         await start
         (node,) = [n for n in (await rig.controller.view()).nodes if n.node_id == "prefill-0"]
-        assert (node.phase, node.detail) == (Phase.LEFT_OUT, "no memory")
+        assert (node.phase, node.detail) == (ProcessPhase.LEFT_OUT, "no memory")
         lines = await rig.controller.scale({Role.PREFILL: 1})
         assert lines == ["prefill: stays at 1", "prefill-0 was left out and is tried again"]
         await settle()
@@ -61,7 +61,7 @@ async def test_a_router_that_was_left_out_is_tried_again_with_the_pools() -> Non
         lines = await rig.controller.scale({Role.DECODE: 1})
         assert lines[1:] == ["router-10.0.0.2 was left out and is tried again"]
         await settle()
-        assert {router.phase for router in (await rig.controller.view()).routers} == {Phase.READY}
+        assert {router.phase for router in (await rig.controller.view()).routers} == {ProcessPhase.READY}
 
 
 @in_loop
@@ -76,7 +76,7 @@ async def test_what_a_node_has_worked_with_is_no_mistake() -> None:
         await rig.clock.advance(10)
         assert rig.routed == {"prefill-0", "decode-0"}
         (node,) = [n for n in (await rig.controller.view()).nodes if n.node_id == "decode-0"]
-        assert (node.phase, node.restarts) == (Phase.READY, 1)
+        assert (node.phase, node.restarts) == (ProcessPhase.READY, 1)
         assert "only 1 MiB is free" in node.detail, "what an operator would ask"
 
 

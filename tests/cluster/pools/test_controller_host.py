@@ -10,9 +10,9 @@ import pytest
 from tandem.cluster.clock import cancel
 from tandem.cluster.commands.following import Follower
 from tandem.cluster.config import PoolConfig, PoolsConfig, TandemConfig
-from tandem.cluster.control import ClusterView, Ending, PoolView
+from tandem.cluster.control import ClusterEnd, ClusterView, PoolView
 from tandem.cluster.events import Events
-from tandem.cluster.pools.controller_host import Account, Change, ControllerHost, Stage
+from tandem.cluster.pools.controller_host import ClusterAccount, ClusterStage, ConfigChange, ControllerHost
 from tandem.wire.errors import InternalError, InvalidRequest, TandemError, Unavailable
 from tandem.wire.nodes import Role
 from tests.cluster.pools.helpers import FakeClock, RecordedEvents, in_loop, settle
@@ -87,7 +87,7 @@ class FakeDeployment:
 class Rig:
     """The host's platform as well, and what a follower asks."""
 
-    def __init__(self, ended: Ending | None = None) -> None:
+    def __init__(self, ended: ClusterEnd | None = None) -> None:
         self.id = "one"
         self.endings = MemoryStore()
         self.endings.state = encode(ended) if ended else None
@@ -113,15 +113,15 @@ class Rig:
     async def end(self) -> None:
         self.ended.set()
 
-    async def ending(self) -> Ending | None:
+    async def ending(self) -> ClusterEnd | None:
         kept = await self.endings.load()
-        return decode(kept, type=Ending) if kept else None
+        return decode(kept, type=ClusterEnd) if kept else None
 
     async def revive(self) -> None:
         """It lives."""
 
-    async def account_after(self, seen: int, stage: Stage) -> Account:
-        return decode(await self.host.account_after(seen, stage.value, 60.0), type=Account)
+    async def account_after(self, seen: int, stage: ClusterStage) -> ClusterAccount:
+        return decode(await self.host.account_after(seen, stage.value, 60.0), type=ClusterAccount)
 
     async def __aenter__(self) -> Rig:
         return self
@@ -224,7 +224,7 @@ async def test_a_deployment_ends_with_the_command_that_it_belongs_to() -> None:
 
 @in_loop
 async def test_a_controller_that_finds_a_recorded_end_carries_it_out_and_starts_nothing() -> None:
-    async with Rig(Ending(0.0, "`tandem down`")) as rig:
+    async with Rig(ClusterEnd(0.0, "`tandem down`")) as rig:
         await rig.ended.wait()
         assert rig.events.happened == []
         assert (await rig.follower.until_over()).why == "`tandem down`"
@@ -240,7 +240,7 @@ async def test_a_controller_whose_store_is_away_waits_for_it() -> None:
         assert not following.done()
         rig.endings.error = None
         await rig.clock.advance(5)
-        assert (await following).stage is Stage.SERVING
+        assert (await following).stage is ClusterStage.SERVING
 
 
 @in_loop
@@ -263,17 +263,17 @@ async def test_what_is_asked_reaches_the_controller() -> None:
 @in_loop
 async def test_the_same_configuration_again_changes_nothing_and_other_sizes_are_applied() -> None:
     async with Rig() as rig:
-        assert await configure(rig, TandemConfig()) == Change([], [])
+        assert await configure(rig, TandemConfig()) == ConfigChange([], [])
         more = TandemConfig(pools=PoolsConfig(decode=PoolConfig(nodes=2)))
-        assert await configure(rig, more) == Change(["decode: 2"], [])
-        assert await configure(rig, more) == Change([], [])
+        assert await configure(rig, more) == ConfigChange(["decode: 2"], [])
+        assert await configure(rig, more) == ConfigChange([], [])
 
 
 @in_loop
 async def test_what_somebody_scaled_stays_when_the_same_configuration_is_given_again() -> None:
     async with Rig() as rig:
         await rig.host.scale(encode({Role.DECODE: 3}))
-        assert await configure(rig, TandemConfig()) == Change([], [])
+        assert await configure(rig, TandemConfig()) == ConfigChange([], [])
         assert rig.made.control.sizes[Role.DECODE] == 3
 
 
@@ -300,5 +300,5 @@ async def test_a_command_of_another_version_is_told_so() -> None:
             await rig.host.configure(newer)
 
 
-async def configure(rig: Rig, config: TandemConfig) -> Change:
-    return decode(await rig.host.configure(encode(config)), type=Change)
+async def configure(rig: Rig, config: TandemConfig) -> ConfigChange:
+    return decode(await rig.host.configure(encode(config)), type=ConfigChange)

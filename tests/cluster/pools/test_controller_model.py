@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tandem.cluster.config import PoolConfig, PoolsConfig
 from tandem.cluster.hosts import Host
 from tandem.cluster.pools import plan, state
-from tandem.cluster.pools.supervisor import Phase
+from tandem.cluster.pools.supervisor import ProcessPhase
 from tandem.wire.errors import TandemError, Unavailable
 from tandem.wire.nodes import Role
 from tests.cluster.pools.helpers import FakeHosts, FakeNode, Rig, settle
@@ -199,7 +199,7 @@ class Cluster(RuleBasedStateMachine):
         running = {node.info.node_id: node for node in self.live()}
         placed = {record.node_id: record for record in kept.nodes if record.placement is not None}
         assert set(running) == set(placed), "every process is somebody's, and everybody has one"
-        assert {node.node_id for node in view.nodes if node.phase == Phase.READY} == set(placed)
+        assert {node.node_id for node in view.nodes if node.phase == ProcessPhase.READY} == set(placed)
         assert self.rig.routed == set(placed), "routers know them all"
         for node_id, record in placed.items():
             assert running[node_id].config.role is record.role

@@ -7,49 +7,55 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.cluster.pools.cores import Found, share_cores
+from tandem.cluster.pools.cores import MachineFacts, share_cores
 
 MACHINES = st.dictionaries(
     st.integers(0, 9).map("host-{}".format),
-    st.sampled_from([Found("a", (0, 1, 2, 3)), Found("b", (0, 1)), Found("c", (5,))]),
+    st.sampled_from([MachineFacts("a", (0, 1, 2, 3)), MachineFacts("b", (0, 1)), MachineFacts("c", (5,))]),
 )
 
 
 def test_a_host_alone_has_all_cores_of_its_machine() -> None:
-    assert share_cores({"h": Found("a", (0, 4, 1, 5))}, {}) == {"h": (0, 4, 1, 5)}
+    assert share_cores({"h": MachineFacts("a", (0, 4, 1, 5))}, {}) == {"h": (0, 4, 1, 5)}
 
 
 def test_hosts_that_come_together_get_equal_parts_and_the_first_the_odd_core() -> None:
-    found = {name: Found("a", (0, 1, 2)) for name in "pd"}
+    found = {name: MachineFacts("a", (0, 1, 2)) for name in "pd"}
     assert share_cores(found, {}) == {"p": (0, 1), "d": (2,)}
 
 
 def test_hosts_on_different_machines_have_nothing_to_share() -> None:
-    assert share_cores({"p": Found("a", (0, 1)), "d": Found("b", (0, 1))}, {}) == {"p": (0, 1), "d": (0, 1)}
+    assert share_cores({"p": MachineFacts("a", (0, 1)), "d": MachineFacts("b", (0, 1))}, {}) == {
+        "p": (0, 1),
+        "d": (0, 1),
+    }
 
 
 def test_more_hosts_than_cores_take_them_in_turns() -> None:
-    found = {name: Found("a", (0, 1)) for name in "abcde"}
+    found = {name: MachineFacts("a", (0, 1)) for name in "abcde"}
     assert share_cores(found, {}) == {"a": (0,), "b": (1,), "c": (0,), "d": (1,), "e": (0,)}
 
 
 def test_one_that_comes_later_takes_what_is_used_least() -> None:
-    found = {name: Found("a", (0, 1, 2, 3)) for name in "pd"}
+    found = {name: MachineFacts("a", (0, 1, 2, 3)) for name in "pd"}
     given_ = share_cores(found, {})
-    later = share_cores(found | {"x": Found("a", (0, 1, 2, 3))}, given_ | {"gone": (0, 1)})
+    later = share_cores(found | {"x": MachineFacts("a", (0, 1, 2, 3))}, given_ | {"gone": (0, 1)})
     assert later == given_ | {"x": (0,)}
 
 
 def test_a_container_computes_on_no_more_cores_than_its_quota_has_time_for() -> None:
-    pods = {"p": Found("a", tuple(range(64)), quota=2), "d": Found("a", tuple(range(64)), quota=4)}
+    pods = {
+        "p": MachineFacts("a", tuple(range(64)), quota=2),
+        "d": MachineFacts("a", tuple(range(64)), quota=4),
+    }
     assert share_cores(pods, {}) == {"p": (0, 1), "d": (2, 3, 4, 5)}
-    tight = {name: Found("a", (0, 1, 2), quota=2) for name in "pd"}
+    tight = {name: MachineFacts("a", (0, 1, 2), quota=2) for name in "pd"}
     assert share_cores(tight, {}) == {"p": (0, 1), "d": (2,)}, "an equal share may be less than a quota"
 
 
 @given(MACHINES, MACHINES)
 def test_everybody_has_cores_nobody_loses_any_and_they_are_used_evenly(
-    before: dict[str, Found], came: dict[str, Found]
+    before: dict[str, MachineFacts], came: dict[str, MachineFacts]
 ) -> None:
     given_ = share_cores(before, {})
     found = came | before

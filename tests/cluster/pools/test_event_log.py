@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from tandem.cluster.pools.event_log import KEPT, EventLog, Kind, replay
+from tandem.cluster.pools.event_log import KEPT, EventKind, EventLog, replay
 from tests.cluster.pools.helpers import RecordedEvents, in_loop
 
 
@@ -14,10 +14,10 @@ async def test_who_follows_sees_each_event_once_and_in_order() -> None:
     log.progress("decode-0", "loading", 0.1)
     log.ready("router", "http://r")
     first = log.after(0)
-    assert [(one.number, one.kind) for one in first] == [(1, Kind.PROGRESS), (2, Kind.READY)]
+    assert [(one.number, one.kind) for one in first] == [(1, EventKind.PROGRESS), (2, EventKind.READY)]
     log.trouble("decode-0", "died")
     log.gave_up("decode-0", "no memory")
-    assert [one.kind for one in log.after(first[-1].number)] == [Kind.TROUBLE, Kind.GAVE_UP]
+    assert [one.kind for one in log.after(first[-1].number)] == [EventKind.TROUBLE, EventKind.GAVE_UP]
     assert log.after(log.latest) == []
 
 

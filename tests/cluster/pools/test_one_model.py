@@ -6,7 +6,7 @@ import asyncio
 
 import msgspec
 
-from tandem.cluster.pools.supervisor import Phase
+from tandem.cluster.pools.supervisor import ProcessPhase
 from tandem.wire.nodes import Role
 from tests.cluster.pools.helpers import FakeProcess, Rig, in_loop, settle
 from tests.cluster.pools.pools_rig import PD, phases
@@ -28,7 +28,7 @@ async def test_a_node_with_other_weights_is_left_out_and_the_rest_serves() -> No
         await settle()
         await rig.clock.advance(100)
         await start
-        (node,) = [n for n in (await rig.controller.view()).nodes if n.phase == Phase.LEFT_OUT]
+        (node,) = [n for n in (await rig.controller.view()).nodes if n.phase == ProcessPhase.LEFT_OUT]
         assert node.node_id == "decode-1"
         assert "its model is not the one that this cluster serves" in node.detail
         assert "`tandem down` first" in node.detail
@@ -46,7 +46,7 @@ async def test_a_node_that_comes_back_with_other_weights_stays_away() -> None:
         rig.launcher.node("decode-0").die()
         await rig.clock.advance(100)
         assert rig.routed == {"prefill-0"}
-        assert (await phases(rig))["decode-0"] == Phase.LEFT_OUT
+        assert (await phases(rig))["decode-0"] == ProcessPhase.LEFT_OUT
 
 
 @in_loop

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tandem.cluster.config import PoolConfig, PoolsConfig, TandemConfig
 from tandem.cluster.hosts import Host
 from tandem.cluster.pools.placement import (
-    Machine,
+    LocalMachine,
     node_config,
     ordered_cores,
     place,
@@ -20,7 +20,7 @@ from tandem.cluster.pools.placement import (
     router_config,
     visible_gpus,
 )
-from tandem.cluster.pools.state import ClosedSlot, NodeRecord, Placement
+from tandem.cluster.pools.state import ClosedSlot, NodePlacement, NodeRecord
 from tandem.engine.config import CacheConfig, ModelConfig
 from tandem.router.config import RouterConfig
 from tandem.wire.errors import ConfigurationError
@@ -41,7 +41,7 @@ def config(
     )
 
 
-def placed_on(asked: TandemConfig, machine: Machine) -> dict[str, Placement]:
+def placed_on(asked: TandemConfig, machine: LocalMachine) -> dict[str, NodePlacement]:
     placed = {node.node_id: node.placement for node in place_nodes(asked, machine)}
     return {node_id: placement for node_id, placement in placed.items() if placement is not None}
 
@@ -50,12 +50,12 @@ def cores_of(nodes: list[NodeRecord]) -> dict[str, tuple[int, ...]]:
     return {node.node_id: node.placement.cores for node in nodes if node.placement is not None}
 
 
-def machine(cores: int, gpus: int = 0) -> Machine:
-    return Machine(tuple(range(cores)), gpus)
+def machine(cores: int, gpus: int = 0) -> LocalMachine:
+    return LocalMachine(tuple(range(cores)), gpus)
 
 
 def test_the_nodes_of_a_container_share_what_its_quota_has_time_for() -> None:
-    container = Machine(tuple(range(64)), quota=3)
+    container = LocalMachine(tuple(range(64)), quota=3)
     assert cores_of(place_nodes(config(1, 1), container)) == {"prefill-0": (0, 1), "decode-0": (2,)}
     with pytest.raises(ConfigurationError, match="this machine offers 3"):
         place_nodes(config(1, 1, threads={"decode": 3}), container)

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from tandem.cluster.config import PoolConfig
-from tandem.cluster.pools.supervisor import Phase
+from tandem.cluster.pools.supervisor import ProcessPhase
 from tandem.wire.errors import ConfigurationError, DeadlineExceeded
 from tandem.wire.nodes import Role
 from tests.cluster.pools.helpers import TIMEOUTS, FakeHosts, Rig, in_loop, settle
@@ -37,7 +37,7 @@ async def test_a_pool_that_shrinks_drains_its_youngest_node_before_it_ends() -> 
         going.may_finish.clear()
         await rig.controller.scale({Role.DECODE: 1})
         await settle()
-        assert (await phases(rig))["decode-1"] == Phase.DRAINING
+        assert (await phases(rig))["decode-1"] == ProcessPhase.DRAINING
         assert "decode-1" in rig.routed, "its streams go on: routers know that it drains from its own status"
         assert not going.stopped
         going.may_finish.set()

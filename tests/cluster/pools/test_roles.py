@@ -9,7 +9,7 @@ import pytest
 
 from tandem.cluster.config import PoolConfig, TandemConfig
 from tandem.cluster.hosts import Host
-from tandem.cluster.pools.supervisor import Phase
+from tandem.cluster.pools.supervisor import ProcessPhase
 from tandem.router.config import RouterConfig, RouterPlacement
 from tandem.wire.errors import Unavailable
 from tandem.wire.nodes import Role
@@ -28,7 +28,7 @@ async def test_a_node_changes_its_role_in_its_own_process() -> None:
         node.may_finish.clear()
         change = asyncio.create_task(rig.controller.change_role("prefill-1", Role.DECODE))
         await settle()
-        assert (await phases(rig))["prefill-1"] == Phase.DRAINING
+        assert (await phases(rig))["prefill-1"] == ProcessPhase.DRAINING
         assert not change.done()
         node.may_finish.set()
         await change

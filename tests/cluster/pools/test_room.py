@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tandem.cluster.config import PoolConfig, PoolsConfig, TandemConfig
 from tandem.cluster.describe import parse_size
-from tandem.cluster.pools.placement import Machine, place_nodes
+from tandem.cluster.pools.placement import LocalMachine, place_nodes
 from tandem.cluster.pools.room import AROUND_BYTES, NODE_BYTES, check_memory
 from tandem.engine.config import CacheConfig
 from tandem.wire.errors import ConfigurationError
@@ -32,8 +32,8 @@ def asked(
     )
 
 
-def cores(count: int) -> Machine:
-    return Machine(tuple(range(count)))
+def cores(count: int) -> LocalMachine:
+    return LocalMachine(tuple(range(count)))
 
 
 def said_of_cores(config: TandemConfig, count: int) -> str:
@@ -76,7 +76,7 @@ def test_a_pool_that_may_grow_counts_as_large_as_it_may_become() -> None:
 
 
 def test_a_machine_that_does_not_say_how_many_cores_it_has_is_not_judged() -> None:
-    assert len(place_nodes(asked(9), Machine(cores=()))) == 10
+    assert len(place_nodes(asked(9), LocalMachine(cores=()))) == 10
 
 
 def test_absurd_numbers_are_refused_at_once() -> None:

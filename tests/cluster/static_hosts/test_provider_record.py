@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tandem.cluster.static_hosts.record import (
     ClusterRecord,
-    NodeRecord,
+    LaunchRecord,
     decode,
     encode,
     new_node_id,
@@ -21,8 +21,8 @@ from tandem.wire.errors import ConfigurationError
 HOSTS = {"prefill": ("p1", "p2"), "decode": ("d1", "d2", "d3")}
 
 
-def node(host: str, pool: str, **tags: str) -> NodeRecord:
-    return NodeRecord(new_node_id(host), host, host, pool, tags)
+def node(host: str, pool: str, **tags: str) -> LaunchRecord:
+    return LaunchRecord(new_node_id(host), host, host, pool, tags)
 
 
 def test_an_id_is_fresh_and_tells_the_address() -> None:

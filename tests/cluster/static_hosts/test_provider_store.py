@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.cluster.static_hosts.record import ClusterRecord, NodeRecord, with_hosts, with_node
+from tandem.cluster.static_hosts.record import ClusterRecord, LaunchRecord, with_hosts, with_node
 from tandem.cluster.static_hosts.shell import LocalShell
 from tandem.cluster.static_hosts.store import LocalStore, RecordStore, RemoteStore, record_file
 from tandem.wire.errors import ConfigurationError, Unavailable
@@ -32,8 +32,8 @@ def remote() -> RemoteStore:
     return RemoteStore("tandem", LocalShell(), "head")
 
 
-def added(name: str) -> NodeRecord:
-    return NodeRecord(name, name, name, "decode", {})
+def added(name: str) -> LaunchRecord:
+    return LaunchRecord(name, name, name, "decode", {})
 
 
 def test_a_cluster_that_never_was_is_an_empty_record() -> None:

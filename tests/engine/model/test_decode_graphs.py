@@ -344,6 +344,6 @@ def test_the_library_is_tried_out_before_it_is_relied_on(
     )
     plan = plan_cache(layers, 4)
     cache = torch.zeros(plan.shape(3), dtype=dtype)
-    shape = paths.Shape(max_requests=2, max_model_len=16)
+    shape = paths.ForwardShape(max_requests=2, max_model_len=16)
     assert isinstance(paths.attention_with(library, cache, plan, layers, shape), expected)
     assert not cache.any()

@@ -21,7 +21,7 @@ from tandem.engine.model.decode_graphs import DecodeGraphs
 from tandem.engine.model.forward import Forward
 from tandem.engine.model.fused.device import DevicePieces
 from tandem.engine.model.loading import load_runner
-from tandem.engine.model.paths import Shape, load_general
+from tandem.engine.model.paths import ForwardShape, load_general
 from tandem.engine.model.runner import ModelInfo
 from tandem.engine.model.source import find_source
 from tandem.engine.model.torch_runner import TorchRunner
@@ -162,7 +162,7 @@ def on_the_device(
         cache = torch.zeros(plan.shape(NUM_BLOCKS), device=CUDA)
         device.synchronize()
         assert isinstance(cache, DeviceTensor)
-        forward: Forward = loaded.use_cache(cache, plan, Shape(CONFIG.max_num_seqs, MAX_LEN))
+        forward: Forward = loaded.use_cache(cache, plan, ForwardShape(CONFIG.max_num_seqs, MAX_LEN))
         if graphs:
             recorded = DecodeGraphs(
                 forward,  # type: ignore[arg-type]

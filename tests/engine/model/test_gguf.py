@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tandem.engine.model.checkpoint import read_config
-from tandem.engine.model.source import Source
+from tandem.engine.model.source import ModelSource
 from tandem.wire.sampling import SamplingParams
 from tests.engine.model import tiny
 from tests.engine.model.driver import Driver
@@ -186,7 +186,7 @@ def test_gemma2_scales_its_attention_by_its_heads(tmp_path: Path) -> None:
     assert_is_the_model(tmp_path / "gemma.gguf", path)
     # But that of 27B by its width, and nothing in the file says so.
     write_gguf(path, tmp_path / "27b.gguf", "gemma2", {"block_count": 46})
-    assert read_config(Source(tmp_path, "27b.gguf", "27b")).query_pre_attn_scalar == 32 // 4
+    assert read_config(ModelSource(tmp_path, "27b.gguf", "27b")).query_pre_attn_scalar == 32 // 4
 
 
 def test_gemma3_stretches_layers_that_see_everything(tmp_path: Path) -> None:

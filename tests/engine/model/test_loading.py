@@ -25,7 +25,7 @@ from tandem.engine.model.checkpoint import eos_tokens
 from tandem.engine.model.general import load_model
 from tandem.engine.model.loading import load_runner
 from tandem.engine.model.memory import size_block_pool
-from tandem.engine.model.source import Source, find_source
+from tandem.engine.model.source import ModelSource, find_source
 from tandem.engine.model.torch_runner import TorchRunner
 from tandem.engine.model.transformers_forward import peak_of_step
 from tandem.wire.errors import ConfigurationError
@@ -320,7 +320,7 @@ def test_a_model_that_counts_positions_by_itself_is_refused(tmp_path: Path) -> N
 
 def test_a_configuration_that_names_no_end_is_no_reason_to_fail() -> None:
     config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(eos_token_id=[3, 4]))
-    assert eos_tokens(Source(Path("nowhere"), None, "x"), config) == {3, 4}
+    assert eos_tokens(ModelSource(Path("nowhere"), None, "x"), config) == {3, 4}
 
 
 @pytest.mark.parametrize("window", [tiny.WINDOW, None])

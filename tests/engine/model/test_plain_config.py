@@ -20,7 +20,7 @@ from tandem.engine.model.native.architecture import describe, refusal
 from tandem.engine.model.native.forward import _rotary
 from tandem.engine.model.paths import _native_layers
 from tandem.engine.model.plain_config import PlainConfig, read_plain_config
-from tandem.engine.model.source import Source
+from tandem.engine.model.source import ModelSource
 from tests.engine.model import tiny
 
 # As published, so far as it counts.
@@ -159,7 +159,7 @@ CHANGES: dict[str, list[Any]] = {
 }
 
 
-def what_counts(config: Any, source: Source) -> tuple[Any, ...]:
+def what_counts(config: Any, source: ModelSource) -> tuple[Any, ...]:
     dtype = choose_dtype("auto", source, config)
     frequencies, scaling = _rotary(config)
     return (
@@ -183,7 +183,7 @@ def agrees(content: dict[str, Any], folder: Path) -> bool:
     if plain is None:
         return False
     (folder / "config.json").write_text(json.dumps(content))
-    source = Source(folder, None, "m")
+    source = ModelSource(folder, None, "m")
     assert what_counts(plain, source) == what_counts(AutoConfig.from_pretrained(folder), source)
     return True
 

@@ -18,7 +18,7 @@ from tandem.engine.model.batch import Batch
 from tandem.engine.model.fused.device import DevicePieces
 from tandem.engine.model.loading import load_runner
 from tandem.engine.model.runner import LayerHooks
-from tandem.engine.model.started import Started
+from tandem.engine.model.started import StepOnDevice
 from tandem.engine.model.torch_runner import TorchRunner
 from tandem.engine.request import Request
 from tandem.engine.scheduling.output import SchedulerOutput
@@ -279,7 +279,7 @@ def test_starting_a_step_looks_at_no_result(llama: TorchRunner) -> None:
     engine = plain_engine(llama)
     start = llama.start
 
-    def blind(step: SchedulerOutput, hooks: LayerHooks | None = None) -> Started:
+    def blind(step: SchedulerOutput, hooks: LayerHooks | None = None) -> StepOnDevice:
         with Blind():
             return start(step, hooks)
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.engine.model.sampling import restrict
-from tandem.engine.model.sampling.draw import Drawing
+from tandem.engine.model.sampling.draw import TokenDraw
 from tandem.engine.model.sampling.noise import hashed_indices, log_exponential, noise_keys
 from tandem.engine.model.sampling.sampler import Sampler
 from tandem.engine.model.sampling.table import SamplingTable
@@ -256,7 +256,7 @@ def test_neighbouring_positions_are_independent(vocab: int) -> None:
     table = SamplingTable(1)
     table.set(0, SamplingParams(seed=7))
     one_request = np.zeros(8000, np.int64)
-    chosen = Drawing(vocab, torch.device("cpu")).draw(scores, one_request, np.arange(8000), table)
+    chosen = TokenDraw(vocab, torch.device("cpu")).draw(scores, one_request, np.arange(8000), table)
     pairs = torch.zeros(4, 4)
     for before, after in zip(chosen[:-1].tolist(), chosen[1:].tolist(), strict=True):
         pairs[likely.index(before), likely.index(after)] += 1
@@ -273,7 +273,9 @@ def test_top_p_is_the_same_set_however_it_is_found(monkeypatch: pytest.MonkeyPat
     found = []
     for candidates in (2048, 128, 2):
         monkeypatch.setattr(restrict, "_CANDIDATES", candidates)
-        bounds = restrict.lower_bounds(restrict.Rows(scaled), 2048, top_k, top_p, np.zeros(24, np.float32))
+        bounds = restrict.lower_bounds(
+            restrict.LogitRows(scaled), 2048, top_k, top_p, np.zeros(24, np.float32)
+        )
         assert bounds is not None
         found.append(bounds)
     assert torch.equal(found[0], found[1])
@@ -296,7 +298,7 @@ def _logits(draw: st.DrawFn) -> torch.Tensor:
 
 @given(_logits(), st.floats(1e-6, 1 - 1e-6))
 def test_what_a_device_selects_for_top_p_is_what_sorting_finds(scaled: torch.Tensor, share: float) -> None:
-    rows = restrict.Rows(scaled)
+    rows = restrict.LogitRows(scaled)
     shares = torch.full((len(scaled), 1), share, dtype=torch.float64)
     selected = restrict._selected_by_weight(scaled, rows.weights, shares)
     values = scaled.sort(dim=1, descending=True).values
@@ -329,10 +331,10 @@ def test_a_device_draws_the_tokens_that_a_cpu_draws(top_k: int) -> None:
     for row in range(count):
         table.set(row, SamplingParams(seed=row, top_p=(0.3, 0.95)[row % 2], top_k=top_k))
     rows = np.arange(count)
-    expected = Drawing(vocab, torch.device("cpu")).draw(logits, rows, rows, table).tolist()
+    expected = TokenDraw(vocab, torch.device("cpu")).draw(logits, rows, rows, table).tolist()
     device = FakeDevice()
     with device.present(), torch.inference_mode():
-        drawing, scores = Drawing(vocab, CUDA), logits.to(CUDA)
+        drawing, scores = TokenDraw(vocab, CUDA), logits.to(CUDA)
         waits = device.num_waits
         chosen = drawing.draw(scores, rows, rows, table)
         assert device.num_waits == waits

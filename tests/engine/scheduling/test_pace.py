@@ -8,7 +8,7 @@ import pytest
 
 from tandem.engine.config import SchedulerConfig
 from tandem.engine.core import Engine
-from tandem.engine.model.runner import Computed, LayerHooks
+from tandem.engine.model.runner import FinishedStep, LayerHooks
 from tandem.engine.request import Request
 from tandem.engine.scheduling.output import SchedulerOutput
 from tandem.engine.scheduling.pace import FEWEST_TOKENS, Pace
@@ -170,11 +170,11 @@ class Timed(FakeRunner):
         super().__init__(num_blocks=2000, max_model_len=6000)
         self._clock = clock
 
-    def start(self, step: SchedulerOutput, hooks: LayerHooks | None = None) -> Computed:
+    def start(self, step: SchedulerOutput, hooks: LayerHooks | None = None) -> FinishedStep:
         computed = super().start(step, hooks)
         runner, seconds = self, step_of(step.total_num_scheduled_tokens)
 
-        class Slow(Computed):
+        class Slow(FinishedStep):
             def finish(self):
                 runner._clock.now += seconds
                 return super().finish()

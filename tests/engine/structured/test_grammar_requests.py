@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tandem.decode_node.rules import DecodeRules
-from tandem.engine.model.runner import Computed
+from tandem.engine.model.runner import FinishedStep
 from tandem.engine.scheduling.output import SchedulerOutput
 from tandem.engine.structured.grammars import Grammars
 from tandem.wire.errors import InternalError
@@ -111,11 +111,11 @@ def test_what_is_no_grammar_ends_its_request(node: Node, held: Held, grammar: st
 def test_a_request_whose_grammar_breaks_in_a_step_ends_alone(node: Node, monkeypatch) -> None:
     start = node.runner.start
 
-    def breaks(step: SchedulerOutput, hooks=None) -> Computed:
+    def breaks(step: SchedulerOutput, hooks=None) -> FinishedStep:
         output = start(step, hooks).finish()
         if output.sampled_token_ids.pop("breaks", None):
             output.errors["breaks"] = InternalError("the answer does not follow its grammar")
-        return Computed(output)
+        return FinishedStep(output)
 
     monkeypatch.setattr(node.runner, "start", breaks)
     node.submit("breaks")
