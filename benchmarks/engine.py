@@ -33,7 +33,7 @@ from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.core import Engine
 from tandem.engine.model.loading import load_runner
 from tandem.engine.scheduling.scheduler import Scheduler
-from tandem.machine.cores import usable_cores
+from tandem.machine.resources import usable_cores
 
 PREFILLS = (128, 512, 2048)
 DECODES = tuple((batch, context) for context in (128, 1024, 4096) for batch in (1, 4, 8, 32))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tandem.cluster.commands.json_output import add_output, print_json, wants_json
+from tandem.cluster.commands.output import add_output, print_json, wants_json
 from tandem.cluster.vllm_flags import add_flags, read_flags, translated
 
 if TYPE_CHECKING:

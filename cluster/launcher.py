@@ -1,4 +1,5 @@
-"""Where nodes and routers run, as the controller sees it. `on_ray.launcher` is one answer, the tests' fake another.
+"""The machines that nodes and routers can run on, and their processes there, as the controller sees them. `on_ray` is one
+answer, the tests' fake another.
 
 A handle is one incarnation of one process: when it has ended it stays ended, and a replacement is a new handle. A
 process that runs already under its name, with the same configuration, is adopted as it is: so a controller that was
@@ -11,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Protocol, TypeVar
 
+import msgspec
+
 from tandem.cluster.config import TandemConfig
-from tandem.cluster.hosts import Host
 from tandem.node.config import NodeConfig
 from tandem.router.config import RouterConfig
 from tandem.wire.nodes import NodeInfo, NodeSighting, Role
@@ -96,3 +98,39 @@ class Launcher(Protocol):
 async def as_it_is(config: TandemConfig, commit: str) -> tuple[TandemConfig, str]:
     """`FixModel` for models that are files of this machine."""
     return config, ""
+
+
+class Host(msgspec.Struct, frozen=True):
+    """One machine. Its name is new whenever the machine (or its Ray) has been started anew."""
+
+    name: str  # what a launcher finds it by
+    address: str  # where routers and other nodes reach what runs there
+    cores: tuple[int, ...] = ()  # those that nodes may compute on, no more than its quota; empty: unknown
+    gpus: int = 0
+    # How many nodes of each role it offers room for; a role that is missing: none. None: as many as anyone asks for.
+    slots: dict[Role, int] | None = None
+    head: bool = False  # where the controller's router runs
+
+
+class Hosts(Protocol):
+    async def present(self) -> list[Host]:
+        """The machines that are there now, in an order that does not change while they stay."""
+        ...
+
+    async def changed(self, timeout_s: float) -> None:
+        """Returns when machines may have come or gone, or after this long."""
+        ...
+
+    async def want(self, slots: dict[Role, int]) -> None:
+        """How much room is needed in all, so that whoever can add and remove machines does. Replaces what was said
+        before; there is one owner of it: the controller, which says it again and again. Nothing happens where nobody
+        can."""
+        ...
+
+
+class StateStore(Protocol):
+    """Where the controller keeps what it must know after it was killed. Outlives its process."""
+
+    async def load(self) -> bytes | None: ...
+
+    async def save(self, state: bytes) -> None: ...

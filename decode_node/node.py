@@ -1,12 +1,15 @@
-"""A decode node, put together. An aggregated node is one that is never told of a transfer."""
+"""A decode node: which requests it takes, how its part of a request ends. An aggregated node is one that is never told of a transfer."""
 
 from __future__ import annotations
 
-from tandem.decode_node.rules import DecodeRules
 from tandem.kvtransfer.registry import create_connector
 from tandem.node.config import NodeConfig
 from tandem.node.node import Node
+from tandem.wire.errors import InvalidRequest
 from tandem.wire.lines import NumberedChannel
+from tandem.wire.nodes import Role
+from tandem.wire.requests import Submit, TokenChunk, TransferRole
+from tandem.wire.sampling import FinishReason, SamplingParams
 
 
 class DecodeNode(Node):
@@ -17,3 +20,18 @@ class DecodeNode(Node):
             open_channel=NumberedChannel,
             make_connector=create_connector,
         )
+
+
+class DecodeRules:
+    """With a transfer it waits for the prompt's KV; without one it reads the prompt itself."""
+
+    def __init__(self, role: Role) -> None:
+        self.role = role
+
+    def sampling_for(self, submit: Submit) -> SamplingParams:
+        if submit.transfer is not None and submit.transfer.role is not TransferRole.CONSUME:
+            raise InvalidRequest("a decode node was asked to send KV; it only receives", "transfer.role")
+        return submit.sampling
+
+    def finish_of(self, submit: Submit, update: TokenChunk) -> FinishReason | None:
+        return update.finish

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from tandem.engine.core import Engine
-from tandem.machine.cores import bind
+from tandem.machine.resources import bind
 from tandem.wire.requests import TokenChunk
 
 logger = logging.getLogger(__name__)

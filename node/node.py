@@ -17,7 +17,7 @@ from tandem.engine.core import Engine
 from tandem.engine.model.runner import ModelRunner
 from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.kvtransfer.base import ConnectorContext, LoadFailurePolicy, SchedulerConnector, WorkerConnector
-from tandem.machine.cores import bind, core_quota, threads_here
+from tandem.machine.resources import bind, core_quota, threads_here
 from tandem.node.config import NodeConfig
 from tandem.node.loop import Mailbox
 from tandem.node.service import Item, NodeService, RoleRules

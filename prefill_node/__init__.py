@@ -1,1 +1,1 @@
-"""The producer: reads prompts, samples the first token, sends KV, frees blocks when the send is confirmed."""
+"""The producer, in node.py: reads prompts, samples the first token, sends KV, frees blocks when the send is confirmed."""

@@ -1,12 +1,17 @@
-"""A prefill node, put together."""
+"""A prefill node: which requests it takes, and how its part of a request ends."""
 
 from __future__ import annotations
+
+import msgspec
 
 from tandem.kvtransfer.registry import create_connector
 from tandem.node.config import NodeConfig
 from tandem.node.node import Node
-from tandem.prefill_node.rules import PrefillRules
+from tandem.wire.errors import InvalidRequest
 from tandem.wire.lines import NumberedChannel
+from tandem.wire.nodes import Role
+from tandem.wire.requests import Submit, TokenChunk, TransferRole
+from tandem.wire.sampling import FinishReason, SamplingParams
 
 
 class PrefillNode(Node):
@@ -17,3 +22,23 @@ class PrefillNode(Node):
             open_channel=NumberedChannel,
             make_connector=create_connector,
         )
+
+
+class PrefillRules:
+    """A request that hands over samples one token here. Whether that token ends it is said the same way on
+    every node: by the length or stop condition of the request as the client wrote it."""
+
+    role = Role.PREFILL
+
+    def sampling_for(self, submit: Submit) -> SamplingParams:
+        if submit.transfer is None:
+            return submit.sampling
+        if submit.transfer.role is not TransferRole.PRODUCE:
+            raise InvalidRequest("a prefill node was asked to receive KV; it only sends", "transfer.role")
+        return msgspec.structs.replace(submit.sampling, max_tokens=len(submit.output_token_ids) + 1)
+
+    def finish_of(self, submit: Submit, update: TokenChunk) -> FinishReason | None:
+        capped_here = submit.transfer is not None and update.finish is FinishReason.LENGTH
+        if capped_here and len(submit.output_token_ids) + 1 < submit.sampling.max_tokens:
+            return FinishReason.HANDOFF
+        return update.finish

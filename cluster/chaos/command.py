@@ -38,7 +38,7 @@ from tandem.cluster.chaos.report import (
     print_report,
     traffic_of,
 )
-from tandem.cluster.commands.json_output import add_output, print_json, wants_json
+from tandem.cluster.commands.output import add_output, print_json, wants_json
 from tandem.cluster.control import ClusterView
 from tandem.cluster.saving import results_folder, write_json
 from tandem.wire.errors import ConfigurationError, TandemError, Unavailable

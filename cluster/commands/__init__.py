@@ -1,12 +1,11 @@
 """What an operator types, and what is shown.
 
 serve         preflight, progress, following, ready_lines: checked, shown while it starts, and followed to its end
-operate       scale, drain, role, down; operate_options: their arguments; address, address_record: which cluster
+operate       scale, drain, role, down; operate_options: their arguments; address: which cluster
 overview, status     `tandem status`, from the controller and from one router
 doctor, machine_checks   what this machine offers; one check for each subject
 bench         one run of the load generator (loadgen/), from its flags to its table
 chat, show_config
 init          a commented tandem.yaml and a cluster's files
-json_output   `-o json`
-output        what a service prints, whoever reads it; what libraries print
+output        `-o json`; what a service prints, and what libraries print
 """

@@ -1,14 +1,68 @@
-"""Which Ray cluster a command talks to."""
+"""Which Ray cluster a command talks to, and the record of the `tandem serve` that runs on this machine, by which other
+commands find its Ray."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
-from tandem.cluster.commands.address_record import remembered_address
+import msgspec
+
+from tandem.cluster.models.store import models_folder
 from tandem.cluster.on_ray.runtime import AUTO
+from tandem.wire.errors import TandemError
 
 
 def choose_address(named: str | None, environ: Mapping[str, str] = os.environ) -> str:
     """What the operator says, else the `tandem serve` of this machine, else the cluster that this machine is part of."""
     return named or environ.get("RAY_ADDRESS") or remembered_address() or AUTO
+
+
+logger = logging.getLogger(__name__)
+
+
+class AddressRecord(msgspec.Struct, frozen=True):
+    address: str
+    pid: int  # of the command: without it there is no Ray there any more
+
+
+def _file() -> Path:
+    return models_folder().parent / "serving.json"
+
+
+def remember_address(address: str) -> None:
+    """The latest of several commands is the one that is found. Where it cannot be written, others need --address:
+    no reason not to serve."""
+    try:
+        file = _file()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        new = file.with_suffix(f".{os.getpid()}")
+        new.write_bytes(msgspec.json.encode(AddressRecord(address, os.getpid())))
+        new.replace(file)
+    except (OSError, TandemError) as error:
+        logger.warning("other commands need --address %s to find this one: %s", address, error)
+
+
+def forget_address() -> None:
+    """Only our own."""
+    record = _read()
+    if record is not None and record.pid == os.getpid():
+        with contextlib.suppress(OSError):
+            _file().unlink()
+
+
+def remembered_address() -> str | None:
+    record = _read()
+    if record is None or not Path(f"/proc/{record.pid}").exists():
+        return None
+    return record.address
+
+
+def _read() -> AddressRecord | None:
+    try:
+        return msgspec.json.decode(_file().read_bytes(), type=AddressRecord)
+    except (OSError, TandemError, msgspec.DecodeError):
+        return None

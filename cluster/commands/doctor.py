@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from rich.console import Console
 from rich.markup import escape
 
-from tandem.cluster.commands.json_output import print_json
 from tandem.cluster.commands.machine_checks import Check, Finding, Level, checks_for
+from tandem.cluster.commands.output import print_json
 from tandem.cluster.config import TandemConfig
 
 

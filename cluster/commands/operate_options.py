@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import Any
 
-from tandem.cluster.commands.json_output import add_output, print_json, wants_json
+from tandem.cluster.commands.output import add_output, print_json, wants_json
 
 DRAIN_S = 60.0
 

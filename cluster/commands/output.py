@@ -1,10 +1,12 @@
-"""Standard output of commands that others depend on, and what libraries print, which is not ours to show."""
+"""`-o json`: a command's answer as JSON on standard output, and nothing else there. Standard output of commands that others depend on, and what libraries print, which is not ours to show."""
 
 from __future__ import annotations
 
+import argparse
 import io
 import logging
 import os
+import sys
 from typing import TextIO
 
 
@@ -64,3 +66,18 @@ class OtherPeoplesOutput(io.TextIOBase):
             if line.strip():
                 self._logger.debug("%s", line)
         return len(text)
+
+
+def add_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-o", "--format", choices=("text", "json"), default="text", help="(%(default)s)")
+
+
+def wants_json(options: argparse.Namespace) -> bool:
+    return str(options.format) == "json"
+
+
+def print_json(value: object) -> None:
+    from tandem.cluster.saving import as_json
+
+    sys.stdout.write(as_json(value).decode())
+    sys.stdout.flush()

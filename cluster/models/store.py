@@ -281,3 +281,8 @@ def _pipe(stream: IO[bytes] | None) -> IO[bytes]:
 def _kill(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
+
+
+def find_model_here(name: str, report: Report) -> str:
+    """Its path. A folder or file that every machine shares is used as it is; what has a name is fetched once for each."""
+    return prepare_model(name, report).path

@@ -1,7 +1,7 @@
 """Ray behind the contracts of this package: where machines, processes and memory come from.
 
 runtime             a Ray of our own, or one that runs already; the only place that starts or joins one
-hosts, launcher, state_store, errors    `cluster.hosts` and `cluster.launcher` as Ray has them
+hosts, launcher, state_store, errors    `cluster.launcher` and `cluster.launcher` as Ray has them
 deploying           a deployment put together out of these
 controller_actor, node_actor, router_actor   shells without logic
 remote_controller   the controller from another process

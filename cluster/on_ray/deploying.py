@@ -13,16 +13,15 @@ from ray.exceptions import RayError
 
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.events import Events
-from tandem.cluster.hosts import Hosts
+from tandem.cluster.launcher import Hosts
 from tandem.cluster.models.resolved import fix_model
 from tandem.cluster.on_ray.hosts import RayHosts
 from tandem.cluster.on_ray.launcher import RayLauncher
 from tandem.cluster.on_ray.runtime import NAMESPACE, has_job_ended
 from tandem.cluster.on_ray.state_store import RayStateStore
 from tandem.cluster.pools.deployment import Deployment
-from tandem.cluster.pools.local_hosts import ThisMachine
-from tandem.cluster.pools.placement import this_machine
-from tandem.cluster.pools.places import needs_of
+from tandem.cluster.pools.placement import ThisMachine, this_machine
+from tandem.cluster.pools.room import needs_of
 from tandem.wire.errors import TandemError
 
 LOCAL_HOST = "127.0.0.1"  # where routers and nodes of one machine reach each other

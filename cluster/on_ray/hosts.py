@@ -12,11 +12,10 @@ from typing import Any
 import msgspec
 
 from tandem.cluster.clock import cancel
-from tandem.cluster.hosts import Host, StateStore
+from tandem.cluster.launcher import Host, StateStore
 from tandem.cluster.on_ray.runtime import HEAD_ONLY, joined_ray
-from tandem.cluster.pools.cores import MachineFacts, share_cores
-from tandem.cluster.pools.placement import this_machine
-from tandem.cluster.pools.places import ROLES, Needs, needed_by, places
+from tandem.cluster.pools.placement import MachineFacts, share_cores, this_machine
+from tandem.cluster.pools.room import ROLES, Needs, needed_by, places
 from tandem.wire.errors import TandemError, Unavailable
 from tandem.wire.nodes import Role
 
@@ -39,7 +38,7 @@ class KnownHost(msgspec.Struct, frozen=True):
 
 
 class RayHosts:
-    """`cluster.hosts.Hosts` for a cluster: every Ray node that offers a role's resource.
+    """`cluster.launcher.Hosts` for a cluster: every Ray node that offers a role's resource.
 
     `needs` is what one node of a role takes besides that, such as {"GPU": 1}: a place without it is none.
     """

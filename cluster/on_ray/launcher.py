@@ -15,8 +15,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tandem.cluster.clock import cancel
-from tandem.cluster.hosts import Host
-from tandem.cluster.launcher import NodeHandle, Report, RouterHandle
+from tandem.cluster.launcher import Host, NodeHandle, Report, RouterHandle
 from tandem.cluster.on_ray.errors import ProcessUnreachable, answer, translated
 from tandem.cluster.on_ray.node_actor import DecodeActor, PrefillActor
 from tandem.cluster.on_ray.router_actor import RouterActor

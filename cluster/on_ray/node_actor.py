@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ray
 
-from tandem.cluster.models.here import find_model_here
+from tandem.cluster.models.store import find_model_here
 from tandem.node.config import NodeConfig
 from tandem.node.hosting import NodeHost
 from tandem.node.node import Node

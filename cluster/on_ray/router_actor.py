@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ray
 
-from tandem.cluster.models.here import find_model_here
+from tandem.cluster.models.store import find_model_here
 from tandem.router.hosting import RouterHost
 
 

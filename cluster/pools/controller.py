@@ -18,8 +18,7 @@ from tandem.cluster.config import TandemConfig
 from tandem.cluster.control import ClusterView
 from tandem.cluster.describe import counted
 from tandem.cluster.events import Events
-from tandem.cluster.hosts import Hosts, StateStore
-from tandem.cluster.launcher import FixModel, Launcher, as_it_is
+from tandem.cluster.launcher import FixModel, Hosts, Launcher, StateStore, as_it_is
 from tandem.cluster.pools import plan
 from tandem.cluster.pools.autoscaler import Autoscaler
 from tandem.cluster.pools.autoscaling import PoolBounds, Resize

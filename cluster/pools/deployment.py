@@ -11,8 +11,7 @@ from tandem.cluster.clock import Clock
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.control import Control
 from tandem.cluster.events import Events
-from tandem.cluster.hosts import Hosts, StateStore
-from tandem.cluster.launcher import FixModel, Launcher, as_it_is
+from tandem.cluster.launcher import FixModel, Hosts, Launcher, StateStore, as_it_is
 from tandem.cluster.pools.controller import Controller
 from tandem.wire.errors import DeadlineExceeded
 

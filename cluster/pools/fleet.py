@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from tandem.cluster.clock import Clock, cancel
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.events import Events
-from tandem.cluster.hosts import Host
-from tandem.cluster.launcher import Launcher
+from tandem.cluster.launcher import Host, Launcher
 from tandem.cluster.pools.membership import Membership
 from tandem.cluster.pools.node_supervisor import Admit, NodeSupervisor
 from tandem.cluster.pools.placement import node_config, router_config

@@ -7,8 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from tandem.cluster.describe import ranges
-from tandem.cluster.hosts import Host
-from tandem.cluster.launcher import NodeHandle
+from tandem.cluster.launcher import Host, NodeHandle
 from tandem.cluster.pools.supervisor import ProcessPhase, ProcessSupervisor, Surroundings
 from tandem.node.config import NodeConfig
 from tandem.wire.errors import TandemError, Unavailable

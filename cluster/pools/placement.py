@@ -8,11 +8,12 @@ a machine's cores are divided among all that it is expected to hold: its places,
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,11 +21,10 @@ import msgspec
 
 from tandem.cluster.config import PoolsConfig, TandemConfig
 from tandem.cluster.describe import counted
-from tandem.cluster.hosts import Host
+from tandem.cluster.launcher import Host
 from tandem.cluster.pools.room import check_cores
 from tandem.cluster.pools.state import ClosedSlot, NodePlacement, NodeRecord
-from tandem.machine.cores import core_quota
-from tandem.machine.memory import free_memory
+from tandem.machine.resources import core_quota, free_memory
 from tandem.node.config import NodeConfig
 from tandem.router.config import RouterConfig
 from tandem.wire.errors import ConfigurationError
@@ -250,3 +250,52 @@ def visible_gpus(environ: os._Environ[str] | dict[str, str], devices: Path = Pat
     named = [entry for entry in listed.split(",") if entry.strip()]
     usable = named[: named.index("-1")] if "-1" in named else named  # CUDA stops reading at the first -1
     return min(present, len(usable))
+
+
+class MachineFacts(msgspec.Struct, frozen=True):
+    """What one Ray node says of the machine that it is on."""
+
+    machine: str  # the same for all that share its cores
+    cores: tuple[int, ...]  # those that may be used there, hardware threads of one core side by side
+    gpus: int = 0
+    quota: int | None = None  # it may use so many cores' time; None: that of all of them
+
+
+def share_cores(
+    found: Mapping[str, MachineFacts], given: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
+    """Cores for every host. What a host was given it keeps: a node that runs there is bound to it. Hosts that come
+    to a machine together get equal parts of it; one that comes later gets as much, of what is used least."""
+    shares = {name: given[name] for name in found if name in given}
+    for machine in dict.fromkeys(one.machine for one in found.values()):
+        here = [name for name, one in found.items() if one.machine == machine]
+        used = Counter(core for name in here for core in shares.get(name, ()))
+        new = [name for name in here if name not in shares]
+        for position, name in enumerate(new):
+            cores = found[name].cores
+            size, odd = divmod(len(cores), len(here))
+            size = max(1, size + (position < odd and len(new) == len(here)))
+            size = min(size, found[name].quota or size)
+            order = {core: index for index, core in enumerate(cores)}
+            chosen = sorted(
+                sorted(cores, key=lambda core: (used[core], order[core]))[:size], key=order.__getitem__
+            )
+            used.update(chosen)
+            shares[name] = tuple(chosen)
+    return shares
+
+
+class ThisMachine:
+    """It has room for everything that fits, and stays."""
+
+    def __init__(self, machine: LocalMachine, address: str) -> None:
+        self._host = this_host(machine, address)
+
+    async def present(self) -> list[Host]:
+        return [self._host]
+
+    async def changed(self, timeout_s: float) -> None:
+        await asyncio.sleep(timeout_s)
+
+    async def want(self, slots: dict[Role, int]) -> None:
+        """Nobody can add machines here."""

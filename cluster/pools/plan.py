@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import msgspec
 
 from tandem.cluster.config import TandemConfig
-from tandem.cluster.hosts import Host
+from tandem.cluster.launcher import Host
 from tandem.cluster.pools.placement import place
 from tandem.cluster.pools.state import ClusterState, NodePlacement, NodeRecord
 from tandem.wire.nodes import Role

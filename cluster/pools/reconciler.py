@@ -17,8 +17,7 @@ from tandem.cluster.config import TandemConfig
 from tandem.cluster.control import ControllerDecision
 from tandem.cluster.describe import counted
 from tandem.cluster.events import Events
-from tandem.cluster.hosts import Host, Hosts, StateStore
-from tandem.cluster.launcher import FixModel, Launcher
+from tandem.cluster.launcher import FixModel, Host, Hosts, Launcher, StateStore
 from tandem.cluster.pools import plan, state
 from tandem.cluster.pools.fleet import Fleet
 from tandem.cluster.pools.state import ClusterState, NodeRecord

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from tandem.cluster.hosts import Host
-from tandem.cluster.launcher import RouterHandle
+from tandem.cluster.launcher import Host, RouterHandle
 from tandem.cluster.pools.supervisor import ProcessPhase, ProcessSupervisor, Surroundings
 from tandem.router.config import RouterConfig
 from tandem.wire.errors import TandemError

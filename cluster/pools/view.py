@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tandem.cluster.config import PoolConfig, TandemConfig
 from tandem.cluster.control import ClusterView, ControllerDecision, PoolView, RouterView, SupervisedNode
-from tandem.cluster.hosts import Host
+from tandem.cluster.launcher import Host
 from tandem.cluster.pools.autoscaling import PoolBounds
 from tandem.cluster.pools.fleet import Fleet
 from tandem.cluster.pools.plan import wanted_size

@@ -1,9 +1,9 @@
 """What turns a scheduler's output into tokens.
 
 loading         from configuration to a runner: source, content, checkpoint, plain_config, gguf, leftovers, paths, memory,
-                prefault, threads
-runner          the contract; torch_runner keeps it: states, batching, passes, started, staging, sampling/, ngram
-batch, forward  the seam between the runner, which knows requests, and what computes rows
+                prefault
+runner          the contracts of runner and forward pass; torch_runner keeps it: states, batching, passes, started, staging, sampling/, ngram
+batch           what the forward pass gets: rows, no requests
 native/         the Llama family on CPUs, in C++
 general, probe, attention/, transformers_forward
                 everything else: transformers' models over our paged attention, checked before they serve

@@ -24,9 +24,9 @@ from tandem.engine.model.paths import ForwardShape, load_general, load_native
 from tandem.engine.model.runner import ModelInfo
 from tandem.engine.model.source import ModelSource, Progress, find_source
 from tandem.engine.model.staging import on
-from tandem.engine.model.threads import bind_threads
 from tandem.engine.model.torch_runner import TorchRunner
 from tandem.engine.structured.grammars import Grammars, tokenizer_json
+from tandem.machine.resources import usable_cores
 from tandem.wire.errors import ConfigurationError
 
 
@@ -123,3 +123,10 @@ def _cache_left_room() -> Iterator[None]:
             f"the device's memory does not hold what lies beside the KV cache: {str(error).partition('. ')[0]}; give the "
             "cache less with --kv-memory or cache.memory_share"
         ) from error
+
+
+def bind_threads(threads: int) -> int:
+    """Tells torch how many threads to compute with, and returns the number: `threads`, or every usable core when it is 0."""
+    count = threads if threads > 0 else usable_cores()
+    torch.set_num_threads(count)
+    return count

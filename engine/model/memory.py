@@ -10,7 +10,7 @@ import torch
 
 from tandem.engine.config import CacheConfig
 from tandem.engine.model.attention.layers import CachePlan
-from tandem.machine.memory import free_memory
+from tandem.machine.resources import free_memory
 from tandem.wire.errors import ConfigurationError
 
 log = logging.getLogger(__name__)

@@ -11,9 +11,9 @@ import torch
 
 from tandem.engine.model.attention.layers import AttentionLayer, CachePlan
 from tandem.engine.model.attention.steps import PagedAttention
-from tandem.engine.model.forward import Forward
 from tandem.engine.model.native.architecture import describe
 from tandem.engine.model.native.forward import NativeLlamaForward, supports
+from tandem.engine.model.runner import Forward
 from tandem.engine.model.source import ModelSource, Progress
 
 if TYPE_CHECKING:

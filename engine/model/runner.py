@@ -1,4 +1,5 @@
-"""The model's side of a step, as the engine sees it."""
+"""The model's side of a step: what the engine asks of a runner, and what the runner, which knows requests, asks of the
+forward pass, which knows only rows."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from tandem.engine.scheduling.output import ModelOutput, SchedulerOutput
 if TYPE_CHECKING:
     import torch
 
+    from tandem.engine.model.batch import Batch
     from tandem.engine.structured.grammars import Grammars
 
 
@@ -82,4 +84,17 @@ class ModelRunner(Protocol):
 
     def forget_requests(self) -> None:
         """Between two engines: the next one knows none of the last one's. Only when no step is under way."""
+        ...
+
+
+class Forward(Protocol):
+    """Computes a batch: writes its tokens' KV to the cache and returns logits for `batch.logit_rows`."""
+
+    def __call__(self, batch: Batch, hooks: LayerHooks | None) -> torch.Tensor:
+        """[S, vocab_size] on the model's device, in float32 or the model's dtype, valid until the next call.
+
+        With hooks, calls `wait_for_layer_load(l)` before layer l reads the cache and `save_kv_layer(l)` once the
+        batch's KV of layer l is written, for every layer, in order. A batch whose `logit_rows` is empty returns
+        an empty tensor and skips what only logits need.
+        """
         ...

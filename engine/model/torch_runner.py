@@ -9,10 +9,9 @@ import torch
 
 from tandem.engine.model.batch import Batch
 from tandem.engine.model.batching import ScheduledTokens, UnreadTokens, build_batch
-from tandem.engine.model.forward import Forward
 from tandem.engine.model.ngram import propose
 from tandem.engine.model.passes import cut_for_logits, hooks_of_pass
-from tandem.engine.model.runner import LayerHooks, ModelInfo
+from tandem.engine.model.runner import Forward, LayerHooks, ModelInfo
 from tandem.engine.model.sampling.logprobs import ComputedLogprobs
 from tandem.engine.model.sampling.sampler import Sampler
 from tandem.engine.model.sampling.table import SamplingTable

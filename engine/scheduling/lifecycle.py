@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from tandem.engine.request import Request, RequestStatus
-from tandem.engine.scheduling.open_step import leave_steps
 from tandem.engine.scheduling.state import SchedulerState
+from tandem.engine.scheduling.step import leave_steps
 from tandem.wire.errors import ContextLengthExceeded, InvalidRequest, TandemError
 from tandem.wire.requests import TokenChunk
 from tandem.wire.sampling import FinishReason

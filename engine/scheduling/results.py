@@ -6,7 +6,6 @@ from tandem.engine.request import Request, RequestStatus
 from tandem.engine.scheduling.lifecycle import Lifecycle, failure_of
 from tandem.engine.scheduling.output import ModelOutput, SchedulerOutput
 from tandem.engine.scheduling.state import SchedulerState
-from tandem.engine.scheduling.stopping import status_after
 from tandem.kvtransfer.base import NULL_BLOCK_ID
 from tandem.wire.errors import InternalError, InvalidLogits, TandemError
 from tandem.wire.requests import TokenChunk
@@ -120,3 +119,14 @@ def _append_until_end(request: Request, tokens: list[int]) -> tuple[list[int], R
         if status is not None:
             return tokens[:count], status
     return tokens, None
+
+
+def status_after(request: Request, token: int) -> RequestStatus | None:
+    """How `token`, the newest of the request's tokens, ends it; None when it goes on. A stop token counts only
+    after `min_tokens`, and before the length: a request that ends on its last possible token with a stop has
+    stopped."""
+    if token in request.stop_token_ids and request.num_output_tokens >= request.sampling.min_tokens:
+        return RequestStatus.FINISHED_STOPPED
+    if request.num_tokens >= request.length_limit:
+        return RequestStatus.FINISHED_LENGTH_CAPPED
+    return None

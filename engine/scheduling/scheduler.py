@@ -19,15 +19,13 @@ from tandem.engine.request import Request, RequestStatus
 from tandem.engine.scheduling.admission import AdmissionPhase
 from tandem.engine.scheduling.audit import check_integrity
 from tandem.engine.scheduling.lifecycle import Lifecycle
-from tandem.engine.scheduling.open_step import leave_open
 from tandem.engine.scheduling.output import CachedRequestData, ModelOutput, NewRequestData, SchedulerOutput
-from tandem.engine.scheduling.pace import Pace
-from tandem.engine.scheduling.policies import make_policy
+from tandem.engine.scheduling.queue import make_policy
 from tandem.engine.scheduling.results import ModelResults
 from tandem.engine.scheduling.running import RunningPhase
 from tandem.engine.scheduling.state import PauseState, SchedulerState
 from tandem.engine.scheduling.stats import SchedulerStats, Totals
-from tandem.engine.scheduling.step import StepPlan
+from tandem.engine.scheduling.step import Pace, StepPlan, leave_open
 from tandem.engine.scheduling.transfers import TransferResults
 from tandem.engine.scheduling.waiting import WaitingRequests
 from tandem.kvtransfer.base import ConnectorOutput, LoadFailurePolicy, SchedulerConnector

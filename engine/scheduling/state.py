@@ -10,7 +10,7 @@ from tandem.engine.cache.manager import KVCacheManager
 from tandem.engine.config import SchedulerConfig
 from tandem.engine.request import Request, RequestStatus
 from tandem.engine.scheduling.output import SchedulerOutput
-from tandem.engine.scheduling.policies import QueuePolicy
+from tandem.engine.scheduling.queue import QueuePolicy
 from tandem.engine.scheduling.stats import AnswerLengths, Totals
 from tandem.engine.scheduling.waiting import WaitingRequests
 from tandem.kvtransfer.base import LoadFailurePolicy, SchedulerConnector

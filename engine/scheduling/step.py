@@ -1,11 +1,26 @@
-"""What has been decided of a step so far."""
+"""The plan of one step: what has been decided so far, how many prompt tokens it may hold, and planning the next step
+while this one runs.
+
+A step gives each decoding request one token, and takes as long as everything that it computes: on a slow core the chunk
+of a long prompt is what all the others wait for. So while requests decode, prompts get no more tokens than this node
+computes within `scheduler.step_target_ms`, judged by its last steps (`Pace`).
+
+A step may be left open: the next one is planned before its tokens are known. Each request that gets a token of the open
+step then has a placeholder, a token that counts, has its slot, and is fed to the next step on the device. What cannot be
+planned with that waits until the step is booked: no request is preempted, and a request whose next token depends on its
+last in ways that only the host knows keeps its steps from being left open. The scheduler knows ahead when a request
+reaches its length. A stop is found while the next step already runs, whose token for the request is void.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from tandem.engine.cache.coordinator import Tables
 from tandem.engine.request import Request
+from tandem.engine.scheduling.output import SchedulerOutput
+from tandem.engine.scheduling.state import SchedulerState
 
 
 @dataclasses.dataclass(slots=True)
@@ -45,3 +60,61 @@ class StepPlan:
             self.new_blocks.pop(request.request_id, None)
             self.drafts.pop(request.request_id, None)
         return num_tokens
+
+
+def leave_open(state: SchedulerState, step: SchedulerOutput) -> bool:
+    """See Scheduler.leave_open."""
+    if step.ran_short or step.reads_loads or step.spec_token_ids or not step.num_scheduled_tokens:
+        return False
+    sampled: list[Request] = []
+    for request_id in step.num_scheduled_tokens:
+        if request_id in step.void_req_ids:
+            continue
+        request = state.requests[request_id]
+        if request.needs_its_last_token:
+            return False
+        if request.num_computed_tokens == request.num_tokens:
+            sampled.append(request)
+    for request in sampled:
+        request.num_output_placeholders = 1
+    state.open_step = step
+    return True
+
+
+def leave_steps(state: SchedulerState, request: Request) -> int:
+    """The request ends or is interrupted, and what steps under way compute for it is void, so its placeholder is, too.
+    Returns how many of the tokens that count as computed that is."""
+    request.num_output_placeholders = 0
+    num_tokens = 0
+    for step in (state.open_step, state.planned):  # which may be one
+        if step is None or request.request_id in step.void_req_ids:
+            continue
+        if count := step.num_scheduled_tokens.get(request.request_id):
+            step.void_req_ids.add(request.request_id)
+            num_tokens += count
+    return num_tokens
+
+
+# Prompts go on, also where the decodes alone take as long as the target. On a CPU reading the weights takes about as
+# long as computing so many tokens with them: fewer would save little time, and cost most of the speed.
+FEWEST_TOKENS = 64
+
+
+class Pace:
+    def __init__(self, target_ms: float) -> None:
+        """0: no target."""
+        self._target_s = target_ms / 1000
+        self.tokens: float = math.inf  # until a step has taken longer than the target
+
+    def took(self, num_tokens: int, seconds: float) -> None:
+        """A step with so many tokens of prompts.
+
+        Part of its time did not grow with them, so what fits by proportion is too few where the step was shorter than
+        the target, and too many where it was longer: either way nearer. Only a step that was short although it had all
+        the tokens that it might have, or that was too long, says that fewer fit than was thought.
+        """
+        if not self._target_s or seconds <= 0:
+            return
+        fitting = max(int(num_tokens * self._target_s / seconds), FEWEST_TOKENS)
+        if num_tokens >= self.tokens or seconds > self._target_s or fitting > self.tokens:
+            self.tokens = fitting

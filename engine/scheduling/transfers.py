@@ -5,8 +5,8 @@ from __future__ import annotations
 from tandem.engine.request import Request, RequestStatus
 from tandem.engine.scheduling.invalid_blocks import InvalidBlocks
 from tandem.engine.scheduling.lifecycle import Lifecycle, failure_of
+from tandem.engine.scheduling.results import status_after
 from tandem.engine.scheduling.state import SchedulerState
-from tandem.engine.scheduling.stopping import status_after
 from tandem.kvtransfer.base import ConnectorOutput, Handoff, LoadFailure, LoadFailurePolicy
 from tandem.wire.errors import InternalError, TransferError
 from tandem.wire.requests import TokenChunk

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tandem.engine.request import Request
-from tandem.engine.scheduling.policies import QueuePolicy
-from tandem.engine.scheduling.queue import RequestQueue, SortKey
+from tandem.engine.scheduling.queue import QueuePolicy, RequestQueue, SortKey
 
 
 class WaitingRequests:

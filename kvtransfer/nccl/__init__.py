@@ -7,8 +7,7 @@ receive, and on a device no kernel does, for something that may never come.
 options    `transfer.options`
 messages   what the two ends of a pair say to each other, beside the bytes
 group      torch.distributed: a group of two, deadlines, errors translated into ours
-pool       the KV cache as units: gathered before they are sent, scattered when they have come
-gate       which blocks a peer may write to, and until when
+pool       the KV cache as units: gathered before they are sent, scattered when they arrive; which blocks a peer may write
 pair       the two ends of a pair, a thread each
 transport  all of it as a `kvtransfer.protocol.transport.Transport`
 """

@@ -29,11 +29,10 @@ import numpy as np
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from tandem.kvtransfer.nccl.gate import BlockGate
 from tandem.kvtransfer.nccl.group import Group, StoreServer, join_store
 from tandem.kvtransfer.nccl.messages import Announce, Landed, Leave, Open, Rendezvous
 from tandem.kvtransfer.nccl.options import NcclOptions
-from tandem.kvtransfer.nccl.pool import CacheUnits, StagingBuffer
+from tandem.kvtransfer.nccl.pool import BlockGate, CacheUnits, StagingBuffer
 from tandem.kvtransfer.protocol.transport import HandleId, Move, Operation
 from tandem.wire.errors import TransferError
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -80,3 +81,24 @@ class StagingBuffer:
         """Everything that was asked of the device has been done."""
         if self._stream is not None:
             self._stream.synchronize()
+
+
+class BlockGate:
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: dict[str, frozenset[int]] = {}
+
+    def expect(self, transfer_id: str, blocks: Sequence[int]) -> None:
+        with self._lock:
+            self._open[transfer_id] = frozenset(blocks)
+
+    def expect_no_more(self, transfer_id: str) -> None:
+        """Waits for a copy that is under way: some milliseconds."""
+        with self._lock:
+            self._open.pop(transfer_id, None)
+
+    @contextlib.contextmanager
+    def landing(self, transfer_id: str, blocks: set[int]) -> Iterator[bool]:
+        """Whether a write may land; it stays so while the context is open."""
+        with self._lock:
+            yield blocks <= self._open.get(transfer_id, frozenset())

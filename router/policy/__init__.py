@@ -2,8 +2,7 @@
 
 types         what a policy sees, and what it answers
 choose        the policies by name
-costs         expected waits, from what was measured
-conditional   when a prompt is better read where it will be decoded
+costs         expected waits, from what was measured; when the decode node had better compute the prompt itself
 """
 
 from tandem.router.policy.choose import RoutingPolicy, make_policy

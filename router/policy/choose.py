@@ -7,8 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from tandem.router.config import LocalPrefill, PolicyName
-from tandem.router.policy.conditional import reason_to_prefill_locally
-from tandem.router.policy.costs import decode_wait_s, prefill_cost_s, prefill_wait_s
+from tandem.router.policy.costs import (
+    decode_wait_s,
+    prefill_cost_s,
+    prefill_wait_s,
+    reason_to_prefill_locally,
+)
 from tandem.router.policy.types import NodeSnapshot, PoolSnapshot, RoutingDecision, RoutingRequest
 from tandem.wire.errors import Unavailable
 from tandem.wire.nodes import Role

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.decode_node.rules import DecodeRules
+from tandem.decode_node.node import DecodeRules
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.core import Engine
 from tandem.engine.model.loading import load_runner

@@ -20,8 +20,7 @@ from tandem.cluster.models.resolved import with_model
 from tandem.cluster.models.store import prepare_model
 from tandem.cluster.on_ray.runtime import start_ray, stop_ray
 from tandem.cluster.pools.deployment import Deployment
-from tandem.cluster.pools.local_hosts import ThisMachine
-from tandem.cluster.pools.placement import this_machine
+from tandem.cluster.pools.placement import ThisMachine, this_machine
 from tandem.engine.config import CacheConfig, ModelConfig
 from tandem.kvtransfer.base import TransferConfig
 from tandem.router.config import LocalPrefill

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from tandem.engine.core import StepResult
-from tandem.machine.cores import bind, threads_here
+from tandem.machine.resources import bind, threads_here
 from tandem.node.loop import EngineLoop, Mailbox
 from tandem.wire.errors import ConfigurationError
 

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tandem.machine import cores
-from tandem.machine.control_groups import folders_of
-from tandem.machine.cores import core_quota, usable_cores
+from tandem.machine import resources
+from tandem.machine.resources import core_quota, folders_of, usable_cores
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +33,7 @@ class Kernel:
 def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kernel:
     kernel = Kernel(tmp_path)
     monkeypatch.setattr(
-        cores, "folders_of", lambda controller: folders_of(controller, kernel.membership, kernel.mount)
+        resources, "folders_of", lambda controller: folders_of(controller, kernel.membership, kernel.mount)
     )
     return kernel
 

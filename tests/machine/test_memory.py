@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from tandem.machine import memory
-from tandem.machine.memory import free_memory
+from tandem.machine import resources
+from tandem.machine.resources import free_memory
 
 
 def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **files: str) -> None:
     for name, content in files.items():
         (tmp_path / name.replace("_", ".")).write_text(content)
-    monkeypatch.setattr(memory, "folders_of", lambda controller: [tmp_path])
-    monkeypatch.setattr(memory, "_machine_available", lambda: 10_000)
+    monkeypatch.setattr(resources, "folders_of", lambda controller: [tmp_path])
+    monkeypatch.setattr(resources, "_machine_available", lambda: 10_000)
 
 
 def test_a_group_with_a_limit_has_what_it_does_not_use(

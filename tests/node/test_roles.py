@@ -8,12 +8,12 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from tandem.decode_node.rules import DecodeRules
+from tandem.decode_node.node import DecodeRules
 from tandem.engine.config import CacheConfig, EngineConfig
 from tandem.node.config import NodeConfig
 from tandem.node.node import Node
 from tandem.node.service import RoleRules
-from tandem.prefill_node.rules import PrefillRules
+from tandem.prefill_node.node import PrefillRules
 from tandem.wire.errors import InternalError, Unavailable
 from tandem.wire.lines import Position
 from tandem.wire.nodes import NodeState, Role

@@ -9,14 +9,14 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from tandem.decode_node.rules import DecodeRules
+from tandem.decode_node.node import DecodeRules
 from tandem.engine.core import Engine
 from tandem.engine.structured.grammars import Grammars
 from tandem.node import service
 from tandem.node.config import NodeConfig, NodeTimeouts
 from tandem.node.loop import Mailbox
 from tandem.node.service import NodeService
-from tandem.prefill_node.rules import PrefillRules
+from tandem.prefill_node.node import PrefillRules
 from tandem.wire.errors import InvalidLogits, NodeLost
 from tandem.wire.lines import Position
 from tandem.wire.nodes import NodeState, PeerAddress, Role

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from tandem.decode_node.rules import DecodeRules
+from tandem.decode_node.node import DecodeRules
 from tandem.engine.core import Engine
 from tandem.engine.scheduling.output import CachedRequestData, ModelOutput, SchedulerOutput
 from tandem.engine.tracing import MAX_AWAITED, MAX_SPANS, FinishedTrace, StepTimes, Tracer

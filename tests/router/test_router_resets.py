@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tandem.decode_node.rules import DecodeRules
+from tandem.decode_node.node import DecodeRules
 from tandem.engine.core import Engine
 from tandem.engine.model.runner import FinishedStep, LayerHooks
 from tandem.engine.scheduling.output import SchedulerOutput

@@ -14,10 +14,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tandem.cluster.commands import address_record
-from tandem.cluster.commands.address import choose_address
-from tandem.cluster.commands.address_record import (
+from tandem.cluster.commands import address
+from tandem.cluster.commands.address import (
     AddressRecord,
+    choose_address,
     forget_address,
     remember_address,
     remembered_address,
@@ -30,7 +30,7 @@ from tandem.wire.errors import ConfigurationError, Unavailable
 @pytest.fixture
 def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("TANDEM_CACHE", str(tmp_path))
-    monkeypatch.setattr(address_record, "models_folder", lambda: tmp_path / "models")
+    monkeypatch.setattr(address, "models_folder", lambda: tmp_path / "models")
     return tmp_path / "serving.json"
 
 
@@ -62,7 +62,7 @@ def test_where_nothing_can_be_written_it_serves_all_the_same(
     assert remembered_address() == "10.0.0.1:1"
     a_file = record.with_name("file")
     a_file.touch()
-    monkeypatch.setattr(address_record, "models_folder", lambda: a_file / "models")
+    monkeypatch.setattr(address, "models_folder", lambda: a_file / "models")
     remember_address("10.0.0.1:1")
     assert remembered_address() is None
     forget_address()

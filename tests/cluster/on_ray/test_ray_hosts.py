@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from tandem.cluster.on_ray.hosts import RayHosts
-from tandem.cluster.pools.cores import MachineFacts
+from tandem.cluster.pools.placement import MachineFacts
 from tandem.wire.errors import Unavailable
 from tandem.wire.nodes import Role
 from tests.cluster.pools.helpers import in_loop, settle

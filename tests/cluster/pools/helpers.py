@@ -14,8 +14,7 @@ import msgspec
 
 from tandem.cluster.clock import Clock
 from tandem.cluster.config import ClusterTimeouts, PoolConfig, PoolsConfig, TandemConfig
-from tandem.cluster.hosts import Host, StateStore
-from tandem.cluster.launcher import Report
+from tandem.cluster.launcher import Host, Report, StateStore
 from tandem.cluster.pools.controller import Controller
 from tandem.node.config import NodeConfig, NodeTimeouts
 from tandem.router.config import RouterConfig

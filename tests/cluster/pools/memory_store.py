@@ -6,7 +6,7 @@ from tandem.wire.errors import TandemError
 
 
 class MemoryStore:
-    """A `cluster.hosts.StateStore` for controllers that all end with this process."""
+    """A `cluster.launcher.StateStore` for controllers that all end with this process."""
 
     def __init__(self) -> None:
         self.state: bytes | None = None

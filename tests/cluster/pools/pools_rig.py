@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tandem.cluster.config import PoolConfig, PoolsConfig
-from tandem.cluster.hosts import Host
+from tandem.cluster.launcher import Host
 from tandem.wire.nodes import Role
 from tests.cluster.pools.helpers import TIMEOUTS, Rig
 

@@ -15,7 +15,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tandem.cluster.config import PoolConfig, PoolsConfig
-from tandem.cluster.hosts import Host
+from tandem.cluster.launcher import Host
 from tandem.cluster.pools import plan, state
 from tandem.cluster.pools.supervisor import ProcessPhase
 from tandem.wire.errors import TandemError, Unavailable

@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.cluster.pools.cores import MachineFacts, share_cores
+from tandem.cluster.pools.placement import MachineFacts, share_cores
 
 MACHINES = st.dictionaries(
     st.integers(0, 9).map("host-{}".format),

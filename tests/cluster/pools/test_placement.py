@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.cluster.config import PoolConfig, PoolsConfig, TandemConfig
-from tandem.cluster.hosts import Host
+from tandem.cluster.launcher import Host
 from tandem.cluster.pools.placement import (
     LocalMachine,
     node_config,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tandem.cluster.config import PoolConfig, PoolsConfig, TandemConfig
-from tandem.cluster.pools.places import lacking, places
+from tandem.cluster.pools.room import lacking, places
 from tandem.wire.nodes import Role
 
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from tandem.cluster.config import PoolConfig, TandemConfig
-from tandem.cluster.hosts import Host
+from tandem.cluster.launcher import Host
 from tandem.cluster.pools.supervisor import ProcessPhase
 from tandem.router.config import RouterConfig, RouterPlacement
 from tandem.wire.errors import Unavailable

@@ -18,11 +18,10 @@ from tandem.engine.model.attention.layers import plan_cache
 from tandem.engine.model.checkpoint import read_config
 from tandem.engine.model.cuda import CudaRecorder
 from tandem.engine.model.decode_graphs import DecodeGraphs
-from tandem.engine.model.forward import Forward
 from tandem.engine.model.fused.device import DevicePieces
 from tandem.engine.model.loading import load_runner
 from tandem.engine.model.paths import ForwardShape, load_general
-from tandem.engine.model.runner import ModelInfo
+from tandem.engine.model.runner import Forward, ModelInfo
 from tandem.engine.model.source import find_source
 from tandem.engine.model.torch_runner import TorchRunner
 from tandem.engine.request import Request

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.engine.model.sampling import restrict
-from tandem.engine.model.sampling.draw import TokenDraw
-from tandem.engine.model.sampling.noise import hashed_indices, log_exponential, noise_keys
+from tandem.engine.model.sampling.draw import TokenDraw, hashed_indices, log_exponential, noise_keys
 from tandem.engine.model.sampling.sampler import Sampler
 from tandem.engine.model.sampling.table import SamplingTable
 from tandem.engine.model.states import RequestRows

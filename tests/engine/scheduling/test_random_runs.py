@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tandem.engine.config import Reserve
-from tandem.engine.scheduling import pace
+from tandem.engine.scheduling import step as step_module
 from tandem.engine.scheduling.scheduler import PauseState
 from tandem.kvtransfer.base import LoadFailurePolicy
 from tests.engine.scheduling.model import next_token
@@ -59,7 +59,7 @@ def random_pace(number: int) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def prompts_may_be_cut_to_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pace, "FEWEST_TOKENS", 2)
+    monkeypatch.setattr(step_module, "FEWEST_TOKENS", 2)
 
 
 def run(number: int, ahead: bool) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tandem.decode_node.rules import DecodeRules
+from tandem.decode_node.node import DecodeRules
 from tandem.engine.model.runner import FinishedStep
 from tandem.engine.scheduling.output import SchedulerOutput
 from tandem.engine.structured.grammars import Grammars
