@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from tandem.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from tandem.kvtransfer.base import TransferConfig
-from tandem.node.config import NodeTimeouts
+from tandem.node.config import AnswersConfig, NodeTimeouts
 from tandem.router.config import RouterConfig
 from tandem.wire.nodes import Role
 from tandem.wire.settings import AtLeastOne, Seconds, about
@@ -127,6 +127,7 @@ class TandemConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     transfer: TransferConfig = TransferConfig()
     slo: SloConfig = SloConfig()
     autoscaling: AutoscalingConfig = AutoscalingConfig()
+    answers: AnswersConfig = AnswersConfig()
     timeouts: ClusterTimeouts = ClusterTimeouts()
     debug: Annotated[bool, about("every engine audits its invariants whenever it is idle")] = False
 

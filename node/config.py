@@ -9,7 +9,7 @@ import msgspec
 from tandem.engine.config import EngineConfig
 from tandem.kvtransfer.base import TransferConfig
 from tandem.wire.nodes import Role
-from tandem.wire.settings import Seconds, about
+from tandem.wire.settings import AtLeastOne, Seconds, about
 
 
 class NodeTimeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -21,6 +21,19 @@ class NodeTimeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     grammar_s: Annotated[Seconds, about("to compile one answer's grammar")] = 10.0
 
 
+class AnswersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Answers that are made in the background, and kept by the node that decodes them."""
+
+    kept_bytes: Annotated[
+        AtLeastOne,
+        about(
+            "background answers that one node keeps, the oldest making room; while so many are being made, "
+            "further ones are refused"
+        ),
+    ] = 64 << 20
+    kept_s: Annotated[Seconds, about("so long after its end any router finds a background answer")] = 600.0
+
+
 class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     node_id: str
     role: Role
@@ -28,4 +41,5 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     engine: EngineConfig = EngineConfig()
     transfer: TransferConfig | None = None  # None: this node neither sends nor receives KV
     timeouts: NodeTimeouts = NodeTimeouts()
+    answers: AnswersConfig = AnswersConfig()
     cores: list[int] = []  # bind what computes to these, unless a quota counts; empty: wherever it may run

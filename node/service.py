@@ -6,7 +6,8 @@ which requests it takes and how one of them ends (`RoleRules`).
 Who may end a request, and who hears of it:
 - the engine (a stop token, the length, a failed transfer): its router gets a chunk with the finish reason;
 - its deadline: its router gets a chunk with error `deadline_exceeded`;
-- its router's Cancel, or the router's silence: nobody is told, there is nobody who wants to know;
+- its router's Cancel, or the router's silence: nobody is told, there is nobody who wants to know. A background answer
+  (`Submit.keep`) goes on when its router is silent: other routers find it by its id;
 - the failure of this node: every router gets an error chunk for every request, then a status that says FAILED.
 
 Messages come in order and none is lost in silence (`wire.lines`). Where some may have been lost for good, the node tells the router
@@ -31,11 +32,13 @@ from tandem.engine.scheduling.stats import SchedulerStats
 from tandem.engine.structured.desk import GrammarDesk, GrammarReady
 from tandem.engine.structured.grammars import Grammars
 from tandem.engine.tracing import FinishedTrace, Tracer
+from tandem.node.answers import KeptAnswers, keeps_here
 from tandem.node.config import NodeConfig
 from tandem.node.counters import node_counters
 from tandem.node.loop import EngineLoop, Mailbox
 from tandem.node.routers import RouterLine, Routers
 from tandem.wire.errors import (
+    Cancelled,
     DeadlineExceeded,
     InternalError,
     InvalidRequest,
@@ -48,9 +51,13 @@ from tandem.wire.nodes import NodeState, Role
 from tandem.wire.requests import (
     Ask,
     Cancel,
+    EndAnswer,
+    Follow,
     Holding,
     NodeStatus,
     Ping,
+    Recall,
+    Recalled,
     Submit,
     TokenBatch,
     TokenChunk,
@@ -138,6 +145,7 @@ class NodeService:
         )
         self._canary = engine.canary = Canary(engine.scheduler, engine.runner, share)
         self._desk = GrammarDesk(grammars, config.timeouts.grammar_s, mailbox.put)
+        self._kept = KeptAnswers(config.answers, self._send_chunks, clock)
         self._live: dict[str, _LiveRequest] = {}
         self._deadlines: list[tuple[float, str]] = []
         self._routers = Routers(
@@ -273,11 +281,23 @@ class NodeService:
                     self._admit(item)
                 except TandemError as error:
                     self._tracer.refused(item.request_id)
+                    self._kept.end(item.request_id, error)
                     self._refuse(item, error)
             case Cancel():
                 self._abort([id for id in item.request_ids if self._is_owner(id, item.reply_to)])
+                self._kept.cancelled(item.request_ids)
             case RouterLost():
-                self._abort([id for id, live in self._live.items() if live.submit.reply_to == item.reply_to])
+                owned = [live.submit for live in self._live.values() if live.submit.reply_to == item.reply_to]
+                self._abort([submit.request_id for submit in owned if submit.keep is None])
+                self._kept.router_lost(item.reply_to)
+            case Recall():
+                keep, broken = self._kept.recall(item.answer_id)
+                found = Recalled(self._config.node_id, self._epoch, item.answer_id, keep, broken)
+                self._routers.tell(item.reply_to, found)
+            case Follow():
+                self._kept.follow(item)
+            case EndAnswer():
+                self._end_answer(item)
             case ListRequests():
                 self._tell_what_is_held(item)
             case GrammarReady():
@@ -296,13 +316,11 @@ class NodeService:
             live = self._live.get(request_id)
             if live is None or live.deadline > now:
                 continue
-            self._abort([request_id])
-            self._refuse(
-                live.submit,
-                DeadlineExceeded(
-                    f"the request did not finish within its {live.submit.timeout_s:.1f} s on this node"
-                ),
+            late = DeadlineExceeded(
+                f"the request did not finish within its {live.submit.timeout_s:.1f} s on this node"
             )
+            self._abort([request_id], late)
+            self._refuse(live.submit, late)
 
     def seconds_until_due(self, now: float) -> float | None:
         while self._deadlines and self._deadlines[0][1] not in self._live:
@@ -321,6 +339,8 @@ class NodeService:
             if update.finish is not None:
                 del self._live[update.request_id]
                 update.finish = self._rules.finish_of(live.submit, update)
+            if live.submit.keep is not None:
+                self._kept.add(update)
             batches[live.submit.reply_to].append(update)
         for reply_to, chunks in batches.items():
             self._send_chunks(reply_to, chunks)
@@ -349,7 +369,9 @@ class NodeService:
         with self._state_lock:
             self._state = NodeState.FAILED
         self._quiet.set()  # a drain would wait for nothing
-        failure = InternalError(f"node {self._config.node_id} has failed: {self._detail}").to_wire()
+        bug = InternalError(f"node {self._config.node_id} has failed: {self._detail}")
+        self._kept.end_all(bug)
+        failure = bug.to_wire()
         for live in self._live.values():
             self._send_chunks(live.submit.reply_to, [_error_chunk(live.submit, failure)])
         self._live.clear()
@@ -380,6 +402,8 @@ class NodeService:
             eos_token_ids=self._eos,
             block_hasher=self._block_hasher,
         )
+        if keeps_here(submit):
+            self._kept.begin(submit)
         grammar = request.sampling.grammar
         if self._desk.must_wait(grammar):
             request.status = RequestStatus.WAITING_FOR_GRAMMAR
@@ -407,6 +431,7 @@ class NodeService:
             self._engine.scheduler.wake(ready.request_id)
         elif (live := self._live.pop(ready.request_id, None)) is not None:
             self._engine.scheduler.finish_requests([ready.request_id], RequestStatus.FINISHED_ERROR)
+            self._kept.end(ready.request_id, ready.error)
             self._refuse(live.submit, ready.error)
             if self._engine.tracer is not None:
                 self._end_trace(ready.request_id)
@@ -438,9 +463,21 @@ class NodeService:
         live = self._live.get(request_id)
         return live is not None and live.submit.reply_to == reply_to
 
-    def _abort(self, request_ids: list[str]) -> None:
+    def _end_answer(self, item: EndAnswer) -> None:
+        """Another router than the one that submitted it may ask for this: that one hears of it."""
+        request_id = self._kept.request_of(item.answer_id)
+        live = self._live.get(request_id) if request_id is not None else None
+        if live is not None:
+            cancelled = Cancelled("the response was cancelled")
+            self._abort([live.submit.request_id], cancelled)
+            self._refuse(live.submit, cancelled)
+        if item.forget:
+            self._kept.forget(item.answer_id)
+
+    def _abort(self, request_ids: list[str], why: TandemError | None = None) -> None:
         for request_id in request_ids:
             self._live.pop(request_id, None)
+            self._kept.end(request_id, why or Cancelled("the response was cancelled"))
             self._desk.forget(request_id)
         self._engine.abort_requests(request_ids)
         if self._engine.tracer is not None:

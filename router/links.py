@@ -18,9 +18,13 @@ from tandem.wire.nodes import NodeInfo, new_epoch
 from tandem.wire.requests import (
     Ask,
     Cancel,
+    EndAnswer,
+    Follow,
     Holding,
     NodeStatus,
     Ping,
+    Recall,
+    Recalled,
     Submit,
     TokenBatch,
     ToRouter,
@@ -55,12 +59,14 @@ class NodeLinks:
         on_trace: Callable[[NodeTrace], None],
         on_clock: Callable[[ClockReading], None],
         on_holding: Callable[[Holding], None],
+        on_recalled: Callable[[Recalled], None],
     ) -> None:
         self._on_tokens = on_tokens
         self._on_status = on_status
         self._on_trace = on_trace
         self._on_clock = on_clock
         self._on_holding = on_holding
+        self._on_recalled = on_recalled
         await self._inbox.listen()
 
     def _receive(self, message: ToRouter) -> None:
@@ -72,6 +78,8 @@ class NodeLinks:
             self._on_trace(message)
         elif isinstance(message, Holding):
             self._on_holding(message)
+        elif isinstance(message, Recalled):
+            self._on_recalled(message)
         else:
             self._answered[message.node_id, message.epoch] = message.asked_at
             self._on_clock(message)
@@ -131,7 +139,18 @@ class NodeLinks:
         """The node answers with Holding."""
         self._try(node, Ask(self.endpoint))
 
-    def _try(self, node: NodeInfo, message: Cancel | Ping | Ask) -> None:
+    def recall(self, node: NodeInfo, answer_id: str) -> None:
+        """The node answers with Recalled."""
+        self._try(node, Recall(self.endpoint, answer_id))
+
+    def follow(self, node: NodeInfo, request_id: str, answer_id: str, after: int) -> None:
+        """The node answers with the answer's tokens, at once and as they come."""
+        self._try(node, Follow(self.endpoint, request_id, answer_id, after))
+
+    def end_answer(self, node: NodeInfo, answer_id: str, *, forget: bool) -> None:
+        self._try(node, EndAnswer(self.endpoint, answer_id, forget))
+
+    def _try(self, node: NodeInfo, message: Cancel | Ping | Ask | Recall | Follow | EndAnswer) -> None:
         """For messages whose loss is told by other means: a node that reads none is soon silent, and lost."""
         try:
             self.lines.send(node.request_endpoint, message)

@@ -150,6 +150,7 @@ class RouterServer:
             traces.on_node_trace,
             traces.on_clock,
             dispatcher.on_holding,
+            dispatcher.recalls.on_recalled,
         )
 
     async def _serve(self, listener: socket.socket) -> None:

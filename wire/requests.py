@@ -32,6 +32,15 @@ class KVTransferParams(msgspec.Struct, frozen=True):
     peer: PeerAddress
 
 
+class KeepAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The node that decodes the request keeps its tokens, for any router that asks for them by `answer_id`. The end of the router
+    that submitted it does not end it."""
+
+    answer_id: str  # unguessable
+    attempt: int  # of an answer that was submitted several times the highest counts
+    note: bytes  # what another router needs to make the answer of the tokens; the node does not read it
+
+
 class Submit(msgspec.Struct, frozen=True, tag="submit", omit_defaults=True, forbid_unknown_fields=True):
     """Start a request. With `transfer` both nodes get one, at the same time, under the same request id."""
 
@@ -46,6 +55,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", omit_defaults=True, forb
     cache_salt: str | None = None
     lora: str | None = None
     trace: bool = False  # send a NodeTrace when it is over
+    keep: KeepAnswer | None = None
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel", forbid_unknown_fields=True):
@@ -68,7 +78,32 @@ class Ask(msgspec.Struct, frozen=True, tag="ask", forbid_unknown_fields=True):
     reply_to: str
 
 
-ToNode = Submit | Cancel | Ping | Ask
+class Recall(msgspec.Struct, frozen=True, tag="recall", forbid_unknown_fields=True):
+    """Answer with Recalled: does this node keep the answer?"""
+
+    reply_to: str
+    answer_id: str
+
+
+class Follow(msgspec.Struct, frozen=True, tag="follow", forbid_unknown_fields=True):
+    """Send the kept answer's tokens from index `after` on, and those that follow, as chunks of `request_id`. May be sent again; a Cancel
+    of that id ends it."""
+
+    reply_to: str
+    request_id: str
+    answer_id: str
+    after: int
+
+
+class EndAnswer(msgspec.Struct, frozen=True, tag="end_answer", forbid_unknown_fields=True):
+    """The kept answer is no longer wanted: if it is being made it ends as cancelled. `forget`: it is not kept either."""
+
+    reply_to: str
+    answer_id: str
+    forget: bool
+
+
+ToNode = Submit | Cancel | Ping | Ask | Recall | Follow | EndAnswer
 
 
 class TokenChunk(msgspec.Struct, omit_defaults=True, gc=False):
@@ -188,4 +223,14 @@ class Holding(msgspec.Struct, frozen=True, tag="holding"):
     requests: dict[str, int]
 
 
-ToRouter = TokenBatch | NodeStatus | NodeTrace | ClockReading | Holding
+class Recalled(msgspec.Struct, frozen=True, tag="recalled"):
+    """To a Recall."""
+
+    node_id: str
+    epoch: int
+    answer_id: str
+    keep: KeepAnswer | None = None  # None: it is not here
+    broken: bool = False  # it ended before its end: cancelled, or failed
+
+
+ToRouter = TokenBatch | NodeStatus | NodeTrace | ClockReading | Holding | Recalled

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from tandem.router.formats.pieces import Arguments, CallBegins, Piece, Reasoning, Text
+from tandem.router.formats.pieces import Arguments, CallBegins, Piece, Reasoning, Text, new_call_id
 from tandem.router.openai.answer import AnswerHead
 from tandem.router.openai.chat_request import ChatRequest
 from tandem.router.openai.choice import Choice, Delta
@@ -76,7 +76,9 @@ class _Blocks:
         match piece:
             case CallBegins(call_id, name):
                 self.called = True
-                return self._begin({"type": "tool_use", "id": call_id, "name": name, "input": {}}), None
+                return self._begin(
+                    {"type": "tool_use", "id": call_id or new_call_id(), "name": name, "input": {}}
+                ), None
             case Arguments(text):
                 return None, {"type": "input_json_delta", "partial_json": text}
             case Reasoning(text):

@@ -7,12 +7,25 @@ attempt      one try on one pair of nodes
 life         from the first submission to the one end, across attempts
 placement    which nodes an attempt goes to, what they are told, and who runs where
 dispatcher   starts lives, and finds the life that a message belongs to
+recall       background answers that other routers began, found on the nodes that keep them
 generation   the lives of one HTTP request, as its handler reads them
 """
 
 from tandem.router.dispatch.dispatcher import Dispatcher
-from tandem.router.dispatch.generation import Generation
-from tandem.router.dispatch.life import RequestLife
-from tandem.router.dispatch.spec import SequenceSpec
+from tandem.router.dispatch.generation import Generation, ReadableLife, ReadableLives
+from tandem.router.dispatch.life import LeftBehind, RequestLife
+from tandem.router.dispatch.recall import FollowedAnswer, FoundAnswer
+from tandem.router.dispatch.spec import Kept, SequenceSpec
 
-__all__ = ["Dispatcher", "Generation", "RequestLife", "SequenceSpec"]
+__all__ = [
+    "Dispatcher",
+    "FollowedAnswer",
+    "FoundAnswer",
+    "Generation",
+    "Kept",
+    "LeftBehind",
+    "ReadableLife",
+    "ReadableLives",
+    "RequestLife",
+    "SequenceSpec",
+]

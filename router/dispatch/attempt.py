@@ -9,7 +9,7 @@ from tandem.router.dispatch.spec import SequenceSpec
 from tandem.router.policy import RoutingDecision
 from tandem.wire.lines import Position
 from tandem.wire.nodes import NodeInfo, PeerAddress
-from tandem.wire.requests import KVTransferParams, Submit, TransferRole
+from tandem.wire.requests import KeepAnswer, KVTransferParams, Submit, TransferRole
 
 
 class TokenSource(enum.Enum):
@@ -20,8 +20,9 @@ class TokenSource(enum.Enum):
 class Attempt:
     """A new request id for each attempt: a late message about an abandoned one can never be taken for this one's."""
 
-    def __init__(self, decision: RoutingDecision, base: int, submitted_at: float) -> None:
+    def __init__(self, decision: RoutingDecision, base: int, submitted_at: float, number: int = 1) -> None:
         self.decision = decision
+        self.number = number  # of the request's attempts
         self.request_id = f"req-{secrets.token_hex(16)}"
         self.transfer_id = f"kv-{secrets.token_hex(16)}"
         self.base = base  # output tokens that it began with
@@ -72,6 +73,12 @@ class Attempt:
         prefill, decode = self.prefill, self.decode
 
         def submit(transfer: KVTransferParams | None) -> Submit:
+            keep = None
+            if spec.keep is not None:
+                # The prefill node of two only has to go on without this router.
+                is_sent_away = transfer is not None and transfer.role is TransferRole.PRODUCE
+                note = b"" if is_sent_away else spec.keep.note
+                keep = KeepAnswer(spec.keep.answer_id, self.number, note)
             return Submit(
                 request_id=self.request_id,
                 reply_to=reply_to,
@@ -83,6 +90,7 @@ class Attempt:
                 priority=spec.priority,
                 cache_salt=spec.cache_salt,
                 trace=spec.trace is not None,
+                keep=keep,
             )
 
         if prefill is None or decode is None:

@@ -11,6 +11,7 @@ from tandem.router.dispatch.admission import Admission
 from tandem.router.dispatch.generation import Generation
 from tandem.router.dispatch.life import RequestLife
 from tandem.router.dispatch.placement import Placement
+from tandem.router.dispatch.recall import Recalls
 from tandem.router.dispatch.spec import SequenceSpec
 from tandem.router.links import NodeLinks
 from tandem.router.metrics import RouterMetrics
@@ -41,6 +42,7 @@ class Dispatcher:
         self._pool = pool
         self._placement: Placement[RequestLife] = Placement(config, links, pool, policy, metrics)
         self._clock = self._placement.clock
+        self.recalls = Recalls(config, links, pool)
         self._idle: asyncio.Event | None = None  # somebody waits for the end of everything
         self.admission = Admission(
             self._capacity,
@@ -106,9 +108,11 @@ class Dispatcher:
             self._idle.set()
 
     def fail_all(self, error: TandemError) -> None:
+        """This router ends. Nodes go on with the answers that they keep."""
         self.admission.refuse_all(error)
         for life in self._placement.lives():
-            life.fail(error)
+            life.leave(error)
+        self.recalls.leave_all(error)
 
     # --- what nodes tell --------------------------------------------------------------------------------------
 
@@ -123,7 +127,7 @@ class Dispatcher:
                     life.on_chunk(node_id, epoch, chunk)
                 except Exception as error:
                     self._on_bug(life, error)
-            else:
+            elif not self.recalls.on_chunk(node_id, epoch, chunk):
                 self._on_stray(node_id, chunk.request_id, ended=chunk.finish is not None)
 
     def _on_bug(self, life: RequestLife, error: Exception) -> None:
@@ -157,6 +161,7 @@ class Dispatcher:
             if life is None or life.attempt is None or node not in life.attempt.nodes:
                 self._placement.cancel(node, request_id)
         self._tell(self._placement.lives_on(node), lambda life: life.on_holding(node, holding))
+        self.recalls.on_line_broken(node)
 
     def _tell(self, lives: list[RequestLife], what: Callable[[RequestLife], None]) -> None:
         for life in lives:
@@ -182,12 +187,14 @@ class Dispatcher:
     def on_node_lost(self, node: NodeInfo, why: str) -> None:
         self._placement.forget_prefixes(node)
         self._tell(self._placement.lives_on(node), lambda life: life.on_node_lost(node, why))
+        self.recalls.on_node_lost(node, why)
         # What is still queued for it was sent before it was lost; its successor must not find it.
         self._links.begin_anew(node)
 
     def on_node_left(self, node: NodeInfo) -> None:
         """It is no member any more, lost before or not: nothing of it is kept."""
         self._placement.forget_prefixes(node)
+        self.recalls.on_node_lost(node, "it left")
         self._links.forget(node)
 
     def on_node_joined(self, node: NodeInfo) -> None:

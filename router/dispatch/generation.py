@@ -5,19 +5,44 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from tandem.router.dispatch.admission import Slots
+from tandem.router.dispatch.ledger import TokenLedger
 from tandem.router.dispatch.life import RequestLife
 from tandem.router.dispatch.spec import SequenceSpec
 from tandem.router.prefixes import PromptHashes
 from tandem.wire.errors import DeadlineExceeded, InternalError, TandemError
+from tandem.wire.sampling import FinishReason, TokenLogprobs
 
 logger = logging.getLogger(__name__)
 
 _LifeFactory = Callable[
     [SequenceSpec, Callable[[RequestLife], None], Callable[[RequestLife], None]], RequestLife
 ]
+
+
+class ReadableLife(Protocol):
+    """One answer, as a choice reads it: a request's life, or a background answer that is followed."""
+
+    spec: SequenceSpec
+    ledger: TokenLedger
+    prompt_logprobs: list[TokenLogprobs | None] | None
+    cached_tokens: int | None
+    finish: FinishReason | None
+    error: TandemError | None
+    ended: bool
+
+    def stop(self) -> None: ...
+    def fail(self, error: TandemError) -> None: ...
+
+
+class ReadableLives(Protocol):
+    @property
+    def lives(self) -> Sequence[ReadableLife]: ...
+    async def news(self) -> object: ...
+    def cancel(self) -> None: ...
 
 
 # Starting a sequence may mean to hash and send a long prompt: others on the loop get their turn in between.

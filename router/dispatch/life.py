@@ -30,6 +30,10 @@ from tandem.wire.sampling import FinishReason, TokenLogprobs
 logger = logging.getLogger(__name__)
 
 
+class LeftBehind(Unavailable):
+    """The nodes go on with it without this router."""
+
+
 class RequestLife:
     """Everything here runs on the event loop; nothing awaits. `ended` becomes true exactly once.
 
@@ -88,6 +92,13 @@ class RequestLife:
 
     def fail(self, error: TandemError) -> None:
         self._end(FinishReason.ERROR, error)
+
+    def leave(self, error: TandemError) -> None:
+        """This router ends. An answer that nodes keep goes on there, and other routers find it."""
+        if self.spec.keep is None:
+            self.fail(error)
+        else:
+            self._end(FinishReason.ERROR, LeftBehind(str(error)), leaves=True)
 
     def on_chunk(self, node_id: str, epoch: int, chunk: TokenChunk) -> None:
         attempt = self.attempt
@@ -314,7 +325,9 @@ class RequestLife:
         )
 
     def _attempt(self, decision: RoutingDecision) -> None:
-        attempt = Attempt(decision, len(self.ledger.tokens), time.monotonic())
+        attempt = Attempt(
+            decision, len(self.ledger.tokens), time.monotonic(), number=len(self.request_ids) + 1
+        )
         self.attempt = attempt
         self.decisions.append(decision)
         self.request_ids.append(attempt.request_id)
@@ -325,10 +338,10 @@ class RequestLife:
         if error is not None and self.attempt is attempt:
             self._fail_over(error, {node.node_id for node in attempt.nodes if node not in attempt.sent})
 
-    def _abandon_attempt(self, ended_at: NodeInfo | None = None) -> None:
+    def _abandon_attempt(self, ended_at: NodeInfo | None = None, *, leaves: bool = False) -> None:
         if (attempt := self.attempt) is not None:
             self.attempt = None
-            self._placement.withdraw(self, attempt, ended_at)
+            self._placement.withdraw(self, attempt, ended_at, leaves=leaves)
 
     # --- deadlines --------------------------------------------------------------------------------------------
 
@@ -405,7 +418,12 @@ class RequestLife:
     # --- the end ----------------------------------------------------------------------------------------------
 
     def _end(
-        self, finish: FinishReason, error: TandemError | None, *, ended_at: NodeInfo | None = None
+        self,
+        finish: FinishReason,
+        error: TandemError | None,
+        *,
+        ended_at: NodeInfo | None = None,
+        leaves: bool = False,
     ) -> None:
         if self.ended:
             return
@@ -416,7 +434,7 @@ class RequestLife:
             self._timer.cancel()
             self._timer = None
         last = self.attempt
-        self._abandon_attempt(ended_at)
+        self._abandon_attempt(ended_at, leaves=leaves)
         self._placement.stop_waiting(self)
         self._placement.on_ended(last, self.hashes, self.ledger.tokens)
         self._metrics.requests_finished.labels(finished_reason=finish.value).inc()

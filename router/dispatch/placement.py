@@ -133,9 +133,9 @@ class Placement(Generic[L]):
             )
         return None
 
-    def withdraw(self, life: L, attempt: Attempt, ended_at: NodeInfo | None) -> None:
+    def withdraw(self, life: L, attempt: Attempt, ended_at: NodeInfo | None, *, leaves: bool = False) -> None:
         """The attempt is over. Both nodes are told, except one that said so itself (`ended_at`); a node that is done with it
-        ignores it."""
+        ignores it. `leaves`: they go on, and none is told."""
         if self._by_request_id.pop(attempt.request_id, None) is None:
             return
         self.remember_end(attempt.request_id)
@@ -146,7 +146,7 @@ class Placement(Generic[L]):
                 if not lives:
                     del self._by_node[node]
             self._pool.answered(node.node_id, attempt.request_id)
-            if node is not ended_at:
+            if node is not ended_at and not leaves:
                 self.cancel(node, attempt.request_id)
 
     def cancel(self, node: NodeInfo, request_id: str) -> None:

@@ -8,6 +8,13 @@ from tandem.router.tracing.trace import RequestTrace
 from tandem.wire.sampling import SamplingParams
 
 
+class Kept(msgspec.Struct, frozen=True):
+    """Its answer is kept by the node that decodes it, for any router that asks for it by this id."""
+
+    answer_id: str
+    note: bytes  # what such a router needs to make the answer of the tokens
+
+
 class SequenceSpec(msgspec.Struct, frozen=True):
     label: str  # the HTTP request's id, for logs
     prompt_token_ids: list[int]
@@ -18,3 +25,4 @@ class SequenceSpec(msgspec.Struct, frozen=True):
     session: str | None = None
     trace: RequestTrace | None = None
     arrived: float | None = None  # when the HTTP request came; None: now
+    keep: Kept | None = None

@@ -8,7 +8,7 @@ import msgspec
 
 from tandem.router.formats.cursor import Cursor, Steps
 from tandem.router.formats.lark import LarkWriter
-from tandem.router.formats.pieces import Arguments, CallBegins, Piece, Text, ToolSchemas, new_call_id
+from tandem.router.formats.pieces import Arguments, CallBegins, Piece, Text, ToolSchemas
 
 
 class Layout(msgspec.Struct, frozen=True):
@@ -64,7 +64,7 @@ class CallSink:
     def call(self, name: str, call_id: str | None = None) -> None:
         self.began = True
         self._cursor.let_go()
-        self._pieces.append(CallBegins(call_id or new_call_id(), name))
+        self._pieces.append(CallBegins(call_id, name))
 
     def arguments(self, text: str) -> None:
         if text:

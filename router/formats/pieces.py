@@ -21,7 +21,7 @@ class Reasoning(msgspec.Struct, frozen=True):
 
 
 class CallBegins(msgspec.Struct, frozen=True):
-    id: str
+    id: str | None  # None: the format has none, and the answer makes one
     name: str
 
 

@@ -3,6 +3,7 @@
 app            which path leads where
 generate_routes, responses_routes, text_routes, status_routes, trace_routes, try_page, api_document
                what is there; services: what all of it works with
+response_desk  what is done with responses: begun, written, found on the nodes, cancelled
 serving        the server's socket and its end
 protocol       HTTP/1.1 on one connection, with limits before any application; head and chunked: what it reads
 disconnect     a client that goes away

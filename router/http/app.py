@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tandem.router.http.api_document import DocumentRoute, TryRoute
 from tandem.router.http.gate import HttpGate, exchange_of
 from tandem.router.http.generate_routes import CHAT, COMPLETIONS, MESSAGES, GenerateRoute
+from tandem.router.http.response_desk import ResponseDesk
 from tandem.router.http.responses_routes import CancelResponseRoute, ResponseRoute, ResponsesRoute
 from tandem.router.http.services import Services
 from tandem.router.http.status_routes import (
@@ -79,14 +80,15 @@ def _with_cors(app: ASGIApp, origins: tuple[str, ...]) -> ASGIApp:
 
 
 def make_app(services: Services) -> ASGIApp:
+    responses = ResponseDesk(services)
     routes = [
         _route("/v1/completions", GenerateRoute(COMPLETIONS, services), "POST"),
         _route("/v1/chat/completions", GenerateRoute(CHAT, services), "POST"),
         _route("/v1/messages", GenerateRoute(MESSAGES, services), "POST"),
         _route("/v1/messages/count_tokens", CountTokensRoute(services), "POST"),
-        _route("/v1/responses", ResponsesRoute(services), "POST"),
-        _route("/v1/responses/{response_id}", ResponseRoute(services), "GET", "DELETE"),
-        _route("/v1/responses/{response_id}/cancel", CancelResponseRoute(services), "POST"),
+        _route("/v1/responses", ResponsesRoute(services, responses), "POST"),
+        _route("/v1/responses/{response_id}", ResponseRoute(responses), "GET", "DELETE"),
+        _route("/v1/responses/{response_id}/cancel", CancelResponseRoute(responses), "POST"),
         _route("/v1/models", ModelsRoute(services), "GET"),
         _route("/v1/models/{model:path}", ModelRoute(services), "GET"),
         _route("/tokenize", TokenizeRoute(services), "POST"),

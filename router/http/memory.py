@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from tandem.router.dispatch import Generation
+from tandem.router.dispatch import ReadableLives
 from tandem.router.openai.fields import StreamOptions
 from tandem.router.openai.plan import GenerationPlan
 from tandem.wire.errors import InvalidRequest, Overloaded, TandemError
@@ -127,10 +127,10 @@ class KeptShare:
     def __init__(self, size: int) -> None:
         self._at_first = size
         self._inputs = size
-        self._generation: Generation | None = None
+        self._generation: ReadableLives | None = None
         self.size = size
 
-    def grows_with(self, generation: Generation, inputs: int) -> None:
+    def grows_with(self, generation: ReadableLives, inputs: int) -> None:
         """`inputs` are what it keeps besides its answer."""
         self._generation, self._inputs = generation, inputs
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from tandem.router.formats.pieces import Arguments, CallBegins, Piece, Reasoning, Text
+from tandem.router.formats.pieces import Arguments, CallBegins, Piece, Reasoning, Text, new_call_id
 
 
 class ChatMessageMaker:
@@ -26,7 +26,12 @@ class ChatMessageMaker:
                         deltas.append({"reasoning_content": text})
                 case CallBegins(call_id, name):
                     function = {"name": name, "arguments": ""}
-                    call = {"index": self.calls, "id": call_id, "type": "function", "function": function}
+                    call = {
+                        "index": self.calls,
+                        "id": call_id or new_call_id(),
+                        "type": "function",
+                        "function": function,
+                    }
                     deltas.append({"tool_calls": [call]})
                     self.calls += 1
                 case Arguments(text):
@@ -46,7 +51,9 @@ def whole_message(pieces: Sequence[Piece], *, reasoning: bool = True) -> dict[st
     written: list[list[str]] = []
     for piece in pieces:
         if isinstance(piece, CallBegins):
-            calls.append({"id": piece.id, "type": "function", "function": {"name": piece.name}})
+            calls.append(
+                {"id": piece.id or new_call_id(), "type": "function", "function": {"name": piece.name}}
+            )
             written.append([])
         elif isinstance(piece, Arguments):
             written[-1].append(piece.text)

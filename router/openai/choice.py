@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 import msgspec
 
-from tandem.router.dispatch import RequestLife
+from tandem.router.dispatch import ReadableLife
 from tandem.router.text.stops import StopMatcher
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.wire.errors import TandemError
@@ -33,7 +33,7 @@ class Choice:
     def __init__(
         self,
         index: int,
-        life: RequestLife,
+        life: ReadableLife,
         tokenizer: Tokenizer,
         stops: Sequence[str],
         *,
@@ -69,15 +69,15 @@ class Choice:
         """Those whose log-probabilities are shown."""
         return range(self.completion_tokens if self._show_logprobs else 0)
 
-    def advance(self) -> Delta | None:
-        """What is new, PIECE_TOKENS of it at most, or None. After a finish_reason nothing more comes; nor, without
+    def advance(self, most: int = PIECE_TOKENS) -> Delta | None:
+        """What is new, `most` tokens of it at most, or None. After a finish_reason nothing more comes; nor, without
         one, when `failed` and not `behind`."""
         life = self.life
         if self.finish_reason is not None:
             return None
         tokens = life.ledger.tokens
         start = self.completion_tokens
-        end = min(len(tokens), start + PIECE_TOKENS)
+        end = min(len(tokens), start + most)
         at_end = life.ended and life.error is None and end == len(tokens)
         # The stop token is the last one, and is not part of the text.
         silent_end = end - 1 if at_end and self._ends_with_stop_token() else end

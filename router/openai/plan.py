@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from tandem.router.config import RouterConfig
-from tandem.router.dispatch import Generation, SequenceSpec
+from tandem.router.dispatch import ReadableLives, SequenceSpec
 from tandem.router.formats.answer_format import AnswerFormat
 from tandem.router.formats.detection import format_of
 from tandem.router.formats.pieces import AnswerReader, ToolSchemas
@@ -98,7 +98,7 @@ class GenerationPlan(msgspec.Struct, frozen=True):
     tools: ToolSchemas | None = None  # None where the model may not call
     only_echo: bool = False  # max_tokens is 0: the token that a node generates all the same is not shown
 
-    def choices(self, generation: Generation, tokenizer: Tokenizer) -> list[Choice]:
+    def choices(self, generation: ReadableLives, tokenizer: Tokenizer) -> list[Choice]:
         return [
             Choice(
                 index,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from collections.abc import Sequence
 from typing import Any
@@ -15,20 +16,28 @@ from tandem.router.openai.usage import usage
 from tandem.wire.errors import TandemError
 
 
-def new_id(prefix: str) -> str:
-    return f"{prefix}_{secrets.token_hex(24)}"
+def new_response_id() -> str:
+    return f"resp_{secrets.token_hex(24)}"
 
 
 class ResponseMaker:
-    """`body` is the response as it is now; events come with the number that they have in its stream."""
+    """`body` is the response as it is now; events come with the number that they have in its stream.
+
+    Another router that is given the same tokens, one at a time, makes the same events: ids follow from the response's."""
 
     def __init__(self, body: dict[str, Any], reader: AnswerReader | None) -> None:
         self.body = body
         self._reader = reader
         self._number = 0
+        self._ids = 0
         self._item: dict[str, Any] | None = None  # that is being written
         self._written: list[str] = []
         self._space = ""
+
+    def _new_id(self, prefix: str) -> str:
+        self._ids += 1
+        digest = hashlib.sha256(f"{self.body['id']} {self._ids}".encode()).hexdigest()
+        return f"{prefix}_{digest[:48]}"
 
     def begin(self) -> list[bytes]:
         self.body["status"] = "in_progress"
@@ -88,14 +97,17 @@ class ResponseMaker:
     def _show(self, piece: Piece) -> list[bytes]:
         match piece:
             case CallBegins(call_id, name):
+                call_id = call_id or self._new_id("call")
                 fields = {"call_id": call_id, "name": name, "arguments": ""}
-                return self._open({"id": new_id("fc"), "type": "function_call", **fields})
+                return self._open({"id": self._new_id("fc"), "type": "function_call", **fields})
             case Arguments(text):
                 return [self._more("response.function_call_arguments.delta", text)]
             case Reasoning(text):
                 out: list[bytes] = []
                 if not self._in("reasoning"):
-                    out = self._open({"id": new_id("rs"), "type": "reasoning", "summary": [], "content": []})
+                    out = self._open(
+                        {"id": self._new_id("rs"), "type": "reasoning", "summary": [], "content": []}
+                    )
                 return [*out, self._more("response.reasoning_text.delta", text, content_index=0)]
             case Text(text):
                 out = []
@@ -122,7 +134,7 @@ class ResponseMaker:
         return [*out, self._event("response.output_item.added", **place, item=self._item)]
 
     def _open_message(self) -> list[bytes]:
-        out = self._open({"id": new_id("msg"), "type": "message", "role": "assistant", "content": []})
+        out = self._open({"id": self._new_id("msg"), "type": "message", "role": "assistant", "content": []})
         part = {"type": "output_text", "text": "", "annotations": []}
         return [*out, self._event("response.content_part.added", **self._place, content_index=0, part=part)]
 

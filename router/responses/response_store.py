@@ -17,6 +17,12 @@ class ResponseNotFound(RequestError):
     code = "response_not_found"
     http_status = 404
 
+    def __init__(self, response_id: str) -> None:
+        super().__init__(
+            f"the response {response_id[:100]!r} is not here: it was not stored, was made by another router and not in the "
+            "background, or has made room for newer ones"
+        )
+
 
 class StoreFull(Unavailable):
     code = "overloaded"
@@ -38,6 +44,7 @@ class StoredResponse:
         self.ended = False
         self.error: TandemError | None = None
         self.task: asyncio.Task[None] | None = None
+        self.caught_up = asyncio.Event()  # what its node had when this router began to read it has been read
         self._changed = asyncio.Event()
         self._followers = 0
 
@@ -54,6 +61,7 @@ class StoredResponse:
 
     def end(self, error: TandemError | None = None) -> None:
         self.ended, self.error = True, error
+        self.caught_up.set()
         self._wake()
         self._forget_events()
 
@@ -107,14 +115,11 @@ class ResponseStore:
             )
         self._kept[response.id] = response
 
-    def find(self, response_id: str, owner: str) -> StoredResponse:
+    def find(self, response_id: str, owner: str) -> StoredResponse | None:
         """Another key's response is not found either."""
         found = self._kept.get(response_id)
         if found is None or found.owner != owner:
-            raise ResponseNotFound(
-                f"the response {response_id[:100]!r} is not here: it was not stored, was made by another router, "
-                "or has made room for newer ones"
-            )
+            return None
         self._kept.move_to_end(response_id)
         return found
 

@@ -11,16 +11,22 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from tandem.wire.errors import WireError
+from tandem.node.answers import KeptAnswers, keeps_here
+from tandem.node.config import AnswersConfig
+from tandem.wire.errors import Cancelled, WireError
 from tandem.wire.lines import NumberedChannel
 from tandem.wire.nodes import NodeInfo, NodeState, Role, new_epoch
 from tandem.wire.requests import (
     Ask,
     Cancel,
+    EndAnswer,
+    Follow,
     Holding,
     KVTransferParams,
     NodeCounters,
     NodeStatus,
+    Recall,
+    Recalled,
     Submit,
     TokenBatch,
     TokenChunk,
@@ -98,6 +104,7 @@ class FakeNode:
         self.hide_traces = False
         self._lock = self.board.changed
         self._running: dict[str, _Running] = {}
+        self.answers = KeptAnswers(AnswersConfig(), self._send, time.monotonic)
         self._dead = False
         epoch = new_epoch()
         self._channel = NumberedChannel(
@@ -208,10 +215,23 @@ class FakeNode:
                     self._send(message.reply_to, [chunk])
                 else:
                     self._running[message.request_id] = _Running(message)
+                    if keeps_here(message):
+                        self.answers.begin(message)
             elif isinstance(message, Cancel):
                 self.cancels.extend(message.request_ids)
+                self.answers.cancelled(message.request_ids)
                 for request_id in message.request_ids:
-                    self._running.pop(request_id, None)
+                    if self._running.pop(request_id, None) is not None:
+                        self.answers.end(request_id, Cancelled("the response was cancelled"))
+            elif isinstance(message, Recall):
+                keep, broken = self.answers.recall(message.answer_id)
+                found = Recalled(self.info.node_id, self.info.epoch, message.answer_id, keep, broken)
+                if not self.mute:
+                    self._channel.send(message.reply_to, found)
+            elif isinstance(message, Follow):
+                self.answers.follow(message)
+            elif isinstance(message, EndAnswer):
+                self._end_answer(message)
             else:
                 self.pings += 1
                 self._send_status(message.reply_to)
@@ -221,6 +241,20 @@ class FakeNode:
                         ClockReading(self.info.node_id, self.info.epoch, message.asked_at, self._now()),
                     )
             self._lock.notify_all()
+
+    def _end_answer(self, message: EndAnswer) -> None:
+        request_id = self.answers.request_of(message.answer_id)
+        running = self._running.pop(request_id, None) if request_id is not None else None
+        if running is not None:
+            cancelled = Cancelled("the response was cancelled")
+            self.answers.end(running.submit.request_id, cancelled)
+            end = FinishReason.ERROR
+            chunk = TokenChunk(
+                running.submit.request_id, running.next, [], finish=end, error=cancelled.to_wire()
+            )
+            self._send(running.submit.reply_to, [chunk])
+        if message.forget:
+            self.answers.forget(message.answer_id)
 
     def _now(self) -> float:
         return time.monotonic() + self.clock_ahead
@@ -283,6 +317,7 @@ class FakeNode:
                 del self._running[request_id]
                 if running.submit.trace and not self.hide_traces:
                     self._tell_trace(running.submit)
+            self.answers.add(chunk)
             if not (self.hide_first_token and self.role is Role.PREFILL):
                 batches.setdefault(running.submit.reply_to, []).append(chunk)
             else:

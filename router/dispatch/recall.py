@@ -1,0 +1,235 @@
+"""Background answers that another router began: found on the node that keeps them, and read from there.
+
+A router asks every node for an answer's id. Nodes that have it say so, and send its tokens from any index on, as long as they
+come. When the node is lost, or its attempt has failed, the nodes are asked again: the router that began the answer may have
+moved it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+
+import msgspec
+
+from tandem.router.config import RouterConfig
+from tandem.router.dispatch.ledger import TokenLedger
+from tandem.router.dispatch.life import LeftBehind
+from tandem.router.dispatch.spec import SequenceSpec
+from tandem.router.links import NodeLinks
+from tandem.router.pool import NodePool
+from tandem.wire.errors import Cancelled, InternalError, NodeLost, TandemError
+from tandem.wire.nodes import NodeInfo
+from tandem.wire.requests import KeepAnswer, Recalled, TokenChunk
+from tandem.wire.sampling import FinishReason, TokenLogprobs
+
+# An answer that failed on its node is looked for again: its router may be moving it.
+LOOKS = 3
+BETWEEN_LOOKS_S = 0.5
+
+
+class FoundAnswer(msgspec.Struct, frozen=True):
+    node: NodeInfo
+    keep: KeepAnswer
+    broken: bool  # its last attempt ended before its end
+
+
+class _Question:
+    def __init__(self, unanswered: set[tuple[str, int]]) -> None:
+        self.unanswered = unanswered
+        self.best: FoundAnswer | None = None
+        self.answered = asyncio.Event()
+
+
+class FollowedAnswer:
+    """Read as the lives of a request are: one sequence, whose tokens come from the node that keeps them."""
+
+    def __init__(self, recalls: Recalls, found: FoundAnswer, spec: SequenceSpec) -> None:
+        self.spec = spec
+        self.ledger = TokenLedger(wants_logprobs=False)
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
+        self.cached_tokens: int | None = None
+        self.finish: FinishReason | None = None
+        self.error: TandemError | None = None
+        self.ended = False
+        self.found = found
+        self.request_id = f"follow-{secrets.token_hex(16)}"
+        self._recalls = recalls
+        self._lost: TandemError | None = None
+        self._looks = 0  # since it last heard something
+        self._news = asyncio.Event()
+        recalls.follow(self)
+
+    @property
+    def lives(self) -> list[FollowedAnswer]:
+        return [self]
+
+    async def news(self) -> None:
+        """Until there is more to read, or it has ended. Asks again for what it waits for, and then for who has it."""
+        patience = self._recalls.patience_s
+        asked = 0
+        while not self._news.is_set():
+            if self._lost is not None:
+                await self._find_again(self._lost)
+                continue
+            try:
+                async with asyncio.timeout(patience):
+                    await self._news.wait()
+            except TimeoutError:
+                asked += 1
+                if asked == 1:
+                    self._recalls.follow(self)
+                else:
+                    self._lost = NodeLost(f"no word from {self.found.node.node_id}, which keeps the answer")
+        self._news.clear()
+
+    def on_chunk(self, chunk: TokenChunk) -> None:
+        """It is the node's word that it follows, too."""
+        if chunk.cached_tokens is not None:
+            self.cached_tokens = chunk.cached_tokens
+        if chunk.finish is FinishReason.ERROR or chunk.finish is FinishReason.ABORT:
+            self.ledger.accept(msgspec.structs.replace(chunk, finish=None), may_differ=True)
+            error = chunk.error.to_exception() if chunk.error is not None else InternalError("it failed")
+            if self.found.broken or isinstance(error, Cancelled):
+                self._end(FinishReason.ERROR, error)
+            else:
+                self._lose(error)
+            return
+        self.ledger.accept(chunk, may_differ=True)
+        if self.ledger.finish is not None:
+            self._end(self.ledger.finish, None)
+        self._looks = 0
+        self._news.set()
+
+    def on_node_lost(self, why: str) -> None:
+        self._lose(NodeLost(f"node {self.found.node.node_id}, which keeps the answer, is lost: {why}"))
+
+    def _lose(self, error: TandemError) -> None:
+        """The reader looks, finds no news, and waits for more: then the nodes are asked again."""
+        if not self.ended:
+            self._lost = error
+            self._recalls.drop(self)
+            self._news.set()
+
+    async def _find_again(self, error: TandemError) -> None:
+        """Who began it may just be moving it, so not only once. What failed for good is told as its node told it."""
+        self._looks += 1
+        if self._looks > LOOKS:
+            self._end(FinishReason.ERROR, error)
+            return
+        if self._looks > 1:
+            await asyncio.sleep(BETWEEN_LOOKS_S)
+        found = await self._recalls.find(self.found.keep.answer_id)
+        if found is not None and not found.broken:
+            self._lost = None
+            self.found = found
+            self._recalls.follow(self)
+
+    def stop(self) -> None:
+        self._end(FinishReason.STOP, None)
+
+    def fail(self, error: TandemError) -> None:
+        self._end(FinishReason.ERROR, error)
+
+    def cancel(self) -> None:
+        """This router reads no more of it."""
+        self._end(FinishReason.ABORT, Cancelled("nobody reads it here"))
+
+    def _end(self, finish: FinishReason, error: TandemError | None) -> None:
+        if not self.ended:
+            self.ended, self.finish, self.error = True, finish, error
+            self._recalls.drop(self)
+            self._news.set()
+
+
+class Recalls:
+    """On the event loop only."""
+
+    def __init__(self, config: RouterConfig, links: NodeLinks, pool: NodePool) -> None:
+        self.patience_s = config.timeouts.token_idle / 2
+        self._answer_s = config.heartbeat.silence
+        self._links = links
+        self._pool = pool
+        self._questions: dict[str, _Question] = {}
+        self._followed: dict[str, FollowedAnswer] = {}
+
+    async def find(self, answer_id: str) -> FoundAnswer | None:
+        """Asks every node. A node between two steps answers at once; one that is silent for `heartbeat.silence` is not waited for."""
+        question = self._questions.get(answer_id)
+        if question is None:
+            nodes = [member.info for member in self._pool.members if member.lost is None]
+            question = _Question({(node.node_id, node.epoch) for node in nodes})
+            if not nodes:
+                return None
+            self._questions[answer_id] = question
+            for node in nodes:
+                self._links.recall(node, answer_id)
+        try:
+            async with asyncio.timeout(self._answer_s):
+                await question.answered.wait()
+        except TimeoutError:
+            pass
+        finally:
+            if self._questions.get(answer_id) is question:
+                del self._questions[answer_id]
+        return question.best
+
+    def on_recalled(self, message: Recalled) -> None:
+        question = self._questions.get(message.answer_id)
+        member = self._pool.member(message.node_id)
+        if question is None or member is None or member.info.epoch != message.epoch:
+            return
+        question.unanswered.discard((message.node_id, message.epoch))
+        if message.keep is not None:
+            found = FoundAnswer(member.info, message.keep, message.broken)
+            if question.best is None or _rank(found) > _rank(question.best):
+                question.best = found
+        if not question.unanswered or (question.best is not None and not question.best.broken):
+            question.answered.set()
+
+    def begin(self, found: FoundAnswer, spec: SequenceSpec) -> FollowedAnswer:
+        return FollowedAnswer(self, found, spec)
+
+    def follow(self, answer: FollowedAnswer) -> None:
+        self._followed[answer.request_id] = answer
+        at, keep = len(answer.ledger.tokens), answer.found.keep
+        self._links.follow(answer.found.node, answer.request_id, keep.answer_id, at)
+
+    def drop(self, answer: FollowedAnswer) -> None:
+        if self._followed.pop(answer.request_id, None) is not None:
+            node = answer.found.node
+            member = self._pool.member(node.node_id)
+            if member is not None and member.info == node:
+                self._links.cancel(node, answer.request_id)
+
+    def end(self, answer_id: str, *, forget: bool) -> None:
+        """On whatever nodes keep it."""
+        for member in self._pool.members:
+            if member.lost is None:
+                self._links.end_answer(member.info, answer_id, forget=forget)
+
+    def leave_all(self, error: TandemError) -> None:
+        """This router ends."""
+        for answer in list(self._followed.values()):
+            answer.fail(LeftBehind(str(error)))
+
+    def on_chunk(self, node_id: str, epoch: int, chunk: TokenChunk) -> bool:
+        """Whether it is of an answer that is followed."""
+        answer = self._followed.get(chunk.request_id)
+        if answer is None or (answer.found.node.node_id, answer.found.node.epoch) != (node_id, epoch):
+            return chunk.request_id.startswith("follow-")
+        answer.on_chunk(chunk)
+        return True
+
+    def on_line_broken(self, node: NodeInfo) -> None:
+        """Messages of the node may be missing: it sends again what is not known here."""
+        for answer in [one for one in self._followed.values() if one.found.node == node]:
+            self.follow(answer)
+
+    def on_node_lost(self, node: NodeInfo, why: str) -> None:
+        for answer in [one for one in self._followed.values() if one.found.node == node]:
+            answer.on_node_lost(why)
+
+
+def _rank(found: FoundAnswer) -> tuple[bool, int]:
+    return not found.broken, found.keep.attempt

@@ -1,0 +1,259 @@
+"""What is done with responses: begun, written, found here or on the nodes, cancelled, forgotten.
+
+Each is written by a task of its own, which clients follow. One that was asked for in the background goes on without any client, and
+without this router: the node that decodes it keeps its tokens, and any router makes the same events of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+
+from tandem.router.dispatch import FoundAnswer, Kept, LeftBehind, ReadableLives
+from tandem.router.http.memory import answer_size, inputs_size
+from tandem.router.http.services import Services
+from tandem.router.keys import Reservation
+from tandem.router.openai.choice import PIECE_TOKENS
+from tandem.router.openai.plan import Caller, GenerationPlan, plan_chat
+from tandem.router.responses.response_maker import ResponseMaker, new_response_id
+from tandem.router.responses.response_store import ResponseNotFound, StoredResponse
+from tandem.router.responses.responses_request import (
+    InputItem,
+    ResponsesRequest,
+    as_chat,
+    items_of,
+    shown_fields,
+)
+from tandem.wire.errors import Cancelled, InternalError, InvalidRequest, TandemError
+
+logger = logging.getLogger(__name__)
+
+_ID = re.compile(r"resp_[0-9a-f]{48}")
+# Events that are made of what a node has kept, before others on the loop get their turn.
+TURN_EVENTS = 64
+
+
+class AnswerNote(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a node keeps beside a background answer's tokens: all that another router needs."""
+
+    owner: str
+    created_at: int
+    request: ResponsesRequest
+    before: list[InputItem]
+
+
+class ResponseDesk:
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._adopting: dict[tuple[str, str], asyncio.Task[StoredResponse]] = {}
+
+    def begin(
+        self,
+        request: ResponsesRequest,
+        plan: GenerationPlan,
+        before: list[InputItem],
+        owner: str,
+        reservation: Reservation | None,
+        arrived: float,
+    ) -> StoredResponse:
+        """Raises StoreFull."""
+        note = AnswerNote(owner, int(time.time()), request, before)
+        response = self._response(new_response_id(), note)
+        if request.store is not False:
+            self._services.responses.add(response)
+        if request.background:
+            plan = _kept(plan, response.id, note)
+
+        async def make() -> ReadableLives:
+            return await self._services.dispatcher.generate(plan.specs, owner, eager=True)
+
+        self._write(response, plan, make, reservation, arrived)
+        return response
+
+    async def find(self, response_id: str, owner: str) -> StoredResponse:
+        """Here, or on the nodes. Raises ResponseNotFound."""
+        found = self._services.responses.find(response_id, owner)
+        if found is not None:
+            return found
+        if _ID.fullmatch(response_id) is None:
+            raise ResponseNotFound(response_id)
+        key = (response_id, owner)
+        task = self._adopting.get(key)
+        if task is None:
+            task = self._adopting[key] = asyncio.create_task(
+                self._adopt(response_id, owner), name=f"adopt-{response_id}"
+            )
+            task.add_done_callback(lambda _: self._adopting.pop(key, None))
+        return await asyncio.shield(task)
+
+    async def cancel(self, response: StoredResponse) -> None:
+        """One that has ended stays as it is."""
+        if response.ended:
+            return
+        self._services.dispatcher.recalls.end(response.id, forget=False)
+        if response.task is not None:
+            response.task.cancel()
+        async for _ in response.follow(len(response.events) - 1):
+            pass
+
+    def forget(self, response: StoredResponse) -> None:
+        if response.body["background"]:
+            self._services.dispatcher.recalls.end(response.id, forget=True)
+        if response.task is not None:
+            response.task.cancel()
+        self._services.responses.drop(response)
+
+    # --- one that another router began ------------------------------------------------------------------------
+
+    async def _adopt(self, response_id: str, owner: str) -> StoredResponse:
+        services = self._services
+        found = await services.dispatcher.recalls.find(response_id)
+        if found is None:
+            raise ResponseNotFound(response_id)
+        try:
+            note = msgspec.json.decode(found.keep.note, type=AnswerNote)
+        except msgspec.DecodeError as error:
+            logger.warning("%s: another release of the router began it: %s", response_id, error)
+            raise ResponseNotFound(response_id) from error
+        if note.owner != owner:
+            raise ResponseNotFound(response_id)
+        arrived = time.monotonic()
+        caller = Caller(response_id, arrived + services.config.timeouts.total, lambda salt: salt, None)
+        plan = _kept(
+            await plan_chat(as_chat(note.request, note.before), services.model, caller), response_id, note
+        )
+        response = self._response(response_id, note)
+        services.responses.add(response)
+        logger.info("%s: found on %s", response_id, found.node.node_id)
+        self._write(response, plan, self._following(found, plan), None, arrived)
+        await response.caught_up.wait()
+        return response
+
+    def _following(self, found: FoundAnswer, plan: GenerationPlan) -> Callable[[], Awaitable[ReadableLives]]:
+        async def follow() -> ReadableLives:
+            return self._services.dispatcher.recalls.begin(found, plan.specs[0])
+
+        return follow
+
+    def _response(self, response_id: str, note: AnswerNote) -> StoredResponse:
+        request = note.request
+        body: dict[str, Any] = {
+            "id": response_id,
+            "object": "response",
+            "created_at": note.created_at,
+            "status": "queued",
+            "error": None,
+            "incomplete_details": None,
+            "output": [],
+            "usage": None,
+            **shown_fields(request, self._services.model.name_of(request.model)),
+        }
+        items = [*note.before, *items_of(request)]
+        return StoredResponse(body, note.owner, items, keeps_events=bool(request.background))
+
+    # --- writing ----------------------------------------------------------------------------------------------
+
+    def _write(
+        self,
+        response: StoredResponse,
+        plan: GenerationPlan,
+        make: Callable[[], Awaitable[ReadableLives]],
+        reservation: Reservation | None,
+        arrived: float,
+    ) -> None:
+        response.task = asyncio.create_task(
+            self._write_to_end(response, plan, make, reservation, arrived), name=f"response-{response.id}"
+        )
+
+    async def _write_to_end(
+        self,
+        response: StoredResponse,
+        plan: GenerationPlan,
+        make: Callable[[], Awaitable[ReadableLives]],
+        reservation: Reservation | None,
+        arrived: float,
+    ) -> None:
+        """Whatever the end is, nobody may be left waiting for it."""
+        services = self._services
+        maker = ResponseMaker(response.body, plan.reader())
+        error: TandemError | None = None
+        try:
+            inputs = inputs_size(plan)
+            with services.kept.share(inputs + answer_size(plan, streams=True)) as kept:
+                lives = await make()
+                try:
+                    kept.grows_with(lives, inputs)
+                    await self._read(response, plan, maker, lives)
+                finally:
+                    lives.cancel()
+                    if reservation is not None:
+                        reservation.settle(
+                            plan.prompt_tokens, [len(life.ledger.tokens) for life in lives.lives]
+                        )
+                    services.metrics.e2e_latency.observe(time.monotonic() - arrived)
+        except (asyncio.CancelledError, Cancelled):
+            error = Cancelled("the response was cancelled")
+            response.add(maker.cancel())
+        except LeftBehind as left:
+            error = left  # it has no end here
+        except TandemError as failure:
+            error = failure
+            response.add(maker.fail(failure))
+        except Exception as bug:
+            logger.exception("%s: writing it failed", response.id)
+            error = InternalError(f"the router failed to write it: {type(bug).__name__}")
+            response.add(maker.fail(error))
+        finally:
+            if reservation is not None:
+                reservation.void()
+            response.end(error)
+            services.responses.settle()
+
+    async def _read(
+        self, response: StoredResponse, plan: GenerationPlan, maker: ResponseMaker, lives: ReadableLives
+    ) -> None:
+        (choice,) = plan.choices(lives, self._services.model.tokenizer)
+        begun = response.keeps_events
+        # One token at a time gives the same events in every router.
+        most = 1 if response.keeps_events else PIECE_TOKENS
+        if begun:
+            response.add(maker.begin())
+        while choice.finish_reason is None:
+            await lives.news()
+            if not begun and choice.failed is None:  # until then a failure is a status code
+                begun = True
+                response.add(maker.begin())
+            turn = 0
+            while (delta := choice.advance(most)) is not None or choice.behind:
+                if delta is not None:
+                    response.add(maker.events(delta))
+                turn += 1
+                if turn % TURN_EVENTS == 0:
+                    await asyncio.sleep(0)
+            if choice.failed is not None and not choice.behind:
+                raise choice.failed
+            if choice.finish_reason is None:
+                response.caught_up.set()
+        response.add(maker.complete(plan, choice))
+
+
+def _kept(plan: GenerationPlan, response_id: str, note: AnswerNote) -> GenerationPlan:
+    (spec,) = plan.specs
+    keep = Kept(response_id, msgspec.json.encode(note))
+    return msgspec.structs.replace(plan, specs=[msgspec.structs.replace(spec, keep=keep)])
+
+
+def conversation(response: StoredResponse) -> list[InputItem]:
+    """For the next request, which goes on with it."""
+    if not response.ended or response.error is not None:
+        raise InvalidRequest(
+            f"previous_response_id: {response.id} is {response.body['status']}; only a complete one can be gone on with",
+            "previous_response_id",
+        )
+    return [*response.items, *response.output_items()]
