@@ -23,10 +23,15 @@ from tandem.wire.nodes import NodeState, PeerAddress, Role
 from tandem.wire.requests import (
     Ask,
     Cancel,
+    EndAnswer,
+    Follow,
     Holding,
+    KeepAnswer,
     KVTransferParams,
     NodeStatus,
     Ping,
+    Recall,
+    Recalled,
     Submit,
     TokenBatch,
     TokenChunk,
@@ -52,6 +57,7 @@ class Outgoing:
         self.gaps = 0
         self.position = Position(1, 0)
         self.held: queue.Queue[Holding] = queue.Queue()
+        self.recalled: queue.Queue[Recalled] = queue.Queue()
         self.died: str | None = None
 
     def send(self, endpoint: str, message: msgspec.Struct) -> None:
@@ -63,6 +69,8 @@ class Outgoing:
             self.statuses.put(message)
         elif isinstance(message, Holding):
             self.held.put(message)
+        elif isinstance(message, Recalled):
+            self.recalled.put(message)
 
     def received(self, endpoint: str) -> Position:
         return self.position
@@ -233,6 +241,35 @@ def test_the_requests_of_a_router_that_fell_silent_are_aborted() -> None:
         assert node.outgoing.forgotten == [ROUTER], "a connection to it is left"
     finally:
         node.service.stop()
+
+
+def test_a_background_answer_outlives_its_router_and_another_one_reads_it(node: Node) -> None:
+    keep = KeepAnswer("answer", 1, b"note")
+    node.submit("kept", prompt=5, sampling=SamplingParams(max_tokens=400, ignore_eos=True), keep=keep)
+    node.submit("lost", prompt=5, sampling=SamplingParams(max_tokens=90_000, ignore_eos=True))
+    node.service.router_replaced(ROUTER)
+    other = "tcp://other:1"
+    node.service.receive(Recall(other, "answer"))
+    assert node.outgoing.recalled.get(timeout=PATIENCE_S).keep == keep
+    node.service.receive(Follow(other, "f", "answer", 0))
+    chunks = node.outgoing.until_finished("f")
+    assert [token for chunk in chunks for token in chunk.token_ids] == [token_at(5 + i) for i in range(400)]
+    assert chunks[-1].finish is FinishReason.LENGTH
+    assert node.service.drain(PATIENCE_S), "the other one has ended with its router"
+    node.service.receive(Recall(other, "unknown"))
+    assert node.outgoing.recalled.get(timeout=PATIENCE_S).keep is None
+
+
+def test_a_background_answer_that_is_ended_elsewhere_is_told_to_its_router(node: Node) -> None:
+    keep = KeepAnswer("answer", 1, b"")
+    node.submit("kept", sampling=SamplingParams(max_tokens=90_000, ignore_eos=True), keep=keep)
+    node.service.receive(EndAnswer("tcp://other:1", "answer", forget=True))
+    error = node.outgoing.until_finished("kept")[-1].error
+    assert error is not None
+    assert error.code == "cancelled"
+    node.service.receive(Recall("tcp://other:1", "answer"))
+    assert node.outgoing.recalled.get(timeout=PATIENCE_S).keep is None
+    assert node.service.drain(PATIENCE_S)
 
 
 def test_the_requests_of_a_router_that_does_not_read_are_aborted(node: Node) -> None:
