@@ -158,7 +158,7 @@ def test_the_head_is_ready_when_the_router_answers_and_is_found_before(raycluste
 @pytest.mark.parametrize(
     ("ray", "tandem", "end"),
     [
-        ("trap 'kill %1; exit 7' TERM; sleep 60 & wait", "exit 3", 7),
+        ("trap 'kill %1; exit 7' TERM; echo >{up}; sleep 60 & wait", "exit 3", 7),
         ("exit 4", "exec sleep 60", 4),
         ("sleep 0.1; exit 5", "exit 0", 5),
     ],
@@ -167,9 +167,15 @@ def test_the_head_is_ready_when_the_router_answers_and_is_found_before(raycluste
 def test_the_head_container_ends_with_ray_or_when_tandem_cannot_serve(
     raycluster: Document, tmp_path: Path, ray: str, tandem: str, end: int
 ) -> None:
-    """Run as it stands, with a Ray and a Tandem of our own on the PATH."""
+    """Run as it stands, with a Ray and a Tandem of our own on the PATH. A Ray that handles SIGTERM is healthy once it does."""
     container = head_container(raycluster)
-    for name, script in (("ray", f'[ "$1" = health-check ] || {{ {ray}; }}'), ("tandem", tandem)):
+    up = tmp_path / "up"
+    if "{up}" in ray:
+        ray = ray.format(up=up)
+    else:
+        up.touch()
+    script = f'if [ "$1" = health-check ]; then exec test -e {up}; fi; {ray}'
+    for name, script in (("ray", script), ("tandem", tandem)):
         (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / name).chmod(0o755)
     environment = {
@@ -190,10 +196,12 @@ def test_the_head_goes_on_when_tandem_serves_and_ends_ray_when_it_is_told_to_sto
 ) -> None:
     container = head_container(raycluster)
     told = tmp_path / "told"
+    up = tmp_path / "up"
     started = tmp_path / "started"
     os.mkfifo(started)
     scripts = {
-        "ray": f"""[ "$1" = health-check ] || {{ trap 'touch {told}; exit 0' TERM; sleep 60 & wait; }}""",
+        "ray": f"""if [ "$1" = health-check ]; then exec test -e {up}; fi
+trap 'touch {told}; exit 0' TERM; echo >{up}; sleep 60 & wait""",
         "tandem": f"""echo "$@" >{started}""",
     }
     for name, script in scripts.items():

@@ -116,7 +116,8 @@ def test_in_the_background_and_taken_up_again(router: Running) -> None:
     assert begun["status"] in ("queued", "in_progress")
     path = f"/v1/responses/{begun['id']}"
     store = router.server.services.responses
-    router.wait_for(lambda: len(store.find(begun["id"], "").events) > 5, "some events")
+    # Ten tokens may come in one portion, and then they are one delta.
+    router.wait_for(lambda: len(store.find(begun["id"], "").events) > 3, "some events")
     assert router.client.get(path).json()["status"] == "in_progress"
 
     seen: list[dict[str, Any]] = []
