@@ -46,14 +46,14 @@ def test_a_trial_finds_the_capacity_and_counts_what_the_burst_did() -> None:
         async with serving(answer) as server:
             system = System("fake", "A fake", ("true",), int(server.url.rpartition(":")[2]))
             started = RunningSystem(system, "m", 0.0, cast("Family", None))
-            slo = ServiceLevel(ttft=0.5)
+            slo = ServiceLevel(ttft=2.0)
             trial = Trial(
                 started, OPTIONS, slo, LASTING, TextVocabulary(byte_level()), Console(file=io.StringIO())
             )
             return await trial.run()
 
     found = asyncio.run(work())
-    assert 3 < found.capacity < 60
+    assert 0 < found.capacity < 60
     assert found.turned_away > 0
     assert found.with_retry_after == 0
     assert found.requests == sum(stage.count for stage in found.stages)

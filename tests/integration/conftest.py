@@ -35,12 +35,24 @@ BLOCK_BYTES = 30 * 2 * 3 * 64 * 4 * BLOCK_SIZE
 _replace = msgspec.structs.replace
 
 
+# These start clusters of their own, one after the other, and put them under load: minutes each.
+OWN_CLUSTERS = {
+    "test_cluster_on_ray.py",
+    "test_guides_run.py",
+    "test_head_away.py",
+    "test_killed_controllers.py",
+    "test_scaling.py",
+}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.integration)
             item.add_marker(pytest.mark.timeout(600))
+            if item.path.name in OWN_CLUSTERS:
+                item.add_marker(pytest.mark.own_cluster)
 
 
 @pytest.fixture(scope="session")

@@ -226,7 +226,7 @@ def test_a_ping_is_answered_with_a_status(node: Node) -> None:
 
 
 def test_the_requests_of_a_router_that_fell_silent_are_aborted() -> None:
-    node = Node(DecodeRules(Role.DECODE), silence_s=0.05)
+    node = Node(DecodeRules(Role.DECODE), silence_s=1.0)
     try:
         gate = threading.Event()
         node.service.receive(Ping(reply_to="tcp://watcher:1"))

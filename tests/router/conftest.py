@@ -245,7 +245,7 @@ def start_router(model_folder: str, end_token: int, request: pytest.FixtureReque
     ) -> Running:
         config = RouterConfig(tokenizer_path=model_folder, model_name="fake", port=0)
         defaults = {
-            "heartbeat": Heartbeat(ping_interval=0.05, silence=0.4),
+            "heartbeat": Heartbeat(ping_interval=0.1, silence=1.5),
             "local_prefill": LocalPrefill.NEVER,
         }
         running = Running(

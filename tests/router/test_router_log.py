@@ -88,6 +88,10 @@ class LoggedRouter:
         print(members.hex(), file=self._process.stdin, flush=True)
         assert self._process.stdout.readline() == "told\n"
 
+    def ready_nodes(self) -> int:
+        nodes = self.client.get("/cluster").json()["nodes"]
+        return sum(node["state"] == "ready" for node in nodes)
+
     def text(self) -> str:
         return self._file.read_text(encoding="utf-8")
 
@@ -128,7 +132,7 @@ def logged(model_folder: str, end_token: int, tmp_path: Path) -> Iterator[Logged
     router = LoggedRouter(config, Board(LETTERS, end_token), tmp_path / "router.log")
     router.add("p0", Role.PREFILL)
     router.add("d0", Role.DECODE)
-    router.until(lambda: router.client.get("/health").status_code == 200, "the router is ready")
+    router.until(lambda: router.ready_nodes() == 2, "the router is ready and has heard both nodes")
     yield router
     router.close()
     assert [line for line in router.text().splitlines() if not LINE.match(line)] == []
