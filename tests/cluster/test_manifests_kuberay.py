@@ -175,8 +175,8 @@ def test_the_head_container_ends_with_ray_or_when_tandem_cannot_serve(
     else:
         up.touch()
     script = f'if [ "$1" = health-check ]; then exec test -e {up}; fi; {ray}'
-    for name, script in (("ray", script), ("tandem", tandem)):
-        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+    for name, line in (("ray", script), ("tandem", tandem)):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
         (tmp_path / name).chmod(0o755)
     environment = {
         "PATH": f"{tmp_path}:/usr/bin:/bin",
