@@ -13,17 +13,18 @@ from typing import Protocol
 
 import msgspec
 
+from tandem.engine.cache.groups import AttentionKind
 from tandem.engine.core import Engine
-from tandem.engine.model.runner import ModelRunner
+from tandem.engine.model.runner import ModelInfo, ModelRunner
 from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.kvtransfer.base import ConnectorContext, LoadFailurePolicy, SchedulerConnector, WorkerConnector
 from tandem.machine.resources import bind, core_quota, threads_here
 from tandem.node.config import NodeConfig
 from tandem.node.loop import Mailbox
 from tandem.node.service import Item, NodeService, RoleRules
-from tandem.wire.errors import InternalError, Unavailable
+from tandem.wire.errors import ConfigurationError, InternalError, Unavailable
 from tandem.wire.lines import Position
-from tandem.wire.nodes import NodeInfo, NodeState, new_epoch
+from tandem.wire.nodes import NodeInfo, NodeState, Role, new_epoch
 from tandem.wire.requests import NodeCounters, NodeStatus, ToNode
 
 logger = logging.getLogger(__name__)
@@ -130,6 +131,7 @@ class Node:
         if runner is None:
             runner = self._load(progress, model_folder)
         info = runner.info
+        self._refuse_role(info)
         mailbox: Mailbox[Item] = Mailbox()
         planner: SchedulerConnector | None = None
         mover: WorkerConnector | None = None
@@ -196,6 +198,14 @@ class Node:
             content=info.content,
             tokenizer=info.tokenizer,
         )
+
+    def _refuse_role(self, info: ModelInfo) -> None:
+        role = self._rules.role
+        if role is not Role.AGGREGATED and any(group.kind is AttentionKind.STATE for group in info.groups):
+            raise ConfigurationError(
+                f"{info.name} cannot be served with separate prefill and decode nodes: it keeps recurrent states, which are not "
+                "handed over. Serve it with nodes that do both: --aggregated N"
+            )
 
     def _load(self, progress: Progress | None, folder: str | None) -> ModelRunner:
         # Imported here: the cluster imports this module for its configuration, and must stay free of torch.

@@ -4,7 +4,8 @@ groups          which layers share a block table
 free_queue      the blocks that no request uses, in order of eviction
 pool            all blocks: owners, hashes, eviction
 hashing         hashes of full blocks
-group_manager   the block tables of one group; full_attention and sliding_window are its kinds
+group_manager   the block tables of one group; its kinds are
+                full_attention, sliding_window and state_slots
 coordinator     one answer from several groups
 manager         what the scheduler calls: find a prefix, get slots, give them back
 """

@@ -15,6 +15,7 @@ from tandem.engine.cache.group_manager import GroupManager
 from tandem.engine.cache.groups import AttentionKind, KVCacheGroup
 from tandem.engine.cache.pool import BlockPool
 from tandem.engine.cache.sliding_window import SlidingWindowManager
+from tandem.engine.cache.state_slots import StateManager
 from tandem.engine.request import Request
 
 Tables = list[list[int]]
@@ -23,6 +24,7 @@ Tables = list[list[int]]
 _MANAGERS: dict[AttentionKind, type[GroupManager]] = {
     AttentionKind.FULL: FullAttentionManager,
     AttentionKind.SLIDING: SlidingWindowManager,
+    AttentionKind.STATE: StateManager,
 }
 
 

@@ -63,6 +63,14 @@ class GroupManager(abc.ABC):
         missing = -(-num_slots // self.block_size) - len(self.tables[request_id])
         return missing if missing > 0 else 0
 
+    def num_loaded_blocks(self, num_tokens: int) -> int:
+        """The leading blocks of a table that a connector writes to when it brings the first `num_tokens` tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def first_token_of(self, index: int) -> int:
+        """The first token that is lost with a table's block `index`."""
+        return index * self.block_size
+
     def adopt(self, request_id: str, hits: Sequence[int], num_computed_tokens: int) -> None:
         """Begins a table: places that are skipped already, then the blocks that were found."""
         skipped = self.num_skipped_blocks(num_computed_tokens)

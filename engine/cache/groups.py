@@ -1,4 +1,5 @@
-"""Which layers share a block table. Layers that keep the same tokens form one KV cache group."""
+"""Which layers share a block table. Layers that keep the same tokens form one KV cache group; so do all that keep a
+recurrent state."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import msgspec
 class AttentionKind(enum.StrEnum):
     FULL = "full"  # every token is kept
     SLIDING = "sliding"  # only the last `window` tokens are ever read
+    STATE = "state"  # no token is kept: a state of all of them is
 
 
 class KVCacheGroup(msgspec.Struct, frozen=True):
@@ -19,3 +21,4 @@ class KVCacheGroup(msgspec.Struct, frozen=True):
     block_size: int
     layers: tuple[int, ...]
     window: int | None = None  # tokens, counting the one that attends; only with SLIDING
+    blocks_per_request: int = 0  # however many tokens it has; only with STATE

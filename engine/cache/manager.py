@@ -85,7 +85,7 @@ class KVCacheManager:
         # Blocks that a connector writes to are not zeroed, even where it fills a block only in part.
         for manager, new in zip(coordinator.managers, blocks, strict=True):
             table = manager.tables[request_id]
-            external_end = -(-computed // manager.block_size) if num_external_tokens else 0
+            external_end = manager.num_loaded_blocks(computed) if num_external_tokens else 0
             self._fresh += new[max(external_end - (len(table) - len(new)), 0) :]
         if not delay_caching:
             coordinator.cache_full_blocks(request, end)
@@ -202,7 +202,7 @@ class KVCacheManager:
         for manager in self.coordinator.managers:
             for i, block in enumerate(manager.tables.get(request.request_id, ())):
                 if block in blocks:
-                    token = i * manager.block_size
+                    token = manager.first_token_of(i)
                     first = token if first is None else min(first, token)
                     break
         return first

@@ -39,6 +39,9 @@ class Batch:
     that lie wholly before the window of a request's first row may name blocks that are others' by now: they must
     not be read. KV of the batch's own tokens is written before it is read.
 
+    A group of recurrent states has no slots: its table, the last, is [R, blocks of each request], and what lies there is the
+    states after the token before the request's first row. For a request whose rows begin at position 0 it is nothing.
+
     Tensors may be views of buffers that the next step overwrites: nothing may keep them.
     """
 
@@ -48,7 +51,7 @@ class Batch:
     context_lens: torch.Tensor  # int32 [R], this step's tokens included
     slot_mapping: tuple[
         torch.Tensor, ...
-    ]  # per group, int64 [T]: block id * block_size + offset, to write KV to
+    ]  # per group that attends, int64 [T]: block id * block_size + offset, to write KV to
     block_tables: tuple[torch.Tensor, ...]  # per group, int32 [R, at least the longest request's blocks]
     logit_rows: torch.Tensor  # int64 [S], ascending: the rows whose logits are wanted; may be empty
     num_decodes: int  # the first requests, with one row each

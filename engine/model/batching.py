@@ -71,11 +71,14 @@ def build_batch(
     row_of_token = np.repeat(rows, lengths)
     token_ids = requests.tokens[row_of_token, positions].astype(np.int64)
     block, offset = positions // block_size, positions % block_size
-    slots = tuple(
-        table[row_of_token, block].astype(np.int64) * block_size + offset for table in requests.tables
+    of_tokens, of_states = (
+        requests.tables[: requests.num_token_tables],
+        requests.tables[requests.num_token_tables :],
     )
+    slots = tuple(table[row_of_token, block].astype(np.int64) * block_size + offset for table in of_tokens)
     width = -(-int(contexts.max()) // block_size)
-    tables = tuple(np.ascontiguousarray(table[rows, :width]) for table in requests.tables)
+    tables = tuple(np.ascontiguousarray(table[rows, :width]) for table in of_tokens)
+    tables += tuple(table[rows] for table in of_states)
 
     samples = contexts - num_drafts >= requests.num_tokens[rows]
     wanted = np.zeros(total, np.bool_)

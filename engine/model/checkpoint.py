@@ -15,7 +15,19 @@ from tandem.wire.errors import ConfigurationError
 log = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_SERVED_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_SERVED_LAYER_TYPES = {
+    "full_attention",
+    "sliding_attention",
+    # These keep a recurrent state, or the tail of a convolution; a hybrid layer does and attends.
+    "linear_attention",
+    "conv",
+    "hybrid",
+    "hybrid_sliding",
+    # Layers that keep nothing of a token, as transformers names them.
+    "dummy",
+    "mlp",
+    "moe",
+}
 
 
 def read_config(source: ModelSource) -> Any:
@@ -41,7 +53,7 @@ def read_config(source: ModelSource) -> Any:
     if unknown:
         raise _refusal(
             kind,
-            f"it has layers of the kind {', '.join(sorted(unknown))}, whose state is not a paged KV cache",
+            f"it has layers of the kind {', '.join(sorted(unknown))}, of whose tokens Tandem does not know what to keep",
         )
     if getattr(text, "index_topk", None):
         raise _refusal(kind, "its attention picks tokens with an index of its own")

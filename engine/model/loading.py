@@ -55,7 +55,12 @@ def load_runner(
     loaded = load_native(source, config, dtype, device, threads, tell) if native else None
     if loaded is None:
         loaded = load_general(source, config, dtype, device, threads, tell)
-    plan = plan_cache(loaded.layers, cache.block_size)
+    if loaded.states is not None and scheduler.num_speculative_tokens:
+        raise ConfigurationError(
+            f"{source.name} keeps recurrent states, and a state cannot go back to the token before a wrong draft: set "
+            "scheduler.num_speculative_tokens to 0"
+        )
+    plan = plan_cache(loaded.layers, cache.block_size, loaded.states, loaded.dtype)
     max_model_len = context_length(config, scheduler.max_model_len)
     shape = ForwardShape(scheduler.max_num_seqs, max_model_len)
     beside = 0
@@ -86,10 +91,10 @@ def load_runner(
         vocab_size=loaded.vocab_size,
         max_model_len=max_model_len,
         eos_token_ids=eos_tokens(source, config),
-        num_layers=len(loaded.layers),
+        num_layers=len({layer for group in plan.all_groups for layer in group.layers}),
         num_kv_heads=plan.num_kv_heads,
         head_dim=plan.head_dim,
-        groups=plan.groups,
+        groups=plan.all_groups,
         num_blocks=num_blocks,
     )
     runner = TorchRunner(

@@ -18,6 +18,7 @@ from tandem.engine.model.source import ModelSource, Progress
 
 if TYPE_CHECKING:
     from tandem.engine.model.fused.pieces import Pieces
+    from tandem.engine.model.recurrent.layout import StateLayout
 
 log = logging.getLogger(__name__)
 
@@ -37,13 +38,14 @@ class ForwardShape:
 class LoadedModel:
     """Weights in memory, waiting for a KV cache."""
 
-    layers: tuple[AttentionLayer, ...]
+    layers: tuple[AttentionLayer, ...]  # that attend
     vocab_size: int
     dtype: torch.dtype
     use_cache: Callable[[torch.Tensor, CachePlan, ForwardShape], Forward]
     # Bytes that a step of so many tokens and the library's workspaces take on the device; None on a CPU, where pages
     # come and go.
     beside_cache: Callable[[ForwardShape, int], int] | None = None
+    states: StateLayout | None = None  # what layers keep of a request that do not attend
 
 
 def load_native(
@@ -113,12 +115,15 @@ def load_general(
     from tandem.engine.model.fused.find import fuse
     from tandem.engine.model.general import load_model
     from tandem.engine.model.probe import probe_attention
+    from tandem.engine.model.recurrent.layout import StateStore
     from tandem.engine.model.transformers_forward import TransformersForward
 
     model = load_model(source, config, dtype, device, progress)
     progress("checking the model's attention", 0.0)
     probed = probe_attention(model)
-    pieces = pieces_for(device, model.dtype, threads)
+    mixers = probed.mixers
+    # Rows of mixers are taken apart, and the pieces are tried with all of them together.
+    pieces = pieces_for(device, model.dtype, threads) if mixers is None else None
     if pieces is not None:
         fused = fuse(model, pieces)
         if fused is None:
@@ -133,6 +138,10 @@ def load_general(
 
     def use_cache(kv_cache: torch.Tensor, plan: CachePlan, shape: ForwardShape) -> Forward:
         attention = _choose_attention(kv_cache, plan, probed.layers, shape, pieces)
+        if mixers is not None:
+            # Each step takes its rows apart by itself, so it is not recorded.
+            states = StateStore(kv_cache, mixers.layout)
+            return TransformersForward(model, attention, mixers.num_layers, mixers, states)
         forward = TransformersForward(model, attention, len(probed.layers))
         if device.type != "cuda":
             return forward
@@ -163,7 +172,8 @@ def load_general(
         return step + sampling + recorded + flashinfer.WORKSPACE_BYTES
 
     on_device = beside_cache if device.type == "cuda" else None
-    return LoadedModel(probed.layers, probed.vocab_size, model.dtype, use_cache, on_device)
+    layout = mixers.layout if mixers is not None else None
+    return LoadedModel(probed.layers, probed.vocab_size, model.dtype, use_cache, on_device, layout)
 
 
 def pieces_for(device: torch.device, dtype: torch.dtype, threads: int) -> Pieces | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import msgspec
@@ -28,6 +28,15 @@ from tandem.engine.model.attention.interface import (
 )
 from tandem.engine.model.attention.kernel import attend
 from tandem.engine.model.attention.layers import AttentionLayer
+from tandem.engine.model.recurrent.check import checked
+from tandem.engine.model.recurrent.mixers import (
+    Mixers,
+    NotingCache,
+    attending_layer,
+    cache_parameter,
+    keeps_states,
+    wrap,
+)
 from tandem.wire.errors import ConfigurationError, TandemError
 
 _PROBE_TOKENS = 8
@@ -36,29 +45,36 @@ _FAR = 1 << 20
 # Of an output whose largest value is 1. Rounding stays far below in every dtype; another attention is far above.
 _TOLERANCE = 0.05
 
-_SERVED_LAYER_TYPES = {"full_attention", "sliding_attention", None}
+# A hybrid layer attends and keeps a state.
+_ATTENDING_LAYER_TYPES = {"full_attention", "sliding_attention", "hybrid", "hybrid_sliding", None}
 
 
 class ProbeResult(msgspec.Struct, frozen=True):
     layers: tuple[AttentionLayer, ...]  # in order
     vocab_size: int  # logits per token, which may be more than the tokenizer's tokens
+    mixers: Mixers | None = None  # modules that keep a recurrent state, in models that have some
 
 
 def probe_attention(model: PreTrainedModel) -> ProbeResult:
     """Raises ConfigurationError for a model that we can't serve."""
     config = model.config.get_text_config()
-    if "position_ids" not in inspect.signature(model.forward).parameters:
-        raise ConfigurationError(
-            f"a model of type {config.model_type} cannot be served: it counts positions by itself, and cannot be told "
-            "those of several requests"
-        )
-    recorder = _Recorder(config)
+    parameters = inspect.signature(model.forward).parameters
+    takes_positions = "position_ids" in parameters
+    noting, options = _noting_cache(model, config, parameters)
+    if not takes_positions and noting is None:
+        raise _counts_by_itself(config)
+    recorder = _Recorder(config, noting)
     tokens = torch.arange(_PROBE_TOKENS, device=model.device).remainder(config.vocab_size)[None]
-    positions = torch.arange(_PROBE_TOKENS, device=model.device)[None]
+    if takes_positions:
+        options["position_ids"] = torch.arange(_PROBE_TOKENS, device=model.device)[None]
     model.set_attn_implementation(PROBED)
     try:
-        with torch.inference_mode(), attention_through(recorder.attention):
-            output = model(input_ids=tokens, position_ids=positions, use_cache=False)
+        with (
+            torch.inference_mode(),
+            attention_through(recorder.attention),
+            noting.noting() if noting is not None else contextlib.nullcontext(),
+        ):
+            output = model(input_ids=tokens, use_cache=False, **options)
     except TandemError:
         raise
     except Exception as error:  # code that expects what only transformers' own attention gets
@@ -68,12 +84,40 @@ def probe_attention(model: PreTrainedModel) -> ProbeResult:
             f"({lines[0] if lines else type(error).__name__})"
         ) from error
     model.set_attn_implementation(PAGED)
-    return ProbeResult(layers=recorder.layers(), vocab_size=output.logits.shape[-1])
+    vocab_size = output.logits.shape[-1]
+    mixers = noting.mixers() if noting is not None else None
+    if mixers is None or not mixers.found:
+        return ProbeResult(layers=recorder.layers(), vocab_size=vocab_size)
+    layers = recorder.layers(besides=set(range(config.num_hidden_layers)))
+    if layers and not takes_positions:
+        raise _counts_by_itself(config)
+    wrap(mixers)
+    mixers = checked(model, layers, mixers, config.vocab_size)
+    return ProbeResult(layers=layers, vocab_size=vocab_size, mixers=mixers)
+
+
+def _noting_cache(
+    model: PreTrainedModel, config: Any, parameters: Any
+) -> tuple[NotingCache | None, dict[str, Any]]:
+    """For a model whose layers keep states, the cache to run it with, and how it is given."""
+    name = cache_parameter(parameters)
+    if name is None or not keeps_states(config):
+        return None, {}
+    cache = NotingCache(config, model)
+    return cache, {name: cache}
+
+
+def _counts_by_itself(config: Any) -> ConfigurationError:
+    return ConfigurationError(
+        f"a model of type {config.model_type} cannot be served: it counts positions by itself, and cannot be told "
+        "those of several requests"
+    )
 
 
 class _Recorder:
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, cache: NotingCache | None = None) -> None:
         self._config = config
+        self._cache = cache
         self._name = config.model_type
         self._layer_types = getattr(config, "layer_types", None)
         self._layers: dict[int, AttentionLayer] = {}
@@ -88,8 +132,8 @@ class _Recorder:
         attention_mask: torch.Tensor | None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        index = getattr(module, "layer_idx", None)
-        if not isinstance(index, int):
+        index = attending_layer(module, self._cache)
+        if index is None:
             raise self._refusal("an attention module does not say which layer it is")
         if index in self._layers:
             raise self._refusal(f"layer {index} attends more than once, as an encoder-decoder does")
@@ -119,21 +163,22 @@ class _Recorder:
         )
         return ours.transpose(1, 2), None
 
-    def layers(self) -> tuple[AttentionLayer, ...]:
+    def layers(self, besides: Container[int] = ()) -> tuple[AttentionLayer, ...]:
+        """`besides`: layers that need not attend."""
         count = self._config.num_hidden_layers
-        missing = [str(index) for index in range(count) if index not in self._layers]
+        missing = [str(index) for index in range(count) if index not in self._layers and index not in besides]
         if missing:
             some = ", ".join(missing[:8]) + (" ..." if len(missing) > 8 else "")
             raise self._refusal(
                 f"layers {some} do not use attention that can be paged (linear attention, a state space, or code "
                 "that does not go through transformers' attention interface)"
             )
-        return tuple(self._layers[index] for index in range(count))
+        return tuple(self._layers[index] for index in sorted(self._layers))
 
     def _window(self, index: int, told: int | None, mask: torch.Tensor | None) -> int | None:
         """What the mask shows, if transformers made it: not every layer tells its window to its attention."""
         kind = self._layer_types[index] if self._layer_types else None
-        if kind not in _SERVED_LAYER_TYPES:
+        if kind not in _ATTENDING_LAYER_TYPES:
             raise self._refusal(f"layer {index} is of the kind {kind}")
         rule = rule_of(mask)
         if rule is not None and rule not in self._windows:

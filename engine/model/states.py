@@ -19,7 +19,11 @@ IntArray = npt.NDArray[np.int32]
 class RequestRows:
     """Fixed-width rows for up to `capacity` requests; grows if a scheduler ever keeps more running."""
 
-    def __init__(self, capacity: int, max_tokens: int, block_size: int, num_groups: int) -> None:
+    def __init__(
+        self, capacity: int, max_tokens: int, block_size: int, num_groups: int, num_state_blocks: int = 0
+    ) -> None:
+        """`num_groups` tables that grow with the tokens, and, for models that keep recurrent states, one behind them with
+        `num_state_blocks` for each request."""
         self._row_of: dict[str, int] = {}
         self._num_added = 0
         self._free = list(range(capacity - 1, -1, -1))
@@ -31,8 +35,10 @@ class RequestRows:
         self.num_computed: IntArray = np.zeros(capacity, np.int32)
         # A number for each time that a request got a row: who keeps it can tell later whether the row is still its.
         self.tenancies: npt.NDArray[np.int64] = np.zeros(capacity, np.int64)
-        self.tables: list[IntArray] = [np.zeros((capacity, max_blocks), np.int32) for _ in range(num_groups)]
-        self._num_blocks: list[IntArray] = [np.zeros(capacity, np.int32) for _ in range(num_groups)]
+        widths = [max_blocks] * num_groups + [num_state_blocks] * (num_state_blocks > 0)
+        self.num_token_tables = num_groups
+        self.tables: list[IntArray] = [np.zeros((capacity, width), np.int32) for width in widths]
+        self._num_blocks: list[IntArray] = [np.zeros(capacity, np.int32) for _ in widths]
 
     def __contains__(self, req_id: str) -> bool:
         return req_id in self._row_of

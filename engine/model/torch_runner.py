@@ -52,7 +52,9 @@ class TorchRunner:
         self._device = kv_cache.device
         # Drafts stand behind a request's tokens, even behind its last.
         max_tokens = info.max_model_len + num_speculative_tokens + 1
-        self._requests = RequestRows(max_num_seqs, max_tokens, block_size, len(info.groups))
+        state_blocks = sum(group.blocks_per_request for group in info.groups)
+        num_groups = len(info.groups) - (state_blocks > 0)
+        self._requests = RequestRows(max_num_seqs, max_tokens, block_size, num_groups, state_blocks)
         self._table = SamplingTable(max_num_seqs)
         self._grammars = grammars
         masks = GrammarMasks(grammars) if grammars is not None else None

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from tandem.engine.cache.coordinator import Tables, hash_block_size
-from tandem.engine.cache.groups import KVCacheGroup
+from tandem.engine.cache.groups import AttentionKind, KVCacheGroup
 from tandem.engine.cache.hashing import BlockHasher, make_block_hasher
 from tandem.engine.cache.manager import KVCacheManager
 from tandem.engine.config import CacheConfig, SchedulerConfig
@@ -57,10 +57,12 @@ class Scheduler:
         which blocks hold something stale."""
         if config.max_model_len is not None:
             max_model_len = min(max_model_len, config.max_model_len)
+        # Keys and values of a prefix are worth nothing without the state after it, and states are not found again.
+        caching = cache.prefix_caching and all(group.kind is not AttentionKind.STATE for group in groups)
         kv_cache = KVCacheManager(
             groups,
             num_blocks,
-            caching=cache.prefix_caching,
+            caching=caching,
             max_model_len=max_model_len,
             num_lookahead_tokens=config.num_speculative_tokens,
             max_new_tokens=config.max_num_batched_tokens,
@@ -91,7 +93,7 @@ class Scheduler:
         self._pace = Pace(config.step_target_ms)
         # For whoever makes requests, so that their prompts are hashed outside the step.
         self.block_hasher: BlockHasher | None = None
-        if cache.prefix_caching:
+        if caching:
             self.block_hasher = make_block_hasher(
                 cache.hash_algorithm, hash_block_size(groups), cache.hash_seed
             )

@@ -9,12 +9,13 @@ import msgspec
 import pytest
 
 from tandem.decode_node.node import DecodeRules
+from tandem.engine.cache.groups import AttentionKind, KVCacheGroup
 from tandem.engine.config import CacheConfig, EngineConfig
 from tandem.node.config import NodeConfig
 from tandem.node.node import Node
 from tandem.node.service import RoleRules
 from tandem.prefill_node.node import PrefillRules
-from tandem.wire.errors import InternalError, Unavailable
+from tandem.wire.errors import ConfigurationError, InternalError, Unavailable
 from tandem.wire.lines import Position
 from tandem.wire.nodes import NodeState, Role
 from tandem.wire.requests import Submit, TokenBatch, TokenChunk, ToNode
@@ -133,3 +134,19 @@ def test_under_a_quota_a_node_is_bound_to_no_core(monkeypatch: pytest.MonkeyPatc
     assert cores_of_node() == [0, 1]
     monkeypatch.setattr("tandem.node.node.core_quota", lambda: 2)
     assert cores_of_node() == []
+
+
+@pytest.mark.parametrize("rules", [PrefillRules(), DecodeRules(Role.DECODE)])
+def test_a_model_whose_states_are_not_handed_over_is_served_by_nodes_that_do_both(rules: RoleRules) -> None:
+    runner = FakeRunner()
+    state = KVCacheGroup(AttentionKind.STATE, BLOCK_SIZE, (1,), blocks_per_request=1)
+    runner.info = msgspec.structs.replace(runner.info, groups=(*runner.info.groups, state))
+    node, channels = make_node(rules)
+    with pytest.raises(
+        ConfigurationError, match=r"recurrent states, which are not handed over.*--aggregated"
+    ):
+        node.start(runner=runner)
+    assert not channels
+    together, channels = make_node(DecodeRules(Role.AGGREGATED))
+    together.start(runner=runner)
+    together.stop()

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import msgspec
 
 from tandem.engine.cache.groups import AttentionKind, KVCacheGroup
+
+if TYPE_CHECKING:
+    import torch
+
+    from tandem.engine.model.recurrent.layout import StateLayout
 
 
 class AttentionLayer(msgspec.Struct, frozen=True):
@@ -27,13 +34,24 @@ class CachePlan(msgspec.Struct, frozen=True):
     Layers that differ in heads or head size use the leading part of the largest.
     """
 
-    groups: tuple[KVCacheGroup, ...]
+    groups: tuple[KVCacheGroup, ...]  # of layers that attend
     slots: int
     num_kv_heads: int
     head_dim: int
     block_size: int
     group_of_layer: tuple[int, ...]
     slot_of_layer: tuple[int, ...]
+    states: KVCacheGroup | None = None  # of layers that keep a recurrent state
+
+    @property
+    def all_groups(self) -> tuple[KVCacheGroup, ...]:
+        """As the scheduler and a batch's block tables have them: states come last."""
+        return self.groups if self.states is None else (*self.groups, self.states)
+
+    @property
+    def state_blocks(self) -> int:
+        """Of each request."""
+        return 0 if self.states is None else self.states.blocks_per_request
 
     @property
     def elements_per_block(self) -> int:
@@ -44,7 +62,7 @@ class CachePlan(msgspec.Struct, frozen=True):
 
     def blocks_for(self, num_tokens: int, tokens_per_step: int) -> int:
         """Blocks that one sequence of this length holds at its peak, when at most `tokens_per_step` run at once."""
-        total = 0
+        total = self.state_blocks
         for group in self.groups:
             held = num_tokens
             if group.window is not None:
@@ -54,13 +72,20 @@ class CachePlan(msgspec.Struct, frozen=True):
         return total
 
 
-def plan_cache(layers: tuple[AttentionLayer, ...], block_size: int) -> CachePlan:
+def plan_cache(
+    layers: tuple[AttentionLayer, ...],
+    block_size: int,
+    states: StateLayout | None = None,
+    dtype: torch.dtype | None = None,  # of the cache; only with states
+) -> CachePlan:
     """Group the layers so that every group has the same number of slots and little is wasted.
 
     A block costs the same in each group, so a group with fewer layers than slots wastes what is missing. Where
     kinds of layers differ much in number (say 5 sliding for 1 full), the larger kind is cut into several groups
     of the smaller one's size, if that wastes less.
     """
+    if states is not None and dtype is not None and states.states:
+        return _with_states(plan_cache(layers, block_size) if layers else None, block_size, states, dtype)
     kinds: dict[int | None, list[int]] = {}
     for layer in layers:
         kinds.setdefault(layer.window, []).append(layer.index)
@@ -72,7 +97,8 @@ def plan_cache(layers: tuple[AttentionLayer, ...], block_size: int) -> CachePlan
     # Of equals the larger, because every group is a block table to keep.
     slots = min(counts, key=lambda count: (slots_in_use(count), -count))
     groups: list[KVCacheGroup] = []
-    group_of, slot_of = [0] * len(layers), [0] * len(layers)
+    end = 1 + max(layer.index for layer in layers)
+    group_of, slot_of = [0] * end, [0] * end
     # Full attention first: its groups decide how much of a prefix is cached at all.
     for window, members in sorted(kinds.items(), key=lambda item: (item[0] is not None, item[0] or 0)):
         for start in range(0, len(members), slots):
@@ -96,3 +122,26 @@ def plan_cache(layers: tuple[AttentionLayer, ...], block_size: int) -> CachePlan
         group_of_layer=tuple(group_of),
         slot_of_layer=tuple(slot_of),
     )
+
+
+def _with_states(
+    plan: CachePlan | None, block_size: int, states: StateLayout, dtype: torch.dtype
+) -> CachePlan:
+    """Without attention a block is one request's states."""
+    if plan is None:
+        plan = CachePlan(
+            groups=(),
+            slots=1,
+            num_kv_heads=1,
+            head_dim=-(-states.num_bytes // (2 * block_size * dtype.itemsize)),
+            block_size=block_size,
+            group_of_layer=(),
+            slot_of_layer=(),
+        )
+    group = KVCacheGroup(
+        kind=AttentionKind.STATE,
+        block_size=block_size,
+        layers=states.layers,
+        blocks_per_request=states.blocks_for(plan.elements_per_block * dtype.itemsize),
+    )
+    return msgspec.structs.replace(plan, states=group)

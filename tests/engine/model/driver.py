@@ -205,8 +205,9 @@ class Driver:
     def _grow(self, request: DrivenRequest, num_tokens: int) -> list[list[int]]:
         needed = -(-num_tokens // self.block_size)
         grown: list[list[int]] = []
-        for table in request.blocks:
-            fresh = [self.free.pop() for _ in range(needed - len(table))]
+        for group, table in zip(self.groups, request.blocks, strict=True):
+            wanted = group.blocks_per_request or needed
+            fresh = [self.free.pop() for _ in range(wanted - len(table))]
             table.extend(fresh)
             grown.append(fresh)
         return grown

@@ -105,10 +105,176 @@ ARCHITECTURES: dict[str, Callable[[], Any]] = {
     ),
 }
 
+_LINEAR = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
+_DELTA: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": _LINEAR,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+
+# Models that keep recurrent states, alone or beside attention.
+RECURRENT: dict[str, Callable[[], Any]] = {
+    "qwen3-next": _config(
+        "Qwen3NextConfig",
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=24,
+        **_DELTA,
+    ),
+    "qwen3.5": _config("Qwen3_5TextConfig", head_dim=8, **_DELTA),
+    "mamba": _config("MambaConfig", state_size=8, conv_kernel=4, expand=2, time_step_rank=4),
+    "mamba2": _config(
+        "Mamba2Config", state_size=8, num_heads=8, head_dim=8, expand=2, n_groups=2, chunk_size=4
+    ),
+    "falcon-mamba": _config("FalconMambaConfig", state_size=8, conv_kernel=4, expand=2, time_step_rank=4),
+    "jamba": _config(
+        "JambaConfig",
+        num_hidden_layers=4,
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        expert_layer_period=2,
+        expert_layer_offset=1,
+        num_experts=4,
+        num_experts_per_tok=2,
+        mamba_d_state=8,
+        mamba_dt_rank=4,
+        use_mamba_kernels=False,
+    ),
+    "bamba": _config(
+        "BambaConfig",
+        attn_layer_indices=[1],
+        mamba_n_heads=8,
+        mamba_d_head=8,
+        mamba_d_state=8,
+        mamba_n_groups=2,
+        mamba_expand=2,
+        mamba_chunk_size=4,
+    ),
+    "falcon-h1": _config(
+        "FalconH1Config",
+        mamba_d_ssm=32,
+        mamba_n_heads=8,
+        mamba_d_head=4,
+        mamba_d_state=8,
+        mamba_n_groups=2,
+        mamba_chunk_size=4,
+    ),
+    "granite-hybrid": _config(
+        "GraniteMoeHybridConfig",
+        layer_types=["mamba", "attention"],
+        mamba_n_heads=8,
+        mamba_d_head=8,
+        mamba_d_state=8,
+        mamba_n_groups=2,
+        mamba_expand=2,
+        mamba_chunk_size=4,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        shared_intermediate_size=24,
+    ),
+    "nemotron-h": _config(
+        "NemotronHConfig",
+        num_hidden_layers=4,
+        layers_block_type=["mamba", "attention", "mlp", "moe"],
+        head_dim=8,
+        mamba_num_heads=8,
+        mamba_head_dim=8,
+        ssm_state_size=8,
+        n_groups=2,
+        chunk_size=4,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        moe_shared_expert_intermediate_size=24,
+    ),
+    "kimi-linear": _config(
+        "KimiLinearConfig",
+        num_hidden_layers=4,
+        layer_types=_LINEAR,
+        num_key_value_heads=4,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+        linear_num_heads=4,
+        linear_head_dim=8,
+        num_experts=4,
+        num_experts_per_token=2,
+        moe_intermediate_size=24,
+        first_k_dense_replace=1,
+    ),
+    "zamba": _config(
+        "ZambaConfig",
+        num_hidden_layers=4,
+        layers_block_type=["mamba", "hybrid", "mamba", "hybrid"],
+        mamba_d_state=8,
+        mamba_dt_rank=4,
+        n_mamba_heads=2,
+        num_key_value_heads=4,
+        attention_head_dim=16,
+    ),
+    "zamba2": _config(
+        "Zamba2Config",
+        num_hidden_layers=4,
+        layers_block_type=["mamba", "hybrid", "mamba", "hybrid"],
+        mamba_d_state=8,
+        n_mamba_heads=8,
+        mamba_headdim=8,
+        mamba_ngroups=2,
+        chunk_size=4,
+        num_key_value_heads=4,
+        attention_head_dim=16,
+        num_mem_blocks=1,
+    ),
+    "recurrent-gemma": _config(
+        "RecurrentGemmaConfig", num_hidden_layers=3, lru_width=32, attention_window_size=9, head_dim=8
+    ),
+    "lfm3": _config("Lfm3Config", num_hidden_layers=4),
+    "lfm2-moe": _config(
+        "Lfm2MoeConfig",
+        num_hidden_layers=4,
+        layer_types=["conv", "full_attention", "conv", "conv"],
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        num_dense_layers=1,
+    ),
+    "qwen3.5-moe": _config(
+        "Qwen3_5MoeTextConfig",
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=24,
+        **_DELTA,
+    ),
+    "lfm2": _config(
+        "Lfm2Config", num_hidden_layers=4, layer_types=["conv", "full_attention", "conv", "conv"]
+    ),
+    "olmo-hybrid": _config(
+        "OlmoHybridConfig",
+        **{**_DELTA, "linear_num_key_heads": 4},
+    ),
+    "minimax": _config(
+        "MiniMaxConfig",
+        head_dim=8,
+        layer_types=["linear_attention", "full_attention"],
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        block_size=4,
+    ),
+}
+ALL = ARCHITECTURES | RECURRENT
+
 
 def build(architecture: str) -> PreTrainedModel:
     torch.manual_seed(hash_of(architecture))
-    model = AutoModelForCausalLM.from_config(ARCHITECTURES[architecture](), attn_implementation="eager")
+    model = AutoModelForCausalLM.from_config(ALL[architecture](), attn_implementation="eager")
     for name, parameter in model.named_parameters():
         # Some parts begin as zeros or ones, which would hide that they are left out.
         if parameter.std() == 0 or parameter.isnan().any() or "sinks" in name:

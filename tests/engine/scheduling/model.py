@@ -16,6 +16,7 @@ from tandem.engine.cache.groups import AttentionKind, KVCacheGroup
 from tandem.engine.scheduling.output import ModelOutput, SchedulerOutput
 
 VOCABULARY = 50
+STATE = -1  # in place of an offset
 WRONG = -99  # sampled from something misread: no request may ever be given it
 
 
@@ -65,6 +66,9 @@ class FakeModel:
 
     def write(self, tables: Sequence[Sequence[int]], chain: Sequence[int], start: int, end: int) -> None:
         for group, table in zip(self.groups, tables, strict=True):
+            if group.kind is AttentionKind.STATE:
+                self._write_state(table, chain[end - 1] if end > start else None)
+                continue
             for position in range(start, end):
                 block = table[position // group.block_size]
                 if block:
@@ -75,6 +79,8 @@ class FakeModel:
     ) -> None:
         """Everything that the tokens from `first` to `end` attend to is right."""
         for group, table in zip(self.groups, tables, strict=True):
+            if group.kind is AttentionKind.STATE:
+                continue  # it was read before this step wrote another
             start = 0
             if group.kind is AttentionKind.SLIDING:
                 assert group.window is not None
@@ -85,12 +91,26 @@ class FakeModel:
                 found = self.kv.get((block, position % group.block_size))
                 assert found == chain[position], f"{who}: token {position} in block {block} is not its own"
 
+    def _write_state(self, table: Sequence[int], content: int | None) -> None:
+        for block in table if content is not None else ():
+            self.kv[block, STATE] = content
+
+    def state_is(self, tables: Sequence[Sequence[int]], content: int) -> bool:
+        """All of a request's blocks of states hold what follows from these tokens and no others."""
+        return all(
+            self.kv.get((block, STATE)) == content
+            for group, table in zip(self.groups, tables, strict=True)
+            for block in table
+            if group.kind is AttentionKind.STATE
+        )
+
     def execute(self, step: SchedulerOutput) -> ModelOutput:
         self._update(step)
         computed = {request.req_id: request.num_computed_tokens for request in step.new_reqs}
         computed.update(zip(step.cached_reqs.req_ids, step.cached_reqs.num_computed_tokens, strict=True))
         assert computed.keys() == step.num_scheduled_tokens.keys()
         chains = {}
+        stale: set[str] = set()
         # All of a step is written before any of it is read, as a layer of a real forward pass does it.
         for request_id, count in step.num_scheduled_tokens.items():
             known = self.known[request_id]
@@ -98,12 +118,22 @@ class FakeModel:
             assert 0 < count <= len(tokens) - computed[request_id]
             chains[request_id] = kv_chain(tokens, known.salt)
             start = computed[request_id]
+            # A state goes on from the token before; where there is none it begins, whatever lies in the blocks.
+            if start and not self.state_is(known.tables, chains[request_id][start - 1]):
+                assert self.tolerant, f"{request_id}: its state is not that of token {start - 1}"
+                stale.add(request_id)
             for group, table in zip(self.groups, known.tables, strict=True):
+                if group.kind is AttentionKind.STATE:
+                    assert len(table) == group.blocks_per_request
+                    self._write_state(
+                        table, -1 if request_id in stale else chains[request_id][start + count - 1]
+                    )
+                    continue
                 for position in range(start, start + count):
                     block = table[position // group.block_size]
                     assert block, f"{request_id}: token {position} is written to the null block"
                     self.kv[block, position % group.block_size] = chains[request_id][position]
-        self._read_all(step, computed, chains)
+        self._read_all(step, computed, chains, stale)
         output = ModelOutput({})
         for request_id, count in step.num_scheduled_tokens.items():
             known = self.known[request_id]
@@ -113,10 +143,18 @@ class FakeModel:
         return output
 
     def _read_all(
-        self, step: SchedulerOutput, computed: dict[str, int], chains: dict[str, list[int]]
+        self,
+        step: SchedulerOutput,
+        computed: dict[str, int],
+        chains: dict[str, list[int]],
+        stale: set[str],
     ) -> None:
         """Whoever reads something wrong computes something wrong, which others may read in the same step."""
-        self.misread = set()
+        self.misread = set(stale)
+        for request_id in stale:
+            start = computed[request_id]
+            end = start + step.num_scheduled_tokens[request_id]
+            self.write(self.known[request_id].tables, [-1] * end, start, end)
         while True:
             before = len(self.misread)
             for request_id, count in step.num_scheduled_tokens.items():

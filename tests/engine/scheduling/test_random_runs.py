@@ -17,15 +17,15 @@ from tandem.engine.scheduling import step as step_module
 from tandem.engine.scheduling.scheduler import PauseState
 from tandem.kvtransfer.base import LoadFailurePolicy
 from tests.engine.scheduling.model import next_token
-from tests.engine.scheduling.world import GROUPS, Source, World
+from tests.engine.scheduling.world import GROUPS, GROUPS_WITH_STATES, Source, World
 
 RUNS = int(os.environ.get("TANDEM_RANDOM_RUNS", "360"))
 BATCHES = 12
 REMEMBERED = (171, 3687)  # each was the only one of thousands to show something
 
 
-def random_world(number: int, draw: random.Random, *, ahead: bool) -> World:
-    groups = draw.choice(list(GROUPS))
+def random_world(number: int, draw: random.Random, *, ahead: bool, states: bool) -> World:
+    groups = draw.choice(list(GROUPS_WITH_STATES if states else GROUPS))
     return World(
         groups,
         ahead=ahead,
@@ -37,7 +37,7 @@ def random_world(number: int, draw: random.Random, *, ahead: bool) -> World:
         max_num_batched_tokens=draw.choice([4, 9, 30, 200]),
         long_prefill_token_threshold=draw.choice([0, 0, 5]),
         reserve=draw.choice(list(Reserve)),
-        num_speculative_tokens=draw.choice([0, 0, 2]),
+        num_speculative_tokens=draw.choice([0, 0, 0 if states else 2]),
         max_loras=draw.choice([None, 1, 2]),
         on_failure=draw.choice(list(LoadFailurePolicy)),
         with_connector=draw.random() < 0.8,
@@ -62,10 +62,10 @@ def prompts_may_be_cut_to_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_module, "FEWEST_TOKENS", 2)
 
 
-def run(number: int, ahead: bool) -> None:
+def run(number: int, ahead: bool, states: bool = False) -> None:
     draw = random.Random(number)
-    world = random_world(number, draw, ahead=ahead)
-    if draw.random() < 0.5 and not ahead:
+    world = random_world(number, draw, ahead=ahead, states=states)
+    if draw.random() < 0.5 and not ahead and not states:
         world.model.propose = lambda request_id, tokens: [
             *([next_token(tokens)] if draw.random() < 0.6 else []),
             *draw.choices(range(5), k=draw.randrange(2)),
@@ -115,6 +115,12 @@ def test_runs_that_once_went_wrong(number, ahead):
     run(number, ahead)
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("number", range(6))
+def test_runs_with_recurrent_states(number, ahead):
+    run(number, ahead, states=True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("batch", range(BATCHES))
@@ -124,4 +130,16 @@ def test_every_random_run_ends_as_it_must(batch, ahead):
             run(number, ahead)
         except BaseException as error:
             error.add_note(f"random run {number}")
+            raise
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("batch", range(3))
+def test_every_random_run_with_states_ends_as_it_must(batch, ahead):
+    for number in range(batch, RUNS // 4, 3):
+        try:
+            run(number, ahead, states=True)
+        except BaseException as error:
+            error.add_note(f"random run {number} with states")
             raise

@@ -12,7 +12,7 @@ import enum
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tandem.engine.cache.groups import KVCacheGroup
+from tandem.engine.cache.groups import AttentionKind, KVCacheGroup
 from tandem.engine.core import Engine
 from tandem.engine.model.runner import LayerHooks, ModelInfo
 from tandem.engine.request import Request, RequestStatus
@@ -32,7 +32,7 @@ from tandem.kvtransfer.base import (
 from tandem.wire.errors import RequestError
 from tandem.wire.sampling import FinishReason, SamplingParams
 from tests.engine.scheduling.driving import FULL, Driver, FakeConnector, consume, produce, sliding
-from tests.engine.scheduling.model import VOCABULARY, WRONG, alone, kv_chain, next_token
+from tests.engine.scheduling.model import STATE, VOCABULARY, WRONG, alone, kv_chain, next_token
 
 EOS = 7
 GARBAGE = -1
@@ -43,6 +43,14 @@ GROUPS: dict[str, tuple[KVCacheGroup, ...]] = {
     "hybrid": (FULL, sliding(6)),
     "two windows": (FULL, sliding(5), sliding(9)),
     "two block sizes": (sliding(11, block_size=8), FULL),
+}
+
+# Beside attention, and alone. Kept apart: a random run draws from the groups above by its number.
+STATES = KVCacheGroup(AttentionKind.STATE, FULL.block_size, (1,), blocks_per_request=2)
+GROUPS_WITH_STATES: dict[str, tuple[KVCacheGroup, ...]] = {
+    "full and states": (FULL, STATES),
+    "sliding and states": (sliding(6), STATES),
+    "states": (STATES,),
 }
 
 
@@ -208,7 +216,7 @@ class World:
     ) -> None:
         self.connector = WorldConnector()
         self.driver = Driver(
-            groups=GROUPS[groups],
+            groups=(GROUPS | GROUPS_WITH_STATES)[groups],
             connector=self.connector if with_connector else None,
             on_failure=on_failure,
             eos=[EOS],
@@ -308,7 +316,11 @@ class World:
         return [
             block
             for group, table in zip(self.model.groups, load.tables, strict=True)
-            for block in table[-(-valid // group.block_size) : -(-load.end // group.block_size)]
+            for block in (
+                table
+                if group.kind is AttentionKind.STATE
+                else table[-(-valid // group.block_size) : -(-load.end // group.block_size)]
+            )
             if block
         ]
 
@@ -316,7 +328,7 @@ class World:
         """To blocks in quarantine, which nothing else may use."""
         for group in self.model.groups:
             for block in self.quarantined:
-                for position in range(group.block_size):
+                for position in (STATE, *range(group.block_size)):
                     self.model.kv[block, position] = GARBAGE
 
     def release(self, which: int) -> None:
@@ -334,7 +346,13 @@ class World:
         request_id = kept[which % len(kept)]
         request, tables = self.connector.kept.pop(request_id)
         chain = kv_chain(request.all_token_ids, self.model.salts[request_id])
+        # A step that ran ahead of a stop has moved the state on. Who sends a prompt's stops after one token, by its length.
+        if request.num_computed_tokens and request.status is RequestStatus.FINISHED_LENGTH_CAPPED:
+            state_of = chain[request.num_computed_tokens - 1]
+            assert self.model.state_is(tables, state_of), f"{request_id} would send a stale state"
         for group, table in zip(self.model.groups, tables, strict=True):
+            if group.kind is AttentionKind.STATE:
+                continue
             for position in range(request.num_computed_tokens):
                 if block := table[position // group.block_size]:
                     slot = block, position % group.block_size
@@ -411,6 +429,9 @@ class World:
         """Makes the last block of the load wrong, and returns it."""
         group, table = self.model.groups[-1], load.tables[-1]
         last = load.end - 1
+        if group.kind is AttentionKind.STATE:
+            self.model.kv[table[0], STATE] = GARBAGE
+            return table[0]
         block = table[last // group.block_size]
         start = max(load.start, last // group.block_size * group.block_size)
         for position in range(start, load.end):

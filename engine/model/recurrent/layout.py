@@ -1,0 +1,98 @@
+"""Where each of a request's recurrent states lies in its blocks of the KV cache.
+
+States are bytes here: a pool of bfloat16 keeps a state of float32 as it is. A request's blocks, in the order of its table, are one
+run of bytes, and the states of the layers follow each other in it. A state may begin in one block and end in the next.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import torch
+
+_ALIGNED = 64  # bytes
+
+StateKey = tuple[int, str, int]
+"""(layer, kind of state, its number in the layer)"""
+
+
+class State(msgspec.Struct, frozen=True):
+    """One state of one request, as its module keeps it."""
+
+    layer: int
+    kind: str
+    number: int
+    shape: tuple[int, ...]  # without the dimension of requests
+    dtype: torch.dtype
+
+    @property
+    def key(self) -> StateKey:
+        return self.layer, self.kind, self.number
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class StateLayout(msgspec.Struct, frozen=True):
+    states: tuple[State, ...]
+    begins: tuple[int, ...]  # where each begins, in bytes
+    num_bytes: int
+
+    @classmethod
+    def of(cls, states: tuple[State, ...]) -> StateLayout:
+        begins, end = [], 0
+        for state in states:
+            begins.append(end)
+            end += -(-state.num_bytes // _ALIGNED) * _ALIGNED
+        return cls(states, tuple(begins), end)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return tuple(sorted({state.layer for state in self.states}))
+
+    def blocks_for(self, block_bytes: int) -> int:
+        return -(-self.num_bytes // block_bytes)
+
+
+class StateStore:
+    """The states in the KV cache tensor."""
+
+    def __init__(self, tensor: torch.Tensor, layout: StateLayout) -> None:
+        self._blocks = tensor.view(tensor.shape[0], -1).view(torch.uint8)  # [blocks, bytes]
+        self._begin = {state.key: begin for state, begin in zip(layout.states, layout.begins, strict=True)}
+
+    def load(self, states: tuple[State, ...], table: torch.Tensor) -> dict[StateKey, torch.Tensor]:
+        """Copies, [requests, *shape] each. `table` is [requests, blocks of each]."""
+        first, last, base = self._span(states)
+        run = self._blocks[table[:, first:last]].flatten(1)
+        return {
+            state.key: run[:, begin : begin + state.num_bytes]
+            .contiguous()
+            .view(state.dtype)
+            .view(-1, *state.shape)
+            for state in states
+            for begin in (self._begin[state.key] - base,)
+        }
+
+    def save(
+        self, states: tuple[State, ...], table: torch.Tensor, values: dict[StateKey, torch.Tensor]
+    ) -> None:
+        """Blocks are written whole: what else lies in the first and the last is read before."""
+        first, last, base = self._span(states)
+        blocks = table[:, first:last]
+        run = self._blocks[blocks].flatten(1)
+        for state in states:
+            begin = self._begin[state.key] - base
+            run[:, begin : begin + state.num_bytes] = (
+                values[state.key].to(state.dtype).contiguous().view(len(table), -1).view(torch.uint8)
+            )
+        self._blocks[blocks] = run.view(*blocks.shape, -1)
+
+    def _span(self, states: tuple[State, ...]) -> tuple[int, int, int]:
+        """The blocks of a table in which these lie, and where the first of them begins."""
+        size = self._blocks.shape[1]
+        first = min(self._begin[state.key] for state in states) // size
+        end = max(self._begin[state.key] + state.num_bytes for state in states)
+        return first, -(-end // size), first * size

@@ -1,0 +1,182 @@
+"""Models that keep recurrent states answer as transformers' `generate` does, however the work is cut up, shared, lost, or moved.
+
+The driver fills blocks that nobody has with NaN, so a state that is read from another request's blocks spoils an answer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tandem.engine.cache.groups import AttentionKind
+from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
+from tandem.engine.core import Engine
+from tandem.engine.model.loading import load_runner
+from tandem.engine.model.probe import probe_attention
+from tandem.engine.model.recurrent import mixers
+from tandem.engine.model.torch_runner import TorchRunner
+from tandem.engine.request import Request
+from tandem.engine.scheduling.scheduler import Scheduler
+from tandem.wire.errors import ConfigurationError
+from tandem.wire.sampling import SamplingParams
+from tests.engine.model import tiny
+from tests.engine.model.driver import Driver
+
+NUM_TOKENS = 8
+LENGTHS = (1, 5, 23, 37, 2)
+CONFIG = SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=24, max_model_len=64)
+CACHE = CacheConfig(block_size=4, memory_bytes=8 << 20)
+# One of each way to keep a state; what transformers has beside these is in the slow runs.
+QUICK = ("qwen3.5", "mamba", "granite-hybrid", "falcon-h1", "lfm2", "minimax", "zamba")
+REFUSED = ("recurrent-gemma", "zamba2")
+NAMES = [
+    name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
+    for name in sorted(tiny.RECURRENT)
+    if name not in REFUSED
+]
+
+
+@dataclasses.dataclass
+class Case:
+    path: Path
+    runner: TorchRunner
+    prompts: list[list[int]]
+    answers: list[list[int]]
+    logprobs: list[list[float]]
+
+
+def load(path: Path, config: SchedulerConfig = CONFIG) -> TorchRunner:
+    model = ModelConfig(path=str(path), dtype="float32", device="cpu", threads=1)
+    return load_runner(model, CACHE, config)
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    path = tiny.save(request.param, tmp_path_factory.mktemp("models"))
+    rng = random.Random(request.param)
+    prompts = [[rng.randrange(3, tiny.VOCAB) for _ in range(length)] for length in LENGTHS]
+    answers = tiny.reference(path, prompts, NUM_TOKENS)
+    return Case(path, load(path), prompts, [a.tokens for a in answers], [a.logprobs for a in answers])
+
+
+def finish_all(driver: Driver) -> None:
+    for req_id in list(driver.requests):
+        driver.finish(req_id)
+    driver.step({})
+
+
+def test_states_are_a_group_of_the_cache(case: Case) -> None:
+    *others, group = case.runner.info.groups
+    assert group.kind is AttentionKind.STATE
+    assert group.blocks_per_request > 0
+    assert all(other.kind is not AttentionKind.STATE for other in others)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_mixed_batches_in_random_chunks(case: Case, seed: int) -> None:
+    driver = Driver(case.runner, seed)
+    for index, prompt in enumerate(case.prompts):
+        driver.add(f"r{index}", prompt, SamplingParams(temperature=0.0, logprobs=0))
+    outputs = driver.generate(NUM_TOKENS, max_chunk=11)
+    assert list(outputs.values()) == case.answers
+    for index, expected in enumerate(case.logprobs):
+        reported = [entry.logprob for entry in driver.requests[f"r{index}"].logprobs]
+        assert reported[:NUM_TOKENS] == pytest.approx(expected, abs=1e-3)
+    finish_all(driver)
+
+
+def test_a_request_moves_to_another_runner_with_its_blocks(case: Case) -> None:
+    prefill, decode = Driver(case.runner, 1), Driver(load(case.path), 2)
+    for index in (2, 3):
+        prefill.add(f"r{index}", case.prompts[index])
+    prefill.generate(1, max_chunk=9)
+    for index in (2, 3):
+        decode.adopt(f"r{index}", prefill)
+    assert list(decode.generate(NUM_TOKENS).values()) == [case.answers[2], case.answers[3]]
+    finish_all(prefill)
+    finish_all(decode)
+
+
+def test_requests_are_preempted_and_aborted_in_a_pool_that_is_too_small(case: Case) -> None:
+    """The longest request has room, and few others beside it. Every block is accounted for after each step."""
+    info = case.runner.info
+    state = info.groups[-1].blocks_per_request
+    blocks = 1 + 2 * state + (len(info.groups) - 1) * 17
+    case.runner.forget_requests()
+    scheduler = Scheduler(CONFIG, CACHE, info.groups, blocks, info.max_model_len)
+    engine = Engine(scheduler, case.runner, None)
+    case.runner.kv_cache[1:] = float("nan")
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
+    answers: dict[str, list[int]] = {}
+    for round_ in range(3):
+        for index, prompt in enumerate(case.prompts):
+            engine.add_request(Request(f"r{round_}-{index}", prompt, params))
+        engine.add_request(Request(f"given-up-{round_}", case.prompts[3], params))
+        steps = 0
+        while scheduler.has_unfinished_requests():
+            for update in engine.step().updates:
+                answers.setdefault(update.request_id, []).extend(update.token_ids)
+            scheduler.check_integrity()
+            steps += 1
+            if steps == 3 + round_:
+                engine.abort_requests([f"given-up-{round_}"])
+            assert steps < 500
+    for round_ in range(3):
+        for index, expected in enumerate(case.answers):
+            assert answers[f"r{round_}-{index}"] == expected
+    stats = scheduler.stats()
+    assert stats.free_blocks == stats.total_blocks
+
+
+def test_drafts_are_refused(tmp_path: Path) -> None:
+    path = tiny.save("lfm2", tmp_path)
+    with pytest.raises(ConfigurationError, match=r"scheduler\.num_speculative_tokens to 0"):
+        load(path, SchedulerConfig(max_num_seqs=2, num_speculative_tokens=2))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_keeps_its_state_elsewhere_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigurationError, match="cannot be served: "):
+        load(tiny.save(name, tmp_path))
+
+
+def test_a_state_that_does_not_hold_all_is_noticed_before_the_model_serves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As if a module of a new architecture kept something beside its states."""
+    model = AutoModelForCausalLM.from_config(tiny.RECURRENT["qwen3.5"](), attn_implementation="eager")
+    model.eval()
+    put = mixers.StepCache.put
+
+    def forgetful(self, states, values, begins):  # type: ignore[no-untyped-def]
+        for key, value in values.items():
+            if key[1] == mixers.CONV:
+                value[..., -1] = 0
+        put(self, states, values, begins)
+
+    monkeypatch.setattr(mixers.StepCache, "put", forgetful)
+    with pytest.raises(ConfigurationError, match="a prompt that is read in parts gives other logits"):
+        probe_attention(model)
+
+
+def test_a_state_of_float32_lies_in_a_pool_of_bfloat16(tmp_path: Path) -> None:
+    """Bytes are what is kept, so nothing of it is rounded."""
+    path = tiny.save("qwen3-next", tmp_path)
+    model = ModelConfig(path=str(path), dtype="bfloat16", device="cpu", threads=1)
+    runner = load_runner(model, CACHE, CONFIG)
+    assert runner.kv_cache.dtype is torch.bfloat16
+    prompt = [5 + 7 * i % 100 for i in range(30)]
+    whole, parts = Driver(runner), Driver(runner)
+    whole.add("a", prompt, SamplingParams(temperature=0.0, logprobs=0))
+    whole.generate(1)
+    expected = whole.finish("a").logprobs[0].logprob
+    whole.step({})
+    parts.add("b", prompt, SamplingParams(temperature=0.0, logprobs=0))
+    parts.generate(1, max_chunk=3)
+    assert parts.finish("b").logprobs[0].logprob == pytest.approx(expected, abs=0.3)
+    parts.step({})
