@@ -12,8 +12,6 @@ from collections.abc import Callable
 
 from tandem.wire.errors import NodeLost
 from tandem.wire.lines import LetterToRouter, Lines, Position
-from tandem.wire.loop_inbox import LoopInbox
-from tandem.wire.loop_outbox import LoopOutbox
 from tandem.wire.nodes import NodeInfo, new_epoch
 from tandem.wire.requests import (
     Ask,
@@ -29,6 +27,7 @@ from tandem.wire.requests import (
     TokenBatch,
     ToRouter,
 )
+from tandem.wire.sockets import LoopInbox, Outbox
 from tandem.wire.tracing import ClockReading, NodeTrace
 
 logger = logging.getLogger(__name__)
@@ -40,10 +39,8 @@ class NodeLinks:
     def __init__(self, host: str) -> None:
         self._loop = asyncio.get_running_loop()
         self._cancels: dict[NodeInfo, list[str]] = {}
-        self._outbox = LoopOutbox()
-        self._answered: dict[
-            tuple[str, int], float
-        ] = {}  # when the last ping was sent that a node has answered
+        self._outbox = Outbox()
+        self._answered: dict[tuple[str, int], float] = {}  # when the last ping was sent that a node answered
         self.lines: Lines[ToRouter] = Lines(
             new_epoch(), self._outbox.send_frame, self._receive, meets_strangers=False
         )
@@ -52,7 +49,7 @@ class NodeLinks:
         )
         self.lines.endpoint = self._inbox.endpoint
 
-    async def listen(
+    def listen(
         self,
         on_tokens: Callable[[TokenBatch], None],
         on_status: Callable[[NodeStatus], None],
@@ -67,7 +64,7 @@ class NodeLinks:
         self._on_clock = on_clock
         self._on_holding = on_holding
         self._on_recalled = on_recalled
-        await self._inbox.listen()
+        self._inbox.listen()
 
     def _receive(self, message: ToRouter) -> None:
         if isinstance(message, TokenBatch):
@@ -169,7 +166,7 @@ class NodeLinks:
         self.lines.forget(node.request_endpoint)
 
     async def close(self) -> None:
-        """Idempotent. What was sent just before still leaves, if somebody reads it."""
+        """Idempotent. What was sent just before still leaves, to nodes that read it."""
         self._send_cancels()
         self._inbox.close()
-        await self._outbox.close()
+        await asyncio.to_thread(self._outbox.close)

@@ -92,7 +92,7 @@ class RouterServer:
                 ChatTemplate.from_folder, config.tokenizer_path, config.chat_template
             )
             self._services = self._assemble(KeyRing(keys, time.monotonic), tokenizer, template)
-            await self._listen_to_nodes()
+            self._listen_to_nodes()
             await self._serve(listener)
         except BaseException:
             listener.close()
@@ -142,9 +142,9 @@ class RouterServer:
             responses=ResponseStore(config.limits.responses_bytes),
         )
 
-    async def _listen_to_nodes(self) -> None:
+    def _listen_to_nodes(self) -> None:
         dispatcher, traces = self.services.dispatcher, self.services.traces
-        await self.services.links.listen(
+        self.services.links.listen(
             dispatcher.on_tokens,
             dispatcher.on_status,
             traces.on_node_trace,

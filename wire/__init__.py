@@ -10,8 +10,5 @@ Floor 1: imports nothing of ours. Everything is msgspec; nothing here or above e
     lines       numbers on all of these, so that a lost message is noticed and sent again
     tracing     node -> router: where a traced request's time went, and by which clock
     handoff     node -> node: how a prefill node and a decode node agree on a KV transfer
-    sockets     Inbox (receives, in its own thread) and Outbox (sends, from any thread)
-    loop_inbox  an Inbox on an asyncio event loop, without ZMQ's threads
-    loop_outbox an Outbox likewise
-    zmtp        what ZMQ's sockets say to each other, for those two
+    sockets     inboxes (received by a thread, or by an event loop) and the Outbox (sends, from any thread), on libzmq
 """

@@ -1,18 +1,26 @@
-"""The two ends of every message stream: an Inbox binds and receives, an Outbox connects and sends.
+"""The two ends of every message stream, on libzmq: an inbox binds and receives, an outbox connects and sends.
 
-One direction per socket (ZMQ PUSH/PULL): a reply travels through the asker's own Inbox, whose endpoint the
+One direction per socket (ZMQ PUSH/PULL): a reply travels through the asker's own inbox, whose endpoint the
 question names. So no end keeps per-connection state, a restarted process is simply a new endpoint, and any
 thread may send. High-water marks are explicit, and a message that cannot be queued is an error to its sender,
 never a silent drop.
+
+There are two kinds of inbox. `Inbox` has a thread, for processes whose work is a thread. `LoopInbox` is read by an asyncio event loop.
+All sockets of a process share one ZMQ context, and with it one I/O thread. Every socket is made by `_bind_pull_socket` or
+`Outbox._connect`: what a socket needs to be secure is set there.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import ipaddress
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
+from urllib.parse import urlsplit
 
 import msgspec
 import zmq
@@ -26,30 +34,61 @@ M = TypeVar("M")
 # A frame this large is a mistake or an attack: the longest legitimate one is a prompt of a few million ids.
 MAX_FRAME_BYTES = 64 << 20
 SEND_QUEUE_FRAMES = 100_000
-# Of one Outbox; ZMQ's own limit is 1023.
-MAX_SOCKETS = 4096
-# A machine that is lost closes no connection. One that nothing comes through is asked after so long whether its other end
-# is there still, so often, and that far apart.
+# Messages of one connection that lie in an inbox unread. Further ones wait on their way, and then with their sender.
+RECEIVE_QUEUE_FRAMES = 10_000
+# All sockets of a process; ZMQ's own limit is 1023.
+MAX_SOCKETS = 8192
+# A machine that is lost closes no connection. A connection on which nothing came for KEEPALIVE_IDLE_S is probed this often, this
+# far apart, and closed when no probe is answered.
 KEEPALIVE_IDLE_S = 60
 KEEPALIVE_PROBES = 3
 KEEPALIVE_INTERVAL_S = 10
-# Between two attempts to reach an endpoint, doubling from the one to the other.
+# A connection that has not introduced itself as a ZMQ socket by then is closed.
+HANDSHAKE_S = 30.0
+# Between two attempts to reach an endpoint, doubling from the first value to the second.
 RECONNECT_S = 0.05
 RECONNECT_MAX_S = 1.0
+# What a LoopInbox handles in one turn of the loop. A message for many sequences can take milliseconds.
+MESSAGES_PER_TURN = 256
+TURN_S = 0.005
 
 
-def queue_is_full(endpoint: str, num_messages: int) -> NodeLost:
-    return NodeLost(f"{endpoint} has not read {num_messages} messages; it is gone or stuck")
+class _ProcessContext:
+    """The ZMQ context of this process. It begins with the first user and ends with the last one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+
+    def enter(self) -> zmq.Context[zmq.Socket[bytes]]:
+        with self._lock:
+            if self._context is None:
+                self._context = zmq.Context()
+                self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
+            self._users += 1
+            return self._context
+
+    def leave(self) -> None:
+        """The last user waits here until lingering messages have left."""
+        with self._lock:
+            self._users -= 1
+            if self._users == 0 and self._context is not None:
+                context, self._context = self._context, None
+                context.term()
+
+
+_process = _ProcessContext()
 
 
 def _bind_pull_socket(
     context: zmq.Context[zmq.Socket[bytes]], host: str, port: int, name: str
 ) -> zmq.Socket[bytes]:
-    """Ends the context when the address cannot be had."""
     socket = context.socket(zmq.PULL)
     socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, RECEIVE_QUEUE_FRAMES)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE_S * 1000))
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_IDLE_S)
     socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, KEEPALIVE_PROBES)
@@ -60,49 +99,61 @@ def _bind_pull_socket(
         socket.bind(f"tcp://{address}:{port or '*'}")
     except zmq.ZMQError as error:
         socket.close(linger=0)
-        context.term()
         raise ConfigurationError(f"{name}: cannot listen on {host}:{port or 'any port'}: {error}") from error
     return socket
 
 
-def decode_frames(decoder: msgspec.msgpack.Decoder[M], frames: list[bytes], name: str) -> M | None:
-    """The message; None, and a line in the log, when it is none of this channel's."""
-    try:
-        if len(frames) != 1:
-            raise msgspec.DecodeError(f"{len(frames)} frames, expected 1")
-        return decoder.decode(frames[0])
-    # RecursionError: nesting that msgspec refuses by raising what the interpreter raises.
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        logger.warning("%s: refused a malformed frame of %d bytes: %s", name, len(frames[0]), error)
-        return None
+class _Reader(Generic[M]):
+    """What both kinds of inbox do with what arrives.
 
-
-class Inbox(Generic[M]):
-    """Receives messages of one type in a thread of its own, and hands each to `on_message` there.
-
-    A frame that does not decode is counted in `malformed` and dropped; nothing a peer sends ends the thread.
-    An exception out of `on_message` is logged and counted in `handler_errors`: the stream goes on. Should the
-    thread end all the same, `died` says why.
+    A frame that does not decode is counted in `malformed` and dropped; nothing a peer sends ends the stream.
+    An exception out of `on_message` is logged and counted in `handler_errors`: the stream goes on.
     """
 
     def __init__(
-        self,
-        host: str,
-        message_type: Any,
-        on_message: Callable[[M], None],
-        *,
-        name: str,
-        port: int = 0,
+        self, host: str, message_type: Any, on_message: Callable[[M], None], *, name: str, port: int = 0
     ) -> None:
         self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(message_type)
         self._on_message = on_message
         self._name = name
         self.malformed = 0
         self.handler_errors = 0
-        self.died: str | None = None  # why the thread ended although nobody closed the Inbox
-        self._context = zmq.Context()
-        self._socket = _bind_pull_socket(self._context, host, port, name)
+        self._context = _process.enter()
+        try:
+            self._socket = _bind_pull_socket(self._context, host, port, name)
+        except BaseException:
+            _process.leave()
+            raise
         self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def _handle(self, frames: list[bytes]) -> None:
+        try:
+            if len(frames) != 1:
+                raise msgspec.DecodeError(f"{len(frames)} frames, expected 1")
+            message = self._decoder.decode(frames[0])
+        # RecursionError: nesting that msgspec refuses by raising what the interpreter raises.
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            self.malformed += 1
+            logger.warning("%s: refused a malformed frame of %d bytes: %s", self._name, len(frames[0]), error)
+            return
+        try:
+            self._on_message(message)
+        except Exception:
+            self.handler_errors += 1
+            logger.exception("%s: handling %s failed", self._name, type(message).__name__)
+
+
+class Inbox(_Reader[M]):
+    """Receives messages of one type in a thread of its own, and hands each to `on_message` there.
+
+    `died` says why the thread ended, if it ended although nothing closed the Inbox.
+    """
+
+    def __init__(
+        self, host: str, message_type: Any, on_message: Callable[[M], None], *, name: str, port: int = 0
+    ) -> None:
+        super().__init__(host, message_type, on_message, name=name, port=port)
+        self.died: str | None = None
         # An inproc pair, so that close() wakes the thread instead of a timeout polling for it.
         stop_address = f"inproc://stop-{id(self)}"
         self._stop_receiver = self._context.socket(zmq.PAIR)
@@ -117,7 +168,7 @@ class Inbox(Generic[M]):
         try:
             self._receive_until_closed()
         except Exception as error:
-            # Whoever owns the Inbox looks at `died`: an end that nobody notices would leave everybody waiting.
+            # The owner looks at `died`: an end that goes unnoticed would leave everything waiting.
             self.died = f"{type(error).__name__}: {error}"
             logger.exception("%s: the receiving thread died", self._name)
 
@@ -129,16 +180,7 @@ class Inbox(Generic[M]):
             ready = dict(poller.poll())
             if self._stop_receiver in ready:
                 return
-            frames = self._socket.recv_multipart()
-            message = decode_frames(self._decoder, frames, self._name)
-            if message is None:
-                self.malformed += 1
-                continue
-            try:
-                self._on_message(message)
-            except Exception:
-                self.handler_errors += 1
-                logger.exception("%s: handling %s failed", self._name, type(message).__name__)
+            self._handle(self._socket.recv_multipart())
 
     def close(self) -> None:
         """Stop receiving. Idempotent; returns when the thread has ended."""
@@ -151,20 +193,85 @@ class Inbox(Generic[M]):
             raise InternalError(f"{self._name}: the receiving thread did not end within 5 s of close()")
         for socket in (self._socket, self._stop_receiver, self._stop_sender):
             socket.close(linger=0)
-        self._context.term()
+        _process.leave()
+
+
+class LoopInbox(_Reader[M]):
+    """Receives messages of one type on an asyncio event loop: made, read and closed there.
+
+    It has its address at once; what arrives before `listen` waits. The loop watches the descriptor by which ZMQ says that something came.
+    ZMQ says it once, so everything is read before the loop waits again: at once, or after the others' turn.
+    """
+
+    def __init__(
+        self, host: str, message_type: Any, on_message: Callable[[M], None], *, name: str, port: int = 0
+    ) -> None:
+        super().__init__(host, message_type, on_message, name=name, port=port)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._descriptor = int(self._socket.getsockopt(zmq.FD))
+        self._next_turn: asyncio.Handle | None = None
+        self._closed = False
+
+    def listen(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._descriptor, self._read)
+        self._next_turn = self._loop.call_soon(self._read_on)
+
+    def _read_on(self) -> None:
+        self._next_turn = None
+        self._read()
+
+    def _read(self) -> None:
+        if self._next_turn is not None or self._closed or self._loop is None:
+            return
+        until = time.monotonic() + TURN_S
+        for _ in range(MESSAGES_PER_TURN):
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._handle(frames)
+            if self._closed:
+                return
+            if time.monotonic() > until:
+                break
+        self._next_turn = self._loop.call_soon(self._read_on)
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._next_turn is not None:
+            self._next_turn.cancel()
+        if self._loop is not None:
+            self._loop.remove_reader(self._descriptor)
+        self._socket.close(linger=0)
+        _process.leave()
+
+
+def _check_address(endpoint: str) -> None:
+    """Raises NodeLost. Names of hosts are refused: ZMQ would look them up in its I/O thread, and every other link would wait."""
+    try:
+        parts = urlsplit(endpoint)
+        if parts.scheme == "tcp" and parts.hostname and parts.port and not (parts.path or parts.query):
+            ipaddress.ip_address(parts.hostname)
+            return
+    except ValueError:
+        pass
+    raise NodeLost(f"cannot connect to {endpoint!r}: it must be tcp://ADDRESS:PORT, with an IP address")
 
 
 class Outbox:
     """Sends messages to named endpoints, without blocking, from any thread.
 
     Connections are made on first use and kept until `forget`. Messages to one endpoint arrive in the order
-    they were sent. Delivery is not confirmed: whoever needs to know asks for an answer and sets a deadline.
+    they were sent. Delivery is not confirmed: a sender that needs to know asks for an answer and sets a deadline.
     """
 
     def __init__(self) -> None:
         self._encoder = msgspec.msgpack.Encoder()
-        self._context = zmq.Context()
-        self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
+        self._context = _process.enter()
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
         self._lock = threading.Lock()
         self._closed = False
@@ -173,7 +280,7 @@ class Outbox:
         """Raises NodeLost when the endpoint's queue is full, as its reader has been gone or stuck for long, or when
         there can be no connection with it.
 
-        After close() nothing is sent and nothing is raised: whoever closes has no use for what others still say.
+        After close() nothing is sent and nothing is raised.
         """
         self.send_frame(endpoint, self._encoder.encode(message))
 
@@ -188,9 +295,12 @@ class Outbox:
             try:
                 socket.send(frame, zmq.NOBLOCK)
             except zmq.Again:
-                raise queue_is_full(endpoint, SEND_QUEUE_FRAMES) from None
+                raise NodeLost(
+                    f"{endpoint} has not read {SEND_QUEUE_FRAMES} messages; it is gone or stuck"
+                ) from None
 
     def _connect(self, endpoint: str) -> zmq.Socket[bytes]:
+        _check_address(endpoint)
         try:
             socket = self._context.socket(zmq.PUSH)
         except zmq.ZMQError as error:  # there are too many already, or no descriptor is left
@@ -219,7 +329,7 @@ class Outbox:
             socket.close(linger=0)
 
     def close(self, linger_ms: int = 200) -> None:
-        """Idempotent. Waits up to `linger_ms` for queued messages to leave."""
+        """Idempotent. Queued messages have up to `linger_ms` to leave; the last user of the process's sockets waits for that."""
         with self._lock:
             if self._closed:
                 return
@@ -227,4 +337,4 @@ class Outbox:
             sockets, self._sockets = self._sockets, {}
         for socket in sockets.values():
             socket.close(linger=linger_ms)
-        self._context.term()
+        _process.leave()

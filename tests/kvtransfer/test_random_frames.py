@@ -29,10 +29,9 @@ from tandem.kvtransfer.protocol.channel import SideChannel
 from tandem.kvtransfer.protocol.transport import Move, Operation
 from tandem.wire.handoff import CancelTransfer, Envelope, RenewLease
 from tandem.wire.lines import Letter, LetterToNode, LetterToRouter
-from tandem.wire.loop_inbox import LoopInbox
 from tandem.wire.nodes import NodeState, Role
 from tandem.wire.requests import NodeCounters, NodeStatus, Ping
-from tandem.wire.sockets import Inbox
+from tandem.wire.sockets import Inbox, LoopInbox
 
 pytestmark = pytest.mark.slow
 
@@ -98,7 +97,7 @@ def routers_loop() -> Iterator[Listening]:
         made = LoopInbox[Any](
             "127.0.0.1", LetterToRouter, lambda message: listening.take(message), name="test"
         )
-        await made.listen()
+        made.listen()
         return made
 
     async def close() -> None:

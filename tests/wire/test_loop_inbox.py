@@ -6,15 +6,12 @@ import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import msgspec
 import pytest
 import zmq
 
 from tandem.wire.errors import ConfigurationError
-from tandem.wire.loop_inbox import MESSAGES_PER_TURN, LoopInbox
 from tandem.wire.requests import Cancel, Ping, ToNode
-from tandem.wire.sockets import MAX_FRAME_BYTES, Outbox
-from tandem.wire.zmtp import PULL_OPENING, PUSH_OPENING, message
+from tandem.wire.sockets import MAX_FRAME_BYTES, MESSAGES_PER_TURN, LoopInbox, Outbox
 from tests.wire.tcp_timers import KEEPALIVE, timers_of
 
 
@@ -44,7 +41,7 @@ class Listener:
 def run(work: Callable[[Listener], Awaitable[None]]) -> None:
     async def main() -> None:
         listener = Listener()
-        await listener.inbox.listen()
+        listener.inbox.listen()
         try:
             async with asyncio.timeout(10):
                 await work(listener)
@@ -68,8 +65,8 @@ def test_messages_arrive_in_order_on_the_loop_itself() -> None:
 
 
 def test_messages_that_take_long_leave_others_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five that came in one piece: what became ready while the first was handled comes before the last."""
-    monkeypatch.setattr("tandem.wire.loop_inbox.TURN_S", 0.0)
+    """Five that are there together: what became ready while the first was handled comes before the last."""
+    monkeypatch.setattr("tandem.wire.sockets.TURN_S", 0.0)
     order: list[str] = []
 
     async def scenario() -> None:
@@ -84,14 +81,15 @@ def test_messages_that_take_long_leave_others_their_turn(monkeypatch: pytest.Mon
                 done.set()
 
         inbox: LoopInbox[Any] = LoopInbox("127.0.0.1", ToNode, on_message, name="test")
-        await inbox.listen()
-        host, _, port = inbox.endpoint.removeprefix("tcp://").rpartition(":")
-        _, writer = await asyncio.open_connection(host, int(port))
-        bodies = [msgspec.msgpack.encode(Ping(str(index))) for index in range(5)]
-        writer.write(PUSH_OPENING + b"".join(map(message, bodies)))
+        outbox = Outbox()
+        for index in range(5):
+            outbox.send(inbox.endpoint, Ping(str(index)))
+        # Until the first has arrived the loop stands still, and the others are right behind it.
+        assert inbox._socket.poll(10_000)
+        inbox.listen()
         async with asyncio.timeout(10):
             await done.wait()
-        writer.close()
+        outbox.close()
         inbox.close()
 
     asyncio.run(scenario())
@@ -161,51 +159,98 @@ def test_an_exception_in_the_handler_is_counted_and_the_stream_goes_on() -> None
     run(work)
 
 
-def test_a_peer_that_breaks_the_protocol_is_cut_off_and_the_others_are_heard() -> None:
+# What a PUSH socket says first, in ZMTP 3.0: its greeting, and that it is a PUSH socket.
+_OPENING = (b"\xff" + bytes(8) + b"\x7f\x03\x00NULL").ljust(64, b"\0") + (
+    b"\x04\x1a\x05READY\x0bSocket-Type\x00\x00\x00\x04PUSH"
+)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\xff" * 1000,
+        _OPENING + b"\x02" + (MAX_FRAME_BYTES + 1).to_bytes(8, "big"),
+        _OPENING[:64] + b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x03SUB",
+    ],
+    ids=["http", "noise", "a frame too large", "another kind of socket"],
+)
+def test_a_peer_that_breaks_the_protocol_does_not_disturb_the_others(said: bytes) -> None:
     async def work(listener: Listener) -> None:
         host, _, port = listener.inbox.endpoint.removeprefix("tcp://").rpartition(":")
-        for said in (
-            b"GET / HTTP/1.1\r\n\r\n",
-            PUSH_OPENING + b"\x02" + (MAX_FRAME_BYTES + 1).to_bytes(8, "big"),
-        ):
-            reader, writer = await asyncio.open_connection(host, int(port))
-            writer.write(said)
-            with contextlib.suppress(ConnectionError):
-                assert await reader.read() == PULL_OPENING
-            writer.close()
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.write(said)
+        await writer.drain()
         listener.outbox.send(listener.inbox.endpoint, Ping("after"))
         await listener.wait(1)
         assert listener.messages == [Ping("after")]
+        writer.close()
+
+    run(work)
+
+
+def test_a_peer_that_sends_a_frame_too_large_loses_its_connection() -> None:
+    async def work(listener: Listener) -> None:
+        host, _, port = listener.inbox.endpoint.removeprefix("tcp://").rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(_OPENING + b"\x02" + (MAX_FRAME_BYTES + 1).to_bytes(8, "big"))
+        with contextlib.suppress(ConnectionError):
+            await reader.read()
+        assert listener.messages == []
+        writer.close()
 
     run(work)
 
 
 def test_a_peer_that_never_greets_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.wire.loop_inbox.GREETING_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("tandem.wire.sockets.HANDSHAKE_S", 0.01)
 
     async def work(listener: Listener) -> None:
         host, _, port = listener.inbox.endpoint.removeprefix("tcp://").rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
-        async with asyncio.timeout(5):
-            with contextlib.suppress(ConnectionError):
-                while await reader.read(1 << 16):  # its own greeting; then the end
-                    pass
-        assert reader.at_eof()
+        with contextlib.suppress(ConnectionError):
+            while await reader.read(1 << 16):  # its own greeting; then the end
+                pass
         writer.close()
-        listener.outbox.send(listener.inbox.endpoint, Ping("another"))
-        await listener.wait(1)
-        assert listener.messages == [Ping("another")]
 
     run(work)
 
 
-def test_who_connects_before_it_listens_waits() -> None:
+def test_what_a_loop_does_not_read_waits_with_its_sender(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The inbox takes so many messages and no more: memory is bounded, and nothing is lost."""
+    monkeypatch.setattr("tandem.wire.sockets.RECEIVE_QUEUE_FRAMES", 10)
+    size, count = 300_000, 60
+
+    async def main() -> None:
+        done = asyncio.Event()
+        heard: list[int] = []
+
+        def on_message(message: Cancel) -> None:
+            heard.append(int(message.request_ids[1]))
+            if len(heard) == count:
+                done.set()
+
+        inbox: LoopInbox[Any] = LoopInbox("127.0.0.1", ToNode, on_message, name="test")
+        outbox = Outbox()
+        for index in range(count):
+            outbox.send(inbox.endpoint, Cancel("x" * size, ["x", str(index)]))
+        inbox.listen()
+        async with asyncio.timeout(30):
+            await done.wait()
+        assert heard == list(range(count))
+        outbox.close()
+        inbox.close()
+
+    asyncio.run(main())
+
+
+def test_a_message_that_comes_before_the_loop_listens_waits() -> None:
     async def main() -> None:
         heard = asyncio.get_running_loop().create_future()
         inbox: LoopInbox[Any] = LoopInbox("127.0.0.1", ToNode, heard.set_result, name="test")
         outbox = Outbox()
         outbox.send(inbox.endpoint, Ping("early"))
-        await inbox.listen()
+        inbox.listen()
         async with asyncio.timeout(10):
             assert await heard == Ping("early")
         outbox.close()

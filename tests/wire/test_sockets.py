@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -33,6 +35,16 @@ class Heard:
         with self._changed:
             assert self._changed.wait_for(lambda: len(self.messages) >= count, DEADLINE_S), self.messages
         return self.messages
+
+
+def inbox_again(heard: Heard, port: int) -> Inbox[Any]:
+    """At the address of one that was closed: ZMQ gives it back a moment later."""
+    deadline = time.monotonic() + DEADLINE_S
+    while True:
+        try:
+            return Inbox("127.0.0.1", ToNode, heard, name="again", port=port)
+        except ConfigurationError:
+            assert time.monotonic() < deadline
 
 
 @pytest.fixture
@@ -178,7 +190,13 @@ def test_a_connection_that_nothing_comes_through_is_asked_after(
     assert timers_of(inbox.endpoint) == [KEEPALIVE]
 
 
-@pytest.mark.parametrize("endpoint", ["", "nonsense", "tcp://", "tcp://127.0.0.1", "http://x:1"])
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "", "nonsense", "tcp://", "tcp://127.0.0.1", "http://x:1", "tcp://127.0.0.1:port", "ipc:///tmp/x", "inproc://x",
+        "tcp://no-such-host.invalid:1", "tcp://127.0.0.1:1;127.0.0.1:2",
+    ],
+)  # fmt: skip
 def test_an_endpoint_that_is_none(outbox: Outbox, endpoint: str) -> None:
     with pytest.raises(NodeLost, match="cannot connect"):
         outbox.send(endpoint, Ping("x"))
@@ -190,7 +208,7 @@ def test_what_was_sent_while_the_other_was_away_arrives_when_it_is_back(outbox: 
     heard.wait(1)
     port = int(first.endpoint.rpartition(":")[2])
     first.close()
-    second: Inbox[Any] = Inbox("127.0.0.1", ToNode, heard, name="second", port=port)
+    second = inbox_again(heard, port)
     try:
         assert second.endpoint == first.endpoint
         outbox.send(second.endpoint, Ping("2"))
@@ -204,14 +222,46 @@ def test_what_was_sent_while_the_other_was_away_arrives_when_it_is_back(outbox: 
 
 
 def test_one_endpoint_too_many_is_lost_and_the_others_go_on(
-    inbox: Inbox[Any], outbox: Outbox, heard: Heard
+    heard: Heard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    outbox._context.set(zmq.MAX_SOCKETS, 1)
-    outbox.send(inbox.endpoint, Cancel("tcp://x:1", ["a"]))
-    with pytest.raises(NodeLost, match="cannot connect to 'tcp://"):
-        outbox.send("tcp://127.0.0.1:9", Cancel("tcp://x:1", []))
-    outbox.send(inbox.endpoint, Cancel("tcp://x:1", ["b"]))
-    assert [message.request_ids for message in heard.wait(2)] == [["a"], ["b"]]
+    """All sockets of a process count: here the inbox's three, and one more."""
+    monkeypatch.setattr(sockets, "MAX_SOCKETS", 4)
+    monkeypatch.setattr(sockets, "_process", sockets._ProcessContext())
+    inbox: Inbox[Any] = Inbox("127.0.0.1", ToNode, heard, name="test")
+    outbox = Outbox()
+    try:
+        outbox.send(inbox.endpoint, Cancel("tcp://x:1", ["a"]))
+        with pytest.raises(NodeLost, match="cannot connect to 'tcp://"):
+            outbox.send("tcp://127.0.0.1:9", Cancel("tcp://x:1", []))
+        outbox.send(inbox.endpoint, Cancel("tcp://x:1", ["b"]))
+        assert [message.request_ids for message in heard.wait(2)] == [["a"], ["b"]]
+    finally:
+        outbox.close()
+        inbox.close()
+
+
+def test_all_sockets_of_a_process_share_one_context_that_ends_with_the_last(
+    heard: Heard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = sockets._ProcessContext()
+    monkeypatch.setattr(sockets, "_process", process)
+    before = len(os.listdir("/proc/self/task"))
+    pairs = [(Inbox("127.0.0.1", ToNode, heard, name=f"inbox {index}"), Outbox()) for index in range(3)]
+    for inbox, outbox in pairs:
+        outbox.send(inbox.endpoint, Ping("x"))
+    heard.wait(3)
+    assert len(os.listdir("/proc/self/task")) - before == 3 + 2, (
+        "a thread per Inbox, ZMQ's reaper and its one I/O thread"
+    )
+    for inbox, outbox in pairs:
+        assert process._context is not None
+        assert not process._context.closed
+        inbox.close()
+        outbox.close()
+    assert process._context is None
+    with pytest.raises(ConfigurationError):
+        Inbox("not-an-address", ToNode, heard, name="test")
+    assert process._context is None, "one that failed holds nothing"
 
 
 def test_forgetting_drops_what_is_queued(heard: Heard) -> None:
@@ -223,7 +273,7 @@ def test_forgetting_drops_what_is_queued(heard: Heard) -> None:
     outbox.send(endpoint, Ping("for the old one"))
     outbox.forget(endpoint)
     outbox.forget(endpoint)
-    successor: Inbox[Any] = Inbox("127.0.0.1", ToNode, heard, name="second", port=port)
+    successor = inbox_again(heard, port)
     try:
         outbox.send(endpoint, Ping("for the new one"))
         assert heard.wait(1) == [Ping("for the new one")]
