@@ -22,6 +22,7 @@ from tandem.wire.errors import Unavailable
 from tandem.wire.nodes import NodeInfo
 
 _SWITCH_S = 0.001
+_GARBAGE_OBJECTS = 10_000
 
 FindModel = Callable[[str, Callable[[str, float], None]], str]
 """From a model's name to a folder on this machine; says meanwhile what it does. Fetches what is missing."""
@@ -68,6 +69,8 @@ class RouterHost:
         # A collection that walked over what was imported would keep every stream waiting.
         gc.collect()
         gc.freeze()
+        # The default looks for garbage after every request or two, and finds none: what a request makes is freed as it ends.
+        gc.set_threshold(_GARBAGE_OBJECTS)
         return url
 
     def _serving(self) -> RouterServer:

@@ -49,6 +49,20 @@ class Histogram(Collector):
         yield HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self._sum)
 
 
+class LabelledCounter:
+    """A counter with labels that every request counts in: to look its child up takes the library longer than to count."""
+
+    def __init__(self, counter: Counter) -> None:
+        self._counter = counter
+        self._children: dict[tuple[str, ...], Counter] = {}
+
+    def labels(self, *values: str) -> Counter:
+        child = self._children.get(values)
+        if child is None:
+            child = self._children[values] = self._counter.labels(*values)
+        return child
+
+
 class RouterMetrics:
     """A registry of its own, so that several routers can live in one process."""
 
@@ -96,11 +110,15 @@ class RouterMetrics:
         )
         self.prompt_tokens = counter("tandem_prompt_tokens", "Prompt tokens of requests that ended")
         self.generation_tokens = counter("tandem_generation_tokens", "Output tokens of requests that ended")
-        self.requests_finished = counter(
-            "tandem_requests_finished", "Sequences that ended", "finished_reason"
+        self.requests_finished = LabelledCounter(
+            counter("tandem_requests_finished", "Sequences that ended", "finished_reason")
         )
-        self.http_requests = counter("tandem_http_requests", "Answers by route and status", "route", "status")
-        self.decisions = counter("tandem_routing_decisions", "Where requests were sent", "kind")
+        self.http_requests = LabelledCounter(
+            counter("tandem_http_requests", "Answers by route and status", "route", "status")
+        )
+        self.decisions = LabelledCounter(
+            counter("tandem_routing_decisions", "Where requests were sent", "kind")
+        )
         self.failovers = counter("tandem_failovers", "Requests that went on elsewhere", "reason")
         self.deadlines = counter("tandem_deadlines_exceeded", "Requests that took too long", "phase")
         self.refusals = counter("tandem_requests_refused", "Requests that were not let in", "reason")

@@ -36,6 +36,7 @@ class Member:
         self.meter = NodeRateMeter(info.role)
         # Sent, and not yet part of a status: when, tokens to be computed, blocks that it may take.
         self.pending: dict[str, tuple[float, int, int]] = {}
+        self.view: NodeSnapshot | None = None  # None while it gets no new requests
 
 
 class NodePool:
@@ -59,6 +60,7 @@ class NodePool:
         self._on_change = on_change
         self._members: dict[str, Member] = {}
         self._snapshot: PoolSnapshot | None = None
+        self._views_are_stale = False  # all of them; what was sent to one node changes its view alone
         self._checked_at: float | None = None
         self._max_model_len: int | None = None
         self._knows_max_model_len = False
@@ -203,35 +205,35 @@ class NodePool:
     def sent(self, node_id: str, request_id: str, tokens: int, blocks: int = 0) -> None:
         if (member := self._members.get(node_id)) is not None:
             member.pending[request_id] = (self._clock(), tokens, blocks)
-            self._snapshot = None
+            self._pending_changed(member)
 
     def answered(self, node_id: str, request_id: str) -> None:
         member = self._members.get(node_id)
         if member is not None and request_id in member.pending:
             del member.pending[request_id]
+            self._pending_changed(member)
+
+    def _pending_changed(self, member: Member) -> None:
+        """With every request, so only what it changes is made again."""
+        if member.view is not None:
+            member.view = _view_of(member, member.view.status)
             self._snapshot = None
 
     def snapshot(self) -> PoolSnapshot:
+        if self._views_are_stale:
+            self._views_are_stale = False
+            for member in self._members.values():
+                status = member.status
+                usable = status is not None and self.unusable(member) is None
+                member.view = _view_of(member, status) if usable and status is not None else None
         if self._snapshot is None:
-            views = [view for m in self._members.values() if (view := self._view(m)) is not None]
+            views = [member.view for member in self._members.values() if member.view is not None]
             self._snapshot = PoolSnapshot(
                 prefill=tuple(v for v in views if v.info.role is Role.PREFILL),
                 decode=tuple(v for v in views if v.info.role is not Role.PREFILL),
                 handover_s=self.handover.value,
             )
         return self._snapshot
-
-    def _view(self, member: Member) -> NodeSnapshot | None:
-        if self.unusable(member) is not None or member.status is None:
-            return None
-        return NodeSnapshot(
-            info=member.info,
-            status=member.status,
-            rates=member.meter.rates,
-            pending_requests=len(member.pending),
-            pending_tokens=sum(tokens for _, tokens, _ in member.pending.values()),
-            pending_blocks=sum(blocks for _, _, blocks in member.pending.values()),
-        )
 
     def _foreign(self, member: Member) -> str | None:
         """Why no request of this router may ever run there, or None."""
@@ -262,5 +264,14 @@ class NodePool:
 
     def _changed(self) -> None:
         self._snapshot = None
+        self._views_are_stale = True
         self._knows_max_model_len = False
         self._on_change()
+
+
+def _view_of(member: Member, status: NodeStatus) -> NodeSnapshot:
+    tokens = blocks = 0
+    for _, its_tokens, its_blocks in member.pending.values():
+        tokens += its_tokens
+        blocks += its_blocks
+    return NodeSnapshot(member.info, status, member.meter.rates, len(member.pending), tokens, blocks)

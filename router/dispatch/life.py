@@ -437,7 +437,7 @@ class RequestLife:
         self._abandon_attempt(ended_at, leaves=leaves)
         self._placement.stop_waiting(self)
         self._placement.on_ended(last, self.hashes, self.ledger.tokens)
-        self._metrics.requests_finished.labels(finished_reason=finish.value).inc()
+        self._metrics.requests_finished.labels(finish.value).inc()
         self._metrics.prompt_tokens.inc(len(self.spec.prompt_token_ids))
         self._metrics.generation_tokens.inc(len(self.ledger.tokens))
         if self.first_token_at is not None:

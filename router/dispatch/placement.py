@@ -102,9 +102,7 @@ class Placement(Generic[L]):
         for node in (decision.prefill, decision.decode):
             if node is not None:
                 self._prefixes.sent(node.node_id, hashes.of(node.block_size))
-        self.metrics.decisions.labels(
-            kind="away" if decision.prefill and decision.decode else "one_node"
-        ).inc()
+        self.metrics.decisions.labels("away" if decision.prefill and decision.decode else "one_node").inc()
         return decision
 
     def submit(self, life: L, attempt: Attempt, spec: SequenceSpec, tokens: list[int]) -> NodeLost | None:

@@ -38,7 +38,7 @@ async def read_body(
     return request
 
 
-def _request_of(body: bytearray, request_type: type[R], config: RouterConfig) -> tuple[R, list[str]]:
+def _request_of(body: bytes | bytearray, request_type: type[R], config: RouterConfig) -> tuple[R, list[str]]:
     value = parse_object(body, config.limits)
     return read_request(value, request_type, config.unknown_fields)
 
@@ -70,12 +70,19 @@ def _check_type(scope: Scope) -> None:
 
 async def _read(
     scope: Scope, receive: Receive, limits: Limits, timeouts: Timeouts, share: BodyShare
-) -> bytearray:
+) -> bytes | bytearray:
     declared = _header(scope, b"content-length")
     if declared is not None and (not declared.isdigit() or int(declared) > limits.body_bytes):
         if not declared.isdigit():
             raise InvalidRequest("content-length: must be a number")
         raise BodyTooLarge(f"the body has {int(declared)} bytes; at most {limits.body_bytes} are read")
+    # What came together with its head is here already, as most bodies are: no wait, so no timer.
+    whole: bytes | None = scope["state"]["connection"].whole_body()
+    if whole is not None:
+        if len(whole) > limits.body_bytes:
+            raise BodyTooLarge(f"the body has {len(whole)} bytes; at most {limits.body_bytes} are read")
+        share.take(len(whole))
+        return whole
     body = bytearray()
     more, fits = True, True
     try:

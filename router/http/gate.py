@@ -123,7 +123,7 @@ class HttpGate:
             took = ended - began
             if exchange.trace is not None:
                 exchange.trace.end(ended, exchange.route, exchange.status)
-            self._metrics.http_requests.labels(route=exchange.route, status=str(exchange.status)).inc()
+            self._metrics.http_requests.labels(exchange.route, str(exchange.status)).inc()
             is_news = exchange.status != 200 or scope["path"] not in OPEN_PATHS
             access_logger.log(
                 logging.INFO if is_news else logging.DEBUG,

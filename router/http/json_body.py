@@ -35,13 +35,7 @@ def parse_object(body: bytes | bytearray, limits: Limits) -> dict[str, Any]:
         raise InvalidRequest(f"the body is not UTF-8: {error.reason} at byte {error.start}") from None
     _check_counts(body, limits)
     try:
-        value = json.loads(
-            text,
-            object_pairs_hook=_object,
-            parse_constant=_refuse_constant,
-            parse_float=_finite,
-            parse_int=_integer,
-        )
+        value = _decode(text)
     except RecursionError:
         raise _too_deep(max_depth) from None
     except json.JSONDecodeError as error:
@@ -172,6 +166,11 @@ def _check_text(text: str) -> None:
         raise InvalidRequest(
             f"a string has half a surrogate pair (\\u{ord(text[error.start]):04x}), which is not a character"
         ) from None
+
+
+_decode = json.JSONDecoder(
+    object_pairs_hook=_object, parse_constant=_refuse_constant, parse_float=_finite, parse_int=_integer
+).decode
 
 
 def _printable(key: str) -> str:

@@ -158,6 +158,14 @@ class HttpCall:
         self._read_to_end = self.body.complete
         return {"type": "http.request", "body": body, "more_body": not self._read_to_end}
 
+    def whole_body(self) -> bytes | None:
+        """The body, if all of it is here and nothing of it was read: then reading needs no wait and no timer."""
+        if not self.body.complete or self._read_to_end or self.disconnected or self.complete:
+            return None
+        self._read_to_end = True
+        body, self._unread = bytes(self._unread), bytearray()
+        return body
+
     def _has_news(self) -> bool:
         return bool(self._unread) or (self.body.complete and not self._read_to_end)
 
@@ -345,6 +353,9 @@ class HttpConnection(asyncio.Protocol):
         if self._read_paused and not self.transport.is_closing():
             self._read_paused = False
             self.transport.resume_reading()
+
+    def whole_body(self) -> bytes | None:
+        return self._call.whole_body() if self._call is not None else None
 
     def watch(self, on_lost: Callable[[], None]) -> None:
         """Calls it when the client is gone, which is only noticed while there is reading. Of one request at a time."""
