@@ -32,7 +32,7 @@ class Relay:
     async def listen(self) -> None:
         def ignore(message: object) -> None: ...
 
-        self._links.listen(self._on_tokens, ignore, ignore, ignore, ignore)
+        self._links.listen(self._on_tokens, ignore, ignore, ignore, ignore, ignore)
 
     def add(self, transport: asyncio.Transport) -> None:
         request_id = f"relay-{id(transport)}"
