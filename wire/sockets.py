@@ -222,7 +222,8 @@ class LoopInbox(_Reader[M]):
         self._read()
 
     def _read(self) -> None:
-        if self._next_turn is not None or self._closed or self._loop is None:
+        loop = self._loop
+        if self._next_turn is not None or loop is None:
             return
         until = time.monotonic() + TURN_S
         for _ in range(MESSAGES_PER_TURN):
@@ -231,11 +232,11 @@ class LoopInbox(_Reader[M]):
             except zmq.Again:
                 return
             self._handle(frames)
-            if self._closed:
+            if self._socket.closed:  # by what it handled
                 return
             if time.monotonic() > until:
                 break
-        self._next_turn = self._loop.call_soon(self._read_on)
+        self._next_turn = loop.call_soon(self._read_on)
 
     def close(self) -> None:
         """Idempotent."""
