@@ -36,7 +36,7 @@ class Handle(Protocol[Ready]):
         ...
 
     async def ended(self) -> str:
-        """Returns when the process is gone, and says why."""
+        """Returns when the process is certainly gone, and says why."""
         ...
 
     async def stop(self) -> None:
@@ -114,7 +114,8 @@ class Host(msgspec.Struct, frozen=True):
 
 class Hosts(Protocol):
     async def present(self) -> list[Host]:
-        """The machines that are there now, in an order that does not change while they stay."""
+        """The machines that are there now, in an order that does not change while they stay. One that is missing cannot be
+        seen from here: that does not prove that what runs there has ended."""
         ...
 
     async def changed(self, timeout_s: float) -> None:

@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tandem.cluster.clock import cancel
 from tandem.cluster.launcher import Host, NodeHandle, Report, RouterHandle
-from tandem.cluster.on_ray.errors import ProcessUnreachable, answer, translated
+from tandem.cluster.on_ray.errors import MachineUnseen, ProcessUnreachable, answer, translated
 from tandem.cluster.on_ray.node_actor import DecodeActor, PrefillActor
 from tandem.cluster.on_ray.router_actor import RouterActor
 from tandem.cluster.on_ray.runtime import HEAD_ONLY, NAMESPACE
@@ -54,6 +54,7 @@ class RayHandle:
         self._stop_s = stop_s
         self._actor = asyncio.ensure_future(self._find_or_create())
         self._held: asyncio.Future[str] | None = None
+        self._unreached = ""  # why its end cannot be seen
         self._serves = False  # it has started: there is something to end politely
 
     async def _find_or_create(self) -> Any:
@@ -115,13 +116,18 @@ class RayHandle:
         return "it was stopped"
 
     async def _held_on(self, actor: Any) -> bool:
-        """One call to `hold`. A connection that broke is no end: only Ray's word that the process died is one."""
+        """One call to `hold`. A connection that broke is no end, nor a machine that Ray has lost sight of: only Ray's word
+        that the process died is one."""
         try:
-            return bool(await answer(actor.hold.remote(_HOLD_S)))
-        except ProcessUnreachable as error:
-            logger.warning("%s cannot be reached, and is asked again: %s", self._name, error)
+            ended = bool(await answer(actor.hold.remote(_HOLD_S)))
+        except (ProcessUnreachable, MachineUnseen) as error:
+            if not self._unreached:
+                logger.warning("%s cannot be reached, and is asked again: %s", self._name, error)
+            self._unreached = str(error)
             await asyncio.sleep(_REACH_AGAIN_S)
             return False
+        self._unreached = ""
+        return ended
 
     async def drain(self, timeout_s: float) -> bool:
         return bool(await answer((await self.actor()).drain.remote(timeout_s)))
@@ -135,8 +141,9 @@ class RayHandle:
                 with contextlib.suppress(TandemError, TimeoutError):
                     await asyncio.wait_for(answer(actor.stop.remote()), self._stop_s)
             await self._kill(actor)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.ended(), self._stop_s)
+            if not self._unreached:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self.ended(), self._stop_s)
         await cancel(self._actor)
         if self._held is not None:
             await cancel(self._held)

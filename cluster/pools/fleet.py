@@ -4,7 +4,10 @@ controller knows."""
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Mapping, Sequence
+
+import msgspec
 
 from tandem.cluster.clock import Clock, cancel
 from tandem.cluster.config import TandemConfig
@@ -84,6 +87,31 @@ class Fleet:
 
     def _run(self, supervisor: NodeSupervisor | RouterSupervisor) -> None:
         self._runs[supervisor.name] = self._tasks.spawn(supervisor.run(), f"supervise {supervisor.name}")
+
+    async def may_serve_on(self, host: Host) -> bool:
+        """Of a machine that cannot be seen: whether a node or a router there is heard by those that work with it, or nobody
+        can be asked. As long as routers themselves bear with a silence."""
+        witnesses, limit_s = self._around.witnesses, self.config.router.heartbeat.silence
+        for node in self._nodes_on(host):
+            if node.info is not None and node.serves:
+                seen = await witnesses.of_node(node.info)
+                if seen is None or seen.silent_s < limit_s:
+                    return True
+        for router in self.routers.values():
+            is_there = router.host is not None and router.host.name == host.name
+            if is_there and router.serves and router.handle is not None:
+                heard = await witnesses.of_router(router.handle, router.config.inbox_host)
+                if heard is not False:
+                    return True
+        return False
+
+    def without_room(self, host: Host) -> Host:
+        """With places for what runs there, and for nothing else."""
+        taken = Counter(node.slot for node in self._nodes_on(host))
+        return msgspec.structs.replace(host, slots=dict(taken))
+
+    def _nodes_on(self, host: Host) -> list[NodeSupervisor]:
+        return [node for node in self.nodes.values() if node.host.name == host.name]
 
     def retry(self, name: str) -> bool:
         """True when it was left out, and is tried again."""

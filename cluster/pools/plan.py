@@ -51,7 +51,7 @@ class RetireNode:
 
 @dataclass(frozen=True, slots=True)
 class LoseNode:
-    """Its machine is gone, and so is the node."""
+    """Its machine is gone, and no router hears the node."""
 
     node: NodeRecord
 

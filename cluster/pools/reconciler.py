@@ -60,6 +60,7 @@ class Reconciler:
         self.writing = asyncio.Lock()
         self.changed = Wakeup()  # anything that a view tells
         self.machines: list[Host] = []
+        self._unseen: set[str] = set()  # those of them that cannot be seen, and what runs there is heard
         self.has_looked = False  # at the whole, once
         self.retiring: dict[str, asyncio.Task[bool]] = {}
         self.decisions: deque[ControllerDecision] = deque(maxlen=_DECISIONS_KEPT)
@@ -167,7 +168,7 @@ class Reconciler:
         while True:
             self._wake.clear()
             try:
-                self.machines = await self._hosts.present()
+                await self._look()
                 self.fleet.sync_routers(self.machines)
                 await self._converge()
                 await self._hosts.want(plan.needed_slots(self.state))
@@ -178,10 +179,34 @@ class Reconciler:
                 logger.warning("cannot look after the pools: %s", error)
                 await self._clock.sleep(self._config.timeouts.heartbeat_s)
 
+    async def _look(self) -> None:
+        """A machine that Ray has lost sight of is kept, with what runs there, as long as others hear that."""
+        present = await self._hosts.present()
+        seen = {host.name for host in present}
+        kept = []
+        for host in self.machines:
+            if host.name in seen:
+                self._unseen.discard(host.name)
+            elif await self.fleet.may_serve_on(host):
+                kept.append(self.fleet.without_room(host))
+                if host.name not in self._unseen:
+                    self._unseen.add(host.name)
+                    self.note(
+                        f"the machine {host.address} is not seen, but what runs there is heard: it is left as it is"
+                    )
+            else:
+                self._unseen.discard(host.name)
+        self.machines = [*present, *kept]
+
     async def _until_woken(self) -> None:
-        _, changed = await first_of(self._wake.wait(), self._hosts.changed(_LOOK_AGAIN_S))
+        woken = self._until_told_or_late() if self._unseen else self._wake.wait()
+        _, changed = await first_of(woken, self._hosts.changed(_LOOK_AGAIN_S))
         if has_ended(changed):
             changed.result()
+
+    async def _until_told_or_late(self) -> None:
+        with contextlib.suppress(DeadlineExceeded):
+            await self._clock.within(self._config.timeouts.heartbeat_s, self._wake.wait(), "a wish")
 
     async def _converge(self) -> None:
         while True:

@@ -288,7 +288,8 @@ class FakeLauncher:
 
     def _heard_by_routers(self, info: NodeInfo) -> NodeSighting:
         node = self.node(info.node_id)
-        silent_s = (1e6 if node.mute.is_set() else 0.0) if node.silent_s is None else node.silent_s
+        gone = node.mute.is_set() or node.died.done()
+        silent_s = (1e6 if gone else 0.0) if node.silent_s is None else node.silent_s
         return NodeSighting(info.node_id, info.epoch, silent_s, node.state, node.step_age_s)
 
     def _prepare(self, name: str, process: FakeProcess, earlier: int) -> None:
@@ -426,6 +427,17 @@ class Rig:
         assert all(process.died.done() for process in self.launcher.everything), (
             "stop() left something running"
         )
+
+    def lose_machine(self, name: str) -> Host:
+        """With all that runs there. Nobody says that it has ended."""
+        for process in self.launcher.everything:
+            if (
+                isinstance(process, FakeNode | FakeRouter)
+                and process.host is not None
+                and process.host.name == name
+            ):
+                process.mute.set()
+        return self.hosts.leave(name)
 
     @property
     def routed(self) -> set[str]:

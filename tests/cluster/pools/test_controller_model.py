@@ -124,6 +124,8 @@ class Cluster(RuleBasedStateMachine):
         for node in self.live():
             if node.host.name == host.name and nodes_notice:
                 node.die("its machine is gone")
+            elif node.host.name == host.name:
+                node.mute.set()
         self.run(settle())
 
     @precondition(lambda self: self.live())

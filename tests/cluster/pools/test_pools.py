@@ -237,7 +237,7 @@ async def test_a_machine_that_is_lost_takes_its_nodes_out_at_once_and_others_com
     async with Rig(pools=pools(1, 2), hosts=hosts) as rig:
         await rig.controller.start()
         await settle()
-        hosts.leave("2")
+        rig.lose_machine("2")
         await settle()
         assert rig.routed == {"prefill-0", "decode-1"}, "no time has passed"
         assert (await pool_of(rig, Role.DECODE)).waiting_for_machines == 1
@@ -257,7 +257,7 @@ async def test_a_pool_without_a_size_follows_the_machines() -> None:
         hosts.join(machine("3", prefill=1, decode=1))
         await settle()
         assert rig.routed == {"prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2"}
-        hosts.leave("2")
+        rig.lose_machine("2")
         await settle()
         assert rig.routed == {"prefill-0", "prefill-1", "decode-2"}
         assert (await pool_of(rig, Role.DECODE)).waiting_for_machines == 0

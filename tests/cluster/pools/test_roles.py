@@ -170,8 +170,8 @@ async def test_every_host_has_a_router_where_that_is_asked_for() -> None:
         await settle()
         (latest,) = [process for process in rig.launcher.routers if process.name == "router-10.0.0.3"]
         assert latest.node_ids == {"prefill-0", "decode-0", "decode-1"}
-        hosts.leave("1")
-        await settle()
+        rig.lose_machine("1")
+        await rig.clock.advance(2 * TIMEOUTS.silence_s)  # nobody there answers whether it hears the others
         assert by_name["router-10.0.0.1"].stopped
         assert by_name["router-10.0.0.2"].node_ids == {"decode-0", "decode-1"}
         view = await rig.controller.view()
@@ -187,8 +187,8 @@ async def test_a_machine_that_comes_back_gets_a_router_of_its_own_when_the_last_
         await settle()
         (first,) = [process for process in rig.launcher.routers if process.name == "router-10.0.0.1"]
         first.may_stop.clear()
-        again = hosts.leave("1")
-        await settle()
+        again = rig.lose_machine("1")
+        await rig.clock.advance(2 * TIMEOUTS.silence_s)
         hosts.join(msgspec.structs.replace(again, name="1 again"))
         await settle()
         first.may_stop.set()

@@ -6,9 +6,9 @@ import pytest
 
 from tandem.cluster.config import TandemConfig
 from tandem.router.config import RouterConfig, RouterPlacement
-from tandem.wire.nodes import NodeSighting, NodeState
+from tandem.wire.nodes import NodeSighting, NodeState, Role
 from tests.cluster.pools.helpers import TIMEOUTS, FakeHosts, Rig, in_loop, settle
-from tests.cluster.pools.pools_rig import PD, machine, pools
+from tests.cluster.pools.pools_rig import PD, machine, pool_of, pools
 
 TEN_MINUTES = 600.0
 LONG_ENOUGH = TIMEOUTS.unresponsive_s + 2 * (TIMEOUTS.silence_s + TIMEOUTS.heartbeat_s)
@@ -110,6 +110,59 @@ async def test_one_router_vouches_for_a_node_although_another_does_not_hear_it()
             one.serves = True
         await rig.clock.advance(LONG_ENOUGH)
         assert node.stopped, "the one that can be asked does not hear it"
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (None, None)], ids=["sizes", "follows machines"])
+@in_loop
+async def test_a_machine_that_is_not_seen_keeps_what_routers_hear(
+    sizes: tuple[int | None, int | None],
+) -> None:
+    """Ray takes a machine for dead whose control network is cut. The tokens of its nodes flow."""
+    hosts = FakeHosts(machine("1", prefill=1), machine("2", decode=1), machine("3", decode=1))
+    async with Rig(pools=pools(*sizes), hosts=hosts) as rig:
+        await rig.controller.start()
+        await settle()
+        (node,) = [node for node in rig.launcher.running if node.host.name == "2"]
+        before = rig.routed
+        node.mute.set()
+        node.silent_s = 0.1
+        away = hosts.leave("2")
+        await rig.clock.advance(TEN_MINUTES)
+        assert not node.stopped
+        assert rig.routed == before
+        view = await rig.controller.view()
+        assert [d.text for d in view.decisions if "not seen" in d.text] == [
+            "the machine 10.0.0.2 is not seen, but what runs there is heard: it is left as it is"
+        ], "once"
+        # It is seen again, and is as it was.
+        node.mute.clear()
+        hosts.join(away)
+        await rig.clock.advance(LONG_ENOUGH)
+        assert not node.stopped
+        assert rig.routed == before
+        # Now it is gone for all.
+        rig.lose_machine("2")
+        node.silent_s = None
+        await settle()
+        assert rig.routed == before - {node.info.node_id}
+        assert any("its machine 10.0.0.2 is gone" in d.text for d in (await rig.controller.view()).decisions)
+
+
+@in_loop
+async def test_nothing_is_placed_on_a_machine_that_is_not_seen() -> None:
+    hosts = FakeHosts(machine("1", prefill=1), machine("2", decode=2))
+    async with Rig(pools=pools(1, 1), hosts=hosts) as rig:
+        await rig.controller.start()
+        await settle()
+        hosts.leave("2")
+        await settle()
+        await rig.controller.scale({Role.DECODE: 2})
+        await settle()
+        assert rig.routed == {"prefill-0", "decode-0"}
+        assert (await pool_of(rig, Role.DECODE)).waiting_for_machines == 1
+        hosts.join(machine("3", decode=1))
+        await settle()
+        assert rig.routed == {"prefill-0", "decode-0", "decode-1"}
 
 
 @in_loop
