@@ -174,30 +174,31 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
             return True
         self._enter(ProcessPhase.DRAINING, "it goes")
         finished = await self.drain(limit_s)
-        await self._withdraw()
+        await self._withdraw(self.info)
         return finished
 
     async def change_role(self, config: NodeConfig, limit_s: float) -> None:
         """Returns when it is ready in the new role; raises Unavailable when it is left out instead. A process that
         does not come to rest in time is replaced by a new one."""
         if self.phase is ProcessPhase.READY:
+            draining = self.info  # it may die meanwhile, and be there again as another incarnation
             self._enter(ProcessPhase.DRAINING, f"it becomes a {config.role.value} node")
             if not await self.drain(limit_s):
-                await self._withdraw()
+                await self._withdraw(draining)
                 await self.drain(self._timeouts.stop_s)
         if self.phase in (ProcessPhase.LEFT_OUT, ProcessPhase.STOPPED):
             raise Unavailable(f"{self.name} is {self.phase.value}: {self.detail}")
         self._settled.clear()
         self.config = config
-        if self.phase is ProcessPhase.DRAINING:
+        if self.phase in (ProcessPhase.READY, ProcessPhase.DRAINING):
             self._role_change.set()
         await self.settled()
         if self.phase is not ProcessPhase.READY:
             raise Unavailable(f"{self.name} did not start as a {config.role.value} node: {self.detail}")
 
-    async def _withdraw(self) -> None:
-        if self.info is not None:
-            await self._around.membership.withdraw(self.info)
+    async def _withdraw(self, info: NodeInfo | None) -> None:
+        if info is not None:
+            await self._around.membership.withdraw(info)
 
     async def drain(self, limit_s: float) -> bool:
         handle = self.handle
