@@ -47,8 +47,8 @@ from benchmarks.side_by_side.systems import (
 )
 from tandem.cluster.models.store import prepare_model
 from tandem.cluster.saving import results_folder, write_json
+from tandem.loadgen.load import poisson
 from tandem.loadgen.metrics import ServiceLevel, parse_service_level
-from tandem.loadgen.plan import poisson
 from tandem.loadgen.report import MachineDescription
 from tandem.loadgen.vocabulary import TextVocabulary, load_tokenizer
 from tandem.loadgen.workload import Lengths, random_prompts

@@ -6,7 +6,7 @@
     config        everything that can be set; setting_names, setting_layers: found by name, read from each source;
                   settings, rules, describe: put together, checked, its mistakes named at once;
                   changes: what of it a cluster that runs can take on
-    control, launcher, events   the contracts between what follows; clock, tasks, saving: what
+    control, launcher, events   the contracts between what follows; tasks, saving: what
                   several of them need; api_client: a router, asked by a command
     pools/        keeps every pool what it should be: controller, placement, supervision, scaling. Knows no Ray
     on_ray/       those contracts on Ray: machines, processes, memory, and the controller as an actor

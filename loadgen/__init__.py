@@ -6,10 +6,10 @@
                  from a socket's bytes to a timeline, cheaply enough not to disturb what is measured
     vocabulary, workload, traces
                  prompts of an exact number of tokens, synthetic or replayed from a recorded trace
-    load         sends a workload, at given times or by a number of users at once
+    load         a run's sessions and their arrival times; sends them, at given times or by a number of users at once
     show, report progress, table and plot in the terminal; the run as JSON
-    options, plan
-                 one run's flags, and the sessions and arrival times that follow from them
+    options
+                 one run's flags
 
 Definitions are those of vLLM's load generator, so that figures can be laid side by side: time to first token (TTFT)
 runs from the request's sending to its first chunk; time per output token (TPOT) is the rest of the answer's time

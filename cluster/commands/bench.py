@@ -22,10 +22,9 @@ from tandem.cluster.trace.picture import draw_trace
 from tandem.cluster.trace.text import show_trace
 from tandem.loadgen.api import Api, ListedModel, RequestShape, served_models
 from tandem.loadgen.connections import Address, HttpClient
-from tandem.loadgen.load import LoadStream
+from tandem.loadgen.load import LoadStream, arrival_times, make_sessions
 from tandem.loadgen.metrics import summarize
 from tandem.loadgen.options import Options, PromptFormat, options_from
-from tandem.loadgen.plan import arrival_times, make_sessions
 from tandem.loadgen.report import make_report
 from tandem.loadgen.show import plot_run, print_summary, with_progress
 from tandem.loadgen.vocabulary import (

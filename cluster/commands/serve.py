@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, NoReturn, TextIO, TypeVar, cast
 from rich.console import Console
 from rich.markup import escape
 
-from tandem.cluster.clock import first_of, has_ended
 from tandem.cluster.commands.address import forget_address, remember_address
 from tandem.cluster.commands.output import OtherPeoplesOutput, UnfailingOutput
 from tandem.cluster.commands.preflight import check_before_attach, check_before_start
@@ -38,6 +37,7 @@ from tandem.cluster.on_ray.runtime import (
 )
 from tandem.cluster.pools.placement import this_machine
 from tandem.cluster.pools.room import lacking
+from tandem.cluster.tasks import first_of, has_ended
 from tandem.engine.config import ModelConfig
 from tandem.wire.errors import ConfigurationError, TandemError, Unavailable
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import msgspec
 
-from tandem.cluster.clock import cancel
 from tandem.cluster.launcher import Host, StateStore
 from tandem.cluster.on_ray.runtime import HEAD_ONLY, joined_ray
 from tandem.cluster.pools.placement import MachineFacts, share_cores, this_machine
 from tandem.cluster.pools.room import ROLES, Needs, needed_by, places
+from tandem.cluster.tasks import cancel
 from tandem.wire.errors import TandemError, Unavailable
 from tandem.wire.nodes import Role
 

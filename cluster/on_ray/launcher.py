@@ -14,12 +14,12 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from tandem.cluster.clock import cancel
 from tandem.cluster.launcher import Host, NodeHandle, Report, RouterHandle
 from tandem.cluster.on_ray.errors import MachineUnseen, ProcessUnreachable, answer, translated
 from tandem.cluster.on_ray.node_actor import DecodeActor, PrefillActor
 from tandem.cluster.on_ray.router_actor import RouterActor
 from tandem.cluster.on_ray.runtime import HEAD_ONLY, NAMESPACE
+from tandem.cluster.tasks import cancel
 from tandem.node.config import NodeConfig
 from tandem.router.config import RouterConfig
 from tandem.wire.errors import TandemError, Unavailable

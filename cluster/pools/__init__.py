@@ -2,10 +2,10 @@
 
 deployment, controller_host       a controller and the address that answers; as the process that holds it sees it
 controller, reconciler, plan      what may be asked for; the one task that changes things; what it changes next
-state, view                       what the next controller must know; what commands are told
+state, view                       what the next controller must know, what routers are told; what commands are told
 placement                         which machine, cores, device and share of memory a node gets; this machine as the only one
 room                              how many nodes a machine offers room for; whether they are too many
-fleet, membership                 the supervisors that there are; the nodes that routers are told of
+fleet                             the supervisors that there are; the nodes that routers are told of
 supervisor, node_supervisor, router_supervisor   one process: started, watched, replaced, left out
 witnesses                         what routers, clients and nodes see of one that is silent
 autoscaling, load_meter, autoscaler              how large a pool should be; what is measured; the loop around both

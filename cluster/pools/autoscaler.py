@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Awaitable, Callable, Sequence
 
-from tandem.cluster.clock import Clock
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.pools.autoscaling import Breach, PoolBounds, Resize, at_its_limit, decide
 from tandem.cluster.pools.load_meter import LoadMeter
+from tandem.cluster.tasks import Clock
 from tandem.wire.nodes import Role
 from tandem.wire.requests import NodeStatus
 

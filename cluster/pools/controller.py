@@ -13,7 +13,6 @@ from typing import Any
 
 import msgspec
 
-from tandem.cluster.clock import Clock, first_of, has_ended
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.control import ClusterView
 from tandem.cluster.describe import counted
@@ -30,7 +29,7 @@ from tandem.cluster.pools.room import too_many_for_cores
 from tandem.cluster.pools.state import ClosedSlot, ClusterState, NodeRecord
 from tandem.cluster.pools.supervisor import ProcessPhase
 from tandem.cluster.pools.view import cluster_view, scaled_pool
-from tandem.cluster.tasks import Tasks
+from tandem.cluster.tasks import Clock, Tasks, first_of, has_ended
 from tandem.wire.errors import ConfigurationError, InternalError, TandemError, Unavailable
 from tandem.wire.nodes import NodeInfo, Role
 

@@ -14,12 +14,12 @@ from typing import Protocol
 import msgspec
 
 from tandem.cluster.changes import compare, with_sizes
-from tandem.cluster.clock import Clock, cancel
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.control import ClusterEnd, Control
 from tandem.cluster.events import Events, LoggedEvents
 from tandem.cluster.launcher import StateStore
 from tandem.cluster.pools.event_log import EventLog, LoggedEvent
+from tandem.cluster.tasks import Clock, cancel
 from tandem.wire.errors import InternalError, TandemError, Unavailable, WireError
 from tandem.wire.nodes import Role
 

@@ -7,12 +7,12 @@ import logging
 
 import httpx
 
-from tandem.cluster.clock import Clock
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.control import Control
 from tandem.cluster.events import Events
 from tandem.cluster.launcher import FixModel, Hosts, Launcher, StateStore, as_it_is
 from tandem.cluster.pools.controller import Controller
+from tandem.cluster.tasks import Clock
 from tandem.wire.errors import DeadlineExceeded
 
 logger = logging.getLogger(__name__)

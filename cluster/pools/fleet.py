@@ -9,18 +9,16 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from tandem.cluster.clock import Clock, cancel
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.events import Events
 from tandem.cluster.launcher import Host, Launcher
-from tandem.cluster.pools.membership import Membership
 from tandem.cluster.pools.node_supervisor import Admit, NodeSupervisor
 from tandem.cluster.pools.placement import node_config, router_config
 from tandem.cluster.pools.router_supervisor import RouterSupervisor
-from tandem.cluster.pools.state import NodePlacement, NodeRecord
+from tandem.cluster.pools.state import Membership, NodePlacement, NodeRecord
 from tandem.cluster.pools.supervisor import ProcessPhase, Surroundings
 from tandem.cluster.pools.witnesses import Witnesses
-from tandem.cluster.tasks import Tasks, Wakeup
+from tandem.cluster.tasks import Clock, Tasks, Wakeup, cancel
 from tandem.router.config import RouterPlacement
 from tandem.wire.requests import NodeStatus
 

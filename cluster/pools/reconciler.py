@@ -12,7 +12,6 @@ from typing import TypeVar
 
 import msgspec
 
-from tandem.cluster.clock import Clock, first_of, has_ended
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.control import ControllerDecision
 from tandem.cluster.describe import counted
@@ -22,7 +21,7 @@ from tandem.cluster.pools import plan, state
 from tandem.cluster.pools.fleet import Fleet
 from tandem.cluster.pools.state import ClusterState, NodeRecord
 from tandem.cluster.pools.supervisor import ProcessPhase
-from tandem.cluster.tasks import Tasks, Wakeup
+from tandem.cluster.tasks import Clock, Tasks, Wakeup, first_of, has_ended
 from tandem.wire.errors import ConfigurationError, DeadlineExceeded, TandemError
 from tandem.wire.nodes import NodeInfo
 

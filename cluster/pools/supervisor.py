@@ -15,12 +15,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from tandem.cluster.clock import Clock, first_of, has_ended
 from tandem.cluster.config import ClusterTimeouts
 from tandem.cluster.events import Events
 from tandem.cluster.launcher import Handle, Launcher
-from tandem.cluster.pools.membership import Membership
+from tandem.cluster.pools.state import Membership
 from tandem.cluster.pools.witnesses import Silence, Witnesses
+from tandem.cluster.tasks import Clock, first_of, has_ended
 from tandem.wire.errors import ConfigurationError, TandemError
 
 logger = logging.getLogger(__name__)

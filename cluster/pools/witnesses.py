@@ -9,8 +9,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from tandem.cluster.clock import Clock
 from tandem.cluster.launcher import NodeHandle, RouterHandle
+from tandem.cluster.tasks import Clock
 from tandem.wire.errors import TandemError
 from tandem.wire.nodes import NodeInfo, NodeSighting
 

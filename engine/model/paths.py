@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tandem.engine.model.attention.interface import PagedAttention
 from tandem.engine.model.attention.layers import AttentionLayer, CachePlan
-from tandem.engine.model.attention.steps import PagedAttention
 from tandem.engine.model.native.architecture import describe
 from tandem.engine.model.native.forward import NativeLlamaForward, supports
 from tandem.engine.model.runner import Forward

@@ -8,8 +8,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from tandem.engine.model.attention.interface import attention_options, attention_through
-from tandem.engine.model.attention.steps import AttentionStep, PagedAttention
+from tandem.engine.model.attention.interface import (
+    AttentionStep,
+    PagedAttention,
+    attention_options,
+    attention_through,
+)
 from tandem.engine.model.batch import Batch
 from tandem.engine.model.fused.find import take_rotary
 from tandem.engine.model.recurrent.layout import StateStore

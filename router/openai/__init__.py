@@ -6,7 +6,7 @@ sampling_defaults  the model's own sampling, for a request that does not say
 constraint     the one grammar that a request's fields add up to
 plan           a checked request, tokenized: what is to be generated
 choice, reading    one choice as its tokens come; a generation read to its end
-answer, chat_answer, chat_message, completion_answer, logprobs, usage
+answer, chat_answer, chat_message, completion_answer, logprobs
                what is answered; answer_types: its shapes, for the API's document
 pieces         JSON of any size in bounded pieces
 """

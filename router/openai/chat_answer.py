@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from tandem.router.formats.pieces import AnswerReader
-from tandem.router.openai.answer import AnswerHead, StreamedUsage, event
+from tandem.router.openai.answer import AnswerHead, StreamedUsage, event, usage
 from tandem.router.openai.chat_message import ChatMessageMaker, whole_message
 from tandem.router.openai.chat_request import ChatRequest
 from tandem.router.openai.choice import Choice, Delta
@@ -16,7 +16,6 @@ from tandem.router.openai.logprobs import chat_logprobs, prompt_logprobs
 from tandem.router.openai.pieces import json_pieces
 from tandem.router.openai.plan import GenerationPlan
 from tandem.router.openai.reading import ReadChoice
-from tandem.router.openai.usage import usage
 from tandem.router.text.tokenizer import Tokenizer
 
 OBJECT = "chat.completion"

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 
 from tandem.router.formats.pieces import AnswerReader, Arguments, CallBegins, Piece, Reasoning, Text
+from tandem.router.openai.answer import usage
 from tandem.router.openai.choice import Choice, Delta
 from tandem.router.openai.plan import GenerationPlan
-from tandem.router.openai.usage import usage
 from tandem.wire.errors import TandemError
 
 

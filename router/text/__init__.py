@@ -2,6 +2,6 @@
 
 tokenizer       a model's own, from its folder
 chat_template   messages to a prompt
-token_bytes, detokenizer    ids to text, as they come
+detokenizer     ids to text, as they come
 stops           stop strings, across tokens
 """

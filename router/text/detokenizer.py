@@ -1,8 +1,13 @@
-"""Token ids in, text out, as they come; a character whose bytes are split over tokens waits for all of them."""
+"""Token ids in, text out, as they come; a character whose bytes are split over tokens waits for all of them.
+
+Byte-level BPE writes each byte as one printable character; the table of those is fixed (GPT-2's). With it a token's bytes
+are a lookup, and text comes from an incremental UTF-8 decoder that cannot split a character.
+"""
 
 from __future__ import annotations
 
 import codecs
+import re
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -91,3 +96,31 @@ class StreamDetokenizer:
         held, self._held = self._held, []
         text: str = self._backend.decode(held, skip_special_tokens=False) if held else ""
         return self._decoder.decode(b"", final=True) + text
+
+
+def _byte_of_character() -> dict[str, int]:
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {chr(byte): byte for byte in printable}
+    others = (byte for byte in range(256) if byte not in set(printable))
+    table.update({chr(0x100 + offset): byte for offset, byte in enumerate(others)})
+    return table
+
+
+_BYTE_OF_CHARACTER = _byte_of_character()
+
+
+def bytes_of_piece(piece: str) -> bytes:
+    """A piece with any character outside the table (an added token with a space) stands for its own text."""
+    try:
+        return bytes([_BYTE_OF_CHARACTER[character] for character in piece])
+    except KeyError:
+        return piece.encode()
+
+
+_FALLBACK = re.compile("<0x([0-9A-Fa-f]{2})>")
+
+
+def byte_of_fallback(piece: str) -> bytes | None:
+    """Of a token that stands for one byte, in tokenizers of characters: SentencePiece's byte fallback."""
+    found = _FALLBACK.fullmatch(piece)
+    return bytes.fromhex(found[1]) if found is not None else None

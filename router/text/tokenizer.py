@@ -14,8 +14,13 @@ from typing import Any
 
 import tokenizers
 
-from tandem.router.text.detokenizer import ByteDetokenizer, Detokenizer, StreamDetokenizer
-from tandem.router.text.token_bytes import byte_of_fallback, bytes_of_piece
+from tandem.router.text.detokenizer import (
+    ByteDetokenizer,
+    Detokenizer,
+    StreamDetokenizer,
+    byte_of_fallback,
+    bytes_of_piece,
+)
 from tandem.wire.errors import ConfigurationError
 
 # Above this an encoding takes over a millisecond, and is worth a hop to a thread.

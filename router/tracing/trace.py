@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from tandem.router.tracing.clocks import Clocks
-from tandem.router.tracing.context import TraceContext
-from tandem.router.tracing.record import Arrival, NodePart, TraceRecord, TraceSummary
+from tandem.router.tracing.record import Arrival, NodePart, TraceContext, TraceRecord, TraceSummary
 from tandem.wire.nodes import NodeInfo
 from tandem.wire.tracing import NodeTrace, Span, TracePhase
 

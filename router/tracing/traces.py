@@ -10,8 +10,7 @@ from collections.abc import Callable
 
 from tandem.router.config import TracingConfig
 from tandem.router.tracing.clocks import Clocks
-from tandem.router.tracing.context import TraceContext, parse_context
-from tandem.router.tracing.record import TraceList, TraceRecord
+from tandem.router.tracing.record import TraceContext, TraceList, TraceRecord, parse_context
 from tandem.router.tracing.trace import RequestTrace
 from tandem.wire.tracing import ClockReading, NodeTrace
 

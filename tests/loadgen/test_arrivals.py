@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.loadgen.plan import poisson
+from tandem.loadgen.load import poisson
 from tandem.wire.errors import ConfigurationError
 
 

@@ -1,8 +1,7 @@
 """Attention over the paged KV cache, reached from any transformers model through its attention interface.
 
-interface            how a model's layers come here
+interface            how a model's layers come here; attention as the forward pass sees it, whichever of these computes it
 layers               what one layer does, and where its KV lies
-steps                attention as the forward pass sees it, whichever of these computes it:
 gathered, kernel     blocks copied together, then torch
 cpu                  the CPU kernels
 flashinfer, pages    kernels that read the cache where it lies

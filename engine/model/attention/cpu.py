@@ -8,8 +8,8 @@ from ctypes import byref, c_int32
 
 import torch
 
+from tandem.engine.model.attention.interface import FixedAttention, Rotary
 from tandem.engine.model.attention.layers import AttentionLayer, CachePlan
-from tandem.engine.model.attention.steps import FixedAttention, Rotary
 from tandem.engine.model.batch import Batch
 from tandem.engine.model.decode_inputs import DecodeInputs
 from tandem.engine.model.fused.cpu import CpuPieces, described
@@ -34,7 +34,7 @@ def reason_against(layers: tuple[AttentionLayer, ...], plan: CachePlan) -> str |
 
 
 class CpuAttention:
-    """See tandem.engine.model.attention.steps.PagedAttention."""
+    """See tandem.engine.model.attention.interface.PagedAttention."""
 
     reads_tables = True
 

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from tandem.engine.model.attention.interface import Rotary
 from tandem.engine.model.attention.layers import AttentionLayer, CachePlan
 from tandem.engine.model.attention.pages import Pages, padded, pages_of
-from tandem.engine.model.attention.steps import Rotary
 from tandem.engine.model.batch import Batch, HostBatch
 from tandem.engine.model.decode_inputs import DecodeInputs
 from tandem.engine.model.fused.triton_ops import rotate_and_write

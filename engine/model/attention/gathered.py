@@ -11,9 +11,9 @@ import dataclasses
 import numpy as np
 import torch
 
+from tandem.engine.model.attention.interface import Rotary
 from tandem.engine.model.attention.kernel import attend
 from tandem.engine.model.attention.layers import CachePlan
-from tandem.engine.model.attention.steps import Rotary
 from tandem.engine.model.batch import Batch, HostBatch
 from tandem.engine.model.decode_inputs import DecodeInputs
 from tandem.engine.model.fused.pieces import rotated

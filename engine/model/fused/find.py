@@ -26,9 +26,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from tandem.engine.model.attention.interface import attention_options, attention_through
+from tandem.engine.model.attention.interface import Rotary, attention_options, attention_through
 from tandem.engine.model.attention.kernel import attend
-from tandem.engine.model.attention.steps import Rotary
 from tandem.engine.model.fused.pieces import Activation, Matrix, Piece, Pieces, activate, rms_norm, rotated
 from tandem.wire.errors import InternalError
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 
-from tandem.cluster.clock import Clock
 from tandem.cluster.config import ClusterTimeouts, PoolConfig, PoolsConfig, TandemConfig
 from tandem.cluster.launcher import Host, Report, StateStore
 from tandem.cluster.pools.controller import Controller
+from tandem.cluster.tasks import Clock
 from tandem.node.config import NodeConfig, NodeTimeouts
 from tandem.router.config import RouterConfig
 from tandem.wire.errors import NodeLost, TandemError, Unavailable

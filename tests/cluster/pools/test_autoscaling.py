@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.cluster.clock import cancel
 from tandem.cluster.config import AutoscalingConfig, SloConfig
 from tandem.cluster.pools.autoscaling import Breach, PoolBounds, PoolLoad, decide
+from tandem.cluster.tasks import cancel
 from tandem.wire.nodes import Role
 from tests.cluster.pools.helpers import in_loop
 from tests.cluster.pools.pool_simulation import PROMPT, READS_PER_S, Simulation

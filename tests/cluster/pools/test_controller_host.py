@@ -7,12 +7,12 @@ import asyncio
 import msgspec
 import pytest
 
-from tandem.cluster.clock import cancel
 from tandem.cluster.commands.following import Follower
 from tandem.cluster.config import PoolConfig, PoolsConfig, TandemConfig
 from tandem.cluster.control import ClusterEnd, ClusterView, PoolView
 from tandem.cluster.events import Events
 from tandem.cluster.pools.controller_host import ClusterAccount, ClusterStage, ConfigChange, ControllerHost
+from tandem.cluster.tasks import cancel
 from tandem.wire.errors import InternalError, InvalidRequest, TandemError, Unavailable
 from tandem.wire.nodes import Role
 from tests.cluster.pools.helpers import FakeClock, RecordedEvents, in_loop, settle
