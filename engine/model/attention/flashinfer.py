@@ -95,7 +95,7 @@ def _agree(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
 
 
 class FlashInferAttention:
-    """See engine.model.attention.steps.PagedAttention."""
+    """See engine.model.attention.interface.PagedAttention."""
 
     reads_tables = False
 

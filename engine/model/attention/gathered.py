@@ -51,7 +51,7 @@ class _GroupPlan:
 
 
 class GatheredAttention:
-    """See engine.model.attention.steps.PagedAttention."""
+    """See engine.model.attention.interface.PagedAttention."""
 
     reads_tables = True
 
