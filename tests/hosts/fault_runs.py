@@ -15,6 +15,7 @@ import dataclasses
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -219,6 +220,8 @@ def main() -> int:
         return 0
     if reason := why_impossible():
         sys.exit(reason)
+    # Ended from outside, it still takes its hosts away.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     install_absent()
     deadline = time.monotonic() + options.minutes * 60
     version, began = commit(), time.monotonic()
