@@ -10,5 +10,6 @@ Floor 1: imports nothing of ours. Everything is msgspec; nothing here or above e
     lines       numbers on all of these, so that a lost message is noticed and sent again
     tracing     node -> router: where a traced request's time went, and by which clock
     handoff     node -> node: how a prefill node and a decode node agree on a KV transfer
+    listening   whether a process still listens at an address, asked of its machine's kernel
     sockets     inboxes (received by a thread, or by an event loop) and the Outbox (sends, from any thread), on libzmq
 """

@@ -29,6 +29,12 @@ from tandem.wire.handoff import (
     TransferClosed,
     Welcome,
 )
+from tandem.wire.listening import Listener
+
+_OUT_OF_REACH = {
+    Listener.REFUSES: "its address refuses connections",
+    Listener.DOES_NOT_ANSWER: "it is silent, and its machine does not answer",
+}
 
 
 class Outcomes(msgspec.Struct, frozen=True):
@@ -42,20 +48,20 @@ class Outcomes(msgspec.Struct, frozen=True):
 
 
 class TransferEndpoint:
-    """`refuses` says, without blocking, whether a connection to an address was refused, which is a reason to go on without
-    the peer, and `has_ended` whether a process has certainly ended, which is proof that it writes nothing any more."""
+    """`listener` says, without blocking, whether a connection to an address is accepted: if not, it is a reason to go on
+    without the peer. `has_ended` says whether a process has certainly ended, which is proof that it writes nothing any more."""
 
     def __init__(
         self,
         side: NodeSide,
         *,
-        refuses: Callable[[str], bool],
+        listener: Callable[[str], Listener],
         has_ended: Callable[[ProcessIdentity], bool],
         outcomes: Outcomes,
     ) -> None:
         self._side = side
         self._answers = Answers(side.me, side.send, side.recorder)
-        self._refuses = refuses
+        self._listener = listener
         self._has_ended = has_ended
         self.producer = Producer(
             side, finished_sending=outcomes.finished_sending, unwanted=outcomes.unwanted_sending
@@ -142,8 +148,8 @@ class TransferEndpoint:
         for producer in self.consumer.silent_links():
             if producer.process is not None and self._has_ended(producer.process):
                 self.consumer.suspect(producer.key, "its process has ended", proven=True)
-            elif self._refuses(producer.peer.endpoint):
-                self.consumer.suspect(producer.key, "its address refuses connections")
+            elif (why := _OUT_OF_REACH.get(self._listener(producer.peer.endpoint))) is not None:
+                self.consumer.suspect(producer.key, why)
 
     @property
     def is_idle(self) -> bool:

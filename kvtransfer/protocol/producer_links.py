@@ -139,7 +139,7 @@ class ProducerLinks:
 
     def silent(self) -> list[ProducerLink]:
         """Those with producers that owe an answer for long."""
-        limit = self._clock() - self._settings.silent_s
+        limit = self._clock() - self._settings.probe_s
         return [
             link for link in self._links.values() if link.owed_since is not None and link.owed_since < limit
         ]

@@ -18,7 +18,10 @@ class ProtocolSettings(msgspec.Struct, frozen=True):
     handshake_timeout_s: float = 5.0
     retry_s: float = 0.25  # an unanswered question is asked again
     renew_s: float = 1.0
-    silent_s: float = 2.0  # a peer that owes an answer for so long is probed
+    probe_s: float = (
+        0.5  # a producer that owes an answer for so long: is there a process, does its machine answer?
+    )
+    silent_s: float = 2.0  # nobody waits for longer for what a peer may never say
     margin_s: float = 0.5  # what a process that has ended had sent has certainly been received after so long
     keep_link_s: float = 600.0  # with a peer that nothing goes to: it may be gone for good
     progress_s: float = 0.002  # a consumer is told no more often of what has arrived
@@ -63,6 +66,7 @@ class ProtocolSettings(msgspec.Struct, frozen=True):
             handshake_timeout_s=config.handshake_timeout_s,
             # Three renewals fit into a lease, so that one lost message costs nothing.
             renew_s=min(1.0, config.lease_s / 3),
+            probe_s=min(0.5, config.lease_s / 4),
             silent_s=min(2.0, config.lease_s / 2),
             margin_s=max(0.25, config.lease_s / 20),
             retry_s=min(0.25, config.lease_s / 6),

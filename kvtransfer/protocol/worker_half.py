@@ -111,7 +111,7 @@ class WorkerHalf(WorkerConnector):
         )
         endpoint = TransferEndpoint(
             side,
-            refuses=self._channel.refuses,
+            listener=self._channel.listener,
             has_ended=has_ended,
             outcomes=Outcomes(
                 self._finished_sending,

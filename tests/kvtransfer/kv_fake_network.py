@@ -24,6 +24,7 @@ from tandem.kvtransfer.protocol.transport import Activity, Direction, HandleId, 
 from tandem.kvtransfer.protocol.transport import Move as TransportMove
 from tandem.wire.errors import TransferError
 from tandem.wire.handoff import CacheFingerprint, CacheMemory, HandoffMessage, ProcessIdentity
+from tandem.wire.listening import Listener
 from tandem.wire.nodes import PeerAddress
 
 BLOCK_SIZE = 4
@@ -325,7 +326,7 @@ class Node:
         )
         self.endpoint = TransferEndpoint(
             side,
-            refuses=lambda address: address in world.closed_addresses,
+            listener=world.listener_at,
             has_ended=lambda process: process in world.ended,
             outcomes=Outcomes(self._sent, self.unwanted.append, self._received, self._failed, self._released),
         )
@@ -489,6 +490,7 @@ class World:
         self.now = 1000.0
         self.network: list[tuple[str, msgspec.Struct]] = []
         self.closed_addresses: set[str] = set()
+        self.cut_off: set[str] = set()  # addresses whose machines do not answer
         self.ended: set[ProcessIdentity] = set()
         self.forgotten: list[str] = []
         self.move_s: Callable[[], float] = lambda: SETTINGS.margin_s / 4
@@ -547,6 +549,11 @@ class World:
             self.deliver(first)
             self.pump()
         raise AssertionError("messages without end")
+
+    def listener_at(self, address: str) -> Listener:
+        if address in self.closed_addresses:
+            return Listener.REFUSES
+        return Listener.DOES_NOT_ANSWER if address in self.cut_off else Listener.ACCEPTS
 
     def forget(self, endpoint: str) -> None:
         self.forgotten.append(endpoint)

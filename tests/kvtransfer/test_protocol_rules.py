@@ -734,6 +734,33 @@ def test_a_refused_connection_frees_nothing(push: Pair) -> None:
     assert push.nothing_is_left()
 
 
+@pytest.mark.parametrize("how", ["refuses", "does not answer"])
+def test_a_request_does_not_wait_for_a_producer_that_cannot_be_reached(push: Pair, how: str) -> None:
+    """Its link is there from before: there is no handshake whose deadline would end the wait."""
+    served(push, "r0")
+    push.world.network.clear()
+    (push.world.closed_addresses if how == "refuses" else push.world.cut_off).add("tcp://p")
+    receive = push.receive()
+    push.world.network.clear()
+    push.world.advance(SETTINGS.probe_s + 0.2)
+    assert receive.failed is not None
+    assert how in receive.failed.reason
+
+
+def test_a_producer_that_is_starved_is_waited_for(push: Pair) -> None:
+    """Its machine accepts connections for it."""
+    served(push, "r0")
+    receive, send = push.receive(), push.send()
+    push.producer.frozen = True
+    push.world.settle_messages(SETTINGS.lease_s * 0.8)
+    assert receive.failed is None
+    push.producer.frozen = False
+    push.producer.compute(send, 30)
+    push.producer.finish_send(send)
+    push.world.settle(0.5)
+    assert receive.finished
+
+
 @pytest.mark.parametrize("target", ["p", "c"])
 def test_a_forged_refusal_frees_nothing(push: Pair, target: str) -> None:
     receive, send = in_flight_write(push)

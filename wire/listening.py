@@ -1,0 +1,113 @@
+"""Whether a process still listens at an address, asked without waiting and without its help.
+
+The kernel accepts connections for a process that is stuck, stopped or starved. So an address that accepts has its process,
+and the machine and the way to it are there: whoever waits for an answer waits rightly. One that refuses has lost its
+process, or there is a firewall. One that does not answer at all has lost its machine, or the way between is cut. The
+last two are reasons enough to go on without it, and no proof that it has ended.
+"""
+
+from __future__ import annotations
+
+import enum
+import errno
+import logging
+import select
+import socket
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+logger = logging.getLogger(__name__)
+
+AGAIN_S = 1.0  # one that has accepted is asked again
+ANSWER_S = 1.2  # a kernel answers at once; the first packet that is lost is sent again after a second
+PATIENCE_S = 10.0  # an attempt is kept
+
+
+class Listener(enum.Enum):
+    UNKNOWN = enum.auto()  # ask again
+    ACCEPTS = enum.auto()
+    REFUSES = enum.auto()
+    DOES_NOT_ANSWER = enum.auto()
+
+
+class ListenerProbe:
+    """Keeps one attempt for each address. What it never asks again it forgets by itself."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._attempts: dict[str, _Attempt] = {}
+        self._accepted: dict[str, float] = {}
+
+    def look(self, endpoint: str) -> Listener:
+        """Each address that accepts is tried again once a second at most."""
+        self._drop_what_is_old()
+        attempt = self._attempts.pop(endpoint, None)
+        if attempt is None:
+            if endpoint in self._accepted:
+                return Listener.ACCEPTS
+            attempt = self._begin(endpoint)
+            if attempt is None:
+                return Listener.UNKNOWN
+        if not attempt.is_decided:
+            self._attempts[endpoint] = attempt
+            late = self._clock() >= attempt.began_at + ANSWER_S
+            return Listener.DOES_NOT_ANSWER if late else Listener.UNKNOWN
+        error = attempt.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        attempt.connection.close()
+        if error == 0:
+            self._accepted[endpoint] = self._clock() + AGAIN_S
+            return Listener.ACCEPTS
+        return Listener.REFUSES if error == errno.ECONNREFUSED else Listener.DOES_NOT_ANSWER
+
+    def _begin(self, endpoint: str) -> _Attempt | None:
+        address = address_of(endpoint)
+        if address is None:
+            return None
+        family, where = address
+        try:
+            connection = socket.socket(family, socket.SOCK_STREAM)
+        except OSError as error:
+            logger.warning("whether anybody listens at %s was not asked: %s", endpoint, error)
+            return None
+        connection.setblocking(False)
+        connection.connect_ex(where)
+        return _Attempt(connection, self._clock())
+
+    def _drop_what_is_old(self) -> None:
+        """Nobody may ever ask about these addresses again."""
+        now = self._clock()
+        self._accepted = {endpoint: until for endpoint, until in self._accepted.items() if now < until}
+        for endpoint, attempt in list(self._attempts.items()):
+            if now >= attempt.began_at + PATIENCE_S:
+                self._attempts.pop(endpoint).connection.close()
+
+    def close(self) -> None:
+        for attempt in self._attempts.values():
+            attempt.connection.close()
+        self._attempts.clear()
+
+
+class _Attempt(NamedTuple):
+    connection: socket.socket
+    began_at: float
+
+    @property
+    def is_decided(self) -> bool:
+        poller = select.poll()  # select() takes no descriptor above 1023
+        poller.register(self.connection, select.POLLOUT)
+        return bool(poller.poll(0))
+
+
+def address_of(endpoint: str) -> tuple[socket.AddressFamily, tuple[Any, ...]] | None:
+    """None for what is no address, and for a name: resolving it might wait."""
+    if not endpoint.startswith("tcp://"):
+        return None
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    try:
+        family, _, _, _, where = socket.getaddrinfo(
+            host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
+        )[0]
+    except (OSError, ValueError):
+        return None
+    return family, where
