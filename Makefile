@@ -10,6 +10,9 @@
 #                    that it lacks (about 20 minutes)
 # make test-lab    every fault that a network or a machine can have, on five hosts made of network namespaces; needs root;
 #                    goes on where it was stopped; MINUTES=90 MODEL=smollm2 ONLY='reset|killed'
+# make test-clients    other projects' clients and load generators, unchanged, against a real `tandem serve`: each set in an
+#                    environment of its own under build/ (about ten minutes, two of them without the installing);
+#                    SETS='clients litellm aiperf guidellm' says which, VLLM=/path/to/vllm adds vLLM's bench
 # make bench    every part measured, short, in one table beside the floors (about ten minutes; alone on the machine)
 # make soak     half an hour of everything that clients do, on two prefill and two decode nodes; MINUTES=3 KILL_EVERY=120
 # make check    style, types, and which package imports which
@@ -24,7 +27,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-clusters test-faults test-gpu-packages test-hosts test-lab bench soak check wheel test-install docs clean install
+.PHONY: help serve test test-clients test-clusters test-faults test-gpu-packages test-hosts test-lab bench soak check wheel test-install docs clean install
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -44,7 +47,7 @@ serve: install
 	@exec $(BIN)/tandem serve $(SERVE_FLAGS)
 
 # The quick ones of these are over in about a minute.
-UNITS := --ignore=tests/integration --ignore=tests/faults --ignore=tests/hosts tests
+UNITS := --ignore=tests/integration --ignore=tests/clients --ignore=tests/faults --ignore=tests/hosts tests
 
 test: install
 	@$(BIN)/tandem models fetch > /dev/null
@@ -78,6 +81,23 @@ test-hosts: install
 test-lab: install
 	$(BIN)/python tests/hosts/fault_runs.py $(if $(MODEL),--model '$(MODEL)') $(if $(MINUTES),--minutes '$(MINUTES)') \
 		$(if $(ONLY),--only '$(ONLY)') $(ARGS)
+
+SETS ?= clients litellm aiperf guidellm
+# Apart because their versions of one library differ: no environment holds both LiteLLM and LangChain.
+SET_clients = 'openai>=3' 'anthropic>=2' 'instructor>=1.17' 'langchain-openai>=1.7'
+SET_litellm = 'litellm>=1.80' 'mcp>=1'
+SET_aiperf = 'aiperf>=0.13'
+SET_guidellm = '$(TORCH)' 'guidellm>=0.5'
+
+test-clients: install $(SETS:%=build/%/.installed)
+	@$(BIN)/tandem models fetch > /dev/null
+	VLLM='$(VLLM)' $(BIN)/python -m pytest -v -rs --durations=10 tests/clients $(ARGS)
+
+build/%/.installed:
+	@echo "installing $* into build/$* (once; some minutes)"
+	$(PYTHON) -m venv --clear build/$*
+	build/$*/bin/python -m pip install -q --disable-pip-version-check $(SET_$*)
+	@touch $@
 
 bench: install
 	$(BIN)/python -m benchmarks.suite $(if $(MODEL),--model '$(MODEL)') $(ARGS)

@@ -150,6 +150,7 @@ def make_parser() -> argparse.ArgumentParser:
     serve.add_argument(
         "--detach", action="store_true", help="return when it answers; it goes on until `tandem down`"
     )
+    add_output(serve)
     serve.set_defaults(run=_serve)
 
     chat = commands.add_parser("chat", help="talk to a running server")
@@ -295,7 +296,7 @@ def _serve(options: argparse.Namespace) -> int:
     config = read_settings(options).config
     from tandem.cluster.commands.serve import ServeTarget, serve
 
-    return serve(config, ServeTarget(options.address, options.detach))
+    return serve(config, ServeTarget(options.address, options.detach, as_json=wants_json(options)))
 
 
 def _config(options: argparse.Namespace) -> int:

@@ -43,6 +43,19 @@ def ready_lines(
     ]
 
 
+def ready_values(account: ClusterAccount, view: ClusterView, logs: str, seconds: float) -> dict[str, object]:
+    """The same for a program: `tandem serve -o json`."""
+    return {
+        "url": account.url,
+        "api": f"{account.url}/v1",
+        "model": account.model,
+        "deployment": account.deployment,
+        "nodes": {pool.role.value: pool.ready for pool in view.pools if pool.wanted},
+        "seconds": round(seconds, 1),
+        "logs": logs,
+    }
+
+
 def own_command(environ: Mapping[str, str] = os.environ) -> str:
     """What to type for `tandem`: where no shell finds it (an environment that is not activated), its path."""
     script = Path(sys.prefix) / "bin" / "tandem"

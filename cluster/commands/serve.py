@@ -22,7 +22,7 @@ from tandem.cluster.commands.address import forget_address, remember_address
 from tandem.cluster.commands.output import OtherPeoplesOutput, UnfailingOutput
 from tandem.cluster.commands.preflight import check_before_attach, check_before_start
 from tandem.cluster.commands.progress import Display
-from tandem.cluster.commands.ready_lines import ready_lines
+from tandem.cluster.commands.ready_lines import ready_lines, ready_values
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.models.catalogue import PACKAGED
 from tandem.cluster.models.resolved import with_model
@@ -37,6 +37,7 @@ from tandem.cluster.on_ray.runtime import (
 )
 from tandem.cluster.pools.placement import this_machine
 from tandem.cluster.pools.room import lacking
+from tandem.cluster.saving import as_json
 from tandem.cluster.tasks import first_of, has_ended
 from tandem.engine.config import ModelConfig
 from tandem.wire.errors import ConfigurationError, TandemError, Unavailable
@@ -56,6 +57,7 @@ _ENDINGS = (signal.SIGTERM, signal.SIGHUP)  # a supervisor's, and a terminal tha
 class ServeTarget:
     address: str | None = None  # of a Ray cluster; None: a Ray of our own
     detach: bool = False  # everything goes on when the command has ended
+    as_json: bool = False  # one document on standard output once it answers; all else on standard error
 
 
 def serve(config: TandemConfig, where: ServeTarget) -> int:
@@ -70,7 +72,9 @@ def serve(config: TandemConfig, where: ServeTarget) -> int:
     else:
         check_before_attach(config)
     # Before other people's output is sent elsewhere.
-    console = Console(file=cast("TextIO", UnfailingOutput(sys.stdout)), highlight=False)
+    told = sys.stderr if where.as_json else sys.stdout
+    console = Console(file=cast("TextIO", UnfailingOutput(told)), highlight=False)
+    answer = UnfailingOutput(sys.stdout)
     display = Display(console)
     # Until the event loop takes over, these unwind as a Ctrl-C does.
     for number in _ENDINGS:
@@ -87,7 +91,7 @@ def serve(config: TandemConfig, where: ServeTarget) -> int:
                 with display.step("ray", f"joining {where.address}", f"joined {where.address}"):
                     connect_to_ray(where.address)
                 logs = "/tmp/ray/session_latest/logs on each machine"
-            return asyncio.run(_Serving(config, where, display, logs, began).run(found))
+            return asyncio.run(_Serving(config, where, display, answer, logs, began).run(found))
         except (
             KeyboardInterrupt,
             SystemExit,
@@ -167,11 +171,18 @@ class _Interrupts:
 
 class _Serving:
     def __init__(
-        self, config: TandemConfig, where: ServeTarget, display: Display, logs: str, began: float
+        self,
+        config: TandemConfig,
+        where: ServeTarget,
+        display: Display,
+        answer: UnfailingOutput,
+        logs: str,
+        began: float,
     ) -> None:
         self._config = config
         self._where = where
         self._display = display
+        self._answer = answer
         self._logs = logs
         self._began = began
 
@@ -221,6 +232,9 @@ class _Serving:
             view = await controller.view()
             self._display.stop()
             seconds = time.monotonic() - self._began
+            if self._where.as_json:
+                self._answer.write(as_json(ready_values(account, view, self._logs, seconds)).decode())
+                self._answer.flush()
             lines = ready_lines(account, view, config, self._logs, seconds, detached=self._where.detach)
             # Lines as they are, however narrow the terminal: they are there to be copied.
             self._display.console.print("\n".join(lines), soft_wrap=True)

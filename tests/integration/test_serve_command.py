@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -107,6 +108,12 @@ class Serve:
                 continue  # it ended meanwhile
         return found
 
+    def kill_all(self) -> None:
+        for pid in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
     def pid_of(self, title: str) -> int:
         (pid,) = [pid for pid, command in self.processes().items() if command.startswith(title)]
         return pid
@@ -122,9 +129,7 @@ def serve(smollm2_path: Path) -> Iterator[Any]:
 
     yield start
     for one in started:
-        for pid in one.processes():
-            os.kill(pid, signal.SIGKILL)
-        one.process.wait()
+        one.kill_all()
 
 
 def ask(words: list[str]) -> dict[str, Any]:
@@ -169,6 +174,69 @@ def test_it_serves_mends_what_dies_finishes_what_runs_and_leaves_nothing(serve: 
     assert rest[-1] == "data: [DONE]", "what was running was finished"
     command.until(r"everything was finished", END_S)
     assert command.ended() == 0
+
+
+def test_a_background_answer_outlives_the_kill_of_the_only_router(serve: Any) -> None:
+    command = serve("--prefill", "1", "--decode", "1")
+    url = command.until(r"^API: +(http://\S+)/v1$", START_S)[1]
+    body = {
+        "input": "Tell a long story.",
+        "max_output_tokens": 600,
+        "background": True,
+        "stream": True,
+        "temperature": 0,
+    }
+    seen: list[dict[str, Any]] = []
+
+    def read(lines: Iterator[str], most: int) -> None:
+        for line in lines:
+            if line.startswith("data: "):
+                seen.append(json.loads(line[6:]))
+                if len(seen) >= most:
+                    return
+
+    with httpx.stream("POST", f"{url}/v1/responses", json=body, timeout=60, trust_env=False) as stream:
+        read(stream.iter_lines(), 20)
+        os.kill(command.pid_of("ray::RouterActor"), signal.SIGKILL)
+    path = f"{url}/v1/responses/{seen[0]['response']['id']}"
+    query = {"stream": "true", "starting_after": seen[-1]["sequence_number"]}
+    deadline = time.monotonic() + START_S
+    while seen[-1]["type"] not in ("response.completed", "response.incomplete"):
+        assert time.monotonic() < deadline, "no router streams the rest"
+        with (
+            contextlib.suppress(httpx.TransportError),
+            httpx.stream("GET", path, params=query, timeout=60, trust_env=False) as stream,
+        ):
+            if stream.status_code == 200:
+                read(stream.iter_lines(), 10_000)
+                break
+        time.sleep(0.2)
+    assert [event["sequence_number"] for event in seen] == list(range(len(seen)))
+    told = "".join(event["delta"] for event in seen if event["type"] == "response.output_text.delta")
+    again = httpx.post(
+        f"{url}/v1/responses",
+        json={**body, "background": False, "stream": False},
+        timeout=60,
+        trust_env=False,
+    )
+    assert again.json()["output"][0]["content"][0]["text"] == told, "the answer is what it would have been"
+
+
+def test_a_program_that_starts_it_reads_one_document(smollm2_path: Path) -> None:
+    command = [sys.executable, "-m", "tandem.cluster.cli", "serve", "--port", "0", "--kv-memory", "256MiB"]
+    command += ["--aggregated", "1", "-o", "json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        try:
+            assert process.stdout is not None
+            told = "".join(iter(process.stdout.readline, "}\n")) + "}"
+            found = json.loads(told)
+            assert httpx.get(f"{found['url']}/health", timeout=10, trust_env=False).status_code == 200
+            assert (found["model"], found["nodes"]) == ("SmolLM2-135M-Instruct", {"aggregated": 1})
+            process.terminate()
+            assert process.stdout.read() == "", "nothing but the document"
+            assert process.wait(END_S) == 0
+        finally:
+            process.kill()
 
 
 def test_a_second_signal_ends_at_once_what_is_still_running(serve: Any) -> None:
