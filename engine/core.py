@@ -77,6 +77,7 @@ class Engine:
                     num_groups=len(info.groups),
                     vocab_size=info.vocab_size,
                     has_windows=any(group.window is not None for group in info.groups),
+                    state_blocks=info.state_blocks,
                 )
             )
 

@@ -209,6 +209,8 @@ class KVCacheMemory(msgspec.Struct, frozen=True):
     num_groups: int
     vocab_size: int  # token ids are below this
     has_windows: bool = False  # a running request may give up blocks that lie before its window
+    # Above 0, the last group keeps recurrent states: so many blocks of a request hold what follows from all its tokens, as bytes.
+    state_blocks: int = 0
 
     @property
     def num_blocks(self) -> int:
@@ -283,6 +285,7 @@ class ConnectorContext(msgspec.Struct, frozen=True):
     block_size: int
     config: TransferConfig
     wake: Callable[[], None]  # thread-safe: asks the engine to step soon
+    state_blocks: int = 0  # see KVCacheMemory
 
 
 class SchedulerConnector(abc.ABC):
@@ -333,6 +336,12 @@ class WorkerConnector(abc.ABC):
     def peer_endpoint(self) -> str:
         """Where other nodes reach this connector; "" when they need not."""
         return ""
+
+    @property
+    def hands_over_states(self) -> bool:
+        """Whether it brings the blocks of recurrent states, as they are after the last token that it brings. Without that a model
+        that keeps some is not served in pools of two roles."""
+        return False
 
     @property
     def layerwise(self) -> bool:

@@ -13,7 +13,6 @@ from typing import Protocol
 
 import msgspec
 
-from tandem.engine.cache.groups import AttentionKind
 from tandem.engine.core import Engine
 from tandem.engine.model.runner import ModelInfo, ModelRunner
 from tandem.engine.scheduling.scheduler import Scheduler
@@ -131,7 +130,6 @@ class Node:
         if runner is None:
             runner = self._load(progress, model_folder)
         info = runner.info
-        self._refuse_role(info)
         mailbox: Mailbox[Item] = Mailbox()
         planner: SchedulerConnector | None = None
         mover: WorkerConnector | None = None
@@ -144,8 +142,10 @@ class Node:
                     block_size=config.engine.cache.block_size,
                     config=config.transfer,
                     wake=mailbox.wake,
+                    state_blocks=info.state_blocks,
                 )
             )
+            self._refuse_role(info, mover)
         scheduler = Scheduler(
             config.engine.scheduler,
             config.engine.cache,
@@ -199,13 +199,15 @@ class Node:
             tokenizer=info.tokenizer,
         )
 
-    def _refuse_role(self, info: ModelInfo) -> None:
-        role = self._rules.role
-        if role is not Role.AGGREGATED and any(group.kind is AttentionKind.STATE for group in info.groups):
-            raise ConfigurationError(
-                f"{info.name} cannot be served with separate prefill and decode nodes: it keeps recurrent states, which are not "
-                "handed over. Serve it with nodes that do both: --aggregated N"
-            )
+    def _refuse_role(self, info: ModelInfo, mover: WorkerConnector) -> None:
+        if self._rules.role is Role.AGGREGATED or not info.state_blocks or mover.hands_over_states:
+            return
+        mover.shutdown()
+        raise ConfigurationError(
+            f"{info.name} cannot be served with separate prefill and decode nodes by this connector: the model keeps recurrent "
+            "states, which it does not hand over. Serve it with nodes that do both (--aggregated N), or take transfer.connector "
+            "nixl or nccl"
+        )
 
     def _load(self, progress: Progress | None, folder: str | None) -> ModelRunner:
         # Imported here: the cluster imports this module for its configuration, and must stay free of torch.

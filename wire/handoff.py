@@ -52,6 +52,7 @@ class CacheFingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     connector: str  # name and direction
     num_slots: int = 1  # layers of a group, side by side in a block
     num_groups: int = 1
+    state_blocks: int = 0  # of each request, in the last group, for recurrent states
 
 
 class CacheMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -102,7 +103,8 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome", forbid_unknown_fields=
 
 class RegisterDestination(msgspec.Struct, frozen=True, tag="register", forbid_unknown_fields=True):
     """`block_ids[g][i]` receives block `first_block[g] + i` of the request, in KV cache group g; blocks here are of
-    the consumer's size."""
+    the consumer's size. A group of recurrent states, which is the last, has no order of tokens: its `first_block` is 0, and its blocks
+    receive the states after the request's last token."""
 
     envelope: Envelope
     stamp: int

@@ -34,6 +34,11 @@ class ModelInfo(msgspec.Struct, frozen=True):
     content: str = ""  # what identifies the model: engine.model.content
     tokenizer: str = ""
 
+    @property
+    def state_blocks(self) -> int:
+        """Of each request, in the last group, for recurrent states; 0 without any."""
+        return self.groups[-1].blocks_per_request
+
 
 class LayerHooks(Protocol):
     """Called inside the forward pass, so that a connector can overlap transfers with it."""

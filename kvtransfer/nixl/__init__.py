@@ -22,4 +22,4 @@ def create(context: ConnectorContext) -> tuple[SchedulerConnector, WorkerConnect
     direction = parse_direction(context.config.direction)
     agent = NixlAgent(f"{context.node_id}-{context.epoch:x}", options)
     worker = WorkerHalf(context, NixlTransport(agent), direction, options)
-    return SchedulerHalf(context.block_size), worker
+    return SchedulerHalf(context.block_size, context.state_blocks), worker

@@ -111,8 +111,13 @@ class GrainPlace(msgspec.Struct, frozen=True):
 class Mapping:
     """Between our blocks and a peer's."""
 
-    def __init__(self, ours: BlockLayout, theirs: BlockLayout, *, on_device: bool = False) -> None:
+    def __init__(
+        self, ours: BlockLayout, theirs: BlockLayout, *, on_device: bool = False, state_blocks: int = 0
+    ) -> None:
         self.on_device = on_device  # either cache is
+        # Of each request, in the last group. Each is a grain, the last ones to be sent: they are right once the whole prompt
+        # is computed.
+        self.state_blocks = state_blocks
         self.grain = min(ours.sizes["token"], theirs.sizes["token"])
         self.our_parts = ours.sizes["token"] // self.grain  # grains in a block
         self.their_parts = theirs.sizes["token"] // self.grain
@@ -132,17 +137,52 @@ class Mapping:
         return self.our_parts == self.their_parts == self.runs_per_grain == 1
 
     @staticmethod
-    def between(ours: BlockLayout, theirs: BlockLayout, *, on_device: bool = False) -> Mapping | str:
+    def between(
+        ours: BlockLayout, theirs: BlockLayout, *, on_device: bool = False, state_blocks: int = 0
+    ) -> Mapping | str:
         """Or why there is none."""
         mine, other = ours.sizes["token"], theirs.sizes["token"]
         if max(mine, other) % min(mine, other):
             return f"block_size is {mine} here and {other} there: one must be a multiple of the other"
         if ours.element_bytes != theirs.element_bytes:
             return f"an element has {ours.element_bytes} bytes here and {theirs.element_bytes} there"
-        return Mapping(ours, theirs, on_device=on_device)
+        mapping = Mapping(ours, theirs, on_device=on_device, state_blocks=state_blocks)
+        if state_blocks and not mapping.is_identity:
+            return "recurrent states are handed over between equal blocks alone: block_size or layout differ"
+        return mapping
 
     def grains(self, num_tokens: int) -> int:
+        """Of tokens."""
         return -(-num_tokens // self.grain)
+
+    def all_grains(self, num_tokens: int) -> int:
+        """States, which lie behind the tokens, included."""
+        return self.grains(num_tokens) + self.state_blocks
+
+    def positions(
+        self, num_tokens: int, first_block: Sequence[int], tables: BlockTable, parts: int
+    ) -> list[tuple[int, int]]:
+        """(group, index) of every grain of the request that has a block in these tables, whose blocks have `parts` grains each."""
+        end = self.grains(num_tokens)
+        found = [
+            (group, index)
+            for group, (first, ids) in enumerate(zip(first_block, tables, strict=True))
+            if not self.is_state(group, len(tables))
+            for index in range(first * parts, min(end, (first + len(ids)) * parts))
+            if ids[index // parts - first] != NULL_BLOCK_ID
+        ]
+        if self.state_blocks:
+            found += [(len(tables) - 1, end + number) for number in range(len(tables[-1]))]
+        return found
+
+    def is_state(self, group: int, num_groups: int) -> bool:
+        return self.state_blocks > 0 and group + 1 == num_groups
+
+    def block_of(self, group: int, index: int, num_tokens: int, num_groups: int, parts: int) -> int:
+        """Where in its group's table, as of a request's beginning, the block of a grain stands."""
+        if self.is_state(group, num_groups):
+            return index - self.grains(num_tokens)
+        return index // parts
 
     def move(
         self,
@@ -203,6 +243,7 @@ class PoolGeometry(msgspec.Struct, frozen=True):
     num_groups: int
     vocab_size: int  # token ids are below this
     has_windows: bool = False  # a running request may give up blocks that lie before its window
+    state_blocks: int = 0  # of each request, in the last group
 
     @classmethod
     def of(cls, cache: KVCacheMemory, memory: CacheMemory, connector: str) -> PoolGeometry:
@@ -218,12 +259,14 @@ class PoolGeometry(msgspec.Struct, frozen=True):
                 connector=connector,
                 num_slots=cache.slots,
                 num_groups=cache.num_groups,
+                state_blocks=cache.state_blocks,
             ),
             memory=memory,
             block_size=cache.block_size,
             num_groups=cache.num_groups,
             vocab_size=cache.vocab_size,
             has_windows=cache.has_windows,
+            state_blocks=cache.state_blocks,
         )
 
     def mapping_to(self, fingerprint: CacheFingerprint, memory: CacheMemory) -> Mapping | str:
@@ -244,7 +287,7 @@ class PoolGeometry(msgspec.Struct, frozen=True):
             differing.append(problem)
         elif not differing:
             on_device = any(side.memory_type != "DRAM" for side in (memory, self.memory))
-            mapping = Mapping.between(ours, theirs, on_device=on_device)
+            mapping = Mapping.between(ours, theirs, on_device=on_device, state_blocks=self.state_blocks)
             if isinstance(mapping, Mapping):
                 return mapping
             differing.append(mapping)
@@ -275,9 +318,13 @@ class PoolGeometry(msgspec.Struct, frozen=True):
         """Why `block_ids` are not blocks `first_block`... of a request of `num_tokens` in the peer's pool."""
         if not len(first_block) == len(block_ids) == self.num_groups:
             return f"{len(block_ids)} KV cache groups, expected {self.num_groups}"
-        total = -(-num_tokens // block_size)
         seen: set[int] = set()
-        for first, ids in zip(first_block, block_ids, strict=True):
+        for group, (first, ids) in enumerate(zip(first_block, block_ids, strict=True)):
+            total = -(-num_tokens // block_size)
+            if self.state_blocks and group + 1 == self.num_groups:
+                total = self.state_blocks
+                if first or NULL_BLOCK_ID in ids:
+                    return "states without all of their blocks"
             if first < 0 or first + len(ids) != total:
                 return f"blocks {first} to {first + len(ids)} of {total}"
             for block in ids:

@@ -86,16 +86,9 @@ class IncomingTransfer:
         if self.mapping is not None:
             return
         self.mapping = mapping
-        parts, end = mapping.our_parts, mapping.grains(self.command.num_tokens)
+        mine = self.command
         self.order = sorted(
-            (
-                (group, index)
-                for group, (first, ids) in enumerate(
-                    zip(self.command.first_block, self.command.block_ids, strict=True)
-                )
-                for index in range(first * parts, min(end, (first + len(ids)) * parts))
-                if ids[index // parts - first] != NULL_BLOCK_ID
-            ),
+            mapping.positions(mine.num_tokens, mine.first_block, mine.block_ids, mapping.our_parts),
             key=lambda grain: (grain[1], grain[0]),
         )
         self.sample = ChecksumSample.of(len(self.order), checksum_every, self.command.token_hash)
@@ -103,20 +96,26 @@ class IncomingTransfer:
     def where(self, places: Sequence[int]) -> tuple[list[int], list[int]]:
         """The block and the part of it that each of these grains is."""
         blocks, parts = [], []
-        our_parts = self.mapping.our_parts if self.mapping is not None else 1
+        mapping, mine = self.mapping, self.command
+        if mapping is None:
+            return blocks, parts
         for place in places:
             group, index = self.order[place]
-            blocks.append(self.command.block_ids[group][index // our_parts - self.command.first_block[group]])
-            parts.append(index % our_parts)
+            block = mapping.block_of(group, index, mine.num_tokens, len(mine.block_ids), mapping.our_parts)
+            blocks.append(mine.block_ids[group][block - mine.first_block[group]])
+            parts.append(index % mapping.our_parts)
         return blocks, parts
 
     def valid_tokens(self, block_size: int) -> int:
-        """Leading tokens whose KV is here, in whole blocks, whatever becomes of the rest."""
+        """Leading tokens whose KV is here, in whole blocks, whatever becomes of the rest. Where there are recurrent states, keys and
+        values are worth nothing without those, which come last."""
         local = self.command.local_tokens
         if self.mapping is None or not self.num_arrived:
             return local
         if self.num_arrived == len(self.order):
             return self.command.num_tokens
+        if self.mapping.state_blocks:
+            return local
         tokens = self.order[self.num_arrived][1] * self.mapping.grain
         return max(local, tokens // block_size * block_size)
 
@@ -189,10 +188,12 @@ class IncomingTransfer:
         ours, theirs = mapping.our_parts, mapping.their_parts
         end = mapping.grains(mine.num_tokens)
         places = []
-        for first, ids, their_first, their_ids in zip(
-            mine.first_block, mine.block_ids, self.first_blocks(mapping), source, strict=True
+        groups = len(mine.block_ids)
+        for group, (first, ids, their_first, their_ids) in enumerate(
+            zip(mine.first_block, mine.block_ids, self.first_blocks(mapping), source, strict=True)
         ):
-            for index in range(first * ours, min(end, (first + len(ids)) * ours)):
+            last = len(ids) if mapping.is_state(group, groups) else end
+            for index in range(first * ours, min(last, (first + len(ids)) * ours)):
                 block = ids[index // ours - first]
                 if block == NULL_BLOCK_ID:
                     continue

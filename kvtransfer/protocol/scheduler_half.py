@@ -40,6 +40,9 @@ class _Entry:
     begun: bool = False  # the worker half knows blocks of it
     done: bool = False  # consumer: the transfer has ended, one way or the other
     computed: int = 0  # producer: tokens whose KV is in its blocks after the steps planned so far
+    overran: bool = (
+        False  # producer: a step went on behind the tokens that are sent, and took the states along
+    )
 
 
 def _copied(block_ids: BlockIds) -> BlockTable:
@@ -47,8 +50,10 @@ def _copied(block_ids: BlockIds) -> BlockTable:
 
 
 class SchedulerHalf(SchedulerConnector):
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, state_blocks: int = 0) -> None:
+        """`state_blocks`: see KVCacheMemory."""
         self._block_size = block_size
+        self._state_blocks = state_blocks
         self._entries: dict[str, _Entry] = {}
         self._commands: list[Command] = []
         self._planned_now: set[str] = set()  # their whole block table is in this step's commands
@@ -109,6 +114,10 @@ class SchedulerHalf(SchedulerConnector):
         entry.begun = True
         first = entry.local_tokens // self._block_size
         total = -(-entry.num_tokens // self._block_size)
+        firsts = [first for _ in block_ids]
+        tables = [list(ids[first:total]) for ids in block_ids]
+        if self._state_blocks:
+            firsts[-1], tables[-1] = 0, list(block_ids[-1])
         self._commands.append(
             BeginReceive(
                 request_id,
@@ -117,8 +126,8 @@ class SchedulerHalf(SchedulerConnector):
                 entry.num_tokens,
                 entry.local_tokens,
                 entry.token_hash,
-                [first for _ in block_ids],
-                [list(ids[first:total]) for ids in block_ids],
+                firsts,
+                tables,
             )
         )
 
@@ -129,7 +138,10 @@ class SchedulerHalf(SchedulerConnector):
         )
         for request_id, num_tokens in step.num_scheduled_tokens.items():
             entry = self._entries.get(request_id)
-            if entry is None or not self._is_sending(request_id) or entry.computed >= entry.num_tokens:
+            if entry is None or not self._is_sending(request_id):
+                continue
+            if entry.computed >= entry.num_tokens:
+                entry.overran = True
                 continue
             if request_id not in self._planned_now:
                 new = step.new_block_ids(request_id)
@@ -168,7 +180,11 @@ class SchedulerHalf(SchedulerConnector):
 
     def _finish_send(self, request: TransferRequest, entry: _Entry, block_ids: BlockIds) -> bool:
         has_first_token = entry.begun and request.num_tokens > entry.num_tokens
-        if has_first_token:
+        # Keys and values of the prompt stay what they are. States do not: those of a later token are not handed over.
+        is_stale = self._state_blocks > 0 and (
+            entry.overran or request.num_computed_tokens != entry.num_tokens
+        )
+        if has_first_token and not is_stale:
             first_token = request.all_token_ids[entry.num_tokens]
             self._commands.append(FinishSend(request.request_id, first_token, _copied(block_ids)))
             return True

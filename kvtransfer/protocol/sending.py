@@ -60,15 +60,9 @@ class DestinationBlocks:
         return self.link.mapping
 
     def positions(self) -> list[Position]:
-        """Every grain that has tokens of the request and a block over there."""
-        parts = self.mapping.their_parts
-        end = self.mapping.grains(self.num_tokens)
-        return [
-            (group, index)
-            for group, (first, ids) in enumerate(zip(self.first_block, self.block_ids, strict=True))
-            for index in range(first * parts, min(end, (first + len(ids)) * parts))
-            if ids[index // parts - first] != NULL_BLOCK_ID
-        ]
+        """Every grain that has something of the request and a block over there."""
+        mapping = self.mapping
+        return mapping.positions(self.num_tokens, self.first_block, self.block_ids, mapping.their_parts)
 
     @property
     def num_blocks(self) -> int:
@@ -101,7 +95,9 @@ class SourceBlocks:
         mapping = destination.mapping
         last = -(-mapping.grains(self.plan.num_tokens) // mapping.our_parts)
         return [
-            self.block_ids[group][first * mapping.their_parts // mapping.our_parts : last]
+            self.block_ids[group]
+            if mapping.is_state(group, len(self.block_ids))
+            else self.block_ids[group][first * mapping.their_parts // mapping.our_parts : last]
             for group, first in enumerate(destination.first_block)
         ]
 
@@ -247,7 +243,7 @@ class OutgoingTransfer:
             return 0
         mapping = self.destination.mapping
         if num_tokens >= self.source.plan.num_tokens:
-            return mapping.grains(self.source.plan.num_tokens)
+            return mapping.all_grains(self.source.plan.num_tokens)
         return num_tokens // mapping.grain
 
     @property
@@ -308,12 +304,13 @@ class OutgoingTransfer:
             return None
         mapping = destination.mapping
         our_parts, their_parts = mapping.our_parts, mapping.their_parts
-        places = []
+        places, groups, tokens = [], len(destination.block_ids), destination.num_tokens
         for group, index in positions:
-            ours = _at(source.block_ids, group, index // our_parts)
+            ours = _at(source.block_ids, group, mapping.block_of(group, index, tokens, groups, our_parts))
             if ours == NULL_BLOCK_ID:
                 return None
-            theirs = destination.block_ids[group][index // their_parts - destination.first_block[group]]
+            there = mapping.block_of(group, index, tokens, groups, their_parts)
+            theirs = destination.block_ids[group][there - destination.first_block[group]]
             places.append(GrainPlace(ours, index % our_parts, theirs, index % their_parts))
         return places
 
@@ -424,12 +421,13 @@ class OutgoingTransfer:
         source, destination = self.source, self.destination
         if source is None or destination is None:
             return False
-        parts = destination.mapping.our_parts
+        mapping, tokens, groups = destination.mapping, destination.num_tokens, len(destination.block_ids)
         return any(
-            _at(source.block_ids, group, index // parts) != _at(final, group, index // parts)
+            _at(source.block_ids, group, block) != _at(final, group, block)
             for write in (*self.arrived, *self.in_flight)
             if not write.tainted
             for group, index in write.positions
+            for block in (mapping.block_of(group, index, tokens, groups, mapping.our_parts),)
         )
 
 

@@ -66,6 +66,10 @@ class WorkerHalf(WorkerConnector):
         self._channel = SideChannel(context.host, f"{context.node_id}-handoff", self._loop.message)
 
     @property
+    def hands_over_states(self) -> bool:
+        return True
+
+    @property
     def layerwise(self) -> bool:
         """In a step that computes enough of what is being written. Where several groups share a block's slots, a
         layer's bytes are not known by its number."""

@@ -46,10 +46,12 @@ class OneEngine:
         scheduler = scheduler or SchedulerConfig()
         runner = load_runner(ModelConfig(path=str(model), dtype="float32", threads=1), cache, scheduler)
         planner, mover = None, None
-        if transfer is not None:
-            context = ConnectorContext(name, epoch, "127.0.0.1", block_size, transfer, woken.set)
-            planner, mover = create_connector(context)
         info = runner.info
+        if transfer is not None:
+            context = ConnectorContext(
+                name, epoch, "127.0.0.1", block_size, transfer, woken.set, info.state_blocks
+            )
+            planner, mover = create_connector(context)
         made = Scheduler(
             scheduler, cache, info.groups, info.num_blocks, info.max_model_len, connector=planner
         )
@@ -90,7 +92,7 @@ class OneEngine:
 
 
 def hand_over(
-    producer: OneEngine, consumer: OneEngine, name: str, prompt: list[int], count: int
+    producer: OneEngine, consumer: OneEngine, name: str, prompt: list[int], count: int, *, produced: int = 1
 ) -> list[int]:
     """What `consumer` answers to a prompt that `producer` reads. Returns when nothing of it is held any more."""
     assert producer.address
@@ -102,7 +104,7 @@ def hand_over(
     first: list[int] = []
     consumer.add(name, prompt, count, consume)
     consumer.run(name, tokens, until)
-    producer.add(name, prompt, 1, produce)
+    producer.add(name, prompt, produced, produce)
     while not consumer.run(name, tokens, until):
         producer.run(name, first, until)
     while producer.engine.scheduler.stats().held_blocks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from kv_fake_engine import FakeRequest, FakeStep, consume, produce
 
 from tandem.kvtransfer.base import ConnectorOutput, Handoff, LoadFailure
@@ -149,3 +150,37 @@ def test_a_consumers_abort_depends_on_how_far_it_got() -> None:
         assert half.get_num_new_matched_tokens(request, 0) == (0, False)
         assert not half.request_finished(request, [[1, 2, 3]])
         assert not half.has_pending_work()
+
+
+def test_states_are_received_whole_whatever_is_here_of_the_tokens() -> None:
+    half = SchedulerHalf(4, state_blocks=5)
+    request = added(half, "consume")
+    assert half.get_num_new_matched_tokens(request, 4) == (6, True)
+    half.update_state_after_alloc(request, [[1, 2, 3, 4], [11, 12, 13, 14, 15]], 6)
+    (begin,) = planned(half).before_forward
+    assert isinstance(begin, BeginReceive)
+    assert (begin.first_block, begin.block_ids) == ([1, 0], [[2, 3], [11, 12, 13, 14, 15]])
+
+
+def sent_with_states(steps: list[int], computed: int) -> list[object]:
+    half = SchedulerHalf(4, state_blocks=2)
+    request = added(half)
+    tables = [[5, 6, 7], [8, 9]]
+    half.get_num_new_matched_tokens(request, 0)
+    half.update_state_after_alloc(request, tables, 0)
+    for tokens in steps:
+        planned(half, FakeStep({"r": tokens}))
+    request.num_computed_tokens = computed
+    request.all_token_ids.append(77)
+    assert half.request_finished(request, tables)
+    return planned(half).before_forward  # type: ignore[return-value]
+
+
+def test_the_states_after_the_last_token_are_handed_over() -> None:
+    assert sent_with_states([6, 4], computed=10) == [FinishSend("r", 77, [[5, 6, 7], [8, 9]])]
+
+
+@pytest.mark.parametrize(("steps", "computed"), [([6, 4, 1], 10), ([6, 5], 11)])
+def test_states_of_a_later_token_are_not(steps: list[int], computed: int) -> None:
+    """A step that ran ahead took them along, though what it sampled is void. The consumer computes the prompt itself."""
+    assert sent_with_states(steps, computed) == [AbandonSend("r", "t", kept=True)]

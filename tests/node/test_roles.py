@@ -11,6 +11,14 @@ import pytest
 from tandem.decode_node.node import DecodeRules
 from tandem.engine.cache.groups import AttentionKind, KVCacheGroup
 from tandem.engine.config import CacheConfig, EngineConfig
+from tandem.kvtransfer.base import (
+    ConnectorContext,
+    ConnectorMetadata,
+    ConnectorOutput,
+    KVCacheMemory,
+    TransferConfig,
+    WorkerConnector,
+)
 from tandem.node.config import NodeConfig
 from tandem.node.node import Node
 from tandem.node.service import RoleRules
@@ -136,17 +144,39 @@ def test_under_a_quota_a_node_is_bound_to_no_core(monkeypatch: pytest.MonkeyPatc
     assert cores_of_node() == []
 
 
+class NoStates(WorkerConnector):
+    """A connector that knows blocks in the order of tokens, and nothing else."""
+
+    closed = False
+
+    def register_kv_caches(self, memory: KVCacheMemory) -> None: ...
+    def bind_connector_metadata(self, metadata: ConnectorMetadata) -> None: ...
+    def get_finished(self, finished_req_ids: set[str]) -> ConnectorOutput:
+        return ConnectorOutput()
+
+    def shutdown(self) -> None:
+        self.closed = True
+
+
 @pytest.mark.parametrize("rules", [PrefillRules(), DecodeRules(Role.DECODE)])
-def test_a_model_whose_states_are_not_handed_over_is_served_by_nodes_that_do_both(rules: RoleRules) -> None:
+def test_states_that_a_connector_does_not_hand_over_keep_a_node_from_its_role(rules: RoleRules) -> None:
     runner = FakeRunner()
-    state = KVCacheGroup(AttentionKind.STATE, BLOCK_SIZE, (1,), blocks_per_request=1)
+    state = KVCacheGroup(AttentionKind.STATE, BLOCK_SIZE, (1,), blocks_per_request=3)
     runner.info = msgspec.structs.replace(runner.info, groups=(*runner.info.groups, state))
-    node, channels = make_node(rules)
-    with pytest.raises(
-        ConfigurationError, match=r"recurrent states, which are not handed over.*--aggregated"
-    ):
+    mover, asked = NoStates(), []
+
+    def connector(context: ConnectorContext) -> tuple[None, NoStates]:
+        asked.append(context.state_blocks)
+        return None, mover
+
+    config = NodeConfig(
+        "n0",
+        rules.role,
+        engine=EngineConfig(cache=CacheConfig(block_size=BLOCK_SIZE)),
+        transfer=TransferConfig(),
+    )
+    node = Node(config, rules, lambda *_, **__: pytest.fail("it was opened"), connector)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="recurrent states, which it does not hand over"):
         node.start(runner=runner)
-    assert not channels
-    together, channels = make_node(DecodeRules(Role.AGGREGATED))
-    together.start(runner=runner)
-    together.stop()
+    assert mover.closed
+    assert asked == [3]

@@ -1,0 +1,135 @@
+"""Models that keep recurrent states: the states after the prompt travel with its keys and values, and the answer is that of one
+engine. Random weights, and prompts that are read in several chunks."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tandem.engine.config import AsyncScheduling, SchedulerConfig
+from tandem.kvtransfer.base import ChecksumPolicy, TransferConfig
+from tests.engine.model import tiny
+from tests.integration.one_engine import OneEngine, hand_over
+
+NEW_TOKENS = 8
+CHUNK = 24  # tokens of a step
+LENGTHS = (1, 4, 5, CHUNK, 61)
+WAYS = [("nixl", "push"), ("nixl", "pull"), ("nccl", "push"), ("nccl", "pull")]
+CASES = [
+    *(("qwen3.5", connector, direction, False) for connector, direction in WAYS),
+    ("mamba", "nixl", "push", False),
+    ("lfm2", "nixl", "push", True),
+    *(
+        pytest.param(name, "nixl", direction, True, marks=pytest.mark.slow)
+        for name in ("qwen3-next", "granite-hybrid", "falcon-h1", "minimax", "kimi-linear", "zamba")
+        for direction in ("push", "pull")
+    ),
+]
+
+Answers = Callable[[str], tuple[Path, list[list[int]]]]
+
+
+def start(
+    model: Path, name: str, transfer: TransferConfig | None, *, ahead: bool, block_size: int = 4
+) -> OneEngine:
+    return OneEngine.start(
+        model,
+        name,
+        block_size,
+        transfer,
+        scheduler=SchedulerConfig(
+            max_num_seqs=8,
+            max_num_batched_tokens=CHUNK,
+            max_model_len=96,
+            async_scheduling=AsyncScheduling.ALWAYS if ahead else AsyncScheduling.NEVER,
+        ),
+        memory_bytes=4 << 20,
+    )
+
+
+def prompts() -> list[list[int]]:
+    chance = random.Random(7)
+    return [[chance.randrange(3, tiny.VOCAB) for _ in range(length)] for length in LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
+    """Of one engine alone."""
+
+    @functools.cache
+    def answer(architecture: str) -> tuple[Path, list[list[int]]]:
+        path = tiny.save(architecture, tmp_path_factory.mktemp("models"))
+        alone = start(path, "alone", None, ahead=False)
+        given = [alone.answer(f"r{index}", prompt, NEW_TOKENS) for index, prompt in enumerate(prompts())]
+        alone.engine.shutdown()
+        return path, given
+
+    return answer
+
+
+@pytest.mark.parametrize(("model", "connector", "direction", "ahead"), CASES)
+def test_the_answer_is_that_of_one_engine(
+    model: str, connector: str, direction: str, ahead: bool, answers: Answers
+) -> None:
+    """Every block that travels carries a checksum. No token of a prompt is computed twice."""
+    path, expected = answers(model)
+    transfer = TransferConfig(connector=connector, direction=direction, checksums=ChecksumPolicy.ALL)  # type: ignore[arg-type]
+    producer = start(path, f"p-{model}-{connector}-{direction}", transfer, ahead=ahead)
+    consumer = start(path, f"c-{model}-{connector}-{direction}", transfer, ahead=ahead)
+    try:
+        # States of others lie in the blocks that the prompts get.
+        for engine in (producer, consumer):
+            engine.answer("before", [9, 8, 7, 6, 5], 3)
+        computed = consumer.engine.scheduler.stats().prompt_tokens_computed
+        for index, prompt in enumerate(prompts()):
+            found = hand_over(producer, consumer, f"r{index}", prompt, NEW_TOKENS)
+            assert found == expected[index], f"prompt of {len(prompt)} tokens"
+        assert consumer.engine.scheduler.stats().prompt_tokens_computed == computed
+        assert producer.stats().outcomes == {"sent": len(LENGTHS)}
+        assert consumer.stats().outcomes == {"received": len(LENGTHS)}
+        for engine in (producer, consumer):
+            engine.engine.scheduler.check_integrity()
+            stats = engine.engine.scheduler.stats()
+            assert stats.free_blocks == stats.total_blocks
+    finally:
+        producer.engine.shutdown()
+        consumer.engine.shutdown()
+
+
+@pytest.mark.parametrize("direction", ["push", "pull"])
+def test_a_state_that_has_moved_on_is_not_handed_over(direction: str, answers: Answers) -> None:
+    """The producer goes on behind the prompt, which no prefill node does. Its state is then that of a later token."""
+    path, expected = answers("lfm2")
+    transfer = TransferConfig(direction=direction)  # type: ignore[arg-type]
+    producer = start(path, f"p-stale-{direction}", transfer, ahead=False)
+    consumer = start(path, f"c-stale-{direction}", transfer, ahead=False)
+    try:
+        found = hand_over(producer, consumer, "r", prompts()[-1], NEW_TOKENS, produced=4)
+        assert found == expected[-1]
+        assert "received" not in consumer.stats().outcomes
+        assert consumer.engine.scheduler.stats().prompt_tokens_computed == LENGTHS[-1]
+        for engine in (producer, consumer):
+            stats = engine.engine.scheduler.stats()
+            assert stats.free_blocks == stats.total_blocks
+    finally:
+        producer.engine.shutdown()
+        consumer.engine.shutdown()
+
+
+def test_between_blocks_of_two_sizes_nothing_is_handed_over(answers: Answers) -> None:
+    """A state's bytes lie in the order of its own blocks. The decode node reads the prompt itself."""
+    path, expected = answers("lfm2")
+    transfer = TransferConfig(timeout_s=2.0, handshake_timeout_s=2.0)
+    producer = start(path, "p-sizes", transfer, ahead=False)
+    consumer = start(path, "c-sizes", transfer, ahead=False, block_size=8)
+    try:
+        assert hand_over(producer, consumer, "r", prompts()[-1], NEW_TOKENS) == expected[-1]
+        assert "received" not in consumer.stats().outcomes
+        assert consumer.engine.scheduler.stats().prompt_tokens_computed == LENGTHS[-1]
+    finally:
+        producer.engine.shutdown()
+        consumer.engine.shutdown()
