@@ -95,7 +95,8 @@ class IncomingTransfer:
 
     def where(self, places: Sequence[int]) -> tuple[list[int], list[int]]:
         """The block and the part of it that each of these grains is."""
-        blocks, parts = [], []
+        blocks: list[int] = []
+        parts: list[int] = []
         mapping, mine = self.mapping, self.command
         if mapping is None:
             return blocks, parts
