@@ -1,12 +1,12 @@
 """The application: routes, limits, keys, error bodies, and server-sent events.
 
 app            which path leads where
-generate_routes, responses_routes, text_routes, status_routes, trace_routes, try_page, api_document
-               what is there; services: what all of it works with
+generate_routes, responses_routes, text_routes, status_routes, try_page, api_document
+               what is there, each route a function; services: what all of them work with
 response_desk  what is done with responses: begun, written, found on the nodes, cancelled
 serving        the server's socket and its end
 protocol       HTTP/1.1 on one connection, with limits before any application; head and chunked: what it reads
-disconnect     a client that goes away
+exchange       one request and its answer, until its client goes away
 gate           what every request passes on its way in and out
 body, json_body    a request's body, from bytes to a checked type; memory: what all of them take together
 respond, event_stream, errors

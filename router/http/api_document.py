@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from starlette.types import Receive, Scope, Send
 
 from tandem.router.anthropic.answer_types import MessageAnswer, MessagesError, TokenCount
 from tandem.router.anthropic.messages_request import CountRequest, MessagesRequest
+from tandem.router.http.exchange import HttpExchange
 from tandem.router.http.respond import send_bytes
+from tandem.router.http.services import Services
 from tandem.router.http.text_routes import DetokenizeRequest, TokenizeRequest
 from tandem.router.http.try_page import TRY_PAGE
 from tandem.router.openai.answer_types import (
@@ -216,14 +217,15 @@ def _health() -> dict[str, Any]:
     }
 
 
-class DocumentRoute:
-    def __init__(self, keys_required: bool) -> None:
-        self._body = msgspec.json.encode(make_document(keys_required))
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send_bytes(send, self._body, b"application/json")
+_documents: dict[bool, bytes] = {}
 
 
-class TryRoute:
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send_bytes(send, TRY_PAGE.encode(), b"text/html; charset=utf-8")
+async def document(services: Services, exchange: HttpExchange) -> None:
+    required = services.keys.required
+    if required not in _documents:
+        _documents[required] = msgspec.json.encode(make_document(required))
+    await send_bytes(exchange.send, _documents[required], b"application/json")
+
+
+async def try_page(services: Services, exchange: HttpExchange) -> None:
+    await send_bytes(exchange.send, TRY_PAGE.encode(), b"text/html; charset=utf-8")

@@ -2,45 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tandem.router.http.api_document import DocumentRoute, TryRoute
-from tandem.router.http.gate import HttpGate, exchange_of
-from tandem.router.http.generate_routes import CHAT, COMPLETIONS, MESSAGES, GenerateRoute
+from tandem.router.http import api_document, generate_routes, responses_routes, status_routes, text_routes
+from tandem.router.http.exchange import HttpExchange, exchange_of
+from tandem.router.http.gate import HttpGate
 from tandem.router.http.response_desk import ResponseDesk
-from tandem.router.http.responses_routes import CancelResponseRoute, ResponseRoute, ResponsesRoute
 from tandem.router.http.services import Services
-from tandem.router.http.status_routes import (
-    ClusterRoute,
-    HealthRoute,
-    LoadRoute,
-    MetricsRoute,
-    ModelRoute,
-    ModelsRoute,
-    VersionRoute,
-)
-from tandem.router.http.text_routes import CountTokensRoute, DetokenizeRoute, TokenizeRoute
-from tandem.router.http.trace_routes import TraceRoute, TracesRoute
+
+Handler = Callable[[Services, HttpExchange], Awaitable[None]]
 
 
-class _RouteLabel:
-    """Tells the exchange which route it took: metrics are labelled with routes, not with clients' paths."""
+class _Endpoint:
+    """A route's function as an ASGI application. The exchange learns the route: metrics are labelled with it, not with clients' paths."""
 
-    def __init__(self, path: str, app: ASGIApp) -> None:
+    def __init__(self, path: str, handler: Handler, services: Services) -> None:
         self._path = path
-        self._app = app
+        self._handler = handler
+        self._services = services
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange_of(scope).route = self._path
-        await self._app(scope, receive, send)
-
-
-def _route(path: str, app: ASGIApp, *methods: str) -> Route:
-    return Route(path, _RouteLabel(path, app), methods=list(methods))
+        exchange = exchange_of(scope)
+        exchange.route = self._path
+        await self._handler(self._services, exchange)
 
 
 class _Routes:
@@ -80,29 +69,32 @@ def _with_cors(app: ASGIApp, origins: tuple[str, ...]) -> ASGIApp:
 
 
 def make_app(services: Services) -> ASGIApp:
-    responses = ResponseDesk(services)
+    desk = ResponseDesk(services)
+    table: list[tuple[str, Handler, list[str]]] = [
+        ("/v1/completions", generate_routes.completions, ["POST"]),
+        ("/v1/chat/completions", generate_routes.chat_completions, ["POST"]),
+        ("/v1/messages", generate_routes.messages, ["POST"]),
+        ("/v1/messages/count_tokens", text_routes.count_tokens, ["POST"]),
+        ("/v1/responses", partial(responses_routes.create_response, desk), ["POST"]),
+        ("/v1/responses/{response_id}", partial(responses_routes.one_response, desk), ["GET", "DELETE"]),
+        ("/v1/responses/{response_id}/cancel", partial(responses_routes.cancel_response, desk), ["POST"]),
+        ("/v1/models", status_routes.models, ["GET"]),
+        ("/v1/models/{model:path}", status_routes.model, ["GET"]),
+        ("/tokenize", text_routes.tokenize, ["POST"]),
+        ("/detokenize", text_routes.detokenize, ["POST"]),
+        ("/health", status_routes.health, ["GET"]),
+        ("/ping", status_routes.health, ["GET", "POST"]),
+        ("/version", status_routes.version, ["GET"]),
+        ("/load", status_routes.load, ["GET"]),
+        ("/metrics", status_routes.metrics, ["GET"]),
+        ("/cluster", status_routes.cluster, ["GET"]),
+        ("/traces", status_routes.traces, ["GET"]),
+        ("/traces/{request_id}", status_routes.trace, ["GET"]),
+        ("/openapi.json", api_document.document, ["GET"]),
+        ("/docs", api_document.try_page, ["GET"]),
+    ]
     routes = [
-        _route("/v1/completions", GenerateRoute(COMPLETIONS, services), "POST"),
-        _route("/v1/chat/completions", GenerateRoute(CHAT, services), "POST"),
-        _route("/v1/messages", GenerateRoute(MESSAGES, services), "POST"),
-        _route("/v1/messages/count_tokens", CountTokensRoute(services), "POST"),
-        _route("/v1/responses", ResponsesRoute(services, responses), "POST"),
-        _route("/v1/responses/{response_id}", ResponseRoute(responses), "GET", "DELETE"),
-        _route("/v1/responses/{response_id}/cancel", CancelResponseRoute(responses), "POST"),
-        _route("/v1/models", ModelsRoute(services), "GET"),
-        _route("/v1/models/{model:path}", ModelRoute(services), "GET"),
-        _route("/tokenize", TokenizeRoute(services), "POST"),
-        _route("/detokenize", DetokenizeRoute(services), "POST"),
-        _route("/health", HealthRoute(services), "GET"),
-        _route("/ping", HealthRoute(services), "GET", "POST"),
-        _route("/version", VersionRoute(), "GET"),
-        _route("/load", LoadRoute(services), "GET"),
-        _route("/metrics", MetricsRoute(services), "GET"),
-        _route("/cluster", ClusterRoute(services), "GET"),
-        _route("/traces", TracesRoute(services), "GET"),
-        _route("/traces/{request_id}", TraceRoute(services), "GET"),
-        _route("/openapi.json", DocumentRoute(services.keys.required), "GET"),
-        _route("/docs", TryRoute(), "GET"),
+        Route(path, _Endpoint(path, handler, services), methods=methods) for path, handler, methods in table
     ]
     # Without Starlette's application around them: its layers turn errors into answers, which is what the gate is for.
     gate = HttpGate(_Routes(routes), services.config.limits, services.keys, services.metrics)

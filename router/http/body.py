@@ -7,11 +7,11 @@ from typing import TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect
-from starlette.types import Message, Receive, Scope
+from starlette.types import Message, Receive
 
 from tandem.router.config import Limits, RouterConfig, Timeouts
 from tandem.router.http.errors import BodyTimeout, BodyTooLarge, UnsupportedContentType
-from tandem.router.http.gate import exchange_of
+from tandem.router.http.exchange import HttpExchange
 from tandem.router.http.json_body import parse_object
 from tandem.router.http.memory import BodyShare
 from tandem.router.openai.checking import read_request
@@ -24,17 +24,16 @@ INLINE_BYTES = 64 << 10
 
 
 async def read_body(
-    scope: Scope, receive: Receive, request_type: type[R], config: RouterConfig, share: BodyShare
+    exchange: HttpExchange, request_type: type[R], config: RouterConfig, share: BodyShare
 ) -> R:
-    _check_type(scope)
-    limits = config.limits
-    body = await _read(scope, receive, limits, config.timeouts, share)
+    _check_type(exchange)
+    body = await _read(exchange, config.limits, config.timeouts, share)
     if len(body) <= INLINE_BYTES:
         request, ignored = _request_of(body, request_type, config)
     else:
         async with share.parsing:
             request, ignored = await asyncio.to_thread(_request_of, body, request_type, config)
-    exchange_of(scope).ignored_fields = ignored
+    exchange.ignored_fields = ignored
     return request
 
 
@@ -43,15 +42,15 @@ def _request_of(body: bytes | bytearray, request_type: type[R], config: RouterCo
     return read_request(value, request_type, config.unknown_fields)
 
 
-def _header(scope: Scope, wanted: bytes) -> bytes | None:
-    for name, value in scope["headers"]:
+def _header(exchange: HttpExchange, wanted: bytes) -> bytes | None:
+    for name, value in exchange.headers:
         if name == wanted:
             return bytes(value)
     return None
 
 
-def _check_type(scope: Scope) -> None:
-    declared = _header(scope, b"content-type")
+def _check_type(exchange: HttpExchange) -> None:
+    declared = _header(exchange, b"content-type")
     if declared is None:
         return
     kind, _, parameters = declared.decode("latin-1").partition(";")
@@ -61,7 +60,7 @@ def _check_type(scope: Scope) -> None:
         name, _, value = parameter.partition("=")
         if name.strip().lower() == "charset" and value.strip().strip('"').lower() not in ("utf-8", "utf8"):
             raise UnsupportedContentType(f"content-type: JSON is UTF-8, not {value.strip()[:40]!r}")
-    encoding = _header(scope, b"content-encoding")
+    encoding = _header(exchange, b"content-encoding")
     if encoding is not None and encoding.lower() != b"identity":
         raise UnsupportedContentType(
             f"content-encoding: {encoding.decode('latin-1')[:40]!r} is not read here"
@@ -69,15 +68,15 @@ def _check_type(scope: Scope) -> None:
 
 
 async def _read(
-    scope: Scope, receive: Receive, limits: Limits, timeouts: Timeouts, share: BodyShare
+    exchange: HttpExchange, limits: Limits, timeouts: Timeouts, share: BodyShare
 ) -> bytes | bytearray:
-    declared = _header(scope, b"content-length")
+    declared = _header(exchange, b"content-length")
     if declared is not None and (not declared.isdigit() or int(declared) > limits.body_bytes):
         if not declared.isdigit():
             raise InvalidRequest("content-length: must be a number")
         raise BodyTooLarge(f"the body has {int(declared)} bytes; at most {limits.body_bytes} are read")
     # What came together with its head is here already, as most bodies are: no wait, so no timer.
-    whole: bytes | None = scope["state"]["connection"].whole_body()
+    whole = exchange.connection.whole_body()
     if whole is not None:
         if len(whole) > limits.body_bytes:
             raise BodyTooLarge(f"the body has {len(whole)} bytes; at most {limits.body_bytes} are read")
@@ -88,7 +87,7 @@ async def _read(
     try:
         async with asyncio.timeout(timeouts.body):
             while more and fits:
-                message = await _next(receive)
+                message = await _next(exchange.receive)
                 data = message.get("body", b"")
                 more = message.get("more_body", False)
                 fits = len(body) + len(data) <= limits.body_bytes

@@ -1,52 +1,51 @@
-"""Server-sent events to clients of any speed."""
+"""Server-sent events to clients of any speed. Delivery is the one way for answers that stream while they are generated."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from typing import Protocol
 
-from starlette.types import Scope, Send
+from tandem.router.dispatch import Generation, RequestLife
+from tandem.router.http.exchange import HttpExchange
+from tandem.router.openai.choice import Choice, Delta
+from tandem.router.openai.pieces import LoopTurn
+from tandem.router.tracing.trace import RequestTrace
 
-from tandem.router.http.gate import exchange_of
-
-
-class StreamConnection(Protocol):
-    """What the server's own protocol offers beyond ASGI. It cuts off who does not read, which ends every wait here."""
-
-    def try_write_chunk(self, data: bytes) -> bool: ...
-
-    async def until_writable(self) -> None: ...
+# What an answer that has fallen behind its client writes at once.
+WRITE_BYTES = 64 << 10
 
 
 class EventStream:
-    """One answer's events."""
+    """One client's. The server cuts off a client that does not read, which ends every wait here."""
 
-    def __init__(self, scope: Scope, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
-        self._exchange = exchange_of(scope)
-        self._connection: StreamConnection = scope["state"]["connection"]
-        self._chunked = scope["http_version"] == "1.1"  # as the answer then is, having no length
-        self._send = send
+    def __init__(self, exchange: HttpExchange, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
+        self._exchange = exchange
+        self._connection = exchange.connection
+        self._chunked = exchange.scope["http_version"] == "1.1"  # as the answer then is, having no length
         self._headers = headers
 
     @property
     def begun(self) -> bool:
+        """Something was written: a failure is no longer a status code."""
         return self._exchange.status is not None
 
     def try_write(self, events: bytes) -> bool:
-        """At once, or not at all: when the answer has not begun, or the client is behind."""
+        """At once, or not at all: when nothing was written yet, or the client is behind."""
         return self._chunked and self.begun and self._connection.try_write_chunk(events)
 
     async def write(self, events: bytes, *, last: bool = False) -> None:
-        """The first write sends the status: until then a failure is still a status code."""
+        """The first write sends the status."""
         if not last and self.try_write(events):
             return
         if not self.begun:
             await self._begin()
         await self._connection.until_writable()
-        await self._send({"type": "http.response.body", "body": events, "more_body": not last})
+        await self._exchange.send({"type": "http.response.body", "body": events, "more_body": not last})
 
     async def _begin(self) -> None:
         self._exchange.is_stream = True
-        await self._send(
+        await self._exchange.send(
             {
                 "type": "http.response.start",
                 "status": 200,
@@ -58,3 +57,95 @@ class EventStream:
                 ],
             }
         )
+
+
+class AnswerStream(Protocol):
+    """What an API's events are."""
+
+    def events(self, choice: Choice, delta: Delta) -> bytes: ...
+
+    def closing(self) -> bytes: ...
+
+
+class Delivery:
+    """One answer on its way to its client, whatever API it is of.
+
+    Tokens in the middle of an answer, for a client that keeps up, are written where they arrive, in `_show`: waking up this task would cost
+    as much as all else that is done with a token. Everything else is the task's: the beginning, the end, failures, and a client that is behind.
+    """
+
+    def __init__(
+        self,
+        generation: Generation,
+        choices: Sequence[Choice],
+        answer: AnswerStream,
+        stream: EventStream,
+        trace: RequestTrace | None = None,
+    ) -> None:
+        self._generation = generation
+        self._by_life = {choice.life: choice for choice in choices}
+        self._answer = answer
+        self._stream = stream
+        self._trace = trace
+        self._unfinished = len(choices)
+        self._unwritten: list[bytes] = []
+
+    async def run(self) -> None:
+        """To the answer's end. Raises the failure of a choice; what came before it is written then, unless nothing was."""
+        self._generation.show_with(self._show)
+        turn = LoopTurn()
+        while self._unfinished:
+            failure = None
+            for life in await self._generation.news():
+                choice = self._by_life[life]
+                self._read(life)
+                while choice.behind:
+                    await turn.pass_on()
+                    self._read(life)
+                    await self._flush(WRITE_BYTES)
+                failure = choice.failed or failure
+                await self._flush(WRITE_BYTES)
+                await turn.pass_on()
+            if failure is not None:
+                if self._stream.begun:
+                    await self._flush()
+                raise failure
+            if self._unfinished:
+                await self._flush()
+        await self._stream.write(b"".join(self._unwritten) + self._answer.closing(), last=True)
+        self._note_written()
+
+    def _show(self, life: RequestLife) -> bool:
+        """Whether the tokens that just came are written."""
+        if life.ended or not self._stream.begun or self._unwritten:
+            return False
+        self._read(life)
+        events = b"".join(self._unwritten)
+        # A stop string may have ended it just now.
+        if life.ended or not self._stream.try_write(events):
+            return False
+        self._unwritten.clear()
+        self._note_written()
+        return True
+
+    def _read(self, life: RequestLife) -> None:
+        choice = self._by_life[life]
+        delta = choice.advance()
+        if delta is None:
+            return
+        self._unfinished -= delta.finish_reason is not None
+        self._unwritten.append(self._answer.events(choice, delta))
+        life.ledger.logprobs.forget(choice.completion_tokens)
+
+    async def _flush(self, beyond: int = 0) -> None:
+        """Writes what there is, once it is more than `beyond` bytes. Waits for a client that is behind."""
+        if sum(map(len, self._unwritten)) <= beyond:
+            return
+        events = b"".join(self._unwritten)
+        self._unwritten.clear()
+        await self._stream.write(events)
+        self._note_written()
+
+    def _note_written(self) -> None:
+        if self._trace is not None:
+            self._trace.flushed(time.monotonic())

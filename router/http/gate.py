@@ -9,14 +9,12 @@ import secrets
 import time
 
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tandem.router.config import Limits
 from tandem.router.http.errors import (
-    Forbidden,
     HeaderTooLarge,
     Unauthorized,
-    anthropic_error,
     body_of,
     error_body,
     from_http_exception,
@@ -24,9 +22,9 @@ from tandem.router.http.errors import (
     sse_error,
     status_of,
 )
-from tandem.router.keys import KeyRing, Tenant
+from tandem.router.http.exchange import HttpExchange, names_of
+from tandem.router.keys import KeyRing
 from tandem.router.metrics import RouterMetrics
-from tandem.router.tracing.trace import RequestTrace
 from tandem.wire.errors import Cancelled, TandemError
 
 logger = logging.getLogger(__name__)
@@ -36,43 +34,6 @@ _REQUEST_ID = re.compile(rb"^[A-Za-z0-9._:-]{1,128}$")
 _TRACE_PARENT = re.compile(rb"^[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}$")
 # Probes and scrapers have no key, and learn nothing here that needs one. Their successes are no news for the log.
 OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/metrics", "/openapi.json", "/docs"})
-
-
-class HttpExchange:
-    """One request and its answer, as the log and the routes see it."""
-
-    def __init__(self, request_id: str, trace_id: str | None, path: str = "") -> None:
-        self.request_id = request_id
-        self.trace_id = trace_id
-        self.tenant: Tenant | None = None
-        self.route = "other"  # a metric's label: never a path that a client chose
-        self.notes = ""  # for the log: nodes, tokens
-        self.ignored_fields: list[str] = []  # that the request had and this server does not know
-        self.status: int | None = None
-        self.ended = False  # the answer's last byte is sent
-        self.is_stream = False
-        self.trace: RequestTrace | None = None
-        self.error_form = anthropic_error if path.startswith("/v1/messages") else _as_it_is
-
-
-def _as_it_is(body: bytes) -> bytes:
-    return body
-
-
-def exchange_of(scope: Scope) -> HttpExchange:
-    found = scope["exchange"]
-    if not isinstance(found, HttpExchange):
-        raise TypeError("the request did not come through the gate")
-    return found
-
-
-def require_operator(scope: Scope, keys: KeyRing) -> None:
-    """Where keys are set, a tenant learns nothing of the cluster and of others."""
-    tenant = exchange_of(scope).tenant
-    if keys.required and (tenant is None or not tenant.is_operator):
-        raise Forbidden(
-            f"{scope['path'][:100]} needs an operator's key: one of router.api_keys that says operator: true"
-        )
 
 
 class HttpGate:
@@ -88,36 +49,25 @@ class HttpGate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers: list[tuple[bytes, bytes]] = scope["headers"]
-        exchange = scope["exchange"] = _open(headers, scope["path"])
-        scope["app"] = self  # where there is one, routes raise what they would answer themselves
+        exchange = scope["exchange"] = _open(scope, receive, send)
+        scope["app"] = self  # where there is one, Starlette's router raises what it would answer itself
         began = time.monotonic()
-
-        async def send_noted(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                exchange.status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", exchange.request_id.encode())]
-                if exchange.ignored_fields:
-                    message["headers"].append((b"x-tandem-ignored-fields", _names(exchange.ignored_fields)))
-            elif not message.get("more_body", False):
-                exchange.ended = True
-            await send(message)
 
         try:
             try:
-                self._admit(scope, exchange, headers)
-                await self._app(scope, receive, send_noted)
+                self._admit(exchange)
+                await self._app(scope, receive, exchange.send)
             except TandemError as error:
-                await _answer_error(exchange, error, send_noted)
+                await _answer_error(exchange, error)
             except HTTPException as error:
                 body, more = from_http_exception(error, scope["method"], scope["path"])
-                await _answer(send_noted, error.status_code, exchange.error_form(body), more)
+                await _answer(exchange, error.status_code, exchange.error_form(body), more)
             except asyncio.CancelledError:
                 exchange.status = exchange.status or Cancelled.http_status
                 raise
             except Exception:
                 logger.exception("%s: %s %s failed", exchange.request_id, scope["method"], _path(scope))
-                await _answer_bug(exchange, send_noted)
+                await _answer_bug(exchange)
         finally:
             ended = time.monotonic()
             took = ended - began
@@ -132,10 +82,11 @@ class HttpGate:
                 f" key={exchange.tenant.name}" if exchange.tenant else "",
                 f" trace={exchange.trace_id}" if exchange.trace_id else "",
                 exchange.notes,
-                f" ignored={_names(exchange.ignored_fields).decode()}" if exchange.ignored_fields else "",
+                f" ignored={names_of(exchange.ignored_fields).decode()}" if exchange.ignored_fields else "",
             )  # fmt: skip
 
-    def _admit(self, scope: Scope, exchange: HttpExchange, headers: list[tuple[bytes, bytes]]) -> None:
+    def _admit(self, exchange: HttpExchange) -> None:
+        scope, headers = exchange.scope, exchange.headers
         size = sum(len(name) + len(value) for name, value in headers) + len(scope.get("raw_path") or b"")
         if size > self._limits.header_bytes:
             raise HeaderTooLarge(f"the header has {size} bytes; at most {self._limits.header_bytes} are read")
@@ -148,27 +99,20 @@ class HttpGate:
                 )
 
 
-def _open(headers: list[tuple[bytes, bytes]], path: str) -> HttpExchange:
+def _open(scope: Scope, receive: Receive, send: Send) -> HttpExchange:
     request_id, trace_id = None, None
-    for name, value in headers:
+    for name, value in scope["headers"]:
         if name == b"x-request-id" and _REQUEST_ID.match(value):
             request_id = value.decode("ascii")
         elif name == b"traceparent" and (match := _TRACE_PARENT.match(value)):
             trace_id = match[1].decode("ascii")
-    return HttpExchange(request_id or secrets.token_hex(16), trace_id, path)
+    return HttpExchange(scope, receive, send, request_id or secrets.token_hex(16), trace_id)
 
 
 def _path(scope: Scope) -> str:
     """As it was sent, for logs: decoded it could hold a line break, and forge a line."""
     raw: bytes = scope.get("raw_path") or scope["path"].encode()
     return raw.decode("latin-1")[:500]
-
-
-def _names(fields: list[str]) -> bytes:
-    """Clients' names of fields, fit for a header and a line of the log: at most a kilobyte of printable ASCII."""
-    return re.sub(rb"[^!-~]", b"?", b",".join(name.encode("ascii", "replace")[:100] for name in fields))[
-        :1024
-    ]
 
 
 def _bearer(headers: list[tuple[bytes, bytes]]) -> bytes:
@@ -182,17 +126,17 @@ def _bearer(headers: list[tuple[bytes, bytes]]) -> bytes:
     return b""
 
 
-async def _answer_error(exchange: HttpExchange, error: TandemError, send: Send) -> None:
+async def _answer_error(exchange: HttpExchange, error: TandemError) -> None:
     status = status_of(error)
     if exchange.status is not None:
-        await _break_off(exchange, error, send)
+        await _break_off(exchange, error)
         return
     if status >= 500:
         logger.warning("%s: answered %d: %s", exchange.request_id, status, error)
-    await _answer(send, status, exchange.error_form(body_of(error)), headers_of(error))
+    await _answer(exchange, status, exchange.error_form(body_of(error)), headers_of(error))
 
 
-async def _break_off(exchange: HttpExchange, error: TandemError, send: Send) -> None:
+async def _break_off(exchange: HttpExchange, error: TandemError) -> None:
     """The status is sent. A stream says what happened and ends without [DONE]; anything else is cut short."""
     if isinstance(error, Cancelled):
         exchange.status = Cancelled.http_status  # for the log and the metrics
@@ -201,27 +145,21 @@ async def _break_off(exchange: HttpExchange, error: TandemError, send: Send) -> 
     exchange.notes += f" error={error.code}"
     if exchange.is_stream and not exchange.ended:
         event = sse_error(exchange.error_form(body_of(error)))
-        await send({"type": "http.response.body", "body": event, "more_body": False})
+        await exchange.send({"type": "http.response.body", "body": event, "more_body": False})
 
 
-async def _answer_bug(exchange: HttpExchange, send: Send) -> None:
+async def _answer_bug(exchange: HttpExchange) -> None:
     body = exchange.error_form(
         error_body(f"internal error; the log has it under {exchange.request_id}", 500, "internal_error")
     )
     if exchange.status is None:
-        await _answer(send, 500, body, {})
+        await _answer(exchange, 500, body, {})
     elif exchange.is_stream and not exchange.ended:
-        await send(
-            {
-                "type": "http.response.body",
-                "body": sse_error(body),
-                "more_body": False,
-            }
-        )
+        await exchange.send({"type": "http.response.body", "body": sse_error(body), "more_body": False})
 
 
-async def _answer(send: Send, status: int, body: bytes, headers: dict[str, str]) -> None:
+async def _answer(exchange: HttpExchange, status: int, body: bytes, headers: dict[str, str]) -> None:
     plain = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
     start = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *plain]
-    await send({"type": "http.response.start", "status": status, "headers": start})
-    await send({"type": "http.response.body", "body": body, "more_body": False})
+    await exchange.send({"type": "http.response.start", "status": status, "headers": start})
+    await exchange.send({"type": "http.response.body", "body": body, "more_body": False})

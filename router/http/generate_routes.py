@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
-from starlette.types import Receive, Scope, Send
 
 from tandem.router.anthropic.messages_answer import MessageStream, whole_message
 from tandem.router.anthropic.messages_request import MessagesRequest, as_chat
-from tandem.router.dispatch import Generation, RequestLife
+from tandem.router.dispatch import Generation
 from tandem.router.http.body import read_body
-from tandem.router.http.disconnect import until_disconnect
 from tandem.router.http.errors import RouterDraining
-from tandem.router.http.event_stream import EventStream
-from tandem.router.http.gate import HttpExchange, exchange_of
+from tandem.router.http.event_stream import AnswerStream, Delivery, EventStream
+from tandem.router.http.exchange import HttpExchange
 from tandem.router.http.memory import (
     PARSED_TIMES,
     SMALL_BODY,
@@ -32,32 +30,22 @@ from tandem.router.keys import Reservation
 from tandem.router.openai.answer import AnswerHead
 from tandem.router.openai.chat_answer import ChatStream, whole_chat
 from tandem.router.openai.chat_request import ChatRequest
-from tandem.router.openai.choice import Choice, Delta
+from tandem.router.openai.choice import Choice
 from tandem.router.openai.completion_answer import CompletionStream, whole_completion
 from tandem.router.openai.completion_request import CompletionRequest
 from tandem.router.openai.fields import SamplingFields
-from tandem.router.openai.pieces import LoopTurn
 from tandem.router.openai.plan import Caller, GenerationPlan, ServedModel, plan_chat, plan_completion
 from tandem.router.openai.reading import ReadChoice, read_all
 from tandem.router.text.tokenizer import Tokenizer
-from tandem.router.tracing.trace import RequestTrace
 from tandem.wire.tracing import TracePhase
 
-# What an answer that has fallen behind its client writes at once.
-WRITE_BYTES = 64 << 10
 LOGGED_IDS = 8
 
 R = TypeVar("R", CompletionRequest, ChatRequest)
 
 
-class AnswerStream(Protocol):
-    def events(self, choice: Choice, delta: Delta) -> bytes: ...
-
-    def closing(self) -> bytes: ...
-
-
 class GenerateEndpoint(msgspec.Struct, frozen=True):
-    """How one of the two differs from the other."""
+    """What is one API's own."""
 
     id_prefix: str
     request_type: Any
@@ -72,201 +60,125 @@ CHAT = GenerateEndpoint("chatcmpl", ChatRequest, plan_chat, whole_chat, ChatStre
 MESSAGES = GenerateEndpoint("msg", MessagesRequest, plan_chat, whole_message, MessageStream, as_chat)
 
 
-class GenerateRoute:
-    """An ASGI application: the answer is written straight to the connection, without a layer in between."""
-
-    def __init__(self, endpoint: GenerateEndpoint, services: Services) -> None:
-        self._endpoint = endpoint
-        self._services = services
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        services, exchange = self._services, exchange_of(scope)
-        arrived = time.monotonic()
-        if services.draining:
-            raise RouterDraining("this router is shutting down; another takes new requests")
-        tenant = exchange.tenant
-        reservation = tenant.enter() if tenant is not None else None
-        try:
-            with services.bodies.share() as share:
-                request, plan = await self._read(scope, receive, exchange, share, arrived)
-                kept_of_body = share.size
-                if kept_of_body > SMALL_BODY:
-                    request, kept_of_body = without_payload(request), 0
-            if reservation is not None:
-                reservation.take_tokens(plan.prompt_tokens, _asked(request, plan))
-            inputs = inputs_size(plan) + kept_of_body * PARSED_TIMES
-            with services.kept.share(inputs + answer_size(plan, streams=bool(request.stream))) as kept:
-                await self._run(scope, send, exchange, request, plan, reservation, kept, inputs, arrived)
-        finally:
-            if reservation is not None:
-                reservation.void()
-
-    async def _run(
-        self,
-        scope: Scope,
-        send: Send,
-        exchange: HttpExchange,
-        request: Any,
-        plan: GenerationPlan,
-        reservation: Reservation | None,
-        kept: KeptShare,
-        inputs: int,
-        arrived: float,
-    ) -> None:
-        services, tenant = self._services, exchange.tenant
-        generation: Generation | None = None
-
-        async def work() -> None:
-            nonlocal generation
-            generation = await services.dispatcher.generate(
-                plan.specs, tenant.name if tenant else "", eager=bool(request.stream or plan.stops)
-            )
-            kept.grows_with(generation, inputs)
-            await self._answer(scope, send, exchange, request, plan, generation)
-
-        try:
-            await until_disconnect(scope, work)
-        finally:
-            answers: list[int] = []
-            if generation is not None:
-                generation.cancel()
-                answers = [len(life.ledger.tokens) for life in generation.lives]
-                used = plan.prompt_tokens + sum(answers)
-                failovers = sum(life.failovers for life in generation.lives)
-                exchange.notes += (
-                    f" nodes={_nodes(generation)} tokens={used} failovers={failovers} "
-                    f"requests={_node_requests(generation)}"
-                )
-                services.metrics.e2e_latency.observe(time.monotonic() - arrived)
-            if reservation is not None:
-                reservation.settle(plan.prompt_tokens if generation is not None else 0, answers)
-
-    async def _read(
-        self, scope: Scope, receive: Receive, exchange: HttpExchange, share: BodyShare, arrived: float
-    ) -> tuple[Any, GenerationPlan]:
-        services = self._services
-        request = await read_body(scope, receive, self._endpoint.request_type, services.config, share)
-        if self._endpoint.translate is not None:
-            request = self._endpoint.translate(request)
-        services.model.check_name(request.model)
-        tenant = exchange.tenant
-        trace = exchange.trace = services.traces.begin(
-            exchange.request_id, scope["headers"], tenant.name if tenant is not None else None
-        )
-        read_at = time.monotonic()
-        plan = await self._endpoint.plan(
-            request, services.model, caller_of(scope, services, request, arrived)
-        )
-        if trace is not None:
-            trace.began = arrived
-            trace.span(TracePhase.READ, arrived, read_at)
-            trace.prompt_tokens = plan.prompt_tokens
-            trace.span(TracePhase.TOKENIZE, read_at, time.monotonic(), plan.prompt_tokens)
-        return request, plan
-
-    async def _answer(
-        self,
-        scope: Scope,
-        send: Send,
-        exchange: HttpExchange,
-        request: Any,
-        plan: GenerationPlan,
-        generation: Generation,
-    ) -> None:
-        tokenizer = self._services.model.tokenizer
-        choices = plan.choices(generation, tokenizer)
-        head = AnswerHead.new(
-            self._endpoint.id_prefix, int(time.time()), self._services.model.name_of(request.model)
-        )
-        trace = exchange.trace
-        if trace is not None:
-            trace.answer_id = head.id
-        if request.stream:
-            answer = self._endpoint.stream(head, plan, request, choices, tokenizer)
-            await self._stream(scope, send, generation, choices, answer, trace)
-            return
-        read = await read_all(generation, choices)
-        pieces = self._endpoint.whole(head, plan, request, read, tokenizer)
-        await send_pieces(send, pieces, _routing_headers(generation))
-        if trace is not None:
-            trace.flushed(time.monotonic())
-
-    async def _stream(
-        self,
-        scope: Scope,
-        send: Send,
-        generation: Generation,
-        choices: Sequence[Choice],
-        answer: AnswerStream,
-        trace: RequestTrace | None,
-    ) -> None:
-        by_life = {choice.life: choice for choice in choices}
-        unfinished = len(choices)
-        unwritten: list[bytes] = []
-        stream = EventStream(scope, send, _routing_headers(generation))
-
-        def read(life: RequestLife) -> bytes:
-            nonlocal unfinished
-            choice = by_life[life]
-            delta = choice.advance()
-            if delta is None:
-                return b""
-            unfinished -= delta.finish_reason is not None
-            events = answer.events(choice, delta)
-            life.ledger.logprobs.forget(choice.completion_tokens)
-            return events
-
-        def show(life: RequestLife) -> bool:
-            """Tokens in the middle of an answer, for a client that keeps up, are all that is shown from here."""
-            if life.ended or not stream.begun:
-                return False
-            events = read(life)
-            if not life.ended and stream.try_write(events):
-                if trace is not None:
-                    trace.flushed(time.monotonic())
-                return True
-            unwritten.append(events)
-            return False
-
-        async def flush(beyond: int = 0) -> None:
-            """Writes what there is, once it is more than `beyond` bytes. Waits for a client that is behind."""
-            if sum(map(len, unwritten)) <= beyond:
-                return
-            events = b"".join(unwritten)
-            unwritten.clear()
-            await stream.write(events)
-            if trace is not None:
-                trace.flushed(time.monotonic())
-
-        generation.show_with(show)
-        turn = LoopTurn()
-        while unfinished:
-            failure = None
-            news = await generation.news()
-            for life in news:
-                unwritten.append(read(life))
-                while by_life[life].behind:
-                    await turn.pass_on()
-                    unwritten.append(read(life))
-                    await flush(WRITE_BYTES)
-                failure = by_life[life].failed or failure
-                await flush(WRITE_BYTES)
-                await turn.pass_on()
-            if failure is not None:
-                if stream.begun:  # then every token that came is shown; else the failure is a status code
-                    await flush()
-                raise failure
-            if unfinished:
-                await flush()
-        await stream.write(b"".join(unwritten) + answer.closing(), last=True)
-        if trace is not None:
-            trace.flushed(time.monotonic())
+async def completions(services: Services, exchange: HttpExchange) -> None:
+    await _generate(COMPLETIONS, services, exchange)
 
 
-def caller_of(scope: Scope, services: Services, request: SamplingFields, arrived: float) -> Caller:
-    exchange = exchange_of(scope)
+async def chat_completions(services: Services, exchange: HttpExchange) -> None:
+    await _generate(CHAT, services, exchange)
+
+
+async def messages(services: Services, exchange: HttpExchange) -> None:
+    await _generate(MESSAGES, services, exchange)
+
+
+async def _generate(endpoint: GenerateEndpoint, services: Services, exchange: HttpExchange) -> None:
+    arrived = time.monotonic()
+    if services.draining:
+        raise RouterDraining("this router is shutting down; another takes new requests")
     tenant = exchange.tenant
-    session = next((v.decode("latin-1") for n, v in scope["headers"] if n == b"x-session-id"), None)
+    reservation = tenant.enter() if tenant is not None else None
+    try:
+        with services.bodies.share() as share:
+            request, plan = await _read(endpoint, services, exchange, share, arrived)
+            kept_of_body = share.size
+            if kept_of_body > SMALL_BODY:
+                request, kept_of_body = without_payload(request), 0
+        if reservation is not None:
+            reservation.take_tokens(plan.prompt_tokens, _asked(request, plan))
+
+        inputs = inputs_size(plan) + kept_of_body * PARSED_TIMES
+        with services.kept.share(inputs + answer_size(plan, streams=bool(request.stream))) as kept:
+            await _run(endpoint, services, exchange, request, plan, reservation, kept, inputs, arrived)
+    finally:
+        if reservation is not None:
+            reservation.void()
+
+
+async def _run(
+    endpoint: GenerateEndpoint,
+    services: Services,
+    exchange: HttpExchange,
+    request: Any,
+    plan: GenerationPlan,
+    reservation: Reservation | None,
+    kept: KeptShare,
+    inputs: int,
+    arrived: float,
+) -> None:
+    """Afterwards nothing of the request runs, and what it used is counted."""
+    generation: Generation | None = None
+
+    async def work() -> None:
+        nonlocal generation
+        eager = bool(request.stream or plan.stops)
+        generation = await services.dispatcher.generate(plan.specs, exchange.owner, eager=eager)
+        kept.grows_with(generation, inputs)
+        await _answer(endpoint, services, exchange, request, plan, generation)
+
+    try:
+        await exchange.until_disconnect(work)
+    finally:
+        answers: list[int] = []
+        if generation is not None:
+            generation.cancel()
+            answers = [len(life.ledger.tokens) for life in generation.lives]
+            exchange.notes += _notes(generation, plan.prompt_tokens + sum(answers))
+            services.metrics.e2e_latency.observe(time.monotonic() - arrived)
+        if reservation is not None:
+            reservation.settle(plan.prompt_tokens if generation is not None else 0, answers)
+
+
+async def _read(
+    endpoint: GenerateEndpoint, services: Services, exchange: HttpExchange, share: BodyShare, arrived: float
+) -> tuple[Any, GenerationPlan]:
+    request = await read_body(exchange, endpoint.request_type, services.config, share)
+    if endpoint.translate is not None:
+        request = endpoint.translate(request)
+    services.model.check_name(request.model)
+    tenant = exchange.tenant
+    trace = exchange.trace = services.traces.begin(
+        exchange.request_id, exchange.headers, tenant.name if tenant is not None else None
+    )
+    read_at = time.monotonic()
+    plan = await endpoint.plan(request, services.model, caller_of(services, exchange, request, arrived))
+    if trace is not None:
+        trace.began = arrived
+        trace.span(TracePhase.READ, arrived, read_at)
+        trace.prompt_tokens = plan.prompt_tokens
+        trace.span(TracePhase.TOKENIZE, read_at, time.monotonic(), plan.prompt_tokens)
+    return request, plan
+
+
+async def _answer(
+    endpoint: GenerateEndpoint,
+    services: Services,
+    exchange: HttpExchange,
+    request: Any,
+    plan: GenerationPlan,
+    generation: Generation,
+) -> None:
+    tokenizer = services.model.tokenizer
+    choices = plan.choices(generation, tokenizer)
+    head = AnswerHead.new(endpoint.id_prefix, int(time.time()), services.model.name_of(request.model))
+    trace = exchange.trace
+    if trace is not None:
+        trace.answer_id = head.id
+    if request.stream:
+        answer = endpoint.stream(head, plan, request, choices, tokenizer)
+        stream = EventStream(exchange, _routing_headers(generation))
+        await Delivery(generation, choices, answer, stream, trace).run()
+        return
+    read = await read_all(generation, choices)
+    pieces = endpoint.whole(head, plan, request, read, tokenizer)
+    await send_pieces(exchange.send, pieces, _routing_headers(generation))
+    if trace is not None:
+        trace.flushed(time.monotonic())
+
+
+def caller_of(services: Services, exchange: HttpExchange, request: SamplingFields, arrived: float) -> Caller:
+    tenant = exchange.tenant
+    session = next((v.decode("latin-1") for n, v in exchange.headers if n == b"x-session-id"), None)
     if session is None and isinstance(request, ChatRequest):
         session = request.prompt_cache_key
     return Caller(
@@ -293,6 +205,12 @@ def _asked(request: Any, plan: GenerationPlan) -> list[int | None]:
 
 def asked_tokens(plan: GenerationPlan) -> list[int | None]:
     return [spec.sampling.max_tokens for spec in plan.specs]
+
+
+def _notes(generation: Generation, tokens: int) -> str:
+    """For the request's line in the log."""
+    failovers = sum(life.failovers for life in generation.lives)
+    return f" nodes={_nodes(generation)} tokens={tokens} failovers={failovers} requests={_node_requests(generation)}"
 
 
 def _node_requests(generation: Generation) -> str:

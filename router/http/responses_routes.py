@@ -1,18 +1,18 @@
-"""POST /v1/responses, and GET, DELETE and cancel of one. What is done with them is the desk's."""
+"""POST /v1/responses, and GET, DELETE and cancel of one. What is done with them is the desk's.
+
+A response's events are kept under their numbers, and clients follow what is kept; so the desk writes them, and not the route.
+"""
 
 from __future__ import annotations
 
 import time
 from urllib.parse import parse_qs
 
-from starlette.types import Receive, Scope, Send
-
 from tandem.router.dispatch import LeftBehind
 from tandem.router.http.body import read_body
-from tandem.router.http.disconnect import until_disconnect
 from tandem.router.http.errors import RouterDraining
 from tandem.router.http.event_stream import EventStream
-from tandem.router.http.gate import exchange_of
+from tandem.router.http.exchange import HttpExchange
 from tandem.router.http.generate_routes import asked_tokens, caller_of
 from tandem.router.http.respond import send_json
 from tandem.router.http.response_desk import ResponseDesk, conversation
@@ -23,71 +23,64 @@ from tandem.router.responses.responses_request import InputItem, ResponsesReques
 from tandem.wire.errors import InvalidRequest
 
 
-class ResponsesRoute:
-    def __init__(self, services: Services, desk: ResponseDesk) -> None:
-        self._services = services
-        self._desk = desk
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        services, exchange = self._services, exchange_of(scope)
-        arrived = time.monotonic()
-        if services.draining:
-            raise RouterDraining("this router is shutting down; another takes new requests")
-        reservation = exchange.tenant.enter() if exchange.tenant is not None else None
-        try:
-            request, plan, before = await self._read(scope, receive, arrived)
-            if reservation is not None:
-                asked: list[int | None] = [None] if request.max_output_tokens is None else asked_tokens(plan)
-                reservation.take_tokens(plan.prompt_tokens, asked)
-            response = self._desk.begin(request, plan, before, _owner(scope), reservation, arrived)
-        except BaseException:
-            if reservation is not None:
-                reservation.void()
-            raise
-        try:
-            await self._answer(scope, send, request, response)
-        except BaseException:
-            if not request.background:
-                self._desk.forget(response)
-            raise
-
-    async def _read(
-        self, scope: Scope, receive: Receive, arrived: float
-    ) -> tuple[ResponsesRequest, GenerationPlan, list[InputItem]]:
-        services = self._services
-        with services.bodies.share() as share:
-            request = await read_body(scope, receive, ResponsesRequest, services.config, share)
-            check(request)
-            services.model.check_name(request.model)
-            before: list[InputItem] = []
-            if request.previous_response_id is not None:
-                before = conversation(await self._desk.find(request.previous_response_id, _owner(scope)))
-            chat = as_chat(request, before)
-            plan = await plan_chat(chat, services.model, caller_of(scope, services, chat, arrived))
-        return request, plan, before
-
-    async def _answer(
-        self, scope: Scope, send: Send, request: ResponsesRequest, response: StoredResponse
-    ) -> None:
-        if request.background and not request.stream:
-            await send_json(send, response.body)
-            return
-        if request.stream:
-            await follow_to_end(scope, send, response, after=-1)
-            return
-
-        async def wait() -> None:
-            async for _ in response.follow(-1):
-                pass
-
-        await until_disconnect(scope, wait)
-        if response.error is not None:
-            raise response.error
-        await send_json(send, response.body)
+async def create_response(desk: ResponseDesk, services: Services, exchange: HttpExchange) -> None:
+    arrived = time.monotonic()
+    if services.draining:
+        raise RouterDraining("this router is shutting down; another takes new requests")
+    reservation = exchange.tenant.enter() if exchange.tenant is not None else None
+    try:
+        request, plan, before = await _read(desk, services, exchange, arrived)
+        if reservation is not None:
+            asked: list[int | None] = [None] if request.max_output_tokens is None else asked_tokens(plan)
+            reservation.take_tokens(plan.prompt_tokens, asked)
+        response = desk.begin(request, plan, before, exchange.owner, reservation, arrived)
+    except BaseException:
+        if reservation is not None:
+            reservation.void()
+        raise
+    try:
+        await _answer(exchange, request, response)
+    except BaseException:
+        if not request.background:
+            desk.forget(response)
+        raise
 
 
-async def follow_to_end(scope: Scope, send: Send, response: StoredResponse, after: int) -> None:
-    stream = EventStream(scope, send, [])
+async def _read(
+    desk: ResponseDesk, services: Services, exchange: HttpExchange, arrived: float
+) -> tuple[ResponsesRequest, GenerationPlan, list[InputItem]]:
+    with services.bodies.share() as share:
+        request = await read_body(exchange, ResponsesRequest, services.config, share)
+        check(request)
+        services.model.check_name(request.model)
+        before: list[InputItem] = []
+        if request.previous_response_id is not None:
+            before = conversation(await desk.find(request.previous_response_id, exchange.owner))
+        chat = as_chat(request, before)
+        plan = await plan_chat(chat, services.model, caller_of(services, exchange, chat, arrived))
+    return request, plan, before
+
+
+async def _answer(exchange: HttpExchange, request: ResponsesRequest, response: StoredResponse) -> None:
+    if request.background and not request.stream:
+        await send_json(exchange.send, response.body)
+        return
+    if request.stream:
+        await follow_to_end(exchange, response, after=-1)
+        return
+
+    async def wait() -> None:
+        async for _ in response.follow(-1):
+            pass
+
+    await exchange.until_disconnect(wait)
+    if response.error is not None:
+        raise response.error
+    await send_json(exchange.send, response.body)
+
+
+async def follow_to_end(exchange: HttpExchange, response: StoredResponse, after: int) -> None:
+    stream = EventStream(exchange)
 
     async def write() -> None:
         async for events in response.follow(after):
@@ -103,51 +96,40 @@ async def follow_to_end(scope: Scope, send: Send, response: StoredResponse, afte
             raise response.error  # another router streams the rest
         await stream.write(b"", last=True)
 
-    await until_disconnect(scope, write)
+    await exchange.until_disconnect(write)
 
 
-class ResponseRoute:
+async def one_response(desk: ResponseDesk, services: Services, exchange: HttpExchange) -> None:
     """GET: as it is now, or with `stream=true` its events above `starting_after`. DELETE: forgets it."""
-
-    def __init__(self, desk: ResponseDesk) -> None:
-        self._desk = desk
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        response = await self._desk.find(scope["path_params"]["response_id"], _owner(scope))
-        if scope["method"] == "DELETE":
-            self._desk.forget(response)
-            await send_json(send, {"id": response.id, "object": "response", "deleted": True})
-            return
-        query = parse_qs(scope["query_string"].decode("latin-1"))
-        if query.get("stream", ["false"])[0].lower() != "true":
-            await send_json(send, response.body)
-            return
-        if not response.keeps_events:
-            raise InvalidRequest(
-                "stream: only a response that was made in the background is streamed again", "stream"
-            )
-        after = query.get("starting_after", ["-1"])[0]
-        if not after.lstrip("-").isdigit() or len(after) > 12:
-            raise InvalidRequest("starting_after: must be an event's sequence_number", "starting_after")
-        await follow_to_end(scope, send, response, max(-1, int(after)))
+    response = await _find(desk, exchange)
+    if exchange.scope["method"] == "DELETE":
+        desk.forget(response)
+        await send_json(exchange.send, {"id": response.id, "object": "response", "deleted": True})
+        return
+    query = parse_qs(exchange.scope["query_string"].decode("latin-1"))
+    if query.get("stream", ["false"])[0].lower() != "true":
+        await send_json(exchange.send, response.body)
+        return
+    if not response.keeps_events:
+        raise InvalidRequest(
+            "stream: only a response that was made in the background is streamed again", "stream"
+        )
+    after = query.get("starting_after", ["-1"])[0]
+    if not after.lstrip("-").isdigit() or len(after) > 12:
+        raise InvalidRequest("starting_after: must be an event's sequence_number", "starting_after")
+    await follow_to_end(exchange, response, max(-1, int(after)))
 
 
-class CancelResponseRoute:
-    """Of one that was asked for in the background. One that has ended stays as it is."""
-
-    def __init__(self, desk: ResponseDesk) -> None:
-        self._desk = desk
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        response = await self._desk.find(scope["path_params"]["response_id"], _owner(scope))
-        if not response.body["background"]:
-            raise InvalidRequest(
-                "only a response that was made in the background can be cancelled", "response_id"
-            )
-        await self._desk.cancel(response)
-        await send_json(send, response.body)
+async def cancel_response(desk: ResponseDesk, services: Services, exchange: HttpExchange) -> None:
+    """Cancels a response that was asked for in the background. One that has ended stays as it is."""
+    response = await _find(desk, exchange)
+    if not response.body["background"]:
+        raise InvalidRequest(
+            "only a response that was made in the background can be cancelled", "response_id"
+        )
+    await desk.cancel(response)
+    await send_json(exchange.send, response.body)
 
 
-def _owner(scope: Scope) -> str:
-    tenant = exchange_of(scope).tenant
-    return tenant.name if tenant is not None else ""
+async def _find(desk: ResponseDesk, exchange: HttpExchange) -> StoredResponse:
+    return await desk.find(exchange.scope["path_params"]["response_id"], exchange.owner)
