@@ -5,7 +5,8 @@ generate_routes, responses_routes, text_routes, status_routes, try_page, api_doc
                what is there, each route a function; services: what all of them work with
 response_desk  what is done with responses: begun, written, found on the nodes, cancelled
 serving        the server's socket and its end
-protocol       HTTP/1.1 on one connection, with limits before any application; head and chunked: what it reads
+protocol       one connection: its requests one after the other, its limits and its timers
+call           one request and its answer there; head and chunked: what is read of it
 exchange       one request and its answer, until its client goes away
 gate           what every request passes on its way in and out
 body, json_body    a request's body, from bytes to a checked type; memory: what all of them take together

@@ -7,33 +7,26 @@ client can leave its connection in lasts without one of the timers.
 from __future__ import annotations
 
 import asyncio
-import http
 import logging
 import secrets
 from collections.abc import Callable
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
-from starlette.types import ASGIApp, Message, Scope
+from starlette.types import ASGIApp
 
 from tandem.router.config import Limits, Timeouts
+from tandem.router.http.call import STATUS_LINES, HttpCall, LengthBody
 from tandem.router.http.chunked import ChunkedBody, FramingError
 from tandem.router.http.errors import error_body
 from tandem.router.http.head import END_OF_HEAD, RequestHead
-from tandem.wire.errors import InternalError
 
 logger = logging.getLogger(__name__)
 
 # A client that is still sending when it is refused does not read the refusal yet. What it sends is dropped, within these.
 LINGER_BYTES = 64 << 20
 LINGER_S = 2.0
-# Of a body that its reader has not taken yet; beyond it the client has to wait.
-UNREAD_BYTES = 64 << 10
 
 _CODES = {408: "request_timeout", 431: "header_too_large", 503: "overloaded"}
-_STATUS_LINES = {
-    status.value: b"HTTP/1.1 %d %b\r\n" % (status.value, status.phrase.encode()) for status in http.HTTPStatus
-}
-_EMPTY: frozenset[int] = frozenset({204, 304})
 
 
 class Server(Protocol):
@@ -51,197 +44,11 @@ class Server(Protocol):
     def on_cut(self) -> None: ...
 
 
-class LengthBody:
-    """A body that says its length, or none."""
-
-    def __init__(self, length: int) -> None:
-        self._left = length
-
-    @property
-    def complete(self) -> bool:
-        return self._left == 0
-
-    def take(self, buffer: bytearray) -> bytes:
-        data = bytes(buffer[: self._left])
-        del buffer[: len(data)]
-        self._left -= len(data)
-        return data
-
-
-class HttpCall:
-    """One request and its answer, between the application and the connection."""
-
-    def __init__(self, connection: HttpConnection, head: RequestHead, body: LengthBody | ChunkedBody) -> None:
-        self._connection = connection
-        self._head = head
-        self._unread = bytearray()
-        self._news: asyncio.Future[None] | None = None
-        self._answer_head = (
-            b""  # held back until something of its body comes: one packet, and one system call
-        )
-        self._chunked = False
-        self._has_body = True
-        self._expects_continue = head.expects_continue
-        self._read_to_end = False
-        self.body = body
-        self.keep_alive = head.keep_alive
-        self.answering = False  # the status is known
-        self.complete = False  # the answer is sent
-        self.disconnected = False
-        path, raw_path, query = head.target
-        self.scope: Scope = {
-            "type": "http",
-            "asgi": {"version": "3.0", "spec_version": "2.3"},
-            "http_version": head.version,
-            "method": head.method,
-            "scheme": "http",
-            "path": path,
-            "raw_path": raw_path,
-            "query_string": query,
-            "root_path": "",
-            "headers": head.headers,
-            "client": connection.client,
-            "server": None,
-            "state": {"connection": connection},
-        }
-
-    @property
-    def request_id(self) -> str:
-        exchange: Any = self.scope.get("exchange")
-        return str(exchange.request_id) if exchange is not None else "-"
-
-    async def run(self, app: ASGIApp) -> None:
-        try:
-            await app(self.scope, self.receive, self.send)
-        except asyncio.CancelledError:
-            pass  # the server ends it, and the client learns it from the connection's end
-        except Exception:
-            logger.exception("%s: the application failed", self.request_id)
-        finally:
-            if not self.complete and not self.disconnected:
-                self._connection.break_off()
-
-    # --- the request
-
-    def take(self, buffer: bytearray) -> bool:
-        """What of its body has come; after the answer it is dropped. Whether that was the body's end."""
-        data = self.body.take(buffer)
-        if not self.complete and not self.disconnected:
-            self._unread += data
-            if len(self._unread) > UNREAD_BYTES:
-                self._connection.pause_reading()
-            self._wake()
-        return self.body.complete
-
-    def hang_up(self) -> None:
-        self.disconnected = True
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._news is not None and not self._news.done():
-            self._news.set_result(None)
-
-    async def receive(self) -> Message:
-        if self._expects_continue and not self.answering and not self.disconnected:
-            self._expects_continue = False
-            self._connection.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        while not (self.disconnected or self.complete or self._has_news()):
-            self._connection.resume_reading()
-            self._news = asyncio.get_running_loop().create_future()
-            try:
-                await self._news
-            finally:
-                self._news = None
-        if self.disconnected or self.complete:
-            return {"type": "http.disconnect"}
-        body, self._unread = bytes(self._unread), bytearray()
-        self._read_to_end = self.body.complete
-        return {"type": "http.request", "body": body, "more_body": not self._read_to_end}
-
-    def whole_body(self) -> bytes | None:
-        """The body, if all of it is here and nothing of it was read: then reading needs no wait and no timer."""
-        if not self.body.complete or self._read_to_end or self.disconnected or self.complete:
-            return None
-        self._read_to_end = True
-        body, self._unread = bytes(self._unread), bytearray()
-        return body
-
-    def _has_news(self) -> bool:
-        return bool(self._unread) or (self.body.complete and not self._read_to_end)
-
-    # --- the answer
-
-    async def send(self, message: Message) -> None:
-        if self.disconnected:
-            return
-        if message["type"] == "http.response.start":
-            if self.answering:
-                raise InternalError("an answer was begun twice")
-            self._begin(message["status"], message["headers"])
-            return
-        if not self.answering or self.complete:
-            raise InternalError("an answer's body came outside of it")
-        if self._connection.write_paused:
-            await self._connection.until_writable()
-        self._write_body(message.get("body", b""), more=message.get("more_body", False))
-
-    def _begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        self.answering = True
-        has_length = False
-        lines = [_STATUS_LINES[status], b"date: ", self._connection.server.date(), b"\r\n"]
-        for name, value in headers:
-            if name == b"content-length":
-                has_length = True
-            elif name == b"connection" and value.lower() == b"close":
-                self.keep_alive = False
-                continue
-            lines += (name, b": ", value, b"\r\n")
-        self._has_body = self._head.method != "HEAD" and status not in _EMPTY
-        if self._has_body and not has_length:
-            if self._head.version == "1.1":
-                self._chunked = True
-                lines.append(b"transfer-encoding: chunked\r\n")
-            else:
-                self.keep_alive = False
-        if self._connection.server.stopping:
-            self.keep_alive = False
-        if not self.keep_alive:
-            lines.append(b"connection: close\r\n")
-        lines.append(b"\r\n")
-        head = b"".join(lines)
-        if head.count(b"\n") != head.count(b"\r\n") or head.count(b"\n") > len(headers) + 5:
-            raise InternalError("an answer's header has a line end in it")
-        self._answer_head = head
-
-    def _write_body(self, data: bytes, *, more: bool) -> None:
-        if self.disconnected:
-            return
-        head, self._answer_head = self._answer_head, b""
-        if not self._has_body:
-            data = b""
-        elif self._chunked:
-            piece = b"%x\r\n%b\r\n" % (len(data), data) if data else b""
-            data = piece if more else piece + b"0\r\n\r\n"
-        if head or data:
-            self._connection.write(head + data if head else data)
-        if not more:
-            self.complete = True
-            self._wake()
-            self._connection.on_answered(self)
-
-    def try_write_chunk(self, data: bytes) -> bool:
-        """A piece of a chunked body that has begun. False when it must wait."""
-        if self._answer_head or self._connection.write_paused:
-            return False
-        if not self.disconnected and data:
-            self._connection.write(b"%x\r\n%b\r\n" % (len(data), data))
-        return True
-
-
 class HttpConnection(asyncio.Protocol):
     """Between requests it is idle; a request that comes before its turn lies in the buffer."""
 
     transport: asyncio.Transport
+    write: Callable[[bytes], None]
 
     def __init__(self, server: Server, loop: asyncio.AbstractEventLoop) -> None:
         self.server = server
@@ -262,6 +69,13 @@ class HttpConnection(asyncio.Protocol):
         # While it waits for a head, for the rest of a body that nobody reads, and idle. Never two of them.
         self._timer: asyncio.TimerHandle | None = None
         self._unsent_timer: asyncio.TimerHandle | None = None
+
+    @property
+    def stopping(self) -> bool:
+        return self.server.stopping
+
+    def date(self) -> bytes:
+        return self.server.date()
 
     # --- what comes
 
@@ -481,7 +295,7 @@ class HttpConnection(asyncio.Protocol):
                 b"x-request-id: " + request_id.encode(),
                 *([b"retry-after: 1"] if retry_after else []),
             ]
-            self.transport.write(_STATUS_LINES[status] + b"\r\n".join(lines) + b"\r\n\r\n" + body)
+            self.transport.write(STATUS_LINES[status] + b"\r\n".join(lines) + b"\r\n\r\n" + body)
         self._linger()
 
     # --- timers
