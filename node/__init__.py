@@ -1,10 +1,10 @@
 """A process of an engine, the same for both roles: it takes requests from routers, steps, and sends tokens back.
 
-service      a node's requests, from Submit to the last token
+service      a node's requests, from Submit to the last token; live_requests: those that have not ended, and their deadlines
 answers      background answers, kept for any router that asks
 loop         the thread that steps the engine, and the mailbox that feeds it
 routers      the routers that the service answers
-counters     what a node reports of itself
+status       what a node reports of itself: its state and its counters
 config       what a node can be told
 node         all of it put together; hosting: as the process that holds it sees it
 """

@@ -6,7 +6,7 @@ which requests it takes and how one of them ends (`RoleRules`).
 Who may end a request, and who hears of it:
 - the engine (a stop token, the length, a failed transfer): its router gets a chunk with the finish reason;
 - its deadline: its router gets a chunk with error `deadline_exceeded`;
-- its router's Cancel, or the router's silence: nobody is told, there is nobody who wants to know. A background answer
+- its router's Cancel, or the router's silence: no message follows, because none is wanted. A background answer
   (`Submit.keep`) goes on when its router is silent: other routers find it by its id;
 - the failure of this node: every router gets an error chunk for every request, then a status that says FAILED.
 
@@ -17,7 +17,6 @@ which of its requests it holds.
 from __future__ import annotations
 
 import dataclasses
-import heapq
 import logging
 import threading
 import time
@@ -34,9 +33,10 @@ from tandem.engine.structured.grammars import Grammars
 from tandem.engine.tracing import FinishedTrace, Tracer
 from tandem.node.answers import KeptAnswers, keeps_here
 from tandem.node.config import NodeConfig
-from tandem.node.counters import node_counters
+from tandem.node.live_requests import LiveRequests
 from tandem.node.loop import EngineLoop, Mailbox
 from tandem.node.routers import RouterLine, Routers
+from tandem.node.status import node_counters, node_status
 from tandem.wire.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -69,7 +69,6 @@ from tandem.wire.tracing import ClockReading, NodeTrace
 logger = logging.getLogger(__name__)
 
 _STATS_PERIOD_S = 0.1
-_SPARE_DEADLINES = 100
 
 
 class RoleRules(Protocol):
@@ -85,18 +84,9 @@ class RoleRules(Protocol):
         ...
 
 
-@dataclasses.dataclass(slots=True)
-class _LiveRequest:
-    """A request between its Submit and its end."""
-
-    submit: Submit
-    deadline: float
-    reported: int  # how many output tokens its router has been told of, or told us of
-
-
 @dataclasses.dataclass(slots=True, frozen=True)
 class RouterLost:
-    """A router has been silent for too long, or does not read: its requests have no owner any more."""
+    """A router has been silent for too long, or does not read: its requests no longer have an owner."""
 
     reply_to: str
 
@@ -146,8 +136,7 @@ class NodeService:
         self._canary = engine.canary = Canary(engine.scheduler, engine.runner, share)
         self._desk = GrammarDesk(grammars, config.timeouts.grammar_s, mailbox.put)
         self._kept = KeptAnswers(config.answers, self._send_chunks, clock)
-        self._live: dict[str, _LiveRequest] = {}
-        self._deadlines: list[tuple[float, str]] = []
+        self._live = LiveRequests()
         self._routers = Routers(
             line,
             self.status,
@@ -214,18 +203,14 @@ class NodeService:
         worker = self._engine.worker
         transfer = worker.stats() if worker is not None else None
         failure = self.failure
-        return NodeStatus(
-            node_id=self._config.node_id,
-            role=self._rules.role,
-            epoch=self._epoch,
-            state=self._state if failure is None else NodeState.FAILED,
-            free_blocks=scheduler.free_blocks,
-            total_blocks=scheduler.total_blocks,
-            running=scheduler.running,
-            waiting=scheduler.waiting,
-            waiting_tokens=scheduler.waiting_tokens,
+        return node_status(
+            self._config.node_id,
+            self._rules.role,
+            self._epoch,
+            self._state if failure is None else NodeState.FAILED,
+            scheduler,
             transfers=transfer.in_progress if transfer else 0,
-            held_blocks=scheduler.held_blocks,
+            now=self._clock(),
             step_age_s=self.loop.step_age(),
             counters=node_counters(
                 scheduler,
@@ -238,18 +223,12 @@ class NodeService:
                 wrong_kv=self._canary.wrong,
             ),
             detail=failure or "",
-            loading=scheduler.blocked,
-            wanted_blocks=scheduler.wanted_blocks,
-            oldest_wait_s=max(0.0, self._clock() - scheduler.oldest_arrival)
-            if scheduler.oldest_arrival is not None
-            else 0.0,
-            quarantined_blocks=scheduler.quarantined_blocks,
         )
 
     @property
     def failure(self) -> str | None:
         if self._state is not NodeState.FAILED and (why := self._line.died) is not None:
-            return f"nobody hears its routers any more: {why}"
+            return f"it no longer hears its routers: {why}"
         return self._detail if self._state is NodeState.FAILED else None
 
     def drain(self, timeout_s: float) -> bool:
@@ -284,10 +263,10 @@ class NodeService:
                     self._kept.end(item.request_id, error)
                     self._refuse(item, error)
             case Cancel():
-                self._abort([id for id in item.request_ids if self._is_owner(id, item.reply_to)])
+                self._abort([id for id in item.request_ids if self._live.is_owner(id, item.reply_to)])
                 self._kept.cancelled(item.request_ids)
             case RouterLost():
-                owned = [live.submit for live in self._live.values() if live.submit.reply_to == item.reply_to]
+                owned = [live.submit for live in self._live.of_router(item.reply_to)]
                 self._abort([submit.request_id for submit in owned if submit.keep is None])
                 self._kept.router_lost(item.reply_to)
             case Recall():
@@ -311,21 +290,15 @@ class NodeService:
     def before_step(self, now: float) -> None:
         for request_id, error in self._desk.overdue(now):
             self._go_on(GrammarReady(request_id, error))
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, request_id = heapq.heappop(self._deadlines)
-            live = self._live.get(request_id)
-            if live is None or live.deadline > now:
-                continue
+        for live in self._live.overdue(now):
             late = DeadlineExceeded(
                 f"the request did not finish within its {live.submit.timeout_s:.1f} s on this node"
             )
-            self._abort([request_id], late)
+            self._abort([live.submit.request_id], late)
             self._refuse(live.submit, late)
 
     def seconds_until_due(self, now: float) -> float | None:
-        while self._deadlines and self._deadlines[0][1] not in self._live:
-            heapq.heappop(self._deadlines)
-        due = self._deadlines[0][0] - now if self._deadlines else None
+        due = self._live.seconds_until_due(now)
         grammar_due = self._desk.seconds_until_due(now)
         return grammar_due if due is None or (grammar_due is not None and grammar_due < due) else due
 
@@ -337,7 +310,7 @@ class NodeService:
                 continue
             live.reported = max(live.reported, update.start + len(update.token_ids))
             if update.finish is not None:
-                del self._live[update.request_id]
+                self._live.end(update.request_id)
                 update.finish = self._rules.finish_of(live.submit, update)
             if live.submit.keep is not None:
                 self._kept.add(update)
@@ -372,7 +345,7 @@ class NodeService:
         bug = InternalError(f"node {self._config.node_id} has failed: {self._detail}")
         self._kept.end_all(bug)
         failure = bug.to_wire()
-        for live in self._live.values():
+        for live in self._live:
             self._send_chunks(live.submit.reply_to, [_error_chunk(live.submit, failure)])
         self._live.clear()
         self._routers.tell_all_status()
@@ -410,26 +383,17 @@ class NodeService:
         self._engine.add_request(request)
         if grammar is not None and request.status is RequestStatus.WAITING_FOR_GRAMMAR:
             self._desk.begin(request.request_id, grammar, now)
-        deadline = now + submit.timeout_s
-        self._live[submit.request_id] = _LiveRequest(submit, deadline, len(submit.output_token_ids))
-        self._remember_deadline(deadline, submit.request_id)
+        self._live.begin(submit, now)
         self._quiet.clear()
         if submit.trace:
             self._tracer.admitted(submit)
             self._engine.tracer = self._tracer
 
-    def _remember_deadline(self, deadline: float, request_id: str) -> None:
-        """A request that ends leaves its deadline behind, half an hour away: the dead go when they outnumber the living."""
-        heapq.heappush(self._deadlines, (deadline, request_id))
-        if len(self._deadlines) > 2 * len(self._live) + _SPARE_DEADLINES:
-            self._deadlines = [(live.deadline, id) for id, live in self._live.items()]
-            heapq.heapify(self._deadlines)
-
     def _go_on(self, ready: GrammarReady) -> None:
         """A request that waited for its grammar runs, or ends if it cannot."""
         if ready.error is None:
             self._engine.scheduler.wake(ready.request_id)
-        elif (live := self._live.pop(ready.request_id, None)) is not None:
+        elif (live := self._live.end(ready.request_id)) is not None:
             self._engine.scheduler.finish_requests([ready.request_id], RequestStatus.FINISHED_ERROR)
             self._kept.end(ready.request_id, ready.error)
             self._refuse(live.submit, ready.error)
@@ -437,7 +401,7 @@ class NodeService:
                 self._end_trace(ready.request_id)
 
     def _check_vocabulary(self, submit: Submit) -> None:
-        """A token that the model does not know would read somebody else's memory, or stop the whole step."""
+        """A token that the model does not know would read memory that is not its own, or stop the whole step."""
         vocabulary = self._engine.runner.info.vocab_size
         for tokens, name in ((submit.prompt_token_ids, "prompt"), (submit.output_token_ids, "output")):
             if tokens and not 0 <= min(tokens) <= max(tokens) < vocabulary:
@@ -450,18 +414,10 @@ class NodeService:
         self._send_chunks(submit.reply_to, [_error_chunk(submit, error.to_wire())])
 
     def _tell_what_is_held(self, item: ListRequests) -> None:
-        held = {
-            request_id: live.reported
-            for request_id, live in self._live.items()
-            if live.submit.reply_to == item.reply_to
-        }
+        held = {live.submit.request_id: live.reported for live in self._live.of_router(item.reply_to)}
         self._routers.tell(
             item.reply_to, Holding(self._config.node_id, self._epoch, *item.position, requests=held)
         )
-
-    def _is_owner(self, request_id: str, reply_to: str) -> bool:
-        live = self._live.get(request_id)
-        return live is not None and live.submit.reply_to == reply_to
 
     def _end_answer(self, item: EndAnswer) -> None:
         """Another router than the one that submitted it may ask for this: that one hears of it."""
@@ -476,7 +432,7 @@ class NodeService:
 
     def _abort(self, request_ids: list[str], why: TandemError | None = None) -> None:
         for request_id in request_ids:
-            self._live.pop(request_id, None)
+            self._live.end(request_id)
             self._kept.end(request_id, why or Cancelled("the response was cancelled"))
             self._desk.forget(request_id)
         self._engine.abort_requests(request_ids)
@@ -485,7 +441,7 @@ class NodeService:
                 self._end_trace(request_id)
 
     def _end_trace(self, request_id: str) -> None:
-        """After its tokens were sent: whoever waits for those waits no longer for this."""
+        """After its tokens were sent: they must not wait for the trace."""
         self._tracer.ended(request_id, is_held=self._engine.scheduler.holds_blocks_of(request_id))
 
     def _send_trace(self, done: FinishedTrace) -> None:

@@ -1,4 +1,4 @@
-"""What a node has done since it started, as it is told to routers."""
+"""What a node reports of itself to routers: how it is now, and what it has done since it started."""
 
 from __future__ import annotations
 
@@ -7,7 +7,44 @@ from collections.abc import Mapping
 
 from tandem.engine.scheduling.stats import SchedulerStats, Totals
 from tandem.kvtransfer.base import TransferStats
-from tandem.wire.requests import NodeCounters
+from tandem.wire.nodes import NodeState, Role
+from tandem.wire.requests import NodeCounters, NodeStatus
+
+
+def node_status(
+    node_id: str,
+    role: Role,
+    epoch: int,
+    state: NodeState,
+    scheduler: SchedulerStats,
+    *,
+    transfers: int,
+    now: float,
+    step_age_s: float,
+    counters: NodeCounters,
+    detail: str,
+) -> NodeStatus:
+    oldest = scheduler.oldest_arrival
+    return NodeStatus(
+        node_id=node_id,
+        role=role,
+        epoch=epoch,
+        state=state,
+        free_blocks=scheduler.free_blocks,
+        total_blocks=scheduler.total_blocks,
+        running=scheduler.running,
+        waiting=scheduler.waiting,
+        waiting_tokens=scheduler.waiting_tokens,
+        transfers=transfers,
+        held_blocks=scheduler.held_blocks,
+        step_age_s=step_age_s,
+        counters=counters,
+        detail=detail,
+        loading=scheduler.blocked,
+        wanted_blocks=scheduler.wanted_blocks,
+        oldest_wait_s=max(0.0, now - oldest) if oldest is not None else 0.0,
+        quarantined_blocks=scheduler.quarantined_blocks,
+    )
 
 
 def node_counters(
