@@ -1,7 +1,11 @@
-"""The configuration of a model that says nothing unusual, read without transformers: to import it takes two seconds,
-more than everything else that a node does before it can serve such a model.
+"""The configuration of a model that says nothing unusual, read without transformers.
 
-Whatever is not known here to mean nothing more makes `read_plain_config` give up, and transformers reads it. What is
+transformers takes 2.2 to 2.5 s of CPU and 106 MiB for it in each node (`import` and `AutoConfig.from_pretrained`, beside torch, on a
+two-core machine, three runs); this takes 1 ms. Nodes that start together share the cores, so two of them serve about 2.5 s later. To keep
+transformers' answer in a file helps a second start on the same machine only: the first one, and every new machine or container, would
+pay in full. So this stays. Tests hold it to transformers' own reading of published configurations and of changes to them.
+
+`read_plain_config` gives up where it meets anything that it does not know to mean nothing more, and transformers reads it. What is
 returned says what transformers would have said, for all that the native library needs.
 """
 
