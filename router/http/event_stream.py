@@ -96,7 +96,9 @@ class Delivery:
         turn = LoopTurn()
         while self._unfinished:
             failure = None
-            for life in await self._generation.news():
+            news = await self._generation.news()
+            turn.begin()
+            for life in news:
                 choice = self._by_life[life]
                 self._read(life)
                 while choice.behind:

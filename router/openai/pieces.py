@@ -87,10 +87,14 @@ class LoopTurn:
     """How long one task has had the event loop."""
 
     def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """To be called when the task was woken up: what it waited is not its turn."""
         self._until = time.monotonic() + TURN_S
 
     async def pass_on(self) -> None:
         """To others, if this one has had its turn."""
         if time.monotonic() > self._until:
             await asyncio.sleep(0)
-            self._until = time.monotonic() + TURN_S
+            self.begin()

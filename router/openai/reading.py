@@ -41,7 +41,9 @@ async def read_all(generation: Generation, choices: Sequence[Choice]) -> list[Re
     unfinished = len(read)
     turn = LoopTurn()
     while unfinished:
-        for life in await generation.news():
+        news = await generation.news()
+        turn.begin()
+        for life in news:
             one = read[life]
             was_finished = one.choice.finish_reason is not None
             one.read()
