@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tandem.router.config import LocalPrefill, PolicyName
+from tandem.router.http.exchange import HttpExchange
 from tandem.router.policy.choose import decide
 from tandem.wire.errors import ConfigurationError
 from tests.router.test_router_policy import ask, node, pools
@@ -53,9 +55,12 @@ def test_the_endpoint_answers() -> None:
     async def receive() -> Any:
         raise AssertionError("it reads nothing")
 
-    asyncio.run(example("endpoint")["MottoRoute"]()({"type": "http"}, receive, send))
+    scope = {"type": "http", "path": "/motto", "headers": [], "state": {"connection": None}}
+    exchange = HttpExchange(scope, receive, send, "its id", None)
+    services = SimpleNamespace(config=SimpleNamespace(model_name="m"))
+    asyncio.run(example("endpoint")["motto"](services, exchange))
     assert sent[0]["status"] == 200
-    assert sent[1]["body"] == b'{"motto":"two pools, one answer"}'
+    assert sent[1]["body"] == b'{"motto":"two pools, one answer","model":"m"}'
 
 
 def test_the_setting_is_checked() -> None:

@@ -4,6 +4,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tandem.router.config import Heartbeat
 from tandem.router.pool import NodePool
@@ -241,3 +243,57 @@ def test_a_node_with_another_tokenizer_than_the_router_gets_nothing(world: World
     pool.set_members(nodes)
     foreign = {member.info.node_id: "tokenizer.json" in str(pool.unusable(member)) for member in pool.members}
     assert foreign == {"a": False, "b": True, "c": False}
+
+
+OPERATIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["say", "wedge", "drain", "sent", "answered", "suspect", "leave", "deaf", "pass"]),
+        st.integers(0, 3),
+        st.integers(0, 5),
+    ),
+    max_size=40,
+)
+
+
+@given(OPERATIONS)
+def test_what_is_kept_between_two_looks_is_what_a_fresh_look_would_find(
+    operations: list[tuple[str, int, int]],
+) -> None:
+    world = World()
+    roles = [Role.PREFILL, Role.DECODE, Role.DECODE, Role.AGGREGATED]
+    infos = [info(f"n{index}", role=role) for index, role in enumerate(roles)]
+    world.pool.set_members(infos)
+    for name, number, amount in operations:
+        node, request = infos[number], f"request {amount}"
+        match name:
+            case "say":
+                world.say(node, running=amount, free_blocks=amount)
+            case "wedge":
+                world.say(node, step_age_s=1000.0)
+            case "drain":
+                world.say(node, state=NodeState.DRAINING)
+            case "sent":
+                world.pool.sent(node.node_id, request, amount, amount + 1)
+            case "answered":
+                world.pool.answered(node.node_id, request)
+            case "suspect":
+                world.pool.suspect(node.node_id, node.epoch, "its queue is full")
+            case "leave":
+                world.pool.set_members([each for each in infos if each != node])
+                world.pool.set_members(infos)
+            case "deaf":
+                member = world.pool.member(node.node_id)
+                assert member is not None
+                world.pool.note_deaf(member, amount % 2 == 0)
+            case "pass":
+                world.pass_time(amount / 10)
+        snapshot = world.pool.snapshot()
+        seen = {view.node_id: view for view in (*snapshot.prefill, *snapshot.decode)}
+        usable = {m.info.node_id: m for m in world.pool.members if world.pool.unusable(m) is None}
+        assert seen.keys() == usable.keys()
+        for node_id, member in usable.items():
+            view, pending = seen[node_id], member.pending.values()
+            assert view.status is member.status
+            assert view.pending_requests == len(pending)
+            assert view.pending_tokens == sum(tokens for _, tokens, _ in pending)
+            assert view.pending_blocks == sum(blocks for _, _, blocks in pending)
