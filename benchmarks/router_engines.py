@@ -49,17 +49,11 @@ class InstantNode:
         self._lock = threading.Lock()
         self._wake = threading.Event()
         epoch = new_epoch()
-        self._channel = NumberedChannel(
-            "127.0.0.1",
-            epoch,
-            self._on_message,
-            begun=lambda endpoint: None,
-            replaced=lambda endpoint: None,
-            name=node_id,
-        )
+        self._channel = NumberedChannel("127.0.0.1", epoch, name=node_id)
         self.info = NodeInfo(
             node_id, role, epoch, self._channel.endpoint, "tcp://127.0.0.1:1", MODEL, 1 << 20, 16
         )
+        self._channel.listen(self._on_message, begun=lambda endpoint: None, replaced=lambda endpoint: None)
         threading.Thread(target=self._steps, daemon=True).start()
 
     def _on_message(self, message: ToNode) -> None:

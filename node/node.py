@@ -20,9 +20,9 @@ from tandem.kvtransfer.base import ConnectorContext, LoadFailurePolicy, Schedule
 from tandem.machine.resources import bind, core_quota, threads_here
 from tandem.node.config import NodeConfig
 from tandem.node.loop import Mailbox
+from tandem.node.routers import RouterLine
 from tandem.node.service import Item, NodeService, RoleRules
 from tandem.wire.errors import ConfigurationError, InternalError, Unavailable
-from tandem.wire.lines import Position
 from tandem.wire.nodes import NodeInfo, NodeState, Role, new_epoch
 from tandem.wire.requests import NodeCounters, NodeStatus, ToNode
 
@@ -32,70 +32,28 @@ Progress = Callable[[str, float], None]
 """What is being done, and how much of it is done (0 to 1)."""
 
 
-class NodeChannel(Protocol):
+class NodeChannel(RouterLine, Protocol):
     """Where routers reach this node, and how it answers. `wire.lines.NumberedChannel` is one."""
 
     @property
     def endpoint(self) -> str: ...
-    @property
-    def malformed(self) -> int: ...
-    @property
-    def died(self) -> str | None: ...
-    @property
-    def gaps(self) -> int: ...
-    def send(self, endpoint: str, message: msgspec.Struct) -> None: ...
-    def received(self, endpoint: str) -> Position: ...
-    def forget(self, endpoint: str) -> None: ...
+    def listen(
+        self,
+        on_message: Callable[[ToNode], None],
+        *,
+        begun: Callable[[str], None],
+        replaced: Callable[[str], None],
+    ) -> None: ...
     def close(self) -> None: ...
 
 
 class OpenChannel(Protocol):
     """Binds to the host's address. The arguments are those of `wire.lines.NumberedChannel`."""
 
-    def __call__(
-        self,
-        host: str,
-        epoch: int,
-        on_message: Callable[[ToNode], None],
-        *,
-        begun: Callable[[str], None],
-        replaced: Callable[[str], None],
-        name: str,
-    ) -> NodeChannel: ...
+    def __call__(self, host: str, epoch: int, *, name: str) -> NodeChannel: ...
 
 
 MakeConnector = Callable[[ConnectorContext], tuple[SchedulerConnector, WorkerConnector]]
-
-
-class _Line:
-    """The channel, for a service that is there before it."""
-
-    def __init__(self) -> None:
-        self.channel: NodeChannel | None = None
-
-    @property
-    def malformed(self) -> int:
-        return self.channel.malformed if self.channel is not None else 0
-
-    @property
-    def died(self) -> str | None:
-        return self.channel.died if self.channel is not None else None
-
-    @property
-    def gaps(self) -> int:
-        return self.channel.gaps if self.channel is not None else 0
-
-    def send(self, endpoint: str, message: msgspec.Struct) -> None:
-        if self.channel is None:
-            raise InternalError("a message to a router before the channel is open")
-        self.channel.send(endpoint, message)
-
-    def received(self, endpoint: str) -> Position:
-        return self.channel.received(endpoint) if self.channel is not None else Position(0, 0)
-
-    def forget(self, endpoint: str) -> None:
-        if self.channel is not None:
-            self.channel.forget(endpoint)
 
 
 class Node:
@@ -114,7 +72,7 @@ class Node:
         self._open_channel = open_channel
         self._make_connector = make_connector
         self._engine: Engine | None = None
-        self._line = _Line()
+        self._channel: NodeChannel | None = None
         self._service: NodeService | None = None
 
     def start(
@@ -165,27 +123,19 @@ class Node:
             ahead=config.engine.scheduler.plans_ahead(info.device),
             debug=config.engine.debug,
         )
+        self._channel = channel = self._open_channel(config.host, self.epoch, name=f"{config.node_id}-inbox")
         service = NodeService(
             config,
             self.epoch,
             self._rules,
             self._engine,
             mailbox,
-            self._line,
+            channel,
             grammars=runner.grammars,
         )
-        # The service first: it must run before the channel delivers anything.
         service.start()
         self._service = service
-        channel = self._open_channel(
-            config.host,
-            self.epoch,
-            service.receive,
-            begun=service.line_begun,
-            replaced=service.router_replaced,
-            name=f"{config.node_id}-inbox",
-        )
-        self._line.channel = channel
+        channel.listen(service.receive, begun=service.line_begun, replaced=service.router_replaced)
         return NodeInfo(
             node_id=config.node_id,
             role=self._rules.role,
@@ -260,13 +210,13 @@ class Node:
         return self._service.drain(timeout_s) if self._service is not None else True
 
     def stop(self) -> None:
-        """Idempotent. Whoever still waits for an answer gets none: drain first."""
+        """Idempotent. A request that has not ended gets no answer: drain first."""
         if self._service is not None:
             self._service.stop()
         if self._engine is not None:
             self._engine.shutdown()
-        if self._line.channel is not None:
-            self._line.channel.close()
+        if self._channel is not None:
+            self._channel.close()
 
     def release(self) -> ModelRunner:
         """Stops, and gives the loaded model to whoever goes on with it. Only after a drain that was finished: a peer

@@ -367,30 +367,35 @@ class Lines(Generic[B]):
 
 
 class NumberedChannel:
-    """A node's inbox and outbox, with numbered lines to every router that has written to it."""
+    """A node's inbox and outbox, with numbered lines to every router that has written to it. It has its address at once; what arrives
+    before `listen` waits."""
 
-    def __init__(
-        self,
-        host: str,
-        epoch: int,
-        on_message: Callable[[ToNode], None],
-        *,
-        begun: Callable[[str], None],
-        replaced: Callable[[str], None],
-        name: str,
-    ) -> None:
+    def __init__(self, host: str, epoch: int, *, name: str) -> None:
         self._outbox = Outbox()
         self._lines: Lines[ToNode] = Lines(
             epoch,
             self._outbox.send_frame,
-            on_message,
-            begun=begun,
-            replaced=replaced,
+            lambda message: self._on_message(message),
+            begun=lambda endpoint: self._begun(endpoint),
+            replaced=lambda endpoint: self._replaced(endpoint),
             meets_strangers=True,
             lock=threading.Lock(),
         )
-        self._inbox: Inbox[LetterToNode] = Inbox(host, LetterToNode, self._lines.receive, name=name)
+        self._inbox: Inbox[LetterToNode] = Inbox(
+            host, LetterToNode, self._lines.receive, name=name, listens=False
+        )
         self._lines.endpoint = self._inbox.endpoint
+
+    def listen(
+        self,
+        on_message: Callable[[ToNode], None],
+        *,
+        begun: Callable[[str], None],
+        replaced: Callable[[str], None],
+    ) -> None:
+        """The three are those of `Lines`; they are called in the inbox's thread."""
+        self._on_message, self._begun, self._replaced = on_message, begun, replaced
+        self._inbox.listen()
 
     @property
     def endpoint(self) -> str:

@@ -146,11 +146,18 @@ class _Reader(Generic[M]):
 class Inbox(_Reader[M]):
     """Receives messages of one type in a thread of its own, and hands each to `on_message` there.
 
-    `died` says why the thread ended, if it ended although nothing closed the Inbox.
+    It has its address at once; what arrives before `listen` waits, unless it `listens` from the start. `died` says why the thread ended, if it ended although nothing closed the Inbox.
     """
 
     def __init__(
-        self, host: str, message_type: Any, on_message: Callable[[M], None], *, name: str, port: int = 0
+        self,
+        host: str,
+        message_type: Any,
+        on_message: Callable[[M], None],
+        *,
+        name: str,
+        port: int = 0,
+        listens: bool = True,
     ) -> None:
         super().__init__(host, message_type, on_message, name=name, port=port)
         self.died: str | None = None
@@ -162,6 +169,10 @@ class Inbox(_Reader[M]):
         self._stop_sender.connect(stop_address)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._receive, name=name, daemon=True)
+        if listens:
+            self.listen()
+
+    def listen(self) -> None:
         self._thread.start()
 
     def _receive(self) -> None:
@@ -187,8 +198,9 @@ class Inbox(_Reader[M]):
         if self._closed.is_set():
             return
         self._closed.set()
-        self._stop_sender.send(b"")
-        self._thread.join(timeout=5)
+        if self._thread.is_alive():
+            self._stop_sender.send(b"")
+            self._thread.join(timeout=5)
         if self._thread.is_alive():
             raise InternalError(f"{self._name}: the receiving thread did not end within 5 s of close()")
         for socket in (self._socket, self._stop_receiver, self._stop_sender):

@@ -57,7 +57,9 @@ def test_a_request_has_one_owner() -> None:
 
 def test_deadlines_of_requests_that_ended_do_not_pile_up() -> None:
     live = LiveRequests()
+    live.begin(submit("lasts", 50_000), 0.0)
     for index in range(10_000):
         live.begin(submit(str(index), 1800), float(index))
         live.end(str(index))
     assert len(live._deadlines) < 200
+    assert [request.submit.request_id for request in live.overdue(50_000.0)] == ["lasts"]

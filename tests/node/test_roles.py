@@ -39,15 +39,17 @@ class FakeChannel:
 
     opened = 0
 
-    def __init__(self, host: str, epoch: int, receive: Callable[[ToNode], None], **_: object) -> None:
+    def __init__(self, host: str, epoch: int) -> None:
         FakeChannel.opened += 1
         self.endpoint = f"tcp://{host}:{FakeChannel.opened}"
         self.malformed = 0
         self.gaps = 0
         self.died: str | None = None
-        self.receive = receive
         self.chunks: queue.SimpleQueue[TokenChunk] = queue.SimpleQueue()
         self.closed = False
+
+    def listen(self, on_message: Callable[[ToNode], None], **_: object) -> None:
+        self.receive = on_message
 
     def send(self, endpoint: str, message: msgspec.Struct) -> None:
         if isinstance(message, TokenBatch):
@@ -79,10 +81,8 @@ class FakeChannel:
 def make_node(rules: RoleRules) -> tuple[Node, list[FakeChannel]]:
     channels: list[FakeChannel] = []
 
-    def open_channel(
-        host: str, epoch: int, on_message: Callable[[ToNode], None], **others: object
-    ) -> FakeChannel:
-        channels.append(FakeChannel(host, epoch, on_message, **others))
+    def open_channel(host: str, epoch: int, *, name: str) -> FakeChannel:
+        channels.append(FakeChannel(host, epoch))
         return channels[-1]
 
     config = NodeConfig("n0", rules.role, engine=EngineConfig(cache=CacheConfig(block_size=BLOCK_SIZE)))

@@ -107,14 +107,7 @@ class FakeNode:
         self.answers = KeptAnswers(AnswersConfig(), self._send, time.monotonic)
         self._dead = False
         epoch = new_epoch()
-        self._channel = NumberedChannel(
-            "127.0.0.1",
-            epoch,
-            self._on_message,
-            begun=self._list_requests,
-            replaced=lambda endpoint: None,
-            name=node_id,
-        )
+        self._channel = NumberedChannel("127.0.0.1", epoch, name=node_id)
         self.info = NodeInfo(
             node_id=node_id,
             role=role,
@@ -125,6 +118,7 @@ class FakeNode:
             max_model_len=max_model_len,
             block_size=4,
         )
+        self._channel.listen(self._on_message, begun=self._list_requests, replaced=lambda endpoint: None)
         self._thread = threading.Thread(target=self._work, name=f"{node_id}-steps", daemon=True)
         self._thread.start()
 

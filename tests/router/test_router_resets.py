@@ -15,7 +15,6 @@ from tandem.engine.model.runner import FinishedStep, LayerHooks
 from tandem.engine.scheduling.output import SchedulerOutput
 from tandem.node.config import NodeConfig
 from tandem.node.loop import Mailbox
-from tandem.node.node import _Line
 from tandem.node.service import Item, NodeService
 from tandem.router.config import Heartbeat
 from tandem.wire.lines import NumberedChannel
@@ -51,7 +50,7 @@ class RealNode:
     def __init__(self, node_id: str, reset_after: int) -> None:
         runner = LetterRunner(num_blocks=4096, max_model_len=2048)
         engine = Engine(make_scheduler(runner), runner, None)
-        self._line = _Line()
+        self._channel = NumberedChannel("127.0.0.1", 77, name=node_id)
         mailbox: Mailbox[Item] = Mailbox()
         self.service = NodeService(
             NodeConfig(node_id, Role.AGGREGATED),
@@ -59,18 +58,12 @@ class RealNode:
             DecodeRules(Role.AGGREGATED),
             engine,
             mailbox,
-            self._line,
+            self._channel,
         )
         self.service.start()
-        self._channel = NumberedChannel(
-            "127.0.0.1",
-            77,
-            self.service.receive,
-            begun=self.service.line_begun,
-            replaced=self.service.router_replaced,
-            name=node_id,
+        self._channel.listen(
+            self.service.receive, begun=self.service.line_begun, replaced=self.service.router_replaced
         )
-        self._line.channel = self._channel
         self.proxy = ResettingProxy(self._channel.endpoint, reset_after)
         self._channel._lines.endpoint = self.proxy.endpoint
         self.info = NodeInfo(

@@ -332,3 +332,16 @@ def test_closing_lets_what_was_just_sent_leave(inbox: Inbox[Any], heard: Heard) 
     outbox.send(inbox.endpoint, Ping("last words"))
     outbox.close()
     assert heard.wait(1) == [Ping("last words")]
+
+
+def test_an_inbox_that_does_not_listen_yet_keeps_what_comes_and_can_be_closed(
+    heard: Heard, outbox: Outbox
+) -> None:
+    late: Inbox[Any] = Inbox("127.0.0.1", ToNode, heard, name="late", listens=False)
+    outbox.send(late.endpoint, Ping("early"))
+    late.listen()
+    assert heard.wait(1) == [Ping("early")]
+    late.close()
+    never: Inbox[Any] = Inbox("127.0.0.1", ToNode, heard, name="never", listens=False)
+    never.close()
+    assert never.died is None
