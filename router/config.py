@@ -158,6 +158,12 @@ class Heartbeat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ping_interval: Annotated[Seconds, about("between two questions to a node")] = 0.5
     # A node that said nothing for so long is lost. With the time until that is noticed it is less than 3 s.
     silence: Annotated[Seconds, about("a node that said nothing for so long is lost")] = 2.5
+    starved: Annotated[
+        Seconds,
+        about(
+            "the same, while its machine accepts connections for it and no other node could go on with its requests"
+        ),
+    ] = 10.0
     wedged: Annotated[Seconds, about("a node that has been in one step for so long gets nothing new")] = 60.0
 
 
@@ -321,3 +327,5 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
         if self.heartbeat.silence <= self.heartbeat.ping_interval:
             raise ConfigurationError("router.heartbeat.silence must be longer than ping_interval")
+        if self.heartbeat.starved < self.heartbeat.silence:
+            raise ConfigurationError("router.heartbeat.starved must be at least silence")

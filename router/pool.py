@@ -2,7 +2,11 @@
 
 A node is in view once it has answered a ping, for as long as it keeps talking, while it says that it is ready.
 It is lost when the controller drops its epoch, when it falls silent, or when it says that it failed: then
-`on_lost` hears it once, and whoever had requests there takes them elsewhere.
+`on_lost` hears it once, and its requests go on elsewhere.
+
+A process on a busy machine may get no time for seconds, and then it is silent too. Its kernel accepts connections for it
+all the same. As long as no other node could go on with its requests, it is out of view and they wait for it: to begin them
+again would be more work for nodes that have no time for what they have.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from collections.abc import Callable, Iterable
 from tandem.router.config import Heartbeat
 from tandem.router.policy.types import NodeSnapshot, PoolSnapshot
 from tandem.router.rates import Average, NodeRateMeter
+from tandem.wire.listening import Listener
 from tandem.wire.nodes import NodeInfo, NodeSighting, NodeState, Role
 from tandem.wire.requests import NodeStatus
 
@@ -32,6 +37,8 @@ class Member:
         self.status_at = 0.0
         self.heard_at: float | None = None
         self.lost: str | None = None  # why
+        self.accepted_at: float | None = None  # when its machine last accepted a connection for it
+        self.is_starved = False  # silent, and neither lost nor in view
         self.is_deaf = False  # it speaks, and does not acknowledge what it is sent
         self.meter = NodeRateMeter(info.role)
         # Sent, and not yet part of a status: when, tokens to be computed, blocks that it may take.
@@ -48,7 +55,9 @@ class NodePool:
         on_lost: Callable[[NodeInfo, str], None],
         on_change: Callable[[], None],
         tokenizer: str = "",
+        listener: Callable[[str], Listener] = lambda endpoint: Listener.UNKNOWN,
     ) -> None:
+        self._listener = listener
         self._model_name = model_name
         self._tokenizer = tokenizer  # the SHA-256 of the router's tokenizer.json; "" when it has none
         self._content = (
@@ -143,6 +152,9 @@ class NodePool:
             self.foreign_messages += 1
             return None
         member.heard_at = self._clock()
+        if member.is_starved:
+            member.is_starved = False
+            self._changed()
         if member.status is not None and member.status.state is not NodeState.FAILED:
             self._revive(member)
         return member
@@ -169,13 +181,32 @@ class NodePool:
                     member.heard_at = now
             return False
         for member in list(self._members.values()):
-            if (
-                member.lost is None
-                and member.heard_at is not None
-                and now - member.heard_at > self._heartbeat.silence
-            ):
-                self._lose(member, f"it has been silent for {now - member.heard_at:.1f} s")
+            if member.lost is None and member.heard_at is not None:
+                self._check_silent(member, now - member.heard_at)
         return True
+
+    def _check_silent(self, member: Member, silent_s: float) -> None:
+        limits, now = self._heartbeat, self._clock()
+        if silent_s <= limits.silence / 2:
+            return
+        if self._listener(member.info.request_endpoint) is Listener.ACCEPTS:
+            member.accepted_at = now
+        if silent_s <= limits.silence:
+            return
+        lives = member.accepted_at is not None and now - member.accepted_at <= limits.silence
+        if lives and silent_s <= limits.starved and not self._is_replaceable(member):
+            if not member.is_starved:
+                member.is_starved = True
+                logger.warning("node %s has no time to speak: its requests wait for it", member.info.node_id)
+                self._changed()
+        else:
+            self._lose(member, f"it has been silent for {silent_s:.1f} s")
+
+    def _is_replaceable(self, member: Member) -> bool:
+        """Whether another node in view does the same work."""
+        snapshot = self.snapshot()
+        views = snapshot.prefill if member.info.role is Role.PREFILL else snapshot.decode
+        return any(view.node_id != member.info.node_id for view in views)
 
     def note_deaf(self, member: Member, is_deaf: bool) -> None:
         if member.is_deaf != is_deaf:
@@ -196,7 +227,7 @@ class NodePool:
     def _lose(self, member: Member, why: str) -> None:
         if member.lost is not None:
             return
-        member.lost = why
+        member.lost, member.is_starved = why, False
         member.pending.clear()
         logger.warning("node %s is lost: %s", member.info.node_id, why)
         self._changed()
@@ -252,6 +283,8 @@ class NodePool:
             return foreign
         if member.lost is not None:
             return member.lost
+        if member.is_starved:
+            return "it has no time to speak"
         if member.is_deaf:
             return "it does not receive what it is sent"
         if member.status is None:

@@ -31,6 +31,7 @@ from tandem.router.text.chat_template import ChatTemplate
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.router.tracing.traces import Traces
 from tandem.wire.errors import ConfigurationError, InternalError, Unavailable
+from tandem.wire.listening import ListenerProbe
 from tandem.wire.nodes import NodeInfo
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class RouterServer:
         self._services: Services | None = None
         self._http: HttpServer | None = None
         self._exporter: OtlpExporter | None = None
+        self._probe = ListenerProbe()
         self._port: int | None = None
         self._stopped = False
 
@@ -116,6 +118,7 @@ class RouterServer:
             on_lost=lambda node, why: dispatcher.on_node_lost(node, why),
             on_change=lambda: dispatcher.on_pool_change(),
             tokenizer=_digest(Path(config.tokenizer_path) / "tokenizer.json"),
+            listener=self._probe.look,
         )
 
         self._exporter = exporter = _exporter_of(config.tracing, metrics)
@@ -215,6 +218,7 @@ class RouterServer:
             await self._http.end(STOP_TIMEOUT_S)
         if services is not None:
             await services.links.close()
+        self._probe.close()
 
 
 def _is_loopback(endpoint: str) -> bool:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tandem.router.config import Heartbeat
 from tandem.router.pool import NodePool
+from tandem.wire.listening import Listener
 from tandem.wire.nodes import NodeInfo, NodeState, Role
 from tandem.wire.requests import NodeCounters, NodeStatus
 
@@ -18,7 +19,17 @@ class World:
         self.now = 1000.0
         self.lost: list[tuple[str, int, str]] = []
         self.changes = 0
-        self.pool = NodePool("fake", Heartbeat(), lambda: self.now, self._on_lost, self._on_change)
+        self.listeners: dict[str, Listener] = {}  # what a machine's kernel does with a connection, by node
+        self.pool = NodePool(
+            "fake",
+            Heartbeat(),
+            lambda: self.now,
+            self._on_lost,
+            self._on_change,
+            listener=lambda endpoint: self.listeners.get(
+                endpoint.removeprefix("tcp://").removesuffix(":1"), Listener.UNKNOWN
+            ),
+        )
 
     def _on_lost(self, node: NodeInfo, why: str) -> None:
         self.lost.append((node.node_id, node.epoch, why))
@@ -83,6 +94,49 @@ def test_silence_loses_a_node_once_and_a_word_brings_it_back(world: World) -> No
     assert len(world.lost) == 1
     world.say(node)
     assert world.in_view == {"d0"}
+
+
+def test_a_starved_node_that_none_could_replace_is_out_of_view_and_not_lost(world: World) -> None:
+    """Its process gets no time, and its machine answers for it: what it has waits there."""
+    prefill, decode = info("p0", role=Role.PREFILL), info("d0")
+    world.pool.set_members([prefill, decode])
+    world.listeners["p0"] = Listener.ACCEPTS
+    world.say(prefill)
+    for _ in range(4):
+        world.say(decode)
+        world.pass_time(2)
+    assert world.lost == []
+    assert world.in_view == {"d0"}
+    assert world.pool.unusable(world.pool.members[0]) == "it has no time to speak"
+    world.say(prefill)
+    assert world.in_view == {"p0", "d0"}
+    for _ in range(6):
+        world.say(decode)
+        world.pass_time(2)
+    assert [name for name, _, _ in world.lost] == ["p0"], "not for ever"
+
+
+@pytest.mark.parametrize("listener", [Listener.UNKNOWN, Listener.REFUSES, Listener.DOES_NOT_ANSWER])
+def test_a_silent_node_whose_machine_does_not_answer_for_it_is_lost(world: World, listener: Listener) -> None:
+    node = info("d0")
+    world.pool.set_members([node])
+    world.listeners["d0"] = listener
+    world.say(node)
+    world.pass_time(2.8)
+    assert len(world.lost) == 1
+
+
+def test_a_starved_node_is_left_as_soon_as_another_can_take_its_requests(world: World) -> None:
+    """Its requests would have to wait for it, and need not."""
+    first, second = info("d0"), info("d1")
+    world.pool.set_members([first, second])
+    world.listeners |= {"d0": Listener.ACCEPTS, "d1": Listener.ACCEPTS}
+    world.say(first)
+    world.pass_time(4)
+    assert world.lost == []
+    world.say(second)
+    world.pass_time(0.3)
+    assert [name for name, _, _ in world.lost] == ["d0"]
 
 
 def test_tokens_are_a_sign_of_life(world: World) -> None:
