@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 
 from tandem.wire.errors import ConfigurationError
+from tandem.wire.requests import TierStatus
 
 LARGEST = 2**63 - 1  # of the whole numbers that travel between processes
 
@@ -40,6 +41,17 @@ def parse_size(text: str, what: str) -> int | None:
 def format_blocks(free: int, total: int, quarantined: int) -> str:
     """Blocks in quarantine are not free: a peer may still write to them."""
     return f"{free}/{total}" + (f" ({quarantined} quarantined)" if quarantined else "")
+
+
+def format_tier(node_id: str, tier: TierStatus) -> str:
+    """How full it is, and how much of what was looked for in it was there."""
+    filled = (
+        f"{tier.name} tier of {node_id}: {format_size(tier.used_bytes)} of {format_size(tier.total_bytes)}"
+    )
+    if not tier.asked_tokens:
+        return filled
+    found = 100 * tier.found_tokens / tier.asked_tokens
+    return f"{filled}, had {found:.0f}% of {counted(tier.asked_tokens, 'token')} that the device had not"
 
 
 def format_size(size: float) -> str:

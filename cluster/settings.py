@@ -90,6 +90,8 @@ def _convert(path: Path, given: GivenValue) -> object:
             value = yaml.safe_load(value)
         except yaml.YAMLError as error:
             raise _refusal(path, given, "is not valid YAML") from error
+    if path == ("cache", "tiers"):
+        value = _with_sizes(value, given)
     try:
         converted = msgspec.convert(value, annotation, strict=not given.textual)
     except msgspec.ValidationError as error:
@@ -99,6 +101,18 @@ def _convert(path: Path, given: GivenValue) -> object:
     if isinstance(converted, int) and abs(converted) > LARGEST:
         raise _refusal(path, given, f"must be at most {LARGEST}: no message carries more")
     return converted
+
+
+def _with_sizes(tiers: object, given: GivenValue) -> object:
+    """`cpu: 8GiB` in bytes. What is no list of mappings is refused by its type."""
+    if not isinstance(tiers, list):
+        return tiers
+    return [
+        {**tier, "cpu": parse_size(tier["cpu"], f"{given.origin}: cache.tiers: cpu")}
+        if isinstance(tier, dict) and isinstance(tier.get("cpu"), str)
+        else tier
+        for tier in tiers
+    ]
 
 
 def _refusal(path: Path, given: GivenValue, sentence: str) -> ConfigurationError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tandem.kvtransfer.registry import create_connector
+from tandem.kvtransfer.multi import create_connector
 from tandem.node.config import NodeConfig
 from tandem.node.node import Node
 from tandem.wire.errors import InvalidRequest

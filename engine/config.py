@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from tandem.kvtransfer.base import TierConfig
 from tandem.wire.errors import ConfigurationError
 from tandem.wire.settings import AtLeastOne, NotEmpty, NotNegative, about, check_fields
 
@@ -87,11 +88,27 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     hash_seed: Annotated[
         str | None, about("what every chain of hashes begins with; `null`: random for each process")
     ] = None
+    tiers: Annotated[
+        list[TierConfig],
+        about(
+            "where each node keeps copies of full blocks, the nearest first, such as `[{cpu: 8GiB, policy: arc}]`: "
+            "[tiers](connectors.md#tiers)"
+        ),
+    ] = []
 
     def __post_init__(self) -> None:
         check_fields(self, "cache")
+        if self.tiers and not self.prefix_caching:
+            raise ConfigurationError(
+                "cache.tiers needs cache.prefix_caching: a tier finds blocks by their hashes"
+            )
         if self.block_size & (self.block_size - 1):
             raise ConfigurationError(f"cache.block_size must be a power of two, not {self.block_size}")
+
+    @property
+    def host_bytes_of_tiers(self) -> int:
+        """Of each node."""
+        return sum(tier.cpu or 0 for tier in self.tiers)
 
     def share_on(self, device: str) -> float:
         """Of the memory that is free there once the weights are loaded."""

@@ -143,7 +143,8 @@ class Engine:
             transfers = self.worker.get_finished(plan.finished_req_ids)
         updates = self.scheduler.update_from_output(plan, output, transfers)
         if self.canary is not None and transfers.finished_recving:
-            self._show_canary(transfers.finished_recving)
+            handed_over = transfers.finished_recving.items()
+            self._show_canary(id for id, handoff in handed_over if handoff.first_token is not None)
         result.updates += updates
         result.progressed = result.progressed or bool(updates) or not transfers.is_empty
         if self.tracer is not None:

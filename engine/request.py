@@ -84,9 +84,9 @@ class Request:
         "block_hasher",
         "cache_salt",
         "eos_token_ids",
-        "has_loaded",
         "length_limit",
         "lora",
+        "lost_load",
         "media",
         "needs_its_last_token",
         "num_cached_tokens",
@@ -148,7 +148,9 @@ class Request:
         self.valid_load_tokens: int | None = None  # a load under way has overwritten all tokens after these
         self.num_cached_tokens = -1  # found in the prefix cache when first admitted; -1 before
         self.num_preemptions = 0
-        self.has_loaded = False  # a connector has loaded KV, or failed to: it is not asked again
+        # Its blocks were taken while it stood in line. It loads nothing before it has run: two requests that take each other's
+        # blocks would load for ever.
+        self.lost_load = False
 
         self.status = RequestStatus.WAITING
         # The next token depends on the tokens so far on the host, so its steps cannot be planned ahead.

@@ -1,5 +1,6 @@
 """How KV blocks travel between nodes. Floor 2: knows the wire, neither the engine nor the router.
 
-The engine sees only `base`; a connector is found by name through `registry`. `protocol/` is what two nodes say to each
-other, whatever moves the bytes; `nixl/` and `nccl/` move them. `nixl_check` asks whether NIXL works on this machine.
+The engine sees only `base`; a connector is found by name through `registry`, and `multi` makes what a node needs one. `protocol/` is
+what two nodes say to each other, whatever moves the bytes; `nixl/` and `nccl/` move them. `offload/` keeps copies of blocks
+beyond the device. `nixl_check` asks whether NIXL works on this machine.
 """

@@ -23,6 +23,12 @@ An engine that plans ahead has begun the next step, up to `wait_for_save`, when 
 and books it. But when `start_load_kv` begins a load, no step that was planned before is still under way: what a
 peer writes from there on nobody else does.
 
+**Two kinds of load.** A *handoff* brings the KV of all of a request's tokens and the token after them: one transfer between two
+nodes, once in a request's life. A *cached* load brings a part of a prefix that a connector has kept, and no token: one of the
+request's tokens is left to compute. A connector is asked whenever a request is to be admitted without blocks, so again after
+each preemption and each failed load, and answers 0 when it has nothing (more) for it. It is not asked about a request whose
+blocks others took after its load: that has to run first.
+
 **Who owns a block.** A block belongs to its request until the request ends. Then:
 
 - *Producer*: `request_finished` returns True to keep the request's blocks: the connector still sends them.
@@ -39,6 +45,14 @@ peer writes from there on nobody else does.
   them. The engine takes them from the request at once, so that the request can go on with others, and uses none of
   them for anything before `released_blocks` names it. A connector names each exactly once, when nothing can write to
   it any more.
+- *Cache*: a connector that copies blocks elsewhere reads them while their request runs. When the request ends,
+  `request_finished` returns True until the copies have ended, and `finished_sending` names it then. When the request
+  is preempted its blocks are free at once: `handle_preemptions` waits for the copies that read them.
+
+**What a cache must forget.** Everything, when `reset_cache` says so: new weights came, or a block's content turned out wrong.
+What was computed from that cannot be told by its hash. A block hash names the tokens up to the block's end
+and everything else that decides its KV (adapter, media, salt), but not the model: what outlives a process, or is
+shared by several, must be filed under the model's content and the blocks' layout too, and its nodes share one `cache.hash_seed`.
 """
 
 from __future__ import annotations
@@ -46,13 +60,14 @@ from __future__ import annotations
 import abc
 import enum
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Annotated, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 import msgspec
 from msgspec import Meta
 
-from tandem.wire.requests import KVTransferParams, WaitHistogram
-from tandem.wire.settings import NotEmpty, Seconds, about
+from tandem.wire.errors import ConfigurationError
+from tandem.wire.requests import KVTransferParams, TierStatus, WaitHistogram
+from tandem.wire.settings import AtLeastOne, NotEmpty, NotNegative, Seconds, about
 from tandem.wire.tracing import TransferRecord, TransferTrace
 
 if TYPE_CHECKING:
@@ -83,6 +98,15 @@ class TransferRequest(Protocol):
     def lora(self) -> str | None: ...
     @property
     def transfer(self) -> KVTransferParams | None: ...
+    @property
+    def block_hashes(self) -> Sequence[bytes]:
+        """One for each full block of tokens, chained. To be read, not changed. Empty without prefix caching."""
+        ...
+
+    @property
+    def skip_reading_prefix_cache(self) -> bool:
+        """All of it has to be computed here: nothing is to be loaded from a cache."""
+        ...
 
 
 class ScheduledStep(Protocol):
@@ -104,6 +128,22 @@ class ScheduledStep(Protocol):
 BlockIds = Sequence[Sequence[int]]
 """A request's block table: for each KV cache group, the ids of its blocks in prompt order."""
 
+
+class BlockTables(Protocol):
+    """The block tables of all requests that have blocks, as they are now. To be asked while the scheduler calls."""
+
+    def block_ids(self, request_id: str) -> BlockIds: ...
+
+
+class BlockGroup(Protocol):
+    """Layers that share a block table."""
+
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def keeps_every_token(self) -> bool: ...
+
+
 NULL_BLOCK_ID = 0
 """Stands in a block table where a block is not kept (a sliding window has moved on). Nobody reads or writes it."""
 
@@ -112,10 +152,16 @@ class ConnectorMetadata:
     """What the scheduler half tells the worker half about one step. Each connector has its own subclass."""
 
 
-class Handoff(msgspec.Struct, frozen=True):
-    """A verified transfer, as the consumer's scheduler sees it."""
+class WorkerMetadata:
+    """What the worker half tells the scheduler half about one step, beyond what the engine must know."""
 
-    first_token: int  # the token at position `num_tokens`, sampled by the producer
+
+class Handoff(msgspec.Struct, frozen=True):
+    """A load that has arrived and is right."""
+
+    first_token: (
+        int | None
+    )  # the token at position `num_tokens`, sampled by the producer; None: a cached load
     num_tokens: int  # tokens whose KV is now here, local prefix included
 
 
@@ -132,7 +178,8 @@ class LoadFailure(msgspec.Struct, frozen=True):
 
 
 class ConnectorOutput(msgspec.Struct):
-    """What happened to transfers since the last step. Ids appear at most once over a request's life."""
+    """What happened to transfers since the last step. An id appears at most once in `finished_sending` over a request's
+    life, and once in one of `finished_recving` and `failed_recving` for each load."""
 
     finished_sending: set[str] = msgspec.field(default_factory=set)
     finished_recving: dict[str, Handoff] = msgspec.field(default_factory=dict)
@@ -141,6 +188,8 @@ class ConnectorOutput(msgspec.Struct):
     released_blocks: set[int] = msgspec.field(default_factory=set)  # out of quarantine
     # Requests of a producer whose consumer no longer wants their KV: what is not computed yet need not be.
     unwanted_sending: set[str] = msgspec.field(default_factory=set)
+    # For the connector's own scheduler half, which may add to this output what follows from it.
+    worker_metadata: WorkerMetadata | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -179,6 +228,7 @@ class TransferStats(msgspec.Struct):
     waits: dict[str, WaitHistogram] = msgspec.field(
         default_factory=dict
     )  # by stage: see TransferRecord.waits
+    tiers: list[TierStatus] = msgspec.field(default_factory=list)
 
 
 class LoadFailurePolicy(enum.StrEnum):
@@ -276,6 +326,30 @@ class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     options: Annotated[dict[str, str], about("the connector's own")] = {}
 
 
+class EvictionPolicy(enum.StrEnum):
+    """What a full tier gives up."""
+
+    LRU = "lru"  # what was not used for the longest time
+    ARC = "arc"  # balances what is new against what was used again, by what it gave up too soon
+
+
+class TierConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One entry of `cache.tiers`: where full blocks are copied to, to be loaded again."""
+
+    cpu: Annotated[int, Meta(ge=1)] | None = None  # bytes of host memory, for each node
+    policy: EvictionPolicy = EvictionPolicy.LRU
+    block_factor: AtLeastOne = 1  # so many blocks of the device are kept, found and given up together
+    store_threshold: NotNegative = 0  # a block is stored when so many requests had it; 0 and 1: at once
+    spec: NotEmpty = "cpu"  # or "package.module:factory"
+    options: dict[str, Any] = {}  # that spec's own
+
+    def __post_init__(self) -> None:
+        if self.spec == "cpu" and self.cpu is None:
+            raise ConfigurationError("cache.tiers: each entry needs its size, such as {cpu: 8GiB}")
+        if self.spec == "cpu" and self.options:
+            raise ConfigurationError("cache.tiers: options are of a spec of your own; the cpu tier has none")
+
+
 class ConnectorContext(msgspec.Struct, frozen=True):
     """What a connector is given when it is made."""
 
@@ -286,10 +360,16 @@ class ConnectorContext(msgspec.Struct, frozen=True):
     config: TransferConfig
     wake: Callable[[], None]  # thread-safe: asks the engine to step soon
     state_blocks: int = 0  # see KVCacheMemory
+    has_peers: bool = True  # False: an aggregated node, which takes part in no transfer
+    tiers: Sequence[TierConfig] = ()
+    groups: Sequence[BlockGroup] = ()
 
 
 class SchedulerConnector(abc.ABC):
     """The half that plans. Called by the scheduler, from the step thread, at these points and no other."""
+
+    def bind_block_tables(self, tables: BlockTables) -> None:
+        """Once, before the first request."""
 
     def on_new_request(self, request: TransferRequest) -> None:
         """The scheduler has accepted the request. Nothing is allocated yet."""
@@ -301,7 +381,8 @@ class SchedulerConnector(abc.ABC):
         """How many tokens beyond the `num_computed_tokens` found locally can come from outside.
 
         (None, _) asks to be asked again in a later step. (n, True) means that they arrive while other steps run:
-        the request waits in WAITING_FOR_REMOTE_KVS. (n, False) means that they are there when the step runs.
+        the request waits in WAITING_FOR_REMOTE_KVS. (n, False) means that they are there when the step runs. A load
+        that is no handoff leaves at least one token to compute.
         """
 
     @abc.abstractmethod
@@ -310,7 +391,8 @@ class SchedulerConnector(abc.ABC):
     ) -> None:
         """The request has blocks now; `num_external_tokens` of its tokens were claimed by this connector.
 
-        On a producer this is where its blocks are paired with the destination's: the transfer plan.
+        After a load that arrives later it is called again, with 0, when the request is admitted. The request's
+        `num_computed_tokens` are those that need no computing: found here and, once admitted, loaded. On a producer this is where its blocks are paired with the destination's: the transfer plan.
         """
 
     @abc.abstractmethod
@@ -318,7 +400,7 @@ class SchedulerConnector(abc.ABC):
         """Everything that the worker half must know of this step. Must not change `step`."""
 
     def update_connector_output(self, output: ConnectorOutput) -> None:
-        """What the worker half reported; called before the scheduler acts on it."""
+        """What the worker half reported; called before the scheduler acts on it. May add to it."""
 
     def request_finished(self, request: TransferRequest, block_ids: BlockIds) -> bool:
         """The request has ended, its blocks are still its own. True keeps them: see the module's docstring."""
@@ -327,6 +409,9 @@ class SchedulerConnector(abc.ABC):
     def has_pending_work(self) -> bool:
         """True while there are plans that no metadata has carried yet: the engine steps again at once."""
         return False
+
+    def reset_cache(self) -> None:
+        """Nothing that was kept so far may be loaded any more, nor what is being stored or loaded now."""
 
 
 class WorkerConnector(abc.ABC):

@@ -4,8 +4,10 @@ not be installed."""
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
+from typing import Any
 
-from tandem.kvtransfer.base import ConnectorContext, ConnectorFactory, SchedulerConnector, WorkerConnector
+from tandem.kvtransfer.base import ConnectorFactory
 from tandem.wire.errors import ConfigurationError
 
 CONNECTORS = {
@@ -16,25 +18,26 @@ CONNECTORS = {
 
 def find_connector(name: str) -> ConnectorFactory:
     """`name` is a registered one, or "package.module:factory" for a connector that lives elsewhere."""
-    path = CONNECTORS.get(name, name)
+    found: ConnectorFactory = find_factory("transfer.connector", "connector", name, CONNECTORS)
+    return found
+
+
+def find_factory(setting: str, what: str, name: str, known: Mapping[str, str]) -> Any:
+    """`setting` names it, a `what`."""
+    path = known.get(name, name)
     module_name, colon, attribute = path.partition(":")
     if not colon or not module_name or not attribute:
         raise ConfigurationError(
-            f"transfer.connector: there is no connector {name!r}; there are {', '.join(sorted(CONNECTORS))}, "
+            f"{setting}: there is no {what} {name!r}; there are {', '.join(sorted(known))}, "
             'and any other by "package.module:factory"'
         )
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
         raise ConfigurationError(
-            f"transfer.connector: {module_name!r} of connector {name!r} cannot be imported: {error}"
+            f"{setting}: {module_name!r} of {what} {name!r} cannot be imported: {error}"
         ) from error
     factory = getattr(module, attribute, None)
     if not callable(factory):
-        raise ConfigurationError(f"transfer.connector: {module_name!r} has no factory {attribute!r}")
-    found: ConnectorFactory = factory
-    return found
-
-
-def create_connector(context: ConnectorContext) -> tuple[SchedulerConnector, WorkerConnector]:
-    return find_connector(context.config.connector)(context)
+        raise ConfigurationError(f"{setting}: {module_name!r} has no factory {attribute!r}")
+    return factory

@@ -16,8 +16,15 @@ import msgspec
 from tandem.engine.core import Engine
 from tandem.engine.model.runner import ModelInfo, ModelRunner
 from tandem.engine.scheduling.scheduler import Scheduler
-from tandem.kvtransfer.base import ConnectorContext, LoadFailurePolicy, SchedulerConnector, WorkerConnector
-from tandem.machine.resources import bind, core_quota, threads_here
+from tandem.kvtransfer.base import (
+    ConnectorContext,
+    LoadFailurePolicy,
+    SchedulerConnector,
+    TierConfig,
+    TransferConfig,
+    WorkerConnector,
+)
+from tandem.machine.resources import bind, core_quota, free_memory, threads_here
 from tandem.node.config import NodeConfig
 from tandem.node.loop import Mailbox
 from tandem.node.routers import RouterLine
@@ -91,16 +98,19 @@ class Node:
         mailbox: Mailbox[Item] = Mailbox()
         planner: SchedulerConnector | None = None
         mover: WorkerConnector | None = None
-        if config.transfer is not None:
+        if config.transfer is not None or config.engine.cache.tiers:
             planner, mover = self._make_connector(
                 ConnectorContext(
                     node_id=config.node_id,
                     epoch=self.epoch,
                     host=config.host,
                     block_size=config.engine.cache.block_size,
-                    config=config.transfer,
+                    config=config.transfer or TransferConfig(),
                     wake=mailbox.wake,
                     state_blocks=info.state_blocks,
+                    has_peers=config.transfer is not None,
+                    tiers=self._tiers(runner),
+                    groups=info.groups,
                 )
             )
             self._refuse_role(info, mover)
@@ -158,6 +168,19 @@ class Node:
             "states, which it does not hand over. Serve it with nodes that do both (--aggregated N), or take transfer.connector "
             "nixl or nccl"
         )
+
+    def _tiers(self, runner: ModelRunner) -> list[TierConfig]:
+        """As configured, if this machine has the memory."""
+        cache = self.config.engine.cache
+        wanted = cache.host_bytes_of_tiers
+        # A KV cache in host memory takes it only when it is used.
+        kv_cache = runner.kv_cache.nbytes if wanted and runner.kv_cache.device.type == "cpu" else 0
+        if wanted and wanted + kv_cache > (free := free_memory()):
+            raise ConfigurationError(
+                f"cache.tiers asks for {wanted >> 20} MiB of host memory, and {max(free - kv_cache, 0) >> 20} MiB are left "
+                "beside this node's weights and KV cache: ask for less, or for fewer nodes on this machine"
+            )
+        return cache.tiers
 
     def _load(self, progress: Progress | None, folder: str | None) -> ModelRunner:
         # Imported here: the cluster imports this module for its configuration, and must stay free of torch.

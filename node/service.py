@@ -223,6 +223,7 @@ class NodeService:
                 wrong_kv=self._canary.wrong,
             ),
             detail=failure or "",
+            tiers=transfer.tiers if transfer else [],
         )
 
     @property
@@ -355,9 +356,9 @@ class NodeService:
     def _admit(self, submit: Submit) -> None:
         if self._state is not NodeState.READY:
             raise Unavailable(f"node {self._config.node_id} is {self._state.value} and takes no new request")
-        if submit.transfer is not None and self._engine.worker is None:
+        if submit.transfer is not None and self._config.transfer is None:
             raise InvalidRequest(
-                f"node {self._config.node_id} has no connector and cannot take part in a transfer"
+                f"node {self._config.node_id} has no peers and cannot take part in a transfer"
             )
         self._check_vocabulary(submit)
         self._canary.stand_aside()

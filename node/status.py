@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from tandem.engine.scheduling.stats import SchedulerStats, Totals
 from tandem.kvtransfer.base import TransferStats
 from tandem.wire.nodes import NodeState, Role
-from tandem.wire.requests import NodeCounters, NodeStatus
+from tandem.wire.requests import NodeCounters, NodeStatus, TierStatus
 
 
 def node_status(
@@ -23,6 +23,7 @@ def node_status(
     step_age_s: float,
     counters: NodeCounters,
     detail: str,
+    tiers: list[TierStatus],
 ) -> NodeStatus:
     oldest = scheduler.oldest_arrival
     return NodeStatus(
@@ -44,6 +45,7 @@ def node_status(
         wanted_blocks=scheduler.wanted_blocks,
         oldest_wait_s=max(0.0, now - oldest) if oldest is not None else 0.0,
         quarantined_blocks=scheduler.quarantined_blocks,
+        tiers=tiers,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from tandem.kvtransfer.registry import create_connector
+from tandem.kvtransfer.multi import create_connector
 from tandem.node.config import NodeConfig
 from tandem.node.node import Node
 from tandem.wire.errors import InvalidRequest

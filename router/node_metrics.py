@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 from tandem.router.links import NodeLinks
 from tandem.router.pool import Member, NodePool
 from tandem.router.supervision import TaskSupervisor
-from tandem.wire.requests import WAIT_BOUNDS_S, NodeCounters, NodeStatus
+from tandem.wire.requests import WAIT_BOUNDS_S, NodeCounters, NodeStatus, TierStatus
 
 _GAUGES = {
     "free_blocks": "KV cache blocks that are free",
@@ -56,6 +56,7 @@ class NodeCollector(Collector):
         yield up
         reporting = [(member, member.status) for member in members if member.status is not None]
         yield from _gauges(reporting)
+        yield from _tiers(reporting)
         yield from _counters(reporting)
 
     def _router(self) -> Iterable[Metric]:
@@ -96,6 +97,25 @@ def _gauges(reporting: list[tuple[Member, NodeStatus]]) -> Iterable[Metric]:
         family = GaugeMetricFamily(name, text, labels=["node", "role"])
         for member, status in reporting:
             family.add_metric(_labels(member), getattr(status, field))
+        yield family
+
+
+def _tiers(reporting: list[tuple[Member, NodeStatus]]) -> Iterable[Metric]:
+    """Every field of TierStatus."""
+    for field in TierStatus.__struct_fields__:
+        if field == "name":
+            continue
+        gauge = field in ("used_bytes", "total_bytes")
+        family: GaugeMetricFamily | CounterMetricFamily = (
+            GaugeMetricFamily if gauge else CounterMetricFamily
+        )(
+            f"tandem_node_tier_{field}",
+            f"Of a tier of the node's cache: {field.replace('_', ' ')}",
+            labels=["node", "role", "tier"],
+        )
+        for member, status in reporting:
+            for tier in status.tiers:
+                family.add_metric([*_labels(member), tier.name], getattr(tier, field))
         yield family
 
 

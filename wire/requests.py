@@ -150,6 +150,19 @@ class WaitHistogram(msgspec.Struct, frozen=True):
         return WaitHistogram(self.total_s + seconds, counts)
 
 
+class TierStatus(msgspec.Struct, frozen=True):
+    """A tier of the KV cache beyond the device's: how full it is, and what it has done since the node's epoch began."""
+
+    name: str
+    used_bytes: int
+    total_bytes: int
+    asked_tokens: int  # of prompts, not found on the device
+    found_tokens: int  # of these, found here
+    loaded_bytes: int
+    stored_bytes: int
+    evicted_bytes: int
+
+
 class NodeCounters(msgspec.Struct, frozen=True):
     """Totals since the node's epoch began. Only ever grow."""
 
@@ -158,6 +171,7 @@ class NodeCounters(msgspec.Struct, frozen=True):
     prompt_tokens_computed: int = 0  # tokens of prompts that went through the model here
     prompt_tokens_cached: int = 0  # tokens of prompts found in the local prefix cache
     prompt_tokens_received: int = 0  # tokens of prompts whose KV came from a peer
+    prompt_tokens_loaded: int = 0  # tokens of prompts whose KV came from a tier of this node's cache
     output_tokens: int = 0
     preemptions: int = 0
     steps: int = 0
@@ -207,6 +221,7 @@ class NodeStatus(msgspec.Struct, frozen=True, tag="status"):
     wanted_blocks: int = 0
     oldest_wait_s: float = 0.0  # of the requests that wait: how long ago the first of them came
     quarantined_blocks: int = 0  # of failed transfers: a peer may still write to them
+    tiers: list[TierStatus] = []  # of its cache, beyond the device's blocks
 
 
 class Holding(msgspec.Struct, frozen=True, tag="holding"):

@@ -199,7 +199,8 @@ def check_cores(config: TandemConfig) -> Finding:
 def check_memory(config: TandemConfig, machine: LocalMachine) -> Finding:
     nodes, available = config.pools.total, machine.free_memory or 0
     # An interpreter with torch and a small model, twice for the moment when weights are read, and Ray itself.
-    needed = nodes * (_GIB + (config.cache.memory_bytes or 0)) + _GIB
+    cache = config.cache
+    needed = nodes * (_GIB + (cache.memory_bytes or 0) + cache.host_bytes_of_tiers) + _GIB
     what = f"{format_size(available)} free, {counted(nodes, 'node')} and Ray need about {format_size(needed)} and the weights"
     try:
         check_machine_memory(config, machine)

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from tandem.cluster.commands.status import fetch_status
 from tandem.cluster.control import ClusterView, PoolView, RouterView, SupervisedNode
-from tandem.cluster.describe import counted, format_blocks, format_size
+from tandem.cluster.describe import counted, format_blocks, format_size, format_tier
 from tandem.wire.errors import TandemError
 from tandem.wire.nodes import NodeState
 
@@ -34,6 +34,9 @@ def show_overview(view: ClusterView, key: str | None, console: Console, fetch: F
     for pool in view.pools:
         console.print(_pool_line(pool), highlight=False)
     console.print(_node_table(view.nodes))
+    for node in view.nodes:
+        for tier in node.status.tiers if node.status is not None else ():
+            console.print(escape(format_tier(node.node_id, tier)), highlight=False)
     for name, why in _reasons(view):
         console.print(f"[yellow]![/] {escape(name)}: {escape(why)}", highlight=False, soft_wrap=True)
     if view.failure:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import httpx
+import msgspec
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from tandem.cluster.api_client import ApiClient
-from tandem.cluster.describe import counted, format_blocks, format_size
+from tandem.cluster.describe import counted, format_blocks, format_size, format_tier
 from tandem.wire.errors import InternalError
+from tandem.wire.requests import TierStatus
 
 _COLUMNS = ("node", "state", "run", "wait", "blocks free", "moving", "KV sent", "received")
 
@@ -45,6 +47,10 @@ def show_status(cluster: dict[str, Any], console: Console) -> int:
     for node in sorted(nodes, key=lambda node: (node["role"], node["node_id"])):
         table.add_row(*_row(node))
     console.print(table)
+    for node in nodes:
+        for tier in node.get("tiers", ()):
+            line = format_tier(node["node_id"], msgspec.convert(tier, TierStatus))
+            console.print(escape(line), highlight=False)
     for node in nodes:
         reason = node.get("detail") or node.get("unusable")
         if reason:

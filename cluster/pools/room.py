@@ -66,11 +66,14 @@ def check_memory(config: TandemConfig, free: int | None, weights: int, *, on_cpu
         return
     nodes = sum(config.pools.of(role).last_size for role in Role)
     cache = (config.cache.memory_bytes or 0) if on_cpu else 0
-    without_cache = NODE_BYTES + (int(weights * _PACKED) if on_cpu else 0)
+    tiers = config.cache.host_bytes_of_tiers
+    without_cache = NODE_BYTES + tiers + (int(weights * _PACKED) if on_cpu else 0)
     needed = AROUND_BYTES + nodes * (without_cache + cache)
     if needed <= free:
         return
     each = f" with {format_size(cache)} of KV cache each" if cache else ""
+    if tiers:
+        each += f"{',' if each else ''} with {format_size(tiers)} of cache.tiers each"
     raise ConfigurationError(
         f"{counted(nodes, 'node')}{each} {'needs' if nodes == 1 else 'need'} at least {format_size(needed)} of memory, and "
         f"{format_size(free)} is free on this machine: {_what_fits(config.pools, free, nodes, without_cache, cache)}"

@@ -22,3 +22,7 @@ class KVCacheGroup(msgspec.Struct, frozen=True):
     layers: tuple[int, ...]
     window: int | None = None  # tokens, counting the one that attends; only with SLIDING
     blocks_per_request: int = 0  # however many tokens it has; only with STATE
+
+    @property
+    def keeps_every_token(self) -> bool:
+        return self.kind is AttentionKind.FULL

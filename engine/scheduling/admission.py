@@ -74,7 +74,7 @@ class AdmissionPhase:
         state = self._state
         hits, num_hit = state.cache.find_prefix(request)
         prefix = _Prefix(hits, num_hit)
-        if state.connector is None or request.has_loaded:
+        if state.connector is None or request.lost_load:
             return prefix
         num_external, arrives_later = state.connector.get_num_new_matched_tokens(request, num_hit)
         if num_external is None:
@@ -94,6 +94,7 @@ class AdmissionPhase:
         state.waiting.block(request)
         request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
         request.num_computed_tokens = prefix.num_hit_tokens
+        request.valid_load_tokens = None
         self._note_prefix(request, prefix)
         self._tell_connector(request, prefix)
         step.moved = step.begins_loads = True
@@ -135,7 +136,6 @@ class AdmissionPhase:
 
     def _note_prefix(self, request: Request, prefix: _Prefix) -> None:
         request.num_external_tokens = prefix.num_external_tokens
-        request.has_loaded = request.has_loaded or prefix.num_external_tokens > 0
         if request.num_cached_tokens < 0:
             totals = self._state.totals
             request.num_cached_tokens = min(prefix.num_hit_tokens, request.num_prompt_tokens)

@@ -23,7 +23,7 @@ class InvalidBlocks:
         state = self._state
         bad = set(block_ids)
         affected = self._affected(bad)
-        state.cache.uncache(bad)
+        state.forget_blocks(bad)
         updates: list[TokenChunk] = []
         # The last admitted first: each goes to the front of the line, and they stand there in order again.
         for request in reversed(state.running):

@@ -70,6 +70,7 @@ class Lifecycle:
         request.status = RequestStatus.PREEMPTED
         request.spec_token_ids = []
         request.num_preemptions += 1
+        request.lost_load = False
         state.totals.preemptions += 1
         state.preempted_req_ids.add(request.request_id)
         leave_steps(state, request)
@@ -84,6 +85,7 @@ class Lifecycle:
             return False
         state.cache.free(holder)
         holder.num_computed_tokens = 0
+        holder.lost_load = True
         state.waiting.lost_blocks(holder)
         return True
 

@@ -6,6 +6,7 @@ from tandem.engine.request import Request, RequestStatus
 from tandem.engine.scheduling.lifecycle import Lifecycle, failure_of
 from tandem.engine.scheduling.output import ModelOutput, SchedulerOutput
 from tandem.engine.scheduling.state import SchedulerState
+from tandem.engine.scheduling.step import leave_steps
 from tandem.kvtransfer.base import NULL_BLOCK_ID
 from tandem.wire.errors import InternalError, InvalidLogits, TandemError
 from tandem.wire.requests import TokenChunk
@@ -100,7 +101,10 @@ class ModelResults:
             state.totals.model_errors += 1
             # Whatever spoilt it may lie in its KV. Nobody else shall begin from that.
             tables = state.cache.block_ids(request.request_id)
-            state.cache.uncache({block for table in tables for block in table if block != NULL_BLOCK_ID})
+            state.forget_blocks({block for table in tables for block in table if block != NULL_BLOCK_ID})
+            # The connector is asked about its blocks, and must not take for computed what is wrong.
+            leave_steps(state, request)
+            request.num_computed_tokens = 0
         self._lifecycle.end(request, RequestStatus.FINISHED_ERROR)
         return failure_of(request, error)
 

@@ -73,6 +73,8 @@ class Scheduler:
                 f"scheduler.max_num_batched_tokens to {kv_cache.max_request_tokens - 1} or more, "
                 f"or scheduler.max_model_len to {config.max_num_batched_tokens + 1} or less"
             )
+        if connector is not None:
+            connector.bind_block_tables(kv_cache)
         policy = make_policy(config.policy)
         self._zero_new_blocks = zero_new_blocks
         self._state = SchedulerState(
@@ -266,8 +268,8 @@ class Scheduler:
         return self._state.cache.find_prefix(request)
 
     def uncache(self, blocks: Iterable[int]) -> None:
-        """Removes blocks from the prefix cache: their content is wrong."""
-        self._state.cache.uncache(blocks)
+        """Removes blocks from the prefix cache, and their copies from a connector's: their content is wrong."""
+        self._state.forget_blocks(blocks)
 
     def holds_blocks_of(self, request_id: str) -> bool:
         """It has ended, and a connector has not given its blocks back yet."""
@@ -296,7 +298,11 @@ class Scheduler:
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached KV, as after new weights; False, and nothing done, while any block is in use."""
-        return self._state.cache.reset_prefix_cache()
+        if not self._state.cache.reset_prefix_cache():
+            return False
+        if self._state.connector is not None:
+            self._state.connector.reset_cache()
+        return True
 
     def stats(self) -> SchedulerStats:
         """Costs a walk over all unfinished requests."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from tandem.engine.cache.manager import KVCacheManager
 from tandem.engine.config import SchedulerConfig
@@ -49,6 +49,13 @@ class SchedulerState:
     preempted_req_ids: set[str] = dataclasses.field(default_factory=set)
     # The last step could do nothing, and nothing has happened since that would let the next one do more.
     settled: bool = False
+
+    def forget_blocks(self, blocks: Iterable[int]) -> None:
+        """The content of these blocks is wrong: nothing may begin from it again. What a connector has kept may hold copies
+        of it, and what was computed from them."""
+        self.cache.uncache(blocks)
+        if self.connector is not None:
+            self.connector.reset_cache()
 
     def owners(self) -> Iterator[Request]:
         """Unfinished requests that have blocks: those that run, those that load, those in line that kept their

@@ -20,6 +20,7 @@ class Totals(msgspec.Struct):
     prompt_tokens_computed: int = 0
     prompt_tokens_cached: int = 0
     prompt_tokens_received: int = 0
+    prompt_tokens_loaded: int = 0
     output_tokens: int = 0
     speculative_drafted: int = 0
     speculative_accepted: int = 0

@@ -73,10 +73,10 @@ class TransferResults:
         if failure is not None:
             return self._failed(request, failure)
         state = self._state
-        self._count_received(request, request.num_computed_tokens, handoff.num_tokens)
+        self._count_received(request, handoff)
         request.num_computed_tokens = handoff.num_tokens
         state.cache.cache_loaded(request)
-        if handoff.num_tokens < request.num_tokens:
+        if handoff.first_token is None or handoff.num_tokens < request.num_tokens:
             self._let_run(request)
             return []
         # Nothing of what it has is left to compute: it goes on from the token that its peer sampled.
@@ -107,7 +107,10 @@ class TransferResults:
         promised = request.num_computed_tokens + request.num_external_tokens
         if handoff.num_tokens != promised:
             return LoadFailure(f"KV for {handoff.num_tokens} tokens came where {promised} were asked for")
-        if promised < request.num_tokens and request.all_token_ids[promised] != handoff.first_token:
+        if handoff.first_token is None:
+            if promised >= request.num_tokens:
+                return LoadFailure("the KV of all its tokens came, and no token after them", promised - 1)
+        elif promised < request.num_tokens and request.all_token_ids[promised] != handoff.first_token:
             return LoadFailure(f"the token after the first {promised} is another here")
         return None
 
@@ -127,16 +130,27 @@ class TransferResults:
         state.cache.rewind(request, valid)
         if request.num_computed_tokens:
             state.cache.cache_loaded(request)
-            self._count_received(request, found_here, valid)
+            state.totals.prompt_tokens_received += _of_prompt(request, found_here, valid)
         request.num_external_tokens = max(request.num_computed_tokens - found_here, 0)
         self._let_run(request)
         return []
 
-    def _count_received(self, request: Request, start: int, end: int) -> None:
-        received = min(end, request.num_prompt_tokens) - start
-        self._state.totals.prompt_tokens_received += max(received, 0)
+    def _count_received(self, request: Request, handoff: Handoff) -> None:
+        """What a cache had kept counts as cached: the request had not to wait for anyone to compute it."""
+        totals = self._state.totals
+        count = _of_prompt(request, request.num_computed_tokens, handoff.num_tokens)
+        if handoff.first_token is not None:
+            totals.prompt_tokens_received += count
+            return
+        totals.prompt_tokens_loaded += count
+        if not request.num_preemptions:
+            request.num_cached_tokens += count
 
     def _let_run(self, request: Request) -> None:
         """Back in line; the runner may know it from before."""
         request.status = RequestStatus.PREEMPTED if request.num_preemptions else RequestStatus.WAITING
         self._state.waiting.wake(request)
+
+
+def _of_prompt(request: Request, start: int, end: int) -> int:
+    return max(min(end, request.num_prompt_tokens) - start, 0)

@@ -36,7 +36,7 @@ class _Entry:
     transfer: KVTransferParams
     num_tokens: int  # when it was added: its prompt, and what it wrote before it moved here
     token_hash: bytes
-    local_tokens: int = 0  # found in the prefix cache when it was last scheduled anew
+    local_tokens: int = 0  # consumer: found in the prefix cache when it was last scheduled anew
     begun: bool = False  # the worker half knows blocks of it
     done: bool = False  # consumer: the transfer has ended, one way or the other
     computed: int = 0  # producer: tokens whose KV is in its blocks after the steps planned so far
@@ -75,7 +75,6 @@ class SchedulerHalf(SchedulerConnector):
         if entry is None:
             return 0, False
         if entry.transfer.role is TransferRole.PRODUCE:
-            entry.local_tokens = num_computed_tokens
             return 0, False
         if entry.begun or num_computed_tokens >= entry.num_tokens:
             return 0, False
@@ -89,15 +88,17 @@ class SchedulerHalf(SchedulerConnector):
         if entry is None:
             return
         if entry.transfer.role is TransferRole.PRODUCE:
-            self._plan_send(request.request_id, entry, block_ids)
+            self._plan_send(request, entry, block_ids)
         elif num_external_tokens > 0 and not entry.begun:
             self._begin_receive(request.request_id, entry, block_ids)
 
-    def _plan_send(self, request_id: str, entry: _Entry, block_ids: BlockIds) -> None:
+    def _plan_send(self, request: TransferRequest, entry: _Entry, block_ids: BlockIds) -> None:
+        request_id = request.request_id
         entry.begun = True
         # Blocks found in the prefix cache may be under computation in this very step, by the request that
         # they were cached for: nothing counts as computed before the step is over.
-        entry.computed = entry.local_tokens
+        # That holds for what another connector has loaded, too.
+        entry.computed = request.num_computed_tokens
         self._planned_now.add(request_id)
         self._commands.append(
             PlanSend(

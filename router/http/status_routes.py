@@ -149,6 +149,7 @@ def _node(services: Services, member: Member) -> dict[str, Any]:
             quarantined_blocks=status.quarantined_blocks,
             step_age_s=status.step_age_s,
             detail=status.detail,
+            tiers=msgspec.to_builtins(status.tiers),
             counters=msgspec.to_builtins(status.counters),
         )
     return node

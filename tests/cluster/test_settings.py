@@ -325,3 +325,26 @@ def test_numbers_in_a_row_are_shown_as_a_range() -> None:
     assert ranges([0, 1, 2, 3, 8]) == "0-3,8"
     assert ranges([0, 4, 1, 5]) == "0,4,1,5"
     assert ranges([]) == ""
+
+
+def test_tiers_have_sizes_in_words_and_their_mistakes_are_named(tmp_path: Path) -> None:
+    text = "cache: {tiers: [{cpu: 8GiB, policy: arc}, {cpu: 512MiB, block_factor: 4, store_threshold: 2}]}"
+    near, far = settings(tmp_path, text).config.cache.tiers
+    assert (near.cpu, near.policy.value, near.block_factor) == (8 << 30, "arc", 1)
+    assert (far.cpu, far.policy.value, far.block_factor, far.store_threshold) == (512 << 20, "lru", 4, 2)
+    found = settings(tmp_path, "", {"TANDEM_CACHE__TIERS": "[{cpu: 1GiB}]"}).config.cache
+    assert found.host_bytes_of_tiers == 1 << 30
+    for wrong, why in (
+        ("[{cpu: much}]", "must be a size such as 2GiB"),
+        ("[{policy: arc}]", "needs its size"),
+        ("[{cpu: 1GiB, policy: fifo}]", "fifo"),
+        ("[{cpu: 1GiB, polcy: arc}]", "polcy"),
+        ("{cpu: 1GiB}", "array"),
+        ("[{cpu: 0}]", ">= 1"),
+        ("[{cpu: 1GiB, block_factor: 0}]", ">= 1"),
+    ):
+        (mistake,) = mistakes(tmp_path, f"cache: {{tiers: {wrong}}}")
+        assert "cache.tiers" in mistake
+        assert why in mistake
+    (mistake,) = mistakes(tmp_path, "cache: {tiers: [{cpu: 1GiB}], prefix_caching: false}")
+    assert "cache.prefix_caching" in mistake

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
@@ -13,8 +14,8 @@ from tandem.engine.core import Engine
 from tandem.engine.model.loading import load_runner
 from tandem.engine.request import Request
 from tandem.engine.scheduling.scheduler import Scheduler
-from tandem.kvtransfer.base import ConnectorContext, TransferConfig, TransferStats
-from tandem.kvtransfer.registry import create_connector
+from tandem.kvtransfer.base import ConnectorContext, TierConfig, TransferConfig, TransferStats
+from tandem.kvtransfer.multi import create_connector
 from tandem.wire.nodes import PeerAddress
 from tandem.wire.requests import KVTransferParams, TransferRole
 from tandem.wire.sampling import SamplingParams
@@ -40,16 +41,25 @@ class OneEngine:
         scheduler: SchedulerConfig | None = None,
         memory_bytes: int = 512 << 20,
         prefix_caching: bool = False,
+        tiers: Sequence[TierConfig] = (),
     ) -> OneEngine:
         woken, epoch = threading.Event(), next(epochs)
         cache = CacheConfig(block_size=block_size, memory_bytes=memory_bytes, prefix_caching=prefix_caching)
         scheduler = scheduler or SchedulerConfig()
         runner = load_runner(ModelConfig(path=str(model), dtype="float32", threads=1), cache, scheduler)
-        planner, mover = None, None
         info = runner.info
+        planner, mover = None, None
         if transfer is not None:
             context = ConnectorContext(
-                name, epoch, "127.0.0.1", block_size, transfer, woken.set, info.state_blocks
+                name,
+                epoch,
+                "127.0.0.1",
+                block_size,
+                transfer,
+                woken.set,
+                info.state_blocks,
+                tiers=tiers,
+                groups=info.groups,
             )
             planner, mover = create_connector(context)
         made = Scheduler(

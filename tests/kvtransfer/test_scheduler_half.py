@@ -54,7 +54,8 @@ def test_a_request_without_a_transfer_is_none_of_its_business() -> None:
 def test_a_producers_prompt_in_chunks() -> None:
     half = SchedulerHalf(4)
     request = added(half)
-    assert half.get_num_new_matched_tokens(request, 4) == (0, False)
+    assert half.get_num_new_matched_tokens(request, 0) == (0, False)
+    request.num_computed_tokens = 4  # found here, or loaded from elsewhere
     half.update_state_after_alloc(request, [[5, 6]], 0)
     plan = planned(half, FakeStep({"r": 3}))
     assert plan.before_forward == [AnnounceSend("r", "t"), PlanSend("r", "t", PEER, 10, HASH, [[5, 6]])]
@@ -77,6 +78,7 @@ def test_a_preempted_prompt_begins_again_with_other_blocks() -> None:
     planned(half, FakeStep({"r": 8}))
     assert planned(half, FakeStep(preempted_req_ids={"r", "somebody else"})).preempted == ["r"]
     half.get_num_new_matched_tokens(request, 4)
+    request.num_computed_tokens = 4
     half.update_state_after_alloc(request, [[5, 11, 12]], 0)
     plan = planned(half, FakeStep({"r": 6}, new_blocks={"r": [5, 11, 12]}))
     assert plan.before_forward == [PlanSend("r", "t", PEER, 10, HASH, [[5, 11, 12]])]

@@ -10,7 +10,7 @@ from tandem.router.config import RouterConfig
 from tandem.router.server import RouterServer
 from tandem.wire.errors import ConfigurationError
 from tandem.wire.nodes import NodeState, Role
-from tandem.wire.requests import NodeCounters, WaitHistogram
+from tandem.wire.requests import NodeCounters, TierStatus, WaitHistogram
 from tests.router.conftest import Running, StartRouter
 from tests.router.fake_node import FakeNode
 
@@ -57,7 +57,8 @@ def test_metrics_show_the_router_and_every_node(start_router: StartRouter) -> No
             output_tokens=11,
             requests_finished={"stop": 2},
             transfer_wait_seconds={"register": WaitHistogram().plus(0.003).plus(0.25).plus(90.0)},
-        )
+        ),
+        status_fields={"tiers": [TierStatus("cpu", 1, 8, 100, 64, 0, 0, 7)]},
     )
     router.complete(max_tokens=4)
     router.wait_for(
@@ -79,6 +80,8 @@ def test_metrics_show_the_router_and_every_node(start_router: StartRouter) -> No
         'tandem_node_transfer_wait_seconds_count{node="d0",role="decode",stage="register"} 3.0',
         'tandem_node_transfer_wait_seconds_sum{node="d0",role="decode",stage="register"} 90.253',
         'tandem_node_free_blocks{node="p0",role="prefill"} 1000.0',
+        'tandem_node_tier_used_bytes{node="d0",role="decode",tier="cpu"} 1.0',
+        'tandem_node_tier_found_tokens_total{node="d0",role="decode",tier="cpu"} 64.0',
         'tandem_http_requests_total{route="/v1/completions",status="200"} 1.0',
     ):
         name = line.split("{")[0].split(" ")[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import msgspec
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from tandem.cluster.describe import parse_size
 from tandem.cluster.pools.placement import LocalMachine, place_nodes
 from tandem.cluster.pools.room import AROUND_BYTES, NODE_BYTES, check_memory
 from tandem.engine.config import CacheConfig
+from tandem.kvtransfer.base import TierConfig
 from tandem.wire.errors import ConfigurationError
 from tandem.wire.nodes import Role
 from tests.cluster.pools.helpers import FakeHosts, Rig, in_loop
@@ -178,3 +180,10 @@ def test_what_is_proposed_would_be_accepted(
     if fewer:
         check_memory(asked(int(fewer[1]) - 1, 1, kv), free, weights, on_cpu=True)
     assert less or fewer or "--aggregated 1" in said or "end something else" in said
+
+
+def test_the_memory_of_tiers_counts_on_every_machine() -> None:
+    config = asked()
+    tiers = msgspec.structs.replace(config.cache, tiers=[TierConfig(cpu=10 * GIB)])
+    said = said_of_memory(msgspec.structs.replace(config, cache=tiers), 8 * GIB, on_cpu=False)
+    assert "10.0 GiB of cache.tiers each" in said

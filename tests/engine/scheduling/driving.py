@@ -43,7 +43,7 @@ def consume(transfer_id: str = "t") -> KVTransferParams:
 
 
 class FakeConnector(SchedulerConnector):
-    """Answers as told, and remembers what it was asked. `offers` says what comes from outside: tokens beyond
+    """Answers as told, and remembers what it was asked. `offers` says what comes from outside, once: tokens beyond
     those found here, and whether they arrive later; None defers."""
 
     def __init__(self) -> None:
@@ -67,6 +67,8 @@ class FakeConnector(SchedulerConnector):
         self, request: TransferRequest, block_ids: BlockIds, num_external_tokens: int
     ) -> None:
         self.calls.append(("alloc", request.request_id, num_external_tokens))
+        if num_external_tokens:
+            self.offers.pop(request.request_id, None)
         self.blocks[request.request_id] = [list(ids) for ids in block_ids]
 
     def build_connector_meta(self, step: ScheduledStep) -> ConnectorMetadata:

@@ -58,7 +58,7 @@ def test_a_first_block_that_is_wrong_takes_everything_with_it():
     assert driver.free_blocks == 99
     driver.run()
     assert driver.outputs["a"] == alone(a.prompt_token_ids, 4)
-    assert len(connector.asked("match", "a")) == 1
+    assert len(connector.asked("match", "a")) == 2, "without blocks it may load again"
 
 
 def test_where_that_is_the_policy_the_request_ends_with_an_error():

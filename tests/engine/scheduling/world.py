@@ -61,6 +61,7 @@ class Source(enum.Enum):
     HERE_AND_SENT = enum.auto()  # computed here and sent away: its blocks stay
     LATER = enum.auto()  # all from a peer, while other steps run
     LATER_IN_PART = enum.auto()
+    CACHED = enum.auto()  # some of it, later, and again whenever it is admitted without blocks
     AT_ONCE = enum.auto()  # some of it, there when the step runs
 
 
@@ -82,6 +83,7 @@ class WorldConnector(FakeConnector):
         self.unreported: set[str] = set()  # whose loads have ended, which the scheduler has not been told yet
         self.loads_at_once: list[Load] = []  # of the step that is being planned
         self.found: dict[str, int] = {}
+        self.loaded: set[str] = set()  # a handoff comes once
         self.kept: dict[str, tuple[Request, list[list[int]]]] = {}  # producers' blocks
 
     def get_num_new_matched_tokens(
@@ -94,10 +96,12 @@ class WorldConnector(FakeConnector):
         self.found[request_id] = num_computed_tokens
         left = request.num_tokens - num_computed_tokens
         match self.sources[request_id]:
-            case Source.LATER:
+            case Source.LATER if request_id not in self.loaded:
                 return left, True
-            case Source.LATER_IN_PART:
+            case Source.LATER_IN_PART if request_id not in self.loaded:
                 return left // 2, True
+            case Source.CACHED:
+                return min(left // 2, left - 1), True
             case Source.AT_ONCE:
                 return left * 2 // 3, False
             case _:
@@ -109,6 +113,7 @@ class WorldConnector(FakeConnector):
         super().update_state_after_alloc(request, block_ids, num_external_tokens)
         assert isinstance(request, Request)
         if num_external_tokens:
+            self.loaded.add(request.request_id)
             start = self.found[request.request_id]
             tables = [list(ids) for ids in block_ids]
             load = Load(request, tables, start, start + num_external_tokens)
@@ -310,7 +315,8 @@ class World:
             self.news.invalid_block_ids.add(self._spoil(load))
         tokens = load.request.all_token_ids
         first = tokens[load.end] if load.end < len(tokens) else next_token(tokens)
-        self.news.finished_recving[request_id] = Handoff(first, load.end)
+        cached = self.connector.sources[request_id] is Source.CACHED
+        self.news.finished_recving[request_id] = Handoff(None if cached else first, load.end)
 
     def _blocks_behind(self, load: Load, valid: int) -> list[int]:
         return [

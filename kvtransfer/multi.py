@@ -1,0 +1,251 @@
+"""Several connectors as one: the first that can load a request's KV loads it, and all of them hear of everything.
+
+A request that has ended keeps its blocks until each connector that keeps them has let go.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+
+from tandem.kvtransfer.base import (
+    BlockIds,
+    BlockTables,
+    ConnectorContext,
+    ConnectorMetadata,
+    ConnectorOutput,
+    KVCacheMemory,
+    LoadFailure,
+    ScheduledStep,
+    SchedulerConnector,
+    TransferRequest,
+    TransferStats,
+    WorkerConnector,
+    WorkerMetadata,
+)
+from tandem.kvtransfer.offload.worker_half import create_tiers
+from tandem.kvtransfer.registry import find_connector
+from tandem.wire.errors import InternalError
+from tandem.wire.tracing import TransferTrace
+
+
+@dataclasses.dataclass(slots=True)
+class PartsMetadata(ConnectorMetadata):
+    parts: list[ConnectorMetadata]
+
+
+@dataclasses.dataclass(slots=True)
+class PartsOutput(WorkerMetadata):
+    parts: list[ConnectorOutput]
+
+
+@dataclasses.dataclass(slots=True)
+class _Ended:
+    """A request that has ended, while some connectors keep its blocks."""
+
+    keepers: set[int]
+    failure: LoadFailure | None = None  # of a load that was under way
+
+
+class MultiScheduler(SchedulerConnector):
+    def __init__(self, parts: Sequence[SchedulerConnector]) -> None:
+        self._parts = list(parts)
+        self._loaders: dict[
+            str, tuple[int, bool]
+        ] = {}  # which part was taken at its word, and whether it loads later
+        self._ended: dict[str, _Ended] = {}
+
+    def bind_block_tables(self, tables: BlockTables) -> None:
+        for part in self._parts:
+            part.bind_block_tables(tables)
+
+    def on_new_request(self, request: TransferRequest) -> None:
+        for part in self._parts:
+            part.on_new_request(request)
+
+    def get_num_new_matched_tokens(
+        self, request: TransferRequest, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        self._loaders.pop(request.request_id, None)
+        for index, part in enumerate(self._parts):
+            tokens, later = part.get_num_new_matched_tokens(request, num_computed_tokens)
+            if tokens is None:
+                return None, False
+            if tokens:
+                self._loaders[request.request_id] = index, later
+                return tokens, later
+        return 0, False
+
+    def update_state_after_alloc(
+        self, request: TransferRequest, block_ids: BlockIds, num_external_tokens: int
+    ) -> None:
+        loader, later = None, False
+        if num_external_tokens:
+            loader, later = self._loaders.pop(request.request_id)
+        for index, part in enumerate(self._parts):
+            if index == loader:
+                part.update_state_after_alloc(request, block_ids, num_external_tokens)
+            elif not later:  # the others hear of the request's blocks when it is admitted
+                part.update_state_after_alloc(request, block_ids, 0)
+
+    def build_connector_meta(self, step: ScheduledStep) -> ConnectorMetadata:
+        return PartsMetadata([part.build_connector_meta(step) for part in self._parts])
+
+    def update_connector_output(self, output: ConnectorOutput) -> None:
+        if output.worker_metadata is None:
+            return
+        if not isinstance(output.worker_metadata, PartsOutput):
+            raise InternalError(f"metadata of another connector: {type(output.worker_metadata).__name__}")
+        for index, (part, of_part) in enumerate(zip(self._parts, output.worker_metadata.parts, strict=True)):
+            part.update_connector_output(of_part)
+            self._add(output, index, of_part)
+
+    def _add(self, output: ConnectorOutput, index: int, of_part: ConnectorOutput) -> None:
+        output.invalid_block_ids |= of_part.invalid_block_ids
+        output.unwanted_sending |= of_part.unwanted_sending
+        output.released_blocks |= self._not_postponed(of_part.released_blocks)
+        for request_id in of_part.finished_sending:
+            if self._let_go(output, index, request_id):
+                output.finished_sending.add(request_id)
+        for request_id, handoff in of_part.finished_recving.items():
+            if self._let_go(output, index, request_id):
+                output.finished_recving[request_id] = handoff
+        for request_id, failure in of_part.failed_recving.items():
+            if self._let_go(output, index, request_id, failure):
+                output.failed_recving[request_id] = failure
+
+    def _let_go(
+        self, output: ConnectorOutput, index: int, request_id: str, failure: LoadFailure | None = None
+    ) -> bool:
+        """Whether the engine is to hear of it now and in these words."""
+        ended = self._ended.get(request_id)
+        if ended is None:
+            return True
+        ended.keepers.discard(index)
+        ended.failure = failure or ended.failure
+        if ended.keepers:
+            return False
+        del self._ended[request_id]
+        if ended.failure is not None:  # its blocks may be unsafe
+            output.failed_recving[request_id] = ended.failure
+            return False
+        return True
+
+    def _not_postponed(self, blocks: set[int]) -> set[int]:
+        """Without those whose quarantine has not begun, because another connector still reads them."""
+        for ended in self._ended.values():
+            if ended.failure is not None and (early := ended.failure.unsafe_blocks & blocks):
+                rest = ended.failure.unsafe_blocks - early
+                ended.failure = msgspec.structs.replace(ended.failure, unsafe_blocks=rest)
+                blocks = blocks - early
+        return blocks
+
+    def request_finished(self, request: TransferRequest, block_ids: BlockIds) -> bool:
+        self._loaders.pop(request.request_id, None)
+        keepers = {
+            index for index, part in enumerate(self._parts) if part.request_finished(request, block_ids)
+        }
+        if keepers:
+            self._ended[request.request_id] = _Ended(keepers)
+        return bool(keepers)
+
+    def has_pending_work(self) -> bool:
+        return any(part.has_pending_work() for part in self._parts)
+
+    def reset_cache(self) -> None:
+        for part in self._parts:
+            part.reset_cache()
+
+
+class MultiWorker(WorkerConnector):
+    def __init__(self, parts: Sequence[WorkerConnector]) -> None:
+        self._parts = list(parts)
+
+    @property
+    def peer_endpoint(self) -> str:
+        return next((endpoint for part in self._parts if (endpoint := part.peer_endpoint)), "")
+
+    @property
+    def hands_over_states(self) -> bool:
+        return any(part.hands_over_states for part in self._parts)
+
+    @property
+    def layerwise(self) -> bool:
+        return any(part.layerwise for part in self._parts)
+
+    def register_kv_caches(self, memory: KVCacheMemory) -> None:
+        for part in self._parts:
+            part.register_kv_caches(memory)
+
+    def bind_connector_metadata(self, metadata: ConnectorMetadata) -> None:
+        if not isinstance(metadata, PartsMetadata):
+            raise InternalError(f"metadata of another connector: {type(metadata).__name__}")
+        for part, of_part in zip(self._parts, metadata.parts, strict=True):
+            part.bind_connector_metadata(of_part)
+
+    def handle_preemptions(self) -> None:
+        for part in self._parts:
+            part.handle_preemptions()
+
+    def start_load_kv(self) -> None:
+        for part in self._parts:
+            part.start_load_kv()
+
+    def wait_for_layer_load(self, layer: int) -> None:
+        for part in self._parts:
+            if part.layerwise:
+                part.wait_for_layer_load(layer)
+
+    def save_kv_layer(self, layer: int) -> None:
+        for part in self._parts:
+            if part.layerwise:
+                part.save_kv_layer(layer)
+
+    def wait_for_save(self) -> None:
+        for part in self._parts:
+            part.wait_for_save()
+
+    def get_finished(self, finished_req_ids: set[str]) -> ConnectorOutput:
+        outputs = [part.get_finished(finished_req_ids) for part in self._parts]
+        return ConnectorOutput(worker_metadata=PartsOutput(outputs))
+
+    def stats(self) -> TransferStats:
+        return merged_stats([part.stats() for part in self._parts])
+
+    def trace_of(self, request_id: str) -> TransferTrace | None:
+        traces = (part.trace_of(request_id) for part in self._parts)
+        return next((trace for trace in traces if trace is not None), None)
+
+    def shutdown(self) -> None:
+        for part in self._parts:
+            part.shutdown()
+
+
+def merged_stats(parts: Sequence[TransferStats]) -> TransferStats:
+    merged = TransferStats()
+    for field in TransferStats.__struct_fields__:
+        values = [getattr(part, field) for part in parts]
+        if isinstance(values[0], int):
+            setattr(merged, field, sum(values))
+        elif isinstance(values[0], list):
+            setattr(merged, field, [item for value in values for item in value])
+        elif field == "waits":
+            merged.waits = {stage: waits for part in parts for stage, waits in part.waits.items()}
+        else:
+            setattr(merged, field, dict(sum((Counter(value) for value in values), Counter())))
+    return merged
+
+
+def create_connector(context: ConnectorContext) -> tuple[SchedulerConnector, WorkerConnector]:
+    """What a node needs: one for its peers, one for each tier of its cache, or several as one."""
+    parts: list[tuple[SchedulerConnector, WorkerConnector]] = []
+    if context.has_peers:
+        parts.append(find_connector(context.config.connector)(context))
+    if context.tiers:
+        parts += create_tiers(context)
+    if len(parts) == 1:
+        return parts[0]
+    return MultiScheduler([planner for planner, _ in parts]), MultiWorker([mover for _, mover in parts])

@@ -1,0 +1,236 @@
+"""The tier in host memory: a pool of slots, and a thread that copies.
+
+From and to a cache in host memory it copies with memmove. On CUDA it has streams of its own, and page-locked memory: a store
+begins when the device has done what was queued before, and the thread waits for it. That has not run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import abc
+import ctypes
+import mmap
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tandem.kvtransfer.base import KVCacheMemory, TierConfig
+from tandem.kvtransfer.offload.manager import ReuseFilter, SlotManager, TierManager
+from tandem.kvtransfer.offload.spec import Copy, Mover
+from tandem.wire.errors import ConfigurationError, InternalError
+
+if TYPE_CHECKING:
+    import torch
+
+STOP_GRACE_S = 5.0
+# A copy of the largest prompt takes a second. A thread that needs longer than this does not come back.
+PATIENCE_S = 60.0
+
+
+def create(config: TierConfig) -> CpuTier:
+    return CpuTier(config)
+
+
+class CpuTier:
+    name = "cpu"
+
+    def __init__(self, config: TierConfig) -> None:
+        self._config = config
+
+    def open(self, memory: KVCacheMemory, wake: Callable[[], None]) -> tuple[TierManager, Mover]:
+        config = self._config
+        slot_bytes = memory.block_bytes * config.block_factor
+        num_slots = (config.cpu or 0) // slot_bytes
+        if num_slots < 1:
+            raise ConfigurationError(
+                f"cache.tiers: {config.cpu} bytes of cpu have no room for {config.block_factor} of this model's blocks, "
+                f"which are {memory.block_bytes} bytes each"
+            )
+        manager: TierManager = SlotManager(num_slots, config.policy)
+        if config.store_threshold > 1:
+            manager = ReuseFilter(manager, config.store_threshold)
+        copier = (CudaCopier if memory.tensor.is_cuda else HostCopier)(
+            memory, num_slots * config.block_factor
+        )
+        return manager, CopyThread(copier, wake)
+
+
+class Copier(abc.ABC):
+    """Copies between the device's blocks and a pool of places of the same size."""
+
+    def __init__(self, memory: KVCacheMemory) -> None:
+        self.block_bytes = memory.block_bytes
+
+    def fence(self) -> Any:
+        """Called in the step thread: what is computed so far is what a store that is given this may read."""
+        return None
+
+    @abc.abstractmethod
+    def copy(self, job: Copy, to_device: bool, fence: Any) -> None:
+        """Returns when every byte is there."""
+
+
+def runs_of(blocks: Sequence[int], places: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Neighbours that stay neighbours are copied together: first block, first place, how many."""
+    here, there = np.asarray(blocks), np.asarray(places)
+    ends = np.flatnonzero((np.diff(here) != 1) | (np.diff(there) != 1)) + 1
+    start = 0
+    for end in (*ends.tolist(), len(here)):
+        yield int(here[start]), int(there[start]), end - start
+        start = end
+
+
+class HostCopier(Copier):
+    def __init__(self, memory: KVCacheMemory, num_places: int) -> None:
+        super().__init__(memory)
+        self._tensor = memory.tensor  # whose memory it is
+        self._device = memory.tensor.data_ptr()
+        # A page takes memory only once it is written.
+        self._pool = mmap.mmap(-1, num_places * self.block_bytes)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            self._pool.madvise(mmap.MADV_HUGEPAGE)
+        self._places = ctypes.addressof(ctypes.c_char.from_buffer(self._pool))
+
+    def copy(self, job: Copy, to_device: bool, fence: Any) -> None:
+        size = self.block_bytes
+        for block, place, count in runs_of(job.blocks, job.places):
+            device, host = self._device + block * size, self._places + place * size
+            # Without Python's lock: the step goes on meanwhile.
+            ctypes.memmove(*((device, host) if to_device else (host, device)), count * size)
+
+
+class CudaCopier(Copier):
+    def __init__(self, memory: KVCacheMemory, num_places: int) -> None:
+        import torch
+
+        super().__init__(memory)
+        self._cuda = torch.cuda
+        tensor = memory.tensor
+        self._device = tensor.device
+        # The blocks as rows of bytes, whatever the order of their axes.
+        elements = tensor[0].numel()
+        rows = torch.as_strided(tensor, (memory.num_blocks, elements), (elements, 1), tensor.storage_offset())
+        self._blocks: torch.Tensor = rows.view(torch.uint8)
+        self._pool = torch.empty((num_places, self.block_bytes), dtype=torch.uint8, pin_memory=True)
+        self._streams = {
+            to_device: torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            for to_device in (True, False)
+        }
+
+    def fence(self) -> Any:
+        event = self._cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._cuda.current_stream(self._device))
+        return event
+
+    def copy(self, job: Copy, to_device: bool, fence: Any) -> None:
+        stream = self._streams[to_device]
+        if fence is not None:
+            stream.wait_event(fence)
+        with self._cuda.stream(stream):
+            for block, place, count in runs_of(job.blocks, job.places):
+                blocks, places = self._blocks[block : block + count], self._pool[place : place + count]
+                if to_device:
+                    blocks.copy_(places, non_blocking=True)
+                else:
+                    places.copy_(blocks, non_blocking=True)
+        stream.synchronize()
+
+
+class CopyThread(Mover):
+    """One thread makes the copies in the order in which they were submitted, loads before stores."""
+
+    def __init__(self, copier: Copier, wake: Callable[[], None]) -> None:
+        self._copier = copier
+        self._wake = wake
+        self._changed = threading.Condition()  # guards all that follows
+        self._loads: deque[tuple[Copy, Any]] = deque()
+        self._stores: deque[tuple[Copy, Any]] = deque()
+        self._under_way: set[int] = set()  # queued or being copied
+        self._ended: dict[int, bool] = {}
+        self._failure: BaseException | None = None
+        self._closing = False
+        self._stored_blocks = 0
+        self._loaded_blocks = 0
+        self._thread = threading.Thread(target=self._run, name="kv-tier", daemon=True)
+        self._thread.start()
+
+    def submit(self, stores: Sequence[Copy], loads: Sequence[Copy]) -> None:
+        fence = self._copier.fence() if stores else None
+        with self._changed:
+            self._loads += [(job, None) for job in loads]
+            self._stores += [(job, fence) for job in stores]
+            self._under_way.update(job.job for job in (*stores, *loads))
+            self._changed.notify_all()
+
+    def take_ended(self) -> dict[int, bool]:
+        if self._failure is not None:
+            raise InternalError("the thread that copies KV to and from a tier died") from self._failure
+        if not self._ended:  # read without the lock: what comes now is taken the next time
+            return {}
+        with self._changed:
+            ended, self._ended = self._ended, {}
+        return ended
+
+    def wait(self, jobs: Iterable[int]) -> None:
+        """Those that wait behind others are copied first."""
+        wanted = set(jobs)
+        until = time.monotonic() + PATIENCE_S
+        with self._changed:
+            self._stores = deque(sorted(self._stores, key=lambda queued: queued[0].job not in wanted))
+            while not self._under_way.isdisjoint(wanted):
+                if self._failure is not None:
+                    raise InternalError(
+                        "the thread that copies KV to and from a tier died"
+                    ) from self._failure
+                if not self._changed.wait(max(until - time.monotonic(), 0)) and time.monotonic() >= until:
+                    raise InternalError(f"copies to a tier did not end within {PATIENCE_S:g} s")
+
+    @property
+    def stored_bytes(self) -> int:
+        return self._stored_blocks * self._copier.block_bytes
+
+    @property
+    def loaded_bytes(self) -> int:
+        return self._loaded_blocks * self._copier.block_bytes
+
+    def _run(self) -> None:
+        try:
+            while (queued := self._next()) is not None:
+                job, fence, is_load = queued
+                self._copier.copy(job, is_load, fence)
+                self._end(job, is_load)
+        except BaseException as error:
+            with self._changed:
+                self._failure = error
+                self._changed.notify_all()
+            self._wake()
+
+    def _next(self) -> tuple[Copy, Any, bool] | None:
+        with self._changed:
+            while not self._closing:
+                if self._loads:
+                    return (*self._loads.popleft(), True)
+                if self._stores:
+                    return (*self._stores.popleft(), False)
+                self._changed.wait()
+        return None
+
+    def _end(self, job: Copy, is_load: bool) -> None:
+        with self._changed:
+            if is_load:
+                self._loaded_blocks += len(job.blocks)
+            else:
+                self._stored_blocks += len(job.blocks)
+            self._under_way.remove(job.job)
+            self._ended[job.job] = True
+            self._changed.notify_all()
+        self._wake()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(STOP_GRACE_S)

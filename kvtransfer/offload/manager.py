@@ -1,0 +1,255 @@
+"""Which blocks a tier has, and where. Touches no byte: what it says is done by a mover, which may take its time.
+
+A slot holds one chunk, which is `block_factor` blocks of the device. It is free; or is being written, for the key that it was
+given; or is ready; or is ready and read by some loads. Only what is ready and not read can be given up.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from tandem.kvtransfer.base import EvictionPolicy
+from tandem.kvtransfer.offload.policies import POLICIES, Key
+from tandem.wire.errors import InternalError
+
+_WRITTEN_NOW = -1
+
+
+@dataclasses.dataclass(slots=True)
+class StoreRoom:
+    """Of the keys that were offered, those that are to be written, and where to."""
+
+    keys: list[Key]
+    slots: list[int]
+
+
+class TierManager(abc.ABC):
+    """What the connector asks. Used from one thread."""
+
+    @property
+    @abc.abstractmethod
+    def capacity(self) -> int: ...
+
+    @property
+    @abc.abstractmethod
+    def used(self) -> int:
+        """Slots that are not free."""
+
+    @property
+    @abc.abstractmethod
+    def evicted(self) -> int:
+        """Chunks that were given up since the start."""
+
+    @abc.abstractmethod
+    def lookup(self, keys: Iterable[Key]) -> int:
+        """How many of these are ready, up to the first that is not."""
+
+    @abc.abstractmethod
+    def touch(self, keys: Sequence[Key]) -> None:
+        """A request has this prefix. Once for each time that it is admitted."""
+
+    @abc.abstractmethod
+    def line_up(self, keys: Sequence[Key]) -> None:
+        """A request with this prefix has ended: its end should be given up before its beginning."""
+
+    @abc.abstractmethod
+    def prepare_load(self, keys: Iterable[Key]) -> list[int]:
+        """The slots of keys that `lookup` has counted. They stay as they are until `complete_load`."""
+
+    @abc.abstractmethod
+    def complete_load(self, slots: Iterable[int]) -> None: ...
+
+    @abc.abstractmethod
+    def prepare_store(self, keys: Sequence[Key]) -> StoreRoom | None:
+        """Room for those that are not there, each to be completed. None, and nothing has changed, when there is not enough."""
+
+    @abc.abstractmethod
+    def complete_store(self, room: StoreRoom, *, written: bool) -> None: ...
+
+    @abc.abstractmethod
+    def forget(self, keys: Iterable[Key]) -> None:
+        """Finds these no more, whatever state they are in."""
+
+    @abc.abstractmethod
+    def reset(self) -> None:
+        """Forgets everything."""
+
+
+class SlotManager(TierManager):
+    def __init__(self, num_slots: int, policy: EvictionPolicy) -> None:
+        self._capacity = num_slots
+        self._busy = array("i", bytes(4 * num_slots))  # loads that read the slot, or _WRITTEN_NOW
+        self._policy = POLICIES[policy](num_slots, self._busy)
+        self._free: list[int] = []
+        self._unused = 0  # slots from here on were never taken
+        self._forgotten: set[int] = set()  # slots in use by a copy whose keys are forgotten
+        self._evicted = 0
+
+    @property
+    def capacity(self) -> int:
+        return self._capacity
+
+    @property
+    def used(self) -> int:
+        return self._unused - len(self._free)
+
+    @property
+    def evicted(self) -> int:
+        return self._evicted
+
+    def lookup(self, keys: Iterable[Key]) -> int:
+        get, busy, count = self._policy.get, self._busy, 0
+        for key in keys:
+            slot = get(key)
+            if slot is None or busy[slot] < 0:
+                break
+            count += 1
+        return count
+
+    def touch(self, keys: Sequence[Key]) -> None:
+        self._policy.touch(keys)
+
+    def line_up(self, keys: Sequence[Key]) -> None:
+        self._policy.line_up(keys)
+
+    def prepare_load(self, keys: Iterable[Key]) -> list[int]:
+        slots = []
+        for key in keys:
+            slot = self._policy.get(key)
+            if slot is None or self._busy[slot] < 0:
+                raise InternalError("a tier was asked to load what it has not got")
+            slots.append(slot)
+        for slot in slots:
+            self._busy[slot] += 1
+        return slots
+
+    def complete_load(self, slots: Iterable[int]) -> None:
+        for slot in slots:
+            if self._busy[slot] <= 0:
+                raise InternalError(f"slot {slot} of a tier was let go more often than it was taken")
+            self._busy[slot] -= 1
+            if not self._busy[slot] and slot in self._forgotten:
+                self._let_go(slot)
+
+    def prepare_store(self, keys: Sequence[Key]) -> StoreRoom | None:
+        get = self._policy.get
+        new = [key for key in dict.fromkeys(keys) if get(key) is None]
+        missing = len(new) - (self._capacity - self.used)
+        if missing > 0:
+            victims = self._policy.evict(missing, set(keys))
+            if victims is None:
+                return None
+            self._evicted += len(victims)
+            self._free += [slot for _, slot in victims]
+        slots = [self._take() for _ in new]
+        # The first is the last to be given up: the others are worth nothing without it.
+        for key, slot in zip(reversed(new), reversed(slots), strict=True):
+            self._busy[slot] = _WRITTEN_NOW
+            self._policy.insert(key, slot)
+        return StoreRoom(new, slots)
+
+    def _take(self) -> int:
+        if self._free:
+            return self._free.pop()
+        self._unused += 1
+        return self._unused - 1
+
+    def complete_store(self, room: StoreRoom, *, written: bool) -> None:
+        for key, slot in zip(room.keys, room.slots, strict=True):
+            if self._busy[slot] != _WRITTEN_NOW:
+                raise InternalError(f"slot {slot} of a tier was not being written")
+            self._busy[slot] = 0
+            if slot in self._forgotten:
+                self._let_go(slot)
+            elif not written:
+                self.forget([key])
+
+    def forget(self, keys: Iterable[Key]) -> None:
+        for key in keys:
+            slot = self._policy.get(key)
+            if slot is None:
+                continue
+            self._policy.remove(key)
+            if self._busy[slot]:
+                self._forgotten.add(slot)
+            else:
+                self._free.append(slot)
+
+    def _let_go(self, slot: int) -> None:
+        self._forgotten.remove(slot)
+        self._free.append(slot)
+
+    def reset(self) -> None:
+        self.forget(list(self._policy.all_keys()))
+        self._policy.clear()
+
+    def check_integrity(self) -> None:
+        """Every slot is in exactly one place."""
+        filed = [slot for key in self._policy.all_keys() if (slot := self._policy.get(key)) is not None]
+        places = sorted([*filed, *self._free, *self._forgotten])
+        if places != list(range(self._unused)):
+            raise InternalError("a slot of a tier is in two places, or in none")
+        idle = [slot for slot in (*self._free, *range(self._unused, self._capacity)) if self._busy[slot]]
+        if idle or any(not self._busy[slot] for slot in self._forgotten):
+            raise InternalError("a free slot of a tier is in use, or a forgotten one is not")
+
+
+class ReuseFilter(TierManager):
+    """Stores a key only when so many requests had it: what comes once is not worth its copy. The requests that had a key
+    are counted for the last `tracked` keys."""
+
+    def __init__(self, manager: TierManager, threshold: int, tracked: int = 64_000) -> None:
+        self._manager = manager
+        self._threshold = threshold
+        self._tracked = tracked
+        self._seen: OrderedDict[Key, int] = OrderedDict()
+
+    @property
+    def capacity(self) -> int:
+        return self._manager.capacity
+
+    @property
+    def used(self) -> int:
+        return self._manager.used
+
+    @property
+    def evicted(self) -> int:
+        return self._manager.evicted
+
+    def lookup(self, keys: Iterable[Key]) -> int:
+        return self._manager.lookup(keys)
+
+    def touch(self, keys: Sequence[Key]) -> None:
+        seen = self._seen
+        for key in keys:
+            seen[key] = seen.pop(key, 0) + 1
+        while len(seen) > self._tracked:
+            seen.popitem(last=False)
+        self._manager.touch(keys)
+
+    def line_up(self, keys: Sequence[Key]) -> None:
+        self._manager.line_up(keys)
+
+    def prepare_load(self, keys: Iterable[Key]) -> list[int]:
+        return self._manager.prepare_load(keys)
+
+    def complete_load(self, slots: Iterable[int]) -> None:
+        self._manager.complete_load(slots)
+
+    def prepare_store(self, keys: Sequence[Key]) -> StoreRoom | None:
+        seen, threshold = self._seen, self._threshold
+        return self._manager.prepare_store([key for key in keys if seen.get(key, 0) >= threshold])
+
+    def complete_store(self, room: StoreRoom, *, written: bool) -> None:
+        self._manager.complete_store(room, written=written)
+
+    def forget(self, keys: Iterable[Key]) -> None:
+        self._manager.forget(keys)
+
+    def reset(self) -> None:
+        self._manager.reset()
+        self._seen.clear()

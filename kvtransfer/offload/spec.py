@@ -1,0 +1,125 @@
+"""A tier, as the connector sees it: what it keeps, and how bytes get there. Chosen by name, or by module path."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from tandem.kvtransfer.base import KVCacheMemory, TierConfig
+from tandem.kvtransfer.offload.manager import TierManager
+from tandem.kvtransfer.registry import find_factory
+from tandem.wire.errors import InternalError
+from tandem.wire.requests import TierStatus
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Copy:
+    """Blocks of the device, and the places of the tier that they are copied to or from. Place p is part p % block_factor of
+    slot p // block_factor, and as large as one block."""
+
+    job: int
+    blocks: Sequence[int]
+    places: Sequence[int]
+
+
+class Mover(abc.ABC):
+    """Copies between the device and the tier, beside the engine's steps. Used from the step thread, which it never keeps
+    waiting but in `wait`."""
+
+    @abc.abstractmethod
+    def submit(self, stores: Sequence[Copy], loads: Sequence[Copy]) -> None:
+        """Everything that was computed before this call is to be in what is stored. A load is not held up by stores that
+        have not begun. The context's `wake` is called when a copy has ended."""
+
+    @abc.abstractmethod
+    def take_ended(self) -> dict[int, bool]:
+        """The jobs that ended since the last call, and whether every byte of them is right."""
+
+    @abc.abstractmethod
+    def wait(self, jobs: Iterable[int]) -> None:
+        """Returns when none of these copies reads or writes any more. They are still reported."""
+
+    @property
+    @abc.abstractmethod
+    def stored_bytes(self) -> int: ...
+
+    @property
+    @abc.abstractmethod
+    def loaded_bytes(self) -> int: ...
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Ends every copy. Idempotent."""
+
+
+class TierSpec(Protocol):
+    """One tier of one node."""
+
+    @property
+    def name(self) -> str: ...
+
+    def open(self, memory: KVCacheMemory, wake: Callable[[], None]) -> tuple[TierManager, Mover]:
+        """Once, when the device's blocks are known. `wake` is thread-safe."""
+        ...
+
+
+class TierFactory(Protocol):
+    def __call__(self, config: TierConfig) -> TierSpec: ...
+
+
+@dataclasses.dataclass(slots=True)
+class Tier:
+    """What the two halves of the connector share. Each number is written by one of them, in the step thread."""
+
+    spec: TierSpec
+    block_factor: int
+    asked_tokens: int = 0
+    found_tokens: int = 0
+    _opened: tuple[TierManager, Mover] | None = None
+    _slot_bytes: int = 0
+
+    def open(self, memory: KVCacheMemory, wake: Callable[[], None]) -> None:
+        self._slot_bytes = memory.block_bytes * self.block_factor
+        self._opened = self.spec.open(memory, wake)
+
+    @property
+    def manager(self) -> TierManager:
+        return self._open[0]
+
+    @property
+    def mover(self) -> Mover:
+        return self._open[1]
+
+    @property
+    def _open(self) -> tuple[TierManager, Mover]:
+        if self._opened is None:
+            raise InternalError(f"the {self.spec.name} tier is used before the KV cache is known")
+        return self._opened
+
+    def status(self) -> TierStatus:
+        """May be called from any thread."""
+        manager, mover = self._open
+        return TierStatus(
+            name=self.spec.name,
+            used_bytes=manager.used * self._slot_bytes,
+            total_bytes=manager.capacity * self._slot_bytes,
+            asked_tokens=self.asked_tokens,
+            found_tokens=self.found_tokens,
+            loaded_bytes=mover.loaded_bytes,
+            stored_bytes=mover.stored_bytes,
+            evicted_bytes=manager.evicted * self._slot_bytes,
+        )
+
+    def close(self) -> None:
+        if self._opened is not None:
+            self._opened[1].close()
+
+
+SPECS = {"cpu": "tandem.kvtransfer.offload.cpu:create"}
+
+
+def create_tier(config: TierConfig) -> Tier:
+    factory: TierFactory = find_factory("cache.tiers", "spec", config.spec, SPECS)
+    return Tier(factory(config), config.block_factor)

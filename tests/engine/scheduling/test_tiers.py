@@ -1,0 +1,376 @@
+"""The scheduler with a tier of its cache: the real connector, over a model that knows what must stand in every slot, and
+copies that are made as late as they may be."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterable, Sequence
+
+import pytest
+import torch
+
+from tandem.engine.core import Engine
+from tandem.kvtransfer.base import ConnectorContext, EvictionPolicy, KVCacheMemory, TransferConfig
+from tandem.kvtransfer.multi import MultiScheduler, MultiWorker
+from tandem.kvtransfer.offload.manager import ReuseFilter, SlotManager, TierManager
+from tandem.kvtransfer.offload.scheduler_half import TierScheduler
+from tandem.kvtransfer.offload.spec import Copy, Mover, Tier
+from tandem.kvtransfer.offload.worker_half import TierWorker
+from tandem.wire.errors import InvalidLogits
+from tests.engine.scheduling.driving import BLOCK, Driver
+from tests.engine.scheduling.model import alone
+from tests.engine.scheduling.world import EOS, LazyDevice
+
+RUNS = int(os.environ.get("TANDEM_RANDOM_RUNS", "40"))
+
+
+class LateMover(Mover):
+    """Copies the model's KV when it is told to. What a store may read was computed before it was submitted."""
+
+    stored_bytes = 0
+    loaded_bytes = 0
+
+    def __init__(self, driver: Driver, device: LazyDevice) -> None:
+        self._kv = driver.model.kv
+        self._device = device
+        self._tier: dict[tuple[int, int], object] = {}
+        self._queue: list[tuple[Copy, bool, object]] = []
+        self._ended: dict[int, bool] = {}
+        self.loads = 0
+        self.closed = False
+
+    def submit(self, stores: Sequence[Copy], loads: Sequence[Copy]) -> None:
+        last = self._device._queue[-1] if self._device._queue else None
+        self._queue += [(job, True, None) for job in loads]
+        self._queue += [(job, False, last) for job in stores]
+
+    def make(self, index: int) -> None:
+        if not self._queue:
+            return
+        job, is_load, after = self._queue.pop(index % len(self._queue))
+        if after is not None:
+            self._device.run_until(after)
+        self.loads += is_load
+        for block, place in zip(job.blocks, job.places, strict=True):
+            for position in range(BLOCK):
+                if is_load:
+                    self._kv[block, position] = self._tier[place, position]
+                else:
+                    self._tier[place, position] = self._kv[block, position]
+        self._ended[job.job] = True
+
+    def take_ended(self) -> dict[int, bool]:
+        ended, self._ended = self._ended, {}
+        return ended
+
+    def wait(self, jobs: Iterable[int]) -> None:
+        wanted = set(jobs)
+        for index in range(len(self._queue) - 1, -1, -1):
+            if self._queue[index][0].job in wanted:
+                self.make(index)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._queue or self._ended)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class TierWorld:
+    def __init__(
+        self,
+        *,
+        num_slots: int = 50,
+        policy: EvictionPolicy = EvictionPolicy.LRU,
+        factor: int = 1,
+        threshold: int = 0,
+        ahead: bool = False,
+        tiers: int = 1,
+        **options: object,
+    ) -> None:
+        self.movers: list[LateMover] = []
+        self.managers: list[SlotManager] = []
+        self.tiers = [Tier(_Spec(self, num_slots, policy, threshold), factor) for _ in range(tiers)]
+        context = ConnectorContext("n", 1, "127.0.0.1", BLOCK, TransferConfig(), lambda: None)
+        planners = [TierScheduler(BLOCK, tier) for tier in self.tiers]
+        workers = [TierWorker(context, tier) for tier in self.tiers]
+        self.planner = planners[0]
+        several = tiers > 1
+        self.driver = Driver(
+            connector=MultiScheduler(planners) if several else planners[0],  # type: ignore[arg-type]
+            eos=[EOS],
+            **options,  # type: ignore[arg-type]
+        )
+        self.scheduler = self.driver.scheduler
+        self.device = LazyDevice(self.driver)
+        self.device.kv_cache = torch.zeros(self.device.info.num_blocks, 1, 2, 1, BLOCK, 1)
+        worker = MultiWorker(workers) if several else workers[0]
+        self.engine = Engine(self.scheduler, self.device, worker, ahead=ahead, clock=lambda: 0.0)
+        self.requests: dict[str, Sequence[int]] = {}
+        self.max_tokens: dict[str, int] = {}
+        self.aborted: set[str] = set()
+
+    def step(self) -> None:
+        self.driver.record(self.engine.step().updates)
+        for manager in self.managers:
+            manager.check_integrity()
+
+    def finish(self) -> None:
+        for _ in range(5000):
+            for mover in self.movers:
+                mover.make(0)
+            if not (
+                self.scheduler.has_unfinished_requests()
+                or self.scheduler.has_work()
+                or any(mover.busy for mover in self.movers)
+            ):
+                break
+            self.step()
+        else:
+            pytest.fail(f"no end: {list(self.scheduler.requests.values())}")
+        stats = self.scheduler.stats()
+        assert stats.free_blocks == stats.total_blocks
+        assert not self.planner._jobs
+        assert not self.planner._entries
+        for request_id, prompt in self.requests.items():
+            found, expected = self.driver.outputs[request_id], self.expected(request_id, prompt)
+            assert found == (expected[: len(found)] if request_id in self.aborted else expected)
+
+    def expected(self, request_id: str, prompt: Sequence[int]) -> list[int]:
+        room = self.scheduler.max_model_len - len(prompt)
+        return alone(prompt, min(self.max_tokens[request_id], room), [EOS])
+
+    def run(self, prompt: Sequence[int], max_tokens: int = 2) -> list[int]:
+        """One request, to its end; returns its answer."""
+        request_id = self.ask(prompt, max_tokens)
+        self.finish()
+        return self.driver.outputs[request_id]
+
+    def ask(self, prompt: Sequence[int], max_tokens: int = 2, **fields: object) -> str:
+        request_id = f"r{len(self.requests)}"
+        request = self.driver.add(request_id, prompt, max_tokens, **fields)  # type: ignore[arg-type]
+        self.requests[request_id] = request.prompt_token_ids
+        self.max_tokens[request_id] = max_tokens
+        return request_id
+
+    @property
+    def loaded(self) -> int:
+        return self.scheduler.stats().prompt_tokens_loaded
+
+    @property
+    def computed(self) -> int:
+        return self.scheduler.stats().prompt_tokens_computed
+
+
+class _Spec:
+    name = "late"
+
+    def __init__(self, world: TierWorld, num_slots: int, policy: EvictionPolicy, threshold: int) -> None:
+        self._world = world
+        self._num_slots = num_slots
+        self._policy = policy
+        self._threshold = threshold
+
+    def open(self, memory: KVCacheMemory, wake: Callable[[], None]) -> tuple[TierManager, Mover]:
+        manager = SlotManager(self._num_slots, self._policy)
+        mover = LateMover(self._world.driver, self._world.device)
+        self._world.managers.append(manager)
+        self._world.movers.append(mover)
+        if self._threshold:
+            return ReuseFilter(manager, self._threshold), mover
+        return manager, mover
+
+
+PROMPT = list(range(100, 100 + 6 * BLOCK + 1))
+
+
+def push_out(world: TierWorld) -> None:
+    """Of the device's cache, everything."""
+    assert world.scheduler._state.cache.reset_prefix_cache()
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_prompt_that_the_device_has_forgotten_is_loaded_and_not_computed(ahead: bool) -> None:
+    world = TierWorld(ahead=ahead)
+    first = world.run(PROMPT)
+    push_out(world)
+    before = world.computed
+    assert world.run(PROMPT) == first
+    assert world.loaded == 6 * BLOCK
+    assert world.computed - before == 1
+    (first_chunk, *_) = world.driver.updates["r1"]
+    assert first_chunk.cached_tokens == 6 * BLOCK, "usage counts what a tier had as cached"
+    status = world.tiers[0].status()
+    assert status.asked_tokens == 2 * 6 * BLOCK
+    assert status.found_tokens == 6 * BLOCK
+
+
+def test_one_token_is_always_left_to_compute() -> None:
+    world = TierWorld()
+    world.run(PROMPT[: 4 * BLOCK])
+    push_out(world)
+    world.run(PROMPT[: 4 * BLOCK])
+    assert world.loaded == 3 * BLOCK
+
+
+def test_the_answer_is_kept_too() -> None:
+    world = TierWorld()
+    answer = world.run(PROMPT, max_tokens=3 * BLOCK)
+    push_out(world)
+    world.run([*PROMPT, *answer, 5])
+    assert world.loaded == (len(PROMPT) + len(answer) - 1) // BLOCK * BLOCK
+
+
+@pytest.mark.parametrize("start", range(7))
+def test_larger_blocks_are_loaded_from_where_the_device_ends(start: int) -> None:
+    """The tier's blocks are three of the device's, and what the device still has ends anywhere in one."""
+    world = TierWorld(factor=3)
+    world.run(PROMPT)
+    table = world.scheduler._state.cache
+    hits, _ = world.scheduler.find_prefix(world.driver.add("look", PROMPT))
+    world.driver.abort("look")
+    table.uncache(hits[0][start:])
+    before = world.computed
+    world.run(PROMPT)
+    assert world.computed - before == 1
+    assert world.loaded == (6 - start) * BLOCK if start < 6 else world.loaded == 0
+
+
+def test_nothing_is_loaded_twice_for_two_requests() -> None:
+    world = TierWorld()
+    world.run(PROMPT)
+    push_out(world)
+    world.ask(PROMPT)
+    world.ask([*PROMPT, 7])
+    world.finish()
+    assert world.loaded == 6 * BLOCK
+    assert world.movers[0].loads == 1
+
+
+def test_a_preempted_request_loads_what_it_had_computed() -> None:
+    world = TierWorld(num_blocks=13)
+    world.ask([*range(200, 200 + 4 * BLOCK)], max_tokens=20)
+    world.ask([*range(300, 300 + 4 * BLOCK)], max_tokens=20)
+    world.finish()
+    stats = world.scheduler.stats()
+    assert stats.preemptions > 0
+    assert world.movers[0].loads > 0
+
+
+def test_an_aborted_request_keeps_its_blocks_until_its_load_has_ended() -> None:
+    world = TierWorld()
+    world.run(PROMPT)
+    push_out(world)
+    request_id = world.ask(PROMPT)
+    world.step()
+    world.driver.abort(request_id)
+    world.aborted.add(request_id)
+    world.step()
+    assert world.scheduler.stats().held_requests == 1
+    world.finish()
+
+
+def test_wrong_kv_is_never_loaded_again() -> None:
+    """Not what is being loaded when it is found out, either."""
+    world = TierWorld()
+    world.run(PROMPT)
+    push_out(world)
+    world.ask(PROMPT)
+    world.step()
+    world.scheduler.uncache([1])
+    world.finish()
+    assert world.scheduler.stats().loads_failed == 1
+    assert world.loaded == 0
+
+
+def test_a_request_whose_logits_are_no_numbers_leaves_nothing_in_the_tier() -> None:
+    world = TierWorld()
+    request_id = world.ask(PROMPT, 5)
+    step = world.scheduler.schedule()
+    worker = world.engine.worker
+    assert worker is not None
+    assert step.connector_metadata is not None
+    worker.bind_connector_metadata(step.connector_metadata)
+    worker.start_load_kv()
+    output = world.driver.model.execute(step)
+    worker.wait_for_save()
+    output.sampled_token_ids.clear()
+    output.errors[request_id] = InvalidLogits("no number")
+    world.driver.book(step, output, worker.get_finished(set()))
+    world.aborted.add(request_id)
+    world.finish()
+    assert world.managers[0].used == 0
+
+
+def test_the_log_probabilities_of_a_prompt_are_computed_and_not_loaded() -> None:
+    from tandem.wire.sampling import SamplingParams
+
+    world = TierWorld()
+    world.run(PROMPT)
+    push_out(world)
+    world.ask(PROMPT, 2, sampling=SamplingParams(max_tokens=2, prompt_logprobs=1))
+    world.finish()
+    assert world.loaded == 0
+
+
+def random_world(draw: random.Random) -> TierWorld:
+    return TierWorld(
+        num_slots=draw.choice([2, 6, 20, 100]),
+        policy=draw.choice(list(EvictionPolicy)),
+        factor=draw.choice([1, 1, 2, 3]),
+        threshold=draw.choice([0, 0, 2]),
+        ahead=draw.random() < 0.5,
+        tiers=draw.choice([1, 1, 2]),
+        num_blocks=draw.choice([12, 16, 40]),
+        max_num_seqs=draw.choice([1, 3, 8]),
+        max_num_batched_tokens=draw.choice([4, 9, 30, 200]),
+    )
+
+
+def run(number: int) -> int:
+    """Conversations: each turn's prompt is what was said before and some more."""
+    draw = random.Random(number)
+    world = random_world(draw)
+    talks = [[draw.randrange(50) for _ in range(draw.randrange(1, 24))] for _ in range(3)]
+    for _ in range(draw.choice([10, 60])):
+        for _ in range(draw.choice([0, 0, 1, 2])):
+            talk = draw.choice(talks)
+            if len(talk) > 34:
+                talk[:] = talk[: draw.randrange(1, 20)]
+            talk += [draw.randrange(50) for _ in range(draw.randrange(1, 6))]
+            world.ask(list(talk), draw.randrange(1, 8), cache_salt=draw.choice([None, None, "s"]))
+            talk += alone(talk, 3, [])
+        match draw.randrange(12):
+            case 0:
+                live = sorted(world.scheduler.requests)
+                if live:
+                    request_id = draw.choice(live)
+                    world.driver.abort(request_id)
+                    world.aborted.add(request_id)
+            case 1:
+                world.scheduler._state.cache.reset_prefix_cache()
+            case 2:
+                world.scheduler.uncache([draw.randrange(1, 12)]) if number % 3 == 0 else None
+            case 3 | 4 | 5 | 6 | 7:
+                for _ in range(draw.randrange(4)):
+                    draw.choice(world.movers).make(draw.randrange(100))
+        world.step()
+    world.finish()
+    return world.loaded
+
+
+def test_random_conversations_read_only_their_own_kv() -> None:
+    loaded = sum(map(run, range(40)))
+    assert loaded > 100
+
+
+@pytest.mark.slow
+def test_many_random_conversations() -> None:
+    for number in range(40, 40 + RUNS):
+        try:
+            run(number)
+        except BaseException as error:
+            error.add_note(f"random conversation {number}")
+            raise

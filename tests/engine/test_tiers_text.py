@@ -1,0 +1,138 @@
+"""A real model with a tier of its cache in host memory: the same text as without, whatever is preempted, given up and loaded."""
+
+from __future__ import annotations
+
+import random
+import threading
+
+import pytest
+
+from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
+from tandem.engine.core import Engine
+from tandem.engine.model.loading import load_runner
+from tandem.engine.model.runner import ModelRunner
+from tandem.engine.request import Request
+from tandem.engine.scheduling.scheduler import Scheduler
+from tandem.kvtransfer.base import ConnectorContext, EvictionPolicy, TierConfig, TransferConfig
+from tandem.kvtransfer.multi import create_connector
+from tandem.wire.requests import TierStatus
+from tandem.wire.sampling import SamplingParams
+from tests.engine.model import tiny
+
+BLOCK = 4
+BLOCKS = 40
+AT_ONCE = 6
+PATIENCE_S = 60.0
+
+
+class Conversations:
+    """Several at once, each of a few turns whose prompts repeat what was said before."""
+
+    def __init__(self, runner: ModelRunner, tiers: list[TierConfig], *, ahead: bool) -> None:
+        config = SchedulerConfig(max_num_seqs=AT_ONCE, max_num_batched_tokens=48, max_model_len=120)
+        cache = CacheConfig(block_size=BLOCK, hash_seed="x", tiers=tiers)
+        info = runner.info
+        self.woken = threading.Event()
+        planner, mover = None, None
+        if tiers:
+            planner, mover = create_connector(
+                ConnectorContext(
+                    "n", 1, "127.0.0.1", BLOCK, TransferConfig(), self.woken.set,
+                    has_peers=False, tiers=tiers, groups=info.groups,
+                )
+            )  # fmt: skip
+        self.scheduler = Scheduler(
+            config, cache, info.groups, BLOCKS, info.max_model_len, connector=planner, clock=lambda: 0.0
+        )
+        self.engine = Engine(self.scheduler, runner, mover, ahead=ahead, debug=True)
+        self.answers: dict[str, list[int]] = {}
+
+    def run(self, seed: int, sessions: int) -> None:
+        draw = random.Random(seed)
+        talks = {f"s{i}": [draw.randrange(5, tiny.VOCAB) for _ in range(20)] for i in range(sessions)}
+        turns = {name: draw.randrange(1, 4) for name in talks}
+        waiting, live = list(talks), dict[str, str]()
+        while waiting or live:
+            while waiting and len(live) < AT_ONCE:
+                name = waiting.pop(0)
+                live[f"{name}.{turns[name]}"] = name
+                sampling = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+                request = Request(f"{name}.{turns[name]}", talks[name], sampling)
+                self.answers[request.request_id] = []
+                self.engine.add_request(request)
+            for request_id in self.step():
+                name = live.pop(request_id)
+                turns[name] -= 1
+                # What is asked next does not depend on when answers end.
+                follow_up = random.Random(request_id)
+                asked = [follow_up.randrange(5, tiny.VOCAB) for _ in range(6)]
+                talks[name] = [*talks[name], *self.answers[request_id], *asked]
+                if turns[name]:
+                    waiting.insert(follow_up.randrange(len(waiting) + 1), name)
+
+    def step(self) -> list[str]:
+        self.woken.clear()
+        result = self.engine.step()
+        ended = []
+        for update in result.updates:
+            assert update.error is None
+            self.answers[update.request_id] += update.token_ids
+            if update.finish is not None:
+                ended.append(update.request_id)
+        if not result.progressed and not self.scheduler.has_work():
+            assert self.woken.wait(PATIENCE_S), "nothing goes on"
+        return ended
+
+    def settle(self) -> None:
+        while self.scheduler.stats().free_blocks < self.scheduler.stats().total_blocks:
+            self.step()
+
+    @property
+    def tier(self) -> TierStatus:
+        assert self.engine.worker is not None
+        (status,) = self.engine.worker.stats().tiers
+        return status
+
+
+@pytest.fixture(scope="module")
+def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
+    """By the native library, or by the general path."""
+    model = tiny.save("llama", tmp_path_factory.mktemp("model"))
+    config = SchedulerConfig(max_num_seqs=AT_ONCE, max_num_batched_tokens=48, max_model_len=120)
+    return load_runner(
+        ModelConfig(path=str(model), dtype="float32", device="cpu", threads=1),
+        CacheConfig(block_size=BLOCK, memory_bytes=1 << 20),
+        config,
+        native=request.param,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", list(EvictionPolicy))
+@pytest.mark.parametrize(("runner", "sessions"), [(True, 200), (False, 60)], indirect=["runner"])
+def test_conversations_say_the_same_with_a_tier_and_without(
+    runner: ModelRunner, sessions: int, policy: EvictionPolicy
+) -> None:
+    said = []
+    block_bytes = runner.kv_cache[0].nbytes
+    ahead = policy is EvictionPolicy.ARC
+    factor = 2 if ahead else 1
+    tier = TierConfig(cpu=300 * block_bytes, policy=policy, block_factor=factor)
+    computed = []
+    for tiers in ([], [tier]):
+        talks = Conversations(runner, tiers, ahead=ahead)
+        talks.run(seed=7, sessions=sessions)
+        talks.settle()
+        said.append(talks.answers)
+        stats = talks.scheduler.stats()
+        computed.append(stats.prompt_tokens_computed)
+        if tiers:
+            assert stats.preemptions > 0
+            assert talks.tier.loaded_bytes > 100 * block_bytes
+            assert talks.tier.evicted_bytes > 0
+            assert talks.tier.used_bytes <= talks.tier.total_bytes
+            assert stats.prompt_tokens_loaded > 0
+            talks.engine.shutdown()
+        runner.forget_requests()
+    assert said[0] == said[1]
+    assert computed[1] < computed[0]

@@ -1,0 +1,61 @@
+"""Nodes that hand over and keep copies: what a prefill node loads from its tier reaches the decode node as what it computes."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tandem.kvtransfer.base import TierConfig, TransferConfig
+from tests.engine.model.tiny import save
+from tests.integration.one_engine import PATIENCE_S, OneEngine, hand_over
+
+NEW_TOKENS = 8
+
+
+@pytest.mark.parametrize("direction", ["push", "pull"])
+def test_a_prompt_from_a_tier_is_handed_over_like_one_that_was_computed(
+    tmp_path: Path, direction: str
+) -> None:
+    """With push, blocks are sent when they count as computed. A producer that did not count what its tier had loaded never
+    sent the last of them, and the decode node computed the prompt again after `timeout_s`."""
+    model = save("llama", tmp_path)
+    tiers = [TierConfig(cpu=4 << 20)]
+    config = TransferConfig(connector="nixl", direction=direction, timeout_s=20)
+    alone, producer, consumer = (
+        OneEngine.start(
+            model,
+            name,
+            4,
+            transfer,
+            memory_bytes=8 << 20,
+            prefix_caching=True,
+            tiers=tiers if transfer else (),
+        )
+        for name, transfer in (("alone", None), ("p", config), ("c", config))
+    )
+    try:
+        prompt = [3 + 7 * i % 120 for i in range(70)]
+        expected = alone.answer("a", prompt, NEW_TOKENS)
+        for turn in range(3):
+            assert hand_over(producer, consumer, f"r{turn}", prompt, NEW_TOKENS) == expected
+            for node in (producer, consumer):
+                until = time.monotonic() + PATIENCE_S
+                while node.engine.scheduler.stats().held_blocks:
+                    node.run("the end of the copies", [], until)
+                assert node.engine.scheduler._state.cache.reset_prefix_cache(), "some block is held"
+        read, received = producer.engine.scheduler.stats(), consumer.engine.scheduler.stats()
+        assert (read.prompt_tokens_computed, read.prompt_tokens_loaded) == (70 + 2 * 2, 2 * 68)
+        assert (received.prompt_tokens_received, received.prompt_tokens_computed) == (3 * 70, 0)
+        assert received.loads_failed == 0
+        # The decode node keeps the answer as well, and goes on from it by itself.
+        computed = received.prompt_tokens_computed
+        follow_up = [*prompt, *expected, 9, 9]
+        assert consumer.answer("b", follow_up, 3) == alone.answer("b", follow_up, 3)
+        received = consumer.engine.scheduler.stats()
+        assert received.prompt_tokens_loaded == 76
+        assert received.prompt_tokens_computed - computed == len(follow_up) - 76
+    finally:
+        for engine in (alone, producer, consumer):
+            engine.engine.shutdown()

@@ -1,0 +1,212 @@
+"""What a tier has, and what it gives up: random operations against the plain rules."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from tandem.kvtransfer.base import EvictionPolicy
+from tandem.kvtransfer.offload.manager import ReuseFilter, SlotManager, StoreRoom
+from tandem.kvtransfer.offload.policies import ArcPolicy, LruPolicy
+from tandem.wire.errors import InternalError
+
+CAPACITY = 5
+KEYS = [bytes([i]) for i in range(10)]
+some_keys = st.lists(st.sampled_from(KEYS), min_size=1, max_size=6, unique=True)
+
+
+class Machine(RuleBasedStateMachine):
+    """The rules: what is being written cannot be found, what is read cannot be given up, a store gets all its room or
+    none, and every slot is in one place."""
+
+    policy = EvictionPolicy.LRU
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.manager = SlotManager(CAPACITY, self.policy)
+        self.content: dict[int, bytes] = {}  # slot -> whose bytes it has, once they are written
+        self.stores: list[StoreRoom] = []
+        self.loads: list[tuple[list[bytes], list[int]]] = []
+        self.forgotten: set[int] = set()  # slots whose store or load was under way then
+
+    def slots_under_way(self) -> Counter[int]:
+        read = Counter(slot for _, slots in self.loads for slot in slots)
+        return read + Counter(slot for room in self.stores for slot in room.slots)
+
+    @rule(keys=some_keys)
+    def touch(self, keys: list[bytes]) -> None:
+        self.manager.touch(keys)
+
+    @rule(keys=some_keys)
+    def line_up(self, keys: list[bytes]) -> None:
+        self.manager.line_up(keys)
+
+    @rule(keys=some_keys)
+    def store(self, keys: list[bytes]) -> None:
+        there = [key for key in keys if self.manager._policy.get(key) is not None]
+        before = sorted(self.manager._policy.all_keys())
+        idle = [
+            key
+            for key in before
+            if not self.manager._busy[self.manager._policy.get(key) or 0] and key not in keys
+        ]
+        room = self.manager.prepare_store(keys)
+        needed = len(keys) - len(there)
+        if room is None:
+            assert needed > CAPACITY - self.manager.used + len(idle)
+            assert sorted(self.manager._policy.all_keys()) == before
+            return
+        assert room.keys == [key for key in keys if key not in there]
+        assert self.slots_under_way().keys().isdisjoint(room.slots), "a slot in use was given away"
+        assert self.manager.lookup(room.keys) == 0, "what is not written yet was found"
+        for slot in room.slots:
+            self.content.pop(slot, None)
+        self.stores.append(room)
+
+    @precondition(lambda self: self.stores)
+    @rule(which=st.integers(0, 9), written=st.booleans())
+    def end_store(self, which: int, written: bool) -> None:
+        room = self.stores.pop(which % len(self.stores))
+        if written:
+            self.content.update(zip(room.slots, room.keys, strict=True))
+        self.manager.complete_store(room, written=written)
+        for key, slot in zip(room.keys, room.slots, strict=True):
+            found = self.manager.lookup([key]) == 1
+            assert found == (written and slot not in self.forgotten) or self.manager._policy.get(key) != slot
+        self.forgotten -= set(room.slots)
+
+    @rule(keys=some_keys)
+    def load(self, keys: list[bytes]) -> None:
+        found = self.manager.lookup(keys)
+        slots = self.manager.prepare_load(keys[:found])
+        for key, slot in zip(keys[:found], slots, strict=True):
+            assert self.content[slot] == key, "another key's bytes would be loaded"
+        self.loads.append((keys[:found], slots))
+
+    @precondition(lambda self: self.loads)
+    @rule(which=st.integers(0, 9))
+    def end_load(self, which: int) -> None:
+        keys, slots = self.loads.pop(which % len(self.loads))
+        for key, slot in zip(keys, slots, strict=True):
+            assert self.content[slot] == key, "it was overwritten while it was read"
+        self.manager.complete_load(slots)
+        self.forgotten -= set(slots) - self.slots_under_way().keys()
+
+    @rule(keys=some_keys)
+    def forget(self, keys: list[bytes]) -> None:
+        slots = {slot for key in keys if (slot := self.manager._policy.get(key)) is not None}
+        self.forgotten |= slots & self.slots_under_way().keys()
+        self.manager.forget(keys)
+        assert all(self.manager.lookup([key]) == 0 for key in keys)
+
+    @rule()
+    def reset(self) -> None:
+        self.forgotten |= self.slots_under_way().keys()
+        self.manager.reset()
+        assert self.manager.used == len(self.slots_under_way())
+
+    @invariant()
+    def every_slot_is_in_one_place(self) -> None:
+        self.manager.check_integrity()
+        under_way = self.slots_under_way()
+        for slot in range(CAPACITY):
+            writes = any(slot in room.slots for room in self.stores)
+            assert self.manager._busy[slot] == (-1 if writes else under_way[slot])
+        policy = self.manager._policy
+        if isinstance(policy, ArcPolicy):
+            assert 0 <= policy.target <= CAPACITY
+            assert len(policy.gone_recent) <= CAPACITY
+            assert len(policy.gone_frequent) <= CAPACITY
+            lists = [policy.recent, policy.frequent, policy.gone_recent, policy.gone_frequent]
+            assert sum(map(len, lists)) == len(set().union(*lists)), "a key is in two lists"
+
+
+class ArcMachine(Machine):
+    policy = EvictionPolicy.ARC
+
+
+SHORT = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestLru = Machine.TestCase
+TestLru.settings = SHORT
+TestArc = ArcMachine.TestCase
+TestArc.settings = SHORT
+
+
+def stored(manager: SlotManager, *keys: bytes) -> None:
+    room = manager.prepare_store(keys)
+    assert room is not None
+    manager.complete_store(room, written=True)
+
+
+def test_lru_gives_up_the_end_of_the_oldest_prefix_first() -> None:
+    manager = SlotManager(4, EvictionPolicy.LRU)
+    stored(manager, b"a1", b"a2")
+    stored(manager, b"b1", b"b2")
+    manager.touch([b"a1", b"a2"])
+    stored(manager, b"c1")
+    assert [manager.lookup([key]) for key in (b"a1", b"a2", b"b1", b"b2")] == [1, 1, 1, 0]
+    assert manager.evicted == 1
+
+
+def test_arc_keeps_what_is_used_again_from_a_scan_and_lru_does_not() -> None:
+    kept = {}
+    for policy in EvictionPolicy:
+        manager = SlotManager(8, policy)
+        stored(manager, b"hot1", b"hot2")
+        manager.touch([b"hot1", b"hot2"])
+        for i in range(40):
+            stored(manager, b"scan%d" % i)
+        kept[policy] = manager.lookup([b"hot1", b"hot2"])
+    assert kept == {EvictionPolicy.LRU: 0, EvictionPolicy.ARC: 2}
+
+
+def test_arc_moves_its_target_by_what_it_gave_up_too_soon() -> None:
+    policy = ArcPolicy(2, [0, 0, 0, 0])
+    for slot, key in enumerate((b"a", b"b")):
+        policy.insert(key, slot)
+    assert policy.evict(1, ()) == [(b"a", 0)]
+    policy.touch([b"a"])
+    assert policy.target == 1.0
+    policy.touch([b"b"])
+    assert policy.evict(1, ()) == [(b"b", 1)]
+    policy.touch([b"b"])
+    assert policy.target == 0.0
+
+
+def test_eviction_is_all_or_nothing() -> None:
+    for kind in (LruPolicy, ArcPolicy):
+        policy = kind(3, [0, 1, 0])
+        for slot, key in enumerate((b"a", b"b", b"c")):
+            policy.insert(key, slot)
+        assert policy.evict(2, {b"c"}) is None
+        assert sorted(policy.all_keys()) == [b"a", b"b", b"c"]
+        assert policy.evict(2, ()) == [(b"a", 0), (b"c", 2)]
+
+
+def test_the_reuse_filter_stores_what_comes_again_and_remembers_no_more_than_it_may() -> None:
+    manager = ReuseFilter(SlotManager(4, EvictionPolicy.LRU), threshold=2, tracked=3)
+    manager.touch([b"a", b"b"])
+    assert manager.prepare_store([b"a", b"b"]) == StoreRoom([], [])
+    manager.touch([b"a"])
+    room = manager.prepare_store([b"a", b"b"])
+    assert room is not None
+    assert room.keys == [b"a"]
+    for key in (b"c", b"d", b"e"):  # now "a" and "b" are forgotten
+        manager.touch([key])
+    manager.touch([b"b"])
+    assert manager.prepare_store([b"b"]) == StoreRoom([], [])
+
+
+def test_misuse_is_an_error() -> None:
+    manager = SlotManager(1, EvictionPolicy.LRU)
+    with pytest.raises(InternalError, match="has not got"):
+        manager.prepare_load([b"a"])
+    stored(manager, b"a")
+    with pytest.raises(InternalError, match="more often"):
+        manager.complete_load([0])
+    with pytest.raises(InternalError, match="not being written"):
+        manager.complete_store(StoreRoom([b"a"], [0]), written=True)
