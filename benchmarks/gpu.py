@@ -2,10 +2,12 @@
 
     python -m benchmarks.gpu [--shape 8b | --model DIR] [--dtype bfloat16] [--quick] [--json FILE] [--dry-run]
 
-Beside each step stands what is expected of it (docs/gpu.md); then how long choosing tokens takes, where decode steps
-spend their time, loading by its parts, and the peak of memory. Needs torch, transformers, msgspec, xxhash and cbor2, and nothing else of what Tandem is made of: no Ray, no NIXL, no network. Without
-a model it makes one with random weights, which costs what a trained one does. FlashInfer is used where it is
-installed. `--device cpu` takes a tiny model through the same steps: so that the benchmark itself is tested.
+Beside each step stands what is expected of it (docs/gpu.md); then how long choosing tokens takes, where decode steps spend
+their time, a prefill and a decode engine beside one engine that does both, loading by its parts, and the peak of memory.
+Needs torch, transformers, msgspec, xxhash and cbor2, and for the two engines nixl and pyzmq; they are left out without. No
+Ray, no network. Without a model it makes one with random weights, which costs what a trained one does. FlashInfer is used
+where it is installed. `--dry-run` takes a tiny model through the same steps on a CPU, so that the benchmark itself is
+tested.
 
 Ends with 2 where there is no GPU, and with 1 where the GPU's answers are not the CPU's.
 """
@@ -13,6 +15,7 @@ Ends with 2 where there is no GPU, and with 1 where the GPU's answers are not th
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 import tempfile
@@ -23,9 +26,11 @@ from typing import Any
 import msgspec
 import torch
 
+from benchmarks import gpu_handover
 from benchmarks.engine_costs import Costs, read_costs
 from benchmarks.engine_tandem import run_tandem
 from benchmarks.engine_work import MAX_BATCHED_TOKENS, Times, random_work
+from benchmarks.gpu_handover import Ask, Told
 from benchmarks.gpu_models import PARITY_SHAPE, SPEED_SHAPES, make_model
 from benchmarks.gpu_parity import check_parity
 from benchmarks.gpu_parts import decode_parts, sampling_times
@@ -38,6 +43,8 @@ from tandem.engine.scheduling.scheduler import Scheduler
 
 PREFILLS = (128, 512, 2048, 8192)
 DECODES = tuple((batch, context) for context in (128, 1024, 4096) for batch in (1, 8, 32, 128, 256))
+# Thirty recordings, each with two warm-ups before: an estimate.
+EXPECTED_TO_RECORD_S = 6.0
 QUICK_PREFILLS = (128, 512)
 QUICK_DECODES = ((1, 128), (8, 128), (1, 1024))
 
@@ -138,18 +145,78 @@ def measure(
     sampling = sampling_times(info.vocab_size, dtype, device, batches, repeats=3 if quick else 20)
     say("where decode steps spend their time")
     parts = decode_parts(engine, info.vocab_size, device, batches, steps=4 if quick else 20)
-    figures = {
+    for row in sampling:
+        row["at_best_ms"] = 1e3 * row["logits_bytes"] / limits.read_bytes
+    cache_bytes = runner.kv_cache.nbytes
+    peak = torch.cuda.max_memory_allocated(device) if on_device else None
+    described = {
         "model": info.name,
         "dtype": info.dtype,
         "computed_by": computed_by(runner),
+    }
+    answers = Answers.by(engine, info.vocab_size, quick=quick)
+    del engine, scheduler, runner
+    gc.collect()
+    if on_device:
+        torch.cuda.empty_cache()
+    say("two engines, and what goes from one to the other")
+    pair = answers.by_two(path, arguments, kv_bytes * len(info.groups), native=on_device)
+    figures = {
+        **described,
         "limits": msgspec.to_builtins(limits),
         "rows": rows,
         "sampling": sampling,
         "parts": parts,
+        "pair": pair,
         "seconds_to_load": stages.seconds,
-        "peak_memory_bytes": torch.cuda.max_memory_allocated(device) if on_device else None,
+        "expected_seconds_to_record": EXPECTED_TO_RECORD_S,
+        "peak_memory_bytes": peak,
+        "cache_bytes": cache_bytes,
+        "weight_bytes": weight_bytes(path),
     }
     return figures, rows
+
+
+def weight_bytes(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.glob("*.safetensors"))
+
+
+class Answers:
+    """One engine's, and then those of two."""
+
+    def __init__(
+        self, singles: list[Ask], loaded: list[Ask], alone: dict[str, Told], load: dict[str, Told]
+    ) -> None:
+        self._singles, self._loaded, self._alone, self._load = singles, loaded, alone, load
+
+    @classmethod
+    def by(cls, engine: Engine, vocab: int, *, quick: bool) -> Answers:
+        lengths, tokens = ((32, 96), 8) if quick else ((512, 2048, 4096), 32)
+        singles = gpu_handover.prompts(vocab, list(lengths), tokens, 0.0, "single")
+        many, long, apart = (4, 64, 0.01) if quick else (16, 1024, 0.04)
+        loaded = gpu_handover.prompts(vocab, [long] * many, 2 * tokens, apart, "loaded")
+        alone: dict[str, Told] = {}
+        for ask in singles:
+            alone |= gpu_handover.one_engine(engine, [ask])
+        return cls(singles, loaded, alone, gpu_handover.one_engine(engine, loaded))
+
+    def by_two(
+        self, path: Path, arguments: argparse.Namespace, token_bytes: int, *, native: bool
+    ) -> dict[str, Any]:
+        reason = gpu_handover.missing()
+        if reason is not None:
+            return {"left_out": reason}
+        asks = [*self._singles, *self._loaded]
+        tokens = sum(len(ask.prompt) + ask.tokens + 64 for ask in asks)
+        plan = gpu_handover.plan_of(
+            path,
+            arguments.dtype,
+            arguments.device,
+            max(64 << 20, tokens * token_bytes),
+            native=native,
+            asks=asks,
+        )
+        return gpu_handover.compare_pair(plan, self._alone, self._load, self._singles, self._loaded)
 
 
 def computed_by(runner: TorchRunner) -> str:
@@ -232,16 +299,44 @@ def print_table(figures: dict[str, Any], rows: list[dict[str, Any]]) -> None:
         print(f"{row['what']:>18}" + "".join(f"{cell:>12}" for cell in cells))
 
     print(
-        "choosing tokens, ms: " + "; ".join(f"{row['what']} {row['ms']:.2f}" for row in figures["sampling"])
+        "choosing tokens, ms (at best): "
+        + "; ".join(f"{row['what']} {row['ms']:.2f} ({row['at_best_ms']:.2f})" for row in figures["sampling"])
     )
     for row in figures["parts"]:
         print(
             f"{row['what']}: {row['wall_ms']:.2f} ms a step, of which kernels {row['kernels_ms']:.2f} "
-            f"({row['kernels']:.0f} of them); the host is busy for {row['host_ms']:.2f}"
+            f"({row['kernels']:.0f} of them, expected: as long as the step); the host is busy for {row['host_ms']:.2f}, expected: less"
         )
+    print_pair(figures["pair"])
     loading = ", ".join(f"{what} {seconds:.1f} s" for what, seconds in figures["seconds_to_load"].items())
     peak = figures["peak_memory_bytes"]
-    print(f"loading: {loading}" + (f"; at most {peak / 2**30:.1f} GiB" if peak is not None else ""))
+    print(
+        f"loading: {loading}; recording is expected to take {figures['expected_seconds_to_record']:g} s at most"
+    )
+    held = ", ".join(
+        f"{what} {figures[name] / 2**30:.1f}"
+        for what, name in (("weights", "weight_bytes"), ("KV", "cache_bytes"))
+    )
+    print(f"GiB: {held}" + (f", at most {peak / 2**30:.1f} in all" if peak is not None else ""))
+
+
+def print_pair(pair: dict[str, Any]) -> None:
+    if "left_out" in pair:
+        print(f"two engines: left out ({pair['left_out']})")
+        return
+    print(
+        f"two engines: {pair['same_answers']} of {pair['answers']} answers are those of one engine, token for token"
+    )
+    for row in pair["handovers"]:
+        print(
+            f"  handover of {row['tokens']} tokens: {row['ms']:.2f} ms after the last chunk, expected {row['expected_ms']:g}"
+        )
+    for who in ("one_engine", "two"):
+        row = pair[who]
+        print(
+            f"  {who.replace('_', ' ')}: first token {row['ttft_ms_p50']:.1f} ms, between tokens {row['gap_ms_p50']:.2f} "
+            f"(p99 {row['gap_ms_p99']:.2f}), {row['tokens_per_s']:.0f} tokens/s"
+        )
 
 
 def _said_of(device: torch.device) -> str:

@@ -47,7 +47,13 @@ def sampling_times(
                     tokens = sampler.sample(logits, np.arange(batch), np.full(batch, 3), requests, table)
                     tokens.tolist()  # waits for the device
                     taken.append(time.perf_counter() - began)
-            rows.append({"what": f"{name} x {batch}", "ms": statistics.median(taken[1:]) * 1e3})
+            rows.append(
+                {
+                    "what": f"{name} x {batch}",
+                    "ms": statistics.median(taken[1:]) * 1e3,
+                    "logits_bytes": logits.nbytes,
+                }
+            )
     return rows
 
 

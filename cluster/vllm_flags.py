@@ -158,7 +158,7 @@ VLLM: tuple[Flag, ...] = (
         sets("cache.memory_share", note="the KV cache's share of the memory that is free once the weights are loaded"),
     ),
     Flag(("--kv-cache-memory-bytes", "--kv-cache-memory"), sets("cache.memory_bytes")),
-    Flag(("--kv-cache-dtype",), StandingFlag("the KV cache has the model's own type", ("auto",))),
+    Flag(("--kv-cache-dtype",), sets("cache.dtype", {"fp8_e4m3": "fp8"})),
     Flag(("--block-size", "--page-size"), sets("cache.block_size")),
     Flag(("--enable-prefix-caching",), switches("cache.prefix_caching", "true"), 0),
     Flag(("--no-enable-prefix-caching", "--disable-radix-cache"), switches("cache.prefix_caching", "false"), 0),

@@ -32,7 +32,7 @@ REQUEST_ID = "canary"
 STEP_TOKENS = 128  # computed between two looks at the mailbox
 ATTEMPTS = 20  # beginnings, before a prompt that is always interrupted is given up
 # The largest difference that rounding explains, relative to a block's norm: the two sides may sum in another order.
-TOLERANCE = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 8e-2}
+TOLERANCE = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 8e-2, "float8_e4m3fn": 0.15}
 _NOT_SAMPLED = SamplingParams(temperature=0.0, max_tokens=1)
 
 
@@ -160,9 +160,9 @@ class Canary:
             for own, there in zip(table, hits, strict=False)
             if there != NULL_BLOCK_ID
         ]
-        wrong = {
-            there: off for own, there in pairs if not (off := self._difference(own, there)) <= self._tolerance
-        }
+        kept = str(self._runner.kv_cache.dtype).removeprefix("torch.")
+        allowed = max(self._tolerance, TOLERANCE[kept])
+        wrong = {there: off for own, there in pairs if not (off := self._difference(own, there)) <= allowed}
         self.checked += 1
         if not wrong:
             return
@@ -171,7 +171,7 @@ class Canary:
         logger.error(
             "the KV of %s, received from %s, is wrong in %d of %d blocks: computed here again it differs by up to %.2g of a block's "
             "norm, where %.2g is rounding. Its blocks are not used for other requests. Compare the two nodes' weights, devices and links.",
-            check.request_id, check.peer, len(wrong), len(pairs), max(wrong.values()), self._tolerance,
+            check.request_id, check.peer, len(wrong), len(pairs), max(wrong.values()), allowed,
         )  # fmt: skip
 
     def _difference(self, own: int, there: int) -> float:

@@ -77,6 +77,13 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Annotated[float, Meta(gt=0, le=1)] | None,
         about("that share, divided among the nodes of one device; `null`: 0.85 on a GPU, 0.5 on a CPU"),
     ] = None
+    dtype: Annotated[
+        Literal["auto", "fp8"],
+        about(
+            "of keys and values: `auto`, the model's own; `fp8`, half as much memory and less to hand over, rounded to three "
+            "bits behind the point. All nodes of a cluster have the same"
+        ),
+    ] = "auto"
     prefix_caching: Annotated[bool, about("blocks of earlier prompts are found again")] = True
     hash_algorithm: Annotated[
         HashAlgorithm,

@@ -8,6 +8,7 @@ native/         the Llama family on CPUs, in C++
 general, probe, attention/, transformers_forward
                 everything else: transformers' models over our paged attention, checked before they serve
 recurrent/      of those, the modules that keep a state in place of keys and values
+quantized/      matrices of fewer bits
 fused/          the same models with fewer, larger operations
 decode_graphs, decode_inputs, cuda
                 steps recorded once per shape and replayed

@@ -141,6 +141,16 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
+def fp8_on(device: torch.device) -> torch.dtype:
+    """The dtype of a KV cache in eight bits, where the device can convert it."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        raise ConfigurationError(
+            f"cache.dtype is fp8, which {torch.cuda.get_device_name(device)} does not compute with: it needs compute "
+            "capability 8.9 or higher. Leave it at auto"
+        )
+    return torch.float8_e4m3fn
+
+
 def context_length(config: Any, wanted: int | None) -> int:
     """What the model was trained for, or less if less is wanted."""
     text = config.get_text_config()

@@ -15,6 +15,7 @@ from transformers.utils import logging as transformers_logging
 from tandem.engine.model.attention.interface import PAGED
 from tandem.engine.model.checkpoint import translated_errors
 from tandem.engine.model.leftovers import refuse_leftovers
+from tandem.engine.model.quantized.formats import read_checkpoint
 from tandem.engine.model.source import ModelSource, Progress
 from tandem.wire.errors import ConfigurationError
 
@@ -29,6 +30,11 @@ def load_model(
         from tandem.engine.model.gguf import finish_loading, loading_options
 
         options = loading_options(source, config)
+    quantized = read_checkpoint(source.name, source.folder, config) if source.gguf_file is None else None
+    if quantized is not None:
+        from tandem.engine.model.quantized import loading
+
+        options |= loading.loading_options(config, quantized)
     with translated_errors(source), _reported(progress), _interface_needed(config.model_type):
         model, report = AutoModelForCausalLM.from_pretrained(
             source.folder,
@@ -52,6 +58,8 @@ def load_model(
     refuse_leftovers(source.name, report["unexpected_keys"], model.config)
     if source.gguf_file is not None:
         finish_loading(source, model)
+    if quantized is not None:
+        loading.finish_loading(source, model, dtype, device)
     model.eval()
     model.requires_grad_(False)
     keep_rotary_constant(model)

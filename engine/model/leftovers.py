@@ -24,7 +24,7 @@ _HARMLESS = [
     r"(^|\.)rope\.freqs$",
     r"(^|\.)position_ids$",
     r"(^|\.)(attn|attention)\.(masked_)?bias$",
-    # Scales of a KV cache in eight bits. Ours is in the model's own dtype.
+    # Scales of a KV cache in eight bits. Ours is in the model's own dtype, or rounds to FP8 without scales.
     r"\.(self_attn|attn|attention)\.([kv]_proj\.)?[kv]_scale$",
     # Guesses of further tokens, which are checked against the model in any case; nobody here makes them.
     r"(^|\.)mtp(_layers)?\.",

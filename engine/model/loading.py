@@ -16,6 +16,7 @@ from tandem.engine.model.checkpoint import (
     choose_dtype,
     context_length,
     eos_tokens,
+    fp8_on,
     read_config,
 )
 from tandem.engine.model.content import ModelContent, content_of
@@ -52,7 +53,9 @@ def load_runner(
     threads = bind_threads(model.threads)
     tell("loading weights", 0.0)
     content = _read_content(source)
-    loaded = load_native(source, config, dtype, device, threads, tell) if native else None
+    # The native library keeps KV in the model's own dtype.
+    own_kv = cache.dtype == "auto"
+    loaded = load_native(source, config, dtype, device, threads, tell) if native and own_kv else None
     if loaded is None:
         loaded = load_general(source, config, dtype, device, threads, tell)
     if loaded.states is not None and scheduler.num_speculative_tokens:
@@ -60,7 +63,8 @@ def load_runner(
             f"{source.name} keeps recurrent states, and a state cannot go back to the token before a wrong draft: set "
             "scheduler.num_speculative_tokens to 0"
         )
-    plan = plan_cache(loaded.layers, cache.block_size, loaded.states, loaded.dtype)
+    kv_dtype = loaded.dtype if own_kv else fp8_on(device)
+    plan = plan_cache(loaded.layers, cache.block_size, loaded.states, kv_dtype)
     max_model_len = context_length(config, scheduler.max_model_len)
     shape = ForwardShape(scheduler.max_num_seqs, max_model_len)
     beside = 0
@@ -71,7 +75,7 @@ def load_runner(
     num_blocks = size_block_pool(
         plan,
         cache,
-        dtype=loaded.dtype,
+        dtype=kv_dtype,
         device=device,
         max_model_len=max_model_len,
         max_num_seqs=scheduler.max_num_seqs,
@@ -79,7 +83,7 @@ def load_runner(
         beside=beside,
     )
     with on(device), _cache_left_room():
-        kv_cache = allocate_cache(plan, num_blocks, loaded.dtype, device)
+        kv_cache = allocate_cache(plan, num_blocks, kv_dtype, device)
         forward = loaded.use_cache(kv_cache, plan, shape)
     identity = content()
     info = ModelInfo(

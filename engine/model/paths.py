@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from tandem.engine.model.attention.interface import PagedAttention
 from tandem.engine.model.attention.layers import AttentionLayer, CachePlan
 from tandem.engine.model.native.architecture import describe
 from tandem.engine.model.native.forward import NativeLlamaForward, supports
+from tandem.engine.model.quantized.formats import read_checkpoint
 from tandem.engine.model.runner import Forward
 from tandem.engine.model.source import ModelSource, Progress
 
@@ -57,7 +59,12 @@ def load_native(
     progress: Progress,
 ) -> LoadedModel | None:
     """None, and a line in the log, where the library doesn't know the model or cannot be compiled."""
-    reason = supports(config, dtype, device)
+    quantized = source.gguf_file is None and read_checkpoint(source.name, source.folder, config) is not None
+    plain = config
+    if quantized:  # on a CPU its matrices become ordinary ones
+        plain = copy.deepcopy(config)
+        plain.quantization_config = None
+    reason = supports(plain, dtype, device)
     if reason is not None:
         log.info("%s is computed by transformers, not by the native library: %s", source.name, reason)
         return None
@@ -65,7 +72,7 @@ def load_native(
     def tell(share: float) -> None:
         progress("loading weights", share)
 
-    if source.gguf_file is None:
+    if source.gguf_file is None and not quantized:
         forward = NativeLlamaForward.from_checkpoint(
             source.folder, config, dtype=dtype, threads=threads, progress=tell
         )
@@ -81,7 +88,7 @@ def load_native(
         forward.use_cache(kv_cache, plan.groups)
         return forward
 
-    return LoadedModel(_native_layers(config), config.vocab_size, dtype, use_cache)
+    return LoadedModel(_native_layers(plain), plain.vocab_size, dtype, use_cache)
 
 
 def _native_layers(config: Any) -> tuple[AttentionLayer, ...]:
@@ -137,7 +144,7 @@ def load_general(
             torch.set_num_threads(1)
 
     def use_cache(kv_cache: torch.Tensor, plan: CachePlan, shape: ForwardShape) -> Forward:
-        attention = _choose_attention(kv_cache, plan, probed.layers, shape, pieces)
+        attention = _choose_attention(kv_cache, plan, probed.layers, shape, pieces, model.dtype)
         if mixers is not None:
             # Each step takes its rows apart by itself, so it is not recorded.
             states = StateStore(kv_cache, mixers.layout)
@@ -204,19 +211,20 @@ def _choose_attention(
     plan: CachePlan,
     layers: tuple[AttentionLayer, ...],
     shape: ForwardShape,
-    pieces: Pieces | None = None,
+    pieces: Pieces | None,
+    dtype: torch.dtype,
 ) -> PagedAttention:
     from tandem.engine.model.attention import cpu, flashinfer
     from tandem.engine.model.fused.cpu import CpuPieces
 
     if isinstance(pieces, CpuPieces):
-        reason = cpu.reason_against(layers, plan)
+        reason = cpu.reason_against(layers, plan, kv_cache.dtype, dtype)
         if reason is None:
             return cpu.CpuAttention(pieces, kv_cache, plan, layers)
         log.info("attention goes by gathering: %s", reason)
 
     library = flashinfer.find_library() if kv_cache.device.type == "cuda" else None
-    return attention_with(library, kv_cache, plan, layers, shape)
+    return attention_with(library, kv_cache, plan, layers, shape, dtype)
 
 
 def attention_with(
@@ -225,15 +233,18 @@ def attention_with(
     plan: CachePlan,
     layers: tuple[AttentionLayer, ...],
     shape: ForwardShape,
+    dtype: torch.dtype,
 ) -> PagedAttention:
     """By FlashInfer, if it is there, computes this model's attention, and runs on this machine; else by gathering."""
     from tandem.engine.model.attention import flashinfer
     from tandem.engine.model.attention.gathered import GatheredAttention
 
     if library is not None:
-        reason = flashinfer.reason_against(layers, kv_cache.dtype)
+        reason = flashinfer.reason_against(layers, dtype)
         if reason is None:
-            attention = flashinfer.FlashInferAttention(library, kv_cache, plan, layers, shape.max_model_len)
+            attention = flashinfer.FlashInferAttention(
+                library, kv_cache, plan, layers, shape.max_model_len, dtype
+            )
             try:
                 attention.try_out()
                 return attention

@@ -3,6 +3,7 @@
 agent      NIXL's interface and errors, translated into ours
 lanes      which way UCX moves them, from its own log
 transport  the agent as a `kvtransfer.protocol.transport.Transport`
+staging    the same by way of host memory, for a cache on a GPU
 options    `transfer.options` of this connector
 """
 
@@ -11,15 +12,26 @@ from __future__ import annotations
 from tandem.kvtransfer.base import ConnectorContext, SchedulerConnector, WorkerConnector
 from tandem.kvtransfer.nixl.agent import NixlAgent
 from tandem.kvtransfer.nixl.options import NixlOptions
+from tandem.kvtransfer.nixl.staging import StagedTransport
 from tandem.kvtransfer.nixl.transport import NixlTransport
 from tandem.kvtransfer.protocol.scheduler_half import SchedulerHalf
 from tandem.kvtransfer.protocol.settings import parse_direction
+from tandem.kvtransfer.protocol.transport import Direction, Transport
 from tandem.kvtransfer.protocol.worker_half import WorkerHalf
+from tandem.wire.errors import ConfigurationError
 
 
 def create(context: ConnectorContext) -> tuple[SchedulerConnector, WorkerConnector]:
     options = NixlOptions.parse(context.config.options)
     direction = parse_direction(context.config.direction)
     agent = NixlAgent(f"{context.node_id}-{context.epoch:x}", options)
-    worker = WorkerHalf(context, NixlTransport(agent), direction, options)
+    transport: Transport = NixlTransport(agent)
+    if options.staging == "host":
+        if direction is Direction.PULL:
+            raise ConfigurationError(
+                "transfer.options.staging: host needs transfer.direction: push; with pull nothing would be in host memory "
+                "when a peer reads it"
+            )
+        transport = StagedTransport(transport)
+    worker = WorkerHalf(context, transport, direction, options)
     return SchedulerHalf(context.block_size, context.state_blocks), worker

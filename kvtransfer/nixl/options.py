@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 from tandem.kvtransfer.protocol.settings import ProtocolOptions, parse_options
 from tandem.wire.errors import ConfigurationError
@@ -13,6 +14,8 @@ class NixlOptions(ProtocolOptions, frozen=True, forbid_unknown_fields=True):
     # How often NIXL's progress thread looks after itself although nothing woke it, in milliseconds. With 0, NIXL's
     # default, it spins and takes a core.
     progress_ms: int = 100
+    # `host`: KV on a GPU goes by way of page-locked host memory, as much as the KV cache has.
+    staging: Literal["none", "host"] = "none"
 
     @classmethod
     def parse(cls, options: Mapping[str, str]) -> NixlOptions:

@@ -84,6 +84,7 @@ class Verifier:
     def __init__(self, side: NodeSide) -> None:
         self._checksums = side.checksums
         self._recorder = side.recorder
+        self._transport = side.transport
 
     def problem(self, receiving: IncomingTransfer, start: int, end: int, packed: bytes) -> str | None:
         """Why the grains from `start` to `end` are not what was sent; None when they are, and then they count as arrived.
@@ -100,12 +101,18 @@ class Verifier:
         found = self._checksums.of(blocks, parts, mapping) if places else []
         for place, block, right, got in zip(places, blocks, expected, found, strict=True):
             if right != got:
-                receiving.num_arrived = max(receiving.num_arrived, min(place, end))
+                self._arrived(receiving, min(place, end))
                 self._recorder.wrong_kv(receiving.peer.node_id)
                 return f"block {block} arrived from {receiving.peer.node_id} with other bytes than were sent"
         self._recorder.checked(len(places))
-        receiving.num_arrived = max(receiving.num_arrived, end)
+        self._arrived(receiving, end)
         return None
+
+    def _arrived(self, receiving: IncomingTransfer, end: int) -> None:
+        if end > receiving.num_arrived:
+            if self._transport.is_staged:
+                self._transport.landed(receiving.where(range(receiving.num_arrived, end))[0])
+            receiving.num_arrived = end
 
 
 class IncomingTransfers:

@@ -98,6 +98,18 @@ class Transport(abc.ABC):
         """Frames that did not decode, on sockets of its own."""
         return 0
 
+    # A transport that has a copy of the KV cache which peers see instead of it.
+
+    is_staged = False
+
+    def as_peers_see(self, memory: KVCacheMemory) -> KVCacheMemory:
+        """Where their bytes come from and go to."""
+        return memory
+
+    def landed(self, blocks: Sequence[int]) -> None:
+        """What a peer wrote to these blocks is whole, was checked, and stays as it is: it must be in the cache when this
+        returns. Only a staged transport is told."""
+
     # A transport whose peer's writes are carried out by this process can refuse those that come too late, which
     # what writes to memory from outside cannot.
 

@@ -110,7 +110,7 @@ class WorkerHalf(WorkerConnector):
             clock=time.monotonic,
             recorder=self._recorder,
             process=this_process(),
-            checksums=CacheChecksums(memory),
+            checksums=CacheChecksums(self._transport.as_peers_see(memory)),
             checksum_policy=context.config.checksums,
         )
         endpoint = TransferEndpoint(

@@ -92,7 +92,7 @@ def test_it_runs_through_on_a_cpu(
 
 @pytest.mark.slow
 def test_a_dry_run_goes_through_everything(tmp_path: Path) -> None:
-    """Five engines are loaded, and a tiny one is measured."""
+    """Five engines are loaded, a tiny one is measured, and then two of them hand over."""
     file = tmp_path / "figures.json"
     command = [
         sys.executable,
@@ -111,4 +111,8 @@ def test_a_dry_run_goes_through_everything(tmp_path: Path) -> None:
     assert len(figures["sampling"]) == 10
     assert all(row["kernels"] > 0 and row["host_ms"] > 0 for row in figures["parts"])
     assert "loading weights" in figures["seconds_to_load"]
+    pair = figures["pair"]
+    assert pair["same_answers"] == pair["answers"] == len(pair["handovers"])
+    assert all(row["ms"] > 0 for row in pair["handovers"])
+    assert pair["two"]["tokens_per_s"] > 0 < pair["one_engine"]["gap_ms_p99"]
     assert figures["parity"]

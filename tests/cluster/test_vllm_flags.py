@@ -93,7 +93,7 @@ def test_api_keys_become_tenants() -> None:
         (["--tensor-parallel-size=4"], "--tensor-parallel-size 4: one node is one device"),
         (["--trust-remote-code"], "--trust-remote-code: code that comes with a checkpoint is never run"),
         (["--data-parallel-size", "2"], "--prefill N and --decode N, or --aggregated N"),
-        (["--kv-cache-dtype", "fp8"], "--kv-cache-dtype fp8: the KV cache has the model's own type"),
+        (["--kv-cache-dtype", "fp8_e5m2"], "--kv-cache-dtype: cache.dtype must be"),
         (["--gpu-memory-utilization", "90"], "--gpu-memory-utilization: cache.memory_share must be"),
         (["a/b", "--model", "c/d"], "MODEL a/b and --model c/d name two models"),
     ],

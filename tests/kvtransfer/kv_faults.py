@@ -16,6 +16,7 @@ from tandem.kvtransfer.nccl.options import NcclOptions
 from tandem.kvtransfer.nccl.transport import NcclTransport
 from tandem.kvtransfer.nixl.agent import NixlAgent
 from tandem.kvtransfer.nixl.options import NixlOptions
+from tandem.kvtransfer.nixl.staging import StagedTransport
 from tandem.kvtransfer.nixl.transport import NixlTransport
 from tandem.kvtransfer.protocol.scheduler_half import SchedulerHalf
 from tandem.kvtransfer.protocol.settings import ProtocolOptions
@@ -45,6 +46,27 @@ class Faults:
         return self.chance.random() < probability
 
 
+FAULTS: dict[str, dict[str, float]] = {
+    "none": {},
+    "set-up fails": {"connect_fails": 0.5},
+    "a move cannot be started": {"post_fails": 0.15},
+    "a move fails": {"move_fails": 0.15},
+    "moves are stuck for a while": {"move_sticks": 0.5},
+    "messages are lost": {"lost": 0.2},
+    "messages are doubled": {"doubled": 0.5},
+    "messages overtake each other": {"late": 0.5},
+    "everything at once": {
+        "connect_fails": 0.05,
+        "post_fails": 0.03,
+        "move_fails": 0.03,
+        "move_sticks": 0.2,
+        "lost": 0.1,
+        "doubled": 0.1,
+        "late": 0.2,
+    },
+}
+
+
 class FaultyTransport(Transport):
     name = "faulty"
 
@@ -55,6 +77,16 @@ class FaultyTransport(Transport):
         self._doomed: set[HandleId] = set()
         self.live: set[HandleId] = set()
         self.disconnects = 0
+
+    @property
+    def is_staged(self) -> bool:  # type: ignore[override]
+        return self._inner.is_staged
+
+    def as_peers_see(self, memory: KVCacheMemory) -> KVCacheMemory:
+        return self._inner.as_peers_see(memory)
+
+    def landed(self, blocks: Sequence[int]) -> None:
+        self._inner.landed(blocks)
 
     def register(self, memory: KVCacheMemory) -> CacheMemory:
         return self._inner.register(memory)
@@ -149,6 +181,22 @@ class FaultySend:
 
 def nixl(context: ConnectorContext) -> tuple[SchedulerConnector, WorkerConnector]:
     return _create(context, NixlTransport(NixlAgent(f"{context.node_id}-{context.epoch:x}", NixlOptions())))
+
+
+def device_nixl(context: ConnectorContext) -> tuple[SchedulerConnector, WorkerConnector]:
+    """For the fake device of tests.engine.model, whose memory is the host's."""
+    return _create(context, _for_device(context))
+
+
+def staged_nixl(context: ConnectorContext) -> tuple[SchedulerConnector, WorkerConnector]:
+    """The same by way of a host copy."""
+    return _create(context, StagedTransport(_for_device(context)))
+
+
+def _for_device(context: ConnectorContext) -> Transport:
+    agent = NixlAgent(f"{context.node_id}-{context.epoch:x}", NixlOptions())
+    agent._memory_types["VRAM"] = agent._memory_types["DRAM"]
+    return NixlTransport(agent)
 
 
 def nccl(context: ConnectorContext) -> tuple[SchedulerConnector, WorkerConnector]:

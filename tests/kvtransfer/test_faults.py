@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from kv_fake_engine import FakeEngine, consume, first_token_of, produce
-from kv_faults import Faults, inject
+from kv_faults import FAULTS, Faults, inject
 from kv_pulse import Pulse
 
 from tandem.kvtransfer.base import Handoff, TransferConfig
@@ -27,26 +27,6 @@ ROUNDS = int(os.environ.get("TANDEM_FAULT_ROUNDS", "2"))
 AT_ONCE = 3
 LEASE_S = 1.0
 PATIENCE_S = 30.0  # far beyond every deadline of the protocol: the machine may be busy
-
-FAULTS: dict[str, dict[str, float]] = {
-    "none": {},
-    "set-up fails": {"connect_fails": 0.5},
-    "a move cannot be started": {"post_fails": 0.15},
-    "a move fails": {"move_fails": 0.15},
-    "moves are stuck for a while": {"move_sticks": 0.5},
-    "messages are lost": {"lost": 0.2},
-    "messages are doubled": {"doubled": 0.5},
-    "messages overtake each other": {"late": 0.5},
-    "everything at once": {
-        "connect_fails": 0.05,
-        "post_fails": 0.03,
-        "move_fails": 0.03,
-        "move_sticks": 0.2,
-        "lost": 0.1,
-        "doubled": 0.1,
-        "late": 0.2,
-    },
-}
 
 
 class Pair:

@@ -99,8 +99,8 @@ class Agent:
 
     def _note(self, what: str) -> None:
         thread = threading.get_ident()
-        self.with_context.append((what, self._device.given > self._launched.get(thread, 0)))
-        self._launched[thread] = self._device.given
+        self.with_context.append((what, self._device.default.given > self._launched.get(thread, 0)))
+        self._launched[thread] = self._device.default.given
 
     def register(self, *_: Any) -> None:
         self._note("register")

@@ -8,11 +8,12 @@ from ctypes import byref, c_int32
 
 import torch
 
-from tandem.engine.model.attention.interface import FixedAttention, Rotary
+from tandem.engine.model.attention.interface import FixedAttention
 from tandem.engine.model.attention.layers import AttentionLayer, CachePlan
 from tandem.engine.model.batch import Batch
 from tandem.engine.model.decode_inputs import DecodeInputs
 from tandem.engine.model.fused.cpu import CpuPieces, described
+from tandem.engine.model.fused.pieces import Rotary
 from tandem.engine.model.native.forward import step_batch
 from tandem.engine.model.native.weights import checked, numbered
 from tandem.kernels import library
@@ -21,8 +22,12 @@ from tandem.wire.errors import InternalError
 _MAX_HEAD_DIM = 256
 
 
-def reason_against(layers: tuple[AttentionLayer, ...], plan: CachePlan) -> str | None:
+def reason_against(
+    layers: tuple[AttentionLayer, ...], plan: CachePlan, kv_dtype: torch.dtype, dtype: torch.dtype
+) -> str | None:
     """Why the kernels cannot compute this model's attention."""
+    if kv_dtype != dtype:
+        return f"keys and values are kept in {kv_dtype}"
     for layer in layers:
         if layer.sinks or layer.softcap is not None:
             return f"layer {layer.index} has attention sinks, or caps its scores"
@@ -107,11 +112,12 @@ class _Step:
     ) -> torch.Tensor:
         attention = self._attention
         probed = attention.layers[layer]
-        if scale != probed.scale or softcap is not None or sinks is not None:
+        normed = rotary is not None and rotary.query_norm is not None
+        if scale != probed.scale or softcap is not None or sinks is not None or normed:
             raise InternalError(f"layer {layer} attends otherwise than when it was probed")
         heads, tokens, dim = query.shape
         out = query.new_empty(tokens, heads * dim)
-        angles = None if rotary is None else byref(_angles(*rotary))
+        angles = None if rotary is None else byref(_angles(rotary.cosines, rotary.sines))
         checked(
             attention.pieces.native.tandem_attend(
                 attention.pieces.handle,

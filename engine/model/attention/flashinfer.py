@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from tandem.engine.model.attention.interface import Rotary
 from tandem.engine.model.attention.layers import AttentionLayer, CachePlan
 from tandem.engine.model.attention.pages import Pages, padded, pages_of
 from tandem.engine.model.batch import Batch, HostBatch
 from tandem.engine.model.decode_inputs import DecodeInputs
+from tandem.engine.model.fused.pieces import Rotary
 from tandem.engine.model.fused.triton_ops import rotate_and_write
 from tandem.engine.model.staging import page_locked, to_device
 from tandem.wire.errors import InternalError
@@ -84,9 +84,10 @@ class _Kind:
         }
 
 
-def _kernels_for(device: torch.device) -> str:
+def _kernels_for(device: torch.device, *, own_dtype: bool) -> str:
+    """Hopper's want keys and values in the queries' dtype."""
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == _HOPPER_MAJOR
-    return _HOPPER if hopper else _EVERYWHERE
+    return _HOPPER if hopper and own_dtype else _EVERYWHERE
 
 
 def _agree(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
@@ -106,9 +107,11 @@ class FlashInferAttention:
         plan: CachePlan,
         layers: tuple[AttentionLayer, ...],
         max_model_len: int,
+        dtype: torch.dtype,  # of the queries; keys and values may be in FP8
     ) -> None:
         self._library = library
         self.tensor = tensor
+        self._dtype = dtype
         self.plan = plan
         self.kinds: list[_Kind] = []
         self.kind_of_layer: list[int] = []
@@ -130,7 +133,7 @@ class FlashInferAttention:
         # Wrappers run one after the other, so they can share what none keeps from one run to the next.
         self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=tensor.device)
         # For steps that are computed as they come, which are prompts; recorded ones are decodes.
-        self._kernels = _kernels_for(tensor.device)
+        self._kernels = _kernels_for(tensor.device, own_dtype=tensor.dtype == dtype)
         self._wrappers = [self._wrapper(self._kernels) for _ in self.kinds]
         self._max_pages = -(-max_model_len // plan.block_size)
         self._page_buffers: list[torch.Tensor] = []
@@ -195,7 +198,7 @@ class FlashInferAttention:
             to_device(pages.pages, device),
             page_locked(pages.last_page_len, device),
             page_size=self.plan.block_size,
-            q_data_type=self.tensor.dtype,
+            q_data_type=self._dtype,
             kv_data_type=self.tensor.dtype,
             **kind.options,
         )
@@ -219,7 +222,7 @@ class FlashInferAttention:
 
     def _tried(self, wrappers: list[Any]) -> list[torch.Tensor]:
         """Of each kind: a block full of tokens, which lies in the first that is anybody's."""
-        size, device, dtype = self.plan.block_size, self.tensor.device, self.tensor.dtype
+        size, device = self.plan.block_size, self.tensor.device
         places, count = np.arange(size, dtype=np.int64), np.array([size], np.int32)
         groups = len(self.plan.groups)
         host = HostBatch(
@@ -230,14 +233,14 @@ class FlashInferAttention:
             block_tables=(np.ones((1, 1), np.int32),) * groups,
         )
         numbers = torch.arange(self.tensor[1].numel(), device=device)
-        self.tensor[1] = (numbers * 0.37).sin().to(dtype).view_as(self.tensor[1])
+        self.tensor[1] = (numbers * 0.37).sin().to(self.tensor.dtype).view_as(self.tensor[1])
         try:
             self.plan_all(wrappers, [self.pages_of(host, kind) for kind in self.kinds])
             found = []
             for kind, wrapper in zip(self.kinds, wrappers, strict=True):
                 shape = size, kind.query_heads, kind.dim
                 query = torch.arange(size * kind.query_heads * kind.dim, device=device)
-                query = (query * 0.71).cos().to(dtype).view(shape)
+                query = (query * 0.71).cos().to(self._dtype).view(shape)
                 out = torch.empty_like(query)
                 wrapper.run(query, self._views(0, kind), out=out)
                 found.append(out)

@@ -11,12 +11,11 @@ import dataclasses
 import numpy as np
 import torch
 
-from tandem.engine.model.attention.interface import Rotary
 from tandem.engine.model.attention.kernel import attend
 from tandem.engine.model.attention.layers import CachePlan
 from tandem.engine.model.batch import Batch, HostBatch
 from tandem.engine.model.decode_inputs import DecodeInputs
-from tandem.engine.model.fused.pieces import rotated
+from tandem.engine.model.fused.pieces import Rotary, to_fp8, turned
 from tandem.engine.model.staging import to_device
 
 # A prompt's chunk is attended in tiles of rows, so that each sees only the keys up to its own last position.
@@ -102,11 +101,12 @@ class PagedStep:
     ) -> torch.Tensor:
         """See AttentionStep.attend."""
         if rotary is not None:
-            query, key = rotated(query, *rotary), rotated(key, *rotary)
+            query, key = turned(query, rotary, rotary.query_norm), turned(key, rotary, rotary.key_norm)
         group = self._groups[self._cache.plan.group_of_layer[layer]]
         if group.padding is not None:
             pads = group.padding[None, :, None]
             key, value = key.masked_fill(pads, 0), value.masked_fill(pads, 0)
+        key, value = self._cache.as_kept(key), self._cache.as_kept(value)
         self._cache.write(layer, group.block, group.offset, key, value)
         heads, tokens, _ = query.shape
         out = query.new_empty(tokens, heads, value.shape[-1])
@@ -135,8 +135,8 @@ class PagedStep:
             own = slice(reads.end - reads.num_keys, reads.end)
             return key[:, own].unsqueeze(0), value[:, own].unsqueeze(0)
         return (
-            self._cache.read(layer, 0, reads, key.shape[0], key.shape[-1]),
-            self._cache.read(layer, 1, reads, value.shape[0], value.shape[-1]),
+            self._cache.read(layer, 0, reads, key),
+            self._cache.read(layer, 1, reads, value),
         )
 
 
@@ -151,6 +151,10 @@ class GatheredCache:
         self._rows_per_block = plan.slots * 2 * plan.num_kv_heads
         self._heads = torch.arange(plan.num_kv_heads, device=tensor.device).view(1, -1, 1)
 
+    def as_kept(self, states: torch.Tensor) -> torch.Tensor:
+        """As they will be read: with fewer bits than they had, or the answer would depend on how a prompt is cut."""
+        return states if states.dtype == self.tensor.dtype else to_fp8(states).to(states.dtype)
+
     def write(
         self, layer: int, block: torch.Tensor, offset: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> None:
@@ -159,14 +163,15 @@ class GatheredCache:
             heads, _, dim = states.shape
             target = self.tensor[:, slot, part, :heads, :, :dim]
             # Indices on both sides of a slice put the indexed dimension first: [T, heads, dim].
-            target[block, :, offset] = states.transpose(0, 1)
+            target[block, :, offset] = states.transpose(0, 1).to(target.dtype)
 
-    def read(self, layer: int, part: int, reads: _Reads, heads: int, dim: int) -> torch.Tensor:
+    def read(self, layer: int, part: int, reads: _Reads, like: torch.Tensor) -> torch.Tensor:
         """[requests, heads, keys, dim]"""
         assert reads.blocks is not None
         plan = self.plan
+        heads, dim = like.shape[0], like.shape[-1]
         rows = reads.blocks[:, :heads] + (plan.slot_of_layer[layer] * 2 + part) * plan.num_kv_heads
-        gathered = self._flat.index_select(0, rows.reshape(-1))
+        gathered = self._flat.index_select(0, rows.reshape(-1)).to(like.dtype)
         gathered = gathered.view(rows.shape[0], heads, rows.shape[2], plan.block_size, plan.head_dim)
         if reads.last_column is not None and reads.unwritten is not None:
             # What was never written may hold anything, even NaN, which no mask would stop: 0 * NaN is NaN.

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from tandem.engine.model.batch import Batch, HostBatch
     from tandem.engine.model.decode_inputs import DecodeInputs
+    from tandem.engine.model.fused.pieces import Rotary
 
 
 PAGED = "tandem_paged"
@@ -93,10 +94,6 @@ AttentionInterface.register(PROBED, _attention)
 AttentionMaskInterface.register(PROBED, probed_mask)
 
 
-Rotary = tuple["torch.Tensor", "torch.Tensor"]
-"""Cosines and sines, [T, D] each, their first half repeated in the second. Element i turns with i + D / 2."""
-
-
 class AttentionStep(Protocol):
     """One step's attention. `attend` is called once per layer, in order."""
 
@@ -112,8 +109,8 @@ class AttentionStep(Protocol):
         sinks: torch.Tensor | None = None,
         rotary: Rotary | None = None,
     ) -> torch.Tensor:
-        """Writes this step's keys and values, and returns [T, query heads, DV]. With `rotary`, queries and keys are
-        turned by these angles first."""
+        """Writes this step's keys and values, and returns [T, query heads, DV]. With `rotary`, this is done with queries and
+        keys first."""
         ...
 
 

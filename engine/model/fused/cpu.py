@@ -33,6 +33,7 @@ class CpuPieces:
     """Owns packed weights and the threads that use them, and lives as long as its pieces do. One piece at a time."""
 
     copies = True
+    turns_norms = False
 
     def __init__(self, dtype: torch.dtype, threads: int) -> None:
         self.native = library.load()

@@ -8,15 +8,22 @@ import torch
 import torch.nn.functional as F
 
 from tandem.engine.model.fused import triton_ops
-from tandem.engine.model.fused.pieces import Activation, Matrix, Piece
+from tandem.engine.model.fused.pieces import Activation, Matrix, NotOneMatrix, Piece
 
 
 class DevicePieces:
     """Matrices that are merged lie side by side from then on, and their modules' own weights are views of that."""
 
     copies = False
+    turns_norms = True
 
     def product(self, matrices: Sequence[Matrix]) -> Piece:
+        kernels = [matrix.kernel for matrix in matrices if matrix.kernel is not None]
+        if kernels:
+            joined = kernels[0].joined(kernels[1:]) if len(kernels) == len(matrices) else None
+            if joined is None:
+                raise NotOneMatrix
+            return joined
         weight, bias = _merged(matrices)
 
         def run(x: torch.Tensor) -> torch.Tensor:
@@ -25,10 +32,11 @@ class DevicePieces:
         return run
 
     def gated(self, gate: Matrix, up: Matrix, down: Matrix, activation: Activation) -> Piece:
-        weight, bias = _merged((gate, up))
+        first = self.product((gate, up))
+        last = self.product((down,))
 
         def run(x: torch.Tensor) -> torch.Tensor:
-            return F.linear(triton_ops.gated(F.linear(x, weight, bias), activation), down.weight, down.bias)
+            return last(triton_ops.gated(first(x), activation))
 
         return run
 

@@ -6,7 +6,8 @@ given and what it made of it:
 - linear layers that are given the very same tensor are one product;
 - a module that agrees with down(activation(gate(x)) * up(x)), in float32, is a gated activation;
 - one that agrees with RMSNorm is one;
-- where attention gets the very tensors that rotary embedding returned, the turning can wait until then.
+- where attention gets the very tensors that rotary embedding returned, the turning can wait until then, and with it the
+  norms that it was given the results of.
 
 Each piece must then give what its module gave, or the module stays as it is; at last the whole model must.
 """
@@ -26,14 +27,28 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from tandem.engine.model.attention.interface import Rotary, attention_options, attention_through
+from tandem.engine.model.attention.interface import attention_options, attention_through
 from tandem.engine.model.attention.kernel import attend
-from tandem.engine.model.fused.pieces import Activation, Matrix, Piece, Pieces, activate, rms_norm, rotated
+from tandem.engine.model.fused.pieces import (
+    Activation,
+    Matrix,
+    Norm,
+    NotOneMatrix,
+    Piece,
+    Pieces,
+    Rotary,
+    activate,
+    rms_norm,
+    rotated,
+    turned,
+)
+from tandem.engine.model.quantized.kernels import KernelLinear
 from tandem.wire.errors import InternalError
 
 log = logging.getLogger(__name__)
 
 _TOKENS = 8
+_LINEAR = (nn.Linear, KernelLinear)
 _ROTARY = "apply_rotary_pos_emb"
 # Of the largest value. In float32 two ways to the same differ in the last bits; in half precision they round at
 # different places, and another formula is far off all the same.
@@ -70,19 +85,23 @@ def fuse(model: PreTrainedModel, pieces: Pieces) -> Fused | None:
         expected = seen.run(rotary)
         consumed: set[nn.Module] = set()
         known: dict[type[nn.Module], int | None] = {}
+        norms: dict[int, tuple[nn.Module, Norm]] = {}  # by where their result was
         for module, given in seen.modules():
-            if isinstance(module, nn.Linear):
+            if isinstance(module, _LINEAR):
                 continue
             found = _gated_in(module, given, seen, known) or _norm_in(module, given)
-            piece = found.made_by(pieces) if found is not None else None
+            piece = _made(found, pieces)
             if found is None or piece is None or not _agrees(piece(given.x), given.out):
                 continue
             _replace(module, piece)
             consumed.update(found.uses)
+            _give_up(found.uses)
+            if found.norm is not None:
+                norms[given.made_at] = module, found.norm
             fused.gated += bool(found.uses)
             fused.norms += not found.uses
         _take_products(seen, pieces, consumed, fused)
-        fused.rotary = rotary.put_off()
+        fused.rotary = rotary.put_off(norms if pieces.turns_norms else {})
         if pieces.copies:
             _release(model, consumed)
         fused.left = sum(
@@ -99,7 +118,12 @@ def fuse(model: PreTrainedModel, pieces: Pieces) -> Fused | None:
 
 class _Given:
     def __init__(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        self.x, self.out = x, out
+        self.x, self.out = x, out.clone()
+        self._made = out  # kept, so that nothing else comes to lie where it was
+
+    @property
+    def made_at(self) -> int:
+        return self._made.untyped_storage().data_ptr()
 
 
 class _Seen:
@@ -119,7 +143,7 @@ class _Seen:
         def note(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
             one = len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor)
             if one and isinstance(out, torch.Tensor) and module not in self._given:
-                self._given[module] = _Given(args[0], out.clone())
+                self._given[module] = _Given(args[0], out)
 
         hooks = [
             module.register_forward_hook(note, with_kwargs=True)
@@ -147,9 +171,10 @@ class _Seen:
             **kwargs: Any,
         ) -> tuple[torch.Tensor, None]:
             on_attention(module, query, key)
-            angles = take_rotary(query, key)
-            if angles is not None:
-                query, key = (rotated(states[0], *angles)[None] for states in (query, key))
+            rotary = take_rotary(query, key)
+            if rotary is not None:
+                query = turned(query[0], rotary, rotary.query_norm)[None]
+                key = turned(key[0], rotary, rotary.key_norm)[None]
             options = attention_options(module, query, kwargs)
             return attend(query, key, value, mask=None, causal=True, **options).transpose(1, 2), None
 
@@ -160,14 +185,23 @@ class _Seen:
 
 
 class _Found:
-    def __init__(self, uses: tuple[nn.Module, ...], made_by: Callable[[Pieces], Piece]) -> None:
-        self.uses, self.made_by = uses, made_by
+    def __init__(
+        self, uses: tuple[nn.Module, ...], made_by: Callable[[Pieces], Piece], norm: Norm | None = None
+    ) -> None:
+        self.uses, self.made_by, self.norm = uses, made_by, norm
+
+
+def _made(found: _Found | None, pieces: Pieces) -> Piece | None:
+    try:
+        return found.made_by(pieces) if found is not None else None
+    except NotOneMatrix:
+        return None
 
 
 def _gated_in(
     module: nn.Module, given: _Given, seen: _Seen, known: dict[type[nn.Module], int | None]
 ) -> _Found | None:
-    linears = [child for child in module.children() if isinstance(child, nn.Linear)]
+    linears = [child for child in module.children() if isinstance(child, _LINEAR)]
     if len(linears) not in (2, 3) or any(seen.of(linear) is None for linear in linears):
         return None
     if sum(1 for _ in module.parameters()) != sum(1 for child in linears for _ in child.parameters()):
@@ -180,18 +214,29 @@ def _gated_in(
     if type(module) not in known:
         # Of a class once: a copy in float32 takes time and memory. What is like it shows by what comes out.
         x = given.x.float().reshape(-1, given.x.shape[-1])
-        try:
-            out = copy.deepcopy(module).float()(x[None])[0]
-        except (RuntimeError, TypeError, ValueError):
-            return None
-        known[type(module)] = next(
-            (index for index, way in enumerate(ways) if _agrees(_by_formula(x, *way), out, _EXACT)), None
-        )
+        # A kernel has no wider dtype.
+        rounds = any(isinstance(linear, KernelLinear) for linear in linears)
+        out = given.out.reshape(-1, given.out.shape[-1])
+        if not rounds:
+            try:
+                out = copy.deepcopy(module).float()(x[None])[0]
+            except (RuntimeError, TypeError, ValueError):
+                return None
+        errors = [_error(_by_formula(x, *way), out) for way in ways]
+        known[type(module)] = _best_of(errors, _ROUNDED[torch.bfloat16] if rounds else _EXACT)
     which = known[type(module)]
     if which is None or which >= len(ways):
         return None
     way = ways[which]
     return _Found(tuple(linears), lambda pieces: pieces.gated(*way))
+
+
+def _best_of(errors: list[float], tolerance: float) -> int | None:
+    """The one that is right, and by far: rounding must not take one formula for another."""
+    order = sorted(range(len(errors)), key=errors.__getitem__)
+    if not order or errors[order[0]] > tolerance:
+        return None
+    return order[0] if len(order) == 1 or errors[order[1]] > 2 * errors[order[0]] else None
 
 
 def _by_formula(
@@ -200,7 +245,7 @@ def _by_formula(
     return _apply(down, activate(_apply(gate, x), activation) * _apply(up, x))
 
 
-def _as_gated(linears: list[nn.Linear], width: int) -> Iterator[tuple[Matrix, Matrix, Matrix]]:
+def _as_gated(linears: list[nn.Linear | KernelLinear], width: int) -> Iterator[tuple[Matrix, Matrix, Matrix]]:
     if len(linears) == 3:
         for gate, up, down in itertools.permutations(linears):
             if (gate.in_features, up.in_features) == (width, width) and (
@@ -209,6 +254,8 @@ def _as_gated(linears: list[nn.Linear], width: int) -> Iterator[tuple[Matrix, Ma
                 yield _matrix(gate), _matrix(up), _matrix(down)
         return
     for both, down in itertools.permutations(linears):
+        if not isinstance(both, nn.Linear):
+            continue
         if both.in_features == width and both.out_features == 2 * down.in_features:
             halves = _halves(both)
             yield halves[0], halves[1], _matrix(down)
@@ -233,22 +280,31 @@ def _norm_in(module: nn.Module, given: _Given) -> _Found | None:
             _agrees(rms_norm(x, weight, offset, eps), wide(x), _EXACT)
             for x in (given.x.float(), given.x.float() * 1e-3)
         ):
-            return _Found((), lambda pieces, o=offset: pieces.norm(weight.data, o, eps))  # type: ignore[misc]
+            return _as_norm(Norm(weight.data, offset, eps))
     return None
+
+
+def _as_norm(norm: Norm) -> _Found:
+    return _Found((), lambda pieces: pieces.norm(norm.weight, norm.offset, norm.eps), norm)
 
 
 def _take_products(seen: _Seen, pieces: Pieces, consumed: set[nn.Module], fused: Fused) -> None:
     parents: dict[nn.Module, nn.Module] = {}
     for parent in seen._model.modules():
         parents.update(dict.fromkeys(parent.children(), parent))
-    together: dict[tuple[int, int], list[nn.Linear]] = {}
+    together: dict[tuple[int, int, type], list[nn.Linear | KernelLinear]] = {}
     for module, given in seen.modules():
-        if isinstance(module, nn.Linear) and type(module) is nn.Linear and module not in consumed:
-            together.setdefault((id(given.x), id(parents.get(module))), []).append(module)
+        is_linear = isinstance(module, KernelLinear) or type(module) is nn.Linear
+        if is_linear and module not in consumed:
+            place = id(given.x), id(parents.get(module)), type(module)
+            together.setdefault(place, []).append(module)  # type: ignore[arg-type]
     for linears in together.values():
         if len(linears) == 1 and not pieces.copies:
             continue
-        piece = pieces.product([_matrix(linear) for linear in linears])
+        try:
+            piece = pieces.product([_matrix(linear) for linear in linears])
+        except NotOneMatrix:
+            continue
         shared = SharedProduct(piece, [linear.out_features for linear in linears])
         parts = [shared.part(index) for index in range(len(linears))] if len(linears) > 1 else [piece]
         known = [one for linear in linears if (one := seen.of(linear)) is not None]
@@ -257,6 +313,7 @@ def _take_products(seen: _Seen, pieces: Pieces, consumed: set[nn.Module], fused:
         for linear, part in zip(linears, parts, strict=True):
             _replace(linear, part)
         consumed.update(linears)
+        _give_up(linears)
         fused.merged += len(linears) > 1
         fused.products += len(linears) == 1
 
@@ -287,27 +344,39 @@ class SharedProduct:
 
 
 class _Waiting(threading.local):
-    rotary: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    rotary: tuple[torch.Tensor, torch.Tensor, Rotary] | None = None
 
 
 _waiting = _Waiting()
 
 
 def take_rotary(query: torch.Tensor, key: torch.Tensor) -> Rotary | None:
-    """The angles that these are still to be turned by."""
+    """What is still to be done with these."""
     waiting, _waiting.rotary = _waiting.rotary, None
     if waiting is None:
         return None
     if waiting[0] is not query or waiting[1] is not key:
         raise InternalError("rotary embedding was put off for other tensors than attention got")
-    return waiting[2][0], waiting[3][0]
+    return waiting[2]
 
 
-def _put_off(
-    query: torch.Tensor, key: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, *_: Any, **__: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    _waiting.rotary = query, key, cosines, sines
-    return query, key
+def _putting_off(query_norm: Norm | None, key_norm: Norm | None) -> Callable[..., Any]:
+    def put_off(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        cosines: torch.Tensor,
+        sines: torch.Tensor,
+        *_: Any,
+        **__: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        _waiting.rotary = query, key, Rotary(cosines[0], sines[0], query_norm, key_norm)
+        return query, key
+
+    return put_off
+
+
+def _as_it_is(x: torch.Tensor) -> torch.Tensor:
+    return x
 
 
 class _RotaryWatch:
@@ -316,7 +385,9 @@ class _RotaryWatch:
     def __init__(self, model: PreTrainedModel) -> None:
         self._turned: tuple[torch.Tensor, torch.Tensor] | None = None
         self._right = False
+        self._given_at: tuple[int, int] = (0, 0)
         self._modules: dict[nn.Module, bool] = {}
+        self._sources: dict[nn.Module, tuple[int, int]] = {}  # where their queries and keys were before
         for module in model.modules():
             forward = type(module).forward
             plain = isinstance(forward, types.FunctionType) and not hasattr(forward, "__wrapped__")
@@ -333,6 +404,7 @@ class _RotaryWatch:
             self._right = len(args) >= 4 and all(isinstance(a, torch.Tensor) for a in args[:4])
             if self._right:
                 query, key, cosines, sines = args[:4]
+                self._given_at = query.untyped_storage().data_ptr(), key.untyped_storage().data_ptr()
                 self._right = (
                     cosines.dim() == 3
                     and cosines.shape == sines.shape
@@ -353,14 +425,27 @@ class _RotaryWatch:
         turned, self._turned = self._turned, None
         if module in self._modules and turned is not None:
             self._modules[module] = self._right and turned[0] is query and turned[1] is key
+            self._sources[module] = self._given_at
 
-    def put_off(self) -> int:
+    def put_off(self, norms: dict[int, tuple[nn.Module, Norm]]) -> int:
+        """With the norms that their queries and keys come from."""
         for module, can_wait in self._modules.items():
             if can_wait:
-                _give(module, _put_off)
+                found = [norms.get(place) for place in self._sources[module]]
+                query_norm, key_norm = (None if one is None else one[1] for one in found)
+                if query_norm is None or key_norm is None or not _are_alike(query_norm, key_norm):
+                    query_norm = key_norm = None
+                else:
+                    for norm, _ in filter(None, found):
+                        _replace(norm, _as_it_is)
+                _give(module, _putting_off(query_norm, key_norm))
             else:
                 module.__dict__.pop("forward", None)
         return sum(self._modules.values())
+
+
+def _are_alike(one: Norm, other: Norm) -> bool:
+    return one.weight.shape == other.weight.shape and (one.offset, one.eps) == (other.offset, other.eps)
 
 
 def _give(module: nn.Module, rotary: Callable[..., Any]) -> None:
@@ -392,7 +477,17 @@ def _release(model: nn.Module, consumed: Iterable[nn.Module]) -> None:
                 parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
 
 
-def _matrix(linear: nn.Linear) -> Matrix:
+def _give_up(modules: Iterable[nn.Module]) -> None:
+    """Joined kernels have copies of their own."""
+    for module in modules:
+        if isinstance(module, KernelLinear):
+            for parameter in module.parameters():
+                parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+
+
+def _matrix(linear: nn.Linear | KernelLinear) -> Matrix:
+    if isinstance(linear, KernelLinear):
+        return Matrix(torch.empty(0), None, linear)
     return Matrix(linear.weight, linear.bias)
 
 
@@ -403,6 +498,8 @@ def _halves(linear: nn.Linear) -> list[Matrix]:
 
 
 def _apply(matrix: Matrix, x: torch.Tensor) -> torch.Tensor:
+    if matrix.kernel is not None:
+        return matrix.kernel(x.to(torch.bfloat16)).float()
     bias = None if matrix.bias is None else matrix.bias.float()
     return nn.functional.linear(x, matrix.weight.float(), bias)
 
@@ -410,8 +507,13 @@ def _apply(matrix: Matrix, x: torch.Tensor) -> torch.Tensor:
 def _agrees(
     ours: torch.Tensor, theirs: torch.Tensor, tolerance: float | None = None, within: float = 1.0
 ) -> bool:
-    if ours.shape != theirs.shape:
-        return False
     allowed = within * (tolerance or _ROUNDED.get(theirs.dtype, _EXACT))
+    return _error(ours, theirs) <= allowed
+
+
+def _error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Of the largest value."""
+    if ours.shape != theirs.shape:
+        return float("inf")
     error = (ours.float() - theirs.float()).abs().max().item()
-    return bool(error <= allowed * max(theirs.float().abs().max().item(), 1e-6))
+    return float(error / max(theirs.float().abs().max().item(), 1e-6))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import torch
@@ -19,11 +19,42 @@ class Activation(enum.Enum):
     GELU_TANH = "gelu_tanh"
 
 
+class JoinableKernel(Protocol):
+    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+    def joined(self, others: Sequence[Any]) -> Piece | None:
+        """This one's outputs, then those of others of its kind; None where that is not one matrix."""
+        ...
+
+
 class Matrix(msgspec.Struct, frozen=True):
     """A linear layer, or rows of one."""
 
     weight: torch.Tensor  # [outputs, inputs]
     bias: torch.Tensor | None
+    kernel: JoinableKernel | None = None  # computes it instead, from a quantized matrix
+
+
+class NotOneMatrix(Exception):
+    """These are quantized in different ways."""
+
+
+class Norm(msgspec.Struct, frozen=True):
+    """RMSNorm: (weight + offset) * x / sqrt(mean(x²) + eps)"""
+
+    weight: torch.Tensor
+    offset: float
+    eps: float
+
+
+class Rotary(msgspec.Struct, frozen=True):
+    """What is still to be done with queries and keys when attention gets them: norms over each head, if there are, then the
+    turning. Cosines and sines are [T, D] each, their first half repeated in the second: element i turns with i + D / 2."""
+
+    cosines: torch.Tensor
+    sines: torch.Tensor
+    query_norm: Norm | None = None  # both or none, of the same offset and epsilon
+    key_norm: Norm | None = None
 
 
 class Pieces(Protocol):
@@ -31,18 +62,18 @@ class Pieces(Protocol):
 
     # Whether matrices are copied, so that a model may give its own up.
     copies: bool
+    # Whether norms of queries and keys can wait with their turning.
+    turns_norms: bool
 
     def product(self, matrices: Sequence[Matrix]) -> Piece:
-        """x times all of them, results side by side."""
+        """x times all of them, results side by side. Raises NotOneMatrix."""
         ...
 
     def gated(self, gate: Matrix, up: Matrix, down: Matrix, activation: Activation) -> Piece:
         """down(activation(gate(x)) * up(x))"""
         ...
 
-    def norm(self, weight: torch.Tensor, offset: float, eps: float) -> Piece:
-        """RMSNorm: (weight + offset) * x / sqrt(mean(x²) + eps)"""
-        ...
+    def norm(self, weight: torch.Tensor, offset: float, eps: float) -> Piece: ...
 
 
 def activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
@@ -53,6 +84,21 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, offset: float, eps: float) -
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return (wide * (weight.float() + offset)).to(x.dtype)
+
+
+_LARGEST_FP8 = 448.0
+
+
+def to_fp8(x: torch.Tensor) -> torch.Tensor:
+    """What is too large becomes the largest, and not NaN."""
+    return x.clamp(-_LARGEST_FP8, _LARGEST_FP8).to(torch.float8_e4m3fn)
+
+
+def turned(states: torch.Tensor, rotary: Rotary, norm: Norm | None) -> torch.Tensor:
+    """Queries or keys, [heads, T, D]."""
+    if norm is not None:
+        states = rms_norm(states, norm.weight, norm.offset, norm.eps)
+    return rotated(states, rotary.cosines, rotary.sines)
 
 
 def rotated(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:

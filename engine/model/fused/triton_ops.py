@@ -7,18 +7,20 @@ Triton comes with torch's CUDA builds and is imported with the first kernel.
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from tandem.engine.model.fused.pieces import Activation, activate, rms_norm, rotated
+from tandem.engine.model.fused.pieces import Activation, Rotary, activate, rms_norm, rotated, to_fp8
 
 _LIBRARY: Any = torch.library.Library("tandem", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define("rms_norm(Tensor x, Tensor weight, float offset, float eps) -> Tensor")
 _LIBRARY.define("gated(Tensor x, str activation) -> Tensor")
+_LIBRARY.define("quantize_rows(Tensor x) -> (Tensor, Tensor)")
 _LIBRARY.define(
-    "rotate_and_write(Tensor query, Tensor key, Tensor value, Tensor? cosines, Tensor? sines, Tensor slots, "
-    "Tensor(a!) keys, Tensor(b!) values, bool pads) -> Tensor"
+    "rotate_and_write(Tensor query, Tensor key, Tensor value, Tensor? cosines, Tensor? sines, Tensor? query_norm, "
+    "Tensor? key_norm, float offset, float eps, Tensor slots, Tensor(a!) keys, Tensor(b!) values, bool pads) -> Tensor"
 )
 
 
@@ -34,27 +36,43 @@ def gated(x: torch.Tensor, activation: Activation) -> torch.Tensor:
     return out
 
 
+def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[N, M] as FP8, and what each row is to be multiplied by: float32 [N, 1]."""
+    rounded, scales = torch.ops.tandem.quantize_rows(x)
+    return rounded, scales
+
+
 def rotate_and_write(
     query: torch.Tensor,  # [query heads, T, D]
     key: torch.Tensor,  # [KV heads, T, D]
     value: torch.Tensor,
-    angles: tuple[torch.Tensor, torch.Tensor] | None,  # [T, D] each
+    rotary: Rotary | None,
     slots: torch.Tensor,  # int64 [T]: block * block size + offset
     keys: torch.Tensor,  # [blocks, KV heads, block size, D], a view of the cache
     values: torch.Tensor,
     *,
     pads: bool,
 ) -> torch.Tensor:
-    """Turns queries and keys, writes keys and values to the cache, and returns the queries as [T, query heads, D]. With
-    `pads` a token of the null block writes zeros there."""
-    cosines, sines = (None, None) if angles is None else angles
+    """Norms and turns queries and keys, writes keys and values to the cache, and returns the queries as [T, query heads, D].
+    With `pads` a token of the null block writes zeros there."""
+    angles: tuple[torch.Tensor | None, ...] = (None, None)
+    weights: tuple[torch.Tensor | None, ...] = (None, None)
+    offset = eps = 0.0
+    if rotary is not None:
+        angles = rotary.cosines, rotary.sines
+        if rotary.query_norm is not None and rotary.key_norm is not None:
+            weights = rotary.query_norm.weight, rotary.key_norm.weight
+            offset, eps = rotary.query_norm.offset, rotary.query_norm.eps
     out: torch.Tensor = torch.ops.tandem.rotate_and_write(
-        query, key, value, cosines, sines, slots, keys, values, pads
+        query, key, value, *angles, *weights, offset, eps, slots, keys, values, pads
     )
     return out
 
 
 # --- in torch
+
+_LARGEST_FP8 = 448.0
+_SMALLEST_SCALE = 1e-12  # of a row of zeros
 
 
 def _plain_norm(x: torch.Tensor, weight: torch.Tensor, offset: float, eps: float) -> torch.Tensor:
@@ -66,27 +84,41 @@ def _plain_gated(x: torch.Tensor, activation: str) -> torch.Tensor:
     return activate(first, Activation(activation)) * second
 
 
+def _plain_quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    wide = x.float()
+    scales = wide.abs().amax(dim=1, keepdim=True).div_(_LARGEST_FP8).clamp_(min=_SMALLEST_SCALE)
+    return to_fp8(wide / scales), scales
+
+
 def _plain_rotate_and_write(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     cosines: torch.Tensor | None,
     sines: torch.Tensor | None,
+    query_norm: torch.Tensor | None,
+    key_norm: torch.Tensor | None,
+    offset: float,
+    eps: float,
     slots: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     pads: bool,
 ) -> torch.Tensor:
+    if query_norm is not None and key_norm is not None:
+        query, key = rms_norm(query, query_norm, offset, eps), rms_norm(key, key_norm, offset, eps)
     if cosines is not None and sines is not None:
         query, key = rotated(query, cosines, sines), rotated(key, cosines, sines)
     size = keys.shape[2]
-    block, offset = slots // size, slots % size
+    block, place = slots // size, slots % size
     if pads:
         null = (slots < size)[None, :, None]
         key, value = key.masked_fill(null, 0), value.masked_fill(null, 0)
+    if keys.dtype != key.dtype:
+        key, value = to_fp8(key), to_fp8(value)
     # Indices on both sides of a slice put the indexed dimension first: [T, heads, D].
-    keys[block, :, offset] = key.transpose(0, 1)
-    values[block, :, offset] = value.transpose(0, 1)
+    keys[block, :, place] = key.transpose(0, 1)
+    values[block, :, place] = value.transpose(0, 1)
     return query.transpose(0, 1).contiguous()
 
 
@@ -124,14 +156,29 @@ def kernels() -> Any:
         tl.store(out + row * n + columns, (passed * up).to(out.dtype.element_ty), mask=there)
 
     @triton.jit  # type: ignore[untyped-decorator]
+    def round_rows(  # type: ignore[no-untyped-def]
+        x, out, scales, stride, n, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, BLOCK: tl.constexpr
+    ):  # fmt: skip
+        row = tl.program_id(0).to(tl.int64)
+        columns = tl.arange(0, BLOCK)
+        there = columns < n
+        v = tl.load(x + row * stride + columns, mask=there, other=0.0).to(tl.float32)
+        scale = tl.maximum(tl.max(tl.abs(v), axis=0) / LARGEST, SMALLEST)
+        v = tl.minimum(tl.maximum(v / scale, -LARGEST), LARGEST)
+        tl.store(out + row * n + columns, v.to(out.dtype.element_ty), mask=there)
+        tl.store(scales + row, scale)
+
+    @triton.jit  # type: ignore[untyped-decorator]
     def turn_and_write(  # type: ignore[no-untyped-def]
         query, q_head, q_row,
         key, k_head, k_row,
         value, v_head, v_row,
         cosines, sines, angle_row,
+        query_norm, key_norm, offset, eps,
         slots, keys, values, block_stride, head_stride, place_stride,
         out, size,
         HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, TURNS: tl.constexpr, PADS: tl.constexpr,
+        NORMS: tl.constexpr, LARGEST: tl.constexpr,
     ):  # fmt: skip
         row = tl.program_id(0).to(tl.int64)
         head = tl.program_id(1)
@@ -146,6 +193,16 @@ def kernels() -> Any:
             at = key + (head - HEADS) * k_head + row * k_row + columns
         first = tl.load(at, mask=there, other=0.0).to(tl.float32)
         second = tl.load(at + HALF, mask=there, other=0.0).to(tl.float32)
+        if NORMS:
+            scale = 1.0 / tl.sqrt(
+                (tl.sum(first * first, axis=0) + tl.sum(second * second, axis=0)) / (2 * HALF) + eps
+            )
+            if head < HEADS:  # noqa: SIM108 - in Triton's own language
+                weight = query_norm + columns
+            else:
+                weight = key_norm + columns
+            first = first * scale * (tl.load(weight, mask=there, other=0.0).to(tl.float32) + offset)
+            second = second * scale * (tl.load(weight + HALF, mask=there, other=0.0).to(tl.float32) + offset)
         if TURNS:
             turned = first * c - second * s
             second = second * c + first * s
@@ -167,17 +224,28 @@ def kernels() -> Any:
                 second = tl.where(real, second, 0.0)
                 low = tl.where(real, low, 0.0)
                 high = tl.where(real, high, 0.0)
+            if LARGEST > 0:
+                first = tl.minimum(tl.maximum(first, -LARGEST), LARGEST)
+                second = tl.minimum(tl.maximum(second, -LARGEST), LARGEST)
+                low = tl.minimum(tl.maximum(low, -LARGEST), LARGEST)
+                high = tl.minimum(tl.maximum(high, -LARGEST), LARGEST)
             element = keys.dtype.element_ty
             tl.store(keys + place + columns, first.to(element), mask=there)
             tl.store(keys + place + HALF + columns, second.to(element), mask=there)
             tl.store(values + place + columns, low.to(element), mask=there)
             tl.store(values + place + HALF + columns, high.to(element), mask=there)
 
-    return norm_rows, gate_rows, turn_and_write, triton.next_power_of_2
+    return SimpleNamespace(
+        norm_rows=norm_rows,
+        gate_rows=gate_rows,
+        round_rows=round_rows,
+        turn_and_write=turn_and_write,
+        power=triton.next_power_of_2,
+    )
 
 
 def _launch_norm(x: torch.Tensor, weight: torch.Tensor, offset: float, eps: float) -> torch.Tensor:
-    norm_rows, _, _, power = kernels()
+    found = kernels()
     n = x.shape[-1]
     if x.stride(-1) != 1 or (x.dim() > 2 and not x.is_contiguous() and not _two_strides(x)):
         x = x.contiguous()
@@ -187,7 +255,9 @@ def _launch_norm(x: torch.Tensor, weight: torch.Tensor, offset: float, eps: floa
     inner = x.stride(-2) if x.dim() > 1 else n
     rows = x.numel() // n
     if rows:
-        norm_rows[(rows,)](x, weight, out, outer, inner, per_outer, n, offset, eps, BLOCK=power(n))
+        found.norm_rows[(rows,)](
+            x, weight, out, outer, inner, per_outer, n, offset, eps, BLOCK=found.power(n)
+        )
     return out
 
 
@@ -197,18 +267,39 @@ def _two_strides(x: torch.Tensor) -> bool:
 
 
 def _launch_gated(x: torch.Tensor, activation: str) -> torch.Tensor:
-    _, gate_rows, _, power = kernels()
+    found = kernels()
     n = x.shape[-1] // 2
     rows = x.reshape(-1, 2 * n)
     if rows.stride(1) != 1:
         rows = rows.contiguous()
     out = torch.empty((*x.shape[:-1], n), dtype=x.dtype, device=x.device)
-    block = min(1024, power(n))
+    block = min(1024, found.power(n))
     if rows.shape[0]:
-        gate_rows[(rows.shape[0], -(-n // block))](
+        found.gate_rows[(rows.shape[0], -(-n // block))](
             rows, out, rows.stride(0), n, GELU=activation == Activation.GELU_TANH.value, BLOCK=block
         )
     return out
+
+
+def _launch_quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    found = kernels()
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    rows, n = x.shape
+    out = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
+    if rows:
+        found.round_rows[(rows,)](
+            x,
+            out,
+            scales,
+            x.stride(0),
+            n,
+            LARGEST=_LARGEST_FP8,
+            SMALLEST=_SMALLEST_SCALE,
+            BLOCK=found.power(n),
+        )
+    return out, scales
 
 
 def _launch_rotate_and_write(
@@ -217,25 +308,32 @@ def _launch_rotate_and_write(
     value: torch.Tensor,
     cosines: torch.Tensor | None,
     sines: torch.Tensor | None,
+    query_norm: torch.Tensor | None,
+    key_norm: torch.Tensor | None,
+    offset: float,
+    eps: float,
     slots: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     pads: bool,
 ) -> torch.Tensor:
-    _, _, turn_and_write, power = kernels()
+    found = kernels()
     query, key, value = (part if part.stride(2) == 1 else part.contiguous() for part in (query, key, value))
     heads, tokens, dim = query.shape
     out = query.new_empty(tokens, heads, dim)
     angles = (query, query) if cosines is None or sines is None else (cosines, sines)
+    weights = (query, key) if query_norm is None or key_norm is None else (query_norm, key_norm)
     if tokens:
-        turn_and_write[(tokens, heads + key.shape[0])](
+        found.turn_and_write[(tokens, heads + key.shape[0])](
             query, query.stride(0), query.stride(1),
             key, key.stride(0), key.stride(1),
             value, value.stride(0), value.stride(1),
             *angles, angles[0].stride(-2),
+            *weights, offset, eps,
             slots, keys, values, keys.stride(0), keys.stride(1), keys.stride(2),
             out, keys.shape[2],
-            HEADS=heads, HALF=dim // 2, BLOCK=power(dim // 2), TURNS=cosines is not None, PADS=pads,
+            HEADS=heads, HALF=dim // 2, BLOCK=found.power(dim // 2), TURNS=cosines is not None, PADS=pads,
+            NORMS=query_norm is not None, LARGEST=0.0 if keys.dtype == key.dtype else _LARGEST_FP8,
         )  # fmt: skip
     return out
 
@@ -243,6 +341,7 @@ def _launch_rotate_and_write(
 for _name, _plain, _launch in (
     ("rms_norm", _plain_norm, _launch_norm),
     ("gated", _plain_gated, _launch_gated),
+    ("quantize_rows", _plain_quantize_rows, _launch_quantize_rows),
     ("rotate_and_write", _plain_rotate_and_write, _launch_rotate_and_write),
 ):
     _LIBRARY.impl(_name, _plain, "CPU")

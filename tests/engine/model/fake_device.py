@@ -1,9 +1,12 @@
-"""A device that computes later than it is told to, on a CPU: one stream, events, page-locked copies, graphs.
+"""A device that computes later than it is told to, on a CPU: streams, events, page-locked copies, graphs.
 
-Tensors of the device are wrappers. What is done with them is put in line and carried out when something waits for it,
-or when a test says so; what a copy to the device reads from page-locked memory is read then, not before. So whatever an
-engine frees, overwrites or reads too early shows in its results. Work outside the stream (what a peer writes into the
-cache) goes to `memory(tensor)` directly, as RDMA does.
+Tensors of the device are wrappers. What is done with them is put in a stream's line and carried out when something waits
+for it, or at a random moment; what a copy to the device reads from page-locked memory is read then, not before. Streams
+know nothing of each other but what events say. So whatever an engine frees, overwrites or reads too early shows in its
+results. Work outside all streams (what a peer writes into the cache) goes to `memory(tensor)` directly, as RDMA does.
+
+`present` is for one thread, and patches `torch.cuda` for all; another thread that works with the device's tensors goes
+through `in_thread` meanwhile.
 
 Each operation also runs at once on a shadow of its tensors, which gives the result its shape. Nothing else is read from
 a shadow.
@@ -12,6 +15,7 @@ a shadow.
 from __future__ import annotations
 
 import random
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -58,54 +62,127 @@ class DeviceTensor(torch.Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
+    def data_ptr(self) -> int:  # where the device's memory is, for what writes to it by itself
+        return (self.box[0] if self.box else self.shadow).data_ptr()
+
+    def get_device(self) -> int:
+        return 0
+
+
+class Line:
+    """The work of one stream, in order."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        self._device = device
+        self._work: deque[Callable[[], None] | tuple[Line, int]] = deque()
+        self.given = self.done = 0
+
+    def add(self, work: Callable[[], None] | tuple[Line, int]) -> None:
+        """A place in another line is waited for."""
+        self._work.append(work)
+        self.given += 1
+
+    def run_until(self, place: int) -> None:
+        while self.done < place:
+            work = self._work.popleft()
+            if isinstance(work, tuple):
+                work[0].run_until(work[1])
+            else:
+                work()
+            self.done += 1
+
 
 class FakeDevice:
-    """`pace`: how likely it is that some of the work in line is done when more is added. 0: only what is waited for."""
+    """`pace`: how likely it is that some of the work in line is done when more is added, or when an event is asked whether
+    it has come. 0: only what is waited for."""
 
     def __init__(self, seed: int = 0, pace: float = 0.0) -> None:
-        self._line: deque[Callable[[], None]] = deque()
         self._random = random.Random(seed)
+        self._current = threading.local()
+        self.lock = threading.RLock()
+        self.default = Line(self)
+        self.lines = [self.default]
         self.pace = pace
-        self.given = self.done = 0
         self.num_waits = 0
         self.operations: set[str] = set()  # by name, of all that were given so far
-        self.recording: list[Callable[[], None]] | None = None
-        self.making = False
         self.made_bytes = 0
         self.emptied = False
         self.capability = 9, 0
+
+    @property
+    def making(self) -> bool:
+        return getattr(self._current, "making", False)
+
+    @making.setter
+    def making(self, making: bool) -> None:
+        self._current.making = making
+
+    @property
+    def recording(self) -> list[Callable[[], None]] | None:
+        """What this thread does goes there; other threads' work goes on."""
+        return getattr(self._current, "recording", None)
+
+    @recording.setter
+    def recording(self, work: list[Callable[[], None]] | None) -> None:
+        self._current.recording = work
+
+    @property
+    def line(self) -> Line:
+        """Of the current stream of this thread."""
+        return getattr(self._current, "line", self.default)
+
+    @contextmanager
+    def on_line(self, line: Line) -> Iterator[None]:
+        before, self._current.line = self.line, line
+        try:
+            yield
+        finally:
+            self._current.line = before
 
     def enqueue(self, work: Callable[[], None]) -> None:
         if self.recording is not None:
             self.recording.append(work)
             return
-        self._line.append(work)
-        self.given += 1
+        with self.lock:
+            self.line.add(work)
+            self.may_advance()
+
+    def finish_line(self) -> None:
+        """What a look at a value waits for: its own stream."""
+        if self.recording is not None:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        self.wait_until(self.line, self.line.given)
+
+    def may_advance(self) -> None:
+        """It is for the device to say how far it has come."""
         if self.pace and self._random.random() < self.pace:
-            self.advance(self._random.randint(1, len(self._line)))
+            line = self._random.choice(self.lines)
+            line.run_until(self._random.randint(line.done, line.given))
 
     def empty(self) -> None:
         self.emptied = True
 
-    def advance(self, count: int) -> None:
-        for _ in range(min(count, len(self._line))):
-            self._line.popleft()()
-            self.done += 1
-
-    def wait_until(self, place: int) -> None:
-        self.num_waits += 1
-        self.advance(place - self.done)
+    def wait_until(self, line: Line, place: int) -> None:
+        with self.lock:
+            self.num_waits += 1
+            line.run_until(place)
 
     def synchronize(self) -> None:
-        if self.recording is not None:
-            raise RuntimeError("operation not permitted when stream is capturing")
-        self.wait_until(self.given)
+        with self.lock:
+            self.num_waits += 1
+            for line in self.lines:
+                line.run_until(line.given)
 
     @contextmanager
     def present(self) -> Iterator[FakeDevice]:
         """Within, `cuda:0` is this device, for torch and for whoever asks torch.cuda."""
-        with _Patched(self), _Functions(self), _Operations(self):
+        with _Patched(self), self.in_thread():
             yield self
+
+    @contextmanager
+    def in_thread(self) -> Iterator[None]:
+        with _Functions(self), _Operations(self):
+            yield
 
 
 def memory(tensor: torch.Tensor) -> torch.Tensor:
@@ -120,7 +197,10 @@ class _Operations(TorchDispatchMode):
         self._device = device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        with self._device.lock:
+            return self._dispatched(func, args, kwargs or {})
+
+    def _dispatched(self, func: Any, args: Any, kwargs: Any) -> Any:
         leaves, spec = tree_flatten((args, kwargs))
         if not self._device.making and not any(isinstance(leaf, DeviceTensor) for leaf in leaves):
             return func(*args, **kwargs)
@@ -128,7 +208,7 @@ class _Operations(TorchDispatchMode):
         if name == "detach":
             return leaves[0]
         if name in _LOOKS:
-            self._device.synchronize()
+            self._device.finish_line()
             real = tree_map(lambda leaf: memory(leaf) if isinstance(leaf, DeviceTensor) else leaf, leaves)
             args, kwargs = tree_unflatten(real, spec)
             found = func(*args, **kwargs)
@@ -140,7 +220,7 @@ class _Operations(TorchDispatchMode):
         blocking = name == "copy_" and True not in leaves[2:]
         to_host = target is not None and not isinstance(target, DeviceTensor)
         if to_host and blocking:
-            self._device.synchronize()
+            self._device.finish_line()
             assert isinstance(target, torch.Tensor)
             return target.copy_(memory(leaves[1]))
         self._device.operations.add(name)
@@ -206,7 +286,7 @@ class _Functions(TorchFunctionMode):
         if name == "pin_memory":
             return args[0].clone()
         if name in _READS and isinstance(args[0], DeviceTensor):
-            self._device.synchronize()
+            self._device.finish_line()
             return func(memory(args[0]), *args[1:], **kwargs)
         if name in ("to", "cpu", "cuda") and isinstance(args[0], torch.Tensor):
             moved = self._moved(name, args, kwargs)
@@ -233,7 +313,7 @@ class _Functions(TorchFunctionMode):
         to_host = name == "cpu" or _is_host(wanted)
         on_device = isinstance(tensor, DeviceTensor)
         if to_host and on_device:
-            self._device.synchronize()
+            self._device.finish_line()
             return memory(tensor).clone()
         if to_device and not on_device:
             with self._making():
@@ -253,25 +333,42 @@ def _is_host(device: Any) -> bool:
 class _Event:
     def __init__(self, device: FakeDevice, **_: Any) -> None:
         self._device = device
-        self._place = 0
+        self.line, self.place = device.default, 0
 
     def record(self, stream: Any = None) -> None:
-        self._place = self._device.given
+        with self._device.lock:
+            self.line = self._device.line if stream is None else stream.line
+            self.place = self.line.given
 
     def query(self) -> bool:
-        return self._device.done >= self._place
+        with self._device.lock:
+            self._device.may_advance()
+            return self.line.done >= self.place
 
     def synchronize(self) -> None:
-        self._device.wait_until(self._place)
+        self._device.wait_until(self.line, self.place)
 
 
 class _Stream:
-    """There is one: whatever is given to another comes after what was given before."""
-
     device = CUDA
 
-    def wait_stream(self, other: Any) -> None: ...
-    def wait_event(self, event: Any) -> None: ...
+    def __init__(self, device: FakeDevice, line: Line | None = None) -> None:
+        self._device = device
+        if line is None:
+            line = Line(device)
+            device.lines.append(line)
+        self.line = line
+
+    def wait_stream(self, other: _Stream) -> None:
+        with self._device.lock:
+            self.line.add((other.line, other.line.given))
+
+    def wait_event(self, event: _Event) -> None:
+        with self._device.lock:
+            self.line.add((event.line, event.place))
+
+    def synchronize(self) -> None:
+        self._device.wait_until(self.line, self.line.given)
 
 
 class _Graph:
@@ -286,7 +383,9 @@ class _Graph:
 
 class _Patched:
     def __init__(self, device: FakeDevice) -> None:
-        stream = _Stream()
+
+        def registered(*_: Any) -> int:
+            return 0
 
         @contextmanager
         def graph(graph: _Graph, **_: Any) -> Iterator[None]:
@@ -298,9 +397,10 @@ class _Patched:
 
         self._names: dict[str, Any] = {
             "Event": lambda **options: _Event(device, **options),
-            "Stream": lambda *_: stream,
-            "current_stream": lambda *_: stream,
-            "stream": lambda *_: nullcontext(),
+            "Stream": lambda *_: _Stream(device),
+            "current_stream": lambda *_: _Stream(device, device.line),
+            "stream": lambda stream: device.on_line(stream.line),
+            "cudart": lambda: SimpleNamespace(cudaHostRegister=registered, cudaHostUnregister=registered),
             "device": lambda *_: nullcontext(),
             "synchronize": lambda *_: device.synchronize(),
             "is_available": lambda: True,

@@ -81,8 +81,8 @@ class Case:
                 patch.setattr(
                     paths,
                     "_choose_attention",
-                    lambda cache, plan, layers, shape, pieces: FlashInferAttention(
-                        fake_flashinfer, cache, plan, layers, shape.max_model_len
+                    lambda cache, plan, layers, shape, pieces, dtype: FlashInferAttention(
+                        fake_flashinfer, cache, plan, layers, shape.max_model_len, dtype
                     ),
                 )
             self.runner = load(path, DevicePieces())
@@ -302,7 +302,7 @@ def test_hoppers_kernels_are_used_where_they_find_what_others_find(
     wrong: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(flashinfer, "WORKSPACE_BYTES", 1 << 10)
-    monkeypatch.setattr(flashinfer, "_kernels_for", lambda device: "fa3")
+    monkeypatch.setattr(flashinfer, "_kernels_for", lambda device, own_dtype: "fa3")
     monkeypatch.setattr(WrongOnHopper, "fails", wrong == "fails")
     library = (
         fake_flashinfer
@@ -312,7 +312,7 @@ def test_hoppers_kernels_are_used_where_they_find_what_others_find(
     layers = (AttentionLayer(0, 4, 2, 64, 64, None, scale=0.125),)
     plan = plan_cache(layers, 4)
     cache = torch.zeros(plan.shape(3), dtype=torch.bfloat16)
-    attention = FlashInferAttention(library, cache, plan, layers, 16)
+    attention = FlashInferAttention(library, cache, plan, layers, 16, cache.dtype)
     attention.try_out()
     assert attention._kernels == ("fa3" if wrong is None else "fa2")
     assert ("without fa3" in caplog.text) is (wrong is not None)
@@ -345,5 +345,5 @@ def test_the_library_is_tried_out_before_it_is_relied_on(
     plan = plan_cache(layers, 4)
     cache = torch.zeros(plan.shape(3), dtype=dtype)
     shape = paths.ForwardShape(max_requests=2, max_model_len=16)
-    assert isinstance(paths.attention_with(library, cache, plan, layers, shape), expected)
+    assert isinstance(paths.attention_with(library, cache, plan, layers, shape, dtype), expected)
     assert not cache.any()

@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -52,12 +53,15 @@ CACHE = CacheConfig(block_size=BLOCK, hash_seed="tests")
 class Truth:
     """What a request's answer is, and the KV of its prompt: from an engine on the CPU."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, kept: Literal["auto", "fp8"] = "auto") -> None:
         model = ModelConfig(path=str(path), dtype="float32", device="cpu", threads=1)
-        cache = CacheConfig(block_size=BLOCK, memory_bytes=4 << 20, prefix_caching=False)
-        self.runner = load_runner(
-            model, cache, SchedulerConfig(max_num_seqs=1, max_model_len=96), native=False
-        )
+        cache = CacheConfig(block_size=BLOCK, memory_bytes=4 << 20, prefix_caching=False, dtype=kept)
+        with pytest.MonkeyPatch.context() as patch:
+            if kept == "fp8":  # rounded so far, a last bit that differs becomes another number
+                patch.setattr(paths, "pieces_for", lambda *_: DevicePieces())
+            self.runner = load_runner(
+                model, cache, SchedulerConfig(max_num_seqs=1, max_model_len=96), native=False
+            )
         self._known: dict[tuple[int, ...], tuple[list[int], torch.Tensor]] = {}
 
     def of(self, prompt: list[int]) -> tuple[list[int], torch.Tensor]:
@@ -150,6 +154,23 @@ def truth(path: Path) -> Truth:
 def on_the_device(
     path: Path, truth: Truth, device: FakeDevice, *, graphs: bool, drafts: int = 0
 ) -> Iterator[tuple[Engine, Peer]]:
+    with device.present(), torch.inference_mode():
+        peer = Peer(truth)
+        engine = engine_on(path, device, (peer, peer), graphs=graphs, drafts=drafts)
+        yield engine, peer
+        engine.shutdown()
+
+
+def engine_on(
+    path: Path,
+    device: FakeDevice,
+    connector: tuple[SchedulerConnector, WorkerConnector],
+    *,
+    graphs: bool,
+    drafts: int = 0,
+    kept: torch.dtype = torch.float32,
+) -> Engine:
+    """To be called while the device is present."""
     source = find_source(str(path))
     with pytest.MonkeyPatch.context() as patch:
         # Its parts as they are on a GPU.
@@ -157,50 +178,47 @@ def on_the_device(
         config, cpu = read_config(source), torch.device("cpu")
         loaded = load_general(source, config, torch.float32, cpu, 1, lambda *_: None)
     plan = plan_cache(loaded.layers, BLOCK)
-    with device.present(), torch.inference_mode():
-        cache = torch.zeros(plan.shape(NUM_BLOCKS), device=CUDA)
-        device.synchronize()
-        assert isinstance(cache, DeviceTensor)
-        forward: Forward = loaded.use_cache(cache, plan, ForwardShape(CONFIG.max_num_seqs, MAX_LEN))
-        if graphs:
-            recorded = DecodeGraphs(
-                forward,  # type: ignore[arg-type]
-                CudaRecorder(CUDA),
-                num_groups=len(plan.groups),
-                block_size=BLOCK,
-                max_tokens=CONFIG.max_num_seqs,
-                device=CUDA,
-            )
-            recorded.record_ahead(lambda _share: None)
-            assert len(recorded.shapes) == 3
-            forward = recorded
-        info = ModelInfo(
-            name="fake",
-            dtype="float32",
-            device="cuda:0",
-            vocab_size=loaded.vocab_size,
-            max_model_len=MAX_LEN,
-            eos_token_ids=frozenset(),
-            num_layers=len(loaded.layers),
-            num_kv_heads=plan.num_kv_heads,
-            head_dim=plan.head_dim,
-            groups=plan.groups,
-            num_blocks=NUM_BLOCKS,
-        )
-        runner = TorchRunner(
-            info,
-            cache,
-            forward,
+    cache = torch.zeros(plan.shape(NUM_BLOCKS), device=CUDA, dtype=kept)
+    device.synchronize()
+    assert isinstance(cache, DeviceTensor)
+    forward: Forward = loaded.use_cache(cache, plan, ForwardShape(CONFIG.max_num_seqs, MAX_LEN))
+    if graphs:
+        recorded = DecodeGraphs(
+            forward,  # type: ignore[arg-type]
+            CudaRecorder(CUDA),
+            num_groups=len(plan.groups),
             block_size=BLOCK,
-            max_num_seqs=CONFIG.max_num_seqs,
-            num_speculative_tokens=drafts,
+            max_tokens=CONFIG.max_num_seqs,
+            device=CUDA,
         )
-        peer = Peer(truth)
-        scheduler = Scheduler(CONFIG, CACHE, info.groups, NUM_BLOCKS, MAX_LEN, connector=peer)
-        assert CONFIG.plans_ahead(info.device)
-        engine = Engine(scheduler, runner, peer, ahead=True)
-        yield engine, peer
-        engine.shutdown()
+        recorded.record_ahead(lambda _share: None)
+        assert len(recorded.shapes) == 3
+        forward = recorded
+    info = ModelInfo(
+        name="fake",
+        dtype="float32",
+        device="cuda:0",
+        vocab_size=loaded.vocab_size,
+        max_model_len=MAX_LEN,
+        eos_token_ids=frozenset(),
+        num_layers=len(loaded.layers),
+        num_kv_heads=plan.num_kv_heads,
+        head_dim=plan.head_dim,
+        groups=plan.groups,
+        num_blocks=NUM_BLOCKS,
+    )
+    runner = TorchRunner(
+        info,
+        cache,
+        forward,
+        block_size=BLOCK,
+        max_num_seqs=CONFIG.max_num_seqs,
+        num_speculative_tokens=drafts,
+    )
+    planner, mover = connector
+    scheduler = Scheduler(CONFIG, CACHE, info.groups, NUM_BLOCKS, MAX_LEN, connector=planner)
+    assert CONFIG.plans_ahead(info.device)
+    return Engine(scheduler, runner, mover, ahead=True)
 
 
 def greedy(count: int) -> SamplingParams:

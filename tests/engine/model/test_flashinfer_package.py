@@ -4,6 +4,7 @@ that computes nothing, and writes the source of each kernel that they ask for.""
 from __future__ import annotations
 
 import importlib.util
+import inspect
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -62,12 +63,12 @@ def modules(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Modules:
     return modules
 
 
-def attention(device: FakeDevice) -> FlashInferAttention:
+def attention(kept: torch.dtype = torch.bfloat16) -> FlashInferAttention:
     plan = plan_cache(LAYERS, 16)
-    cache = torch.zeros(plan.shape(12), device=CUDA, dtype=torch.bfloat16)
+    cache = torch.zeros(plan.shape(12), device=CUDA, dtype=kept)
     made = ours.find_library()
     assert made is not None
-    return FlashInferAttention(made, cache, plan, LAYERS, 64)
+    return FlashInferAttention(made, cache, plan, LAYERS, 64, torch.bfloat16)
 
 
 def host(counts: list[int], contexts: list[int], groups: int) -> HostBatch:
@@ -86,7 +87,7 @@ def test_every_call_of_ours_is_one_that_it_takes(modules: Modules, capability: t
     device = FakeDevice()
     device.capability = capability
     with device.present(), torch.inference_mode():
-        made = attention(device)
+        made = attention()
         made.try_out()
         groups = len(made.plan.groups)
         kinds = len(made.kinds)
@@ -104,6 +105,29 @@ def test_every_call_of_ours_is_one_that_it_takes(modules: Modules, capability: t
             fixed.prepare(host([1] * size, [20 + size] * size, groups))
     backends = {which[0] for which in modules.wanted}
     assert backends == ({"fa2", "fa3"} if capability[0] == 9 else {"fa2"})
+
+
+def test_keys_and_values_in_fp8(modules: Modules) -> None:
+    with FakeDevice().present(), torch.inference_mode():
+        made = attention(torch.float8_e4m3fn)
+        made.try_out()
+        groups = len(made.plan.groups)
+        slots = tuple(torch.arange(16, 22, device=CUDA) for _ in range(groups))
+        _attend(made.begin(_batch(host([5, 1], [37, 9], groups), slots)), 6)
+    # Hopper's kernels want queries in FP8, too.
+    assert {which[0] for which in modules.wanted} == {"fa2"}
+    assert {which[1:3] for which in modules.wanted} == {(torch.bfloat16, torch.float8_e4m3fn)}
+
+
+def test_a_product_in_fp8_blocks_is_a_call_that_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flashinfer.gemm import fp8_blockscale_gemm_sm90
+    from flashinfer.jit.gemm import fp8_blockscale
+
+    inspect.signature(fp8_blockscale_gemm_sm90).bind(object(), object(), None, object())
+    monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
+    monkeypatch.setattr(fp8_blockscale, "is_cuda_version_at_least", lambda _: True)
+    spec = fp8_blockscale.gen_fp8_blockscale_gemm_sm90_module()
+    assert all(Path(source).read_text() for source in spec.sources)
 
 
 def _batch(of_host: HostBatch, slots: tuple[torch.Tensor, ...]) -> Batch:
@@ -144,11 +168,12 @@ def test_the_source_of_each_kernel_is_written(
 
     for window in (False, True):
         for softcap in (False, True):
-            spec = modules.gen_batch_prefill_module(
-                "fa2", dtype, dtype, dtype, torch.int32, dim, dim, 0, window, softcap, False
-            )
-            assert len(spec.sources) >= 5
-            assert all(Path(source).read_text() for source in spec.sources)
+            for kept in (dtype, torch.float8_e4m3fn):
+                spec = modules.gen_batch_prefill_module(
+                    "fa2", dtype, kept, dtype, torch.int32, dim, dim, 0, window, softcap, False
+                )
+                assert len(spec.sources) >= 5
+                assert all(Path(source).read_text() for source in spec.sources)
 
 
 def test_an_image_is_built_with_the_usual_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

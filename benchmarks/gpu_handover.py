@@ -1,0 +1,232 @@
+"""A prefill and a decode engine in two processes on one device, NIXL between them, beside one engine that does both.
+
+On one card they share its processors: what is shown is that answers are the same, how long a handover takes after a prompt's
+last chunk, and that long prompts do not stop answers. How much faster two cards are it does not show.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import multiprocessing
+import random
+import statistics
+import threading
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
+from tandem.engine.core import Engine
+from tandem.engine.model.loading import load_runner
+from tandem.engine.request import Request
+from tandem.engine.scheduling.scheduler import Scheduler
+from tandem.wire.nodes import PeerAddress
+from tandem.wire.requests import KVTransferParams, TransferRole
+from tandem.wire.sampling import SamplingParams
+
+_PATIENCE_S = 300.0
+_LONGEST_WAIT_S = 0.2
+HANDOVER_MS = 5.0  # of 4,096 tokens, after the last chunk: docs/gpu.md
+
+
+class Ask(msgspec.Struct, frozen=True):
+    name: str
+    prompt: list[int]
+    tokens: int
+    after_s: float = 0.0  # since the others
+
+
+class Told(msgspec.Struct):
+    """One request's tokens, and when they were known: CLOCK_MONOTONIC, which all processes of a machine share."""
+
+    asked: float
+    tokens: list[int] = msgspec.field(default_factory=list)
+    times: list[float] = msgspec.field(default_factory=list)
+
+
+class Plan(msgspec.Struct, frozen=True):
+    path: str
+    dtype: str
+    device: str
+    native: bool
+    kv_bytes: int
+    max_requests: int
+    max_model_len: int
+    tokens_per_step: int
+
+
+def missing() -> str | None:
+    """What two processes need and is not here."""
+    absent = [name for name in ("nixl", "zmq") if importlib.util.find_spec(name) is None]
+    return f"not installed: {', '.join(absent)}" if absent else None
+
+
+def drive(
+    engine: Engine, asks: list[Ask], wake: threading.Event, transfers: dict[str, KVTransferParams]
+) -> dict[str, Told]:
+    """Until all are answered, and nothing is held for a peer."""
+    began, told = time.monotonic(), dict[str, Told]()
+    waiting, left = sorted(asks, key=lambda ask: ask.after_s), {ask.name for ask in asks}
+    while left or engine.scheduler.has_work():
+        now = time.monotonic()
+        if now > began + _PATIENCE_S:
+            raise TimeoutError(f"not answered: {', '.join(sorted(left))}")
+        while waiting and now >= began + waiting[0].after_s:
+            ask = waiting.pop(0)
+            told[ask.name] = Told(now)
+            sampling = SamplingParams(temperature=0.0, max_tokens=ask.tokens, ignore_eos=True)
+            transfer = transfers.get(ask.name)
+            engine.add_request(Request(ask.name, ask.prompt, sampling, transfer=transfer))
+        wake.clear()
+        result = engine.step()
+        now = time.monotonic()
+        for update in result.updates:
+            if update.error is not None:
+                raise RuntimeError(f"{update.request_id}: {update.error}")
+            known = told[update.request_id]
+            known.tokens += update.token_ids
+            known.times += [now] * len(update.token_ids)
+            if update.finish is not None:
+                left.discard(update.request_id)
+        if not result.progressed and not result.ask_again:
+            next_ask = waiting[0].after_s + began - now if waiting else _LONGEST_WAIT_S
+            wake.wait(max(0.0, min(_LONGEST_WAIT_S, next_ask)))
+    return told
+
+
+def serve(name: str, epoch: int, plan: Plan, pipe: Connection) -> None:
+    """One of the two processes."""
+    from tandem.kvtransfer.base import ConnectorContext, TransferConfig
+    from tandem.kvtransfer.registry import find_connector
+
+    role = TransferRole.PRODUCE if name == "prefill" else TransferRole.CONSUME
+    cache = CacheConfig(prefix_caching=False, memory_bytes=plan.kv_bytes)
+    config = SchedulerConfig(
+        max_num_seqs=plan.max_requests,
+        max_num_batched_tokens=plan.tokens_per_step,
+        max_model_len=plan.max_model_len,
+        step_target_ms=0,
+    )
+    runner = load_runner(
+        ModelConfig(path=plan.path, dtype=plan.dtype, device=plan.device), cache, config, native=plan.native
+    )
+    wake = threading.Event()
+    context = ConnectorContext(name, epoch, "127.0.0.1", cache.block_size, TransferConfig(), wake.set)
+    planner, mover = find_connector("nixl")(context)
+    info = runner.info
+    scheduler = Scheduler(config, cache, info.groups, info.num_blocks, info.max_model_len, connector=planner)
+    engine = Engine(scheduler, runner, mover, ahead=config.plans_ahead(info.device))
+    pipe.send(PeerAddress(name, epoch, mover.peer_endpoint))
+    peer: PeerAddress = pipe.recv()
+    while (asks := pipe.recv()) is not None:
+        mine = [msgspec.structs.replace(ask, tokens=1 if name == "prefill" else ask.tokens) for ask in asks]
+        transfers = {ask.name: KVTransferParams(f"t-{ask.name}", role, peer) for ask in mine}
+        pipe.send(drive(engine, mine, wake, transfers))
+    engine.shutdown()
+
+
+class Pair:
+    def __init__(self, plan: Plan) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for epoch, name in enumerate(("prefill", "decode"), 1):
+            ours, theirs = spawn.Pipe()
+            process = spawn.Process(target=serve, args=(name, epoch, plan, theirs), daemon=True)
+            process.start()
+            self._pipes.append(ours)
+            self._processes.append(process)
+        prefill, decode = (self._received(index) for index in (0, 1))
+        self._pipes[0].send(decode)
+        self._pipes[1].send(prefill)
+
+    def run(self, asks: list[Ask]) -> tuple[dict[str, Told], dict[str, Told]]:
+        for pipe in self._pipes:
+            pipe.send(asks)
+        return self._received(0), self._received(1)
+
+    def _received(self, index: int) -> Any:
+        until = time.monotonic() + _PATIENCE_S
+        while not self._pipes[index].poll(1.0):
+            if not self._processes[index].is_alive() or time.monotonic() > until:
+                raise RuntimeError(f"the process {index} of two ended, or did not answer")
+        return self._pipes[index].recv()
+
+    def close(self) -> None:
+        for pipe, process in zip(self._pipes, self._processes, strict=True):
+            if process.is_alive():
+                pipe.send(None)
+                process.join(30)
+            if process.is_alive():
+                process.kill()
+
+
+def prompts(vocab: int, lengths: list[int], tokens: int, apart_s: float, begins_with: str) -> list[Ask]:
+    rng = random.Random(len(lengths))
+    return [
+        Ask(
+            f"{begins_with}{index}",
+            [rng.randrange(3, vocab) for _ in range(length)],
+            tokens,
+            index * apart_s,
+        )
+        for index, length in enumerate(lengths)
+    ]
+
+
+def one_engine(engine: Engine, asks: list[Ask]) -> dict[str, Told]:
+    return drive(engine, asks, threading.Event(), {})
+
+
+def felt(told: dict[str, Told], first: dict[str, Told] | None = None) -> dict[str, float]:
+    """What users of these requests feel. `first`: who reported the first tokens."""
+    firsts = [1e3 * (known.times[0] - known.asked) for known in (first or told).values()]
+    gaps = [
+        1e3 * (after - before)
+        for known in told.values()
+        for before, after in zip(known.times, known.times[1:], strict=False)
+    ]
+    begun = min(known.asked for known in told.values())
+    ended = max(known.times[-1] for known in told.values())
+    count = sum(len(known.tokens) for known in told.values())
+    return {
+        "ttft_ms_p50": statistics.median(firsts),
+        "gap_ms_p50": statistics.median(gaps),
+        "gap_ms_p99": statistics.quantiles(gaps, n=100)[98],
+        "tokens_per_s": count / (ended - begun),
+    }
+
+
+def compare_pair(
+    plan: Plan, alone: dict[str, Told], load: dict[str, Told], singles: list[Ask], loaded: list[Ask]
+) -> dict[str, Any]:
+    """`alone` and `load` are one engine's answers to the same requests: each by itself, and all of `loaded`."""
+    pair = Pair(plan)
+    try:
+        pair.run([msgspec.structs.replace(singles[0], name="warm-up")])
+        handovers, same = [], 0
+        for ask in singles:
+            ahead, behind = pair.run([ask])
+            computed, begun = ahead[ask.name].times[0], behind[ask.name].times[0]
+            same += behind[ask.name].tokens == alone[ask.name].tokens
+            handovers.append(
+                {"tokens": len(ask.prompt), "ms": 1e3 * (begun - computed), "expected_ms": HANDOVER_MS}
+            )
+        ahead, behind = pair.run(loaded)
+        return {
+            "handovers": handovers,
+            "same_answers": same,
+            "answers": len(singles),
+            "one_engine": felt(load),
+            "two": felt(behind, ahead),
+        }
+    finally:
+        pair.close()
+
+
+def plan_of(path: Path, dtype: str, device: str, kv_bytes: int, *, native: bool, asks: list[Ask]) -> Plan:
+    longest = max(len(ask.prompt) + ask.tokens for ask in asks) + 16
+    return Plan(str(path), dtype, device, native, kv_bytes, max(8, len(asks)), longest, 2048)

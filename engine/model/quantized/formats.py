@@ -1,0 +1,270 @@
+"""What a quantized matrix consists of in a checkpoint, and which numbers it stands for.
+
+What it is shows by its tensors' names and dtypes; the configuration says only what they leave open.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import safe_open
+
+from tandem.wire.errors import ConfigurationError
+
+Tensors = Mapping[str, torch.Tensor]
+"""Of one linear layer, by their names behind the layer's."""
+
+METHODS = ("fp8", "compressed-tensors", "awq", "gptq")
+_DTYPES = {
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
+_USUAL_BLOCK = (128, 128)
+# By these a layer is known to be quantized.
+_MARKS = ("weight_scale", "weight_scale_inv", "qweight", "weight_packed")
+# What may stand beside them without consequence: scales of activations, which are found anew here.
+_ASIDE = ("bias", "input_scale", "input_zero_point", "activation_scale")
+# In which order AWQ packs eight columns.
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+class Kind(enum.Enum):
+    FP8 = "fp8"
+    INT8 = "int8"
+    PACKED = "packed"  # compressed-tensors: outputs in rows, inputs packed
+    AWQ = "awq"
+    GPTQ = "gptq"
+
+
+_NEEDED = {
+    Kind.FP8: {"weight"},
+    Kind.INT8: {"weight", "weight_scale"},
+    Kind.PACKED: {"weight_packed", "weight_scale", "weight_shape"},
+    Kind.AWQ: {"qweight", "qzeros", "scales"},
+    Kind.GPTQ: {"qweight", "qzeros", "scales"},
+}
+_ALLOWED = {
+    Kind.FP8: {"weight_scale", "weight_scale_inv"},
+    Kind.INT8: {"weight_zero_point"},
+    Kind.PACKED: {"weight_zero_point", "weight_g_idx"},
+    Kind.AWQ: set[str](),
+    Kind.GPTQ: {"g_idx"},
+}
+
+
+class Described(msgspec.Struct, frozen=True):
+    """A tensor of a checkpoint."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class Checkpoint(msgspec.Struct, frozen=True):
+    method: str
+    bits: int  # of what is packed with GPTQ and AWQ
+    zeros_less_one: bool  # GPTQ's first format keeps its zero points so
+    block: tuple[int, int]  # outputs and inputs that share a scale, with FP8 in blocks
+    layers: dict[str, dict[str, Described]]  # quantized layers by name
+
+
+def read_checkpoint(name: str, folder: Path, config: Any) -> Checkpoint | None:
+    """None: it is not quantized, or by something that transformers has to know. Raises ConfigurationError for what neither
+    computes right."""
+    written = getattr(config, "quantization_config", None) or getattr(
+        config.get_text_config(), "quantization_config", None
+    )
+    if not isinstance(written, dict) or written.get("quant_method") not in METHODS:
+        return None
+    method = str(written["quant_method"])
+    problem = _problem(method, written)
+    if problem is not None:
+        raise ConfigurationError(f"{name} cannot be served: {problem}")
+    layers = _layers(folder)
+    if any(re.search(r"\.experts\.\d+\.", layer) for layer in layers):
+        return None  # they become one tensor for all experts
+    known = Checkpoint(
+        method,
+        int(written.get("bits") or written.get("w_bit") or 4),
+        method == "gptq" and written.get("checkpoint_format", "gptq") == "gptq",
+        _block(written),
+        layers,
+    )
+    for layer, tensors in layers.items():
+        try:
+            kind_of(tensors, method)
+        except ValueError as error:
+            raise ConfigurationError(f"{name} cannot be served: {layer} is {error}") from None
+    return known
+
+
+def _problem(method: str, written: dict[str, Any]) -> str | None:
+    if method == "awq" and str(written.get("version", "gemm")).lower() != "gemm":
+        return f"AWQ's version {written['version']} packs weights otherwise than gemm, which is what is known here"
+    bits, known = written.get("bits", written.get("w_bit", 4)), {"awq": (4,), "gptq": (2, 4, 8)}
+    if method in known and bits not in known[method]:
+        return f"{method} with {bits} bits; {' and '.join(map(str, known[method]))} are known here"
+    if method == "gptq" and written.get("dynamic"):
+        return "GPTQ with other settings for some of its layers (`dynamic`)"
+    if method == "compressed-tensors":
+        sparse = (written.get("sparsity_config") or {}).get("format", "dense")
+        if sparse != "dense":
+            return f"its weights are sparse ({sparse})"
+        if written.get("transform_config"):
+            return "its weights are rotated (`transform_config`)"
+    return None
+
+
+def _block(written: dict[str, Any]) -> tuple[int, int]:
+    groups = (written.get("config_groups") or {}).values()
+    said = [(group.get("weights") or {}).get("block_structure") for group in groups]
+    size = written.get("weight_block_size") or next(filter(None, said), None) or _USUAL_BLOCK
+    return int(size[0]), int(size[1])
+
+
+def _layers(folder: Path) -> dict[str, dict[str, Described]]:
+    found: dict[str, dict[str, Described]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - it is no mapping
+                layer, _, part = name.rpartition(".")
+                described = opened.get_slice(name)
+                dtype = _DTYPES.get(described.get_dtype(), torch.float32)
+                found.setdefault(layer, {})[part] = Described(dtype, tuple(described.get_shape()))
+    return {layer: parts for layer, parts in found.items() if not parts.keys().isdisjoint(_MARKS)}
+
+
+def kind_of(tensors: Mapping[str, Described | torch.Tensor], method: str) -> Kind:
+    """Raises ValueError, with what the layer is, if it is nothing known."""
+    kind = None
+    if "qweight" in tensors:
+        kind = Kind.AWQ if method == "awq" else Kind.GPTQ
+    elif "weight_packed" in tensors and tensors["weight_packed"].dtype is torch.int32:
+        kind = Kind.PACKED
+    elif "weight" in tensors:
+        kind = {torch.float8_e4m3fn: Kind.FP8, torch.int8: Kind.INT8}.get(tensors["weight"].dtype)
+    names = set(tensors).difference(_ASIDE)
+    if kind is None or not _NEEDED[kind] <= names <= _NEEDED[kind] | _ALLOWED[kind]:
+        of = ", ".join(
+            f"{part} ({str(tensors[part].dtype).removeprefix('torch.')})" for part in sorted(names)
+        )
+        raise ValueError(f"quantized in a way that is not known here: {of}")
+    return kind
+
+
+def sizes_of(
+    kind: Kind, tensors: Mapping[str, Described | torch.Tensor], bits: int
+) -> tuple[int, int] | None:
+    """(outputs, inputs); None where a tensor's content says it."""
+    if kind in (Kind.FP8, Kind.INT8):
+        outputs, inputs = tensors["weight"].shape
+        return int(outputs), int(inputs)
+    if kind is Kind.AWQ:
+        return int(tensors["qweight"].shape[1]) * 32 // bits, int(tensors["qweight"].shape[0])
+    if kind is Kind.GPTQ:
+        return int(tensors["qweight"].shape[1]), int(tensors["qweight"].shape[0]) * 32 // bits
+    return None
+
+
+def dense(tensors: Tensors, checkpoint: Checkpoint) -> torch.Tensor:
+    """[outputs, inputs], in float32."""
+    kind, bits = kind_of(tensors, checkpoint.method), checkpoint.bits
+    if kind is Kind.FP8:
+        return tensors["weight"].float() * _spread(
+            fp8_scales(tensors), tuple(tensors["weight"].shape), checkpoint.block
+        )
+    codes, zeros, scales, groups = codes_of(kind, tensors, bits, checkpoint.zeros_less_one)
+    if groups is None:
+        each = codes.shape[1] // scales.shape[1]
+        groups = torch.arange(codes.shape[1], device=codes.device) // each
+    if zeros is not None:
+        codes = codes - zeros[:, groups]
+    return codes.float() * scales.float()[:, groups]
+
+
+def fp8_scales(tensors: Tensors) -> torch.Tensor:
+    """Of the whole matrix, of its rows, or of its blocks: two dimensions."""
+    scales = tensors.get("weight_scale_inv", tensors.get("weight_scale"))
+    if scales is None:
+        return torch.ones(1, 1, device=tensors["weight"].device)
+    scales = scales.float()
+    if scales.numel() == 1:
+        return scales.reshape(1, 1)
+    return scales.reshape(-1, 1) if scales.dim() == 1 else scales
+
+
+def _spread(scales: torch.Tensor, shape: tuple[int, ...], block: tuple[int, int]) -> torch.Tensor:
+    """The last block of a row or column may be cut off."""
+    for axis, size in enumerate(shape):
+        if scales.shape[axis] not in (1, size):
+            scales = scales.repeat_interleave(block[axis], dim=axis).narrow(axis, 0, size)
+    return scales
+
+
+def codes_of(
+    kind: Kind, tensors: Tensors, bits: int, zeros_less_one: bool
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
+    """Integers [outputs, inputs], their zero points and scales [outputs, groups], and which group an input is of if they are
+    not simply in order."""
+    if kind is Kind.INT8:
+        scales = tensors["weight_scale"]
+        scales = scales.reshape(1, 1).expand(tensors["weight"].shape[0], 1) if scales.numel() == 1 else scales
+        scales = scales.reshape(-1, 1) if scales.dim() == 1 else scales
+        zeros = tensors.get("weight_zero_point")
+        return (
+            tensors["weight"].int(),
+            None if zeros is None else zeros.int().reshape(scales.shape),
+            scales,
+            None,
+        )
+    if kind is Kind.PACKED:
+        outputs, inputs = (int(size) for size in tensors["weight_shape"].tolist())
+        packed, scales = tensors["weight_packed"], tensors["weight_scale"]
+        bits = 32 * packed.shape[1] // inputs
+        middle = 1 << (bits - 1)
+        codes = _unpacked(packed, bits)[:, :inputs] - middle
+        zeros = tensors.get("weight_zero_point")
+        if zeros is not None:
+            zeros = _unpacked(zeros.t(), bits).t()[:outputs] - middle
+        return codes, zeros, scales, tensors.get("weight_g_idx")
+    if kind is Kind.AWQ:
+        order = torch.tensor(_AWQ_ORDER, device=tensors["qweight"].device).argsort()
+        codes, zeros = (
+            _unpacked(tensors[part], bits)
+            .view(tensors[part].shape[0], -1, 32 // bits)[:, :, order]
+            .flatten(1)
+            for part in ("qweight", "qzeros")
+        )
+        return codes.t(), zeros.t(), tensors["scales"].t(), None
+    codes = _unpacked(tensors["qweight"].t(), bits)
+    zeros = _unpacked(tensors["qzeros"], bits).t()
+    return codes, zeros + 1 if zeros_less_one else zeros, tensors["scales"].t(), tensors.get("g_idx")
+
+
+def _unpacked(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """[N, M] int32 to [N, M * 32 / bits]: the lowest bits first."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=packed.device)
+    codes = (packed.contiguous()[:, :, None] >> shifts).bitwise_and_((1 << bits) - 1)
+    return codes.flatten(1)
+
+
+def matching(layer: str, names: Iterable[str]) -> str | None:
+    """What the checkpoint calls a model's layer: parts before its number may differ."""
+    tail = _tail(layer)
+    return next((name for name in names if name == layer or _tail(name) == tail), None)
+
+
+def _tail(layer: str) -> str:
+    found = re.search(r"(?:^|\.)((?:layers|h|blocks)\.\d+\..*)$", layer)
+    return found[1] if found else layer

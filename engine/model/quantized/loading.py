@@ -1,0 +1,131 @@
+"""transformers loads a quantized matrix as it is, tensor by tensor; then it becomes an ordinary linear layer, or one of a
+GPU's kernels if these compute what it stands for."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from tandem.engine.model.quantized import kernels
+from tandem.engine.model.quantized.formats import (
+    Checkpoint,
+    Described,
+    dense,
+    kind_of,
+    matching,
+    sizes_of,
+)
+from tandem.engine.model.source import ModelSource
+
+log = logging.getLogger(__name__)
+
+_METHOD = "tandem"
+
+
+class QuantizedLinear(nn.Module):
+    """Holds a layer's tensors between the file and what computes with them."""
+
+    def __init__(self, tensors: dict[str, Described], checkpoint: Checkpoint) -> None:
+        super().__init__()
+        self.checkpoint = checkpoint
+        for name, described in tensors.items():
+            empty = torch.empty(described.shape, dtype=described.dtype, device="meta")
+            self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {name: parameter.data for name, parameter in self.named_parameters()}
+
+    def as_linear(self, dtype: torch.dtype) -> nn.Linear:
+        tensors = self.tensors
+        bias = tensors.pop("bias", None)
+        weight = dense(tensors, self.checkpoint).to(dtype)
+        linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+        linear.weight = nn.Parameter(weight, requires_grad=False)
+        if bias is not None:
+            linear.bias = nn.Parameter(bias.to(dtype), requires_grad=False)
+        return linear
+
+
+@register_quantization_config(_METHOD)
+class _Config(QuantizationConfigMixin):  # type: ignore[misc]
+    def __init__(self, checkpoint: Checkpoint, **_: Any) -> None:
+        self.quant_method = _METHOD
+        self.checkpoint = checkpoint
+
+
+@register_quantizer(_METHOD)
+class _Quantizer(HfQuantizer):  # type: ignore[misc]
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
+        checkpoint: Checkpoint = self.quantization_config.checkpoint
+        replaced: set[str] = set()
+        for name, module in list(model.named_modules()):
+            known = matching(name, checkpoint.layers) if isinstance(module, nn.Linear) else None
+            if known is None:
+                continue
+            parts = checkpoint.layers[known]
+            size = sizes_of(kind_of(parts, checkpoint.method), parts, checkpoint.bits)
+            if size is not None and size != (module.out_features, module.in_features):
+                continue  # the configuration is another model's: what is missing and left over is refused by name
+            parts = {part: parts[part] for part in parts if part != "bias" or module.bias is not None}
+            _put(model, name, QuantizedLinear(parts, checkpoint))
+            replaced.add(known)
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
+        self.remove_quantization_config(model)
+        return model
+
+    def is_serializable(self) -> bool:
+        return False
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+
+def loading_options(config: Any, checkpoint: Checkpoint) -> dict[str, Any]:
+    """For `from_pretrained`."""
+    told = copy.deepcopy(config)
+    text = told.get_text_config()
+    if text is not told and getattr(text, "quantization_config", None) is not None:
+        del text.quantization_config
+    told.quantization_config = {"quant_method": _METHOD, "checkpoint": checkpoint}
+    return {"config": told}
+
+
+def finish_loading(
+    source: ModelSource, model: PreTrainedModel, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Each quantized matrix becomes what is computed with."""
+    found = [(name, module) for name, module in model.named_modules() if isinstance(module, QuantizedLinear)]
+    kept = 0
+    refused: set[str] = set()
+    for name, module in found:
+        made = None
+        if device.type != "cpu":
+            made, reason = kernels.kernel_for(module.tensors, module.checkpoint, dtype)
+            if reason and reason not in refused:
+                refused.add(reason)
+                log.warning("%s: some matrices take as much memory as in %s: %s", source.name, dtype, reason)
+        kept += made is not None
+        _put(model, name, made if made is not None else module.as_linear(dtype))
+    log.info(
+        "%s: %d matrices were quantized (%s), %d stay so",
+        source.name,
+        len(found),
+        found[0][1].checkpoint.method if found else "none",
+        kept,
+    )
+
+
+def _put(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, module)

@@ -1,0 +1,200 @@
+"""Quantized checkpoints: the tokens of the ordinary checkpoint of the same numbers, in whichever way they are computed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+
+from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
+from tandem.engine.model.attention.interface import PAGED
+from tandem.engine.model.checkpoint import read_config
+from tandem.engine.model.fused.device import DevicePieces
+from tandem.engine.model.fused.find import fuse
+from tandem.engine.model.general import load_model
+from tandem.engine.model.loading import load_runner
+from tandem.engine.model.native.forward import NativeLlamaForward
+from tandem.engine.model.quantized import kernels, loading
+from tandem.engine.model.quantized.kernels import BlockScaled, FourBit, KernelLinear, RowScaled
+from tandem.engine.model.source import find_source
+from tandem.wire.errors import ConfigurationError
+from tests.engine.model import quantized_files as files
+from tests.engine.model.driver import Driver
+
+PROMPT = [5, 17, 99, 3, 42, 42, 8]
+
+
+def tokens_of(path: Path, *, native: bool, dtype: str = "float32") -> list[int]:
+    model = ModelConfig(path=str(path), dtype=dtype, device="cpu", threads=1)
+    cache = CacheConfig(block_size=4, memory_bytes=1 << 20, prefix_caching=False)
+    runner = load_runner(model, cache, SchedulerConfig(max_num_seqs=2, max_model_len=64), native=native)
+    assert isinstance(runner.forward, NativeLlamaForward) is native
+    driver = Driver(runner)
+    driver.add("r", PROMPT)
+    return driver.generate(12)["r"]
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["general", "native"])
+@pytest.mark.parametrize("name", sorted(files.FORMATS))
+def test_tokens_are_those_of_the_numbers(name: str, native: bool, tmp_path: Path) -> None:
+    quantized, ordinary = files.save(name, tmp_path)
+    assert tokens_of(quantized, native=native) == tokens_of(ordinary, native=native)
+
+
+def test_fp8_in_blocks_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
+    """It loads such a checkpoint on a CPU, too, where blocks divide the matrices; the others it does not."""
+    quantized, _ = files.save("fp8-blocks", tmp_path, intermediate_size=384)
+    theirs = AutoModelForCausalLM.from_pretrained(
+        quantized, dtype=torch.float32, quantization_config=FineGrainedFP8Config(dequantize=True)
+    )
+    found = theirs.generate(torch.tensor([PROMPT]), max_new_tokens=12, do_sample=False)[
+        0, len(PROMPT) :
+    ].tolist()
+    assert tokens_of(quantized, native=False) == found
+
+
+def rewritten(path: Path, **changes: Any) -> Path:
+    file = path / "config.json"
+    written = json.loads(file.read_text())
+    written["quantization_config"] |= changes
+    file.write_text(json.dumps(written))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "complaint"),
+    [
+        ("awq", {"version": "gemv"}, "AWQ's version gemv packs weights otherwise"),
+        ("gptq", {"bits": 3}, "gptq with 3 bits; 2 and 4 and 8 are known here"),
+        ("gptq", {"dynamic": {"-:.*down": {}}}, "GPTQ with other settings for some of its layers"),
+        (
+            "compressed-int8",
+            {"sparsity_config": {"format": "sparse-24"}},
+            r"its weights are sparse \(sparse-24\)",
+        ),
+        ("compressed-int8", {"quant_method": "fp8"}, None),
+    ],
+)
+def test_what_would_be_computed_wrong_is_refused_by_name(
+    name: str, changes: dict[str, Any], complaint: str | None, tmp_path: Path
+) -> None:
+    path = rewritten(files.save(name, tmp_path)[0], **changes)
+    if complaint is None:
+        tokens_of(path, native=False)  # what it is shows by its tensors
+        return
+    with pytest.raises(ConfigurationError, match=f"quantized cannot be served: {complaint}"):
+        tokens_of(path, native=False)
+
+
+def test_tensors_of_an_unknown_kind_are_refused_by_name(tmp_path: Path) -> None:
+    path, _ = files.save("gptq", tmp_path)
+    tensors = files.load_file(path / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight_global_scale"] = torch.ones(1)
+    files.save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ConfigurationError, match=r"layers\.0\.mlp\.up_proj is quantized in a way .*weight_global_scale"
+    ):
+        tokens_of(path, native=True)
+
+
+# --- as on a GPU: the same kernels of torch, on a CPU
+
+
+def loaded(path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """With its matrices as they are."""
+    source = find_source(str(path))
+    config, cpu = read_config(source), torch.device("cpu")
+    with monkeypatch.context() as patch:
+        finish = loading.finish_loading
+        patch.setattr(
+            loading,
+            "finish_loading",
+            lambda source, model, dtype, _: finish(source, model, dtype, torch.device("meta")),
+        )
+        return load_model(source, config, torch.bfloat16, cpu, lambda *_: None)
+
+
+KERNELS = {"fp8-tensor": RowScaled, "compressed-fp8-rows": RowScaled, "awq": FourBit, "gptq": FourBit}
+KERNELS |= {"compressed-4bit": FourBit, "compressed-4bit-zeros": FourBit}
+
+
+@pytest.mark.parametrize("name", sorted(KERNELS))
+def test_a_kernel_computes_what_the_matrix_stands_for(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantized, ordinary = files.save(name, tmp_path, torch.bfloat16, intermediate_size=256)
+    model = loaded(quantized, monkeypatch)
+    plain = AutoModelForCausalLM.from_pretrained(ordinary, dtype=torch.bfloat16)
+    layers = {part: layer for part, layer in model.named_modules() if isinstance(layer, KernelLinear)}
+    assert len(layers) == 14
+    torch.manual_seed(1)
+    for part, layer in layers.items():
+        assert type(layer) is KERNELS[name]
+        x = torch.randn(1, 5, layer.in_features, dtype=torch.bfloat16)
+        right = plain.get_submodule(part)(x).float()
+        assert (layer(x).float() - right).abs().max() < 0.05 * right.abs().max()
+
+
+@pytest.mark.parametrize("name", ["fp8-tensor", "awq"])
+def test_kernels_are_fused_like_ordinary_matrices(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantized, _ = files.save(name, tmp_path, torch.bfloat16, intermediate_size=256)
+    model = loaded(quantized, monkeypatch)
+    before = sum(weight.nbytes for weight in model.parameters())
+    ids, places = torch.tensor([PROMPT]), torch.arange(len(PROMPT))[None]
+    model.set_attn_implementation("sdpa")
+    right = model(input_ids=ids, position_ids=places, use_cache=False).logits
+    model.set_attn_implementation(PAGED)
+    found = fuse(model, DevicePieces())
+    assert found is not None
+    assert (found.gated, found.norms, found.merged) == (2, 5, 2)
+    assert sum(weight.nbytes for weight in model.parameters()) < before  # joined matrices are the pieces' own
+    assert right.isfinite().all()
+
+
+def test_one_that_computes_something_else_gives_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    quantized, _ = files.save("awq", tmp_path, torch.bfloat16, intermediate_size=256)
+    product = FourBit.product
+    monkeypatch.setattr(FourBit, "product", lambda self, rows: product(self, rows) * 1.3)
+    model = loaded(quantized, monkeypatch)
+    assert not any(isinstance(layer, KernelLinear) for layer in model.modules())
+    assert "the kernel finds something else" in caplog.text
+
+
+def test_blocks_are_given_to_the_library_as_it_wants_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its signature is held to in tests/engine/model/test_flashinfer_package.py."""
+    asked: list[tuple[Any, ...]] = []
+
+    class Library:
+        @staticmethod
+        def fp8_blockscale_gemm_sm90(
+            x: Any, weight: Any, input_scale: Any, weight_scale: Any
+        ) -> torch.Tensor:
+            asked.append((x.shape, weight.shape, input_scale, weight_scale.shape))
+            spread = weight_scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+            return (
+                x.float() @ (weight.float() * spread[: weight.shape[0], : weight.shape[1]]).t()
+            ).bfloat16()
+
+    monkeypatch.setattr(kernels.importlib, "import_module", lambda name: Library)
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 32}
+    quantized, _ = files.save("fp8-blocks", tmp_path, torch.bfloat16, **sizes)
+    model = loaded(quantized, monkeypatch)
+    layers = [layer for layer in model.modules() if isinstance(layer, KernelLinear)]
+    assert {type(layer) for layer in layers} == {BlockScaled}
+    gate, up = model.model.layers[0].mlp.gate_proj, model.model.layers[0].mlp.up_proj
+    joined = gate.joined([up])
+    x = torch.randn(3, 256, dtype=torch.bfloat16)
+    assert torch.equal(joined(x), torch.cat((gate(x), up(x)), dim=-1))
+    key, value = model.model.layers[0].self_attn.k_proj, model.model.layers[0].self_attn.v_proj
+    assert key.joined([value]) is None  # half a block each
+    assert asked[-1] == ((3, 256), (256, 256), None, (2, 2))
