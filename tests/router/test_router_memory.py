@@ -60,7 +60,7 @@ def test_a_request_that_could_never_fit_is_refused_before_anything_is_computed(
     assert "1048576" in refused.json()["error"]["message"]
     assert router.nodes["d0"].submits == []
     assert router.complete(max_tokens=10, n=8, logprobs=20).status_code == 200
-    assert router.server.services.kept.held == 0
+    router.wait_for(lambda: router.server.services.kept.held == 0, "it is given back")
 
 
 def test_what_a_running_request_keeps_keeps_others_out(start_router: StartRouter) -> None:
