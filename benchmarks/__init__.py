@@ -9,6 +9,7 @@
     engine           the engine alone (engine_work, engine_tandem, engine_vllm, engine_costs)
     native_kernels   where a step's time goes in the native library
     gpu              the engine on a GPU (gpu_models, gpu_parity)
+    tiers            what tiers of the cache cost and save
     transfer         KV through a connector, beside the transport alone (transfer_nodes)
     router, router_crowds, router_worst, router_peers
                      the router alone, beside clients that behave badly, beside others'

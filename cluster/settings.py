@@ -105,12 +105,16 @@ def _convert(path: Path, given: GivenValue) -> object:
 
 def _with_sizes(tiers: object, given: GivenValue) -> object:
     """`cpu: 8GiB` in bytes. What is no list of mappings is refused by its type."""
+
+    def in_bytes(name: object, value: object) -> object:
+        if name in ("cpu", "size") and isinstance(value, str):
+            return parse_size(value, f"{given.origin}: cache.tiers: {name}")
+        return value
+
     if not isinstance(tiers, list):
         return tiers
     return [
-        {**tier, "cpu": parse_size(tier["cpu"], f"{given.origin}: cache.tiers: cpu")}
-        if isinstance(tier, dict) and isinstance(tier.get("cpu"), str)
-        else tier
+        {name: in_bytes(name, value) for name, value in tier.items()} if isinstance(tier, dict) else tier
         for tier in tiers
     ]
 

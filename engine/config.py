@@ -93,7 +93,10 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = HashAlgorithm.SHA256
     hash_seed: Annotated[
-        str | None, about("what every chain of hashes begins with; `null`: random for each process")
+        str | None,
+        about(
+            "what every chain of hashes begins with; `null`: random for each process, fixed with a tier on disk"
+        ),
     ] = None
     tiers: Annotated[
         list[TierConfig],
@@ -111,6 +114,12 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
         if self.block_size & (self.block_size - 1):
             raise ConfigurationError(f"cache.block_size must be a power of two, not {self.block_size}")
+
+    @property
+    def shared_hash_seed(self) -> str | None:
+        """A tier that outlives the process finds blocks by hashes that the next one makes alike."""
+        outlives = any(tier.disk for tier in self.tiers)
+        return "tandem" if self.hash_seed is None and outlives else self.hash_seed
 
     @property
     def host_bytes_of_tiers(self) -> int:

@@ -175,6 +175,7 @@ class LoadFailure(msgspec.Struct, frozen=True):
     reason: str
     valid_tokens: int = 0
     unsafe_blocks: frozenset[int] = frozenset()
+    cached: bool = False  # of a cached load: what is missing is computed, whatever `transfer.on_failure` says
 
 
 class ConnectorOutput(msgspec.Struct):
@@ -337,17 +338,30 @@ class TierConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One entry of `cache.tiers`: where full blocks are copied to, to be loaded again."""
 
     cpu: Annotated[int, Meta(ge=1)] | None = None  # bytes of host memory, for each node
+    disk: str | None = None  # a folder, in which each node of a machine takes a file of `size` bytes
+    size: Annotated[int, Meta(ge=1)] | None = None
     policy: EvictionPolicy = EvictionPolicy.LRU
     block_factor: AtLeastOne = 1  # so many blocks of the device are kept, found and given up together
     store_threshold: NotNegative = 0  # a block is stored when so many requests had it; 0 and 1: at once
-    spec: NotEmpty = "cpu"  # or "package.module:factory"
+    spec: str = ""  # "package.module:factory" of a tier of another kind
     options: dict[str, Any] = {}  # that spec's own
 
     def __post_init__(self) -> None:
-        if self.spec == "cpu" and self.cpu is None:
-            raise ConfigurationError("cache.tiers: each entry needs its size, such as {cpu: 8GiB}")
-        if self.spec == "cpu" and self.options:
-            raise ConfigurationError("cache.tiers: options are of a spec of your own; the cpu tier has none")
+        if [bool(self.cpu), bool(self.disk), bool(self.spec)].count(True) != 1:
+            raise ConfigurationError(
+                "cache.tiers: each entry is one of {cpu: 8GiB}, {disk: /folder, size: 100GiB} and "
+                "{spec: package.module:factory}"
+            )
+        if bool(self.disk) != (self.size is not None):
+            raise ConfigurationError(
+                "cache.tiers: `disk` and `size` go together: {disk: /folder, size: 100GiB}"
+            )
+        if self.options and not self.spec:
+            raise ConfigurationError("cache.tiers: options are of a spec of your own; cpu and disk have none")
+
+    @property
+    def kind(self) -> str:
+        return self.spec or ("cpu" if self.cpu else "disk")
 
 
 class ConnectorContext(msgspec.Struct, frozen=True):

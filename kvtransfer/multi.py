@@ -1,4 +1,5 @@
-"""Several connectors as one: the first that can load a request's KV loads it, and all of them hear of everything.
+"""Several connectors as one: the first that can load a request's KV loads it, of several tiers the one that has most, and all
+of them hear of everything.
 
 A request that has ended keeps its blocks until each connector that keeps them has let go.
 """
@@ -51,8 +52,10 @@ class _Ended:
 
 
 class MultiScheduler(SchedulerConnector):
-    def __init__(self, parts: Sequence[SchedulerConnector]) -> None:
+    def __init__(self, parts: Sequence[SchedulerConnector], *, longest: bool = False) -> None:
+        """`longest`: the one that can load most does, the first of equals."""
         self._parts = list(parts)
+        self._longest = longest
         self._loaders: dict[
             str, tuple[int, bool]
         ] = {}  # which part was taken at its word, and whether it loads later
@@ -70,14 +73,17 @@ class MultiScheduler(SchedulerConnector):
         self, request: TransferRequest, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         self._loaders.pop(request.request_id, None)
+        most = 0
         for index, part in enumerate(self._parts):
             tokens, later = part.get_num_new_matched_tokens(request, num_computed_tokens)
             if tokens is None:
                 return None, False
-            if tokens:
+            if tokens > most:
+                most = tokens
                 self._loaders[request.request_id] = index, later
-                return tokens, later
-        return 0, False
+                if not self._longest:
+                    break
+        return most, most > 0 and self._loaders[request.request_id][1]
 
     def update_state_after_alloc(
         self, request: TransferRequest, block_ids: BlockIds, num_external_tokens: int
@@ -245,7 +251,15 @@ def create_connector(context: ConnectorContext) -> tuple[SchedulerConnector, Wor
     if context.has_peers:
         parts.append(find_connector(context.config.connector)(context))
     if context.tiers:
-        parts += create_tiers(context)
+        tiers = create_tiers(context)
+        parts.append(tiers[0] if len(tiers) == 1 else _together(tiers, longest=True))
     if len(parts) == 1:
         return parts[0]
-    return MultiScheduler([planner for planner, _ in parts]), MultiWorker([mover for _, mover in parts])
+    return _together(parts, longest=False)
+
+
+def _together(
+    parts: Sequence[tuple[SchedulerConnector, WorkerConnector]], *, longest: bool
+) -> tuple[SchedulerConnector, WorkerConnector]:
+    planners, movers = zip(*parts, strict=True)
+    return MultiScheduler(planners, longest=longest), MultiWorker(movers)

@@ -97,7 +97,7 @@ class Scheduler:
         self.block_hasher: BlockHasher | None = None
         if caching:
             self.block_hasher = make_block_hasher(
-                cache.hash_algorithm, hash_block_size(groups), cache.hash_seed
+                cache.hash_algorithm, hash_block_size(groups), cache.shared_hash_seed
             )
 
     @property

@@ -117,7 +117,7 @@ class TransferResults:
     def _failed(self, request: Request, failure: LoadFailure) -> list[TokenChunk]:
         state = self._state
         state.totals.loads_failed += 1
-        if state.load_failure_policy is LoadFailurePolicy.FAIL:
+        if state.load_failure_policy is LoadFailurePolicy.FAIL and not failure.cached:
             self._lifecycle.end(request, RequestStatus.FINISHED_ERROR)
             state.waiting.remove(request)
             return [failure_of(request, TransferError(f"the prompt's KV did not arrive: {failure.reason}"))]

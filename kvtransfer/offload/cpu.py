@@ -69,8 +69,11 @@ class Copier(abc.ABC):
         return None
 
     @abc.abstractmethod
-    def copy(self, job: Copy, to_device: bool, fence: Any) -> None:
-        """Returns when every byte is there."""
+    def copy(self, job: Copy, to_device: bool, fence: Any) -> bool:
+        """Returns when every byte is there; False when some are not, or not right."""
+
+    def close(self) -> None:
+        """No copy is under way, and none will be."""
 
 
 def runs_of(blocks: Sequence[int], places: Sequence[int]) -> Iterator[tuple[int, int, int]]:
@@ -94,12 +97,13 @@ class HostCopier(Copier):
             self._pool.madvise(mmap.MADV_HUGEPAGE)
         self._places = ctypes.addressof(ctypes.c_char.from_buffer(self._pool))
 
-    def copy(self, job: Copy, to_device: bool, fence: Any) -> None:
+    def copy(self, job: Copy, to_device: bool, fence: Any) -> bool:
         size = self.block_bytes
         for block, place, count in runs_of(job.blocks, job.places):
             device, host = self._device + block * size, self._places + place * size
             # Without Python's lock: the step goes on meanwhile.
             ctypes.memmove(*((device, host) if to_device else (host, device)), count * size)
+        return True
 
 
 class CudaCopier(Copier):
@@ -125,7 +129,7 @@ class CudaCopier(Copier):
         event.record(self._cuda.current_stream(self._device))
         return event
 
-    def copy(self, job: Copy, to_device: bool, fence: Any) -> None:
+    def copy(self, job: Copy, to_device: bool, fence: Any) -> bool:
         stream = self._streams[to_device]
         if fence is not None:
             stream.wait_event(fence)
@@ -137,6 +141,7 @@ class CudaCopier(Copier):
                 else:
                     places.copy_(blocks, non_blocking=True)
         stream.synchronize()
+        return True
 
 
 class CopyThread(Mover):
@@ -200,8 +205,7 @@ class CopyThread(Mover):
         try:
             while (queued := self._next()) is not None:
                 job, fence, is_load = queued
-                self._copier.copy(job, is_load, fence)
-                self._end(job, is_load)
+                self._end(job, is_load, self._copier.copy(job, is_load, fence))
         except BaseException as error:
             with self._changed:
                 self._failure = error
@@ -218,14 +222,14 @@ class CopyThread(Mover):
                 self._changed.wait()
         return None
 
-    def _end(self, job: Copy, is_load: bool) -> None:
+    def _end(self, job: Copy, is_load: bool, right: bool) -> None:
         with self._changed:
             if is_load:
                 self._loaded_blocks += len(job.blocks)
             else:
                 self._stored_blocks += len(job.blocks)
             self._under_way.remove(job.job)
-            self._ended[job.job] = True
+            self._ended[job.job] = right
             self._changed.notify_all()
         self._wake()
 
@@ -233,4 +237,7 @@ class CopyThread(Mover):
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        self._thread.join(STOP_GRACE_S)
+        if self._thread.is_alive():
+            self._thread.join(STOP_GRACE_S)
+            if not self._thread.is_alive():
+                self._copier.close()

@@ -89,6 +89,14 @@ class SlotManager(TierManager):
         self._forgotten: set[int] = set()  # slots in use by a copy whose keys are forgotten
         self._evicted = 0
 
+    def fill(self, entries: Sequence[tuple[Key, int]]) -> None:
+        """What the slots hold from before, the oldest first. Once, before anything else."""
+        taken = {slot for _, slot in entries}
+        self._unused = max(taken, default=-1) + 1
+        self._free = [slot for slot in range(self._unused) if slot not in taken]
+        for key, slot in entries:
+            self._policy.insert(key, slot)
+
     @property
     def capacity(self) -> int:
         return self._capacity

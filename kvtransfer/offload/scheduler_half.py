@@ -84,6 +84,7 @@ class TierScheduler(SchedulerConnector):
         self._jobs: dict[int, _Load | _Store] = {}
         self._loading: set[Key] = set()
         self._numbers = itertools.count()
+        self._resets = 0
         self._plan = TierPlan()
         self._carried = False  # the last metadata has stores that begin with the next step
         # Requests to look at, by step: one that decodes fills a chunk in a known number of steps.
@@ -153,7 +154,7 @@ class TierScheduler(SchedulerConnector):
         self._jobs[job] = _Load(request.request_id, end * self._block_size, keys, slots)
         self._loading.update(keys)
         entry.jobs.add(job)
-        self._plan.loads.append(Copy(job, block_ids[0][first:end], places))
+        self._plan.loads.append(Copy(job, block_ids[0][first:end], places, keys, self._resets))
 
     # ── stores ──
 
@@ -221,7 +222,7 @@ class TierScheduler(SchedulerConnector):
         job = next(self._numbers)
         self._jobs[job] = _Store(entry.request.request_id, room)
         entry.jobs.add(job)
-        return (Copy(job, blocks, places),)
+        return (Copy(job, blocks, places, room.keys, self._resets),)
 
     # ── ends ──
 
@@ -252,7 +253,9 @@ class TierScheduler(SchedulerConnector):
         if right:
             output.finished_recving[load.request_id] = Handoff(None, load.num_tokens)
         else:
-            output.failed_recving[load.request_id] = LoadFailure(f"the {self._tier.spec.name} tier lost it")
+            output.failed_recving[load.request_id] = LoadFailure(
+                f"the {self._tier.spec.name} tier lost it", cached=True
+            )
 
     def request_finished(self, request: TransferRequest, block_ids: BlockIds) -> bool:
         entry = self._entries[request.request_id]
@@ -272,6 +275,7 @@ class TierScheduler(SchedulerConnector):
         return self._carried or bool(self._plan.loads or self._plan.stores)
 
     def reset_cache(self) -> None:
+        self._resets += 1
         self._tier.manager.reset()
         for job in self._jobs.values():
             if isinstance(job, _Load):

@@ -22,6 +22,8 @@ class Copy:
     job: int
     blocks: Sequence[int]
     places: Sequence[int]
+    keys: Sequence[bytes] = ()  # of the slots, in order
+    resets: int = 0  # how often the tier had forgotten everything when this was planned
 
 
 class Mover(abc.ABC):
@@ -117,9 +119,12 @@ class Tier:
             self._opened[1].close()
 
 
-SPECS = {"cpu": "tandem.kvtransfer.offload.cpu:create"}
+SPECS = {
+    "cpu": "tandem.kvtransfer.offload.cpu:create",
+    "disk": "tandem.kvtransfer.offload.disk:create",
+}
 
 
 def create_tier(config: TierConfig) -> Tier:
-    factory: TierFactory = find_factory("cache.tiers", "spec", config.spec, SPECS)
+    factory: TierFactory = find_factory("cache.tiers", "spec", config.kind, SPECS)
     return Tier(factory(config), config.block_factor)

@@ -15,6 +15,7 @@ from tandem.cluster.describe import format_size, parse_size, ranges
 from tandem.cluster.setting_layers import Layer, read_assignments, read_environment, read_file
 from tandem.cluster.setting_names import dotted, known_settings
 from tandem.cluster.settings import Settings, SettingsError, resolve
+from tandem.engine.config import CacheConfig
 from tandem.router.config import PolicyName
 
 
@@ -333,10 +334,18 @@ def test_tiers_have_sizes_in_words_and_their_mistakes_are_named(tmp_path: Path) 
     assert (near.cpu, near.policy.value, near.block_factor) == (8 << 30, "arc", 1)
     assert (far.cpu, far.policy.value, far.block_factor, far.store_threshold) == (512 << 20, "lru", 4, 2)
     found = settings(tmp_path, "", {"TANDEM_CACHE__TIERS": "[{cpu: 1GiB}]"}).config.cache
-    assert found.host_bytes_of_tiers == 1 << 30
+    assert (found.host_bytes_of_tiers, found.shared_hash_seed) == (1 << 30, None)
+    (disk,) = (kept := settings(tmp_path, "cache: {tiers: [{disk: /x, size: 2GiB}]}").config.cache).tiers
+    assert (disk.disk, disk.size) == ("/x", 2 << 30)
+    assert kept.shared_hash_seed is not None, "the next process must find the blocks"
+    assert CacheConfig(hash_seed="s", tiers=[disk]).shared_hash_seed == "s"
     for wrong, why in (
         ("[{cpu: much}]", "must be a size such as 2GiB"),
-        ("[{policy: arc}]", "needs its size"),
+        ("[{policy: arc}]", "each entry is one of"),
+        ("[{disk: /x}]", "go together"),
+        ("[{cpu: 1GiB, size: 1GiB}]", "go together"),
+        ("[{cpu: 1GiB, disk: /x, size: 1GiB}]", "each entry is one of"),
+        ("[{cpu: 1GiB, options: {a: 1}}]", "options"),
         ("[{cpu: 1GiB, policy: fifo}]", "fifo"),
         ("[{cpu: 1GiB, polcy: arc}]", "polcy"),
         ("{cpu: 1GiB}", "array"),

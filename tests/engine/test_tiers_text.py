@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -88,9 +89,13 @@ class Conversations:
             self.step()
 
     @property
-    def tier(self) -> TierStatus:
+    def tiers(self) -> list[TierStatus]:
         assert self.engine.worker is not None
-        (status,) = self.engine.worker.stats().tiers
+        return self.engine.worker.stats().tiers
+
+    @property
+    def tier(self) -> TierStatus:
+        (status,) = self.tiers
         return status
 
 
@@ -136,3 +141,31 @@ def test_conversations_say_the_same_with_a_tier_and_without(
         runner.forget_requests()
     assert said[0] == said[1]
     assert computed[1] < computed[0]
+
+
+@pytest.mark.parametrize(("runner", "sessions"), [(True, 30)], indirect=["runner"])
+def test_a_restarted_engine_goes_on_from_its_disk(runner: ModelRunner, sessions: int, tmp_path: Path) -> None:
+    """Below a tier in host memory that is too small for all."""
+    block_bytes = runner.kv_cache[0].nbytes
+    tiers = [
+        TierConfig(cpu=20 * block_bytes),
+        TierConfig(disk=str(tmp_path), size=1000 * (block_bytes + 4096)),
+    ]
+    said = []
+    for turn in range(3):
+        talks = Conversations(runner, [] if turn == 0 else tiers, ahead=False)
+        talks.run(seed=7, sessions=sessions)
+        talks.settle()
+        said.append(talks.answers)
+        stats = talks.scheduler.stats()
+        if turn:
+            near, far = talks.tiers
+            assert near.evicted_bytes > 0
+            assert far.loaded_bytes > near.loaded_bytes * (turn == 2)
+            assert stats.loads_failed == 0
+            talks.engine.shutdown()
+        if turn == 2:
+            # Only what fills no block is computed, and each prompt's last token.
+            assert stats.prompt_tokens_computed < 0.5 * stats.prompt_tokens_loaded
+        runner.forget_requests()
+    assert said[0] == said[1] == said[2]

@@ -11,7 +11,13 @@ import pytest
 import torch
 
 from tandem.engine.core import Engine
-from tandem.kvtransfer.base import ConnectorContext, EvictionPolicy, KVCacheMemory, TransferConfig
+from tandem.kvtransfer.base import (
+    ConnectorContext,
+    EvictionPolicy,
+    KVCacheMemory,
+    LoadFailurePolicy,
+    TransferConfig,
+)
 from tandem.kvtransfer.multi import MultiScheduler, MultiWorker
 from tandem.kvtransfer.offload.manager import ReuseFilter, SlotManager, TierManager
 from tandem.kvtransfer.offload.scheduler_half import TierScheduler
@@ -38,6 +44,7 @@ class LateMover(Mover):
         self._queue: list[tuple[Copy, bool, object]] = []
         self._ended: dict[int, bool] = {}
         self.loads = 0
+        self.loses = False  # what it loads is not right
         self.closed = False
 
     def submit(self, stores: Sequence[Copy], loads: Sequence[Copy]) -> None:
@@ -58,7 +65,7 @@ class LateMover(Mover):
                     self._kv[block, position] = self._tier[place, position]
                 else:
                     self._tier[place, position] = self._kv[block, position]
-        self._ended[job.job] = True
+        self._ended[job.job] = not (is_load and self.loses)
 
     def take_ended(self) -> dict[int, bool]:
         ended, self._ended = self._ended, {}
@@ -99,7 +106,7 @@ class TierWorld:
         self.planner = planners[0]
         several = tiers > 1
         self.driver = Driver(
-            connector=MultiScheduler(planners) if several else planners[0],  # type: ignore[arg-type]
+            connector=MultiScheduler(planners, longest=True) if several else planners[0],  # type: ignore[arg-type]
             eos=[EOS],
             **options,  # type: ignore[arg-type]
         )
@@ -302,6 +309,35 @@ def test_a_request_whose_logits_are_no_numbers_leaves_nothing_in_the_tier() -> N
     world.aborted.add(request_id)
     world.finish()
     assert world.managers[0].used == 0
+
+
+@pytest.mark.parametrize("policy", list(LoadFailurePolicy))
+def test_what_a_tier_lost_is_computed_whatever_is_said_of_failed_transfers(policy: LoadFailurePolicy) -> None:
+    world = TierWorld(on_failure=policy)
+    first = world.run(PROMPT)
+    push_out(world)
+    world.movers[0].loses = True
+    assert world.run(PROMPT) == first
+    assert (world.loaded, world.scheduler.stats().loads_failed) == (0, 1)
+    world.movers[0].loses = False
+    push_out(world)
+    assert world.run(PROMPT) == first
+    assert world.loaded == 6 * BLOCK, "it was stored again"
+
+
+def test_of_two_tiers_the_one_that_has_more_loads() -> None:
+    world = TierWorld(tiers=2)
+    world.run(PROMPT)
+    push_out(world)
+    request = world.driver.add("look", PROMPT)
+    world.managers[0].forget([request.block_hashes[2]])
+    world.driver.abort("look")
+    world.run(PROMPT)
+    assert [mover.loads for mover in world.movers] == [0, 1]
+    assert world.loaded == 6 * BLOCK
+    push_out(world)
+    world.run(PROMPT)
+    assert [mover.loads for mover in world.movers] == [1, 1], "the nearer has it again"
 
 
 def test_the_log_probabilities_of_a_prompt_are_computed_and_not_loaded() -> None:

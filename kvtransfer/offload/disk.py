@@ -1,0 +1,274 @@
+"""The tier on a disk: one file of slots for each model and layout, which outlives the process.
+
+A slot is a header and a chunk. The header names the chunk's key and the checksum of its bytes, and has a checksum of its own.
+Slots are not synced and are written in no special order: whatever a crash leaves, torn or old or foreign, a chunk is taken for
+a key only if both checksums agree when it is read. What does not is computed again.
+
+The first page has the file's generation, and each header that of when its store was planned. When the tier forgets everything
+the generation changes, and is synced: what is in the file, or still on its way there, is valid no more.
+
+Nodes of one machine that have the same folder take a file each: the first that no other process has locked.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import os
+import shutil
+import struct
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from tandem.kvtransfer.base import EvictionPolicy, KVCacheMemory, TierConfig
+from tandem.kvtransfer.offload.cpu import Copier, CopyThread
+from tandem.kvtransfer.offload.manager import ReuseFilter, SlotManager, TierManager
+from tandem.kvtransfer.offload.spec import Copy, Mover
+from tandem.wire.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    import torch
+
+_MAGIC = b"tandemkv"
+_KEY_BYTES = 64
+_GENERATION = struct.Struct("<8sQ")  # magic, generation; then the checksum of both
+# magic, generation, when it was written, length of the key, key, checksum of the chunk; then the checksum of all that
+_HEADER = struct.Struct(f"<8sQQH{_KEY_BYTES}s16s")
+_CHECKSUM_BYTES = 16
+HEADER_BYTES = 4096  # a page of its own, so that writing it touches no chunk
+MOST_FILES = 256
+
+
+def create(config: TierConfig) -> DiskTier:
+    return DiskTier(config)
+
+
+class DiskTier:
+    name = "disk"
+
+    def __init__(self, config: TierConfig) -> None:
+        self._config = config
+
+    def open(self, memory: KVCacheMemory, wake: Callable[[], None]) -> tuple[TierManager, Mover]:
+        config = self._config
+        slot_bytes = HEADER_BYTES + memory.block_bytes * config.block_factor
+        num_slots = (config.size or 0) // slot_bytes
+        if num_slots < 1:
+            raise ConfigurationError(
+                f"cache.tiers: {config.size} bytes of disk have no room for one entry of {slot_bytes} bytes"
+            )
+        file = SlotFile(Path(config.disk or ""), identity(memory, config.block_factor), num_slots, slot_bytes)
+        slots = DiskManager(num_slots, config.policy, file)
+        manager: TierManager = slots
+        if config.store_threshold > 1:
+            manager = ReuseFilter(slots, config.store_threshold)
+        return manager, CopyThread(DiskCopier(memory, file, config.block_factor), wake)
+
+
+class DiskManager(SlotManager):
+    def __init__(self, num_slots: int, policy: EvictionPolicy, file: SlotFile) -> None:
+        super().__init__(num_slots, policy)
+        self._file = file
+        self.fill(file.content())
+
+    def reset(self) -> None:
+        super().reset()
+        self._file.forget_all()
+
+
+def identity(memory: KVCacheMemory, block_factor: int) -> str:
+    """What two processes must have in common to read each other's chunks, besides the keys."""
+    tensor = memory.tensor
+    parts = [memory.model, str(tensor.dtype), *tensor.shape[1:], *tensor.stride()[1:], block_factor]
+    return xxhash.xxh3_128_hexdigest("|".join(map(str, parts)).encode())
+
+
+class SlotFile:
+    """`write` and `read` are used from one thread, `forget_all` from another."""
+
+    def __init__(self, folder: Path, name: str, num_slots: int, slot_bytes: int) -> None:
+        self._num_slots = num_slots
+        self._slot_bytes = slot_bytes
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = _first_unlocked(folder, name)
+            size = HEADER_BYTES + num_slots * slot_bytes
+            there = os.fstat(self._file).st_blocks * 512
+            if (free := shutil.disk_usage(folder).free) + there < size:
+                raise ConfigurationError(
+                    f"cache.tiers: {folder} has {(free + there) >> 20} MiB left for a tier of {size >> 20} MiB: give it less"
+                )
+            os.ftruncate(self._file, size)
+            self._resets = 0
+            self._generation = self._stored_generation()
+        except OSError as error:
+            raise ConfigurationError(f"cache.tiers: disk {str(folder)!r}: {error.strerror}") from error
+        found = [self._header(slot) for slot in range(num_slots)]
+        self._written = itertools.count(max((header[0] for header in found if header), default=0) + 1)
+        entries = sorted(
+            (when, slot, key) for slot, header in enumerate(found) if header for when, key, _ in [header]
+        )
+        newest = {key: slot for _, slot, key in entries}  # a key may stand in a slot that it was evicted from
+        self._content = [(key, slot) for _, slot, key in entries if newest[key] == slot]
+
+    def content(self) -> list[tuple[bytes, int]]:
+        """Keys and their slots, as the headers say, the oldest first."""
+        return self._content
+
+    def _stored_generation(self) -> int:
+        raw = os.pread(self._file, _GENERATION.size + _CHECKSUM_BYTES, 0)
+        if (content := _checked(raw, _GENERATION, 0)) is not None:
+            return int(content[1])
+        # A new file, or none of ours: no header in it is of this generation.
+        generation = int.from_bytes(os.urandom(7), "little")
+        self._store_generation(generation)
+        return generation
+
+    def _store_generation(self, generation: int) -> None:
+        os.pwrite(self._file, _with_checksum(_GENERATION.pack(_MAGIC, generation), 0), 0)
+        os.fdatasync(self._file)
+
+    def forget_all(self) -> None:
+        """What is in the file, and what stores that were planned before this still write."""
+        self._resets += 1
+        self._store_generation(self._generation + self._resets)
+
+    def _start(self, slot: int) -> int:
+        return HEADER_BYTES + slot * self._slot_bytes
+
+    def _header(self, slot: int) -> tuple[int, bytes, bytes] | None:
+        """When it was written, the key, and the chunk's checksum."""
+        raw = os.pread(self._file, _HEADER.size + _CHECKSUM_BYTES, self._start(slot))
+        if (content := _checked(raw, _HEADER, slot + 1)) is None:
+            return None
+        _, generation, when, length, key, checksum = content
+        if generation != self._generation + self._resets or length > _KEY_BYTES:
+            return None
+        return when, key[:length], checksum
+
+    def write(self, slot: int, key: bytes, chunk: memoryview, resets: int) -> bool:
+        """`resets`: how often everything had been forgotten when this was planned."""
+        checksum = xxhash.xxh3_128_digest(chunk)
+        generation = self._generation + resets
+        header = _HEADER.pack(_MAGIC, generation, next(self._written), len(key), key, checksum)
+        header = _with_checksum(header, slot + 1)
+        start = self._start(slot)
+        try:
+            return (
+                os.pwrite(self._file, header, start) == len(header)
+                and os.pwrite(self._file, chunk, start + HEADER_BYTES) == chunk.nbytes
+            )
+        except OSError:
+            return False  # the disk is full, or broken: the chunk is not there
+
+    def read(self, slot: int, key: bytes, into: memoryview) -> bool:
+        """Whether `into` holds the chunk of this key now. If not, it holds anything."""
+        try:
+            header = self._header(slot)
+            if header is None or header[1] != key:
+                return False
+            count = os.preadv(self._file, [into], self._start(slot) + HEADER_BYTES)
+        except OSError:
+            return False
+        return count == into.nbytes and xxhash.xxh3_128_digest(into) == header[2]
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+def _with_checksum(content: bytes, seed: int) -> bytes:
+    return content + xxhash.xxh3_128_digest(content, seed=seed)
+
+
+def _checked(raw: bytes, layout: struct.Struct, seed: int) -> tuple[Any, ...] | None:
+    content = raw[: layout.size]
+    if raw[:8] != _MAGIC or len(raw) != layout.size + _CHECKSUM_BYTES or raw != _with_checksum(content, seed):
+        return None
+    return layout.unpack(content)
+
+
+def _first_unlocked(folder: Path, name: str) -> int:
+    for number in range(MOST_FILES):
+        file = os.open(folder / f"{name}-{number}.kv", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(file)
+        else:
+            return file
+    raise ConfigurationError(f"cache.tiers: {folder} is in use by {MOST_FILES} processes")
+
+
+class DiskCopier(Copier):
+    """Through one chunk of host memory. It compares the checksum before anything reaches the device's blocks."""
+
+    def __init__(self, memory: KVCacheMemory, file: SlotFile, block_factor: int) -> None:
+        import torch
+
+        super().__init__(memory)
+        self._file = file
+        self._factor = block_factor
+        elements = memory.tensor[0].numel()
+        rows = torch.as_strided(
+            memory.tensor, (memory.num_blocks, elements), (elements, 1), memory.tensor.storage_offset()
+        )
+        self._blocks: torch.Tensor = rows.view(torch.uint8)
+        self._chunk: torch.Tensor = torch.empty((block_factor, self.block_bytes), dtype=torch.uint8)
+        host: Any = self._chunk.numpy()
+        self._bytes = memoryview(host).cast("B")
+        self._on_device = memory.tensor.is_cuda
+        # In host memory numpy copies: torch would take threads of its own for it.
+        self._rows: Any = None if self._on_device else self._blocks.numpy()
+
+    def fence(self) -> Any:
+        if not self._on_device:
+            return None
+        import torch
+
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._blocks.device))
+        return event
+
+    def copy(self, job: Copy, to_device: bool, fence: Any) -> bool:
+        if fence is not None:
+            fence.synchronize()
+        parts = itertools.groupby(
+            zip(job.blocks, job.places, strict=True), key=lambda pair: pair[1] // self._factor
+        )
+        right = True
+        for key, (slot, pairs) in zip(job.keys, parts, strict=True):
+            if to_device:
+                right = right and self._load(slot, key, list(pairs))
+            else:
+                right = self._store(slot, key, list(pairs), job.resets) and right
+        return right
+
+    def _store(self, slot: int, key: bytes, pairs: Sequence[tuple[int, int]], resets: int) -> bool:
+        chunk = self._chunk.numpy()
+        for block, place in pairs:
+            if self._on_device:
+                self._chunk[place % self._factor].copy_(self._blocks[block])
+            else:
+                chunk[place % self._factor] = self._rows[block]
+        return self._file.write(slot, key, self._bytes, resets)
+
+    def _load(self, slot: int, key: bytes, pairs: Sequence[tuple[int, int]]) -> bool:
+        if not self._file.read(slot, key, self._bytes):
+            return False
+        chunk = self._chunk.numpy()
+        for block, place in pairs:
+            if self._on_device:
+                self._blocks[block].copy_(self._chunk[place % self._factor])
+            else:
+                self._rows[block] = chunk[place % self._factor]
+        if self._on_device:
+            import torch
+
+            torch.cuda.synchronize(self._blocks.device)
+        return True
+
+    def close(self) -> None:
+        self._file.close()

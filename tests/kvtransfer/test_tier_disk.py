@@ -1,0 +1,275 @@
+"""The tier on a disk: what it keeps over a restart, and that nothing torn, old or foreign is ever taken for KV."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tandem.kvtransfer.base import EvictionPolicy, KVCacheMemory, TierConfig
+from tandem.kvtransfer.offload import disk
+from tandem.kvtransfer.offload.disk import HEADER_BYTES, DiskManager, SlotFile, identity
+from tandem.kvtransfer.offload.spec import Copy, Tier, create_tier
+from tandem.wire.errors import ConfigurationError
+
+PAGE = 4096
+CHUNK = 3 * PAGE
+SLOTS = 6
+KEYS = [bytes([i]) * 32 for i in range(20)]
+CRASHES = int(os.environ.get("TANDEM_CRASHES", "500"))
+KILLS = int(os.environ.get("TANDEM_KILLS", "2"))
+
+
+def chunk_of(key: bytes) -> bytes:
+    """What the KV of this key is, and of no other."""
+    return random.Random(key).randbytes(CHUNK)
+
+
+def open_file(folder: Path, name: str = "m") -> SlotFile:
+    return SlotFile(folder, name, SLOTS, HEADER_BYTES + CHUNK)
+
+
+def memory(num_blocks: int = 16) -> KVCacheMemory:
+    return KVCacheMemory(torch.rand(num_blocks, 2, 2, 3, 4, 8), "m", 2, 1, 100)
+
+
+def tier_in(folder: Path, cache: KVCacheMemory, factor: int = 1, slots: int = 4) -> Tier:
+    size = slots * (HEADER_BYTES + factor * cache.block_bytes)
+    tier = create_tier(TierConfig(disk=str(folder), size=size, block_factor=factor))
+    tier.open(cache, lambda: None)
+    return tier
+
+
+def store(tier: Tier, job: int, keys: list[bytes], blocks: list[int]) -> None:
+    room = tier.manager.prepare_store(keys)
+    assert room is not None
+    factor = tier.block_factor
+    places = [slot * factor + part for slot in room.slots for part in range(factor)]
+    tier.mover.submit([Copy(job, blocks, places, room.keys)], [])
+    tier.mover.wait([job])
+    assert tier.mover.take_ended() == {job: True}
+    tier.manager.complete_store(room, written=True)
+
+
+def load(tier: Tier, job: int, keys: list[bytes], blocks: list[int], skip: int = 0) -> bool:
+    """Into `blocks`, from part `skip` of the first key's chunk on."""
+    slots = tier.manager.prepare_load(keys)
+    factor = tier.block_factor
+    places = [slot * factor + part for slot in slots for part in range(factor)][skip:]
+    tier.mover.submit([], [Copy(job, blocks, places, keys)])
+    tier.mover.wait([job])
+    tier.manager.complete_load(slots)
+    return tier.mover.take_ended()[job]
+
+
+def test_a_restarted_node_finds_what_was_stored(tmp_path: Path) -> None:
+    cache = memory()
+    before = cache.tensor.clone()
+    tier = tier_in(tmp_path, cache, factor=2)
+    store(tier, 0, [b"a" * 32, b"b" * 32], [3, 4, 9, 8])
+    tier.close()
+    cache.tensor.zero_()
+    tier = tier_in(tmp_path, cache, factor=2)
+    try:
+        assert tier.manager.lookup([b"a" * 32, b"b" * 32, b"c" * 32]) == 2
+        assert load(tier, 1, [b"a" * 32, b"b" * 32], [1, 2, 5], skip=1)
+        assert (cache.tensor[[1, 2, 5]] == before[[4, 9, 8]]).all()
+        assert tier.status().used_bytes == 4 * cache.block_bytes
+    finally:
+        tier.close()
+
+
+def test_another_model_or_layout_has_a_file_of_its_own(tmp_path: Path) -> None:
+    names = {
+        identity(memory(), 1),
+        identity(memory(), 2),
+        identity(KVCacheMemory(torch.rand(4, 2, 2, 3, 4, 8), "other", 2, 1, 100), 1),
+        identity(KVCacheMemory(torch.rand(4, 2, 2, 3, 8, 8), "m", 2, 1, 100), 1),
+        identity(KVCacheMemory(torch.rand(4, 2, 2, 3, 4, 8).half(), "m", 2, 1, 100), 1),
+        identity(KVCacheMemory(torch.rand(4, 2, 2, 4, 3, 8).transpose(3, 4), "m", 2, 1, 100), 1),
+    }
+    assert len(names) == 6
+    assert identity(memory(8), 1) == identity(memory(16), 1), "the size of the device's pool does not matter"
+
+
+def test_two_processes_take_a_file_each_and_find_it_again(tmp_path: Path) -> None:
+    first, second = open_file(tmp_path), open_file(tmp_path)
+    first.write(0, KEYS[0], memoryview(chunk_of(KEYS[0])), 0)
+    second.write(0, KEYS[1], memoryview(chunk_of(KEYS[1])), 0)
+    first.close()
+    second.close()
+    files = [open_file(tmp_path), open_file(tmp_path)]
+    assert [file.content() for file in files] == [[(KEYS[0], 0)], [(KEYS[1], 0)]]
+    for file in files:
+        file.close()
+
+
+def test_what_was_forgotten_is_not_found_after_a_restart_nor_what_was_on_its_way(tmp_path: Path) -> None:
+    file = open_file(tmp_path)
+    manager = DiskManager(SLOTS, EvictionPolicy.LRU, file)
+    file.write(0, KEYS[0], memoryview(chunk_of(KEYS[0])), 0)
+    manager.reset()
+    file.write(1, KEYS[1], memoryview(chunk_of(KEYS[1])), 0)  # planned before
+    file.write(2, KEYS[2], memoryview(chunk_of(KEYS[2])), 1)
+    into = memoryview(bytearray(CHUNK))
+    assert [file.read(slot, KEYS[slot], into) for slot in range(3)] == [False, False, True]
+    file.close()
+    file = open_file(tmp_path)
+    assert file.content() == [(KEYS[2], 2)]
+    file.close()
+
+
+def test_a_foreign_file_holds_nothing(tmp_path: Path) -> None:
+    (tmp_path / "m-0.kv").write_bytes(random.Random(1).randbytes(100_000))
+    file = open_file(tmp_path)
+    assert file.content() == []
+    file.close()
+
+
+def test_a_slot_that_was_moved_or_holds_another_key_is_not_read(tmp_path: Path) -> None:
+    file = open_file(tmp_path)
+    file.write(0, KEYS[0], memoryview(chunk_of(KEYS[0])), 0)
+    whole = (tmp_path / "m-0.kv").read_bytes()
+    slot = HEADER_BYTES + CHUNK
+    with (tmp_path / "m-0.kv").open("r+b") as raw:
+        raw.seek(HEADER_BYTES + slot)
+        raw.write(whole[HEADER_BYTES : HEADER_BYTES + slot])
+    into = memoryview(bytearray(CHUNK))
+    assert not file.read(1, KEYS[0], into)
+    assert not file.read(0, KEYS[1], into)
+    assert file.read(0, KEYS[0], into)
+    file.close()
+
+
+def test_a_disk_that_cannot_be_used_is_refused_in_words(tmp_path: Path) -> None:
+    cache = memory()
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ConfigurationError, match=r"cache.tiers: disk .*file"):
+        tier_in(tmp_path / "file", cache)
+    with pytest.raises(ConfigurationError, match="no room for one entry"):
+        create_tier(TierConfig(disk=str(tmp_path), size=100)).open(cache, lambda: None)
+    with pytest.raises(ConfigurationError, match="MiB left for a tier"):
+        create_tier(TierConfig(disk=str(tmp_path), size=1 << 55, block_factor=1 << 30)).open(
+            cache, lambda: None
+        )
+
+
+def test_a_write_that_fails_is_no_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = open_file(tmp_path)
+
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(disk.os, "pwrite", full)
+    assert not file.write(0, KEYS[0], memoryview(chunk_of(KEYS[0])), 0)
+    file.close()
+
+
+class Crashes:
+    """Every write, and after a crash any part of what was not synced: whole pages, in any order, some of them not at all."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.writes: list[tuple[int, bytes]] = []
+        self.synced = 0
+        pwrite, fdatasync = os.pwrite, os.fdatasync
+
+        def noted(file: int, content: bytes | memoryview, offset: int) -> int:
+            self.writes.append((offset, bytes(content)))
+            return pwrite(file, content, offset)
+
+        def synced(file: int) -> None:
+            fdatasync(file)
+            self.synced = len(self.writes)
+
+        monkeypatch.setattr(disk.os, "pwrite", noted)
+        monkeypatch.setattr(disk.os, "fdatasync", synced)
+
+    def image(self, size: int, draw: random.Random) -> bytearray:
+        image = bytearray(size)
+        last = draw.randint(self.synced, len(self.writes))
+        for number, (offset, content) in enumerate(self.writes[:last]):
+            for start in range(0, len(content), PAGE):
+                if number < self.synced or draw.random() < 0.7:
+                    piece = content[start : start + PAGE]
+                    image[offset + start : offset + start + len(piece)] = piece
+        return image
+
+
+def test_after_any_crash_what_is_read_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set TANDEM_CRASHES for more of them."""
+    draw = random.Random(3)
+    size = HEADER_BYTES + SLOTS * (HEADER_BYTES + CHUNK)
+    chunks = {key: chunk_of(key) for key in KEYS}
+    right = 0
+    for number in range(CRASHES // 25 + 1):
+        with monkeypatch.context() as patch:
+            crashes = Crashes(patch)
+            folder = tmp_path / str(number)
+            file = open_file(folder)
+            resets = 0
+            for _ in range(draw.randrange(1, 20)):
+                key = draw.choice(KEYS)
+                file.write(draw.randrange(SLOTS), key, memoryview(chunks[key]), resets)
+                if draw.random() < 0.1:
+                    file.forget_all()
+                    resets += 1
+            file.close()
+        into = memoryview(bytearray(CHUNK))
+        for _ in range(25):
+            (folder / "m-0.kv").write_bytes(crashes.image(size, draw))
+            found = open_file(folder)
+            for key, slot in found.content():
+                if found.read(slot, key, into):
+                    assert bytes(into) == chunks[key]
+                    right += 1
+            found.close()
+    assert right > CRASHES // 10, "nothing survived, so nothing was tested"
+
+
+_WRITER = """
+import random, sys
+from pathlib import Path
+sys.path.insert(0, {here!r})
+from test_tier_disk import KEYS, SLOTS, chunk_of, open_file
+file, draw = open_file(Path({folder!r})), random.Random({seed})
+chunks = {{key: memoryview(chunk_of(key)) for key in KEYS}}
+print("begun", flush=True)
+while True:
+    key = draw.choice(KEYS)
+    file.write(draw.randrange(SLOTS), key, chunks[key], 0)
+"""
+
+
+@pytest.mark.slow
+def test_a_node_killed_while_it_stores_leaves_nothing_wrong(tmp_path: Path) -> None:
+    """Set TANDEM_KILLS for more of them."""
+    read = 0
+    into = memoryview(bytearray(CHUNK))
+    for seed in range(KILLS):
+        script = _WRITER.format(here=str(Path(__file__).parent), folder=str(tmp_path), seed=seed)
+        writer = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == b"begun\n"
+        # It has written some when the file says so.
+        while not open_file_content(tmp_path):
+            pass
+        writer.send_signal(signal.SIGKILL)
+        writer.wait()
+        writer.stdout.close()
+        file = open_file(tmp_path)
+        for key, slot in file.content():
+            if file.read(slot, key, into):
+                assert bytes(into) == chunk_of(key)
+                read += 1
+        file.close()
+    assert read
+
+
+def open_file_content(folder: Path) -> bool:
+    return (folder / "m-0.kv").stat().st_blocks > HEADER_BYTES // 512
