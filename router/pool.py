@@ -284,7 +284,7 @@ class NodePool:
         if member.lost is not None:
             return member.lost
         if member.is_starved:
-            return "it has no time to speak"
+            return "it is silent while its machine answers: it gets no time to run"
         if member.is_deaf:
             return "it does not receive what it is sent"
         if member.status is None:
