@@ -9,6 +9,7 @@ import torch
 from safetensors import safe_open
 
 from tandem.engine.model.plain_config import read_plain_config
+from tandem.engine.model.quantized.formats import read_checkpoint
 from tandem.engine.model.source import ModelSource
 from tandem.wire.errors import ConfigurationError
 
@@ -104,7 +105,12 @@ def choose_dtype(wanted: str, source: ModelSource, config: Any) -> torch.dtype:
             # Its weights have fewer bits than bfloat16 keeps, unless somebody stored them in full.
             return torch.bfloat16
         declared = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None)
-        return declared if isinstance(declared, torch.dtype) else _stored_dtype(source)
+        dtype = declared if isinstance(declared, torch.dtype) else _stored_dtype(source)
+        if dtype is torch.float16 and read_checkpoint(source.name, source.folder, config) is not None:
+            return (
+                torch.bfloat16
+            )  # which the kernels for quantized matrices compute in, on a CPU and on a GPU
+        return dtype
     if wanted not in _DTYPES:
         raise ConfigurationError(f"model.dtype must be auto or one of {', '.join(_DTYPES)}, not {wanted}")
     return _DTYPES[wanted]

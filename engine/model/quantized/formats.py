@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,8 @@ _DTYPES = {
 _USUAL_BLOCK = (128, 128)
 # By these a layer is known to be quantized.
 _MARKS = ("weight_scale", "weight_scale_inv", "qweight", "weight_packed")
-# What may stand beside them without consequence: scales of activations, which are found anew here.
-_ASIDE = ("bias", "input_scale", "input_zero_point", "activation_scale")
+# What may stand beside them: scales of activations and of KV, which are found anew here.
+_ASIDE = ("bias", "input_scale", "input_zero_point", "activation_scale", "output_scale", "k_scale", "v_scale")
 # In which order AWQ packs eight columns.
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
@@ -259,12 +259,7 @@ def _unpacked(packed: torch.Tensor, bits: int) -> torch.Tensor:
     return codes.flatten(1)
 
 
-def matching(layer: str, names: Iterable[str]) -> str | None:
-    """What the checkpoint calls a model's layer: parts before its number may differ."""
-    tail = _tail(layer)
-    return next((name for name in names if name == layer or _tail(name) == tail), None)
-
-
-def _tail(layer: str) -> str:
+def tail_of(layer: str) -> str:
+    """What a model and its checkpoint call it alike: the parts before its number may differ."""
     found = re.search(r"(?:^|\.)((?:layers|h|blocks)\.\d+\..*)$", layer)
     return found[1] if found else layer

@@ -114,26 +114,29 @@ class FourBit(KernelLinear):
         self,
         codes: torch.Tensor,  # [outputs, inputs], 0 to 15
         scales_and_zeros: torch.Tensor,  # [groups, outputs, 2]: (code - 8) * scale + zero
+        order: torch.Tensor | None,  # of the inputs; None: as they come
         bias: torch.Tensor | None,
     ) -> None:
         super().__init__()
         self.out_features, self.in_features = codes.shape
         self._group = self.in_features // len(scales_and_zeros)
         self._keep(packed=_pack(codes), scales_and_zeros=scales_and_zeros)
+        self._order = order
         self.bias = bias
 
     def product(self, rows: torch.Tensor) -> torch.Tensor:
         on_cpu = rows.device.type == "cpu"
         multiply = torch._weight_int4pack_mm_for_cpu if on_cpu else torch._weight_int4pack_mm
-        return multiply(rows.contiguous(), self.packed, self._group, self.scales_and_zeros)
+        rows = rows.contiguous() if self._order is None else rows.index_select(1, self._order)
+        return multiply(rows, self.packed, self._group, self.scales_and_zeros)
 
     def joined(self, others: Sequence[Self]) -> Self | None:
         all_of = (self, *others)
-        if any(one._group != self._group for one in others):
+        if any(one._group != self._group or not _are_equal(one._order, self._order) for one in others):
             return None
         made = type(self).__new__(type(self))
         nn.Module.__init__(made)
-        made.in_features, made._group = self.in_features, self._group
+        made.in_features, made._group, made._order = self.in_features, self._group, self._order
         made.out_features = sum(one.out_features for one in all_of)
         made._keep(
             packed=torch.cat([one.packed for one in all_of]),
@@ -141,6 +144,12 @@ class FourBit(KernelLinear):
         )
         made.bias = _biases(all_of)
         return made
+
+
+def _are_equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return torch.equal(one, other)
 
 
 def _pack(codes: torch.Tensor) -> torch.Tensor:
@@ -206,16 +215,21 @@ def _made(
     if scales.shape[1] == 1:  # for the whole row: as many groups as the kernel wants
         count = inputs // _GROUPS[-1]
         scales, zeros = scales.expand(-1, count), zeros.expand(-1, count) if zeros is not None else None
+        groups = None
     group = inputs // max(1, scales.shape[1])
+    order = None
     if groups is not None:
         in_order = torch.arange(inputs, device=groups.device) // group
-        if not torch.equal(groups.long(), in_order):
-            return "its inputs are in another order than its groups (desc_act)"
+        if not torch.equal(groups.long(), in_order):  # GPTQ with `desc_act`: the inputs change places first
+            order = groups.long().argsort(stable=True)
+            if not torch.equal(groups.long()[order], in_order):
+                return "its groups are of different sizes"
+            codes = codes[:, order]
     if group not in _GROUPS or inputs % (_INNER_TILES * 16) or outputs % 16 or zeros is None:
         return f"a matrix of {outputs} x {inputs} in groups of {group}"
     offsets = (8 - zeros.float()) * scales.float()
     both = torch.stack((scales.float(), offsets), dim=-1).transpose(0, 1).contiguous().to(dtype)
-    return FourBit(codes, both, bias)
+    return FourBit(codes, both, order, bias)
 
 
 def _computes(made: KernelLinear, tensors: Tensors, checkpoint: Checkpoint, dtype: torch.dtype) -> bool:

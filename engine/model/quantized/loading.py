@@ -20,10 +20,11 @@ from tandem.engine.model.quantized.formats import (
     Described,
     dense,
     kind_of,
-    matching,
     sizes_of,
+    tail_of,
 )
 from tandem.engine.model.source import ModelSource
+from tandem.wire.errors import ConfigurationError
 
 log = logging.getLogger(__name__)
 
@@ -33,16 +34,25 @@ _METHOD = "tandem"
 class QuantizedLinear(nn.Module):
     """Holds a layer's tensors between the file and what computes with them."""
 
-    def __init__(self, tensors: dict[str, Described], checkpoint: Checkpoint) -> None:
+    def __init__(self, tensors: dict[str, Described], checkpoint: Checkpoint, *, has_bias: bool) -> None:
         super().__init__()
         self.checkpoint = checkpoint
+        self._has_bias = has_bias  # by the model's configuration
         for name, described in tensors.items():
             empty = torch.empty(described.shape, dtype=described.dtype, device="meta")
             self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        return {name: parameter.data for name, parameter in self.named_parameters()}
+        """Tools that write GPTQ add biases of zeros to models that have none."""
+        held = {name: parameter.data for name, parameter in self.named_parameters()}
+        if "bias" in held and not self._has_bias and not held["bias"].any():
+            del held["bias"]
+        return held
+
+    @property
+    def has_a_bias_too_many(self) -> bool:
+        return "bias" in self.tensors and not self._has_bias
 
     def as_linear(self, dtype: torch.dtype) -> nn.Linear:
         tensors = self.tensors
@@ -66,18 +76,15 @@ class _Config(QuantizationConfigMixin):  # type: ignore[misc]
 class _Quantizer(HfQuantizer):  # type: ignore[misc]
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
         checkpoint: Checkpoint = self.quantization_config.checkpoint
-        replaced: set[str] = set()
+        by_tail = {tail_of(name): parts for name, parts in checkpoint.layers.items()}
         for name, module in list(model.named_modules()):
-            known = matching(name, checkpoint.layers) if isinstance(module, nn.Linear) else None
-            if known is None:
+            parts = by_tail.get(tail_of(name)) if isinstance(module, nn.Linear) else None
+            if parts is None:
                 continue
-            parts = checkpoint.layers[known]
             size = sizes_of(kind_of(parts, checkpoint.method), parts, checkpoint.bits)
             if size is not None and size != (module.out_features, module.in_features):
                 continue  # the configuration is another model's: what is missing and left over is refused by name
-            parts = {part: parts[part] for part in parts if part != "bias" or module.bias is not None}
-            _put(model, name, QuantizedLinear(parts, checkpoint))
-            replaced.add(known)
+            _put(model, name, QuantizedLinear(parts, checkpoint, has_bias=module.bias is not None))
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
         self.remove_quantization_config(model)
@@ -109,6 +116,10 @@ def finish_loading(
     kept = 0
     refused: set[str] = set()
     for name, module in found:
+        if module.has_a_bias_too_many:
+            raise ConfigurationError(
+                f"{source.name} cannot be served: {name} has a bias in its checkpoint, and none by its configuration"
+            )
         made = None
         if device.type != "cpu":
             made, reason = kernels.kernel_for(module.tensors, module.checkpoint, dtype)

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.model.attention.interface import PAGED
-from tandem.engine.model.checkpoint import read_config
+from tandem.engine.model.checkpoint import choose_dtype, read_config
 from tandem.engine.model.fused.device import DevicePieces
 from tandem.engine.model.fused.find import fuse
 from tandem.engine.model.general import load_model
@@ -101,6 +101,45 @@ def test_tensors_of_an_unknown_kind_are_refused_by_name(tmp_path: Path) -> None:
         tokens_of(path, native=True)
 
 
+def with_biases(path: Path, value: float) -> None:
+    tensors = files.load_file(path / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(".qweight")]:
+        bias = torch.full((tensors[name].shape[1],), value)
+        tensors[name.replace("qweight", "bias")] = bias
+    files.save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["general", "native"])
+def test_biases_that_a_model_does_not_have_may_be_zeros_alone(native: bool, tmp_path: Path) -> None:
+    """Tools that write GPTQ add them."""
+    quantized, ordinary = files.save("gptq", tmp_path)
+    with_biases(quantized, 0.0)
+    assert tokens_of(quantized, native=native) == tokens_of(ordinary, native=native)
+    with_biases(quantized, 0.5)
+    with pytest.raises(
+        ConfigurationError, match=r"proj has a bias in its checkpoint, and none by its config"
+    ):
+        tokens_of(quantized, native=native)
+
+
+def test_scales_that_are_found_anew_are_left_aside(tmp_path: Path) -> None:
+    quantized, ordinary = files.save("compressed-fp8-rows", tmp_path)
+    tensors = files.load_file(quantized / "model.safetensors")
+    for part in ("input_scale", "k_scale", "output_scale"):
+        tensors[f"model.layers.0.self_attn.k_proj.{part}"] = torch.ones(1)
+    files.save_file(tensors, quantized / "model.safetensors", metadata={"format": "pt"})
+    assert tokens_of(quantized, native=False) == tokens_of(ordinary, native=False)
+
+
+def test_half_precision_becomes_what_the_kernels_compute_in(tmp_path: Path) -> None:
+    quantized, ordinary = files.save("awq", tmp_path, torch.float16)
+    for path, dtype in ((quantized, torch.bfloat16), (ordinary, torch.float16)):
+        source = find_source(str(path))
+        config = read_config(source)
+        assert choose_dtype("auto", source, config) is dtype
+        assert choose_dtype("float16", source, config) is torch.float16
+
+
 # --- as on a GPU: the same kernels of torch, on a CPU
 
 
@@ -119,7 +158,7 @@ def loaded(path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 KERNELS = {"fp8-tensor": RowScaled, "compressed-fp8-rows": RowScaled, "awq": FourBit, "gptq": FourBit}
-KERNELS |= {"compressed-4bit": FourBit, "compressed-4bit-zeros": FourBit}
+KERNELS |= {"gptq-act-order": FourBit, "compressed-4bit": FourBit, "compressed-4bit-zeros": FourBit}
 
 
 @pytest.mark.parametrize("name", sorted(KERNELS))
@@ -139,7 +178,7 @@ def test_a_kernel_computes_what_the_matrix_stands_for(
         assert (layer(x).float() - right).abs().max() < 0.05 * right.abs().max()
 
 
-@pytest.mark.parametrize("name", ["fp8-tensor", "awq"])
+@pytest.mark.parametrize("name", ["fp8-tensor", "awq", "gptq-act-order"])
 def test_kernels_are_fused_like_ordinary_matrices(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
