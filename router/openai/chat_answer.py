@@ -15,7 +15,7 @@ from tandem.router.openai.choice import Choice, Delta
 from tandem.router.openai.logprobs import chat_logprobs, prompt_logprobs
 from tandem.router.openai.pieces import json_pieces
 from tandem.router.openai.plan import GenerationPlan
-from tandem.router.openai.reading import ReadChoice
+from tandem.router.openai.reading import ReadChoice, are_short
 from tandem.router.text.tokenizer import Tokenizer
 
 OBJECT = "chat.completion"
@@ -29,10 +29,11 @@ def whole_chat(
     read: Sequence[ReadChoice],
     tokenizer: Tokenizer,
 ) -> Iterator[bytes]:
-    """In pieces: an answer may be larger than what may be made at once."""
+    """In pieces: an answer may be larger than what may be made at once. A short one, as most are, is made at once."""
+    choices = (_choice(plan, request, one, tokenizer) for one in read)
     body = {
         **head.fields(OBJECT),
-        "choices": (_choice(plan, request, one, tokenizer) for one in read),
+        "choices": list(choices) if are_short(plan, read) else choices,
         "usage": usage(plan, [one.choice for one in read]),
     }
     if plan.return_token_ids:

@@ -13,7 +13,7 @@ from tandem.router.openai.completion_request import CompletionRequest
 from tandem.router.openai.logprobs import completion_logprobs, prompt_logprobs
 from tandem.router.openai.pieces import RawPieces, json_pieces
 from tandem.router.openai.plan import GenerationPlan
-from tandem.router.openai.reading import ReadChoice, keep_best
+from tandem.router.openai.reading import ReadChoice, are_short, keep_best
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.wire.sampling import TokenLogprobs
 
@@ -27,12 +27,13 @@ def whole_completion(
     read: Sequence[ReadChoice],
     tokenizer: Tokenizer,
 ) -> Iterator[bytes]:
-    """In pieces: an answer may be larger than what may be made at once."""
+    """In pieces: an answer may be larger than what may be made at once. A short one, as most are, is made at once."""
     kept = keep_best(read, plan.choices_per_prompt, plan.keep)
+    choices = (_choice(plan, request, index, one, tokenizer) for index, one in enumerate(kept))
     return json_pieces(
         {
             **head.fields(OBJECT),
-            "choices": (_choice(plan, request, index, one, tokenizer) for index, one in enumerate(kept)),
+            "choices": list(choices) if are_short(plan, read) else choices,
             "usage": usage(plan, [one.choice for one in read]),
         }
     )

@@ -8,6 +8,11 @@ from collections.abc import Sequence
 from tandem.router.dispatch import Generation
 from tandem.router.openai.choice import Choice
 from tandem.router.openai.pieces import LoopTurn
+from tandem.router.openai.plan import GenerationPlan
+
+# An answer of no more than these is JSON within a tenth of a millisecond.
+SHORT_CHARACTERS = 8 << 10
+SHORT_CHOICES = 8
 
 
 class ReadChoice:
@@ -56,6 +61,14 @@ async def read_all(generation: Generation, choices: Sequence[Choice]) -> list[Re
             if one.choice.finish_reason is not None and not was_finished:
                 unfinished -= 1
     return list(read.values())
+
+
+def are_short(plan: GenerationPlan, read: Sequence[ReadChoice]) -> bool:
+    """Little text, and nothing that is shown for each token."""
+    if plan.show_logprobs or plan.prompt_logprobs is not None or plan.return_token_ids:
+        return False
+    characters = sum(map(len, plan.prompt_texts)) * plan.keep + sum(len(one.text) for one in read)
+    return characters <= SHORT_CHARACTERS and len(read) <= SHORT_CHOICES
 
 
 def keep_best(read: Sequence[ReadChoice], generated: int, keep: int) -> list[ReadChoice]:
