@@ -29,7 +29,7 @@ _SWITCH_S = (
 )
 
 FindModel = Callable[[str, Callable[[str, float], None]], str]
-"""From a model's name to a folder on this machine; says meanwhile what it does. Fetches what is missing."""
+"""From a model's name to a folder on this machine; says what it is doing. Fetches what is missing."""
 
 
 class NodeHost:
@@ -130,6 +130,6 @@ class NodeHost:
             self._progress.notify_all()
 
     def hold(self, timeout_s: float) -> bool:
-        """Whether the node has been stopped; waits so long for it. Whoever asks learns at once when the process dies.
+        """Whether the node has been stopped; waits so long for it. A call that waits ends at once when the process dies.
         (Not for ever: one who asked and died himself would keep a thread.)"""
         return self._stopped.wait(timeout_s)

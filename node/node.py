@@ -64,7 +64,7 @@ MakeConnector = Callable[[ConnectorContext], tuple[SchedulerConnector, WorkerCon
 
 
 class Node:
-    """`start` blocks while the model loads; everything else may be called meanwhile, from other threads."""
+    """`start` blocks while the model loads; everything else may be called in the meantime, from other threads."""
 
     def __init__(
         self, config: NodeConfig, rules: RoleRules, open_channel: OpenChannel, make_connector: MakeConnector
@@ -242,7 +242,7 @@ class Node:
             self._channel.close()
 
     def release(self) -> ModelRunner:
-        """Stops, and gives the loaded model to whoever goes on with it. Only after a drain that was finished: a peer
+        """Stops, and gives the loaded model to the node that goes on with it. Only after a drain that was finished: a peer
         may still write to the blocks of a request that has not ended."""
         if self._service is None or self._engine is None:
             raise Unavailable(f"{self.config.node_id} has not started")

@@ -23,7 +23,7 @@ class RouterLine(Protocol):
     def malformed(self) -> int: ...
     @property
     def died(self) -> str | None:
-        """Why nothing is received any more, although nobody closed it."""
+        """Why nothing is received any more, although it was not closed."""
         ...
 
     @property
@@ -119,7 +119,7 @@ class Routers:
             try:
                 self.report()
             except Exception:
-                # Its routers would give up a node of which they hear nothing, and nobody would replace it.
+                # Its routers would give up a node of which they hear nothing, and the controller would not replace it.
                 logger.exception("the status was not told to everybody")
 
     def _lose_if_silent(self, reply_to: str) -> None:
@@ -132,7 +132,7 @@ class Routers:
                 self._lose(reply_to)
 
     def _lose(self, reply_to: str) -> None:
-        """All of it under the lock: what a router says after this, whoever takes it up hears of it after `lost`."""
+        """Called under the lock, so that `lost` is called before anything that the router says later is acted on."""
         del self._heard[reply_to]
         self._line.forget(reply_to)
         self._lost(reply_to)

@@ -30,7 +30,7 @@ class LocalPrefill(enum.StrEnum):
 
 
 class RouterPlacement(enum.StrEnum):
-    """Which machines have a router. Whoever puts them there reads it."""
+    """Which machines have a router. The cluster reads it, which puts them there."""
 
     HEAD = "head"
     EVERY_HOST = "every_host"

@@ -25,7 +25,7 @@ _SWITCH_S = 0.001
 _GARBAGE_OBJECTS = 10_000
 
 FindModel = Callable[[str, Callable[[str, float], None]], str]
-"""From a model's name to a folder on this machine; says meanwhile what it does. Fetches what is missing."""
+"""From a model's name to a folder on this machine; says what it is doing. Fetches what is missing."""
 
 
 class RouterHost:
@@ -96,7 +96,7 @@ class RouterHost:
         self._stopped.set()
 
     async def hold(self, timeout_s: float) -> bool:
-        """Whether the router has been stopped; waits so long for it. Whoever asks learns at once when it dies."""
+        """Whether the router has been stopped; waits so long for it. A call that waits ends at once when the process dies."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._stopped.wait(), timeout_s)
         return self._stopped.is_set()

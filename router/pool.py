@@ -169,7 +169,7 @@ class NodePool:
         """To be called several times within the silence that is allowed.
 
         If this was not called for long, it is the router that was away (stopped, starved, asleep), and what the
-        nodes said meanwhile is still in its queue: they get their whole time again, and False is returned.
+        nodes said in that time is still in its queue: they get their whole time again, and False is returned.
         """
         now = self._clock()
         was_away = self._checked_at is not None and now - self._checked_at > self._heartbeat.silence / 2

@@ -81,7 +81,7 @@ class NodeRateMeter:
             self._base = counters
 
     def on_local_prefill(self, tokens: int, seconds: float) -> None:
-        """A request that waited for nobody was read here and gave its first token after `seconds`."""
+        """A request that waited for no other was read here and gave its first token after `seconds`."""
         if tokens >= MIN_PROMPT_TOKENS and seconds > 0:
             self._prefill.observe(tokens / seconds)
 

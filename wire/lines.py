@@ -162,7 +162,7 @@ class Lines(Generic[B]):
         replay_bytes: int = REPLAY_BYTES,
         replay_frames: int = REPLAY_FRAMES,
     ) -> None:
-        """`meets_strangers`: whoever writes here is answered. Otherwise only those that `meet` named are heard."""
+        """`meets_strangers`: every process that writes here is answered. Otherwise only those that `meet` named are heard."""
         self.endpoint = ""  # where this process is reached; set before anything is sent
         self.epoch = epoch
         self.gaps = 0  # times that messages were asked for again

@@ -101,7 +101,7 @@ class Admission:
     the request whose last turn is longest ago.
 
     A place is one sequence's. A request for many begins with the first place that it gets, and goes to the end of its
-    tenant's line for the next: it keeps no place empty while it waits for others, nobody waits for all of its sequences,
+    tenant's line for the next: it keeps no place empty while it waits for others, no request waits for all of its sequences,
     and it is not overtaken by more than the line's length before each of them.
     """
 

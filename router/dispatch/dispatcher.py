@@ -43,7 +43,9 @@ class Dispatcher:
         self._placement: Placement[RequestLife] = Placement(config, links, pool, policy, metrics)
         self._clock = self._placement.clock
         self.recalls = Recalls(config, links, pool)
-        self._idle: asyncio.Event | None = None  # somebody waits for the end of everything
+        self._idle: asyncio.Event | None = (
+            None  # set when everything has ended; None while no drain waits for that
+        )
         self.admission = Admission(
             self._capacity,
             config.limits.queued,

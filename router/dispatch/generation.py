@@ -126,7 +126,7 @@ class Generation:
     def _on_news(self, life: RequestLife) -> None:
         if not self._eager and not life.ended:
             return
-        # Only while the reader waits, and has everything: what comes meanwhile must not overtake what it holds.
+        # Only while the reader waits, and has everything: what comes later must not overtake what it holds.
         if self._wake is not None and not self._news and self._shown(life):
             return
         self._news[life] = None

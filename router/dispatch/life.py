@@ -79,7 +79,7 @@ class RequestLife:
     # --- its course -------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Raises Unavailable when nobody can take it now: then it never began."""
+        """Raises Unavailable when no node can take it now: then it never began."""
         self._attempt(self._choose())
 
     def cancel(self) -> None:
@@ -276,7 +276,7 @@ class RequestLife:
             self._on_refusal(error)
 
     def _on_refusal(self, error: TandemError) -> None:
-        """The node lives, and cannot take it now. Somebody else at once; the same one only later, and only for a
+        """The node lives, and cannot take it now. Another node is asked at once; the same one only later, and only for a
         request that has begun: one that has not is better told so."""
         try:
             decision = self._placement.choose(self._routing(frozenset(self._avoid)), self.hashes)
@@ -289,7 +289,7 @@ class RequestLife:
         self._attempt(decision)
 
     def try_again(self) -> None:
-        """After a failure, and again whenever the pools change, until there is somebody to go to."""
+        """After a failure, and again whenever the pools change, until there is a node to go to."""
         if self.ended or self.attempt is not None:
             return
         try:
@@ -311,7 +311,7 @@ class RequestLife:
         except Unavailable:
             if not self._avoid:
                 raise
-            # Better the decode node that failed it before than nobody; never again the same prefill node.
+            # Better the decode node that failed it before than none; never again the same prefill node.
             avoid = self._placement.prefill_ids & self._avoid
             return self._placement.choose(self._routing(avoid), self.hashes)
 

@@ -66,7 +66,7 @@ _TYPES = {
 }
 
 DEFAULT_RETRY_AFTER_S = 1
-# Messages quote what was sent, and a name that nobody knows may fill a body.
+# Messages quote what was sent, and an unknown name may fill a whole body.
 _LONGEST_MESSAGE = 2000
 _LONGEST_PARAM = 200
 
@@ -92,7 +92,7 @@ def _shortened(message: str) -> str:
 
 
 def status_of(error: TandemError) -> int:
-    """A node that was lost with nobody to take over is a bad gateway, not a busy one."""
+    """A node that was lost, with no other to take over, is a bad gateway and not a busy one."""
     return 502 if error.code == "node_lost" else error.http_status
 
 

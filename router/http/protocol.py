@@ -66,7 +66,7 @@ class HttpConnection(asyncio.Protocol):
         self._closing = False
         self._lingers = False
         self._dropped_bytes = 0  # while it lingers
-        # While it waits for a head, for the rest of a body that nobody reads, and idle. Never two of them.
+        # While it waits for a head, for the rest of a body that is not read, and idle. Never two of them.
         self._timer: asyncio.TimerHandle | None = None
         self._unsent_timer: asyncio.TimerHandle | None = None
 
@@ -220,7 +220,7 @@ class HttpConnection(asyncio.Protocol):
             self._become_idle()
 
     def _become_idle(self) -> None:
-        """Or begin with the request that has come meanwhile."""
+        """Or begins with the request that came during the last answer."""
         self._call = None
         self._set_timer(max(1.0, self.server.timeouts.keep_alive), self._on_idle, idle=True)
         self.resume_reading()

@@ -70,7 +70,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class HttpServer:
-    """Connections to an ASGI application, on the event loop of whoever makes it. Signals belong to that process."""
+    """Connections to an ASGI application, on the event loop that makes it. Signals belong to that process."""
 
     def __init__(self, app: ASGIApp, config: RouterConfig, on_cut: Callable[[], None]) -> None:
         self.app = app

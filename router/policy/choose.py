@@ -23,7 +23,7 @@ AFFINITY_WAIT_S = 1.0
 
 class RoutingPolicy(Protocol):
     def __call__(self, pools: PoolSnapshot, request: RoutingRequest) -> RoutingDecision:
-        """Raises Unavailable when nobody can take it."""
+        """Raises Unavailable when no node can take it."""
         ...
 
 

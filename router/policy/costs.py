@@ -30,7 +30,7 @@ def prefill_wait_s(node: NodeSnapshot, request: RoutingRequest, peers: Iterable[
 
 
 def prefill_cost_s(node: NodeSnapshot, request: RoutingRequest, peers: Iterable[NodeSnapshot]) -> float:
-    """Its wait, and its own computing once more: whoever comes behind it waits for that too."""
+    """Its wait, and its own computing once more: requests that come after it wait for that too."""
     rate = known_prefill_rate(node, peers) or ASSUMED_PREFILL_TOKENS_PER_S
     return prefill_wait_s(node, request, peers) + request.uncached(node) / rate
 
@@ -63,7 +63,7 @@ def reason_to_prefill_locally(
 ) -> str | None:
     """None: send it away, which is also the answer while the rates are not yet measured.
 
-    Both costs are in seconds of somebody's waiting. Sent away, this request alone waits: for the prefill node's
+    Both costs are in seconds that requests wait. Sent away, this request alone waits: for the prefill node's
     queue, for its prompt, and for the handover. Read locally, it waits for its prompt behind what is queued on
     the decode node, and everybody who is being decoded there waits as long as its prompt takes. That must be less
     than anybody notices, however long the line elsewhere is.
