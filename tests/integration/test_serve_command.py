@@ -21,6 +21,8 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.integration.cluster_lab import free_port
+
 START_S = 180.0
 END_S = 60.0
 
@@ -177,7 +179,8 @@ def test_it_serves_mends_what_dies_finishes_what_runs_and_leaves_nothing(serve: 
 
 
 def test_a_background_answer_outlives_the_kill_of_the_only_router(serve: Any) -> None:
-    command = serve("--prefill", "1", "--decode", "1")
+    # A router that is replaced comes back at its port, so it needs one of its own.
+    command = serve("--prefill", "1", "--decode", "1", "--port", str(free_port()))
     url = command.until(r"^API: +(http://\S+)/v1$", START_S)[1]
     body = {
         "input": "Tell a long story.",
