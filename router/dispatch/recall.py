@@ -18,7 +18,7 @@ from tandem.router.dispatch.life import LeftBehind
 from tandem.router.dispatch.spec import SequenceSpec
 from tandem.router.links import NodeLinks
 from tandem.router.pool import NodePool
-from tandem.wire.errors import Cancelled, InternalError, NodeLost, TandemError
+from tandem.wire.errors import Cancelled, InternalError, NodeLost, Overloaded, TandemError
 from tandem.wire.nodes import NodeInfo
 from tandem.wire.requests import KeepAnswer, Recalled, TokenChunk
 from tandem.wire.sampling import FinishReason, TokenLogprobs
@@ -26,6 +26,10 @@ from tandem.wire.sampling import FinishReason, TokenLogprobs
 # An answer that failed on its node is looked for again: its router may be moving it.
 LOOKS = 3
 BETWEEN_LOOKS_S = 0.5
+
+
+# Ids that are looked for at once. Each is a message to every node, and whoever asks may have made the id up.
+MOST_QUESTIONS = 64
 
 
 class FoundAnswer(msgspec.Struct, frozen=True):
@@ -154,9 +158,12 @@ class Recalls:
         self._followed: dict[str, FollowedAnswer] = {}
 
     async def find(self, answer_id: str) -> FoundAnswer | None:
-        """Asks every node. A node between two steps answers at once; one that is silent for `heartbeat.silence` is not waited for."""
+        """Asks every node. A node between two steps answers at once; one that is silent for `heartbeat.silence` is not waited for.
+        Raises Overloaded."""
         question = self._questions.get(answer_id)
         if question is None:
+            if len(self._questions) >= MOST_QUESTIONS:
+                raise Overloaded(f"{MOST_QUESTIONS} responses are being looked for; send this again later")
             nodes = [member.info for member in self._pool.members if member.lost is None]
             question = _Question({(node.node_id, node.epoch) for node in nodes})
             if not nodes:

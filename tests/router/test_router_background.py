@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tandem.router.config import ApiKey, Heartbeat
+from tandem.router.dispatch import recall
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.wire.errors import WireError
 from tests.router.conftest import Running, StartRouter
@@ -192,3 +193,21 @@ def test_only_its_own_key_finds_it_elsewhere(start_router: StartRouter) -> None:
     assert second.client.get(path, headers=a).json()["id"] == response_id
     assert second.client.get(f"/v1/responses/resp_{'0' * 48}", headers=a).status_code == 404
     assert second.client.get("/v1/responses/resp_x", headers=a).status_code == 404
+
+
+def test_ids_that_are_made_up_cannot_flood_the_nodes(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, _ = pair
+    monkeypatch.setattr(recall, "MOST_QUESTIONS", 0)
+    assert first.client.get(f"/v1/responses/resp_{'1' * 48}").status_code == 503
+    monkeypatch.setattr(recall, "MOST_QUESTIONS", 1)
+    assert first.client.get(f"/v1/responses/resp_{'1' * 48}").status_code == 404
+
+
+def test_a_node_that_says_nothing_is_not_waited_for(pair: Pair) -> None:
+    first, second = pair
+    response_id = create(first, background=True).json()["id"]
+    done = stream(first, response_id)[-1]["response"]
+    for node in first.nodes.values():
+        if node.answers.recall(response_id)[0] is None:
+            node.set(mute=True)
+    assert second.client.get(f"/v1/responses/{response_id}").json()["output"] == done["output"]
