@@ -197,7 +197,10 @@ class NodePool:
         if lives and silent_s <= limits.starved and not self._is_replaceable(member):
             if not member.is_starved:
                 member.is_starved = True
-                logger.warning("node %s has no time to speak: its requests wait for it", member.info.node_id)
+                logger.warning(
+                    "node %s is silent while its machine answers: its requests wait for it",
+                    member.info.node_id,
+                )
                 self._changed()
         else:
             self._lose(member, f"it has been silent for {silent_s:.1f} s")

@@ -107,7 +107,10 @@ def test_a_starved_node_that_none_could_replace_is_out_of_view_and_not_lost(worl
         world.pass_time(2)
     assert world.lost == []
     assert world.in_view == {"d0"}
-    assert world.pool.unusable(world.pool.members[0]) == "it has no time to speak"
+    assert (
+        world.pool.unusable(world.pool.members[0])
+        == "it is silent while its machine answers: it gets no time to run"
+    )
     world.say(prefill)
     assert world.in_view == {"p0", "d0"}
     for _ in range(6):
