@@ -59,12 +59,16 @@ class LiveRequests:
     def overdue(self, now: float) -> Iterator[LiveRequest]:
         """Each once. They are still live."""
         while self._deadlines and self._deadlines[0][0] <= now:
-            _, request_id = heapq.heappop(self._deadlines)
+            deadline, request_id = heapq.heappop(self._deadlines)
             live = self._live.get(request_id)
-            if live is not None and live.deadline <= now:
+            if live is not None and live.deadline == deadline:
                 yield live
 
     def seconds_until_due(self, now: float) -> float | None:
-        while self._deadlines and self._deadlines[0][1] not in self._live:
+        while self._deadlines:
+            deadline, request_id = self._deadlines[0]
+            live = self._live.get(request_id)
+            if live is not None and live.deadline == deadline:
+                return deadline - now
             heapq.heappop(self._deadlines)
-        return self._deadlines[0][0] - now if self._deadlines else None
+        return None
