@@ -1,10 +1,14 @@
 """What tiers of the KV cache cost and save.
 
-    python -m benchmarks.tiers [--model FOLDER] [--json FILE]
+    python -m benchmarks.tiers [--model FOLDER] [--trace FILE [--requests N]] [--json FILE]
 
 *Steps*: the scheduler alone, 256 requests that decode, without a tier and with one whose copies cost nothing. *Load*: a
 prompt of 2,048 tokens that the device has forgotten, from host memory and from a disk that the page cache has, beside computing
 it and beside memcpy, which copies the same bytes. All of one run on one machine: compare within it.
+
+*Replay*, with a trace in Mooncake's format: its first requests through the real scheduler, with a model that answers at once and copies
+that cost nothing, and what each layout found of their prompts. A block of the trace is one of ours. The device has room for a
+tenth of the distinct blocks, the tier in host memory for three tenths, the one on disk for all.
 """
 
 from __future__ import annotations
@@ -40,12 +44,14 @@ from tandem.kvtransfer.base import (
     KVCacheMemory,
     TierConfig,
     TransferConfig,
+    WorkerConnector,
 )
-from tandem.kvtransfer.multi import create_connector
+from tandem.kvtransfer.multi import MultiScheduler, MultiWorker, create_connector
 from tandem.kvtransfer.offload.manager import SlotManager, TierManager
 from tandem.kvtransfer.offload.scheduler_half import TierScheduler
-from tandem.kvtransfer.offload.spec import Copy, Mover, Tier
+from tandem.kvtransfer.offload.spec import Copy, Mover, Tier, create_tier
 from tandem.kvtransfer.offload.worker_half import TierWorker
+from tandem.loadgen.traces import TraceRow, read_trace
 from tandem.wire.sampling import SamplingParams
 
 RUNNING = 256
@@ -60,8 +66,10 @@ class TierFigures(msgspec.Struct):
     step_us: dict[str, float] = {}  # median
     compute_s: float = 0.0  # the prompt's first token, without a tier
     load_s: dict[str, float] = {}  # the prompt's first token, from each tier
+    copy_s: dict[str, float] = {}  # the copies alone
     memcpy_s: float = 0.0  # the same bytes
     loaded_bytes: int = 0
+    found: dict[str, float] = {}  # in the replayed trace: the share of prompt tokens that were not computed
 
 
 class FreeMover(Mover):
@@ -87,11 +95,12 @@ class FreeMover(Mover):
 class FreeTier:
     name = "free"
 
-    def __init__(self, policy: EvictionPolicy) -> None:
+    def __init__(self, policy: EvictionPolicy, slots: int = TIER_SLOTS) -> None:
         self._policy = policy
+        self._slots = slots
 
     def open(self, memory: KVCacheMemory, wake: Callable[[], None]) -> tuple[TierManager, Mover]:
-        return SlotManager(TIER_SLOTS, self._policy), FreeMover()
+        return SlotManager(self._slots, self._policy), FreeMover()
 
 
 def median_step(policy: EvictionPolicy | None) -> float:
@@ -115,18 +124,7 @@ def median_step(policy: EvictionPolicy | None) -> float:
     seconds = []
     while scheduler.has_unfinished_requests():
         started = time.perf_counter()
-        step = scheduler.schedule()
-        if worker is not None and step.connector_metadata is not None:
-            worker.bind_connector_metadata(step.connector_metadata)
-            worker.start_load_kv()
-            worker.wait_for_save()
-        requests, sampled = scheduler.requests, {}
-        for request_id in step.num_scheduled_tokens:
-            request = requests[request_id]
-            if request.num_computed_tokens >= request.num_tokens:
-                sampled[request_id] = [7]
-        told = worker.get_finished(step.finished_req_ids) if worker is not None else None
-        scheduler.update_from_output(step, ModelOutput(sampled), told)
+        _step(scheduler, worker)
         seconds.append(time.perf_counter() - started)
     return median(seconds) * 1e6
 
@@ -170,10 +168,95 @@ class OneModel:
         return seconds
 
 
+def copy_seconds(one: OneModel, config: TierConfig) -> float:
+    """From asking for a load of the prompt's blocks to its end, by the thread that makes it."""
+    info, cache = one.runner.info, one.runner.kv_cache
+    ended = threading.Event()
+    tier = create_tier(config)
+    tier.open(KVCacheMemory(cache, info.content, info.num_layers, 1, info.vocab_size), ended.set)
+    count = (LOADED_TOKENS - 1) // BLOCK_SIZE
+    keys = [b"%032d" % number for number in range(count)]
+    room = tier.manager.prepare_store(keys)
+    assert room is not None
+    blocks = list(range(1, count + 1))
+    tier.mover.submit([Copy(0, blocks, room.slots, keys)], [])
+    tier.mover.wait([0])
+    seconds = []
+    for job in range(1, 3 * REPEATS):
+        started = time.perf_counter()
+        tier.mover.submit([], [Copy(job, blocks, room.slots, keys)])
+        tier.mover.wait([job])
+        seconds.append(time.perf_counter() - started)
+    tier.close()
+    return min(seconds)
+
+
+def replay(rows: Sequence[TraceRow]) -> dict[str, float]:
+    """The share of all prompt tokens that needed no computing, by layout."""
+    prompts = [
+        [block * BLOCK_SIZE + i for block in row.blocks for i in range(BLOCK_SIZE)]
+        for row in rows
+        if row.blocks
+    ]
+    distinct = len({block for row in rows for block in row.blocks})
+    longest = max(map(len, prompts))
+    device = max(distinct // 10, 2 * longest // BLOCK_SIZE)
+    host, disk = 3 * distinct // 10, 4 * distinct
+    layouts: dict[str, tuple[int, list[tuple[int, EvictionPolicy]]]] = {
+        "no tier": (device, []),
+        "cpu, lru": (device, [(host, EvictionPolicy.LRU)]),
+        "cpu, arc": (device, [(host, EvictionPolicy.ARC)]),
+        "cpu, arc, and disk": (device, [(host, EvictionPolicy.ARC), (disk, EvictionPolicy.LRU)]),
+        "a device with room for all": (disk, []),
+    }
+    return {name: _found(prompts, *layout) for name, layout in layouts.items()}
+
+
+def _found(prompts: list[list[int]], num_blocks: int, tiers: list[tuple[int, EvictionPolicy]]) -> float:
+    context = ConnectorContext("n", 1, "127.0.0.1", BLOCK_SIZE, TransferConfig(), lambda: None)
+    made = [Tier(FreeTier(policy, slots), 1) for slots, policy in tiers]
+    planner = MultiScheduler([TierScheduler(BLOCK_SIZE, tier) for tier in made], longest=True)
+    worker = MultiWorker([TierWorker(context, tier) for tier in made])
+    worker.register_kv_caches(KVCacheMemory(torch.zeros(2, 1, 2, 1, BLOCK_SIZE, 1), "m", 1, 1, 9))
+    scheduler = Scheduler(
+        SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=TOKEN_BUDGET),
+        CacheConfig(block_size=BLOCK_SIZE),
+        [KVCacheGroup(AttentionKind.FULL, BLOCK_SIZE, (0,))],
+        num_blocks,
+        1 << 20,
+        connector=planner,
+    )
+    waiting = list(enumerate(prompts))[::-1]
+    while waiting or scheduler.has_unfinished_requests():
+        while waiting and len(scheduler.requests) < 2:
+            number, prompt = waiting.pop()
+            sampling = SamplingParams(max_tokens=1, ignore_eos=True, temperature=0.0)
+            scheduler.add_request(Request(str(number), prompt, sampling))
+        _step(scheduler, worker)
+    return 1 - scheduler.stats().prompt_tokens_computed / sum(map(len, prompts))
+
+
+def _step(scheduler: Scheduler, worker: WorkerConnector | None) -> None:
+    step = scheduler.schedule()
+    if worker is not None and step.connector_metadata is not None:
+        worker.bind_connector_metadata(step.connector_metadata)
+        if step.preempted_req_ids:
+            worker.handle_preemptions()
+        worker.start_load_kv()
+        worker.wait_for_save()
+    requests, sampled = scheduler.requests, {}
+    for request_id in step.num_scheduled_tokens:
+        request = requests[request_id]
+        if request.num_computed_tokens >= request.num_tokens:
+            sampled[request_id] = [7]
+    told = worker.get_finished(step.finished_req_ids) if worker is not None else None
+    scheduler.update_from_output(step, ModelOutput(sampled), told)
+
+
 def memcpy_seconds(size: int) -> float:
     source, target = torch.ones(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)
     seconds = []
-    for _ in range(REPEATS):
+    for _ in range(3 * REPEATS):
         started = time.perf_counter()
         ctypes.memmove(target.data_ptr(), source.data_ptr(), size)
         seconds.append(time.perf_counter() - started)
@@ -201,6 +284,7 @@ def measure(model: str) -> TierFigures:
             (status,) = one.engine.worker.stats().tiers
             figures.loaded_bytes = status.loaded_bytes // REPEATS
             one.engine.shutdown()
+            figures.copy_s[name] = copy_seconds(one, tiers[0])
     figures.memcpy_s = memcpy_seconds(figures.loaded_bytes)
     return figures
 
@@ -217,20 +301,29 @@ def show(figures: TierFigures, console: Console) -> None:
         table.add_row(
             f"{LOADED_TOKENS} tokens from {name}",
             f"{seconds * 1e3:.1f} ms",
-            f"{figures.compute_s / seconds:.0f} × faster than computing, {figures.memcpy_s / seconds:.2f} of memcpy's rate",
+            f"{figures.compute_s / seconds:.0f} × faster",
         )
+    for name, seconds in figures.copy_s.items():
+        share = figures.memcpy_s / seconds
+        table.add_row(f"their copies from {name}", f"{seconds * 1e3:.1f} ms", f"{share:.2f} of memcpy's rate")
     table.add_row(
         f"memcpy of the same {figures.loaded_bytes >> 20} MiB", f"{figures.memcpy_s * 1e3:.1f} ms", ""
     )
+    for name, share in figures.found.items():
+        table.add_row(f"of the trace's tokens not computed: {name}", f"{100 * share:.1f}%", "")
     console.print(table)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])  # type: ignore[union-attr]
     parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--trace", type=Path)
+    parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     figures = measure(prepare_model(arguments.model, lambda what, share: None).path)
+    if arguments.trace:
+        figures.found = replay(read_trace(arguments.trace, arguments.requests))
     show(figures, Console())
     if arguments.json:
         write_json(figures, arguments.json)

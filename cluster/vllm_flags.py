@@ -75,6 +75,11 @@ def _names(values: list[str]) -> list[Assignment]:
     return [*named, ("router.model_aliases", json.dumps(values[1:]))] if values[1:] else named
 
 
+def _offloading(values: list[str]) -> list[Assignment]:
+    """In GiB there."""
+    return [("cache.tiers", json.dumps([{"cpu": f"{values[0]}GiB"}]))]
+
+
 def _keys(values: list[str]) -> list[Assignment]:
     keys = [{"name": f"key-{place}", "key": key} for place, key in enumerate(values, start=1)]
     return [("router.api_keys", json.dumps(keys))]
@@ -175,7 +180,9 @@ VLLM: tuple[Flag, ...] = (
         ("--speculative-config",),
         UnsupportedFlag("guesses are made from the prompt's own words: `--set scheduler.num_speculative_tokens=N`"),
     ),
-    Flag(("--swap-space", "--cpu-offload-gb"), UnsupportedFlag("weights and KV stay on the device: leave the flag out")),
+    Flag(("--kv-offloading-size",), SettingFlag(("cache.tiers",), _offloading, "for each node")),
+    Flag(("--cpu-offload-gb",), UnsupportedFlag("weights stay on the device: leave the flag out")),
+    Flag(("--swap-space",), UnsupportedFlag("KV is kept in host memory by cache.tiers: --set 'cache.tiers=[{cpu: 4GiB}]'")),
     Flag(
         ("--enforce-eager",),
         UnsupportedFlag("decode steps are captured as CUDA graphs where there is a GPU; nothing turns that off: leave the flag out"),

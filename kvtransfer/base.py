@@ -343,7 +343,7 @@ class TierConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     policy: EvictionPolicy = EvictionPolicy.LRU
     block_factor: AtLeastOne = 1  # so many blocks of the device are kept, found and given up together
     store_threshold: NotNegative = 0  # a block is stored when so many requests had it; 0 and 1: at once
-    spec: str = ""  # "package.module:factory" of a tier of another kind
+    spec: str = ""  # `synthetic`, or "package.module:factory" of a tier of another kind
     options: dict[str, Any] = {}  # that spec's own
 
     def __post_init__(self) -> None:

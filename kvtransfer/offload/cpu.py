@@ -76,6 +76,13 @@ class Copier(abc.ABC):
         """No copy is under way, and none will be."""
 
 
+def block_rows(memory: KVCacheMemory) -> torch.Tensor:
+    """One row for each block, whatever the order of its axes."""
+    tensor = memory.tensor
+    elements = tensor[0].numel()
+    return tensor.as_strided((memory.num_blocks, elements), (elements, 1), tensor.storage_offset())
+
+
 def runs_of(blocks: Sequence[int], places: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     """Neighbours that stay neighbours are copied together: first block, first place, how many."""
     here, there = np.asarray(blocks), np.asarray(places)
@@ -112,12 +119,8 @@ class CudaCopier(Copier):
 
         super().__init__(memory)
         self._cuda = torch.cuda
-        tensor = memory.tensor
-        self._device = tensor.device
-        # The blocks as rows of bytes, whatever the order of their axes.
-        elements = tensor[0].numel()
-        rows = torch.as_strided(tensor, (memory.num_blocks, elements), (elements, 1), tensor.storage_offset())
-        self._blocks: torch.Tensor = rows.view(torch.uint8)
+        self._device = memory.tensor.device
+        self._blocks: torch.Tensor = block_rows(memory).view(torch.uint8)
         self._pool = torch.empty((num_places, self.block_bytes), dtype=torch.uint8, pin_memory=True)
         self._streams = {
             to_device: torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from tandem.kvtransfer.base import EvictionPolicy, KVCacheMemory, TierConfig
-from tandem.kvtransfer.offload.cpu import Copier, CopyThread
+from tandem.kvtransfer.offload.cpu import Copier, CopyThread, block_rows
 from tandem.kvtransfer.offload.manager import ReuseFilter, SlotManager, TierManager
 from tandem.kvtransfer.offload.spec import Copy, Mover
 from tandem.wire.errors import ConfigurationError
@@ -211,11 +211,7 @@ class DiskCopier(Copier):
         super().__init__(memory)
         self._file = file
         self._factor = block_factor
-        elements = memory.tensor[0].numel()
-        rows = torch.as_strided(
-            memory.tensor, (memory.num_blocks, elements), (elements, 1), memory.tensor.storage_offset()
-        )
-        self._blocks: torch.Tensor = rows.view(torch.uint8)
+        self._blocks: torch.Tensor = block_rows(memory).view(torch.uint8)
         self._chunk: torch.Tensor = torch.empty((block_factor, self.block_bytes), dtype=torch.uint8)
         host: Any = self._chunk.numpy()
         self._bytes = memoryview(host).cast("B")

@@ -122,6 +122,7 @@ class Tier:
 SPECS = {
     "cpu": "tandem.kvtransfer.offload.cpu:create",
     "disk": "tandem.kvtransfer.offload.disk:create",
+    "synthetic": "tandem.kvtransfer.offload.synthetic:create",
 }
 
 

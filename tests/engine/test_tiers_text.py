@@ -169,3 +169,20 @@ def test_a_restarted_engine_goes_on_from_its_disk(runner: ModelRunner, sessions:
             assert stats.prompt_tokens_computed < 0.5 * stats.prompt_tokens_loaded
         runner.forget_requests()
     assert said[0] == said[1] == said[2]
+
+
+@pytest.mark.parametrize("runner", [True, False], indirect=["runner"])
+def test_decoding_after_a_prompt_that_nobody_computed(runner: ModelRunner) -> None:
+    talks = Conversations(runner, [TierConfig(spec="synthetic")], ahead=False)
+    sampling = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    talks.answers["long"] = []
+    talks.engine.add_request(Request("long", [5 + i % 90 for i in range(101)], sampling))
+    while not talks.step():
+        pass
+    talks.settle()
+    stats = talks.scheduler.stats()
+    assert (stats.prompt_tokens_loaded, stats.prompt_tokens_computed) == (100, 1)
+    assert len(talks.answers["long"]) == 12
+    assert runner.kv_cache.isfinite().all()
+    talks.engine.shutdown()
+    runner.forget_requests()

@@ -1,0 +1,93 @@
+"""A whole node with a tier of its cache: what it says of it, and what it refuses to start with."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tandem.decode_node.node import DecodeRules
+from tandem.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from tandem.engine.model.loading import load_runner
+from tandem.engine.model.runner import ModelRunner
+from tandem.kvtransfer.base import TierConfig
+from tandem.kvtransfer.multi import create_connector
+from tandem.node.config import NodeConfig
+from tandem.node.node import Node
+from tandem.wire.errors import ConfigurationError
+from tandem.wire.nodes import PeerAddress, Role
+from tandem.wire.requests import KVTransferParams, Submit, TransferRole
+from tandem.wire.sampling import SamplingParams
+from tests.engine.model import tiny
+from tests.node.test_roles import PATIENCE_S, ROUTER, FakeChannel
+
+CACHE = CacheConfig(block_size=4, memory_bytes=1 << 20)
+
+
+def runner_of(kind: str, folder: Path) -> ModelRunner:
+    model = ModelConfig(path=str(tiny.save(kind, folder)), dtype="float32", device="cpu", threads=1)
+    return load_runner(model, CACHE, SchedulerConfig(max_model_len=120))
+
+
+def node_with(tiers: list[TierConfig]) -> tuple[Node, list[FakeChannel]]:
+    """One that does both: it has no peers."""
+    channels: list[FakeChannel] = []
+
+    def open_channel(host: str, epoch: int, *, name: str) -> FakeChannel:
+        channels.append(FakeChannel(host, epoch))
+        return channels[-1]
+
+    cache = msgspec.structs.replace(CACHE, tiers=tiers)
+    config = NodeConfig("n0", Role.AGGREGATED, engine=EngineConfig(cache=cache))
+    return Node(config, DecodeRules(Role.AGGREGATED), open_channel, create_connector), channels
+
+
+def test_a_node_that_does_both_keeps_copies_and_says_so(tmp_path: Path) -> None:
+    node, channels = node_with([TierConfig(cpu=1 << 20)])
+    node.start(runner=runner_of("llama", tmp_path))
+    try:
+        first = channels[0].answer_to("a", 50)
+        wait_until_free(node)
+        assert node._engine is not None
+        assert node._engine.scheduler._state.cache.reset_prefix_cache()
+        assert channels[0].answer_to("b", 50) == first
+        wait_until_free(node)
+        status = node.status()
+        (tier,) = status.tiers
+        assert tier.total_bytes <= 1 << 20
+        assert tier.used_bytes > 0
+        assert (tier.asked_tokens, tier.found_tokens) == (2 * 48, 48)
+        assert status.counters.prompt_tokens_loaded == 48
+        peer = PeerAddress("p", 1, "tcp://p")
+        transfer = KVTransferParams("t", TransferRole.CONSUME, peer)
+        sampling = SamplingParams(max_tokens=1, temperature=0)
+        channels[0].receive(Submit("c", ROUTER, [5, 6], sampling, timeout_s=PATIENCE_S, transfer=transfer))
+        refused = channels[0].chunks.get(timeout=PATIENCE_S)
+        assert refused.error is not None
+        assert "has no peers" in refused.error.message
+    finally:
+        node.stop()
+
+
+def wait_until_free(node: Node) -> None:
+    until = time.monotonic() + PATIENCE_S
+    while (status := node.status()).free_blocks < status.total_blocks:
+        assert time.monotonic() < until, "some block is held"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("kind", ["mistral-window", "gemma3"])
+def test_models_that_do_not_keep_every_token_are_refused_with_tiers(tmp_path: Path, kind: str) -> None:
+    node, _ = node_with([TierConfig(cpu=1 << 20)])
+    with pytest.raises(
+        ConfigurationError, match=r"cache.tiers: this model's layers do not all keep every token"
+    ):
+        node.start(runner=runner_of(kind, tmp_path))
+
+
+def test_more_memory_than_there_is_is_refused(tmp_path: Path) -> None:
+    node, _ = node_with([TierConfig(cpu=1 << 50)])
+    with pytest.raises(ConfigurationError, match=r"cache.tiers asks for 1073741824 MiB of host memory"):
+        node.start(runner=runner_of("llama", tmp_path))
