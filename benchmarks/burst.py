@@ -60,7 +60,7 @@ _CROWD = 6
 _ENOUGH = 0.9  # of the requests must meet the service level at a rate that is called capacity
 
 
-class Lasting(msgspec.Struct, frozen=True):
+class BurstDurations(msgspec.Struct, frozen=True):
     """Seconds."""
 
     trial: float
@@ -69,8 +69,8 @@ class Lasting(msgspec.Struct, frozen=True):
     after: float
 
 
-_FULL = Lasting(trial=20.0, before=40.0, burst=120.0, after=60.0)
-_QUICK = Lasting(trial=6.0, before=10.0, burst=20.0, after=20.0)
+_FULL = BurstDurations(trial=20.0, before=40.0, burst=120.0, after=60.0)
+_QUICK = BurstDurations(trial=6.0, before=10.0, burst=20.0, after=20.0)
 
 
 class Bursts(msgspec.Struct):
@@ -185,7 +185,7 @@ class Trial:
         started: RunningSystem,
         options: argparse.Namespace,
         slo: ServiceLevel,
-        lasting: Lasting,
+        lasting: BurstDurations,
         vocabulary: TextVocabulary,
         console: Console,
     ) -> None:

@@ -68,36 +68,36 @@ class TransferNode:
         )
         self.cache.fill_(1.0)  # touched: a page that was never written is mapped during the first transfer
         self.wake = threading.Event()
-        self.planner, self.mover = find_connector(config.connector)(
+        self.scheduler_half, self.worker_half = find_connector(config.connector)(
             ConnectorContext(node_id, epoch, "127.0.0.1", BLOCK_SIZE, config, self.wake.set)
         )
-        self.mover.register_kv_caches(KVCacheMemory(self.cache, "benchmark", LAYERS, 1, 1000))
+        self.worker_half.register_kv_caches(KVCacheMemory(self.cache, "benchmark", LAYERS, 1, 1000))
         self.step_seconds: list[float] = []
 
     def endpoint(self) -> str:
-        return self.mover.peer_endpoint
+        return self.worker_half.peer_endpoint
 
     def step(
         self, scheduled: dict[str, int] | None = None, compute_s: float = 0.0
     ) -> tuple[ConnectorOutput, float]:
         began = time.perf_counter()
-        metadata = self.planner.build_connector_meta(TransferStep(scheduled or {}))
-        self.mover.bind_connector_metadata(metadata)
-        self.mover.start_load_kv()
+        metadata = self.scheduler_half.build_connector_meta(TransferStep(scheduled or {}))
+        self.worker_half.bind_connector_metadata(metadata)
+        self.worker_half.start_load_kv()
         spent = time.perf_counter() - began
-        if self.mover.layerwise:
+        if self.worker_half.layerwise:
             for layer in range(LAYERS):
                 _compute(compute_s / LAYERS)
                 began = time.perf_counter()
-                self.mover.save_kv_layer(layer)
+                self.worker_half.save_kv_layer(layer)
                 spent += time.perf_counter() - began
         else:
             _compute(compute_s)
         computed_at = time.monotonic()
         began = time.perf_counter()
-        self.mover.wait_for_save()
-        output = self.mover.get_finished(set())
-        self.planner.update_connector_output(output)
+        self.worker_half.wait_for_save()
+        output = self.worker_half.get_finished(set())
+        self.scheduler_half.update_connector_output(output)
         self.step_seconds.append(spent + time.perf_counter() - began)
         return output, computed_at
 
@@ -109,10 +109,10 @@ class TransferNode:
         for index, name in enumerate(names):
             prompt = list(range(tokens))
             request = TransferJob(name, prompt, tokens, KVTransferParams(f"t-{name}", role, peer))
-            self.planner.on_new_request(request)
-            external, _ = self.planner.get_num_new_matched_tokens(request, 0)
+            self.scheduler_half.on_new_request(request)
+            external, _ = self.scheduler_half.get_num_new_matched_tokens(request, 0)
             first = 1 + index * blocks
-            self.planner.update_state_after_alloc(
+            self.scheduler_half.update_state_after_alloc(
                 request, [list(range(first, first + blocks))], external or 0
             )
             requests.append(request)
@@ -143,7 +143,7 @@ class TransferNode:
             request.all_token_ids.append(7)
             blocks = -(-tokens // BLOCK_SIZE)
             first = 1 + index * blocks
-            if not self.planner.request_finished(request, [list(range(first, first + blocks))]):
+            if not self.scheduler_half.request_finished(request, [list(range(first, first + blocks))]):
                 raise RuntimeError("the connector did not keep a prompt's blocks")
         missing = set(names)
         while missing:
@@ -167,7 +167,7 @@ class TransferNode:
         return taken
 
     def overlapped(self) -> tuple[int, int]:
-        stats = self.mover.stats()
+        stats = self.worker_half.stats()
         return stats.bytes_overlapped, stats.bytes_sent
 
     def open_raw(self) -> CacheMemory:
@@ -188,7 +188,7 @@ class TransferNode:
     def close(self) -> None:
         if self.raw is not None:
             self.raw.close()
-        self.mover.shutdown()
+        self.worker_half.shutdown()
 
 
 class RawMover:

@@ -139,7 +139,7 @@ class TandemConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 # What a plain value means where a section stands.
 SHORTHANDS: dict[type[msgspec.Struct], str] = {ModelConfig: "path", PoolConfig: "nodes"}
 
-# Follow from the model when it is known; nobody can set them.
+# Follow from the model when it is known; they cannot be set.
 DERIVED: dict[tuple[str, ...], str] = {
     ("router", "tokenizer_path"): "it follows from model.path",
     ("router", "model_name"): "set model.served_name instead",

@@ -61,7 +61,7 @@ class ClusterView(msgspec.Struct, frozen=True):
     nodes: list[SupervisedNode]
     routers: list[RouterView]
     decisions: list[ControllerDecision]  # the latest ones, oldest first
-    failure: str = ""  # why nobody mends this cluster any more
+    failure: str = ""  # why this cluster is not mended any more
 
 
 class Control(Protocol):

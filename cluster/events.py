@@ -1,4 +1,4 @@
-"""What happens in the cluster, told to whoever shows or records it."""
+"""What happens in the cluster, reported to what shows or records it."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ async def as_it_is(config: TandemConfig, commit: str) -> tuple[TandemConfig, str
 
 
 class Host(msgspec.Struct, frozen=True):
-    """One machine. Its name is new whenever the machine (or its Ray) has been started anew."""
+    """One machine. Its name is new whenever the machine (or its Ray) has been restarted."""
 
     name: str  # what a launcher finds it by
     address: str  # where routers and other nodes reach what runs there
@@ -123,9 +123,9 @@ class Hosts(Protocol):
         ...
 
     async def want(self, slots: dict[Role, int]) -> None:
-        """How much room is needed in all, so that whoever can add and remove machines does. Replaces what was said
-        before; there is one owner of it: the controller, which says it again and again. Nothing happens where nobody
-        can."""
+        """How much room is needed in all, so that an autoscaler can add and remove machines. Replaces what was said
+        before; there is one owner of it: the controller, which says it again and again. Nothing happens where there
+        is none."""
         ...
 
 

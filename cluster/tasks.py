@@ -29,11 +29,11 @@ class Tasks:
         return self._failure.result() if self._failure.done() else ""
 
     async def failed(self) -> str:
-        """Returns when something has died: it was a bug, and nobody does its work any more."""
+        """Returns when something has died: it was a bug, and its work is not done any more."""
         return await asyncio.shield(self._failure)
 
     def spawn(self, work: Coroutine[Any, Any, T], name: str, *, asked: bool = False) -> asyncio.Task[T]:
-        """`asked`: somebody waits for the result, and is told of a TandemError; it is no bug."""
+        """`asked`: the caller waits for the result and gets a TandemError as such; it is no bug."""
         task = asyncio.create_task(work, name=name)
         self._running.add(task)
         task.add_done_callback(lambda ended: self._ended(ended, asked))
@@ -57,7 +57,7 @@ class Tasks:
 
 
 class Wakeup:
-    """Wakes everybody who waits. Look first, then wait: nothing can happen in between without an await."""
+    """Wakes every waiter. Look first, then wait: nothing can happen in between without an await."""
 
     def __init__(self) -> None:
         self._rung = asyncio.Event()
@@ -106,7 +106,7 @@ def has_ended(future: asyncio.Future[Any]) -> bool:
 
 
 async def cancel(task: asyncio.Future[Any]) -> None:
-    """Ends a task and waits until it has ended; what it raises then interests nobody any more."""
+    """Ends a task and waits until it has ended; what it raises then is of no interest any more."""
     task.cancel()
     if not task.done():
         await asyncio.wait({task})

@@ -148,7 +148,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     step_target_ms: Annotated[
         Annotated[float, Meta(ge=0, le=1e6)],
         about(
-            "how long the model should need for a step while somebody decodes: prompts get shorter "
+            "how long the model should need for a step while requests decode: prompts get shorter "
             "chunks beside decodes where this node needs longer "
             "([scheduler](scheduler.md#how-long-a-step-takes)); 0: no limit"
         ),

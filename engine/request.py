@@ -73,7 +73,7 @@ class Request:
 
     Tokens are plain counts kept beside the list, not properties over it: the step loop reads them for every
     running request. `num_computed_tokens` says how many leading tokens have their KV in this node's cache, and
-    the gap from there to `num_tokens_with_spec` is what is left to compute, be it a prompt, a decode or drafts.
+    the gap from there to `num_tokens_with_spec` is what is left to compute: a prompt, a decode or drafts.
     """
 
     __slots__ = (

@@ -15,7 +15,7 @@ from tandem.wire.tracing import Span, TracePhase, TransferRecord, TransferTrace
 
 # A step is two spans, so this is an answer of 2,000 tokens; what comes after it is counted.
 MAX_SPANS = 4096
-# A transfer ends by its lease at the latest. Nobody waits longer for the traces of more requests than this.
+# A transfer ends by its lease at the latest. Traces of at most this many requests wait for that.
 MAX_AWAITED = 64
 
 TraceOf = Callable[[str], TransferTrace | None]

@@ -101,7 +101,7 @@ TANDEM_INLINE Weighted partial(const Attention& a, const AttentionTask& task, in
   return {p, p + lanes, p + 2 * lanes};
 }
 
-// One block of a split request is done. Whoever finishes the last one merges all, in order.
+// One block of a split request is done. The thread that finishes the last one merges all, in order.
 inline void finish_block(const Attention& a, const AttentionTask& task, const Tile& tile) {
   if (__atomic_sub_fetch(&a.pending[task.pending], 1, __ATOMIC_ACQ_REL) != 0) return;
   __atomic_store_n(&a.pending[task.pending], task.blocks, __ATOMIC_RELAXED);  // for the next layer

@@ -155,7 +155,7 @@ def _run(command: Sequence[str]) -> str:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """One process at a time. Whoever holds it compiles, which has a deadline; one that dies lets go of it."""
+    """One process at a time. The holder compiles, which has a deadline; a holder that dies releases the lock."""
     import fcntl
 
     with path.open("w") as file:

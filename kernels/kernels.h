@@ -1,7 +1,7 @@
 // What the instruction-set units and the rest of the library share: plain structs and one table of functions.
 //
 // Each unit (portable, avx2, avx512, avx512bf16, amx) is compiled with its own flags. So nothing here may generate code: an
-// inline function compiled with AVX-512 flags could be the copy that the linker keeps for everybody.
+// inline function compiled with AVX-512 flags could be the copy that the linker keeps for all callers.
 #pragma once
 
 #include <stddef.h>

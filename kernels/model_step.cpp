@@ -257,7 +257,7 @@ void Model::run_layer(int index, int thread, Stopwatch& time) {
 
   rotate(thread, layer);
   time.lap(TANDEM_TIME_ROTARY);
-  // Nobody reads what the last layer makes of a chunk that wants no logits, except its K and V.
+  // Of the last layer of a chunk that wants no logits, only K and V are needed.
   if (selects && batch_.num_logit_rows == 0) return;
 
   attend(thread, layer, selects ? last_plan_ : plans_[static_cast<size_t>(layer.plan)]);

@@ -13,7 +13,7 @@ namespace tandem {
 
 class Team {
  public:
-  // One thread per entry; the first is whoever calls run(). Each stays on its core, unless that is negative.
+  // One thread per entry; the first is the caller of run(). Each stays on its core, unless that is negative.
   explicit Team(std::vector<int> cores);
   ~Team();
   Team(const Team&) = delete;

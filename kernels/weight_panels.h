@@ -69,7 +69,7 @@ void pack(const Linear& w, const WeightPart* parts, int count, bool interleave, 
 }
 
 // Where a product's tiles come from. Each hands out pair after pair. The first two read a panel from memory, and
-// fetch what comes a little later, if nobody has fetched it before.
+// fetch what comes a little later, if it was not fetched before.
 class PlainStream {
  public:
   PlainStream(const char* panel, bool fetches) : at_(panel), lines_(fetches ? kPair / 64 : 0) {}

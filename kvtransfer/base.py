@@ -21,7 +21,7 @@ connector calls `ConnectorContext.wake`, and the engine steps.
 
 An engine that plans ahead has begun the next step, up to `wait_for_save`, when it asks `get_finished` about this one
 and books it. But when `start_load_kv` begins a load, no step that was planned before is still under way: what a
-peer writes from there on nobody else does.
+peer writes from there on, nothing else does.
 
 **Two kinds of load.** A *handoff* brings the KV of all of a request's tokens and the token after them: one transfer between two
 nodes, once in a request's life. A *cached* load brings a part of a prefix that a connector has kept, and no token: one of the
@@ -145,7 +145,7 @@ class BlockGroup(Protocol):
 
 
 NULL_BLOCK_ID = 0
-"""Stands in a block table where a block is not kept (a sliding window has moved on). Nobody reads or writes it."""
+"""Stands in a block table where a block is not kept (a sliding window has moved on). It is never read or written."""
 
 
 class ConnectorMetadata:
@@ -301,7 +301,7 @@ class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     direction: Annotated[Literal["push", "pull"], about("`push` or `pull`")] = "push"
     lease_s: Annotated[
         Annotated[float, Meta(gt=0, le=MAX_LEASE_S)],
-        about("a prefill node holds blocks for this long when nobody renews the lease; at most 3600"),
+        about("a prefill node holds blocks for this long when the lease is not renewed; at most 3600"),
     ] = 10.0
     timeout_s: Annotated[
         Seconds, about("a decode node waits this long for one transfer, once the prompt is being computed")
@@ -481,7 +481,7 @@ class WorkerConnector(abc.ABC):
 
     def trace_of(self, request_id: str) -> TransferTrace | None:
         """What became of its transfer, and where the time went: asked once at most, when the transfer is over, from
-        the step thread. Nobody need ask, so what is kept for it has a bound."""
+        the step thread. It may never be asked for, so what is kept for it has a bound."""
         return None
 
     def shutdown(self) -> None:

@@ -44,7 +44,7 @@ class PartsOutput(WorkerMetadata):
 
 
 @dataclasses.dataclass(slots=True)
-class _Ended:
+class _EndedRequest:
     """A request that has ended, while some connectors keep its blocks."""
 
     keepers: set[int]
@@ -59,7 +59,7 @@ class MultiScheduler(SchedulerConnector):
         self._loaders: dict[
             str, tuple[int, bool]
         ] = {}  # which part was taken at its word, and whether it loads later
-        self._ended: dict[str, _Ended] = {}
+        self._ended: dict[str, _EndedRequest] = {}
 
     def bind_block_tables(self, tables: BlockTables) -> None:
         for part in self._parts:
@@ -155,7 +155,7 @@ class MultiScheduler(SchedulerConnector):
             index for index, part in enumerate(self._parts) if part.request_finished(request, block_ids)
         }
         if keepers:
-            self._ended[request.request_id] = _Ended(keepers)
+            self._ended[request.request_id] = _EndedRequest(keepers)
         return bool(keepers)
 
     def has_pending_work(self) -> bool:

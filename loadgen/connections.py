@@ -164,7 +164,9 @@ class _Connection(asyncio.Protocol):
             await self._ended
         finally:
             if not self._ended.done() or self._ended.cancelled():
-                self._open = False  # the rest of this answer is still to come: nobody else may read it
+                self._open = (
+                    False  # the rest of this answer is still to come: the connection must not be used again
+                )
             self._ended = self._sink = None
 
     # --- called by asyncio

@@ -1,7 +1,7 @@
 """The SHA-256 of files, computed once for as long as a file stays what it is.
 
 A file is the same while its device, inode, size and both times are: the kernel sets the second one at every write and
-nobody can set it back. The hub's cache names a large file after its SHA-256; that name is taken for it.
+it cannot be set back. The hub's cache names a large file after its SHA-256; that name is taken for it.
 """
 
 from __future__ import annotations

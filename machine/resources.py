@@ -54,7 +54,7 @@ def bind(threads: Iterable[int], cores: Collection[int]) -> None:
 
 
 def free_memory() -> int:
-    """Bytes that could be allocated now without pushing anybody out."""
+    """Bytes that could be allocated now without pushing any process out."""
     return min(_machine_available(), _cgroup_available())
 
 

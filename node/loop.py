@@ -77,7 +77,7 @@ class LoopHost(Protocol[ItemT]):
 
 class EngineLoop(Generic[T]):
     """Owns the step thread. An exception out of a step ends it: the engine's state is unknown then, and an
-    unknown state must not answer anybody. The host fails every request, and the node is replaced."""
+    unknown state must not answer a request. The host fails every request, and the node is replaced."""
 
     _IDLE_WAIT_S = 3600.0
     # A connector that could not say yet is asked this often, unless it wakes the loop before.

@@ -96,10 +96,10 @@ class Node:
             runner = self._load(progress, model_folder)
         info = runner.info
         mailbox: Mailbox[Item] = Mailbox()
-        planner: SchedulerConnector | None = None
-        mover: WorkerConnector | None = None
+        scheduler_half: SchedulerConnector | None = None
+        worker_half: WorkerConnector | None = None
         if config.transfer is not None or config.engine.cache.tiers:
-            planner, mover = self._make_connector(
+            scheduler_half, worker_half = self._make_connector(
                 ConnectorContext(
                     node_id=config.node_id,
                     epoch=self.epoch,
@@ -113,7 +113,7 @@ class Node:
                     groups=info.groups,
                 )
             )
-            self._refuse_role(info, mover)
+            self._refuse_role(info, worker_half)
         scheduler = Scheduler(
             config.engine.scheduler,
             config.engine.cache,
@@ -121,7 +121,7 @@ class Node:
             num_blocks=info.num_blocks,
             max_model_len=info.max_model_len,
             eos_token_ids=info.eos_token_ids,
-            connector=planner,
+            connector=scheduler_half,
             load_failure_policy=config.transfer.on_failure
             if config.transfer
             else LoadFailurePolicy.RECOMPUTE,
@@ -129,7 +129,7 @@ class Node:
         self._engine = Engine(
             scheduler,
             runner,
-            mover,
+            worker_half,
             ahead=config.engine.scheduler.plans_ahead(info.device),
             debug=config.engine.debug,
         )
@@ -151,7 +151,7 @@ class Node:
             role=self._rules.role,
             epoch=self.epoch,
             request_endpoint=channel.endpoint,
-            peer_endpoint=mover.peer_endpoint if mover is not None else "",
+            peer_endpoint=worker_half.peer_endpoint if worker_half is not None else "",
             model=config.engine.model.served_name or info.name,
             max_model_len=info.max_model_len,
             block_size=config.engine.cache.block_size,
@@ -159,10 +159,10 @@ class Node:
             tokenizer=info.tokenizer,
         )
 
-    def _refuse_role(self, info: ModelInfo, mover: WorkerConnector) -> None:
-        if self._rules.role is Role.AGGREGATED or not info.state_blocks or mover.hands_over_states:
+    def _refuse_role(self, info: ModelInfo, worker_half: WorkerConnector) -> None:
+        if self._rules.role is Role.AGGREGATED or not info.state_blocks or worker_half.hands_over_states:
             return
-        mover.shutdown()
+        worker_half.shutdown()
         raise ConfigurationError(
             f"{info.name} cannot be served with separate prefill and decode nodes by this connector: the model keeps recurrent "
             "states, which it does not hand over. Serve it with nodes that do both (--aggregated N), or take transfer.connector "

@@ -109,7 +109,7 @@ class Routers:
             self.tell_status(reply_to)
 
     def report(self) -> None:
-        """The status, for everybody who is not silent."""
+        """Sends the status to every router that is not silent."""
         for reply_to in self.known:
             self._lose_if_silent(reply_to)
             self.tell_status(reply_to)
@@ -120,7 +120,7 @@ class Routers:
                 self.report()
             except Exception:
                 # Its routers would give up a node of which they hear nothing, and the controller would not replace it.
-                logger.exception("the status was not told to everybody")
+                logger.exception("the status was not sent to every router")
 
     def _lose_if_silent(self, reply_to: str) -> None:
         with self._lock:

@@ -172,7 +172,7 @@ class TracingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     sample: Annotated[
         Annotated[float, Meta(ge=0, le=1)],
-        about("share of the requests that are traced although nobody asked"),
+        about("share of the requests that are traced although they did not ask for it"),
     ] = 0.0
     keep: Annotated[AtLeastOne, about("traces that `tandem trace` can show: the last ones")] = 64
     otlp_endpoint: Annotated[
@@ -221,7 +221,7 @@ class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None  # prompt and output together
     concurrent_requests: int | None = None
-    operator: bool = False  # may read the cluster's state, and everybody's traces
+    operator: bool = False  # may read the cluster's state, and all traces
 
     def mistake(self) -> str | None:
         """What cannot be meant, without the key itself: it may end in a log."""
@@ -298,11 +298,11 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = SamplingDefaults.MODEL
     max_failovers: Annotated[NotNegative, about("how often one request may go on elsewhere")] = 3
     api_keys: Annotated[
-        tuple[ApiKey, ...], about("who may ask, each with its quotas: [api](api.md#keys). Empty: everybody")
+        tuple[ApiKey, ...], about("who may ask, each with its quotas: [api](api.md#keys). Empty: everyone")
     ] = ()
     api_keys_file: Annotated[str | None, about("the same in a file: one key per line, or a JSON list")] = None
     cors_origins: Annotated[
-        tuple[str, ...], about("whose web pages may ask from a browser; `*` is everybody's")
+        tuple[str, ...], about("whose web pages may ask from a browser; `*` is any page")
     ] = ()
     limits: Limits = Limits()
     timeouts: Timeouts = Timeouts()

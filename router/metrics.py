@@ -127,7 +127,9 @@ class RouterMetrics:
         self.foreign_chunks = counter(
             "tandem_foreign_chunks", "Tokens from a node that the request is not on"
         )
-        self.stray_chunks = counter("tandem_stray_chunks", "Tokens of a request that nobody here wants")
+        self.stray_chunks = counter(
+            "tandem_stray_chunks", "Tokens of a request that this router does not know"
+        )
         self.traces_exported = counter("tandem_traces_exported", "Traces that a collector has taken")
         self.traces_dropped = counter("tandem_traces_dropped", "Traces that no collector took", "reason")
         self.running = Gauge(

@@ -35,7 +35,7 @@ ASSUMED_ANSWER_TOKENS = 256
 LEAST_ANSWER_TOKENS = 32
 
 
-class AnswerLengths:
+class AnswerLengthMeter:
     """How long answers are, as far as one can tell from those that have ended."""
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class NodeRateMeter:
     """Rates of one incarnation of a node, from the counters that it reports and from what requests saw.
 
     A prefill node's steps are prompts alone, so its counters give its rate. A decode node's steps mix prompts
-    with everybody's next token; how fast it reads prompts is only seen in requests that it prefilled itself.
+    with the next token of every running request; how fast it reads prompts is only seen in requests that it prefilled itself.
     """
 
     def __init__(self, role: Role) -> None:

@@ -5,9 +5,9 @@ TandemError
 │   ├── InvalidRequest          400
 │   ├── ContextLengthExceeded   400
 │   └── UnknownModel            404
-├── Unavailable             nobody can take it now; retry later                     503
+├── Unavailable             no node can take it now; retry later                    503
 │   ├── Overloaded
-│   └── NodeLost                the node died or stopped answering: somebody else may take it
+│   └── NodeLost                the node died or stopped answering: another may take it
 ├── DeadlineExceeded        it took longer than it was allowed to                   504
 ├── Cancelled               its owner no longer wants it                            499
 ├── TransferError           KV did not arrive, or arrived and did not verify        502

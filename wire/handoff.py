@@ -201,7 +201,7 @@ class RefusalCode(enum.StrEnum):
     INCOMPATIBLE = "incompatible"  # the fingerprints differ
     HANDSHAKE_FAILED = "handshake_failed"  # the transport could not reach the memory described
     HANDSHAKE_REQUIRED = "handshake_required"  # say Hello (again) first
-    FOREIGN = "foreign"  # the transfer is somebody else's
+    FOREIGN = "foreign"  # the transfer belongs to another node
     INVALID = "invalid"  # blocks out of range, counts that do not add up
     CONFLICT = "conflict"  # the same transfer was registered otherwise before
     OVERLOADED = "overloaded"  # too many registrations without a request

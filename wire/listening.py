@@ -1,7 +1,7 @@
 """Whether a process still listens at an address, asked without waiting and without its help.
 
 The kernel accepts connections for a process that is stuck, stopped or starved. So an address that accepts has its process,
-and the machine and the way to it are there: whoever waits for an answer waits rightly. One that refuses has lost its
+and the machine and the way to it are there: a caller that waits for an answer waits rightly. One that refuses has lost its
 process, or there is a firewall. One that does not answer at all has lost its machine, or the way between is cut. The
 last two are reasons enough to go on without it, and no proof that it has ended.
 """
@@ -68,14 +68,14 @@ class ListenerProbe:
         try:
             connection = socket.socket(family, socket.SOCK_STREAM)
         except OSError as error:
-            logger.warning("whether anybody listens at %s was not asked: %s", endpoint, error)
+            logger.warning("whether a process listens at %s could not be asked: %s", endpoint, error)
             return None
         connection.setblocking(False)
         connection.connect_ex(where)
         return _Attempt(connection, self._clock())
 
     def _drop_what_is_old(self) -> None:
-        """Nobody may ever ask about these addresses again."""
+        """These addresses may never be asked about again."""
         now = self._clock()
         self._accepted = {endpoint: until for endpoint, until in self._accepted.items() if now < until}
         for endpoint, attempt in list(self._attempts.items()):

@@ -11,14 +11,14 @@ from tandem.cluster.saving import as_json
 from tandem.wire.errors import ConfigurationError
 
 
-class Kept(msgspec.Struct, frozen=True):
+class KeptResults(msgspec.Struct, frozen=True):
     """What a folder has of an experiment: for people outcome.json, and beside it what the plots are made of."""
 
     outcome: ComparisonOutcome
     gaps: Gaps
 
 
-def keep(folder: Path, kept: Kept) -> None:
+def keep(folder: Path, kept: KeptResults) -> None:
     """Each file is whole at any moment: the old one until the new one is."""
     for name, content in (("outcome.json", kept.outcome), ("gaps.json", kept.gaps)):
         try:
@@ -31,12 +31,12 @@ def keep(folder: Path, kept: Kept) -> None:
             raise ConfigurationError(f"{folder / name} cannot be written: {error}") from error
 
 
-def resume(folder: Path, fresh: ComparisonOutcome) -> Kept:
+def resume(folder: Path, fresh: ComparisonOutcome) -> KeptResults:
     """What the folder has, if it is of the same experiment, else `fresh`. Raises ConfigurationError for a folder of
     another one: its figures are not to be mixed, nor thrown away."""
     file = folder / "outcome.json"
     if not file.exists():
-        return Kept(fresh, {})
+        return KeptResults(fresh, {})
     try:
         found = msgspec.json.decode(file.read_bytes(), type=ComparisonOutcome)
         gaps = msgspec.json.decode((folder / "gaps.json").read_bytes(), type=Gaps)
@@ -54,7 +54,7 @@ def resume(folder: Path, fresh: ComparisonOutcome) -> Kept:
     found.settings = fresh.settings
     found.command = fresh.command
     found.absences = [absence for absence in found.absences if absence.system not in fresh.titles]
-    return Kept(found, gaps)
+    return KeptResults(found, gaps)
 
 
 def _difference(found: ComparisonOutcome, fresh: ComparisonOutcome) -> str | None:

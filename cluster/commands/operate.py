@@ -51,7 +51,7 @@ def joined(address: str | None) -> Iterator[None]:
 
 
 async def told_of(work: Coroutine[Any, Any, T], say: Callable[[], None]) -> T:
-    """Says what is waited for, when it takes long enough for somebody to wonder."""
+    """Says what is waited for, when it takes long enough for an operator to wonder."""
     task = asyncio.ensure_future(work)
     done, _ = await asyncio.wait({task}, timeout=_WONDER_S)
     if not done:

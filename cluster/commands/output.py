@@ -11,7 +11,7 @@ from typing import TextIO
 
 
 class UnfailingOutput(io.TextIOBase):
-    """When nobody reads it any more (a closed pipe, a full disk, a terminal that is gone) it is silent: a service does
+    """When it is not read any more (a closed pipe, a full disk, a terminal that is gone) it is silent: a service does
     not end because its onlooker did."""
 
     def __init__(self, stream: TextIO) -> None:

@@ -129,6 +129,6 @@ def _reasons(view: ClusterView) -> list[tuple[str, str]]:
 
 
 def _phase(phase: str, restarts: int) -> str:
-    """One that keeps dying is ready most of the times that somebody looks."""
+    """A process that keeps dying is ready most of the times that one looks."""
     times = f", {restarts} times in a row" if restarts > 1 else ""
     return f"ready again{times}" if phase == "ready" else f"{phase}{times}"

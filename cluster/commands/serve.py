@@ -102,14 +102,14 @@ def serve(config: TandemConfig, where: ServeTarget) -> int:
             return 130
         finally:
             display.stop()
-            # Whoever is impatient now only leaves processes behind.
+            # A second signal now would only leave processes running.
             for number in (signal.SIGINT, *_ENDINGS):
                 signal.signal(number, signal.SIG_IGN)
             stop_ray()
 
 
 class _Interrupted(BaseException):
-    """A signal came before everything had started. No error of what it interrupts, so whoever handles those lets it go."""
+    """A signal came before everything had started. It is not an error of what it interrupts, so the handlers of such errors let it pass."""
 
 
 def _terminated(number: int, frame: FrameType | None) -> NoReturn:

@@ -114,7 +114,7 @@ def fetch_packaged(
 
 @contextmanager
 def _only_one(lock: Path, on_wait: Callable[[], None]) -> Iterator[None]:
-    """The lock goes with the process, so a killed one blocks nobody."""
+    """The lock goes with the process, so a killed one blocks no other."""
     with lock.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

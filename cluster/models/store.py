@@ -92,7 +92,7 @@ def local_model(name: str) -> Path | None:
             return path.resolve()
         if path.exists():
             raise ConfigurationError(f"model.path {name!r} is a file: name the folder it is in")
-    except (OSError, RuntimeError) as error:  # not ours to read, too long, somebody's home who is not there
+    except (OSError, RuntimeError) as error:  # not ours to read, too long, the home of an unknown user
         raise ConfigurationError(f"model.path {name[:200]!r} cannot be read: {error}") from error
     return None
 

@@ -67,7 +67,7 @@ class RayHosts:
         self._known: dict[str, KnownHost] | None = None  # as it is kept
         self._found: dict[str, MachineFacts] = {}
         self._asking: dict[str, asyncio.Task[None]] = {}
-        self._late: set[str] = set()  # nobody waits for their answers any more
+        self._late: set[str] = set()  # their answers are not waited for any more
         self._ask_after: dict[str, float] = {}
         self._complaints: dict[str, str] = {}  # said once
         self._returned: frozenset[str] = frozenset()
@@ -95,7 +95,7 @@ class RayHosts:
         return not host.slots or host.name in self._found
 
     async def _look(self) -> dict[str, Host]:
-        """What there is. Whoever is new is asked what it is made of, and keeps nobody waiting."""
+        """The machines that are there. A new one is asked what it is made of; the others do not wait for its answer."""
         if self._known is None:
             kept = await self._store.load()
             self._known = msgspec.msgpack.decode(kept, type=dict[str, KnownHost]) if kept else {}

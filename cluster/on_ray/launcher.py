@@ -92,7 +92,7 @@ class RayHandle:
             return False
 
     async def _kill(self, actor: Any) -> None:
-        """Asks Ray's control store, which may be away: nobody else waits for it meanwhile."""
+        """Asks Ray's control store, which may be away: only this caller waits for it."""
         try:
             await asyncio.to_thread(ray.kill, actor, no_restart=True)
         except RayError as error:

@@ -73,7 +73,7 @@ def hit(pid: int, started: int, number: int, wake_after_s: float | None) -> bool
         if started_at(pid) != started:
             return False
         if wake_after_s is not None:
-            # Before the signal, and as nobody's child: a stopped process must not depend on who stopped it.
+            # Before the signal, and detached: a stopped process must not depend on the one that stopped it.
             wake = f"sleep {wake_after_s:.3f}; kill -CONT {pid}"
             subprocess.run(
                 ["setsid", "--fork", "sh", "-c", wake],

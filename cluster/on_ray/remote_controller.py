@@ -66,7 +66,7 @@ async def create_controller(config: TandemConfig, *, own_ray: bool, detach: bool
         if (unended := await _left_without_a_controller()) is not None:
             if not detach:
                 raise Unavailable(
-                    "nodes run on this Ray cluster whose controller is gone, although nobody has ended them: `tandem serve "
+                    "nodes run on this Ray cluster whose controller is gone, although they were not ended: `tandem serve "
                     "--detach` takes them over, `tandem down` ends them"
                 )
             deployment = unended
@@ -87,7 +87,7 @@ async def create_controller(config: TandemConfig, *, own_ray: bool, detach: bool
 
 
 async def _left_without_a_controller() -> str | None:
-    """The id of a deployment that nobody has ended and that has processes left."""
+    """The id of a deployment that was not ended and that has processes left."""
     kept = await _LATEST.load()
     if kept is None or not await left_behind(but=CONTROLLER):
         return None
@@ -111,7 +111,7 @@ async def _record_end(deployment: str, why: str) -> None:
 
 
 class RemoteController:
-    """`make` makes the controller of this deployment anew, for the command that the deployment belongs to."""
+    """`make` makes this deployment's controller again, for the command that the deployment belongs to."""
 
     def __init__(self, actor: Any, deployment: str = "", make: Callable[[], Any] | None = None) -> None:
         self._actor = actor
@@ -143,7 +143,7 @@ class RemoteController:
     async def revive(self) -> None:
         actor = await asyncio.to_thread(_lookup)
         if actor is None and self._make is not None:
-            logger.warning("the controller is gone for good although nobody ended it: another one goes on")
+            logger.warning("the controller is gone for good although it was not ended: another one goes on")
             actor = await asyncio.to_thread(self._make)
         if actor is not None:
             self._actor = actor

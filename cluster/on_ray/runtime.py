@@ -27,7 +27,7 @@ _HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 
 _FRAME_HEADER, _TYPE, _SETTINGS = 9, 3, 4
 
 _ENVIRONMENT = {
-    # Ray listens on every interface, so nobody without the token may talk to it. Never left to its default.
+    # Ray listens on every interface, so a caller must have the token to talk to it. Never left to its default.
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
     # A node that asks Ray for no GPU still sees them: placement chooses the device.
@@ -39,7 +39,7 @@ _ENVIRONMENT = {
 
 class _ForkGroups:
     """Processes that are forked meanwhile get process groups of their own: a signal to our whole group, as `timeout`
-    and service managers send it, would end Ray before it is told to stop, and leave everybody waiting for it."""
+    and service managers send it, would end Ray before it is told to stop, and every process that needs it would wait."""
 
     def __init__(self) -> None:
         self._entered = False
@@ -99,7 +99,7 @@ def _job_config() -> Any:
 
 
 def connect_to_ray(address: str) -> None:
-    """To a cluster that runs already. Call it from the main thread. Fails within seconds where nobody answers."""
+    """To a cluster that runs already. Call it from the main thread. Fails within seconds where nothing answers."""
     ray = import_ray()
     if address == AUTO:
         address = _address_here()
@@ -146,7 +146,7 @@ def check_reachable(address: str) -> None:
         connection = socket.create_connection((host.strip("[]"), int(port)), _REACH_S)
     except (OSError, UnicodeError) as error:
         raise Unavailable(
-            f"nobody answers at {address} ({error}): is that the head of a Ray cluster, and is it up?"
+            f"nothing answers at {address} ({error}): is that the head of a Ray cluster, and is it up?"
         ) from error
     with connection:
         if os.environ.get("RAY_USE_TLS") != "1" and not _speaks_http2(connection):
@@ -186,7 +186,7 @@ def import_ray() -> ModuleType:
 
 
 def joined_ray() -> ModuleType:
-    """In a process that is part of a cluster already: its environment is what whoever started it says."""
+    """In a process that is part of a cluster already: its environment is the one that its parent gave it."""
     return importlib.import_module("ray")
 
 

@@ -14,7 +14,7 @@ from tandem.wire.requests import NodeStatus
 
 
 class Autoscaler:
-    """`changed` is to be told of every change of a pool, whoever asked for it: what was measured before it says
+    """`changed` is to be told of every change of a pool, whatever caused it: what was measured before it says
     nothing of the pool that there is now."""
 
     def __init__(

@@ -72,7 +72,7 @@ def decide(
     slo: SloConfig,
     config: AutoscalingConfig,
 ) -> Resize | None:
-    """`changed_at`: when pools last changed, by anybody's wish. What was measured before that is of another pool."""
+    """`changed_at`: when pools last changed, for whatever reason. What was measured before that is of another pool."""
     if not all(pool.is_settled for pool in pools):
         return None
     since = changed_at + config.settle_s
@@ -196,7 +196,7 @@ def _demand(load: PoolLoad, slo: SloConfig) -> float:
     and blocks are shared out, and a step takes at most as much longer as it has more to do."""
     shares = [load.blocks / BLOCKS_LIMIT]
     if load.reads_prompts and not load.writes_tokens:
-        shares.append(load.busy)  # whoever writes computes all the time, for one answer or for fifty
+        shares.append(load.busy)  # a decode node computes all the time, for one answer or for fifty
     if load.writes_tokens:
         shares.append(load.step_s / slo.inter_token_s)
     return load.nodes * max(shares)

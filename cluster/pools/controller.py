@@ -137,7 +137,7 @@ class Controller:
         return [node for node in self._fleet.nodes.values() if node.config.role is not Role.PREFILL]
 
     def _is_answering(self) -> bool:
-        """False: it may still come to that. Raises Unavailable as soon as it will not, whoever else still starts."""
+        """False: it may still come to that. Raises Unavailable as soon as it will not, whatever else is still starting."""
         router = self._fleet.routers.get(HEAD_ROUTER)
         if router is not None and router.phase is ProcessPhase.LEFT_OUT:
             raise Unavailable(f"the router cannot start: {router.detail}")
@@ -181,7 +181,7 @@ class Controller:
         return lines
 
     def _left_out(self, wanted: dict[Role, int]) -> list[str]:
-        """Who may be tried again. Of a pool that shrinks, whoever was left out is the first to go."""
+        """The nodes that may be tried again. When a pool shrinks, its left-out nodes go first."""
         names = list(self._fleet.routers)
         for role, size in wanted.items():
             staying = self._pools.state.staying(role)
@@ -306,7 +306,7 @@ class Controller:
 
     def _check_writers(self, new: ClusterState) -> None:
         if self._wanted_writers(new) < 1:
-            raise ConfigurationError("nobody could write answers: keep at least 1 decode or aggregated node")
+            raise ConfigurationError("no node could decode: keep at least 1 decode or aggregated node")
 
     def _check_room(self, new: ClusterState) -> None:
         """Of a machine that offers no places, so that it takes whatever it is asked to."""

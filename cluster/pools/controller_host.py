@@ -31,12 +31,12 @@ _encode = msgspec.msgpack.Encoder().encode
 class ClusterStage(enum.StrEnum):
     STARTING = "starting"
     SERVING = "serving"  # a request that is sent now is answered
-    FAILED = "failed"  # it could not start, and does not answer yet; or nobody mends it any more
+    FAILED = "failed"  # it could not start, and does not answer yet; or it is not mended any more
     STOPPED = "stopped"
 
 
 class ClusterAccount(msgspec.Struct, frozen=True):
-    """How far the cluster is, and what has happened since the last time that somebody asked."""
+    """How far the cluster is, and what has happened since it was last asked."""
 
     stage: ClusterStage
     happened: list[LoggedEvent]
@@ -151,8 +151,8 @@ class ControllerHost:
             self._platform.restart()
 
     async def _start(self) -> None:
-        """Who starts a cluster ends it when it cannot start. A controller that came back to one has nobody who would:
-        its nodes and machines are looked after as ever, and it serves as soon as they can."""
+        """The command that starts a cluster ends it when it cannot start. A controller that came back to one has no such
+        command: it looks after its nodes and machines as ever, and serves as soon as they can."""
         try:
             await self._deployment.start()
         except TandemError as error:
@@ -233,7 +233,7 @@ class ControllerHost:
         return self._stage is ClusterStage.SERVING and await self._deployment.drain()
 
     async def end(self, why: str) -> None:
-        """Records the end, then ends every node and router. Idempotent. Somebody has decided this: where it cannot be
+        """Records the end, then ends every node and router. Idempotent. The end was decided: where it cannot be
         recorded, it is done all the same."""
         if self._ending is None:
             self._ending = ClusterEnd(time.time(), why)

@@ -61,7 +61,7 @@ class Deployment:
                 return await self._first_health()
 
     async def failed(self) -> str:
-        """Returns when nobody mends it any more, with the reason."""
+        """Returns when the deployment is not mended any more, with the reason."""
         return await self.controller.failed()
 
     async def _first_health(self) -> None:

@@ -1,4 +1,4 @@
-"""What happened in the cluster, numbered, for whoever wants to follow it from another process."""
+"""What happened in the cluster, numbered, so that another process can follow it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class EventLog:
         self._kept: dict[int, LoggedEvent] = {}
         self._progress: dict[
             str, int
-        ] = {}  # the number of a name's latest progress: an older one interests nobody
+        ] = {}  # the number of a name's latest progress: an older one is of no interest
         self._news = asyncio.Event()  # set once, for those who wait now; who comes later waits for the next
         self.latest = 0
 
@@ -67,7 +67,7 @@ class EventLog:
         self.wake()
 
     def wake(self) -> None:
-        """Lets everybody who waits look again."""
+        """Lets every waiter look again."""
         self._news.set()
         self._news = asyncio.Event()
 

@@ -30,7 +30,7 @@ from tandem.router.config import RouterConfig
 from tandem.wire.errors import ConfigurationError
 from tandem.wire.nodes import Role
 
-# Where cores do not divide evenly, whoever reads prompts gets the odd one: it computes, the others mostly wait for memory.
+# Where cores do not divide evenly, the prefill node gets the odd one: it computes, the others mostly wait for memory.
 _ROLE_ORDER = (Role.PREFILL, Role.DECODE, Role.AGGREGATED)
 
 
@@ -152,7 +152,7 @@ def _choose_cores(
     role: Role,
     threads: int | None,
 ) -> tuple[int, ...] | None:
-    """Cores that nobody has, then those with the fewest nodes. A pool that asks for a number gets that many of its
+    """Free cores, then those with the fewest nodes. A pool that asks for a number gets that many of its
     own, or none at all."""
     if not cores:
         return ()
@@ -169,7 +169,7 @@ def _choose_cores(
 
 
 def _free_seat(seats: Sequence[Seat], taken: Sequence[NodePlacement], role: Role) -> int:
-    """The size of the largest seat of this role that nobody has; of the smallest seat, when all are taken."""
+    """The size of the largest free seat of this role; of the smallest seat, when all are taken."""
     sizes = sorted((size for seat, size in seats if seat is role), reverse=True)
     for placement in taken:
         if placement.slot is role and len(placement.cores) in sizes:
@@ -299,4 +299,4 @@ class ThisMachine:
         await asyncio.sleep(timeout_s)
 
     async def want(self, slots: dict[Role, int]) -> None:
-        """Nobody can add machines here."""
+        """No machines can be added here."""

@@ -30,11 +30,11 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _DECISIONS_KEPT = 20
-_LOOK_AGAIN_S = 5.0  # at the machines, although nobody said that they changed
+_LOOK_AGAIN_S = 5.0  # at the machines, although no change was announced
 
 
 class Reconciler:
-    """`state` is replaced through `keep` alone, by whoever holds `writing`. Everything is kept before it is done."""
+    """`state` is replaced through `keep` alone, with `writing` held. Everything is kept before it is done."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class Reconciler:
             self.note(f"serves {self._config.model.path} as of commit {commit}")
 
     async def _machines_of(self, known: ClusterState) -> list[Host]:
-        """Those that nodes run on may take a while to be seen again, when all of Ray's head was started anew."""
+        """After a restart of Ray's head, the machines that nodes run on may take a while to be seen again."""
         needed = {record.placement.host for record in known.nodes if record.placement is not None}
         deadline = self._clock.now() + self._config.timeouts.unresponsive_s
         while True:

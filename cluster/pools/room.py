@@ -18,7 +18,7 @@ from tandem.wire.nodes import Role
 _MIB = 1 << 20
 _GIB = 1 << 30
 
-# At the very least, so that nobody is refused who could have been served. A node: an interpreter, torch, transformers
+# The least that they need, so that no cluster is refused that could have served. A node: an interpreter, torch, transformers
 # and Ray's worker, without weights and cache. Around the nodes: Ray, the controller, a router.
 NODE_BYTES = 384 * _MIB
 AROUND_BYTES = 512 * _MIB

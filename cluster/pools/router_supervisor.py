@@ -33,7 +33,7 @@ class RouterSupervisor(ProcessSupervisor[RouterHandle, str]):
         return self.url
 
     def _may_leave_out(self) -> bool:
-        """Without a router nobody is served. One that has worked will work again, when its port is let go or the
+        """Without a router no request is served. One that has worked will work again, when its port is let go or the
         machine has memory again; one that never did is a mistake to be told of."""
         return not self.url
 
@@ -59,9 +59,7 @@ class RouterSupervisor(ProcessSupervisor[RouterHandle, str]):
                 if silence.seconds >= timeouts.unresponsive_s:
                     serves = await self._around.witnesses.of_router(handle, self.config.inbox_host)
                     if serves is False:
-                        return (
-                            f"it has not answered for {silence.seconds:.0f} s, and nobody hears it: {error}"
-                        )
+                        return f"it has not answered for {silence.seconds:.0f} s, and no node or client hears it: {error}"
                     who = "clients and nodes hear it" if serves else "no node can be asked about it"
                     if who != said:
                         self._events.trouble(

@@ -105,7 +105,7 @@ class ProcessSupervisor(abc.ABC, Generic[H, Ready]):
 
     @property
     def keeps_dying(self) -> bool:
-        """It has been ready often enough: nobody can wait until it is again, and stays."""
+        """It has been ready, and has failed again, too often: waiting until it is ready and stays so is in vain."""
         return (
             self.phase in (ProcessPhase.STARTING, ProcessPhase.RESTARTING)
             and self.restarts >= MAX_START_FAILURES
@@ -115,7 +115,7 @@ class ProcessSupervisor(abc.ABC, Generic[H, Ready]):
         await self._settled.wait()
 
     async def run(self) -> None:
-        """Once more after it was left out: everything is tried anew."""
+        """Starts it again after it was left out, with a fresh count of restarts."""
         failures = 0
         self._enter(ProcessPhase.STARTING, self.detail)
         while True:

@@ -65,7 +65,7 @@ class Witnesses:
 
 class Silence:
     """How long a process has not answered, as far as the controller was there to hear it: while its own process
-    stands still, nobody is silent."""
+    stands still, no process counts as silent."""
 
     def __init__(self, clock: Clock, longest_look_s: float) -> None:
         self._clock = clock

@@ -22,7 +22,7 @@ class StaticProvider(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     head_ip: str
     external_head_ip: str | None = None  # where the head is reached from outside, if not at head_ip
     stop_command: str = "ray stop"
-    ssh: SshSettings | None = None  # from `auth`; nobody writes it
+    ssh: SshSettings | None = None  # from `auth`; not to be written
     use_internal_ips: bool = False
     disable_node_updaters: bool = False
     disable_launch_config_check: bool = True

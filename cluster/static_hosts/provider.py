@@ -200,7 +200,7 @@ class StaticHostsProvider(NodeProvider):  # type: ignore[misc]
         self._store.update(lambda record: without_nodes(record, [node.node_id for node in nodes]))
 
     def _drain(self, nodes: Collection[LaunchRecord]) -> None:
-        """What runs there is finished first, as long as somebody is there to see to it."""
+        """What runs there is finished first, as long as the controller is there to see to it."""
         heads = self._store.last_read().matching({TAG_RAY_NODE_KIND: NODE_KIND_HEAD})
         if not nodes or not heads:
             return

@@ -1,7 +1,7 @@
 """Which hosts a static cluster has, and which Ray node each of them is now. Pure: a record in, a record out.
 
-One record per cluster, kept on the head's host (`store`). Whoever asks, the autoscaler on the head or
-`ray down` on somebody's laptop, reads and changes that one, so they cannot disagree about what runs where.
+One record per cluster, kept on the head's host (`store`). Every program that asks, the autoscaler on the head or
+`ray down` on a laptop, reads and changes that one, so they cannot disagree about what runs where.
 """
 
 from __future__ import annotations

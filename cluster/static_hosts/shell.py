@@ -43,7 +43,7 @@ class Shell(Protocol):
 def ssh_command(settings: SshSettings, address: str, script: str) -> list[str]:
     """ssh's arguments. The host's login shell may be anything, so the script is handed to sh."""
     options = [
-        "BatchMode=yes",  # a question would wait for ever: nobody sits there
+        "BatchMode=yes",  # a question would wait for ever: there is no terminal
         f"ConnectTimeout={CONNECT_TIMEOUT_S}",
         "ServerAliveInterval=5",
         "ServerAliveCountMax=3",

@@ -1,4 +1,4 @@
-"""Where a cluster's record is kept: in one file on the head's host, changed under one lock by everybody.
+"""Where a cluster's record is kept: in one file on the head's host, changed by every program under one lock.
 
 On the head the file is simply opened. From anywhere else it is read over ssh, and written only if it is still
 what was read: a change that met another one is made again on top of it.

@@ -128,7 +128,7 @@ class GroupManager(abc.ABC):
             self._num_cached[request_id] = valid
 
     def quarantine(self, request_id: str, blocks: frozenset[int]) -> None:
-        """Cuts the table off before the first of `blocks`, which become nobody's; the others behind it are released."""
+        """Cuts the table off before the first of `blocks`, which then have no owner; the others after it are released."""
         table = self.tables.get(request_id, [])
         first = next((i for i, block in enumerate(table) if block in blocks), None)
         if first is None:

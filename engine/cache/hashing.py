@@ -133,7 +133,7 @@ class CborBlockHasher(BlockHasher):
 
 
 def make_block_hasher(algorithm: HashAlgorithm, block_size: int, seed: str | None) -> BlockHasher:
-    """With a seed the root is its digest; without one nobody outside this process can foretell a hash."""
+    """With a seed the root is its digest; without one a hash cannot be foretold outside this process."""
     digest: Digest
     if algorithm in (HashAlgorithm.SHA256, HashAlgorithm.SHA256_CBOR):
         digest = _sha256

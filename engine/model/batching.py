@@ -144,7 +144,7 @@ def _places_of_unread(
     where[unread.rows] = np.arange(len(unread.rows))
     sources = where[row_of_token[places]]
     if (sources < 0).any():
-        raise InternalError("a step computes a token that nobody has sampled")
+        raise InternalError("a step computes a token that was not sampled")
     return places, sources
 
 

@@ -102,7 +102,7 @@ def choose_dtype(wanted: str, source: ModelSource, config: Any) -> torch.dtype:
     """With auto, the checkpoint's own."""
     if wanted == "auto":
         if source.gguf_file is not None:
-            # Its weights have fewer bits than bfloat16 keeps, unless somebody stored them in full.
+            # Its weights have fewer bits than bfloat16 keeps, unless they were stored in full.
             return torch.bfloat16
         declared = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None)
         dtype = declared if isinstance(declared, torch.dtype) else _stored_dtype(source)
@@ -184,7 +184,7 @@ def context_length(config: Any, wanted: int | None) -> int:
 
 def _yarn_range(text: Any, trained: int | None) -> int | None:
     """To what length YaRN stretches a model that says the length it had before: some are published so, and stretched
-    by whoever needs it."""
+    by what needs it."""
     rope = getattr(text, "rope_parameters", None) or {}
     factor, original = rope.get("factor"), rope.get("original_max_position_embeddings")
     if rope.get("rope_type") != "yarn" or not factor or original != trained:

@@ -31,8 +31,8 @@ class DecodeInputs:
     """Tensors that stay where they are, for `size` requests of one token each.
 
     Rows beyond a step's requests pad. Such a row is a token 0 at position 0 with a context of itself; it lies in the
-    null block, to which zeros are written in its place: nobody reads anything from there, and what is
-    read beside somebody's own must still be a number.
+    null block, to which zeros are written in its place. No result is taken from there, and what is
+    read together with a request's own rows must still be a number.
     """
 
     def __init__(

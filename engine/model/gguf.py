@@ -66,7 +66,7 @@ class Metadata:
 
 
 def loading_options(source: ModelSource, config: Any) -> dict[str, Any]:
-    """What transformers must be told besides the folder. Of a file it would read the configuration anew."""
+    """What transformers must be told besides the folder. Given only the file, it would read the configuration again."""
     return {
         "config": config,
         "gguf_file": source.gguf_file,

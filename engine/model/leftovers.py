@@ -26,7 +26,7 @@ _HARMLESS = [
     r"(^|\.)(attn|attention)\.(masked_)?bias$",
     # Scales of a KV cache in eight bits. Ours is in the model's own dtype, or rounds to FP8 without scales.
     r"\.(self_attn|attn|attention)\.([kv]_proj\.)?[kv]_scale$",
-    # Guesses of further tokens, which are checked against the model in any case; nobody here makes them.
+    # Guesses of further tokens, which are checked against the model in any case; no such guesses are made here.
     r"(^|\.)mtp(_layers)?\.",
     # What reads pictures and sound. No request has any.
     r"(^|\.)(vision|visual|audio|speech)(_\w+)?\.",

@@ -23,7 +23,7 @@ _MIB = 1 << 20
 
 
 def available_bytes(device: torch.device) -> int:
-    """What could be allocated now without pushing anybody out."""
+    """What could be allocated now without pushing any process out."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return free_memory()

@@ -15,7 +15,7 @@ def cut_for_logits(
 ) -> list[dict[str, int]]:
     """How many tokens of whom each pass computes. `every_row` are rows of requests whose tokens all want logits.
 
-    What those have too much goes first, piece by piece; everything else, and everybody's last token, is in the last
+    What those have too much goes first, piece by piece; everything else, and the last token of every request, is in the last
     pass. That a prompt's chunk is cut anywhere changes nothing about its result.
     """
     wanting = [req_id for req_id in num_scheduled if requests.row(req_id) in every_row] if every_row else []

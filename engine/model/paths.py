@@ -122,7 +122,7 @@ def load_general(
     from tandem.engine.model.fused.find import fuse
     from tandem.engine.model.general import load_model
     from tandem.engine.model.probe import probe_attention
-    from tandem.engine.model.recurrent.layout import StateStore
+    from tandem.engine.model.recurrent.layout import LayerStates
     from tandem.engine.model.transformers_forward import TransformersForward
 
     model = load_model(source, config, dtype, device, progress)
@@ -147,7 +147,7 @@ def load_general(
         attention = _choose_attention(kv_cache, plan, probed.layers, shape, pieces, model.dtype)
         if mixers is not None:
             # Each step takes its rows apart by itself, so it is not recorded.
-            states = StateStore(kv_cache, mixers.layout)
+            states = LayerStates(kv_cache, mixers.layout)
             return TransformersForward(model, attention, mixers.num_layers, mixers, states)
         forward = TransformersForward(model, attention, len(probed.layers))
         if device.type != "cuda":

@@ -120,7 +120,7 @@ def read_plain_config(content: dict[str, Any]) -> PlainConfig | None:
     if kind == "qwen3" and written.head_dim is None:
         return None
     if kind == "mistral" and (written.sliding_window is UNSET or written.layer_types is not UNSET):
-        return None  # with kinds of layers, be it none, it is another type
+        return None  # `layer_types` is there, even if empty: not one of the plain types
     if kind == "llama" and written.sliding_window:
         return None
     if written.layer_types and len(written.layer_types) != written.num_hidden_layers:

@@ -62,7 +62,7 @@ class PageMaker:
                     end = min(self._wanted, self._made + PIECE_BYTES)
                 self._make(end)
         except OSError as error:
-            # An older kernel, or no memory for pages that nobody has asked for yet: then they are made when touched.
+            # An older kernel, or no memory for pages that were not asked for yet: then they are made when touched.
             log.debug("pages of the KV cache are not made ahead: %s", error)
 
     def _make(self, end: int) -> None:

@@ -3,7 +3,7 @@
 A short prompt goes through the model with an attention function that records how each layer calls it and
 compares what our kernel makes of the call with what the model's own eager attention makes of it. So nothing
 needs to be known about an architecture beforehand, and one whose attention is more than keys, values, a window,
-soft-capping and sinks is noticed before it serves anybody.
+soft-capping and sinks is noticed before it serves a request.
 """
 
 from __future__ import annotations

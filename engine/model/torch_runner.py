@@ -115,7 +115,7 @@ class TorchRunner:
             return started
 
     def _unreported_prompts(self) -> set[int]:
-        """Rows whose prompt's log-probabilities are still to come. With the first token they have been told, be it
+        """Rows whose prompt's log-probabilities are still to come. With the first token they have been reported, even if
         by us before a preemption or by another node."""
         known, prompts = self._requests.num_tokens, self._requests.num_prompt_tokens
         return {row for row in self._table.prompt_logprobs if known[row] == prompts[row]}

@@ -16,7 +16,7 @@ from tandem.engine.model.attention.interface import (
 )
 from tandem.engine.model.batch import Batch
 from tandem.engine.model.fused.find import take_rotary
-from tandem.engine.model.recurrent.layout import StateStore
+from tandem.engine.model.recurrent.layout import LayerStates
 from tandem.engine.model.recurrent.mixers import (
     Mixers,
     OwnCache,
@@ -39,7 +39,7 @@ class TransformersForward:
         attention: PagedAttention,
         num_layers: int,
         mixers: Mixers | None = None,
-        states: StateStore | None = None,
+        states: LayerStates | None = None,
     ) -> None:
         self._model = model
         self.attention = attention

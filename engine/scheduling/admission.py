@@ -26,7 +26,7 @@ class _Prefix:
 class _Verdict(enum.Enum):
     ADMITTED = enum.auto()
     NEXT = enum.auto()  # not this one, but maybe the next
-    FULL = enum.auto()  # nobody else in this step
+    FULL = enum.auto()  # no other request in this step
 
 
 class AdmissionPhase:
@@ -151,7 +151,7 @@ class AdmissionPhase:
 
     def _allocate(self, request: Request, num_new: int, prefix: _Prefix, step: StepPlan) -> bool:
         while not self._try_allocate(request, num_new, prefix):
-            # While somebody runs, blocks will come back. When nobody does, others in line may hold what the
+            # While a request runs, blocks will come back. When none does, others in line may hold what the
             # head needs, each waiting for the next: the least urgent gives way.
             if self._state.running:
                 return False

@@ -61,7 +61,7 @@ def _check_placeholders(state: SchedulerState, request: Request) -> None:
         return
     step, request_id = state.open_step, request.request_id
     if step is None or request_id not in step.num_scheduled_tokens or request_id in step.void_req_ids:
-        raise InternalError(f"{request!r} waits for a token that nobody computes")
+        raise InternalError(f"{request!r} waits for a token that no step computes")
     if request.num_output_placeholders > 1 or request.num_tokens + 1 > request.length_limit:
         raise InternalError(f"{request!r} waits for more tokens than a step samples")
 

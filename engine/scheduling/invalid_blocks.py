@@ -1,4 +1,4 @@
-"""Blocks whose load went wrong after somebody had begun to use them."""
+"""Blocks whose load went wrong after requests had begun to use them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tandem.wire.requests import TokenChunk
 
 class InvalidBlocks:
     """What is computed from a wrong block is wrong itself. So a request goes back to its first wrong block, all
-    that it computed behind it is wrong too, and so on to whoever shares any of that by the prefix cache."""
+    that it computed after it is wrong too, and so is every request that shares any of that through the prefix cache."""
 
     def __init__(self, state: SchedulerState, lifecycle: Lifecycle) -> None:
         self._state = state

@@ -54,7 +54,7 @@ class Lifecycle:
             )
 
     def preempt(self, request: Request) -> None:
-        """A running request, already out of `running`, gives up its blocks and is computed anew later."""
+        """A running request, already out of `running`, gives up its blocks and is computed again later."""
         self._state.cache.free(request)
         request.num_computed_tokens = 0
         self._line_up_again(request)
@@ -77,8 +77,8 @@ class Lifecycle:
         state.waiting.put_back(request)
 
     def take_blocks_of_waiting(self, besides: Request) -> bool:
-        """The least urgent of the others in line that hold KV loses it: somebody can't run otherwise. False when
-        nobody holds any."""
+        """The least urgent of the others in line that hold KV loses it, so that another request can run. False when
+        none holds any."""
         state = self._state
         holder = state.waiting.least_urgent_holder(besides)
         if holder is None:
@@ -108,7 +108,7 @@ class Lifecycle:
         return [request.request_id for request in found]
 
     def end(self, request: Request, status: RequestStatus) -> None:
-        """The one place where a request ends. Whoever calls takes it out of `running` or `waiting`.
+        """The one place where a request ends. The caller takes it out of `running` or `waiting`.
 
         Its blocks stay its own while the connector is asked, and go on being so if the connector says so:
         then `release` gives them back.
@@ -117,7 +117,7 @@ class Lifecycle:
         request_id = request.request_id
         request.status = status
         request.spec_token_ids = []
-        # Nobody is to begin from what may turn out void, or to be told of it.
+        # No other request may begin from what may turn out void, and no event may announce it.
         request.num_computed_tokens = max(request.num_computed_tokens - leave_steps(state, request), 0)
         state.cache.forget_uncomputed(request)
         del state.requests[request_id]

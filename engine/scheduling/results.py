@@ -99,7 +99,7 @@ class ModelResults:
         state = self._state
         if isinstance(error, InvalidLogits):
             state.totals.model_errors += 1
-            # Whatever spoilt it may lie in its KV. Nobody else shall begin from that.
+            # Whatever spoilt it may lie in its KV. No other request may begin from that.
             tables = state.cache.block_ids(request.request_id)
             state.forget_blocks({block for table in tables for block in table if block != NULL_BLOCK_ID})
             # The connector is asked about its blocks, and must not take for computed what is wrong.

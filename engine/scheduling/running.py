@@ -68,7 +68,7 @@ class RunningPhase:
         self, request: Request, num_new: int, index: int, step: StepPlan
     ) -> tuple[Tables | None, int, int]:
         """Blocks for the request, preempting others for as long as there are too few; None when it was preempted
-        itself, or nobody may be, which ends the step's first half. Then its index among those that are left, and the tokens that
+        itself, or none may be, which ends the step's first half. Then its index among those that are left, and the tokens that
         victims had been given in this step."""
         state, regained = self._state, 0
         while True:
@@ -76,7 +76,7 @@ class RunningPhase:
             if blocks is not None:
                 return blocks, index, regained
             if state.open_step is not None:
-                # The step that runs may end somebody. Before that is known nobody loses what it has computed.
+                # The step that runs may end a request. Until that is known, no request loses what it has computed.
                 step.ran_short = True
                 return None, index, regained
             victim_index = state.policy.victim(state.running)

@@ -93,7 +93,7 @@ class Scheduler:
         self._transfers = TransferResults(self._state, self._lifecycle)
         self._results = ModelResults(self._state, self._lifecycle)
         self._pace = Pace(config.step_target_ms)
-        # For whoever makes requests, so that their prompts are hashed outside the step.
+        # For the makers of requests, so that prompts are hashed outside the step.
         self.block_hasher: BlockHasher | None = None
         if caching:
             self.block_hasher = make_block_hasher(
@@ -135,7 +135,7 @@ class Scheduler:
         budget = 0 if paused else state.config.max_num_batched_tokens
         step = StepPlan(budget, prompt_budget=self._budget_of_prompts(budget))
         self._running_phase.plan(step)
-        # Whoever is admitted while others lose their blocks would only take them for a moment.
+        # A request admitted while others lose their blocks would keep its own only for a moment.
         if not (step.preempted or step.ran_short) and state.pause is PauseState.UNPAUSED:
             self._admission_phase.plan(step)
         output = self._output_of(step)
@@ -148,7 +148,8 @@ class Scheduler:
         return output
 
     def _budget_of_prompts(self, budget: int) -> int:
-        """Of a step's budget: all of it, unless somebody who waits for one token would wait for too many of others."""
+        """The prompt tokens this step may compute: its whole budget, or fewer while requests are decoding, so that one step
+        stays under `step_target_ms`."""
         state, fitting = self._state, self._pace.tokens
         if fitting >= budget or not state.config.chunked_prefill:
             return budget

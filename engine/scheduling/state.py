@@ -18,7 +18,7 @@ from tandem.kvtransfer.base import LoadFailurePolicy, SchedulerConnector
 
 class PauseState(enum.IntEnum):
     UNPAUSED = 0
-    PAUSED_NEW = 1  # what runs goes on, nobody is admitted
+    PAUSED_NEW = 1  # what runs goes on, no request is admitted
     PAUSED_ALL = 2  # nothing is computed; transfers and cancellations go on
 
 

@@ -35,7 +35,7 @@ class SchedulerStats(Totals, kw_only=True):
     waiting: int  # in line, passed over, or waiting for their KV
     blocked: int  # of these: waiting for their KV or another event
     waiting_tokens: int  # prompt tokens not yet computed, of everything that is queued or running
-    free_blocks: int  # cached ones that nobody uses included
+    free_blocks: int  # cached ones without a user included
     cached_blocks: int  # that a prefix can be found in, used or not
     total_blocks: int  # without the null block
     held_blocks: int  # of finished requests, until the connector lets go of them

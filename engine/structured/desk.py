@@ -1,4 +1,4 @@
-"""Requests that wait until their grammar is compiled, while everybody else goes on."""
+"""Requests that wait until their grammar is compiled, while all others go on."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class GrammarReady(msgspec.Struct, frozen=True):
 class GrammarDesk:
     """Everything but its threads' own work happens in the step thread. Each request that `begin` took is answered
     once: by a GrammarReady, by `overdue`, or by `forget`, whichever is first. Its grammar is compiled only if none of the
-    latter came before its turn: too many at once cost those that are too late, and not everybody who comes after them."""
+    latter came before its turn: when too many arrive at once, those that are too late fail, not every one after them."""
 
     def __init__(
         self, grammars: Grammars | None, timeout_s: float, tell: Callable[[GrammarReady], None]
@@ -81,7 +81,7 @@ class GrammarDesk:
         while (work := self._work.get()) is not None:
             request_id, grammar = work
             if request_id not in self._deadlines:
-                continue  # nobody waits for it any more, and others do
+                continue  # its requests have ended, and others wait
             self._tell(GrammarReady(request_id, self._attempt(grammar)))
 
     def _attempt(self, grammar: str) -> TandemError | None:

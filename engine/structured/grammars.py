@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 _KEPT = 256
-# What one grammar may cost: a step is everybody's, so what needs more ends the request, not the others' rhythm. The
+# What one grammar may cost. All requests share a step, so a grammar that needs more ends its request and delays no other. The
 # costliest that passes takes tens of milliseconds once; schemas as people write them take a fraction of one.
 _LIMITS = {"initial_lexer_fuel": 200_000, "step_lexer_fuel": 20_000, "step_max_items": 5_000}
 _WORD = 32

@@ -1,8 +1,8 @@
 """The NCCL connector: KV blocks move by torch.distributed, point to point; by gloo where the cache is in host memory.
 
 There is no world that every node has to be in. Two nodes that have something to transfer make a process group of two,
-when they first need it; it ends when either leaves. What is to be sent is announced first, so that nobody waits in a
-receive, and on a device no kernel does, for something that may never come.
+when they first need it; it ends when either leaves. What is to be sent is announced first, so that no thread waits in a
+receive, and no kernel on a device, for something that may never come.
 
 options    `transfer.options`
 messages   what the two ends of a pair say to each other, beside the bytes

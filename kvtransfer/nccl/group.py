@@ -1,7 +1,7 @@
 """torch.distributed: a process group of two, with a deadline for everything, and errors translated into ours.
 
 Nothing else in Tandem uses torch.distributed. No default group is ever made: groups are values here, and one that
-breaks harms nobody else.
+breaks harms no other.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Group:
             self._group.recv([data], self._peer, DATA_TAG).wait(timedelta(seconds=timeout_s))
 
     def abort(self) -> None:
-        """Whoever waits in this group raises at once. Any thread."""
+        """Every thread that waits in this group raises at once. Callable from any thread."""
         with contextlib.suppress(RuntimeError):
             if self._backend == "nccl":
                 self._group.abort()

@@ -13,7 +13,7 @@ class NcclOptions(ProtocolOptions, frozen=True, forbid_unknown_fields=True):
     connect_timeout_s: float = 5.0  # for two nodes to find each other, and again to connect
     move_timeout_s: float = 10.0  # for one operation, which has at most 32 MiB; then the group is given up
     idle_s: float = (
-        60.0  # a pair that has moved nothing for so long is taken down; the next transfer makes it anew
+        60.0  # a pair that has moved nothing for so long is taken down; the next transfer makes a new one
     )
 
     @classmethod

@@ -100,8 +100,8 @@ class PairEnd(abc.ABC):
 
 
 class PairCaller(PairEnd):
-    """`number`s of moves are the transport's handles. It ends when nothing has moved for a while; whoever has
-    something to move then needs another."""
+    """`number`s of moves are the transport's handles. It ends when nothing has moved for a while; the next
+    move then makes another."""
 
     def __init__(self, node: PairContext, peer: Rendezvous, reply_to: str) -> None:
         super().__init__(node)

@@ -86,7 +86,7 @@ class NcclTransport(Transport):
         return remote
 
     def _call(self, node: PairContext, peer: Rendezvous, reply_to: str) -> PairCaller:
-        """A pair, made while whoever asked for it goes on."""
+        """A pair, made in a thread of its own while the asking thread goes on."""
         caller = PairCaller(node, peer, reply_to)
         with self._lock:
             self._callers[caller.pair_id] = caller
@@ -106,7 +106,7 @@ class NcclTransport(Transport):
 
     def post(self, remote: RemoteId, move: Move) -> HandleId:
         if self._inbox is None or self._node is None or self._inbox.died is not None:
-            raise TransferError("nobody hears this node's pairs")
+            raise TransferError("the thread that serves this node's pairs has died")
         handle = HandleId(next(self._ids))
         caller = self._remotes[remote]
         if not caller.post(handle, move):
@@ -204,7 +204,7 @@ class NcclTransport(Transport):
         if full:
             self.refused += 1
             return
-        for callee in before:  # it has been started anew, or gave its end up
+        for callee in before:  # it was restarted, or gave its end up
             callee.close()
         with self._lock:
             callee = self._callees[message.pair_id] = PairCallee(node, message, self._on_ended)

@@ -4,7 +4,7 @@ The bindings are used directly: NIXL's own Python wrapper fixes the progress thr
 spin. With a delay it sleeps in poll() until its sockets wake it; it has to exist all the same, because a peer's
 first write needs an answer from this process, and so does every write over TCP.
 
-That thread and ours take turns at UCX's lock, and whoever posts copies host memory under it, for milliseconds. UCX's
+That thread and ours take turns at UCX's lock, and the posting thread copies host memory under it, for milliseconds. UCX's
 own choice is to spin meanwhile: on the core that copies, or that computes a forward pass. Hence a mutex.
 """
 

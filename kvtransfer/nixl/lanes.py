@@ -35,7 +35,7 @@ def reaches_device(lanes: list[str]) -> bool:
 
 
 class LaneLog:
-    """One for a process: UCX reads where its log goes when it is loaded. Where somebody has set that, or UCX was there
+    """One for a process: UCX reads where its log goes when it is loaded. Where the user has set that, or UCX was there
     before, nothing is known."""
 
     def __init__(self) -> None:

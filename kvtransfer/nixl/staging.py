@@ -43,7 +43,7 @@ class StagedTransport(Transport):
         tensor = memory.tensor
         if not tensor.is_cuda:
             return memory
-        import torch  # loaded by whoever made the tensor
+        import torch  # loaded already by what made the tensor
 
         if self._host is None:
             cuda: Any = torch.cuda
@@ -74,7 +74,7 @@ class StagedTransport(Transport):
         self._copy(np.unique(np.asarray(blocks, dtype=np.int64)), self._block_bytes, to_host=False)
 
     def _copy(self, units: UnitIds, size: int, *, to_host: bool) -> None:
-        """Returns when it is done: then nobody reads the device's blocks for it any more."""
+        """Returns when it is done: then the device's blocks are not read for it any more."""
         device, host = self._device, self._host
         if device is None or host is None or not len(units):
             return

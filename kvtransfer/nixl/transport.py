@@ -78,7 +78,7 @@ class NixlTransport(Transport):
         none it gives CUDA's IPC up, in silence. A thread has one once it has launched something; to set the device is
         not enough."""
         if self._device is not None and not getattr(self._in_thread, "entered", False):
-            import torch  # loaded by whoever made the tensor; this package does without where memory is the host's
+            import torch  # loaded already by what made the tensor; not needed where memory is the host's
 
             torch.zeros(1, device=self._device)
             torch.cuda.synchronize(self._device)

@@ -52,7 +52,7 @@ class SideChannel:
         return self._inbox.died
 
     def send(self, endpoint: str, message: msgspec.Struct) -> None:
-        """Never blocks and never raises: whoever needs an answer asks again, and has a deadline."""
+        """Never blocks and never raises: a sender that needs an answer asks again, and has a deadline."""
         if endpoint not in self._used and address_of(endpoint) is None:
             self.undeliverable += 1
             return
@@ -71,7 +71,7 @@ class SideChannel:
             self.forget(oldest)
 
     def forget(self, endpoint: str) -> None:
-        """Nobody is there any more: drop the connection and what waits in it."""
+        """The peer has ended: drop the connection and what waits in it."""
         self._used.pop(endpoint, None)
         self._outbox.forget(endpoint)
 

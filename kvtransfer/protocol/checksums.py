@@ -82,7 +82,7 @@ class CacheChecksums:
         self._weights: torch.Tensor | None = None
         self._stream: Any = None
         if not tensor.is_cuda:
-            import torch  # here as below: loaded already by whoever made the tensor
+            import torch  # here as below: loaded already by what made the tensor
 
             flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
             self._rows = flat.numpy().reshape(memory.num_blocks, memory.block_bytes)

@@ -349,7 +349,7 @@ class Consumer:
         self._quarantine.tick(ran_s)
 
     def shutdown(self) -> bool:
-        """Give everything up. False while somebody may still write."""
+        """Gives everything up. False while a producer may still write."""
         for receiving in self._incoming:
             receiving.aborted = True
             self._incoming.give_up(receiving, Outcome.SHUTDOWN, "the node shuts down")

@@ -27,7 +27,7 @@ class Producer:
     def __init__(
         self, side: NodeSide, *, finished_sending: Callable[[str], None], unwanted: Callable[[str], None]
     ) -> None:
-        """`unwanted` is called with a request that has not ended, and whose transfer nobody waits for any more."""
+        """`unwanted` is called with a request that has not ended, and whose transfer is not wanted any more."""
         geometry, settings, clock, recorder = side.geometry, side.settings, side.clock, side.recorder
         self._side = side
         self._answers = Answers(side.me, side.send, recorder)
@@ -183,7 +183,7 @@ class Producer:
         sending = self._ledger.get(message.transfer_id)
         if sending is not None and not sending.belongs_to(key):
             self._answers.refuse(
-                message.envelope, message.transfer_id, RefusalCode.FOREIGN, "somebody else's transfer"
+                message.envelope, message.transfer_id, RefusalCode.FOREIGN, "the transfer of another node"
             )
             return
         in_line = self._ledger.in_line.pop(message.transfer_id, None)

@@ -217,7 +217,7 @@ class Registrar:
         now = self._clock()
         stages = {receiving.stage for receiving in self._receivings(link.key)}
         if not stages:
-            link.owed_since = None  # nobody waits for what it may still owe
+            link.owed_since = None  # what it may still owe is not waited for
             if not link.is_ready:
                 self._links.drop(link.key)
             return

@@ -99,7 +99,7 @@ class PushLoop:
 
     def _on_failed(self, link: ConsumerLink, error: TransferError) -> None:
         """A connection with an error is not trusted again: everything through it ends, and it is closed before
-        anybody is told that nothing is in flight."""
+        the consumer is told that nothing is in flight."""
         logger.warning("writing KV to %s failed: %s", link.key.node_id, error)
         self._links.fail(link)
         self._outgoing.close_all_through(link, Outcome.MOVE_FAILED, str(error))

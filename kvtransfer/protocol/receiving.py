@@ -54,7 +54,7 @@ class IncomingTransfer:
     asked_at: float = 0.0  # when the last question about this transfer alone was sent
     outcome: Outcome = Outcome.RECEIVED
     reason: str = ""
-    aborted: bool = False  # the request has ended: its blocks wait for nobody
+    aborted: bool = False  # the request has ended: its blocks may go at once
     closing_since: float = 0.0
     is_safe: bool = False  # CLOSING: no peer writes to the blocks; our own reads may
     quarantined: frozenset[int] | None = None  # blocks that the failure was reported without

@@ -36,7 +36,7 @@ class _Entry:
     transfer: KVTransferParams
     num_tokens: int  # when it was added: its prompt, and what it wrote before it moved here
     token_hash: bytes
-    local_tokens: int = 0  # consumer: found in the prefix cache when it was last scheduled anew
+    local_tokens: int = 0  # consumer: found in the prefix cache when it was last admitted
     begun: bool = False  # the worker half knows blocks of it
     done: bool = False  # consumer: the transfer has ended, one way or the other
     computed: int = 0  # producer: tokens whose KV is in its blocks after the steps planned so far

@@ -417,7 +417,7 @@ class OutgoingTransfer:
 
     def blocks_changed(self, final: BlockTable) -> bool:
         """Whether a block that was sent, or is being sent, is no longer where the request's final table says: it may have been
-        given to somebody else while it was read."""
+        given to another request while it was read."""
         source, destination = self.source, self.destination
         if source is None or destination is None:
             return False

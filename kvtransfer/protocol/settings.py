@@ -21,7 +21,7 @@ class ProtocolSettings(msgspec.Struct, frozen=True):
     probe_s: float = (
         0.5  # a producer that owes an answer for so long: is there a process, does its machine answer?
     )
-    silent_s: float = 2.0  # nobody waits for longer for what a peer may never say
+    silent_s: float = 2.0  # the longest wait for what a peer may never say
     margin_s: float = 0.5  # what a process that has ended had sent has certainly been received after so long
     keep_link_s: float = 600.0  # with a peer that nothing goes to: it may be gone for good
     progress_s: float = 0.002  # a consumer is told no more often of what has arrived

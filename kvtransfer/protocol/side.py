@@ -21,7 +21,7 @@ Send = Callable[[str, msgspec.Struct], None]
 """To an endpoint. Never blocks."""
 
 Forget = Callable[[str], None]
-"""Nobody is at this endpoint any more, or nobody that we still talk to: nothing is kept for it."""
+"""No process is at this endpoint any more, or none that we still talk to: nothing is kept for it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Answers:
         )
 
     def refuse_epoch(self, question: Envelope) -> None:
-        """Another incarnation was addressed. Our own epoch is a secret, which whoever asks has not shown to know."""
+        """Another incarnation was addressed. Our own epoch is a secret, and the sender has not shown that it knows it."""
         self._recorder.refused(RefusalCode.WRONG_EPOCH.value)
         envelope = msgspec.structs.replace(self.back_to(question), sender_epoch=0)
         reason = "another incarnation of this node was addressed"

@@ -10,7 +10,7 @@ from tandem.kvtransfer.base import TransferStats
 from tandem.wire.requests import WaitHistogram
 from tandem.wire.tracing import TransferRecord, TransferTrace
 
-# So many transfers' traces are kept until somebody asks for them.
+# The traces of this many transfers are kept until they are asked for.
 REMEMBERED_TRACES = 256
 
 
@@ -71,7 +71,7 @@ class Recorder:
             self._stats.in_progress += 1
 
     def ended(self, trace: TransferTrace) -> None:
-        """Before anybody is told: who knows of the end sees it counted."""
+        """Called before the end is announced: a reader that knows of the end sees it counted."""
         record = trace.record
         with self._lock:
             self._stats.in_progress -= 1

@@ -85,7 +85,7 @@ class Transport(abc.ABC):
         """Whether every byte has arrived. True, or a TransferError, ends the handle's life."""
 
     def cancel(self, handle: HandleId) -> bool:
-        """Nobody wants this move any more. True ends the handle's life: from now on it touches nobody's memory.
+        """This move is not wanted any more. True ends the handle's life: from now on it touches no memory.
         False: it cannot be taken back, and must be asked for until it is done."""
         return False
 

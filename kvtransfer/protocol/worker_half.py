@@ -164,7 +164,7 @@ class WorkerHalf(WorkerConnector):
         if self._loop.failure is not None:
             raise InternalError("the KV transfer thread died") from self._loop.failure
         if self._channel.died is not None:
-            raise InternalError(f"nobody hears this node's peers any more: {self._channel.died}")
+            raise InternalError(f"the thread that hears this node's peers has died: {self._channel.died}")
         with self._lock:
             output, self._output = self._output, ConnectorOutput()
         return output
@@ -212,5 +212,5 @@ class WorkerHalf(WorkerConnector):
         try:
             self._transport.close()
         finally:
-            # Last: to a peer an address where nobody listens is a node that writes nothing any more.
+            # Last: to a peer an address where nothing listens is a node that writes nothing any more.
             self._channel.close()

@@ -15,14 +15,14 @@ from tandem.router.dispatch.dispatcher import Dispatcher
 from tandem.router.dispatch.generation import Generation, ReadableLife, ReadableLives
 from tandem.router.dispatch.life import LeftBehind, RequestLife
 from tandem.router.dispatch.recall import FollowedAnswer, FoundAnswer
-from tandem.router.dispatch.spec import Kept, SequenceSpec
+from tandem.router.dispatch.spec import KeptAnswer, SequenceSpec
 
 __all__ = [
     "Dispatcher",
     "FollowedAnswer",
     "FoundAnswer",
     "Generation",
-    "Kept",
+    "KeptAnswer",
     "LeftBehind",
     "ReadableLife",
     "ReadableLives",

@@ -21,7 +21,7 @@ from tandem.router.metrics import RouterMetrics
 from tandem.router.policy import RoutingDecision, RoutingPolicy, RoutingRequest
 from tandem.router.pool import NodePool
 from tandem.router.prefixes import PrefixRecord, PromptHashes
-from tandem.router.rates import AnswerLengths
+from tandem.router.rates import AnswerLengthMeter
 from tandem.wire.errors import NodeLost
 from tandem.wire.nodes import NodeInfo
 
@@ -50,7 +50,7 @@ class Placement(Generic[L]):
         self._pool = pool
         self._policy = policy
         self._prefixes = PrefixRecord()
-        self._answers = AnswerLengths()
+        self._answers = AnswerLengthMeter()
         self._by_request_id: dict[str, L] = {}
         self._by_node: dict[NodeInfo, set[L]] = {}
         self._waiting: dict[L, None] = {}  # for a node to appear

@@ -137,7 +137,7 @@ class FollowedAnswer:
 
     def cancel(self) -> None:
         """This router reads no more of it."""
-        self._end(FinishReason.ABORT, Cancelled("nobody reads it here"))
+        self._end(FinishReason.ABORT, Cancelled("it is not read here"))
 
     def _end(self, finish: FinishReason, error: TandemError | None) -> None:
         if not self.ended:

@@ -8,7 +8,7 @@ from tandem.router.tracing.trace import RequestTrace
 from tandem.wire.sampling import SamplingParams
 
 
-class Kept(msgspec.Struct, frozen=True):
+class KeptAnswer(msgspec.Struct, frozen=True):
     """Its answer is kept by the node that decodes it, for any router that asks for it by this id."""
 
     answer_id: str
@@ -25,4 +25,4 @@ class SequenceSpec(msgspec.Struct, frozen=True):
     session: str | None = None
     trace: RequestTrace | None = None
     arrived: float | None = None  # when the HTTP request came; None: now
-    keep: Kept | None = None
+    keep: KeptAnswer | None = None

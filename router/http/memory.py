@@ -30,7 +30,7 @@ R = TypeVar("R", bound=msgspec.Struct)
 
 
 class BodyBudget:
-    """Bytes as they have come, not as they were announced: an announcement takes nothing from anybody."""
+    """Bytes as they have come, not as they were announced: an announcement takes no memory from other requests."""
 
     def __init__(self, limit: int, on_refused: Callable[[], None]) -> None:
         self._limit = limit

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from tandem.router.dispatch import FoundAnswer, Kept, LeftBehind, ReadableLives
+from tandem.router.dispatch import FoundAnswer, KeptAnswer, LeftBehind, ReadableLives
 from tandem.router.http.memory import answer_size, inputs_size
 from tandem.router.http.services import Services
 from tandem.router.keys import Reservation
@@ -179,7 +179,7 @@ class ResponseDesk:
         reservation: Reservation | None,
         arrived: float,
     ) -> None:
-        """Whatever the end is, nobody may be left waiting for it."""
+        """Whatever the end is, no reader may be left waiting for it."""
         services = self._services
         maker = ResponseMaker(response.body, plan.reader())
         error: TandemError | None = None
@@ -245,7 +245,7 @@ class ResponseDesk:
 
 def _kept(plan: GenerationPlan, response_id: str, note: AnswerNote) -> GenerationPlan:
     (spec,) = plan.specs
-    keep = Kept(response_id, msgspec.json.encode(note))
+    keep = KeptAnswer(response_id, msgspec.json.encode(note))
     return msgspec.structs.replace(plan, specs=[msgspec.structs.replace(spec, keep=keep)])
 
 

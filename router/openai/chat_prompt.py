@@ -25,7 +25,7 @@ async def render_chat(
     documents: Sequence[Mapping[str, Any]] | None = None,
     extra: Mapping[str, Any] | None,
 ) -> str:
-    """A long chat does not hold up everybody else's stream."""
+    """A long chat does not hold up other streams."""
     render = functools.partial(
         _render,
         template,

@@ -1,4 +1,4 @@
-"""What an answer must follow, as the nodes are told it: one grammar, checked before anybody computes anything."""
+"""What an answer must follow, as the nodes are told it: one grammar, checked before any node computes anything."""
 
 from __future__ import annotations
 

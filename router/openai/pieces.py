@@ -1,4 +1,4 @@
-"""JSON of any size in bounded pieces, so that one large answer does not stop everybody's streams.
+"""JSON of any size in bounded pieces, so that one large answer does not stop the other streams.
 
 Whatever writes such pieces makes them one by one and lets others on the event loop have their turn in between.
 """

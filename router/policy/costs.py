@@ -65,8 +65,8 @@ def reason_to_prefill_locally(
 
     Both costs are in seconds that requests wait. Sent away, this request alone waits: for the prefill node's
     queue, for its prompt, and for the handover. Read locally, it waits for its prompt behind what is queued on
-    the decode node, and everybody who is being decoded there waits as long as its prompt takes. That must be less
-    than anybody notices, however long the line elsewhere is.
+    the decode node, and every request that decodes there waits as long as its prompt takes. That must be less
+    than a user notices, however long the line elsewhere is.
     """
     away_rate = known_prefill_rate(prefill, pools.prefill)
     local_rate = known_prefill_rate(decode, (*pools.decode, *pools.prefill))

@@ -29,7 +29,7 @@ class StoreFull(Unavailable):
 
 
 class StoredResponse:
-    """`events` are those of its stream, each at its number. They are kept for whoever follows, and to the end where it
+    """`events` are those of its stream, each at its number. They are kept for followers, and to the end where it
     was asked for in the background."""
 
     def __init__(

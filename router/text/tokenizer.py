@@ -99,7 +99,7 @@ class Tokenizer:
         return self._encode_all([text], special)[0]
 
     async def encode_async(self, text: str, *, special: bool) -> list[int]:
-        """Like `encode`, but a long text does not hold up everybody else's stream."""
+        """Like `encode`, but a long text does not hold up other streams."""
         return (await self.encode_all_async([text], special=special))[0]
 
     async def encode_all_async(self, texts: list[str], *, special: bool) -> list[list[int]]:

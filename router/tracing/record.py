@@ -76,7 +76,7 @@ class TraceList(msgspec.Struct, frozen=True):
 # A later version may append fields, which are not ours to read; version ff is none.
 _PARENT = re.compile(rb"^(?!ff)([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?$")
 _SAMPLED = 0x01
-_MAX_STATE_BYTES = 512  # which everybody must carry on; of more, nobody need carry anything
+_MAX_STATE_BYTES = 512  # which every hop must carry on; a longer one may be dropped whole
 
 
 class TraceContext(msgspec.Struct, frozen=True):

@@ -101,7 +101,7 @@ class Traces:
         elif self._export is not None:
             self._timers[trace] = self._loop.call_later(NODES_TELL_WITHIN_S, self._hand_on, trace)
         elif trace not in self._ring:
-            self._forget(trace)  # it left before its attempts came, and nobody else forgets them
+            self._forget(trace)  # it left before its attempts came, and nothing else forgets them
 
     def on_node_trace(self, told: NodeTrace) -> None:
         trace = self._by_attempt.get(told.request_id)
@@ -132,7 +132,7 @@ class Traces:
         return None
 
     def list(self, tenant: str | None = None) -> TraceList:
-        """A tenant's own, or everybody's."""
+        """A tenant's own, or all."""
         return TraceList(
             [trace.summary() for trace in reversed(self._ring) if tenant is None or trace.tenant == tenant]
         )

@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 from rich.console import Console
 
-from benchmarks.burst import Bursts, Lasting, Trial, show
+from benchmarks.burst import BurstDurations, Bursts, Trial, show
 from benchmarks.bursting import BurstFigures
 from benchmarks.side_by_side.processes import Family
 from benchmarks.side_by_side.systems import RunningSystem, System
@@ -21,7 +21,7 @@ from tests.loadgen.fake_server import Exchange, complete, serving
 from tests.loadgen.made_tokenizers import byte_level
 
 OPTIONS = argparse.Namespace(patience=5.0, seed=1, times=3.0, share=0.8, input=12, output=2)
-LASTING = Lasting(trial=1.0, before=0.4, burst=1.2, after=0.4)
+LASTING = BurstDurations(trial=1.0, before=0.4, burst=1.2, after=0.4)
 MOST_WAITING = 3
 
 

@@ -17,7 +17,7 @@ from benchmarks.side_by_side import experiment as module
 from benchmarks.side_by_side.experiment import Experiment
 from benchmarks.side_by_side.loads import QUICK, Examination, MeasuredLoad, cells_of
 from benchmarks.side_by_side.outcome import Absence, ComparisonOutcome, Start
-from benchmarks.side_by_side.resume import Kept, keep, resume
+from benchmarks.side_by_side.resume import KeptResults, keep, resume
 from benchmarks.side_by_side.systems import System
 from tandem.loadgen.metrics import parse_service_level
 from tandem.loadgen.report import MachineDescription
@@ -40,7 +40,7 @@ def test_what_was_kept_is_there_again(tmp_path: Path) -> None:
     before = outcome(
         starts=[Start("ours", 0, 1.0, 2.0, 0.0)], absences=[Absence("ours", 1, "x"), Absence("gone", 0, "y")]
     )
-    keep(tmp_path, Kept(before, {"1 user": {"ours": [0.5, 0.25]}}))
+    keep(tmp_path, KeptResults(before, {"1 user": {"ours": [0.5, 0.25]}}))
     fresh = outcome(
         titles={"ours": "Ours", "theirs": "Theirs"}, settings={"plan": QUICK, "seed": 0, "runs": 3}
     )
@@ -55,7 +55,7 @@ def test_what_was_kept_is_there_again(tmp_path: Path) -> None:
 
 def test_an_empty_folder_begins_anew(tmp_path: Path) -> None:
     fresh = outcome()
-    assert resume(tmp_path, fresh) == Kept(fresh, {})
+    assert resume(tmp_path, fresh) == KeptResults(fresh, {})
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_an_empty_folder_begins_anew(tmp_path: Path) -> None:
 def test_another_experiments_figures_are_neither_mixed_nor_overwritten(
     tmp_path: Path, other: ComparisonOutcome, said: str
 ) -> None:
-    keep(tmp_path, Kept(other, {}))
+    keep(tmp_path, KeptResults(other, {}))
     before = (tmp_path / "outcome.json").read_bytes()
     with pytest.raises(ConfigurationError, match=said):
         resume(tmp_path, outcome())
@@ -107,7 +107,7 @@ class World:
             raise Unavailable("it died")
 
 
-def run(kept: Kept, runs: int, tmp_path: Path) -> None:
+def run(kept: KeptResults, runs: int, tmp_path: Path) -> None:
     slo = parse_service_level("ttft=1s")
     console = Console(file=io.StringIO())
     made = Experiment(SYSTEMS, QUICK, GuessedVocabulary(), slo, kept.outcome, kept.gaps, tmp_path, console)

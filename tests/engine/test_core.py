@@ -35,8 +35,8 @@ class Mover(WorkerConnector):
         return ConnectorOutput()
 
 
-class Ordered(FakeRunner):
-    """A runner whose steps take until they are asked for; it and its mover note what is called when."""
+class OrderedRunner(FakeRunner):
+    """A runner whose steps take until they are asked for; it and its worker_half note what is called when."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Ordered(FakeRunner):
 
 
 class Slow(FinishedStep):
-    def __init__(self, runner: Ordered, number: int, computed: FinishedStep) -> None:
+    def __init__(self, runner: OrderedRunner, number: int, computed: FinishedStep) -> None:
         self._runner, self._number, self._computed = runner, number, computed
         runner.calls.append(f"start {number}")
 
@@ -58,8 +58,8 @@ class Slow(FinishedStep):
         return self._computed.finish()
 
 
-class Loading(Mover):
-    def __init__(self, runner: Ordered) -> None:
+class LoadingConnector(Mover):
+    def __init__(self, runner: OrderedRunner) -> None:
         super().__init__()
         self._runner = runner
 
@@ -67,7 +67,7 @@ class Loading(Mover):
         self._runner.calls.append("load")
 
 
-class Deferring(FakeConnector):
+class DeferringConnector(FakeConnector):
     """Does not know what it has until it was asked some times."""
 
     def __init__(self, times: int) -> None:
@@ -89,7 +89,7 @@ def request(request_id: str = "r", max_tokens: int = 3) -> Request:
 
 
 def test_a_step_in_which_a_connector_deferred_asks_for_another() -> None:
-    engine, _ = engine_with(Deferring(2))
+    engine, _ = engine_with(DeferringConnector(2))
     assert not engine.step().ask_again
     engine.add_request(request())
     for _ in range(2):
@@ -105,9 +105,9 @@ def test_plans_that_wait_for_a_step_ask_for_one() -> None:
     assert engine.step().ask_again
 
 
-def ahead_with(connector: FakeConnector) -> tuple[Engine, Ordered]:
-    runner = Ordered()
-    return Engine(make_scheduler(runner, connector), runner, Loading(runner), ahead=True), runner
+def ahead_with(connector: FakeConnector) -> tuple[Engine, OrderedRunner]:
+    runner = OrderedRunner()
+    return Engine(make_scheduler(runner, connector), runner, LoadingConnector(runner), ahead=True), runner
 
 
 def test_ahead_a_step_is_started_before_the_last_one_is_read() -> None:
@@ -168,7 +168,7 @@ class Ends:
 
 def test_a_deferred_request_does_not_sleep_with_a_loop_that_nobody_wakes() -> None:
     """The contract lets a connector answer "ask again later" and say no more."""
-    engine, _ = engine_with(Deferring(4))
+    engine, _ = engine_with(DeferringConnector(4))
     mailbox: Mailbox[Request] = Mailbox()
     host = Ends(engine)
     loop = EngineLoop(engine, mailbox, host)

@@ -28,8 +28,8 @@ from msgspec.structs import replace
 
 from tests.faults.processes import actors, busiest, send
 from tests.faults.test_lost_nodes import SAMPLINGS, until_whole
-from tests.integration.conftest import Deploy, Running, float32_config
-from tests.integration.reference import Expected
+from tests.integration.conftest import Deploy, RunningDeployment, float32_config
+from tests.integration.reference import ExpectedAnswer
 
 KILLS = int(os.environ.get("TANDEM_KILLS", "1"))
 TOKENS = 32
@@ -62,7 +62,7 @@ recoveries: dict[Phase, list[float]] = {}
 
 
 @pytest.fixture(scope="module")
-def server(deploy: Deploy, smollm2_path: Path, expected: list[Expected]) -> Iterator[Running]:
+def server(deploy: Deploy, smollm2_path: Path, expected: list[ExpectedAnswer]) -> Iterator[RunningDeployment]:
     config = float32_config(smollm2_path, prefill=2, decode=2)
     # One node is killed again and again: a supervisor takes it for one that cannot live, and waits before each start.
     config = replace(config, timeouts=replace(config.timeouts, restart_backoff_max_s=0.5))
@@ -76,16 +76,16 @@ def server(deploy: Deploy, smollm2_path: Path, expected: list[Expected]) -> Iter
 
 
 @pytest.fixture(autouse=True)
-def whole(server: Running) -> Iterator[None]:
+def whole(server: RunningDeployment) -> Iterator[None]:
     until_whole(server)
     yield
     until_whole(server)
 
 
-class Watched:
+class WatchedAnswer:
     """One streamed answer, and when its events came."""
 
-    def __init__(self, server: Running, prompt: list[int], fields: dict[str, Any]) -> None:
+    def __init__(self, server: RunningDeployment, prompt: list[int], fields: dict[str, Any]) -> None:
         self._server, self._prompt, self._fields = server, prompt, fields
         self.text = ""
         self.times: list[float] = []
@@ -126,7 +126,7 @@ class Watched:
         return next((later for later in self.times if later > moment), moment) - moment
 
 
-def process_of(server: Running, role: str, node_id: str | None) -> psutil.Process:
+def process_of(server: RunningDeployment, role: str, node_id: str | None) -> psutil.Process:
     """The node of this name; of an answer that has not begun, the one that has something to do. It is who listens
     where the router says that the node does. In its first long step a node has not counted what it is doing, but it
     computes."""
@@ -156,11 +156,13 @@ class Question:
     prompt: list[int]
     fields: dict[str, Any]
 
-    def ask(self, server: Running, salt: str) -> Watched:
-        return Watched(server, self.prompt, {**self.fields, "cache_salt": salt})
+    def ask(self, server: RunningDeployment, salt: str) -> WatchedAnswer:
+        return WatchedAnswer(server, self.prompt, {**self.fields, "cache_salt": salt})
 
 
-def questions(expected: list[Expected], sampling: dict[str, Any], phase: Phase, trial: int) -> list[Question]:
+def questions(
+    expected: list[ExpectedAnswer], sampling: dict[str, Any], phase: Phase, trial: int
+) -> list[Question]:
     """What is asked at once. Other trials have the same prompts, or with other seeds."""
     fields = {**sampling, "seed": trial % SEEDS} if "seed" in sampling else sampling
     length = LONG_PROMPT if phase in (Phase.PREFILL, Phase.TRANSFER) else PROMPT
@@ -171,7 +173,7 @@ def questions(expected: list[Expected], sampling: dict[str, Any], phase: Phase, 
 
 
 @pytest.fixture(scope="module")
-def in_peace(server: Running) -> Callable[[Question], str]:
+def in_peace(server: RunningDeployment) -> Callable[[Question], str]:
     """What the pools say while nobody is killed. Each question is asked once: one answer is right, whoever gives it."""
     answers: dict[str, str] = {}
 
@@ -191,8 +193,8 @@ def in_peace(server: Running) -> Callable[[Question], str]:
 @pytest.mark.parametrize("phase", list(Phase))
 @pytest.mark.timeout(120 + 90 * KILLS)
 def test_a_node_killed_in_this_phase_changes_nothing_in_any_text(
-    server: Running,
-    expected: list[Expected],
+    server: RunningDeployment,
+    expected: list[ExpectedAnswer],
     in_peace: Callable[[Question], str],
     phase: Phase,
     sampling: dict[str, Any],

@@ -13,8 +13,8 @@ import httpx
 import pytest
 
 from tests.faults.processes import busiest, send
-from tests.integration.conftest import Deploy, Running, float32_config
-from tests.integration.reference import Expected
+from tests.integration.conftest import Deploy, RunningDeployment, float32_config
+from tests.integration.reference import ExpectedAnswer
 
 LONG_ANSWER = 120
 PROMPT = 9  # which of the prompts: 32 tokens
@@ -22,12 +22,12 @@ LONG_PROMPT = 19  # 1,500 tokens
 
 
 @pytest.fixture(scope="module")
-def server(deploy: Deploy, smollm2_path: Path, expected: list[Expected]) -> Iterator[Running]:
+def server(deploy: Deploy, smollm2_path: Path, expected: list[ExpectedAnswer]) -> Iterator[RunningDeployment]:
     with deploy(float32_config(smollm2_path, prefill=2, decode=2)) as running:
         yield running
 
 
-def until_whole(server: Running) -> list[dict[str, Any]]:
+def until_whole(server: RunningDeployment) -> list[dict[str, Any]]:
     """Two ready nodes of each role, every block free."""
     server.until(
         lambda nodes: (
@@ -40,13 +40,15 @@ def until_whole(server: Running) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(autouse=True)
-def whole(server: Running) -> Iterator[None]:
+def whole(server: RunningDeployment) -> Iterator[None]:
     until_whole(server)
     yield
     until_whole(server)
 
 
-def stream(server: Running, prompt: list[int], at_token: int, then: Callable[[], None], **fields: Any) -> str:
+def stream(
+    server: RunningDeployment, prompt: list[int], at_token: int, then: Callable[[], None], **fields: Any
+) -> str:
     """The streamed text; `then` is called once, when `at_token` pieces have come."""
     body = {
         "model": server.model,
@@ -96,7 +98,10 @@ SAMPLINGS = [
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
 def test_a_decode_node_lost_in_mid_stream_changes_nothing_in_the_text(
-    server: Running, expected: list[Expected], sampling: dict[str, Any], number: signal.Signals
+    server: RunningDeployment,
+    expected: list[ExpectedAnswer],
+    sampling: dict[str, Any],
+    number: signal.Signals,
 ) -> None:
     prompt = expected[PROMPT].prompt
     undisturbed = stream(server, prompt, 0, lambda: None, **sampling)
@@ -106,7 +111,7 @@ def test_a_decode_node_lost_in_mid_stream_changes_nothing_in_the_text(
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
 def test_a_prefill_node_lost_while_it_reads_the_prompt_changes_nothing_in_the_text(
-    server: Running, expected: list[Expected], number: signal.Signals
+    server: RunningDeployment, expected: list[ExpectedAnswer], number: signal.Signals
 ) -> None:
     # Prompts that no node has cached, so that a prefill node is busy with each for a while.
     prompt = list(reversed(expected[LONG_PROMPT].prompt))
@@ -119,7 +124,7 @@ def test_a_prefill_node_lost_while_it_reads_the_prompt_changes_nothing_in_the_te
     assert answer == server.complete(prompt, 8)["choices"][0]["text"]
 
 
-def test_a_lost_node_comes_back_with_a_new_epoch(server: Running) -> None:
+def test_a_lost_node_comes_back_with_a_new_epoch(server: RunningDeployment) -> None:
     before = {(node["node_id"], node["incarnation"]) for node in server.nodes()}
     send(busiest("prefill"), signal.SIGKILL)
     server.until(

@@ -82,7 +82,7 @@ class Questions:
 
 
 @dataclass
-class Asked:
+class SentRequest:
     """One request, and what was heard of it."""
 
     question: Question
@@ -104,17 +104,17 @@ class LoadProcess:
         self._process = subprocess.Popen(
             lab.laptop_command(sys.executable, str(LOAD)), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )  # fmt: skip
-        self._asked: dict[str, Asked] = {}
+        self._asked: dict[str, SentRequest] = {}
         self._heard: queue.SimpleQueue[None] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
 
-    def ask(self, question: Question, salt: str) -> Asked:
+    def ask(self, question: Question, salt: str) -> SentRequest:
         name = str(len(self._asked))
-        asked = self._asked[name] = Asked(question, time.monotonic())
+        asked = self._asked[name] = SentRequest(question, time.monotonic())
         self._tell({"ask": name, "url": self._url, "body": question.body | {"cache_salt": salt}})
         return asked
 
-    def leave(self, asked: Asked) -> None:
+    def leave(self, asked: SentRequest) -> None:
         self._tell({"leave": next(name for name, one in self._asked.items() if one is asked)})
 
     def wait(self, is_so: Callable[[], bool], until: float) -> bool:
@@ -235,7 +235,7 @@ class Scene:
         phases = {id(one): self._phase(one, longs) for one in [*before, *longs]}
         began = time.monotonic()
         dropped = 0
-        late: list[Asked] = []
+        late: list[SentRequest] = []
         if fault is not None:
             with self._fault(fault):
                 time.sleep(min(_SETTLED_S, fault.seconds))
@@ -270,16 +270,16 @@ class Scene:
         self._judge_crowd(runs, crowd, fault)
         return runs
 
-    def _ask(self, question: Question) -> Asked:
+    def _ask(self, question: Question) -> SentRequest:
         """Under a salt of its own: no answer is in any cache."""
         self._salts += 1
         return self._load.ask(question, f"{self._salt}/{self._salts}")
 
-    def _meanwhile(self) -> list[Asked]:
+    def _meanwhile(self) -> list[SentRequest]:
         questions = self._questions
         return [self._ask(questions.short(0)), self._ask(questions.short(1)), self._ask(questions.long(4))]
 
-    def _leave(self, crowd: list[Asked], seed: int) -> None:
+    def _leave(self, crowd: list[SentRequest], seed: int) -> None:
         rng = random.Random(seed)
         for one in crowd:
             time.sleep(rng.uniform(0.0, 0.25))
@@ -293,7 +293,7 @@ class Scene:
         finally:
             fault.end(self._cluster)
 
-    def _phase(self, asked: Asked, longs: list[Asked]) -> Phase:
+    def _phase(self, asked: SentRequest, longs: list[SentRequest]) -> Phase:
         if asked.tokens > 1 or asked.ending:
             return Phase.DECODE
         if asked.tokens == 1:
@@ -309,7 +309,7 @@ class Scene:
         except NotMended as error:
             return [str(error)], time.monotonic() - ended
 
-    def _judge(self, run: Run, asked: Asked, phase: Phase, fault: Fault | None, began: float) -> None:
+    def _judge(self, run: Run, asked: SentRequest, phase: Phase, fault: Fault | None, began: float) -> None:
         ending = asked.ending or {"outcome": "hang", "detail": "no end"}
         outcome, detail = ending["outcome"], ending.get("detail", "")
         right = self._reference.texts[asked.question.key()]
@@ -329,7 +329,9 @@ class Scene:
             run.faults.append(f"{outcome}: {detail}")
         self._judge_gaps(run, asked, phase, fault, began)
 
-    def _judge_gaps(self, run: Run, asked: Asked, phase: Phase, fault: Fault | None, began: float) -> None:
+    def _judge_gaps(
+        self, run: Run, asked: SentRequest, phase: Phase, fault: Fault | None, began: float
+    ) -> None:
         """The first wait is from when it was sent; a gap's line is what `_line` says."""
         moments = [asked.sent, *asked.times, *([asked.ending["at"]] if asked.ending else [])]
         for number, (last, this) in enumerate(itertools.pairwise(moments)):
@@ -363,7 +365,7 @@ class Scene:
             key = f"{rate}/{number}"
             self._reference.lines[key] = max(self._reference.lines.get(key, 0.0), waited)
 
-    def _judge_crowd(self, runs: list[Run], crowd: list[Asked], fault: Fault | None) -> None:
+    def _judge_crowd(self, runs: list[Run], crowd: list[SentRequest], fault: Fault | None) -> None:
         if not crowd or fault is None:
             return
         run = Run(

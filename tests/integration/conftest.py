@@ -25,7 +25,7 @@ from tandem.engine.config import CacheConfig, ModelConfig
 from tandem.kvtransfer.base import TransferConfig
 from tandem.router.config import LocalPrefill
 from tests.cluster.pools.memory_store import MemoryStore
-from tests.integration.reference import Expected, greedy_answers, make_prompts
+from tests.integration.reference import ExpectedAnswer, greedy_answers, make_prompts
 
 PATIENCE_S = 60.0
 BLOCK_SIZE = 16
@@ -56,7 +56,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def expected(smollm2_path: Path) -> list[Expected]:
+def expected(smollm2_path: Path) -> list[ExpectedAnswer]:
     """Computed before anything else runs: it wants both cores."""
     from transformers import AutoTokenizer
 
@@ -95,7 +95,7 @@ class LoopThread:
         self.loop.close()
 
 
-class Running:
+class RunningDeployment:
     """A deployment that serves, as a test talks to it."""
 
     def __init__(self, deployment: Deployment, thread: LoopThread) -> None:
@@ -176,7 +176,7 @@ def float32_config(smollm2_path: Path, prefill: int, decode: int, aggregated: in
     )
 
 
-Deploy = Callable[[TandemConfig], contextlib.AbstractContextManager[Running]]
+Deploy = Callable[[TandemConfig], contextlib.AbstractContextManager[RunningDeployment]]
 
 
 @pytest.fixture(scope="session")
@@ -184,7 +184,7 @@ def deploy(ray_on_this_machine: None, loop_thread: LoopThread) -> Deploy:
     from tandem.cluster.on_ray.launcher import RayLauncher
 
     @contextlib.contextmanager
-    def running(config: TandemConfig) -> Iterator[Running]:
+    def running(config: TandemConfig) -> Iterator[RunningDeployment]:
         model = prepare_model(config.model.path, lambda what, share: None)
 
         async def make() -> Deployment:
@@ -196,7 +196,7 @@ def deploy(ray_on_this_machine: None, loop_thread: LoopThread) -> Deploy:
         deployment = loop_thread.run(make())
         try:
             loop_thread.run(deployment.start())
-            yield Running(deployment, loop_thread)
+            yield RunningDeployment(deployment, loop_thread)
         finally:
             loop_thread.run(deployment.stop())
 

@@ -48,7 +48,7 @@ class OneEngine:
         scheduler = scheduler or SchedulerConfig()
         runner = load_runner(ModelConfig(path=str(model), dtype="float32", threads=1), cache, scheduler)
         info = runner.info
-        planner, mover = None, None
+        scheduler_half, worker_half = None, None
         if transfer is not None:
             context = ConnectorContext(
                 name,
@@ -61,13 +61,13 @@ class OneEngine:
                 tiers=tiers,
                 groups=info.groups,
             )
-            planner, mover = create_connector(context)
+            scheduler_half, worker_half = create_connector(context)
         made = Scheduler(
-            scheduler, cache, info.groups, info.num_blocks, info.max_model_len, connector=planner
+            scheduler, cache, info.groups, info.num_blocks, info.max_model_len, connector=scheduler_half
         )
-        address = PeerAddress(name, epoch, mover.peer_endpoint) if mover is not None else None
+        address = PeerAddress(name, epoch, worker_half.peer_endpoint) if worker_half is not None else None
         ahead = scheduler.plans_ahead(info.device)
-        return cls(Engine(made, runner, mover, ahead=ahead), woken, address)
+        return cls(Engine(made, runner, worker_half, ahead=ahead), woken, address)
 
     def add(self, name: str, prompt: list[int], count: int, transfer: KVTransferParams | None) -> None:
         sampling = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)

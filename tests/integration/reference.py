@@ -16,7 +16,7 @@ _WORDS = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Expected:
+class ExpectedAnswer:
     prompt: list[int]
     tokens: list[int]  # what greedy decoding adds
     text: str
@@ -37,7 +37,7 @@ def make_prompts(tokenizer, seed: int = 7) -> list[list[int]]:
 
 def greedy_answers(
     model_path: Path, prompts: list[list[int]], new_tokens: int = NEW_TOKENS
-) -> list[Expected]:
+) -> list[ExpectedAnswer]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -61,7 +61,7 @@ def greedy_answers(
             stopped = tokens[-1] in eos_ids
             visible = [t for t in tokens if t not in eos_ids]
             answers.append(
-                Expected(
+                ExpectedAnswer(
                     prompt,
                     tokens,
                     tokenizer.decode(visible, skip_special_tokens=True),

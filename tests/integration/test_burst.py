@@ -22,7 +22,7 @@ from tandem.prefill_node.node import PrefillNode
 from tandem.router.config import Heartbeat, LocalPrefill, RouterConfig, Timeouts
 from tandem.wire.nodes import NodeInfo, Role
 from tests.engine.model.tiny import VOCAB, save
-from tests.router.conftest import LETTERS, Running, model_folder  # noqa: F401 (a fixture)
+from tests.router.conftest import LETTERS, RunningRouter, model_folder  # noqa: F401 (a fixture)
 
 PROMPTS = 60
 PROMPT_TOKENS = 90
@@ -59,7 +59,7 @@ class RealNode:
 
 
 @pytest.fixture
-def cluster(model_folder: str, tmp_path: Path) -> Iterator[Running]:  # noqa: F811
+def cluster(model_folder: str, tmp_path: Path) -> Iterator[RunningRouter]:  # noqa: F811
     folder = str(save("llama", tmp_path / "tiny"))
     config = RouterConfig(
         tokenizer_path=model_folder,
@@ -69,7 +69,7 @@ def cluster(model_folder: str, tmp_path: Path) -> Iterator[Running]:  # noqa: F8
         local_prefill=LocalPrefill.NEVER,
         timeouts=Timeouts(token_idle=1.0, queue=60.0),
     )
-    running = Running(config, LETTERS, eos=1)
+    running = RunningRouter(config, LETTERS, eos=1)
     running.nodes["prefill-0"] = RealNode(Role.PREFILL, folder, 2000)  # type: ignore[assignment]
     running.nodes["decode-0"] = RealNode(Role.DECODE, folder, 300)  # type: ignore[assignment]
     running.announce()
@@ -78,7 +78,7 @@ def cluster(model_folder: str, tmp_path: Path) -> Iterator[Running]:  # noqa: F8
     running.close()
 
 
-def test_of_a_burst_of_prompts_none_is_computed_twice(cluster: Running) -> None:
+def test_of_a_burst_of_prompts_none_is_computed_twice(cluster: RunningRouter) -> None:
     """The line at the prefill node is three times as long as a transfer may take, and the decode node has blocks for 40 of 60."""
     answers: list[httpx.Response] = []
 

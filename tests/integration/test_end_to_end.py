@@ -23,10 +23,10 @@ from tests.integration.conftest import (
     BLOCK_SIZE,
     PATIENCE_S,
     Deploy,
-    Running,
+    RunningDeployment,
     float32_config,
 )
-from tests.integration.reference import LENGTHS, NEW_TOKENS, Expected
+from tests.integration.reference import LENGTHS, NEW_TOKENS, ExpectedAnswer
 from tests.waiting import until
 
 AT_ONCE = 8
@@ -46,11 +46,13 @@ def blocks_of(num_tokens: int) -> int:
     return -(-num_tokens // BLOCK_SIZE)
 
 
-async def stream_all(server: Running, expected: list[Expected], at_once: int) -> list[tuple[str, str]]:
+async def stream_all(
+    server: RunningDeployment, expected: list[ExpectedAnswer], at_once: int
+) -> list[tuple[str, str]]:
     """(text, finish reason) of every prompt, streamed, `at_once` at a time."""
     gate = asyncio.Semaphore(at_once)
 
-    async def one(client: httpx.AsyncClient, item: Expected) -> tuple[str, str]:
+    async def one(client: httpx.AsyncClient, item: ExpectedAnswer) -> tuple[str, str]:
         body = {
             "model": server.model,
             "prompt": item.prompt,
@@ -75,26 +77,28 @@ async def stream_all(server: Running, expected: list[Expected], at_once: int) ->
         return await asyncio.gather(*(one(client, item) for item in expected))
 
 
-def assert_same(answers: list[tuple[str, str]], expected: list[Expected]) -> None:
+def assert_same(answers: list[tuple[str, str]], expected: list[ExpectedAnswer]) -> None:
     for (text, finish), item in zip(answers, expected, strict=True):
         assert (text, finish) == (item.text, item.finish), f"prompt of {len(item.prompt)} tokens"
 
 
 @pytest.fixture(scope="module")
-def server(deploy: Deploy, smollm2_path: Path, expected: list[Expected]) -> Iterator[Running]:
+def server(deploy: Deploy, smollm2_path: Path, expected: list[ExpectedAnswer]) -> Iterator[RunningDeployment]:
     """One prefill node and one decode node. `expected` is asked for first: it wants both cores."""
     with deploy(float32_config(smollm2_path, prefill=1, decode=1)) as running:
         yield running
 
 
 class TestOnePrefillOneDecode:
-    def test_nodes_do_not_stand_behind_whatever_else_the_machine_does(self, server: Running) -> None:
+    def test_nodes_do_not_stand_behind_whatever_else_the_machine_does(
+        self, server: RunningDeployment
+    ) -> None:
         processes = [process for kind in ("prefill", "decode", "router") for process in actors(kind)]
         assert len(processes) == 3
         assert {process.nice() for process in processes} == {psutil.Process().nice()}
 
     def test_streamed_and_together_the_tokens_are_transformers_own(
-        self, server: Running, expected: list[Expected]
+        self, server: RunningDeployment, expected: list[ExpectedAnswer]
     ) -> None:
         assert_same(asyncio.run(stream_all(server, expected, AT_ONCE)), expected)
         nodes = server.until_quiet()
@@ -106,14 +110,14 @@ class TestOnePrefillOneDecode:
         assert prefill["transfer_blocks_sent"] == decode["transfer_blocks_received"] == needed
         assert prefill["transfer_bytes_sent"] == decode["transfer_bytes_received"] == needed * BLOCK_BYTES
 
-    def test_received_kv_is_what_this_node_computes_itself(self, server: Running) -> None:
+    def test_received_kv_is_what_this_node_computes_itself(self, server: RunningDeployment) -> None:
         """The canary has had idle time since the prompts of the test above."""
         until(lambda: server.counters("decode")["kv_checks"] >= 1, PATIENCE_S)
         assert all(not node["counters"]["wrong_kv"] for node in server.nodes("decode"))
         server.until_quiet()
 
     def test_not_streamed_and_again_only_what_the_decode_node_lacks_is_sent(
-        self, server: Running, expected: list[Expected]
+        self, server: RunningDeployment, expected: list[ExpectedAnswer]
     ) -> None:
         before = server.counters("decode")
         answers = []
@@ -130,7 +134,9 @@ class TestOnePrefillOneDecode:
         assert after["transfer_blocks_received"] - before["transfer_blocks_received"] == lacking
         assert after["prompt_tokens_computed"] == 0
 
-    def test_a_seeded_request_says_the_same_twice(self, server: Running, expected: list[Expected]) -> None:
+    def test_a_seeded_request_says_the_same_twice(
+        self, server: RunningDeployment, expected: list[ExpectedAnswer]
+    ) -> None:
         prompt = expected[9].prompt
         first, second = (
             server.complete(prompt, 12, temperature=0.9, seed=1234)["choices"][0]["text"] for _ in range(2)
@@ -139,7 +145,7 @@ class TestOnePrefillOneDecode:
         assert first == second != other
 
     @pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.8, "seed": 5}])
-    def test_a_chat_answers_by_its_schema(self, server: Running, sampling: dict[str, Any]) -> None:
+    def test_a_chat_answers_by_its_schema(self, server: RunningDeployment, sampling: dict[str, Any]) -> None:
         """The first token is one node's, all others another's: both follow the grammar from the same place."""
         body = {
             "model": server.model,
@@ -155,7 +161,7 @@ class TestOnePrefillOneDecode:
         assert second["choices"][0]["message"]["content"] == choice["message"]["content"]
         server.until_quiet()
 
-    def test_a_prompt_longer_than_the_context_is_the_clients_mistake(self, server: Running) -> None:
+    def test_a_prompt_longer_than_the_context_is_the_clients_mistake(self, server: RunningDeployment) -> None:
         response = server.http.post(
             "/v1/completions", json={"model": server.model, "prompt": [5] * 9000, "max_tokens": 4}
         )
@@ -163,7 +169,7 @@ class TestOnePrefillOneDecode:
         assert response.json()["error"]["code"] == "context_length_exceeded"
 
     def test_fifty_clients_that_hang_up_leave_nothing_behind(
-        self, server: Running, expected: list[Expected]
+        self, server: RunningDeployment, expected: list[ExpectedAnswer]
     ) -> None:
         rng = random.Random(11)
 
@@ -206,18 +212,18 @@ class TestOnePrefillOneDecode:
         answer = server.complete(item.prompt, NEW_TOKENS)
         assert answer["choices"][0]["text"] == item.text
 
-    def test_metrics_and_health_answer(self, server: Running) -> None:
+    def test_metrics_and_health_answer(self, server: RunningDeployment) -> None:
         assert server.http.get("/health").status_code == 200
         text = server.http.get("/metrics").text
         assert "tandem" in text
 
-    def test_every_node_says_what_it_is_doing(self, server: Running) -> None:
+    def test_every_node_says_what_it_is_doing(self, server: RunningDeployment) -> None:
         for node in server.nodes():
             assert node["state"] == "ready"
             assert node["total_blocks"] > 0
             assert {"role", "incarnation", "free_blocks", "running", "waiting", "transfers"} <= node.keys()
 
-    def test_a_traced_request_shows_where_its_time_went(self, server: Running) -> None:
+    def test_a_traced_request_shows_where_its_time_went(self, server: RunningDeployment) -> None:
         """Real clocks of four processes: every phase is there, in an order that can have happened."""
         prompt = list(range(1000, 1400))
         body = {
@@ -270,7 +276,7 @@ class TestOnePrefillOneDecode:
 def test_other_shapes_give_the_same_tokens(
     deploy: Deploy,
     smollm2_path: Path,
-    expected: list[Expected],
+    expected: list[ExpectedAnswer],
     prefill: int,
     decode: int,
     aggregated: int,

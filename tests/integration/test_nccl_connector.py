@@ -9,12 +9,12 @@ import msgspec
 
 from tandem.kvtransfer.base import TransferConfig
 from tests.integration.conftest import Deploy, float32_config
-from tests.integration.reference import Expected
+from tests.integration.reference import ExpectedAnswer
 from tests.integration.test_end_to_end import AT_ONCE, assert_same, stream_all
 
 
 def test_the_nccl_connector_gives_the_same_tokens(
-    deploy: Deploy, smollm2_path: Path, expected: list[Expected]
+    deploy: Deploy, smollm2_path: Path, expected: list[ExpectedAnswer]
 ) -> None:
     """Two prefill nodes and one decode node: a pair for each of the two."""
     config = msgspec.structs.replace(

@@ -12,8 +12,8 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from tests.integration.conftest import Deploy, Running, float32_config
-from tests.integration.reference import Expected
+from tests.integration.conftest import Deploy, RunningDeployment, float32_config
+from tests.integration.reference import ExpectedAnswer
 
 CAPITAL = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
 PROMPT = "The quick brown fox jumps over"
@@ -60,7 +60,7 @@ def taught(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 @pytest.fixture(scope="module")
-def server(deploy: Deploy, taught: Path, expected: list[Expected]) -> Iterator[Running]:
+def server(deploy: Deploy, taught: Path, expected: list[ExpectedAnswer]) -> Iterator[RunningDeployment]:
     """One prefill node and one decode node. `expected` is asked for first: it wants both cores."""
     with deploy(float32_config(taught, prefill=1, decode=1)) as running:
         yield running
@@ -68,7 +68,7 @@ def server(deploy: Deploy, taught: Path, expected: list[Expected]) -> Iterator[R
 
 
 @pytest.fixture(scope="module")
-def client(server: Running) -> Iterator[openai.OpenAI]:
+def client(server: RunningDeployment) -> Iterator[openai.OpenAI]:
     http = openai.DefaultHttpxClient(trust_env=False)
     with openai.OpenAI(
         base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=120, http_client=http
@@ -77,7 +77,7 @@ def client(server: Running) -> Iterator[openai.OpenAI]:
 
 
 @pytest.fixture(scope="module")
-def model(server: Running) -> str:
+def model(server: RunningDeployment) -> str:
     return server.model
 
 
@@ -107,7 +107,7 @@ class TestModels:
 
 class TestCompletions:
     def test_text_and_its_tokens_are_the_same_prompt(
-        self, client: openai.OpenAI, model: str, server: Running
+        self, client: openai.OpenAI, model: str, server: RunningDeployment
     ) -> None:
         tokens = server.http.post("/tokenize", json={"model": model, "prompt": PROMPT}).json()["tokens"]
         back = server.http.post("/detokenize", json={"model": model, "tokens": tokens}).json()
@@ -119,7 +119,7 @@ class TestCompletions:
         assert texts[0] == texts[1] != ""
 
     def test_several_prompts_have_their_answers_in_order(
-        self, client: openai.OpenAI, model: str, expected: list[Expected]
+        self, client: openai.OpenAI, model: str, expected: list[ExpectedAnswer]
     ) -> None:
         some = expected[:4]
         prompts = [item.prompt for item in some]
@@ -176,7 +176,9 @@ class TestCompletions:
         assert first == again
         assert len(set(first)) == 3
 
-    def test_a_bias_forbids_a_token(self, client: openai.OpenAI, model: str, server: Running) -> None:
+    def test_a_bias_forbids_a_token(
+        self, client: openai.OpenAI, model: str, server: RunningDeployment
+    ) -> None:
         fields: Any = {"model": model, "prompt": PROMPT, "temperature": 0, "max_tokens": 1}
         text = client.completions.create(**fields).choices[0].text
         body = {"model": model, "prompt": text, "add_special_tokens": False}
@@ -241,7 +243,7 @@ class TestChats:
             assert token.top_logprobs[0].token == token.token, "greedy takes the likeliest"
 
     def test_a_prefix_that_was_read_before_is_counted_unless_the_salt_is_another(
-        self, client: openai.OpenAI, model: str, expected: list[Expected]
+        self, client: openai.OpenAI, model: str, expected: list[ExpectedAnswer]
     ) -> None:
         def cached(salt: str) -> int:
             answer = client.completions.create(
@@ -345,7 +347,7 @@ class TestErrors:
         assert caught.value.code == "context_length_exceeded"
 
 
-def test_the_document_and_its_page_are_there(server: Running) -> None:
+def test_the_document_and_its_page_are_there(server: RunningDeployment) -> None:
     document = server.http.get("/openapi.json").json()
     assert {"/v1/completions", "/v1/chat/completions", "/tokenize"} <= set(document["paths"])
     assert "text/html" in server.http.get("/docs").headers["content-type"]

@@ -10,13 +10,13 @@ import msgspec
 from tandem.cluster.config import AutoscalingConfig, PoolConfig, SloConfig
 from tandem.wire.nodes import Role
 from tests.integration.cluster_lab import Load
-from tests.integration.conftest import Deploy, LoopThread, Running, float32_config
-from tests.integration.reference import NEW_TOKENS, Expected
+from tests.integration.conftest import Deploy, LoopThread, RunningDeployment, float32_config
+from tests.integration.reference import NEW_TOKENS, ExpectedAnswer
 
 _replace = msgspec.structs.replace
 
 
-def ask_all(server: Running, expected: list[Expected]) -> None:
+def ask_all(server: RunningDeployment, expected: list[ExpectedAnswer]) -> None:
     for item in expected:
         choice = server.complete(item.prompt, NEW_TOKENS)["choices"][0]
         assert choice["text"] == item.text
@@ -27,7 +27,7 @@ def ready(nodes: list[dict[str, Any]], role: str) -> list[str]:
 
 
 def test_a_prefill_node_becomes_a_decode_node_and_writes_the_same_answers(
-    deploy: Deploy, loop_thread: LoopThread, smollm2_path: Path, expected: list[Expected]
+    deploy: Deploy, loop_thread: LoopThread, smollm2_path: Path, expected: list[ExpectedAnswer]
 ) -> None:
     with deploy(float32_config(smollm2_path, prefill=2, decode=1)) as server:
         control = server.deployment.control

@@ -16,7 +16,7 @@ from tests.kernels.probes import Requests
 Unit = tuple[torch.dtype, str]
 
 
-class Paged:
+class PagedKeys:
     """K and V of some requests, and the cache that holds them."""
 
     def __init__(
@@ -81,24 +81,24 @@ class Paged:
 
 @pytest.mark.parametrize("head_dim", [8, 10, 32, 40, 64, 80, 96, 128, 192, 256])
 def test_head_sizes(unit: Unit, head_dim: int) -> None:
-    Paged(unit, [1, 19, 1], [300, 40, 7], head_dim=head_dim).check()
+    PagedKeys(unit, [1, 19, 1], [300, 40, 7], head_dim=head_dim).check()
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 4, 8, 16, 32, 64, 512])
 def test_block_sizes(unit: Unit, block_size: int) -> None:
-    Paged(unit, [1, 33, 3], [275, 290, 9], block_size=block_size).check()
+    PagedKeys(unit, [1, 33, 3], [275, 290, 9], block_size=block_size).check()
 
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads"), [(1, 1), (4, 4), (9, 3), (14, 2), (15, 1), (16, 1), (20, 1), (32, 2)]
 )
 def test_query_heads_share_kv_heads(unit: Unit, heads: int, kv_heads: int) -> None:
-    Paged(unit, [1, 2, 18], [260, 31, 530], heads=heads, kv_heads=kv_heads, head_dim=32).check()
+    PagedKeys(unit, [1, 2, 18], [260, 31, 530], heads=heads, kv_heads=kv_heads, head_dim=32).check()
 
 
 @pytest.mark.parametrize("window", [1, 5, 16, 100, 256, 257, 1000])
 def test_sliding_window(unit: Unit, window: int) -> None:
-    Paged(unit, [1, 40, 4, 300], [700, 640, 600, 300], window=window, head_dim=32).check()
+    PagedKeys(unit, [1, 40, 4, 300], [700, 640, 600, 300], window=window, head_dim=32).check()
 
 
 @settings(max_examples=20, deadline=None)
@@ -123,7 +123,7 @@ def test_mixed_batches(
     threads: int,
     seed: int,
 ) -> None:
-    Paged(
+    PagedKeys(
         unit,
         [query for query, _ in lengths],
         [query + past for query, past in lengths],
@@ -139,11 +139,11 @@ def test_mixed_batches(
 def test_chunks_and_neighbours_change_no_bit(unit: Unit, window: int) -> None:
     """A request whose prompt comes in chunks, ends as single tokens, and shares its steps with others."""
     context = 600
-    whole = Paged(unit, [context], [context], window=window, seed=3)
+    whole = PagedKeys(unit, [context], [context], window=window, seed=3)
     expected = whole.run()
     computed = 0
     for size in (1, 2, 256, 3, 17, 200, 64, 5, 1, 50, 1):
-        part = Paged(unit, [1, 30], [50, 31], window=window, seed=4)
+        part = PagedKeys(unit, [1, 30], [50, 31], window=window, seed=4)
         mine, table = whole.requests.tables, part.requests.tables
         offset = part.cache.shape[0]
         tables = torch.zeros(3, mine.shape[1], dtype=torch.int32)
@@ -160,7 +160,7 @@ def test_chunks_and_neighbours_change_no_bit(unit: Unit, window: int) -> None:
 
 
 def test_scores_far_apart_and_far_from_zero(unit: Unit) -> None:
-    paged = Paged(unit, [1, 40], [700, 300])
+    paged = PagedKeys(unit, [1, 40], [700, 300])
     paged.q *= 40
     # One key takes nearly all the weight, so bfloat16 scores that differ by rounding may weigh differently.
     actual, expected = paged.run(), paged.expected()

@@ -113,15 +113,15 @@ class FakeEngine:
         self.reported: set[tuple[str, str]] = set()
         self._woken = threading.Event()
         self._preempt_next: set[str] = set()
-        self.planner, self.mover = find_connector(connector)(
+        self.scheduler_half, self.worker_half = find_connector(connector)(
             ConnectorContext(node_id, epoch, "127.0.0.1", block_size, config, self._woken.set)
         )
-        self.mover.register_kv_caches(KVCacheMemory(self.cache, "fake", SLOTS, 1, 1000))
+        self.worker_half.register_kv_caches(KVCacheMemory(self.cache, "fake", SLOTS, 1, 1000))
 
     # ── what a test asks for ──
 
     def endpoint(self) -> str:
-        return self.mover.peer_endpoint
+        return self.worker_half.peer_endpoint
 
     def add(
         self,
@@ -134,7 +134,7 @@ class FakeEngine:
     ) -> None:
         request = FakeRequest(request_id, list(tokens), transfer, chunk, cached_tokens, cache_salt)
         self.requests[request_id] = request
-        self.planner.on_new_request(request)
+        self.scheduler_half.on_new_request(request)
 
     def state(self, request_id: str) -> str:
         return self.requests[request_id].state.value
@@ -158,7 +158,7 @@ class FakeEngine:
         return len(os.listdir("/proc/self/fd"))
 
     def stats(self) -> TransferStats:
-        return self.mover.stats()
+        return self.worker_half.stats()
 
     def kv_is_right(self, request_id: str) -> bool:
         request = self.requests[request_id]
@@ -178,13 +178,13 @@ class FakeEngine:
         for request in self.requests.values():
             if request.state is State.RUNNING:
                 self._schedule(request, step)
-        self.mover.bind_connector_metadata(self.planner.build_connector_meta(step))
+        self.worker_half.bind_connector_metadata(self.scheduler_half.build_connector_meta(step))
         if step.preempted_req_ids:
-            self.mover.handle_preemptions()
-        self.mover.start_load_kv()
+            self.worker_half.handle_preemptions()
+        self.worker_half.start_load_kv()
         self._forward(step)
-        self.mover.wait_for_save()
-        self._book(self.mover.get_finished(set()))
+        self.worker_half.wait_for_save()
+        self._book(self.worker_half.get_finished(set()))
         for request_id in step.num_scheduled_tokens:
             request = self.requests[request_id]
             if request.num_computed_tokens == request.num_prompt_tokens:
@@ -216,7 +216,7 @@ class FakeEngine:
                 return
             if any(request.state is State.RUNNING for request in self.requests.values()):
                 continue
-            if self.planner.has_pending_work():
+            if self.scheduler_half.has_pending_work():
                 continue
             if not self._woken.wait(max(0.0, until - time.monotonic())) and time.monotonic() >= until:
                 states = {request.request_id: request.state.value for request in self.requests.values()}
@@ -227,7 +227,7 @@ class FakeEngine:
         request = self.requests[request_id]
         if request.state in (State.ENDED, State.FREED):
             return
-        kept = self.planner.request_finished(request, [request.blocks])
+        kept = self.scheduler_half.request_finished(request, [request.blocks])
         if kept:
             request.state = State.ENDED
         else:
@@ -257,13 +257,13 @@ class FakeEngine:
         request.state = State.WAITING
 
     def close(self) -> None:
-        self.mover.shutdown()
+        self.worker_half.shutdown()
 
     # ── the engine's own part ──
 
     def _admit(self, request: FakeRequest) -> None:
         local = request.cached_tokens
-        external, is_async = self.planner.get_num_new_matched_tokens(request, local)
+        external, is_async = self.scheduler_half.get_num_new_matched_tokens(request, local)
         assert external is not None
         have = local + external
         request.blocks = self._take(-(-max(have, 1) // self.block_size))
@@ -272,7 +272,7 @@ class FakeEngine:
         if not is_async:
             first = min(request.chunk, request.num_prompt_tokens - local)
             request.blocks += self._take(-(-(local + first) // self.block_size) - len(request.blocks))
-        self.planner.update_state_after_alloc(request, [list(request.blocks)], external)
+        self.scheduler_half.update_state_after_alloc(request, [list(request.blocks)], external)
         request.state = State.WAITING_FOR_KV if is_async else State.RUNNING
 
     def _schedule(self, request: FakeRequest, step: FakeStep) -> None:
@@ -285,16 +285,16 @@ class FakeEngine:
 
     def _forward(self, step: FakeStep) -> None:
         """Layer by layer; the connector is told only if it asks for it."""
-        layerwise = self.mover.layerwise
+        layerwise = self.worker_half.layerwise
         for layer in range(SLOTS):
             if layerwise:
-                self.mover.wait_for_layer_load(layer)
+                self.worker_half.wait_for_layer_load(layer)
             for request_id, count in step.num_scheduled_tokens.items():
                 request = self.requests[request_id]
                 first = request.num_computed_tokens
                 self._write(request, range(first, first + count), range(layer, layer + 1))
             if layerwise:
-                self.mover.save_kv_layer(layer)
+                self.worker_half.save_kv_layer(layer)
                 time.sleep(self.layer_s)
         for request_id, count in step.num_scheduled_tokens.items():
             self.requests[request_id].num_computed_tokens += count
@@ -313,7 +313,7 @@ class FakeEngine:
         return self.cache[request.blocks[block], :, :, :, behind, :]
 
     def _book(self, output: ConnectorOutput) -> None:
-        self.planner.update_connector_output(output)
+        self.scheduler_half.update_connector_output(output)
         for request_id in output.finished_sending:
             self._report(request_id, "sent")
             request = self.requests[request_id]

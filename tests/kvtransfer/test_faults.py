@@ -73,7 +73,7 @@ class Pair:
 
     def inject(self, faults: dict[str, float], seed: int) -> None:
         for number, engine in enumerate(self._engines):
-            inject(engine.mover, Faults(seed=seed * 2 + number, **faults))
+            inject(engine.worker_half, Faults(seed=seed * 2 + number, **faults))
 
     def run(self, seed: int, *, aborts: float) -> list[str]:
         """A few requests at once; some are aborted on either side at some moment. Returns how they ended."""
@@ -149,7 +149,7 @@ class Pair:
 
     @staticmethod
     def _faulty(engine: FakeEngine) -> Any:
-        return engine.mover
+        return engine.worker_half
 
 
 @pytest.fixture(

@@ -23,7 +23,7 @@ from tests.engine.model.fake_device import CUDA, FakeDevice, memory
 BLOCKS, SHAPE = 6, (2, 2, 1, 4, 8)
 
 
-class Noted(Transport):
+class NotedTransport(Transport):
     """Notes what peers would read."""
 
     name = "noted"
@@ -60,9 +60,9 @@ def device() -> Iterator[FakeDevice]:
         yield device
 
 
-def staged(dtype: torch.dtype = torch.float32) -> tuple[StagedTransport, Noted, torch.Tensor]:
+def staged(dtype: torch.dtype = torch.float32) -> tuple[StagedTransport, NotedTransport, torch.Tensor]:
     cache = torch.zeros(BLOCKS, *SHAPE, dtype=dtype, device=CUDA)
-    inner = Noted()
+    inner = NotedTransport()
     transport = StagedTransport(inner)
     reachable = transport.register(KVCacheMemory(cache, "m", 2, 1, 100))
     assert reachable.memory_type == "DRAM"
@@ -118,7 +118,7 @@ def test_memory_that_cannot_be_page_locked_is_an_error_that_says_how_much(
 
 
 def test_a_cache_in_host_memory_is_left_alone() -> None:
-    inner = Noted()
+    inner = NotedTransport()
     transport = StagedTransport(inner)
     cache = torch.zeros(BLOCKS, *SHAPE)
     transport.register(KVCacheMemory(cache, "m", 2, 1, 100))

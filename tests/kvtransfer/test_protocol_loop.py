@@ -58,7 +58,7 @@ class FakeEndpoint:
         return self.closes_after < 0
 
 
-class Running:
+class RunningLoop:
     def __init__(self) -> None:
         self.died = threading.Event()
         self.endpoint = FakeEndpoint()
@@ -77,7 +77,7 @@ class Running:
 
 @pytest.fixture
 def running():  # type: ignore[no-untyped-def]
-    running = Running()
+    running = RunningLoop()
     running.start()
     yield running
     running.loop.stop(0.1)
@@ -87,7 +87,7 @@ MESSAGE = CancelTransfer(Envelope("n", 1, 2, "tcp://x"), "t")
 
 
 def test_what_came_before_the_start_is_handled_in_order() -> None:
-    running = Running()
+    running = RunningLoop()
     running.loop.message(MESSAGE)
     running.loop.command([CancelReceive("a"), CancelReceive("b")])
     running.start()
@@ -96,14 +96,14 @@ def test_what_came_before_the_start_is_handled_in_order() -> None:
     running.loop.stop(0.1)
 
 
-def test_an_idle_loop_does_nothing(running: Running) -> None:
+def test_an_idle_loop_does_nothing(running: RunningLoop) -> None:
     running.nudge()
     time.sleep(0.1)
     running.nudge()
     assert running.endpoint.pumped <= 2  # once for each thing that came
 
 
-def test_deadlines_are_looked_at_while_there_are_any(running: Running) -> None:
+def test_deadlines_are_looked_at_while_there_are_any(running: RunningLoop) -> None:
     running.endpoint.is_idle = False
     running.nudge()
     began, ticked = time.monotonic(), running.endpoint.ticked
@@ -111,7 +111,7 @@ def test_deadlines_are_looked_at_while_there_are_any(running: Running) -> None:
     assert time.monotonic() - began >= 3 * ProtocolSettings().tick_s
 
 
-def test_what_is_in_flight_is_polled_at_intervals(running: Running) -> None:
+def test_what_is_in_flight_is_polled_at_intervals(running: RunningLoop) -> None:
     running.endpoint.is_idle = False
     running.endpoint.activity = Activity.IN_FLIGHT
     running.nudge()
@@ -122,7 +122,7 @@ def test_what_is_in_flight_is_polled_at_intervals(running: Running) -> None:
     running.endpoint.activity = Activity.NONE
 
 
-def test_a_peers_message_that_fails_is_counted_and_the_next_one_handled(running: Running) -> None:
+def test_a_peers_message_that_fails_is_counted_and_the_next_one_handled(running: RunningLoop) -> None:
     running.endpoint.error = RuntimeError("a bug")
     for _ in range(3):
         running.loop.message(MESSAGE)
@@ -133,7 +133,7 @@ def test_a_peers_message_that_fails_is_counted_and_the_next_one_handled(running:
     assert running.loop.failure is None
 
 
-def test_a_bug_of_our_own_ends_the_thread_and_is_told(running: Running) -> None:
+def test_a_bug_of_our_own_ends_the_thread_and_is_told(running: RunningLoop) -> None:
     running.endpoint.error = RuntimeError("a bug")
     running.loop.command([CancelReceive("r")])
     assert running.died.wait(5)
@@ -141,7 +141,7 @@ def test_a_bug_of_our_own_ends_the_thread_and_is_told(running: Running) -> None:
 
 
 def test_however_much_peers_say_blocks_are_moved_and_deadlines_looked_at() -> None:
-    running = Running()
+    running = RunningLoop()
     running.endpoint.is_idle = False
 
     def receive(message: object) -> None:
@@ -159,13 +159,13 @@ def test_however_much_peers_say_blocks_are_moved_and_deadlines_looked_at() -> No
 
 
 def test_stopping_waits_for_what_is_in_flight_and_no_longer_than_allowed() -> None:
-    running = Running()
+    running = RunningLoop()
     running.endpoint.closes_after = 3
     running.start()
     running.loop.stop(5.0)
     assert running.endpoint.closes_after == -1
 
-    running = Running()
+    running = RunningLoop()
     running.endpoint.closes_after = 1 << 30
     running.start()
     began = time.monotonic()

@@ -39,7 +39,7 @@ FRAMES = int(os.environ.get("TANDEM_FRAMES", "20000"))
 CONNECTIONS = 40
 
 
-class Listening:
+class ListeningEndpoint:
     """A socket under test: where it is, how many frames it refused, what came through."""
 
     def __init__(self, endpoint: str, malformed: Callable[[], int], whole: msgspec.Struct) -> None:
@@ -66,10 +66,12 @@ def a_letter(body: msgspec.Struct) -> Letter[Any]:
 
 
 @contextmanager
-def side_channel() -> Iterator[Listening]:
+def side_channel() -> Iterator[ListeningEndpoint]:
     channel = SideChannel("127.0.0.1", "test", lambda message: listening.take(message))
     envelope = Envelope("n", 1, 2, "tcp://x")
-    listening = Listening(channel.endpoint, lambda: channel.malformed, RenewLease(envelope, 3, ["t"] * 20))
+    listening = ListeningEndpoint(
+        channel.endpoint, lambda: channel.malformed, RenewLease(envelope, 3, ["t"] * 20)
+    )
     yield listening
     assert channel.died is None
     channel.close()
@@ -77,9 +79,9 @@ def side_channel() -> Iterator[Listening]:
 
 def _inbox(kind: Any, whole: msgspec.Struct) -> Any:
     @contextmanager
-    def opened() -> Iterator[Listening]:
+    def opened() -> Iterator[ListeningEndpoint]:
         inbox: Inbox[Any] = Inbox("127.0.0.1", kind, lambda message: listening.take(message), name="test")
-        listening = Listening(inbox.endpoint, lambda: inbox.malformed, whole)
+        listening = ListeningEndpoint(inbox.endpoint, lambda: inbox.malformed, whole)
         yield listening
         assert inbox.died is None
         inbox.close()
@@ -88,7 +90,7 @@ def _inbox(kind: Any, whole: msgspec.Struct) -> Any:
 
 
 @contextmanager
-def routers_loop() -> Iterator[Listening]:
+def routers_loop() -> Iterator[ListeningEndpoint]:
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
@@ -104,7 +106,7 @@ def routers_loop() -> Iterator[Listening]:
         inbox.close()
 
     inbox = asyncio.run_coroutine_threadsafe(make(), loop).result(5)
-    listening = Listening(inbox.endpoint, lambda: inbox.malformed, a_letter(a_status()))
+    listening = ListeningEndpoint(inbox.endpoint, lambda: inbox.malformed, a_letter(a_status()))
     yield listening
     asyncio.run_coroutine_threadsafe(close(), loop).result(5)
     loop.call_soon_threadsafe(loop.stop)
@@ -113,14 +115,14 @@ def routers_loop() -> Iterator[Listening]:
 
 
 @contextmanager
-def pairs() -> Iterator[Listening]:
+def pairs() -> Iterator[ListeningEndpoint]:
     transport = _nccl("n")
     inbox = transport._inbox
     assert inbox is not None
     handle = inbox._on_message
     inbox._on_message = lambda message: (handle(message), listening.take(message))  # type: ignore[assignment,return-value]
     whole = Announce("p" * 32, 7, Operation.WRITE, "t", 64, list(range(20)))
-    listening = Listening(inbox.endpoint, lambda: transport.malformed_frames, whole)
+    listening = ListeningEndpoint(inbox.endpoint, lambda: transport.malformed_frames, whole)
     yield listening
     assert inbox.died is None
     transport.close()

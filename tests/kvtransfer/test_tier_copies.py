@@ -48,7 +48,7 @@ def test_what_was_stored_is_what_is_loaded(transposed: bool) -> None:
     assert not cache.tensor[3:].any()
 
 
-class Gated(Copier):
+class GatedCopier(Copier):
     """Copies only when it is let."""
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ def until(reached: object) -> None:
 
 
 def test_loads_go_before_stores_and_a_wait_brings_its_own_to_the_front() -> None:
-    copier, woken = Gated(), threading.Event()
+    copier, woken = GatedCopier(), threading.Event()
     thread = CopyThread(copier, woken.set)
     try:
         thread.submit([Copy(0, [1], [1])], [])
@@ -94,7 +94,7 @@ def test_loads_go_before_stores_and_a_wait_brings_its_own_to_the_front() -> None
 
 
 def test_a_thread_that_died_is_an_error_and_no_silence() -> None:
-    copier, woken = Gated(), threading.Event()
+    copier, woken = GatedCopier(), threading.Event()
     thread = CopyThread(copier, woken.set)
     copier.gate.release()
     thread.submit([], [Copy(-1, [1], [1])])

@@ -163,11 +163,11 @@ def test_states_that_a_connector_does_not_hand_over_keep_a_node_from_its_role(ru
     runner = FakeRunner()
     state = KVCacheGroup(AttentionKind.STATE, BLOCK_SIZE, (1,), blocks_per_request=3)
     runner.info = msgspec.structs.replace(runner.info, groups=(*runner.info.groups, state))
-    mover, asked = NoStates(), []
+    worker_half, asked = NoStates(), []
 
     def connector(context: ConnectorContext) -> tuple[None, NoStates]:
         asked.append(context.state_blocks)
-        return None, mover
+        return None, worker_half
 
     config = NodeConfig(
         "n0",
@@ -178,5 +178,5 @@ def test_states_that_a_connector_does_not_hand_over_keep_a_node_from_its_role(ru
     node = Node(config, rules, lambda *_, **__: pytest.fail("it was opened"), connector)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="recurrent states, which it does not hand over"):
         node.start(runner=runner)
-    assert mover.closed
+    assert worker_half.closed
     assert asked == [3]

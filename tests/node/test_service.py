@@ -44,7 +44,7 @@ PATIENCE_S = 5.0
 ROUTER = "tcp://router:1"
 
 
-class Outgoing:
+class SentBatches:
     """What the node sent, per endpoint."""
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ class Node:
     ) -> None:
         # A context so long that a request without an end of its own outlives any test.
         self.runner = FakeRunner(num_blocks=30_000, max_model_len=100_000)
-        self.outgoing = Outgoing()
+        self.outgoing = SentBatches()
         mailbox: Mailbox = Mailbox()
         timeouts = NodeTimeouts(
             status_period_s=status_period_s, router_silence_s=silence_s, grammar_s=grammar_s

@@ -42,7 +42,7 @@ def submit(request_id: str = "r", **fields) -> Submit:
     return Submit(request_id, ROUTER, [5, 6, 7], sampling, timeout_s=60.0, trace=True, **fields)
 
 
-class Traced:
+class ManualTracer:
     """A tracer without an engine: steps are what a test says."""
 
     def __init__(self, transfer: list[Span] | None = None) -> None:
@@ -83,7 +83,7 @@ class Traced:
 
 
 def test_a_prompt_in_two_chunks_and_two_tokens_are_told_with_what_ran_beside_them() -> None:
-    traced = Traced()
+    traced = ManualTracer()
     traced.begin(arrives=1, admitted=3)
     traced.step(10, {"r": 4, "other": 6})
     traced.step(20, {"r": 2}, sampled=("r",))
@@ -107,7 +107,7 @@ def test_a_prompt_in_two_chunks_and_two_tokens_are_told_with_what_ran_beside_the
 def test_a_request_whose_kv_came_decodes_at_once_and_one_whose_kv_did_not_reads_its_prompt(
     complete: bool,
 ) -> None:
-    traced = Traced([Span(TracePhase.RECEIVE, 4, 40, 3), Span(TracePhase.REGISTER, 4, 6)])
+    traced = ManualTracer([Span(TracePhase.RECEIVE, 4, 40, 3), Span(TracePhase.REGISTER, 4, 6)])
     traced.begin(arrives=1, admitted=2)
     transfers = ConnectorOutput()
     if complete:
@@ -127,7 +127,7 @@ def test_a_request_whose_kv_came_decodes_at_once_and_one_whose_kv_did_not_reads_
 
 def test_a_request_whose_blocks_are_still_being_sent_is_told_of_when_they_are() -> None:
     write = Span(TracePhase.WRITE, 12, 19, 3, num_bytes=99)
-    traced = Traced([write])
+    traced = ManualTracer([write])
     traced.begin(1, 2)
     traced.step(10, {"r": 3}, sampled=("r",))
     traced.tracer.ended("r", is_held=True)
@@ -141,7 +141,7 @@ def test_a_request_whose_blocks_are_still_being_sent_is_told_of_when_they_are() 
 
 
 def test_what_is_kept_of_one_request_and_of_many_has_a_bound() -> None:
-    traced = Traced()
+    traced = ManualTracer()
     traced.begin(1, 2)
     for at in range(MAX_SPANS):
         traced.step(at, {"r": 1}, sampled=("r",))

@@ -71,7 +71,7 @@ def tokenizer(model_folder: str) -> Tokenizer:
 LETTERS = hashed_token(67, 93)
 
 
-class Running:
+class RunningRouter:
     """A router on an event loop of its own, and the nodes that it was told of."""
 
     def __init__(self, config: RouterConfig, rule: TokenRule, eos: int) -> None:
@@ -204,7 +204,7 @@ def bombarded(
     end_token: int,
     unknown_fields: UnknownFields = UnknownFields.IGNORE,
     **node: Any,
-) -> Iterator[Running]:
+) -> Iterator[RunningRouter]:
     """A router with one node of each role. Whatever is sent to it in the block, it answers afterwards, and nothing is
     left behind, and none of its tasks has died."""
     config = RouterConfig(
@@ -215,7 +215,7 @@ def bombarded(
         local_prefill=LocalPrefill.NEVER,
         unknown_fields=unknown_fields,
     )
-    running = Running(config, LETTERS, end_token)
+    running = RunningRouter(config, LETTERS, end_token)
     running.add("p0", Role.PREFILL, **node)
     running.add("d0", Role.DECODE, **node)
     running.wait_ready()
@@ -226,7 +226,7 @@ def bombarded(
     running.close()
 
 
-StartRouter = Callable[..., Running]
+StartRouter = Callable[..., RunningRouter]
 
 
 @pytest.fixture(scope="session")
@@ -238,17 +238,17 @@ def end_token(tokenizer: Tokenizer) -> int:
 @pytest.fixture
 def start_router(model_folder: str, end_token: int, request: pytest.FixtureRequest) -> Iterator[StartRouter]:
     """Starts routers with `prefill` and `decode` fake nodes (or `aggregated`), ready to be asked; stops them all."""
-    started: list[Running] = []
+    started: list[RunningRouter] = []
 
     def start(
         prefill: int = 1, decode: int = 1, aggregated: int = 0, rule: TokenRule | None = None, **settings: Any
-    ) -> Running:
+    ) -> RunningRouter:
         config = RouterConfig(tokenizer_path=model_folder, model_name="fake", port=0)
         defaults = {
             "heartbeat": Heartbeat(ping_interval=0.1, silence=1.5),
             "local_prefill": LocalPrefill.NEVER,
         }
-        running = Running(
+        running = RunningRouter(
             msgspec.structs.replace(config, **(defaults | settings)), rule or LETTERS, end_token
         )
         started.append(running)

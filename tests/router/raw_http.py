@@ -9,10 +9,10 @@ from typing import Any
 
 import httpx
 
-from tests.router.conftest import Running
+from tests.router.conftest import RunningRouter
 
 
-def connect(router: Running, *, receive_buffer: int | None = None) -> socket.socket:
+def connect(router: RunningRouter, *, receive_buffer: int | None = None) -> socket.socket:
     address = httpx.URL(router.url)
     assert address.port is not None
     connection = socket.socket()
@@ -23,7 +23,7 @@ def connect(router: Running, *, receive_buffer: int | None = None) -> socket.soc
     return connection
 
 
-def talk(router: Running, data: bytes) -> tuple[int, dict[str, str], Any]:
+def talk(router: RunningRouter, data: bytes) -> tuple[int, dict[str, str], Any]:
     """What comes back until the server closes the connection."""
     with closing(connect(router)) as connection:
         connection.sendall(data)

@@ -22,16 +22,16 @@ from tandem.router.openai.answer_types import (
 from tandem.router.openai.chat_request import ChatRequest
 from tandem.router.openai.completion_request import CompletionRequest
 from tandem.router.openai.fields import ACCEPTED
-from tests.router.conftest import Running, StartRouter
+from tests.router.conftest import RunningRouter, StartRouter
 
 
 @pytest.fixture
-def router(start_router: StartRouter) -> Running:
+def router(start_router: StartRouter) -> RunningRouter:
     return start_router()
 
 
 @pytest.fixture
-def document(router: Running) -> dict[str, Any]:
+def document(router: RunningRouter) -> dict[str, Any]:
     answer = router.client.get("/openapi.json")
     assert answer.status_code == 200
     found: dict[str, Any] = answer.json()
@@ -58,7 +58,7 @@ def test_every_reference_leads_somewhere(document: dict[str, Any]) -> None:
         assert name[1] in document["components"]["schemas"]
 
 
-def test_it_documents_what_there_is(router: Running, document: dict[str, Any]) -> None:
+def test_it_documents_what_there_is(router: RunningRouter, document: dict[str, Any]) -> None:
     asked = {"x-tandem-trace": "1", "x-request-id": "traced"}
     prompt = {"model": "fake", "prompt": "x", "max_tokens": 1}
     assert router.client.post("/v1/completions", json=prompt, headers=asked).status_code == 200
@@ -81,7 +81,7 @@ def test_requests_are_documented_field_by_field(document: dict[str, Any]) -> Non
     assert schemas["CompletionRequest"]["properties"]["temperature"]["anyOf"][0]["maximum"] == 2
 
 
-def test_real_answers_are_as_documented(router: Running) -> None:
+def test_real_answers_are_as_documented(router: RunningRouter) -> None:
     for fields in ({}, {"logprobs": 2, "echo": True}, {"n": 2}):
         msgspec.convert(router.complete(max_tokens=3, **fields).json(), Completion)
     for fields in ({}, {"logprobs": True, "top_logprobs": 2}, {"n": 2}):
@@ -113,7 +113,7 @@ def test_real_answers_are_as_documented(router: Running) -> None:
     msgspec.convert(router.client.get("/nothing").json(), ErrorBody)
 
 
-def test_the_page_to_try_it_needs_nothing_from_elsewhere(router: Running) -> None:
+def test_the_page_to_try_it_needs_nothing_from_elsewhere(router: RunningRouter) -> None:
     page = router.client.get("/docs")
     assert page.headers["content-type"].startswith("text/html")
     assert "https://" not in page.text

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tandem.router.http.api_document import make_document
-from tests.router.conftest import Running, bombarded
+from tests.router.conftest import RunningRouter, bombarded
 
 VALID, INVALID = "positive", "negative"
 ASKED = [
@@ -27,7 +27,7 @@ ASKED = [
 
 
 @pytest.fixture(scope="module")
-def router(model_folder: str, end_token: int) -> Iterator[Running]:
+def router(model_folder: str, end_token: int) -> Iterator[RunningRouter]:
     with bombarded(model_folder, end_token, max_model_len=64) as running:
         yield running
 
@@ -61,7 +61,7 @@ def checks() -> list[Any]:
 @settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_an_answer_is_as_documented(
-    router: Running, api: Any, checks: list[Any], path: str, method: str, mode: str, data: st.DataObject
+    router: RunningRouter, api: Any, checks: list[Any], path: str, method: str, mode: str, data: st.DataObject
 ) -> None:
     from schemathesis import GenerationMode
 

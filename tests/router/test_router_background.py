@@ -10,13 +10,13 @@ from tandem.router.config import ApiKey, Heartbeat
 from tandem.router.dispatch import recall
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.wire.errors import WireError
-from tests.router.conftest import Running, StartRouter
+from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.fake_node import scripted
 from tests.router.test_router_reasoning import thinking_folder  # noqa: F401  (a fixture)
 from tests.router.test_router_responses import TEXT, WEATHER, create, events_of
 from tests.router.test_router_several import die, revive
 
-Pair = tuple[Running, Running]
+Pair = tuple[RunningRouter, RunningRouter]
 PATIENT = Heartbeat(ping_interval=0.1, silence=5)
 
 
@@ -41,7 +41,7 @@ def pair(
     return two_routers(start_router, rule=scripted(script), tokenizer_path=thinking_folder, heartbeat=PATIENT)
 
 
-def pause(router: Running, at: int | None) -> None:
+def pause(router: RunningRouter, at: int | None) -> None:
     for node in router.nodes.values():
         if at is None:
             node.resume()
@@ -49,7 +49,7 @@ def pause(router: Running, at: int | None) -> None:
             node.set(pause_at=at)
 
 
-def begin_stream(router: Running, count: int) -> tuple[str, list[dict[str, Any]]]:
+def begin_stream(router: RunningRouter, count: int) -> tuple[str, list[dict[str, Any]]]:
     """The first events of a response in the background, whose connection is lost then."""
     body = {"input": "weather?", "background": True, "stream": True, "tools": [WEATHER]}
     seen: list[dict[str, Any]] = []
@@ -61,7 +61,7 @@ def begin_stream(router: Running, count: int) -> tuple[str, list[dict[str, Any]]
     return seen[0]["response"]["id"], seen
 
 
-def stream(router: Running, response_id: str, after: int = -1) -> list[dict[str, Any]]:
+def stream(router: RunningRouter, response_id: str, after: int = -1) -> list[dict[str, Any]]:
     query = {"stream": "true", "starting_after": after}
     return events_of(router.client.get(f"/v1/responses/{response_id}", params=query).text)
 

@@ -9,13 +9,13 @@ import pytest
 
 from tandem.router.config import UnknownFields
 from tests.router.bad_inputs import CHAT, COMPLETIONS, VALID, Bad, all_bad
-from tests.router.conftest import Running, bombarded
+from tests.router.conftest import RunningRouter, bombarded
 
 BAD = list(all_bad())
 
 
 @pytest.fixture(scope="module")
-def router(model_folder: str, end_token: int) -> Iterator[Running]:
+def router(model_folder: str, end_token: int) -> Iterator[RunningRouter]:
     with bombarded(model_folder, end_token, UnknownFields.REFUSE) as running:
         yield running
 
@@ -36,12 +36,12 @@ def test_the_table_is_as_long_as_promised() -> None:
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_what_the_table_changes_is_valid_without_the_change(router: Running, path: str) -> None:
+def test_what_the_table_changes_is_valid_without_the_change(router: RunningRouter, path: str) -> None:
     assert router.client.post(path, json=VALID[path]).status_code == 200
 
 
 @pytest.mark.parametrize("bad", BAD, ids=[bad.name for bad in BAD])
-def test_is_refused_by_name(router: Running, bad: Bad) -> None:
+def test_is_refused_by_name(router: RunningRouter, bad: Bad) -> None:
     answer = router.client.post(
         bad.path, content=json.dumps(bad.body), headers={"content-type": "application/json"}
     )
@@ -56,7 +56,7 @@ def test_is_refused_by_name(router: Running, bad: Bad) -> None:
     assert router.server.services.dispatcher.running == 0
 
 
-def test_a_refusal_is_short_however_long_the_mistake_is(router: Running) -> None:
+def test_a_refusal_is_short_however_long_the_mistake_is(router: RunningRouter) -> None:
     answer = router.client.post(COMPLETIONS, json=VALID[COMPLETIONS] | {"x" * 1_000_000: 1})
     assert answer.status_code == 400
     message = error_of(answer)["message"]
@@ -84,7 +84,7 @@ def test_a_refusal_is_short_however_long_the_mistake_is(router: Running) -> None
         ("OPTIONS", "/cluster", 405),
     ],
 )
-def test_unknown_paths_and_methods(router: Running, method: str, path: str, status: int) -> None:
+def test_unknown_paths_and_methods(router: RunningRouter, method: str, path: str, status: int) -> None:
     answer = router.client.request(method, path)
     assert answer.status_code == status
     assert error_of(answer)["code"] in ("not_found", "method_not_allowed", "model_not_found")
@@ -103,13 +103,13 @@ def test_unknown_paths_and_methods(router: Running, method: str, path: str, stat
         "application/json; charset=latin-1",
     ],
 )
-def test_another_content_type(router: Running, content_type: str) -> None:
+def test_another_content_type(router: RunningRouter, content_type: str) -> None:
     answer = router.client.post(COMPLETIONS, content=b"{}", headers={"content-type": content_type})
     assert answer.status_code == 415
     assert error_of(answer)["code"] == "unsupported_media_type"
 
 
-def test_a_compressed_body(router: Running) -> None:
+def test_a_compressed_body(router: RunningRouter) -> None:
     headers = {"content-type": "application/json", "content-encoding": "gzip"}
     assert router.client.post(COMPLETIONS, content=b"{}", headers=headers).status_code == 415
 
@@ -117,7 +117,7 @@ def test_a_compressed_body(router: Running) -> None:
 @pytest.mark.parametrize(
     "content_type", ["application/json", "application/json; charset=utf-8", "Application/JSON"]
 )
-def test_the_right_content_type_in_any_spelling(router: Running, content_type: str) -> None:
+def test_the_right_content_type_in_any_spelling(router: RunningRouter, content_type: str) -> None:
     body = json.dumps(VALID[COMPLETIONS]).encode()
     assert (
         router.client.post(COMPLETIONS, content=body, headers={"content-type": content_type}).status_code
@@ -138,7 +138,7 @@ def test_the_right_content_type_in_any_spelling(router: Running, content_type: s
         b"[" * 10**5,
     ],
 )
-def test_bodies_that_are_not_an_object(router: Running, body: bytes) -> None:
+def test_bodies_that_are_not_an_object(router: RunningRouter, body: bytes) -> None:
     answer = router.client.post(COMPLETIONS, content=body, headers={"content-type": "application/json"})
     assert answer.status_code == 400
     error_of(answer)
@@ -163,12 +163,12 @@ def test_bodies_that_are_not_an_object(router: Running, body: bytes) -> None:
 )
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_what_openai_defines_and_null_are_accepted(
-    router: Running, path: str, fields: dict[str, Any]
+    router: RunningRouter, path: str, fields: dict[str, Any]
 ) -> None:
     assert router.client.post(path, json=VALID[path] | fields).status_code == 200
 
 
-def test_what_other_servers_put_into_their_answers_may_be_sent_back(router: Running) -> None:
+def test_what_other_servers_put_into_their_answers_may_be_sent_back(router: RunningRouter) -> None:
     message = {
         "role": "assistant", "content": "hello", "refusal": None, "annotations": [], "audio": None,
         "function_call": None, "tool_calls": None, "reasoning_content": None, "x_vendor": 1,

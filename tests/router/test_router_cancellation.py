@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from tandem.router.config import Limits
-from tests.router.conftest import Running, StartRouter
+from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.event_reader import EventReader
 
 
-def cancelled(router: Running, *node_ids: str) -> None:
+def cancelled(router: RunningRouter, *node_ids: str) -> None:
     for node_id in node_ids:
         node = router.nodes[node_id]
         node.wait_until(

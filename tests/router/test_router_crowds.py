@@ -14,7 +14,7 @@ import pytest
 from tandem.router.config import Limits, Timeouts
 from tandem.router.policy import RoutingDecision, RoutingRequest
 from tandem.router.prefixes import PromptHashes
-from tests.router.conftest import Running, StartRouter
+from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.event_reader import EventReader
 
 CROWD = 100
@@ -23,7 +23,7 @@ MOST_BUFFERED = 256 << 10
 
 
 @pytest.fixture
-def router(start_router: StartRouter) -> Iterator[Running]:
+def router(start_router: StartRouter) -> Iterator[RunningRouter]:
     running = start_router(
         prefill=0,
         decode=0,
@@ -37,7 +37,7 @@ def router(start_router: StartRouter) -> Iterator[Running]:
     assert running.look(lambda: running.server.services.supervisor.failed) == {}
 
 
-def answers_are_right(router: Running) -> None:
+def answers_are_right(router: RunningRouter) -> None:
     def ask(seed: int) -> None:
         with router.stream(max_tokens=20, seed=seed) as events:
             assert events.text() == router.expected("the fox", 20, seed=seed)
@@ -47,7 +47,7 @@ def answers_are_right(router: Running) -> None:
 
 
 @pytest.mark.slow
-def test_a_hundred_readers_that_stop_reading(router: Running) -> None:
+def test_a_hundred_readers_that_stop_reading(router: RunningRouter) -> None:
     """A hundred answers of 200 tokens with 20 alternatives each are a second's work. They ask for far more than their connections hold, and the nodes have said all of it."""
     body = {"model": "fake", "prompt": "x", "stream": True, "max_tokens": 200, "logprobs": 20}
     http = router.server._http
@@ -74,7 +74,7 @@ def test_a_hundred_readers_that_stop_reading(router: Running) -> None:
 
 
 @pytest.mark.slow
-def test_a_storm_of_clients_that_hang_up(router: Running) -> None:
+def test_a_storm_of_clients_that_hang_up(router: RunningRouter) -> None:
     """Three hundred connections take half a second."""
     router.nodes["d0"].set(pause_at=2)
     body = {"model": "fake", "prompt": "x", "stream": True, "max_tokens": 50}
@@ -90,7 +90,7 @@ def test_a_storm_of_clients_that_hang_up(router: Running) -> None:
     answers_are_right(router)
 
 
-def test_a_crowd_that_sends_its_headers_slowly(router: Running) -> None:
+def test_a_crowd_that_sends_its_headers_slowly(router: RunningRouter) -> None:
     address = httpx.URL(router.url)
     with ExitStack() as stack:
         for _ in range(3 * CROWD):
@@ -102,7 +102,7 @@ def test_a_crowd_that_sends_its_headers_slowly(router: Running) -> None:
 
 
 def test_however_long_the_reasons_of_many_choices_are_the_answer_is_sent(
-    router: Running, monkeypatch: pytest.MonkeyPatch
+    router: RunningRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They go into a header, which is cut; one that ends in a space cannot be sent at all."""
     dispatcher = router.server.services.dispatcher

@@ -12,7 +12,7 @@ from tandem.wire.errors import WireError
 from tandem.wire.nodes import Role
 from tandem.wire.requests import TransferRole
 from tandem.wire.sampling import FinishReason
-from tests.router.conftest import Running, StartRouter
+from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.fake_node import FakeNode
 
 COUNT = 12
@@ -22,13 +22,13 @@ def submitted(node: FakeNode, count: int = 1) -> None:
     node.wait_until(lambda: len(node.submits) >= count, f"{count} requests submitted")
 
 
-def serving(router: Running) -> FakeNode:
+def serving(router: RunningRouter) -> FakeNode:
     """The decode node that the one request under way is on."""
     nodes = [node for node in router.nodes.values() if node.role is Role.DECODE and node.submits]
     return max(nodes, key=lambda node: len(node.running))
 
 
-def other(router: Running, node: FakeNode) -> FakeNode:
+def other(router: RunningRouter, node: FakeNode) -> FakeNode:
     (found,) = (n for n in router.nodes.values() if n.role is node.role and n is not node)
     return found
 

@@ -200,7 +200,7 @@ def test_an_answer_that_was_cut_off_loses_nothing_before_the_cut(name: ToolForma
 # --- enforced -------------------------------------------------------------------------------------------------
 
 
-class Enforced:
+class EnforcedFormat:
     """Answers under a format's grammar, with its marks as tokens of their own or spelt."""
 
     def __init__(self, name: ToolFormat, folder: str, *, special: bool) -> None:
@@ -238,7 +238,7 @@ def special(request: pytest.FixtureRequest) -> bool:
 def test_calls_that_are_required_are_written_in_the_models_own_format(
     name: ToolFormat, special: bool, model_folder: str
 ) -> None:
-    enforced, text = Enforced(name, model_folder, special=special), enforced_text(name)
+    enforced, text = EnforcedFormat(name, model_folder, special=special), enforced_text(name)
     assert enforced.follows(text)
     assert calls_of(pieces_of(name, text)) == expected_of(name)
     assert not enforced.follows("It will rain.")
@@ -250,7 +250,7 @@ def test_calls_that_are_required_are_written_in_the_models_own_format(
 
 @pytest.mark.parametrize("name", CALLS)
 def test_text_may_come_before_strict_calls(name: ToolFormat, special: bool, model_folder: str) -> None:
-    enforced, text = Enforced(name, model_folder, special=special), enforced_text(name)
+    enforced, text = EnforcedFormat(name, model_folder, special=special), enforced_text(name)
     assert enforced.follows(text, must=False)
     assert enforced.follows("It will rain.", must=False)
     assert not enforced.follows(text.replace("weather", "whether"), must=False)

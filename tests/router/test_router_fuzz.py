@@ -15,7 +15,7 @@ from tandem.router.openai.answer_types import ChatCompletion, Completion, ErrorB
 from tandem.router.openai.chat_request import ChatRequest
 from tandem.router.openai.completion_request import CompletionRequest
 from tests.router.bad_inputs import CHAT, COMPLETIONS, VALID
-from tests.router.conftest import Running, bombarded
+from tests.router.conftest import RunningRouter, bombarded
 
 ANSWERS: dict[str, Any] = {COMPLETIONS: Completion, CHAT: ChatCompletion}
 FIELDS = {COMPLETIONS: CompletionRequest.__struct_fields__, CHAT: ChatRequest.__struct_fields__}
@@ -41,7 +41,7 @@ ANYTHING = st.recursive(
 
 
 @pytest.fixture(scope="module")
-def router(model_folder: str, end_token: int) -> Iterator[Running]:
+def router(model_folder: str, end_token: int) -> Iterator[RunningRouter]:
     with bombarded(model_folder, end_token, max_model_len=64) as running:
         yield running
 
@@ -49,7 +49,7 @@ def router(model_folder: str, end_token: int) -> Iterator[Running]:
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
-def test_any_field_with_any_value(router: Running, path: str, data: st.DataObject) -> None:
+def test_any_field_with_any_value(router: RunningRouter, path: str, data: st.DataObject) -> None:
     names = st.sampled_from([name for name in FIELDS[path] if name != "stream"])
     fields = data.draw(st.dictionaries(names, ANYTHING, min_size=1, max_size=3))
     answer = router.client.post(
@@ -64,7 +64,7 @@ def test_any_field_with_any_value(router: Running, path: str, data: st.DataObjec
 
 @settings(max_examples=100, deadline=None)
 @given(body=st.binary(max_size=100) | ANYTHING.map(lambda value: json.dumps(value).encode()))
-def test_any_body(router: Running, body: bytes) -> None:
+def test_any_body(router: RunningRouter, body: bytes) -> None:
     answer = router.client.post(COMPLETIONS, content=body, headers={"content-type": "application/json"})
     assert 400 <= answer.status_code < 500
     msgspec.convert(answer.json(), ErrorBody)

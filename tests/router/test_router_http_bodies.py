@@ -11,14 +11,14 @@ import pytest
 
 from tandem.router.config import Limits, RouterConfig, Timeouts
 from tandem.wire.errors import ConfigurationError
-from tests.router.conftest import Running, StartRouter
+from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.raw_http import connect, post, read_answer, read_to_end
 
 LIMITS = Limits(body_bytes=10_000, body_bytes_at_once=25_000)
 MOST = 9_900  # of a body of 10 000
 
 
-def held(router: Running) -> int:
+def held(router: RunningRouter) -> int:
     return router.server.services.bodies.held
 
 
@@ -28,14 +28,14 @@ def body(size: int) -> bytes:
 
 
 @pytest.fixture
-def router(start_router: StartRouter) -> Iterator[Running]:
+def router(start_router: StartRouter) -> Iterator[RunningRouter]:
     running = start_router(limits=LIMITS, timeouts=Timeouts(body=5))
     yield running
     running.wait_for(lambda: held(running) == 0, "all of it is given back")
     assert running.complete(max_tokens=2).status_code == 200
 
 
-def begin(router: Running) -> socket.socket:
+def begin(router: RunningRouter) -> socket.socket:
     """A body of which all but a little is there."""
     before = held(router)
     connection = connect(router)
@@ -44,7 +44,7 @@ def begin(router: Running) -> socket.socket:
     return connection
 
 
-def test_what_is_beyond_it_is_refused_and_may_come_again(router: Running) -> None:
+def test_what_is_beyond_it_is_refused_and_may_come_again(router: RunningRouter) -> None:
     first, second = begin(router), begin(router)
     with closing(connect(router)) as third:
         for _ in range(2):  # on the same connection: what comes of a refused body is dropped
@@ -64,7 +64,7 @@ def test_what_is_beyond_it_is_refused_and_may_come_again(router: Running) -> Non
     first.close()
 
 
-def test_one_that_is_refused_in_the_middle_gives_back_what_it_had(router: Running) -> None:
+def test_one_that_is_refused_in_the_middle_gives_back_what_it_had(router: RunningRouter) -> None:
     others = [begin(router), begin(router)]
     with closing(connect(router)) as connection:
         connection.sendall(post(b"", transfer_encoding="chunked") + b"fa0\r\n" + b" " * 4000 + b"\r\n")
@@ -95,7 +95,9 @@ def spoil(connection: socket.socket) -> None:
 
 
 @pytest.mark.parametrize("end", [hang_up, finish, spoil])
-def test_it_is_given_back_on_every_way_out(router: Running, end: Callable[[socket.socket], None]) -> None:
+def test_it_is_given_back_on_every_way_out(
+    router: RunningRouter, end: Callable[[socket.socket], None]
+) -> None:
     connection = begin(router)
     end(connection)
     router.wait_for(lambda: held(router) == 0, "given back")
@@ -109,7 +111,7 @@ def test_it_is_given_back_when_the_body_is_too_slow(start_router: StartRouter) -
     assert held(router) == 0
 
 
-def test_it_is_given_back_while_the_answer_is_still_being_written(router: Running) -> None:
+def test_it_is_given_back_while_the_answer_is_still_being_written(router: RunningRouter) -> None:
     node = router.nodes["d0"]
     node.set(pause_at=1)
     with closing(connect(router)) as connection:
@@ -121,7 +123,7 @@ def test_it_is_given_back_while_the_answer_is_still_being_written(router: Runnin
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/detokenize", "/v1/chat/completions"])
-def test_every_body_counts(router: Running, path: str) -> None:
+def test_every_body_counts(router: RunningRouter, path: str) -> None:
     with closing(connect(router)) as connection:
         connection.sendall(post(b" " * 5000, path, content_length="6000"))
         router.wait_for(lambda: held(router) == 5000, "received")

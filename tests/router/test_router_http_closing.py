@@ -11,14 +11,14 @@ import pytest
 
 from tandem.router.config import Limits
 from tandem.router.http import protocol
-from tests.router.conftest import Running, StartRouter
+from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.raw_http import connect, parse, post, read_to_end
 
 SIZE = 8 << 20  # more than lies in buffers between the two
 LIMITS = Limits(header_bytes=4096, body_bytes=SIZE)
 
 
-def draining(start_router: StartRouter) -> Running:
+def draining(start_router: StartRouter) -> RunningRouter:
     router = start_router(limits=LIMITS)
     router.server.services.draining = True
     return router
@@ -60,7 +60,7 @@ def test_a_chunk_that_is_none_ends_a_request_that_is_being_read(start_router: St
 
 
 @contextmanager
-def refused_while_sending(router: Running) -> Iterator[socket.socket]:
+def refused_while_sending(router: RunningRouter) -> Iterator[socket.socket]:
     """The connection of a client that has been answered, and has not ended what it sends."""
     with closing(connect(router)) as connection:
         connection.sendall(post(b"", content_length=str(SIZE)))

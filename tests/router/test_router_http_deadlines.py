@@ -8,7 +8,7 @@ from contextlib import closing
 import pytest
 
 from tandem.router.config import Timeouts
-from tests.router.conftest import Running, StartRouter
+from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.raw_http import connect, post, read_answer, read_to_end
 
 HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -39,7 +39,7 @@ def test_a_body_that_ends_behind_its_answer_leaves_an_idle_connection(start_rout
         assert read_to_end(connection) == b""
 
 
-def unread(router: Running, data: bytes) -> None:
+def unread(router: RunningRouter, data: bytes) -> None:
     with closing(connect(router, receive_buffer=4096)) as connection:
         connection.sendall(data)
         router.wait_for(lambda: router.connections() == 1, "it is there")

@@ -8,7 +8,7 @@ from contextlib import closing
 
 import pytest
 
-from tests.router.conftest import Running, bombarded
+from tests.router.conftest import RunningRouter, bombarded
 from tests.router.raw_http import connect, read_answer, talk
 
 BEHIND = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -16,13 +16,13 @@ NO_CHUNKS = b"0\r\n\r\n"
 
 
 @pytest.fixture(scope="module")
-def only_router(model_folder: str, end_token: int) -> Iterator[Running]:
+def only_router(model_folder: str, end_token: int) -> Iterator[RunningRouter]:
     with bombarded(model_folder, end_token) as running:
         yield running
 
 
 @pytest.fixture
-def router(only_router: Running) -> Iterator[Running]:
+def router(only_router: RunningRouter) -> Iterator[RunningRouter]:
     yield only_router
     assert only_router.complete(max_tokens=2).status_code == 200
 
@@ -64,7 +64,7 @@ def router(only_router: Running) -> Iterator[Running]:
     ids=lambda lines: " | ".join(lines)[:60],
 )
 @pytest.mark.parametrize("path", ["/v1/completions", "/health"])
-def test_a_body_whose_end_is_in_doubt(router: Running, lines: list[str], path: str) -> None:
+def test_a_body_whose_end_is_in_doubt(router: RunningRouter, lines: list[str], path: str) -> None:
     head = "\r\n".join([f"POST {path} HTTP/1.1", "host: x", *lines]).encode("latin-1")
     status, headers, body = talk(router, head + b"\r\n\r\n" + NO_CHUNKS + BEHIND)  # reads until it is closed
     assert status == 400
@@ -72,7 +72,7 @@ def test_a_body_whose_end_is_in_doubt(router: Running, lines: list[str], path: s
     assert body["error"]["code"] == "invalid_http"
 
 
-def test_chunks_in_http_1_0(router: Running) -> None:
+def test_chunks_in_http_1_0(router: RunningRouter) -> None:
     head = b"POST /health HTTP/1.0\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
     status, headers, body = talk(router, head + NO_CHUNKS + BEHIND)
     assert status == 400
@@ -80,13 +80,13 @@ def test_chunks_in_http_1_0(router: Running) -> None:
     assert "HTTP/1.0" in body["error"]["message"]
 
 
-def test_the_message_says_what_would_be_right(router: Running) -> None:
+def test_the_message_says_what_would_be_right(router: RunningRouter) -> None:
     head = b"POST /health HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\n"
     _, _, body = talk(router, head + NO_CHUNKS)
     assert "Transfer-Encoding and Content-Length together; send one of them" in body["error"]["message"]
 
 
-def test_a_doubtful_request_behind_a_good_one(router: Running) -> None:
+def test_a_doubtful_request_behind_a_good_one(router: RunningRouter) -> None:
     bad = b"POST /health HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\n"
     with closing(connect(router)) as connection:
         connection.sendall(BEHIND + bad + NO_CHUNKS + BEHIND)
@@ -105,7 +105,7 @@ def test_a_doubtful_request_behind_a_good_one(router: Running) -> None:
         ("content-length: 0", b""),
     ],
 )
-def test_a_body_whose_end_is_not_in_doubt(router: Running, line: str, body: bytes) -> None:
+def test_a_body_whose_end_is_not_in_doubt(router: RunningRouter, line: str, body: bytes) -> None:
     with closing(connect(router)) as connection:
         connection.sendall(f"POST /health HTTP/1.1\r\nhost: x\r\n{line}\r\n\r\n".encode() + body + BEHIND)
         assert read_answer(connection)[0] == 405

@@ -10,7 +10,7 @@ import pytest
 from tandem.router.config import ApiKey, RouterConfig, TracingConfig
 from tandem.router.keys import DEFAULT_ANSWER, KeyRing, QuotaExceeded, Tenant, load_keys
 from tandem.wire.errors import ConfigurationError
-from tests.router.conftest import Running, StartRouter
+from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.raw_http import connect, post, read_answer
 
 
@@ -22,7 +22,7 @@ class Clock:
         return self.now
 
 
-def ask(router: Running, key: str | None, **headers: str) -> httpx.Response:
+def ask(router: RunningRouter, key: str | None, **headers: str) -> httpx.Response:
     if key is not None:
         headers["authorization"] = f"Bearer {key}"
     raw = {name: value.encode("utf-8", "surrogateescape") for name, value in headers.items()}
@@ -89,7 +89,7 @@ def test_quotas(start_router: StartRouter) -> None:
 TEXT_REQUESTS = {"/tokenize": {"prompt": "x"}, "/detokenize": {"tokens": [5]}}
 
 
-def ask_for_text(router: Running, path: str) -> httpx.Response:
+def ask_for_text(router: RunningRouter, path: str) -> httpx.Response:
     return router.client.post(path, json=TEXT_REQUESTS[path], headers={"authorization": "Bearer secret-a"})
 
 

@@ -52,7 +52,7 @@ def test_a_long_answer_is_decoded_beside_everything_else(tokenizer: Tokenizer) -
 def test_a_long_chat_is_rendered_beside_everything_else() -> None:
     loop_went_on = threading.Event()
 
-    class Waiting(ChatTemplate):
+    class WaitingTemplate(ChatTemplate):
         def render(self, *args: Any, **options: Any) -> str:
             assert loop_went_on.wait(10)
             return super().render(*args, **options)
@@ -60,7 +60,7 @@ def test_a_long_chat_is_rendered_beside_everything_else() -> None:
     async def ask() -> str:
         asyncio.get_running_loop().call_soon(loop_went_on.set)
         return await render_chat(
-            Waiting({"default": "{{ messages | length }}"}, {}),
+            WaitingTemplate({"default": "{{ messages | length }}"}, {}),
             [ChatMessage("user", "x")] * (INLINE_ITEMS + 1),
             None,
             add_generation_prompt=True,

@@ -10,7 +10,7 @@ import pytest
 
 from tandem.router.config import ApiKey
 from tandem.router.text.tokenizer import Tokenizer
-from tests.router.conftest import Running, StartRouter
+from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.fake_node import scripted
 from tests.router.test_router_reasoning import THOUGHT, thinking_folder  # noqa: F401  (a fixture)
 from tests.router.test_router_tools import HERMES, PARIS
@@ -27,7 +27,7 @@ ASK: list[Any] = [{"role": "user", "content": "weather in Paris?"}]
 TEXT = f"<think>\n{THOUGHT}\n</think>\n\nI look.\n{HERMES}"
 
 
-def client_of(router: Running, key: str = "unused") -> anthropic.Anthropic:
+def client_of(router: RunningRouter, key: str = "unused") -> anthropic.Anthropic:
     client = pytest.importorskip("anthropic")
     found: anthropic.Anthropic = client.Anthropic(base_url=router.url, api_key=key, max_retries=0)
     return found
@@ -39,17 +39,17 @@ def router(
     thinking_folder: str,  # noqa: F811
     tokenizer: Tokenizer,
     end_token: int,
-) -> Running:
+) -> RunningRouter:
     script = [*tokenizer.encode(TEXT, special=False), end_token]
     return start_router(rule=scripted(script), tokenizer_path=thinking_folder)
 
 
-def prompt_of(router: Running) -> str:
+def prompt_of(router: RunningRouter) -> str:
     tokenizer = router.server.services.model.tokenizer
     return tokenizer.decode(router.nodes["p0"].submits[-1].prompt_token_ids)
 
 
-def test_a_tool_loop_through_anthropics_own_client(router: Running) -> None:
+def test_a_tool_loop_through_anthropics_own_client(router: RunningRouter) -> None:
     client = client_of(router)
     answer = client.messages.create(
         model="fake", max_tokens=500, messages=ASK, tools=[WEATHER], system="Be brief."
@@ -84,7 +84,7 @@ def test_a_tool_loop_through_anthropics_own_client(router: Running) -> None:
     assert prompt.index("<tool_response>\nrain") < prompt.index("and now?")
 
 
-def test_a_stream_is_the_whole_answer_in_events(router: Running) -> None:
+def test_a_stream_is_the_whole_answer_in_events(router: RunningRouter) -> None:
     client = client_of(router)
     options: Any = {"model": "fake", "max_tokens": 500, "messages": ASK, "tools": [WEATHER]}
     whole = client.messages.create(**options)
@@ -111,7 +111,7 @@ def test_a_stream_is_the_whole_answer_in_events(router: Running) -> None:
         ({"type": "auto"}, {}),
     ],
 )
-def test_tool_choices(router: Running, choice: dict[str, Any], fields: dict[str, Any]) -> None:
+def test_tool_choices(router: RunningRouter, choice: dict[str, Any], fields: dict[str, Any]) -> None:
     body = {"max_tokens": 5, "messages": ASK, "tools": [WEATHER], "tool_choice": choice}
     assert router.client.post("/v1/messages", json=body).status_code == 200
     grammar = router.nodes["p0"].submits[-1].sampling.grammar
@@ -119,7 +119,7 @@ def test_tool_choices(router: Running, choice: dict[str, Any], fields: dict[str,
     assert ("weather somewhere" in prompt_of(router)) is (choice["type"] != "none")
 
 
-def test_thinking_is_turned_off(router: Running) -> None:
+def test_thinking_is_turned_off(router: RunningRouter) -> None:
     for thinking, closed in (
         ({"type": "disabled"}, True),
         ({"type": "enabled", "budget_tokens": 1024}, False),
@@ -146,7 +146,7 @@ def test_how_an_answer_ends(start_router: StartRouter, tokenizer: Tokenizer, end
     assert prompt_of(router).endswith("It will")
 
 
-def test_tokens_are_counted_without_an_answer(router: Running) -> None:
+def test_tokens_are_counted_without_an_answer(router: RunningRouter) -> None:
     client = client_of(router)
     options: Any = {"model": "fake", "messages": ASK, "tools": [WEATHER], "system": "Be brief."}
     counted = client.messages.count_tokens(**options).input_tokens
@@ -168,7 +168,7 @@ def test_tokens_are_counted_without_an_answer(router: Running) -> None:
         ({"model": "another"}, "does not exist"),
     ],
 )
-def test_a_refusal_has_anthropics_form(router: Running, fields: dict[str, Any], said: str) -> None:
+def test_a_refusal_has_anthropics_form(router: RunningRouter, fields: dict[str, Any], said: str) -> None:
     body = {"max_tokens": 5, "messages": ASK} | fields
     answer = router.client.post("/v1/messages", json={k: v for k, v in body.items() if v is not ...})
     assert answer.status_code in (400, 404)
@@ -178,7 +178,7 @@ def test_a_refusal_has_anthropics_form(router: Running, fields: dict[str, Any], 
     assert said in error["error"]["message"]
 
 
-def test_what_other_clients_send_besides_is_ignored(router: Running) -> None:
+def test_what_other_clients_send_besides_is_ignored(router: RunningRouter) -> None:
     body = {
         "max_tokens": 5,
         "messages": [
@@ -207,7 +207,7 @@ def test_anthropics_header_carries_the_key(start_router: StartRouter) -> None:
     assert refused.json()["error"]["type"] == "authentication_error"
 
 
-def test_a_call_that_was_cut_off_is_told(router: Running, tmp_path: Path) -> None:
+def test_a_call_that_was_cut_off_is_told(router: RunningRouter, tmp_path: Path) -> None:
     length = len(router.server.services.model.tokenizer.encode(TEXT, special=False))
     answer = router.client.post(
         "/v1/messages", json={"max_tokens": length - 20, "messages": ASK, "tools": [WEATHER]}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tandem.wire.errors import WireError
-from tests.router.conftest import Running, StartRouter
+from tests.router.conftest import RunningRouter, StartRouter
 
 # Importing it takes a second, which whoever only collects these tests does not have to wait.
 if TYPE_CHECKING:
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture
-def router(start_router: StartRouter) -> Running:
+def router(start_router: StartRouter) -> RunningRouter:
     return start_router()
 
 
 @pytest.fixture
-def client(router: Running) -> openai.OpenAI:
+def client(router: RunningRouter) -> openai.OpenAI:
     return router.official_client()
 
 
-def test_completions(router: Running, client: openai.OpenAI) -> None:
+def test_completions(router: RunningRouter, client: openai.OpenAI) -> None:
     answer = client.completions.create(model="fake", prompt="the fox", max_tokens=5, seed=1)
     assert answer.choices[0].text == router.expected("the fox", 5, seed=1)
     assert answer.usage is not None
@@ -33,7 +33,7 @@ def test_completions(router: Running, client: openai.OpenAI) -> None:
     assert "".join(part.choices[0].text for part in stream) == answer.choices[0].text
 
 
-def test_chat(router: Running, client: openai.OpenAI) -> None:
+def test_chat(router: RunningRouter, client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         model="fake",
         messages=[{"role": "user", "content": "hi"}],
@@ -68,7 +68,7 @@ def test_models(client: openai.OpenAI) -> None:
         client.models.retrieve("none")
 
 
-def test_errors_are_the_clients_own_exceptions(router: Running, client: openai.OpenAI) -> None:
+def test_errors_are_the_clients_own_exceptions(router: RunningRouter, client: openai.OpenAI) -> None:
     from openai import BadRequestError, InternalServerError, NotFoundError
 
     with pytest.raises(NotFoundError) as unknown:
@@ -84,7 +84,7 @@ def test_errors_are_the_clients_own_exceptions(router: Running, client: openai.O
     assert busy.value.response.headers["retry-after"]
 
 
-def test_an_error_mid_stream_is_an_exception_not_an_end(router: Running, client: openai.OpenAI) -> None:
+def test_an_error_mid_stream_is_an_exception_not_an_end(router: RunningRouter, client: openai.OpenAI) -> None:
     from openai import APIError
 
     router.nodes["d0"].set(pause_at=3)

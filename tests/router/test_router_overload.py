@@ -6,11 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 
 from tandem.router.config import ApiKey, Limits, Timeouts
-from tests.router.conftest import Running, StartRouter
+from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.event_reader import EventReader
 
 
-def occupy(router: Running) -> EventReader:
+def occupy(router: RunningRouter) -> EventReader:
     """One request that holds the only place until the node is resumed."""
     router.nodes["d0"].set(pause_at=1)
     events = router.stream(max_tokens=3)

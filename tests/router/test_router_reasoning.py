@@ -21,7 +21,7 @@ from tandem.router.formats.pieces import Arguments, CallBegins, Piece, Reasoning
 from tandem.router.formats.reasoning import ReasoningStart
 from tandem.router.formats.registry import CALLS, REASONING
 from tandem.router.text.tokenizer import Tokenizer
-from tests.router.conftest import Running, StartRouter
+from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.fake_node import scripted
 from tests.router.test_router_chat_families import FOLDER
 from tests.router.test_router_tools import HERMES, PARIS, WEATHER
@@ -179,7 +179,9 @@ def thinking_folder(model_folder: str, tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-def answering(start: StartRouter, folder: str, tokenizer: Tokenizer, end_token: int, text: str) -> Running:
+def answering(
+    start: StartRouter, folder: str, tokenizer: Tokenizer, end_token: int, text: str
+) -> RunningRouter:
     script = [*tokenizer.encode(text, special=False), end_token]
     return start(rule=scripted(script), tokenizer_path=folder)
 

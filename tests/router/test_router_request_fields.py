@@ -16,7 +16,7 @@ from tandem.router.openai.sampling_defaults import Defaults, defaults_of
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.wire.errors import ConfigurationError
 from tandem.wire.sampling import SamplingParams
-from tests.router.conftest import Running, StartRouter
+from tests.router.conftest import RunningRouter, StartRouter
 
 EXTRAS = {
     "top_a": 0.1,
@@ -29,15 +29,17 @@ EXTRAS = {
 
 
 @pytest.fixture
-def router(start_router: StartRouter) -> Running:
+def router(start_router: StartRouter) -> RunningRouter:
     return start_router()
 
 
-def sampled(router: Running) -> SamplingParams:
+def sampled(router: RunningRouter) -> SamplingParams:
     return router.nodes["p0"].submits[-1].sampling
 
 
-def test_unknown_fields_are_ignored_and_named(router: Running, caplog: pytest.LogCaptureFixture) -> None:
+def test_unknown_fields_are_ignored_and_named(
+    router: RunningRouter, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.INFO, "router.access"):
         for answer in (router.complete(**EXTRAS, max_tokens=2), router.chat(**EXTRAS, max_tokens=2)):
             assert answer.status_code == 200
@@ -47,7 +49,7 @@ def test_unknown_fields_are_ignored_and_named(router: Running, caplog: pytest.Lo
     assert sum("ignored=top_a,request_id," in line for line in caplog.messages) == 2
 
 
-def test_a_name_that_no_header_may_hold_does_no_harm(router: Running) -> None:
+def test_a_name_that_no_header_may_hold_does_no_harm(router: RunningRouter) -> None:
     answer = router.complete(**{"a\r\nset-cookie: b": 1, "ü" * 2000: 1}, max_tokens=2)
     assert answer.status_code == 200
     assert "set-cookie" not in answer.headers
@@ -55,7 +57,7 @@ def test_a_name_that_no_header_may_hold_does_no_harm(router: Running) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(INTERNAL))
-def test_internals_are_refused_whatever_they_hold(router: Running, name: str) -> None:
+def test_internals_are_refused_whatever_they_hold(router: RunningRouter, name: str) -> None:
     for value in (None, {}, 1):
         answer = router.complete(**{name: value})
         assert answer.status_code == 400
@@ -82,7 +84,9 @@ def test_the_model_need_not_be_named(start_router: StartRouter) -> None:
         ("guided_grammar", 'start: "x"', 'start: "x"'),
     ],
 )
-def test_the_older_names_of_structured_outputs(router: Running, field: str, value: Any, grammar: str) -> None:
+def test_the_older_names_of_structured_outputs(
+    router: RunningRouter, field: str, value: Any, grammar: str
+) -> None:
     for answer in (router.complete(**{field: value}), router.chat(**{field: value})):
         assert answer.status_code == 200, answer.text
         assert grammar in (sampled(router).grammar or "")
@@ -90,7 +94,7 @@ def test_the_older_names_of_structured_outputs(router: Running, field: str, valu
     assert refused.json()["error"]["param"] == field
 
 
-def test_only_these_tokens(router: Running, model_folder: str, end_token: int) -> None:
+def test_only_these_tokens(router: RunningRouter, model_folder: str, end_token: int) -> None:
     backend = LLTokenizer((Path(model_folder) / "tokenizer.json").read_text(), eos_token=[end_token])
 
     def allows(text_ids: list[int]) -> tuple[bool, bool]:
@@ -106,7 +110,7 @@ def test_only_these_tokens(router: Running, model_folder: str, end_token: int) -
     assert refused.json()["error"]["param"] == "allowed_token_ids"
 
 
-def test_a_prompt_is_cut_to_its_end(router: Running, tokenizer: Tokenizer) -> None:
+def test_a_prompt_is_cut_to_its_end(router: RunningRouter, tokenizer: Tokenizer) -> None:
     text = "the quick brown fox " * 2000  # far more than the context
     ids = tokenizer.encode(text, special=True)
     for keep, kept in ((5, ids[-5:]), (-1, ids[-(2048 - 7) :])):
@@ -116,7 +120,7 @@ def test_a_prompt_is_cut_to_its_end(router: Running, tokenizer: Tokenizer) -> No
     assert len(router.nodes["p0"].submits[-1].prompt_token_ids) == 9
 
 
-def test_token_ids_are_returned(router: Running, tokenizer: Tokenizer) -> None:
+def test_token_ids_are_returned(router: RunningRouter, tokenizer: Tokenizer) -> None:
     prompt = tokenizer.encode("the fox", special=True)
     whole = router.complete(return_token_ids=True, max_tokens=5, seed=3).json()["choices"][0]
     assert whole["prompt_token_ids"] == prompt
@@ -130,7 +134,7 @@ def test_token_ids_are_returned(router: Running, tokenizer: Tokenizer) -> None:
     assert chat["prompt_token_ids"] == router.nodes["p0"].submits[-1].prompt_token_ids
 
 
-def test_log_probabilities_of_the_prompt(router: Running, tokenizer: Tokenizer) -> None:
+def test_log_probabilities_of_the_prompt(router: RunningRouter, tokenizer: Tokenizer) -> None:
     for ask in (router.complete, router.chat):
         body = ask(prompt_logprobs=2, max_tokens=2).json()
         shown = body["choices"][0].get("prompt_logprobs") or body["prompt_logprobs"]
@@ -203,7 +207,7 @@ def test_an_operators_template_takes_the_models_place(start_router: StartRouter,
         start_router(chat_template=str(tmp_path / "none.jinja"))
 
 
-def test_probes(router: Running) -> None:
+def test_probes(router: RunningRouter) -> None:
     assert router.client.get("/ping").json() == router.client.post("/ping").json() == {"status": "ok"}
     assert router.client.get("/version").json()["version"]
     assert router.client.get("/load").json() == {"server_load": 0}

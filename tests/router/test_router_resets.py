@@ -20,7 +20,7 @@ from tandem.router.config import Heartbeat
 from tandem.wire.lines import NumberedChannel
 from tandem.wire.nodes import NodeInfo, Role
 from tests.engine.engine_fakes import BLOCK_SIZE, FakeRunner, make_scheduler
-from tests.router.conftest import Running, StartRouter
+from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.fake_node import fake_logprobs
 from tests.router.resetting_proxy import ResettingProxy
 
@@ -77,7 +77,7 @@ class RealNode:
 
 
 @pytest.fixture
-def proxied(start_router: StartRouter) -> Iterator[tuple[Running, RealNode, ResettingProxy]]:
+def proxied(start_router: StartRouter) -> Iterator[tuple[RunningRouter, RealNode, ResettingProxy]]:
     router = start_router(prefill=0, decode=0, heartbeat=Heartbeat(ping_interval=0.05, silence=2.5))
     links = router.server.services.links
     inbox = ResettingProxy(links.endpoint, reset_after=150_000)
@@ -90,7 +90,9 @@ def proxied(start_router: StartRouter) -> Iterator[tuple[Running, RealNode, Rese
     inbox.close()
 
 
-def read(router: Running, index: int, texts: dict[int, str], gaps: list[float], **fields: object) -> None:
+def read(
+    router: RunningRouter, index: int, texts: dict[int, str], gaps: list[float], **fields: object
+) -> None:
     with router.stream(prompt="the fox " * (index + 1), max_tokens=TOKENS, **fields) as events:
         pieces, last = [], time.monotonic()
         while True:
@@ -107,7 +109,7 @@ def read(router: Running, index: int, texts: dict[int, str], gaps: list[float], 
 
 @pytest.mark.parametrize("fields", [{}, {"logprobs": 2}], ids=["plain", "logprobs"])
 def test_resets_cost_no_request_no_token_and_no_second_computation(
-    proxied: tuple[Running, RealNode, ResettingProxy], fields: dict[str, object]
+    proxied: tuple[RunningRouter, RealNode, ResettingProxy], fields: dict[str, object]
 ) -> None:
     router, node, inbox = proxied
     expected = {}

@@ -10,7 +10,7 @@ import pytest
 from tandem.router.config import ApiKey, Heartbeat, Limits
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.wire.errors import WireError
-from tests.router.conftest import Running, StartRouter
+from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.fake_node import scripted
 from tests.router.test_router_reasoning import THOUGHT, thinking_folder  # noqa: F401  (a fixture)
 from tests.router.test_router_tools import HERMES, PARIS
@@ -30,18 +30,18 @@ def router(
     thinking_folder: str,  # noqa: F811
     tokenizer: Tokenizer,
     end_token: int,
-) -> Running:
+) -> RunningRouter:
     script = [*tokenizer.encode(TEXT, special=False), end_token]
     patient = Heartbeat(ping_interval=0.1, silence=5)
     return start_router(rule=scripted(script), tokenizer_path=thinking_folder, heartbeat=patient)
 
 
-def prompt_of(router: Running) -> str:
+def prompt_of(router: RunningRouter) -> str:
     tokenizer = router.server.services.model.tokenizer
     return tokenizer.decode(router.nodes["p0"].submits[-1].prompt_token_ids)
 
 
-def create(router: Running, **fields: Any) -> Any:
+def create(router: RunningRouter, **fields: Any) -> Any:
     return router.client.post("/v1/responses", json={"input": "weather?"} | fields)
 
 
@@ -49,7 +49,7 @@ def events_of(text: str) -> list[dict[str, Any]]:
     return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: ")]
 
 
-def test_a_tool_loop_through_the_official_client(router: Running) -> None:
+def test_a_tool_loop_through_the_official_client(router: RunningRouter) -> None:
     client = router.official_client()
     first = client.responses.create(model="fake", input="weather?", tools=[WEATHER], instructions="Be brief.")
     assert [item.type for item in first.output] == ["reasoning", "message", "function_call"]
@@ -81,7 +81,7 @@ def test_a_tool_loop_through_the_official_client(router: Running) -> None:
     assert prompt_of(router) == prompt
 
 
-def test_a_stream_is_the_whole_answer_in_numbered_events(router: Running) -> None:
+def test_a_stream_is_the_whole_answer_in_numbered_events(router: RunningRouter) -> None:
     client = router.official_client()
     with client.responses.stream(model="fake", input="weather?", tools=[WEATHER]) as stream:
         events = list(stream)
@@ -99,7 +99,7 @@ def test_a_stream_is_the_whole_answer_in_numbered_events(router: Running) -> Non
     assert kinds.count("response.output_item.added") == kinds.count("response.output_item.done") == 3
 
 
-def test_a_schema_and_an_answer_that_is_cut_off(router: Running) -> None:
+def test_a_schema_and_an_answer_that_is_cut_off(router: RunningRouter) -> None:
     form = {"type": "json_schema", "name": "p", "schema": {"type": "object"}}
     body = create(router, text={"format": form}, max_output_tokens=4).json()
     assert body["status"] == "incomplete"
@@ -109,7 +109,7 @@ def test_a_schema_and_an_answer_that_is_cut_off(router: Running) -> None:
     assert prompt_of(router).endswith("</think>\n\n")
 
 
-def test_in_the_background_and_taken_up_again(router: Running) -> None:
+def test_in_the_background_and_taken_up_again(router: RunningRouter) -> None:
     node = router.nodes["d0"]
     node.set(pause_at=10)
     begun = create(router, background=True).json()
@@ -136,7 +136,7 @@ def test_in_the_background_and_taken_up_again(router: Running) -> None:
     assert router.client.get(path).json() == rest[-1]["response"]
 
 
-def test_one_in_the_background_outlives_its_stream(router: Running) -> None:
+def test_one_in_the_background_outlives_its_stream(router: RunningRouter) -> None:
     node = router.nodes["d0"]
     node.set(pause_at=5)
     body = {"input": "weather?", "background": True, "stream": True}
@@ -148,7 +148,7 @@ def test_one_in_the_background_outlives_its_stream(router: Running) -> None:
     assert router.client.get(path).json()["status"] == "completed"
 
 
-def test_one_in_the_background_is_cancelled(router: Running) -> None:
+def test_one_in_the_background_is_cancelled(router: RunningRouter) -> None:
     router.nodes["d0"].set(pause_at=5)
     begun = create(router, background=True).json()
     path = f"/v1/responses/{begun['id']}"
@@ -163,14 +163,14 @@ def test_one_in_the_background_is_cancelled(router: Running) -> None:
     assert router.client.post(f"/v1/responses/{foreground['id']}/cancel").status_code == 400
 
 
-def test_a_client_that_goes_away_takes_its_response_with_it(router: Running) -> None:
+def test_a_client_that_goes_away_takes_its_response_with_it(router: RunningRouter) -> None:
     router.nodes["d0"].set(pause_at=5)
     with router.client.stream("POST", "/v1/responses", json={"input": "x", "stream": True}) as stream:
         next(stream.iter_lines())
     router.wait_for(router.idle, "it was cancelled")
 
 
-def test_a_failure_is_a_status_or_an_event(router: Running) -> None:
+def test_a_failure_is_a_status_or_an_event(router: RunningRouter) -> None:
     refusal = WireError("unavailable", "no room")
     for node in router.nodes.values():
         node.set(refuse=refusal)
@@ -213,7 +213,7 @@ def test_what_is_kept_is_bounded_and_each_keys_own(start_router: StartRouter) ->
         ({"kv_transfer_params": {}}, "kv_transfer_params"),
     ],
 )
-def test_what_is_wrong_is_named(router: Running, fields: dict[str, Any], param: str | None) -> None:
+def test_what_is_wrong_is_named(router: RunningRouter, fields: dict[str, Any], param: str | None) -> None:
     answer = create(router, **fields)
     assert answer.status_code in (400, 404)
     assert answer.json()["error"]["param"] == param

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
-from tests.router.conftest import Running, StartRouter
+from tests.router.conftest import RunningRouter, StartRouter
 
 
-def pair(start_router: StartRouter) -> tuple[Running, Running]:
+def pair(start_router: StartRouter) -> tuple[RunningRouter, RunningRouter]:
     """Two routers, two prefill nodes and two decode nodes."""
     first = start_router(prefill=2, decode=2)
     second = start_router(prefill=0, decode=0)
@@ -18,13 +18,13 @@ def pair(start_router: StartRouter) -> tuple[Running, Running]:
     return first, second
 
 
-def die(router: Running) -> None:
+def die(router: RunningRouter) -> None:
     """Its loop runs no more: it says nothing to anybody, as if the process had been killed."""
     router._loop.call_soon_threadsafe(router._loop.stop)
     router._thread.join(10)
 
 
-def revive(router: Running) -> None:
+def revive(router: RunningRouter) -> None:
     """So that the test can close it."""
     import threading
 

@@ -11,7 +11,7 @@ from tandem.router.server import RouterServer
 from tandem.wire.errors import ConfigurationError
 from tandem.wire.nodes import NodeState, Role
 from tandem.wire.requests import NodeCounters, TierStatus, WaitHistogram
-from tests.router.conftest import Running, StartRouter
+from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.fake_node import FakeNode
 
 
@@ -244,7 +244,7 @@ def test_a_taken_port_is_said_before_anything_is_loaded(running_port: int) -> No
 
 @pytest.fixture
 def running_port(start_router: StartRouter) -> int:
-    router: Running = start_router(prefill=0, decode=0)
+    router: RunningRouter = start_router(prefill=0, decode=0)
     port = httpx.URL(router.url).port
     assert port is not None
     return port

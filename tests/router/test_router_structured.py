@@ -15,7 +15,7 @@ from llguidance import LLMatcher, LLTokenizer
 from tandem.router.config import Heartbeat, ToolFormat
 from tandem.router.openai import grammar
 from tandem.router.text.tokenizer import Tokenizer
-from tests.router.conftest import Running, StartRouter
+from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.fake_node import scripted
 from tests.router.test_router_tools import TEMPLATE_WITH_TOOLS, WEATHER
 
@@ -37,7 +37,7 @@ def format_of(schema: dict[str, Any]) -> dict[str, Any]:
 class Follows:
     """Reads texts as the nodes would, by the grammar that the last request brought."""
 
-    def __init__(self, router: Running, folder: str) -> None:
+    def __init__(self, router: RunningRouter, folder: str) -> None:
         text = (Path(folder) / "tokenizer.json").read_text()
         self._tokenizer = LLTokenizer(text, eos_token=1)
         self._router = router
@@ -57,16 +57,16 @@ class Follows:
 
 
 @pytest.fixture
-def router(start_router: StartRouter) -> Running:
+def router(start_router: StartRouter) -> RunningRouter:
     return start_router()
 
 
 @pytest.fixture
-def follows(router: Running, model_folder: str) -> Follows:
+def follows(router: RunningRouter, model_folder: str) -> Follows:
     return Follows(router, model_folder)
 
 
-def test_a_schema_reaches_both_nodes_as_the_same_grammar(router: Running, follows: Follows) -> None:
+def test_a_schema_reaches_both_nodes_as_the_same_grammar(router: RunningRouter, follows: Follows) -> None:
     assert router.chat(response_format=format_of(PERSON), max_tokens=3).status_code == 200
     assert len(router.nodes["p0"].submits) == len(router.nodes["d0"].submits) == 1
     assert follows('{"name": "Bob", "age": 7}')
@@ -76,13 +76,13 @@ def test_a_schema_reaches_both_nodes_as_the_same_grammar(router: Running, follow
     assert not follows("Bob is 7.")
 
 
-def test_white_space_is_bounded(router: Running, follows: Follows) -> None:
+def test_white_space_is_bounded(router: RunningRouter, follows: Follows) -> None:
     router.chat(response_format={"type": "json_object"}, max_tokens=3)
     assert follows('{"a":' + " " * 40 + "1}")
     assert not follows('{"a":' + " " * 41 + "1}")
 
 
-def test_a_client_does_not_set_the_grammar_librarys_options(router: Running, follows: Follows) -> None:
+def test_a_client_does_not_set_the_grammar_librarys_options(router: RunningRouter, follows: Follows) -> None:
     own = {**PERSON, "x-guidance": {"lenient": True, "whitespace_pattern": "x*"}}
     router.chat(response_format=format_of(own), max_tokens=3)
     assert not follows('{xx"name":"Bob","age":7}')
@@ -99,20 +99,22 @@ def test_a_client_does_not_set_the_grammar_librarys_options(router: Running, fol
         ({"grammar": 'start: "a" rest\nrest: /[0-9]+/'}, "a17", "17"),
     ],
 )
-def test_other_forms(router: Running, follows: Follows, wanted: dict[str, Any], good: str, bad: str) -> None:
+def test_other_forms(
+    router: RunningRouter, follows: Follows, wanted: dict[str, Any], good: str, bad: str
+) -> None:
     assert router.complete(structured_outputs=wanted, max_tokens=3).status_code == 200
     assert follows(good)
     assert not follows(bad)
 
 
-def test_without_one_there_is_none(router: Running, follows: Follows) -> None:
+def test_without_one_there_is_none(router: RunningRouter, follows: Follows) -> None:
     router.chat(max_tokens=3)
     assert follows.grammars == {None}
     router.chat(response_format={"type": "text"}, max_tokens=3)
     assert follows.grammars == {None}
 
 
-def test_what_is_wrong_with_a_schema_is_said(router: Running) -> None:
+def test_what_is_wrong_with_a_schema_is_said(router: RunningRouter) -> None:
     error = router.chat(
         response_format=format_of({"type": "array", "items": {}, "uniqueItems": True})
     ).json()["error"]
@@ -150,15 +152,15 @@ def folder_with_tools(model_folder: str, tmp_path: Path) -> str:
 
 class TestTools:
     @pytest.fixture
-    def router(self, start_router: StartRouter, folder_with_tools: str) -> Running:
+    def router(self, start_router: StartRouter, folder_with_tools: str) -> RunningRouter:
         return start_router(tokenizer_path=folder_with_tools)
 
-    def ask(self, router: Running, **fields: Any) -> None:
+    def ask(self, router: RunningRouter, **fields: Any) -> None:
         answer = router.chat(tools=[WEATHER, NOW], max_tokens=3, **fields)
         assert answer.status_code == 200, answer.text
 
     def test_required_is_one_call_or_several_and_nothing_else(
-        self, router: Running, follows: Follows
+        self, router: RunningRouter, follows: Follows
     ) -> None:
         self.ask(router, tool_choice="required")
         weather = f"<tool_call>\n{WRITTEN_WEATHER}\n</tool_call>"
@@ -170,18 +172,18 @@ class TestTools:
         assert not follows(weather.replace("weather", "whether"))
         assert not follows(weather.replace('"Paris"', "5"))
 
-    def test_without_parallel_calls_one_is_enough(self, router: Running, follows: Follows) -> None:
+    def test_without_parallel_calls_one_is_enough(self, router: RunningRouter, follows: Follows) -> None:
         self.ask(router, tool_choice="required", parallel_tool_calls=False)
         now = f"<tool_call>\n{WRITTEN_NOW}\n</tool_call>"
         assert follows(now)
         assert not follows(f"{now}\n{now}")
 
-    def test_a_named_function_is_the_only_one(self, router: Running, follows: Follows) -> None:
+    def test_a_named_function_is_the_only_one(self, router: RunningRouter, follows: Follows) -> None:
         self.ask(router, tool_choice={"type": "function", "function": {"name": "now"}})
         assert follows(f"<tool_call>\n{WRITTEN_NOW}\n</tool_call>")
         assert not follows(f"<tool_call>\n{WRITTEN_WEATHER}\n</tool_call>")
 
-    def test_auto_leaves_the_model_its_choice(self, router: Running, follows: Follows) -> None:
+    def test_auto_leaves_the_model_its_choice(self, router: RunningRouter, follows: Follows) -> None:
         self.ask(router, tool_choice="auto")
         assert follows.grammars == {None}
         self.ask(router, response_format=format_of(PERSON))
@@ -193,7 +195,7 @@ class TestTools:
         assert not follows(f"<tool_call>\n{WRITTEN_NOW}\n</tool_call>")
 
     def test_under_auto_a_strict_function_holds_from_where_a_call_begins(
-        self, router: Running, follows: Follows
+        self, router: RunningRouter, follows: Follows
     ) -> None:
         tools = [{**WEATHER, "function": {**WEATHER["function"], "strict": True}}, NOW]
         weather = f"<tool_call>\n{WRITTEN_WEATHER}\n</tool_call>"
@@ -210,7 +212,7 @@ class TestTools:
         assert not follows(f"{weather}\n{now}")
 
     def test_definitions_inside_parameters_keep_their_meaning(
-        self, router: Running, follows: Follows
+        self, router: RunningRouter, follows: Follows
     ) -> None:
         parameters = {
             "properties": {"day": {"$ref": "#/$defs/day"}},
@@ -224,7 +226,7 @@ class TestTools:
 
     @pytest.mark.parametrize("strict", [True, False])
     def test_only_a_strict_function_is_refused_for_what_cannot_be_enforced(
-        self, router: Running, strict: bool
+        self, router: RunningRouter, strict: bool
     ) -> None:
         parameters = {"properties": {"days": {"type": "array", "uniqueItems": True}}}
         tool = {"type": "function", "function": {"name": "f", "parameters": parameters, "strict": strict}}
@@ -244,7 +246,9 @@ class TestTools:
             ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
         ],
     )
-    def test_contradictions_are_refused(self, router: Running, fields: dict[str, Any], param: str) -> None:
+    def test_contradictions_are_refused(
+        self, router: RunningRouter, fields: dict[str, Any], param: str
+    ) -> None:
         answer = router.chat(tools=[NOW], **fields)
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == param

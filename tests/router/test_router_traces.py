@@ -8,14 +8,14 @@ from tandem.router.config import ApiKey, TracingConfig
 from tandem.router.tracing.record import TraceRecord
 from tandem.wire.nodes import Role
 from tandem.wire.tracing import TracePhase
-from tests.router.conftest import Running, StartRouter
+from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.event_reader import EventReader
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 ASK = {"x-tandem-trace": "1"}
 
 
-def ask(router: Running, headers: dict[str, str], **fields: object) -> str:
+def ask(router: RunningRouter, headers: dict[str, str], **fields: object) -> str:
     """The request's id."""
     body = {"model": "fake", "prompt": "the fox", "max_tokens": 5, **fields}
     response = router.client.post("/v1/completions", json=body, headers=headers)
@@ -23,7 +23,7 @@ def ask(router: Running, headers: dict[str, str], **fields: object) -> str:
     return response.headers["x-request-id"]
 
 
-def trace_of(router: Running, name: str, *, complete: bool = True) -> TraceRecord:
+def trace_of(router: RunningRouter, name: str, *, complete: bool = True) -> TraceRecord:
     traces = router.server.services.traces
     if complete:
         router.wait_for(
@@ -150,7 +150,7 @@ def test_a_request_that_failed_over_shows_both_attempts(start_router: StartRoute
     assert busy.info.node_id in record.missing, "the dead do not tell"
 
 
-async def router_ask(router: Running) -> str:
+async def router_ask(router: RunningRouter) -> str:
     import httpx
 
     async with httpx.AsyncClient(base_url=router.url, timeout=20, trust_env=False, verify=False) as client:

@@ -117,7 +117,7 @@ class FlashInferAttention:
         self.kind_of_layer: list[int] = []
         for layer in layers:
             if layer.scale is None:
-                raise InternalError("a layer whose scale nobody found out")
+                raise InternalError("the scale of a layer's scores was not found out")
             kind = _Kind(
                 plan.group_of_layer[layer.index],
                 plan.groups[plan.group_of_layer[layer.index]].window,
@@ -180,7 +180,7 @@ class FlashInferAttention:
 
     def plan_all(self, wrappers: list[Any], pages: list[Pages]) -> None:
         """For each kind. The library copies a plan to the device from one page-locked buffer per wrapper, which it
-        writes anew for the next: the last step's copies have to be through."""
+        writes again for the next: the last step's copies must be done by then."""
         if self._plans_taken is not None:
             self._plans_taken.synchronize()
         for kind, wrapper, of_kind in zip(self.kinds, wrappers, pages, strict=True):
@@ -221,7 +221,7 @@ class FlashInferAttention:
         self._kernels, self._wrappers = _EVERYWHERE, plain
 
     def _tried(self, wrappers: list[Any]) -> list[torch.Tensor]:
-        """Of each kind: a block full of tokens, which lies in the first that is anybody's."""
+        """A full block of tokens for each kind, in the first block that a request can have."""
         size, device = self.plan.block_size, self.tensor.device
         places, count = np.arange(size, dtype=np.int64), np.array([size], np.int32)
         groups = len(self.plan.groups)

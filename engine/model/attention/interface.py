@@ -85,7 +85,7 @@ def probed_mask(*, mask_function: MaskRule = causal_mask_function, **options: ob
 
 
 def rule_of(mask: torch.Tensor | None) -> MaskRule | None:
-    """By which rule transformers made a mask under PROBED; None if it is somebody else's."""
+    """By which rule transformers made a mask under PROBED; None if it is not transformers' own."""
     return getattr(mask, "rule", None)
 
 

@@ -23,7 +23,7 @@ class AttentionLayer(msgspec.Struct, frozen=True):
     key_dim: int
     value_dim: int
     window: int | None  # tokens, counting the one that attends
-    scale: float | None = None  # of the scores; None where nobody asked
+    scale: float | None = None  # of the scores; None where it was not found out
     softcap: float | None = None
     sinks: bool = False
 

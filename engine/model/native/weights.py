@@ -56,7 +56,7 @@ class Checkpoint:
 
     @property
     def left(self) -> frozenset[str]:
-        """The names that nobody has taken."""
+        """The names that were not taken."""
         return frozenset(self._left)
 
 

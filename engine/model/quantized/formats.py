@@ -34,7 +34,7 @@ _DTYPES = {
 _USUAL_BLOCK = (128, 128)
 # By these a layer is known to be quantized.
 _MARKS = ("weight_scale", "weight_scale_inv", "qweight", "weight_packed")
-# What may stand beside them: scales of activations and of KV, which are found anew here.
+# What may stand beside them: scales of activations and of KV, which are found again here.
 _ASIDE = ("bias", "input_scale", "input_zero_point", "activation_scale", "output_scale", "k_scale", "v_scale")
 # In which order AWQ packs eight columns.
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -64,22 +64,22 @@ _ALLOWED = {
 }
 
 
-class Described(msgspec.Struct, frozen=True):
+class TensorFacts(msgspec.Struct, frozen=True):
     """A tensor of a checkpoint."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
 
 
-class Checkpoint(msgspec.Struct, frozen=True):
+class QuantizedCheckpoint(msgspec.Struct, frozen=True):
     method: str
     bits: int  # of what is packed with GPTQ and AWQ
     zeros_less_one: bool  # GPTQ's first format keeps its zero points so
     block: tuple[int, int]  # outputs and inputs that share a scale, with FP8 in blocks
-    layers: dict[str, dict[str, Described]]  # quantized layers by name
+    layers: dict[str, dict[str, TensorFacts]]  # quantized layers by name
 
 
-def read_checkpoint(name: str, folder: Path, config: Any) -> Checkpoint | None:
+def read_checkpoint(name: str, folder: Path, config: Any) -> QuantizedCheckpoint | None:
     """None: it is not quantized, or by something that transformers has to know. Raises ConfigurationError for what neither
     computes right."""
     written = getattr(config, "quantization_config", None) or getattr(
@@ -94,7 +94,7 @@ def read_checkpoint(name: str, folder: Path, config: Any) -> Checkpoint | None:
     layers = _layers(folder)
     if any(re.search(r"\.experts\.\d+\.", layer) for layer in layers):
         return None  # they become one tensor for all experts
-    known = Checkpoint(
+    known = QuantizedCheckpoint(
         method,
         int(written.get("bits") or written.get("w_bit") or 4),
         method == "gptq" and written.get("checkpoint_format", "gptq") == "gptq",
@@ -133,19 +133,19 @@ def _block(written: dict[str, Any]) -> tuple[int, int]:
     return int(size[0]), int(size[1])
 
 
-def _layers(folder: Path) -> dict[str, dict[str, Described]]:
-    found: dict[str, dict[str, Described]] = {}
+def _layers(folder: Path) -> dict[str, dict[str, TensorFacts]]:
+    found: dict[str, dict[str, TensorFacts]] = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118 - it is no mapping
                 layer, _, part = name.rpartition(".")
                 described = opened.get_slice(name)
                 dtype = _DTYPES.get(described.get_dtype(), torch.float32)
-                found.setdefault(layer, {})[part] = Described(dtype, tuple(described.get_shape()))
+                found.setdefault(layer, {})[part] = TensorFacts(dtype, tuple(described.get_shape()))
     return {layer: parts for layer, parts in found.items() if not parts.keys().isdisjoint(_MARKS)}
 
 
-def kind_of(tensors: Mapping[str, Described | torch.Tensor], method: str) -> Kind:
+def kind_of(tensors: Mapping[str, TensorFacts | torch.Tensor], method: str) -> Kind:
     """Raises ValueError, with what the layer is, if it is nothing known."""
     kind = None
     if "qweight" in tensors:
@@ -164,7 +164,7 @@ def kind_of(tensors: Mapping[str, Described | torch.Tensor], method: str) -> Kin
 
 
 def sizes_of(
-    kind: Kind, tensors: Mapping[str, Described | torch.Tensor], bits: int
+    kind: Kind, tensors: Mapping[str, TensorFacts | torch.Tensor], bits: int
 ) -> tuple[int, int] | None:
     """(outputs, inputs); None where a tensor's content says it."""
     if kind in (Kind.FP8, Kind.INT8):
@@ -177,7 +177,7 @@ def sizes_of(
     return None
 
 
-def dense(tensors: Tensors, checkpoint: Checkpoint) -> torch.Tensor:
+def dense(tensors: Tensors, checkpoint: QuantizedCheckpoint) -> torch.Tensor:
     """[outputs, inputs], in float32."""
     kind, bits = kind_of(tensors, checkpoint.method), checkpoint.bits
     if kind is Kind.FP8:

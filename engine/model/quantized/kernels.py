@@ -16,8 +16,8 @@ from torch import nn
 
 from tandem.engine.model.fused import triton_ops
 from tandem.engine.model.quantized.formats import (
-    Checkpoint,
     Kind,
+    QuantizedCheckpoint,
     Tensors,
     codes_of,
     dense,
@@ -169,7 +169,7 @@ def _biases(layers: Sequence[KernelLinear]) -> torch.Tensor | None:
 
 
 def kernel_for(
-    tensors: Tensors, checkpoint: Checkpoint, dtype: torch.dtype
+    tensors: Tensors, checkpoint: QuantizedCheckpoint, dtype: torch.dtype
 ) -> tuple[KernelLinear | None, str]:
     """Or why there is none."""
     bias = tensors.get("bias")
@@ -188,7 +188,7 @@ def kernel_for(
 
 
 def _made(
-    tensors: Tensors, checkpoint: Checkpoint, dtype: torch.dtype, bias: torch.Tensor | None
+    tensors: Tensors, checkpoint: QuantizedCheckpoint, dtype: torch.dtype, bias: torch.Tensor | None
 ) -> KernelLinear | str:
     kind = kind_of(tensors, checkpoint.method)
     if dtype is not torch.bfloat16:
@@ -232,7 +232,9 @@ def _made(
     return FourBit(codes, both, order, bias)
 
 
-def _computes(made: KernelLinear, tensors: Tensors, checkpoint: Checkpoint, dtype: torch.dtype) -> bool:
+def _computes(
+    made: KernelLinear, tensors: Tensors, checkpoint: QuantizedCheckpoint, dtype: torch.dtype
+) -> bool:
     inputs = made.in_features
     device = next(made.parameters()).device
     x = (torch.arange(_ROWS_TRIED * inputs, device=device).view(_ROWS_TRIED, inputs) * 0.37).sin().to(dtype)

@@ -16,8 +16,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from tandem.engine.model.quantized import kernels
 from tandem.engine.model.quantized.formats import (
-    Checkpoint,
-    Described,
+    QuantizedCheckpoint,
+    TensorFacts,
     dense,
     kind_of,
     sizes_of,
@@ -34,7 +34,9 @@ _METHOD = "tandem"
 class QuantizedLinear(nn.Module):
     """Holds a layer's tensors between the file and what computes with them."""
 
-    def __init__(self, tensors: dict[str, Described], checkpoint: Checkpoint, *, has_bias: bool) -> None:
+    def __init__(
+        self, tensors: dict[str, TensorFacts], checkpoint: QuantizedCheckpoint, *, has_bias: bool
+    ) -> None:
         super().__init__()
         self.checkpoint = checkpoint
         self._has_bias = has_bias  # by the model's configuration
@@ -67,7 +69,7 @@ class QuantizedLinear(nn.Module):
 
 @register_quantization_config(_METHOD)
 class _Config(QuantizationConfigMixin):  # type: ignore[misc]
-    def __init__(self, checkpoint: Checkpoint, **_: Any) -> None:
+    def __init__(self, checkpoint: QuantizedCheckpoint, **_: Any) -> None:
         self.quant_method = _METHOD
         self.checkpoint = checkpoint
 
@@ -75,7 +77,7 @@ class _Config(QuantizationConfigMixin):  # type: ignore[misc]
 @register_quantizer(_METHOD)
 class _Quantizer(HfQuantizer):  # type: ignore[misc]
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
-        checkpoint: Checkpoint = self.quantization_config.checkpoint
+        checkpoint: QuantizedCheckpoint = self.quantization_config.checkpoint
         by_tail = {tail_of(name): parts for name, parts in checkpoint.layers.items()}
         for name, module in list(model.named_modules()):
             parts = by_tail.get(tail_of(name)) if isinstance(module, nn.Linear) else None
@@ -98,7 +100,7 @@ class _Quantizer(HfQuantizer):  # type: ignore[misc]
         return False
 
 
-def loading_options(config: Any, checkpoint: Checkpoint) -> dict[str, Any]:
+def loading_options(config: Any, checkpoint: QuantizedCheckpoint) -> dict[str, Any]:
     """For `from_pretrained`."""
     told = copy.deepcopy(config)
     text = told.get_text_config()

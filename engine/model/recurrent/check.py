@@ -2,7 +2,7 @@
 
 What a model does between its attention and its mixers is not looked at. If any of that depended on other tokens too, or a state
 did not hold all that the next token needs, a request's answer would be wrong as soon as its prompt is cut, and nothing would show.
-So this is tried before the model serves anybody, in blocks that are full of NaN where nothing was written.
+So this is tried before the model serves a request, in blocks that are full of NaN where nothing was written.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from tandem.engine.model.attention.gathered import GatheredAttention
 from tandem.engine.model.attention.layers import AttentionLayer, plan_cache
 from tandem.engine.model.batching import build_batch
-from tandem.engine.model.recurrent.layout import StateStore
+from tandem.engine.model.recurrent.layout import LayerStates
 from tandem.engine.model.recurrent.mixers import Mixers, OwnCache
 from tandem.engine.model.states import RequestRows
 from tandem.wire.errors import ConfigurationError, TandemError
@@ -76,7 +76,7 @@ def _largest_difference(
     attention = GatheredAttention(tensor, plan)
     whole = TransformersForward(model, attention, mixers.num_layers)
     parts = TransformersForward(
-        model, attention, mixers.num_layers, mixers, StateStore(tensor, mixers.layout)
+        model, attention, mixers.num_layers, mixers, LayerStates(tensor, mixers.layout)
     )
 
     def run(steps: tuple[dict[str, int], ...], in_parts: bool) -> dict[str, torch.Tensor]:

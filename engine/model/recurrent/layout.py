@@ -56,7 +56,7 @@ class StateLayout(msgspec.Struct, frozen=True):
         return -(-self.num_bytes // block_bytes)
 
 
-class StateStore:
+class LayerStates:
     """The states in the KV cache tensor."""
 
     def __init__(self, tensor: torch.Tensor, layout: StateLayout) -> None:

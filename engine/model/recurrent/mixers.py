@@ -22,7 +22,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
 from tandem.engine.model.batch import Batch
-from tandem.engine.model.recurrent.layout import State, StateKey, StateLayout, StateStore
+from tandem.engine.model.recurrent.layout import LayerStates, State, StateKey, StateLayout
 from tandem.engine.model.runner import LayerHooks
 from tandem.wire.errors import ConfigurationError, InternalError
 
@@ -249,7 +249,7 @@ class StepCache(Cache):  # type: ignore[misc]
 class RecurrentStep:
     """One step of all mixers."""
 
-    def __init__(self, mixers: Mixers, store: StateStore, batch: Batch, hooks: LayerHooks | None) -> None:
+    def __init__(self, mixers: Mixers, store: LayerStates, batch: Batch, hooks: LayerHooks | None) -> None:
         self.cache = StepCache(mixers)
         self._store = store
         self._hooks = hooks

@@ -95,7 +95,7 @@ def test_an_address_where_nobody_answers_is_said_at_once() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    with pytest.raises(Unavailable, match=rf"nobody answers at 127\.0\.0\.1:{port}"):
+    with pytest.raises(Unavailable, match=rf"nothing answers at 127\.0\.0\.1:{port}"):
         check_reachable(f"127.0.0.1:{port}")
 
 
@@ -134,5 +134,5 @@ def test_the_address_of_a_ray_that_has_ended_is_said_at_once(monkeypatch: pytest
     from ray._private import services
 
     monkeypatch.setattr(services, "canonicalize_bootstrap_address", lambda address: "127.0.0.1:1")
-    with pytest.raises(Unavailable, match=r"nobody answers at 127\.0\.0\.1:1"):
+    with pytest.raises(Unavailable, match=r"nothing answers at 127\.0\.0\.1:1"):
         runtime.connect_to_ray(runtime.AUTO)

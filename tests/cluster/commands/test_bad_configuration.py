@@ -79,9 +79,9 @@ MISTAKES: dict[str, Case] = {
     ),
     "to detach from a Ray of its own": ("serve --detach", r"--detach needs --address", None),
     "an address without a port": ("serve --address head", r"--address must be HOST:PORT", None),
-    "a cluster that does not answer": ("serve --address 127.0.0.1:{free}", r"nobody answers at 127\.0\.0\.1:\d+", None),
+    "a cluster that does not answer": ("serve --address 127.0.0.1:{free}", r"nothing answers at 127\.0\.0\.1:\d+", None),
     "a pool that does not exist": ("scale prefil=2", r"there is no pool 'prefil'", None),
-    "no cluster to look at": ("status --address 127.0.0.1:{free}", r"nobody answers at 127\.0\.0\.1:\d+", None),
+    "no cluster to look at": ("status --address 127.0.0.1:{free}", r"nothing answers at 127\.0\.0\.1:\d+", None),
 }  # fmt: skip
 
 

@@ -81,7 +81,7 @@ def draw_life(seed: int, kinds: list[SamplingParams], count: int, aborts: float)
     return arrivals
 
 
-class Counting:
+class CountingRunner:
     """A runner that counts how often a step was started before the one before it had been read."""
 
     def __init__(self, runner: TorchRunner) -> None:
@@ -101,7 +101,7 @@ def live(runner: TorchRunner, arrivals: list[Arrival], *, ahead: bool) -> tuple[
     cache = CacheConfig(block_size=BLOCK, hash_seed="tests")
     num_blocks = 32 * len(runner.info.groups)
     scheduler = Scheduler(config, cache, runner.info.groups, num_blocks, 64, frozenset({2}))
-    engine = Engine(scheduler, Counting(runner), None, ahead=ahead)  # type: ignore[arg-type]
+    engine = Engine(scheduler, CountingRunner(runner), None, ahead=ahead)  # type: ignore[arg-type]
     told = {f"r{index}": Told() for index in range(len(arrivals))}
     for step in range(2000):
         for index, arrival in enumerate(arrivals):

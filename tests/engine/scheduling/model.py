@@ -45,7 +45,7 @@ def alone(prompt: Sequence[int], max_tokens: int, stops: Sequence[int] = ()) -> 
 
 
 @dataclasses.dataclass
-class Known:
+class KnownRequest:
     """What the runner was told of a request."""
 
     tokens: list[int]
@@ -57,7 +57,7 @@ class FakeModel:
     def __init__(self, groups: Sequence[KVCacheGroup]) -> None:
         self.groups = groups
         self.kv: dict[tuple[int, int], int] = {}  # (block, offset) -> content
-        self.known: dict[str, Known] = {}
+        self.known: dict[str, KnownRequest] = {}
         self.salts: dict[str, object] = {}  # a request's salt and adapter, which the runner is not told
         self.propose: Callable[[str, list[int]], list[int]] = lambda request_id, tokens: []
         # With `tolerant` a wrong read is not an error, but what is sampled from it is WRONG.
@@ -171,7 +171,7 @@ class FakeModel:
             if len(self.misread) == before:
                 return
 
-    def _sample(self, request_id: str, known: Known, drafts: list[int], output: ModelOutput) -> None:
+    def _sample(self, request_id: str, known: KnownRequest, drafts: list[int], output: ModelOutput) -> None:
         sampled = [WRONG if request_id in self.misread else next_token(known.tokens)]
         for draft in drafts:
             if draft != sampled[-1]:
@@ -188,14 +188,14 @@ class FakeModel:
         for new in step.new_reqs:
             assert new.req_id not in self.known
             tables = [list(table) for table in new.block_ids]
-            self.known[new.req_id] = Known(list(new.token_ids), tables, self.salts.get(new.req_id))
+            self.known[new.req_id] = KnownRequest(list(new.token_ids), tables, self.salts.get(new.req_id))
         cached = step.cached_reqs
         for request_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if request_id in cached.resumed_req_ids:
                 assert blocks is not None
                 assert request_id not in self.known
                 tokens, tables = cached.resumed_token_ids[request_id], [list(table) for table in blocks]
-                self.known[request_id] = Known(list(tokens), tables, self.salts.get(request_id))
+                self.known[request_id] = KnownRequest(list(tokens), tables, self.salts.get(request_id))
             elif blocks is not None:
                 for table, new_blocks in zip(self.known[request_id].tables, blocks, strict=True):
                     table += new_blocks

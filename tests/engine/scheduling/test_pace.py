@@ -163,7 +163,7 @@ class Clock:
         return self.now
 
 
-class Timed(FakeRunner):
+class TimedRunner(FakeRunner):
     """Its steps take as long as their prompts are."""
 
     def __init__(self, clock: Clock) -> None:
@@ -185,7 +185,7 @@ class Timed(FakeRunner):
 @pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
 def test_the_engine_measures_its_steps_and_keeps_them_as_short_as_asked(ahead: bool) -> None:
     clock = Clock()
-    runner = Timed(clock)
+    runner = TimedRunner(clock)
     engine = Engine(
         make_scheduler(runner, config=SchedulerConfig(step_target_ms=200)),
         runner,
