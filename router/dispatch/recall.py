@@ -28,7 +28,7 @@ LOOKS = 3
 BETWEEN_LOOKS_S = 0.5
 
 
-# Ids that are looked for at once. Each is a message to every node, and whoever asks may have made the id up.
+# Ids that are looked for at once. Each is a message to every node, and the id may be made up.
 MOST_QUESTIONS = 64
 
 
