@@ -7,6 +7,7 @@ begins when the device has done what was queued before, and the thread waits for
 from __future__ import annotations
 
 import abc
+import contextlib
 import ctypes
 import mmap
 import threading
@@ -101,7 +102,8 @@ class HostCopier(Copier):
         # A page takes memory only once it is written.
         self._pool = mmap.mmap(-1, num_places * self.block_bytes)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._pool.madvise(mmap.MADV_HUGEPAGE)
+            with contextlib.suppress(OSError):  # a kernel without them
+                self._pool.madvise(mmap.MADV_HUGEPAGE)
         self._places = ctypes.addressof(ctypes.c_char.from_buffer(self._pool))
 
     def copy(self, job: Copy, to_device: bool, fence: Any) -> bool:
@@ -111,6 +113,9 @@ class HostCopier(Copier):
             # Without Python's lock: the step goes on meanwhile.
             ctypes.memmove(*((device, host) if to_device else (host, device)), count * size)
         return True
+
+    def close(self) -> None:
+        self._pool.close()
 
 
 class CudaCopier(Copier):
