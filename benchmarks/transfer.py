@@ -1,7 +1,7 @@
 """How fast KV travels through a connector, beside the transport alone in the same run.
 
     python -m benchmarks.transfer [--quick] [--json FILE] [--direction push|pull] [--device cpu|cuda]
-                                  [--connector NAME] [--checksums auto|all|sample|off] [--raw-script PATH]
+                                  [--connector NAME] [--checksums sample|all|off] [--raw-script PATH]
 
 Two processes, each one side of a transfer, no model: blocks shaped like SmolLM2-135M's (30 layers, 3 KV heads of 64, 16
 tokens, bf16: 360 KiB). `raw` is the NIXL agent that the connector uses, without protocol, in the same two processes: one
@@ -244,7 +244,7 @@ def main() -> int:
     parser.add_argument("--connector", default="nixl")
     parser.add_argument("--direction", default="push", choices=["push", "pull"])
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--checksums", default="auto", choices=[policy.value for policy in ChecksumPolicy])
+    parser.add_argument("--checksums", default="sample", choices=[policy.value for policy in ChecksumPolicy])
     parser.add_argument("--raw-script", help="another raw measurement to run beside")
     options = parser.parse_args()
     benchmark = Benchmark(options)

@@ -38,6 +38,10 @@ def parse_size(text: str, what: str) -> int | None:
     return int(size)
 
 
+def describe_left_out(names: Sequence[str]) -> str:
+    return f"takes no KV from {', '.join(names)}: it arrived wrong again and again"
+
+
 def format_blocks(free: int, total: int, quarantined: int) -> str:
     """Blocks in quarantine are not free: a peer may still write to them."""
     return f"{free}/{total}" + (f" ({quarantined} quarantined)" if quarantined else "")

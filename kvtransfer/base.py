@@ -223,6 +223,9 @@ class TransferStats(msgspec.Struct):
     wrong_kv: dict[str, int] = msgspec.field(
         default_factory=dict
     )  # whose were wrong, by the peer that sent them
+    left_out: list[str] = msgspec.field(
+        default_factory=list
+    )  # those of them with which no transfer is begun for a while
     # A producer's blocks that became free, by what freed them: see `protocol.statistics.Freed`.
     blocks_freed: dict[str, int] = msgspec.field(default_factory=dict)
     recent: list[TransferRecord] = msgspec.field(default_factory=list)  # the newest at the end, a few dozen
@@ -240,9 +243,8 @@ class LoadFailurePolicy(enum.StrEnum):
 class ChecksumPolicy(enum.StrEnum):
     """Which of the blocks that travel carry a checksum, which the receiver compares before it uses them."""
 
-    AUTO = "auto"  # all between the host memories of two machines, else a sample
     ALL = "all"
-    SAMPLE = "sample"  # one of sixteen, and each transfer's last
+    SAMPLE = "sample"  # one of sixteen, and each transfer's last; all from a node that has sent a wrong one
     OFF = "off"
 
 
@@ -313,10 +315,10 @@ class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     checksums: Annotated[
         ChecksumPolicy,
         about(
-            "which blocks the receiver checks before it uses them: `all`, a `sample` (one of 16), `off`, or `auto`: all "
-            "between the host memories of two machines, else a sample"
+            "which blocks the receiver checks before it uses them: `all`, a `sample` (one of 16, and all from a node that "
+            "has sent a wrong one), or `off`"
         ),
-    ] = ChecksumPolicy.AUTO
+    ] = ChecksumPolicy.SAMPLE
     canary_share: Annotated[
         Annotated[float, Meta(ge=0, le=1)],
         about(

@@ -224,6 +224,7 @@ class NodeService:
             ),
             detail=failure or "",
             tiers=transfer.tiers if transfer else [],
+            left_out=transfer.left_out if transfer else (),
         )
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from tandem.engine.scheduling.stats import SchedulerStats, Totals
 from tandem.kvtransfer.base import TransferStats
@@ -24,6 +24,7 @@ def node_status(
     counters: NodeCounters,
     detail: str,
     tiers: list[TierStatus],
+    left_out: Sequence[str] = (),
 ) -> NodeStatus:
     oldest = scheduler.oldest_arrival
     return NodeStatus(
@@ -46,6 +47,7 @@ def node_status(
         oldest_wait_s=max(0.0, now - oldest) if oldest is not None else 0.0,
         quarantined_blocks=scheduler.quarantined_blocks,
         tiers=tiers,
+        left_out=list(left_out),
     )
 
 

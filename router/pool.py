@@ -74,6 +74,9 @@ class NodePool:
         self._max_model_len: int | None = None
         self._knows_max_model_len = False
         self.handover = Average()
+        self._accusers: dict[
+            str, list[str]
+        ] = {}  # decode nodes where a prefill node's KV arrived wrong, by its id
         self.foreign_messages = 0  # from a node or an epoch that is not a member
 
     @property
@@ -131,7 +134,10 @@ class NodePool:
         if member is None:
             return
         now = self._clock()
+        accused = member.status.left_out if member.status is not None else []
         member.status, member.status_at = status, now
+        if status.left_out != accused:
+            self._note_accusers(status)
         member.meter.on_status(status)
         member.pending = {
             request_id: sent for request_id, sent in member.pending.items() if sent[0] > now - STATUS_LAG_S
@@ -141,6 +147,19 @@ class NodePool:
         else:
             self._revive(member)
         self._changed()
+
+    def _note_accusers(self, latest: NodeStatus) -> None:
+        logger.warning(
+            "node %s %s",
+            latest.node_id,
+            f"takes nothing from {', '.join(latest.left_out)}: KV arrived wrong"
+            if latest.left_out
+            else "takes KV from all again",
+        )
+        self._accusers = {}
+        for member in self._members.values():
+            for accused in member.status.left_out if member.status is not None else ():
+                self._accusers.setdefault(accused, []).append(member.info.node_id)
 
     def heard(self, node_id: str, epoch: int) -> bool:
         """Tokens came from it, so it lives. False: they are not from a member."""
@@ -294,6 +313,9 @@ class NodePool:
             return "it has not reported its status yet"
         if member.status.state is not NodeState.READY:
             return f"it is {member.status.state.value}"
+        accusers = self._accusers.get(member.info.node_id, ())
+        if len(accusers) > 1:  # one alone may have a broken network card itself
+            return f"its KV arrived wrong at {', '.join(sorted(accusers))}"
         if member.status.step_age_s > self._heartbeat.wedged:
             return f"its engine has not completed a step for {member.status.step_age_s:.0f} s"
         return None

@@ -222,6 +222,9 @@ class NodeStatus(msgspec.Struct, frozen=True, tag="status"):
     oldest_wait_s: float = 0.0  # of the requests that wait: how long ago the first of them came
     quarantined_blocks: int = 0  # of failed transfers: a peer may still write to them
     tiers: list[TierStatus] = []  # of its cache, beyond the device's blocks
+    left_out: list[
+        str
+    ] = []  # prefill nodes from which nothing is taken for a while: their KV arrived wrong here
 
 
 class Holding(msgspec.Struct, frozen=True, tag="holding"):

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from tandem.cluster.commands.status import fetch_status
 from tandem.cluster.control import ClusterView, PoolView, RouterView, SupervisedNode
-from tandem.cluster.describe import counted, format_blocks, format_size, format_tier
+from tandem.cluster.describe import counted, describe_left_out, format_blocks, format_size, format_tier
 from tandem.wire.errors import TandemError
 from tandem.wire.nodes import NodeState
 
@@ -123,8 +123,13 @@ def _state(node: SupervisedNode) -> tuple[str, ...]:
 def _reasons(view: ClusterView) -> list[tuple[str, str]]:
     named = [(node.node_id, node.phase, node.restarts, node.detail) for node in view.nodes]
     named += [(router.name, router.phase, router.restarts, router.detail) for router in view.routers]
-    return [
+    reasons = [
         (name, f"{_phase(phase, restarts)}: {detail}") for name, phase, restarts, detail in named if detail
+    ]
+    return reasons + [
+        (node.node_id, describe_left_out(node.status.left_out))
+        for node in view.nodes
+        if node.status is not None and node.status.left_out
     ]
 
 

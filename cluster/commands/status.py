@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from tandem.cluster.api_client import ApiClient
-from tandem.cluster.describe import counted, format_blocks, format_size, format_tier
+from tandem.cluster.describe import counted, describe_left_out, format_blocks, format_size, format_tier
 from tandem.wire.errors import InternalError
 from tandem.wire.requests import TierStatus
 
@@ -55,6 +55,11 @@ def show_status(cluster: dict[str, Any], console: Console) -> int:
         reason = node.get("detail") or node.get("unusable")
         if reason:
             console.print(f"[yellow]![/] {escape(node['node_id'])}: {escape(str(reason))}", highlight=False)
+        if left_out := node.get("left_out"):
+            console.print(
+                f"[yellow]![/] {escape(node['node_id'])}: {escape(describe_left_out(left_out))}",
+                highlight=False,
+            )
     return 1 if unhealthy else 0
 
 

@@ -27,10 +27,10 @@ CHECKSUM_BYTES = 8
 _BATCH_BYTES = 32 << 20
 
 
-def every_of(policy: ChecksumPolicy, *, same_machine: bool, on_device: bool) -> int:
-    """One of how many grains is checked; 0 for none."""
-    if policy is ChecksumPolicy.AUTO:
-        policy = ChecksumPolicy.SAMPLE if same_machine or on_device else ChecksumPolicy.ALL
+def every_of(policy: ChecksumPolicy, *, is_doubtful: bool) -> int:
+    """One of how many grains is checked; 0 for none. From a peer that sent a wrong one, all are."""
+    if policy is ChecksumPolicy.SAMPLE and is_doubtful:
+        policy = ChecksumPolicy.ALL
     return {ChecksumPolicy.ALL: 1, ChecksumPolicy.SAMPLE: SAMPLE_EVERY}.get(policy, 0)
 
 

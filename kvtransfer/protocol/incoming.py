@@ -101,7 +101,12 @@ class Verifier:
         found = self._checksums.of(blocks, parts, mapping) if places else []
         for place, block, right, got in zip(places, blocks, expected, found, strict=True):
             if right != got:
-                self._arrived(receiving, min(place, end))
+                if receiving.sample.every == 1:
+                    self._arrived(receiving, min(place, end))
+                else:
+                    receiving.num_arrived = (
+                        0  # those before it that were not looked at are not believed either
+                    )
                 self._recorder.wrong_kv(receiving.peer.node_id)
                 return f"block {block} arrived from {receiving.peer.node_id} with other bytes than were sent"
         self._recorder.checked(len(places))

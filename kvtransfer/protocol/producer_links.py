@@ -71,6 +71,7 @@ class ProducerLinks:
         self._send = side.send
         self._forget = side.forget
         self._clock = side.clock
+        self._recorder = side.recorder
         self.generation = 0
         self._links: dict[PeerKey, ProducerLink] = {}
         # For a while nothing is begun with those that seem to be gone.
@@ -132,6 +133,12 @@ class ProducerLinks:
     def found_wrong(self, key: PeerKey) -> None:
         """Other bytes arrived from this node than it had sent."""
         self._wrong.add(key.node_id, (self._wrong.get(key.node_id) or 0) + 1)
+        if self.is_left_out(key):
+            self._recorder.left_out(key.node_id, self._clock() + self._settings.keep_link_s)
+
+    def is_doubtful(self, key: PeerKey) -> bool:
+        """Other bytes have arrived from this node not long ago."""
+        return self._wrong.get(key.node_id) is not None
 
     def is_left_out(self, key: PeerKey) -> bool:
         """So many of its transfers arrived wrong that nothing is begun with it, until none has for a while."""
@@ -242,7 +249,7 @@ class Registrar:
         receiving.generation = self._links.generation
         receiving.process = link.process
         if link.mapping is not None:
-            receiving.know_mapping(link.mapping, self._checksum_every(link, link.mapping))
+            receiving.know_mapping(link.mapping, self._checksum_every(link))
         link.owes(receiving.asked_at)
         self._send(
             link.peer.endpoint,
@@ -258,9 +265,8 @@ class Registrar:
             ),
         )
 
-    def _checksum_every(self, link: ProducerLink, mapping: Mapping) -> int:
-        here = link.process is not None and link.process.machine == self._side.process.machine
-        return every_of(self._side.checksum_policy, same_machine=here, on_device=mapping.on_device)
+    def _checksum_every(self, link: ProducerLink) -> int:
+        return every_of(self._side.checksum_policy, is_doubtful=self._links.is_doubtful(link.key))
 
     def _renew(self, link: ProducerLink) -> None:
         held = [receiving for receiving in self._receivings(link.key) if receiving.stage.is_leased]

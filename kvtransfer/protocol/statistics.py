@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import enum
 import threading
+import time
 from collections import Counter, OrderedDict, deque
 
 from tandem.kvtransfer.base import TransferStats
+from tandem.kvtransfer.protocol.identity import Clock
 from tandem.wire.requests import WaitHistogram
 from tandem.wire.tracing import TransferRecord, TransferTrace
 
@@ -55,7 +57,9 @@ RECENT = 32
 
 
 class Recorder:
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
+        self._left_out: dict[str, float] = {}  # peers, and until when
         self._lock = threading.Lock()
         self._stats = TransferStats()
         self._outcomes: Counter[str] = Counter()
@@ -113,6 +117,10 @@ class Recorder:
         with self._lock:
             self._wrong_kv[peer] += 1
 
+    def left_out(self, peer: str, until: float) -> None:
+        with self._lock:
+            self._left_out[peer] = until
+
     def received(self, blocks: int, num_bytes: int) -> None:
         with self._lock:
             self._stats.blocks_received += blocks
@@ -140,6 +148,7 @@ class Recorder:
                 refused=dict(self._refused),
                 blocks_checked=stats.blocks_checked,
                 wrong_kv=dict(self._wrong_kv),
+                left_out=sorted(peer for peer, until in self._left_out.items() if self._clock() < until),
                 blocks_freed=dict(self._freed),
                 recent=list(self._recent),
                 waits=dict(self._waits),

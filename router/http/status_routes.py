@@ -147,6 +147,7 @@ def _node(services: Services, member: Member) -> dict[str, Any]:
             transfers=status.transfers,
             held_blocks=status.held_blocks,
             quarantined_blocks=status.quarantined_blocks,
+            left_out=status.left_out,
             step_age_s=status.step_age_s,
             detail=status.detail,
             tiers=msgspec.to_builtins(status.tiers),

@@ -129,6 +129,12 @@ def decide(
     if local_prefill is LocalPrefill.ALWAYS:
         return RoutingDecision(None, decode.info, f"{name}: {chosen}; local, always")
 
+    if decode.status.left_out:
+        prefill_nodes = [node for node in prefill_nodes if node.node_id not in decode.status.left_out]
+        if not prefill_nodes:
+            return RoutingDecision(
+                None, decode.info, f"{name}: {chosen}; local, KV of every prefill node arrived wrong there"
+            )
     prefill, prefill_why = rank(prefill_nodes, request, False)
     away = f"prefill {prefill.node_id} ({prefill_why})"
     if local_prefill is LocalPrefill.AUTO:

@@ -283,7 +283,7 @@ class Node:
         self.free = list(range(1, NUM_BLOCKS))
         self.checksums = FakeChecksums(self.memory)
         self.transport = FakeTransport(world, self)
-        self.recorder = Recorder()
+        self.recorder = Recorder(self.clock)
         self.sends: dict[str, Send] = {}
         self.receives: dict[str, Receive] = {}
         self.unwanted: list[str] = []  # requests that the engine need not go on with

@@ -103,18 +103,11 @@ def test_a_sample_is_the_same_for_both_sides_however_it_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "same_machine", "on_device", "every"),
-    [
-        ("auto", False, False, 1),
-        ("auto", True, False, 16),
-        ("auto", False, True, 16),
-        ("all", True, True, 1),
-        ("sample", False, False, 16),
-        ("off", False, False, 0),
-    ],
+    ("policy", "is_doubtful", "every"),
+    [("all", False, 1), ("sample", False, 16), ("sample", True, 1), ("off", False, 0), ("off", True, 0)],
 )
-def test_policies(policy: str, same_machine: bool, on_device: bool, every: int) -> None:
-    assert every_of(ChecksumPolicy(policy), same_machine=same_machine, on_device=on_device) == every
+def test_policies(policy: str, is_doubtful: bool, every: int) -> None:
+    assert every_of(ChecksumPolicy(policy), is_doubtful=is_doubtful) == every
 
 
 def test_packed_checksums_come_back() -> None:

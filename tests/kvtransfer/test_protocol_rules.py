@@ -1426,24 +1426,33 @@ def test_a_node_whose_blocks_arrive_wrong_again_and_again_is_left_out_for_a_whil
     receive = pair.receive(name="next")
     assert receive.failed is not None
     assert "p is left out" in receive.failed.reason
+    assert pair.consumer.recorder.snapshot(0).left_out == ["p"], "routers are told"
     pair.world.now += SETTINGS.keep_link_s + 1
+    assert pair.consumer.recorder.snapshot(0).left_out == []
     served(pair, "later")
 
 
-@pytest.mark.parametrize(
-    ("policy", "same_machine", "taken"),
-    [("all", True, 20), ("sample", False, 3), ("off", False, 0), ("auto", False, 20), ("auto", True, 3)],
-)
-def test_as_many_blocks_are_checked_as_the_policy_says(
-    direction: Direction, policy: str, same_machine: bool, taken: int
-) -> None:
+def test_of_a_node_that_sent_a_wrong_block_all_are_checked(direction: Direction) -> None:
+    pair = Pair(direction, checksum_policy=ChecksumPolicy.SAMPLE)
+    pair.world.corrupts = lambda: True
+    receive, send = pair.receive(name="r0"), pair.send(name="r0")
+    pair.producer.compute(send, 30)
+    pair.producer.finish_send(send)
+    pair.world.settle(0.5)
+    assert receive.failed is not None
+    pair.world.corrupts = lambda: False
+    before = pair.consumer.recorder.snapshot(0).blocks_checked
+    receive, send = pair.receive(LONG, name="r1"), pair.send(LONG, name="r1")
+    pair.producer.compute(send, len(LONG))
+    pair.producer.finish_send(send)
+    pair.world.settle(0.5)
+    assert receive.finished
+    assert pair.consumer.recorder.snapshot(0).blocks_checked - before == 20
+
+
+@pytest.mark.parametrize(("policy", "taken"), [("all", 20), ("sample", 3), ("off", 0)])
+def test_as_many_blocks_are_checked_as_the_policy_says(direction: Direction, policy: str, taken: int) -> None:
     pair = Pair(direction, checksum_policy=ChecksumPolicy(policy))
-    if same_machine:
-        object.__setattr__(
-            pair.consumer.endpoint._side,
-            "process",
-            msgspec.structs.replace(pair.producer.process, pid=5),
-        )
     receive, send = pair.receive(LONG), pair.send(LONG)
     pair.world.deliver_all()
     pair.producer.compute(send, len(LONG))

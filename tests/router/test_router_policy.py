@@ -224,3 +224,12 @@ def test_any_decision_is_one_that_can_be_carried_out(
         assert prefill is not None
     assert prefill is None or prefill.startswith("p")
     assert decode is None or decode.startswith("d")
+
+
+def test_a_decode_node_gets_nothing_from_a_prefill_node_that_it_leaves_out() -> None:
+    nodes = (node("p0"), node("p1", waiting_tokens=5000), node("d0", left_out=["p0"]))
+    assert (chosen := decide(pools(*nodes)).prefill) is not None
+    assert chosen.node_id == "p1"
+    alone = decide(pools(node("p0"), node("d0", left_out=["p0"])))
+    assert alone.prefill is None
+    assert "arrived wrong" in alone.reason

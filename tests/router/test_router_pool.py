@@ -142,6 +142,21 @@ def test_a_starved_node_is_left_as_soon_as_another_can_take_its_requests(world: 
     assert [name for name, _, _ in world.lost] == ["d0"]
 
 
+def test_a_prefill_node_whose_kv_arrives_wrong_at_two_nodes_gets_nothing_new(world: World) -> None:
+    """At one it may be that node's own network card."""
+    prefill, first, second = info("p0", role=Role.PREFILL), info("d0"), info("d1")
+    world.pool.set_members([prefill, first, second])
+    world.say(prefill)
+    world.say(first, left_out=["p0"])
+    world.say(second)
+    assert world.in_view == {"p0", "d0", "d1"}
+    world.say(second, left_out=["p0"])
+    assert world.in_view == {"d0", "d1"}
+    assert world.pool.unusable(world.pool.members[0]) == "its KV arrived wrong at d0, d1"
+    world.say(first)
+    assert world.in_view == {"p0", "d0", "d1"}
+
+
 def test_tokens_are_a_sign_of_life(world: World) -> None:
     node = info("d0")
     world.pool.set_members([node])

@@ -21,7 +21,7 @@ from tandem.cluster.commands.operate import (
 )
 from tandem.cluster.commands.overview import answers_now, overview, show_overview
 from tandem.cluster.control import ClusterView, ControllerDecision, PoolView, RouterView, SupervisedNode
-from tandem.cluster.describe import format_blocks
+from tandem.cluster.describe import describe_left_out, format_blocks
 from tandem.wire.errors import ConfigurationError, DeadlineExceeded, Unavailable
 from tandem.wire.nodes import NodeState, Role
 from tandem.wire.requests import NodeCounters, NodeStatus, TierStatus
@@ -261,3 +261,7 @@ def test_a_router_out_of_reach_may_serve_all_the_same() -> None:
     plain = overview(VIEW, None, fetch)
     assert plain["routers"][0]["unreachable"] == "does not answer"
     assert answers_now(plain)
+
+
+def test_a_peer_whose_kv_arrives_wrong_is_named() -> None:
+    assert describe_left_out(["prefill-1"]) == "takes no KV from prefill-1: it arrived wrong again and again"
