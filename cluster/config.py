@@ -57,8 +57,8 @@ class PoolsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefill: PoolConfig = PoolConfig(nodes=1)
     decode: PoolConfig = PoolConfig(nodes=1)
     aggregated: PoolConfig = PoolConfig()  # instead of the two: nodes that do both
-    # Of one machine, where no places are offered: more are refused. Four is the least layout that can lose a node of
-    # each pool, on a single core; beyond that nodes only take time from one another.
+    # Nodes that may share one core of a machine that offers no places: more are refused. Four is the least layout that can
+    # lose a node of each pool, on a single core; beyond that nodes only take time from one another.
     nodes_per_core: Annotated[
         AtLeastOne,
         about(

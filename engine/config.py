@@ -123,11 +123,11 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def host_bytes_of_tiers(self) -> int:
-        """Of each node."""
+        """The host memory that the tiers of each node take."""
         return sum(tier.cpu or 0 for tier in self.tiers)
 
     def share_on(self, device: str) -> float:
-        """Of the memory that is free there once the weights are loaded."""
+        """The cache's share of the memory that is free there once the weights are loaded."""
         if self.memory_share is not None:
             return self.memory_share
         return 0.85 if device.startswith("cuda") else 0.5

@@ -179,7 +179,7 @@ def check(status: int) -> None:
 
 
 def number(status: int) -> int:
-    """Of what was added to the library."""
+    """The number of what was added to the library."""
     if status < 0:
         check(status)
     return status

@@ -34,7 +34,7 @@ def cache_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
 
 
 def digests_of(files: Sequence[Path]) -> list[str]:
-    """Of each file, in hexadecimal. Several are read at once. Raises OSError."""
+    """Each file's digest, in hexadecimal. Several are read at once. Raises OSError."""
     with ThreadPoolExecutor(max_workers=min(_AT_ONCE, max(1, len(files)))) as pool:
         return list(pool.map(digest_of, files))
 

@@ -106,7 +106,7 @@ _MOUNT = Path("/sys/fs/cgroup")
 
 
 def folders_of(controller: str, membership: Path = _MEMBERSHIP, mount: Path = _MOUNT) -> list[Path]:
-    """Of this process's group and of those above it, whose limits hold as well. `controller`: memory, cpu. Version 2 has
+    """The folders of this process's group and of those above it, whose limits hold as well. `controller`: memory, cpu. Version 2 has
     one tree for all of them, version 1 one for each; a folder need not be there, or hold a limit."""
     try:
         lines = membership.read_text().splitlines()

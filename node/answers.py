@@ -155,7 +155,7 @@ class KeptAnswers:
             self._drop(answer, Cancelled("the answer was deleted"))
 
     def cancelled(self, request_ids: Iterable[str]) -> None:
-        """Of those that are followers, the routers want no more."""
+        """The routers want no more of those requests that are followers."""
         self._unfollow(request_ids)
 
     def router_lost(self, reply_to: str) -> None:

@@ -256,7 +256,7 @@ class NodeService:
     def handle(self, item: Item) -> None:
         match item:
             case Submit():
-                # The router may have been marked lost after it sent this. It is alive, so it is known again.
+                # The router may have been marked lost after it sent this. It is alive, so register it again.
                 self._routers.heard(item.reply_to)
                 try:
                     self._admit(item)

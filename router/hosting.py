@@ -53,7 +53,7 @@ class RouterHost:
         return self._config
 
     async def start(self) -> str:
-        """Returns the base URL, once it answers. Asked again, it says again what it said."""
+        """Returns the base URL, once it answers. A second call returns the same URL."""
         if self._starting is None:
             self._starting = asyncio.create_task(self._start(), name="start")
         return await asyncio.shield(self._starting)

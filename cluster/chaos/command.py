@@ -264,7 +264,7 @@ def describe(
 
 
 def finished(urls: Sequence[str], key: str | None) -> dict[str, float]:
-    """Of all routers that answer: sequences that ended, by reason."""
+    """The sequences that ended, by reason, summed over all routers that answer."""
     found: dict[str, float] = {}
     for url in urls:
         client = ApiClient(url, key)

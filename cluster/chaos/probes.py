@@ -203,5 +203,5 @@ class Probes:
 
 
 def longest_gap(gaps: Sequence[tuple[float, float]], begin: float, end: float) -> float:
-    """Of those that this stretch of time has a part of."""
+    """The longest gap that overlaps this stretch of time."""
     return max((last - first for first, last in gaps if first < end and last > begin), default=0.0)

@@ -111,7 +111,7 @@ def _check_gguf_folder(folder: Path, name: str) -> None:
 
 
 def weight_files(path: str) -> list[Path]:
-    """Of a Model's path."""
+    """The weight files under a model's path."""
     model = Path(path)
     if model.is_file():
         return [model]

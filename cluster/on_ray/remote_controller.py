@@ -149,7 +149,7 @@ class RemoteController:
             self._actor = actor
 
     async def account_after(self, seen: int, stage: ClusterStage) -> ClusterAccount:
-        """Of the controller that is there: who follows wants to know when it was lost."""
+        """Asks the controller that is there: a follower wants to know when it was lost."""
         ref = self._actor.account_after.remote(seen, stage.value, FOLLOW_S)
         try:
             account = await asyncio.wait_for(answer(ref), FOLLOW_S + _ANSWER_S)

@@ -120,7 +120,7 @@ def connect_to_ray(address: str) -> None:
 
 
 def _address_here() -> str:
-    """Of the Ray that this machine is part of. Ray remembers the last one that was started, and it may be long gone."""
+    """The address of the Ray that this machine is part of. Ray remembers the last one that was started, which may be long gone."""
     from ray._private.services import canonicalize_bootstrap_address
 
     try:
@@ -191,7 +191,7 @@ def joined_ray() -> ModuleType:
 
 
 def own_address() -> str:
-    """Of the cluster that this process is part of, as others name it."""
+    """The address of the cluster that this process is part of, as others name it."""
     return str(joined_ray().get_runtime_context().gcs_address)
 
 
@@ -214,7 +214,7 @@ def has_job_ended(job: str) -> bool:
 
 
 def ray_resources() -> list[dict[str, float]]:
-    """Of each machine of the cluster that this process has joined."""
+    """The resources of each machine in the cluster that this process has joined."""
     return [node["Resources"] for node in joined_ray().nodes() if node["Alive"]]
 
 

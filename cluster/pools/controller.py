@@ -309,7 +309,7 @@ class Controller:
             raise ConfigurationError("no node could decode: keep at least 1 decode or aggregated node")
 
     def _check_room(self, new: ClusterState) -> None:
-        """Of a machine that offers no places, so that it takes whatever it is asked to."""
+        """Checks a machine that offers no places, and so would take whatever it is asked to."""
         machines = self._pools.machines
         sizes = {role: plan.wanted_size(new, machines, role) for role in Role}
         if sum(sizes.values()) <= sum(map(self._wanted, Role)):

@@ -76,7 +76,7 @@ class Platform(Protocol):
 
     @property
     def id(self) -> str:
-        """Of the deployment; every controller that it ever has bears it."""
+        """The deployment's id; every controller that it ever has bears it."""
         ...
 
     @property

@@ -87,7 +87,7 @@ class Fleet:
         self._runs[supervisor.name] = self._tasks.spawn(supervisor.run(), f"supervise {supervisor.name}")
 
     async def may_serve_on(self, host: Host) -> bool:
-        """Of a machine that cannot be seen: whether a node or a router there is heard by those that work with it, or none of
+        """For a machine that cannot be seen: whether a node or a router there is heard by those that work with it, or none of
         them can be asked. As long as routers themselves bear with a silence."""
         witnesses, limit_s = self._around.witnesses, self.config.router.heartbeat.silence
         for node in self._nodes_on(host):

@@ -186,7 +186,7 @@ class ProcessSupervisor(abc.ABC, Generic[H, Ready]):
         self._settled.set()
 
     def _new_silence(self) -> Silence:
-        """Of a process that is asked every `heartbeat_s`, and has `silence_s` for its answer."""
+        """For a process that is asked every `heartbeat_s`, and has `silence_s` for its answer."""
         return Silence(self._clock, self._timeouts.heartbeat_s + self._timeouts.silence_s)
 
     def _enter(self, phase: ProcessPhase, detail: str) -> None:

@@ -103,7 +103,7 @@ class StaticHostsProvider(NodeProvider):  # type: ignore[misc]
         return not self.is_running(node_id)
 
     def node_tags(self, node_id: str) -> dict[str, str]:
-        """Of a node that has just ended: none, which Ray takes for a node that is not its own."""
+        """A node that has just ended has none, which Ray takes for a node that is not its own."""
         node = self._store.last_read().nodes.get(node_id)
         return dict(node.tags) if node is not None else {}
 

@@ -30,7 +30,7 @@ _MOST_GATHERED_KEYS = 1 << 16
 _MOST_REFUSED = 3
 
 
-# Of one recorded step: its nodes, and a library's plan for it.
+# The memory of one recorded step: its nodes, and a library's plan for it.
 _BYTES_PER_GRAPH = 24 << 20
 
 

@@ -36,7 +36,7 @@ _GEMMA_27B = {"gemma2": 46, "gemma3_text": 62}
 
 
 class Metadata:
-    """Of one file; reading it takes a while, where vocabularies are large. Keys are without the architecture that they
+    """The metadata of one file; reading it takes a while, where vocabularies are large. Keys are without the architecture that they
     begin with."""
 
     def __init__(self, source: ModelSource) -> None:

@@ -15,7 +15,7 @@ from tandem.wire.errors import ConfigurationError
 
 log = logging.getLogger(__name__)
 
-# Of a decoder's own layers, by the names that architectures give them.
+# A decoder's own layers, by the names that architectures give them.
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks?|blk)\.(\d+)\.")
 
 _HARMLESS = [

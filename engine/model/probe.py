@@ -42,7 +42,7 @@ from tandem.wire.errors import ConfigurationError, TandemError
 _PROBE_TOKENS = 8
 # What a mask shows so far along is what it shows anywhere: beyond any window.
 _FAR = 1 << 20
-# Of an output whose largest value is 1. Rounding stays far below in every dtype; another attention is far above.
+# The error allowed in an output whose largest value is 1. Rounding stays far below in every dtype; another attention is far above.
 _TOLERANCE = 0.05
 
 # A hybrid layer attends and keeps a state.

@@ -36,7 +36,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
 
     @property
     def state_blocks(self) -> int:
-        """Of each request, in the last group, for recurrent states; 0 without any."""
+        """How many blocks each request has in the last group, for recurrent states; 0 without any."""
         return self.groups[-1].blocks_per_request
 
 

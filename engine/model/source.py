@@ -14,7 +14,7 @@ from tandem.wire.errors import ConfigurationError
 Progress = Callable[[str, float], None]
 """What is being done, and how much of it is done (0 to 1)."""
 
-# Of a model split into several GGUF files. The first stands for all of them.
+# A later file of a model that is split into several GGUF files. The first stands for all of them.
 _LATER_PART = re.compile(r"-(?!00001-)\d{5}-of-\d{5}\.gguf$")
 
 

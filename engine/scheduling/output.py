@@ -55,9 +55,9 @@ class SchedulerOutput:
     preempted_req_ids: set[str]
     new_block_ids_to_zero: list[int] = dataclasses.field(default_factory=list)
     num_prompt_tokens: int = 0  # of all, for requests that are more than one token behind
-    # A connector writes to blocks of this plan as soon as it hears of it: of one who waits, or of one who is computed.
+    # A connector writes to blocks of this plan as soon as it gets it: to those of a request that waits for its load.
     begins_loads: bool = False
-    # The latter: whether all of it came is known when the step is over.
+    # The same for a request that this step computes: whether its load was complete is known when the step is over.
     reads_loads: bool = False
     # Planned while another step ran, it found too few blocks: who gives up theirs is decided when that one is booked.
     ran_short: bool = False

@@ -21,7 +21,7 @@ _WRITTEN_NOW = -1
 
 @dataclasses.dataclass(slots=True)
 class StoreRoom:
-    """Of the keys that were offered, those that are to be written, and where to."""
+    """Which of the offered keys are to be written, and where to."""
 
     keys: list[Key]
     slots: list[int]

@@ -128,7 +128,7 @@ class TierScheduler(SchedulerConnector):
         return tokens, True
 
     def _keys(self, request: TransferRequest, first: int, last: int) -> Sequence[Key]:
-        """Of the request's chunks from `first` to before `last`."""
+        """The keys of the request's chunks from `first` to before `last`."""
         factor = self._factor
         return request.block_hashes[(first + 1) * factor - 1 : last * factor : factor]
 

@@ -115,7 +115,7 @@ class Mapping:
         self, ours: BlockLayout, theirs: BlockLayout, *, on_device: bool = False, state_blocks: int = 0
     ) -> None:
         self.on_device = on_device  # either cache is
-        # Of each request, in the last group. Each is a grain, the last ones to be sent: they are right once the whole prompt
+        # How many each request has in the last group. Each is a grain, the last ones to be sent: they are right once the whole prompt
         # is computed.
         self.state_blocks = state_blocks
         self.grain = min(ours.sizes["token"], theirs.sizes["token"])

@@ -380,7 +380,7 @@ class OutgoingTransfer:
         return [(place, position) for place, position in numbered if place in sample]
 
     def checksums_between(self, start: int, end: int) -> bytes:
-        """Of the grains that carry one."""
+        """The checksums of the grains that carry one."""
         if self.destination is None:
             return b""
         return pack([self.sums[place] for place in self.destination.sample.between(start, end)])

@@ -62,7 +62,7 @@ class LogprobStore(Sequence[TokenLogprobs]):
         return self._ids[begin:end], self._values[begin:end]
 
     def mean(self, count: int) -> float:
-        """Of the first `count` tokens' own log-probabilities."""
+        """The mean of the first `count` tokens' own log-probabilities."""
         begins = [self._base, *self._ends[: max(0, count - 1)]][:count]
         return sum(self._values[begin - self._base] for begin in begins) / max(1, len(begins))
 

@@ -50,7 +50,7 @@ class AnswerFormat(msgspec.Struct, frozen=True):
         return calls if start is ReasoningStart.CLOSED else ReasoningReader(self.reasoning, start, calls)
 
     def answer_grammar(self, grammar: str, tokenizer: Tokenizer) -> str:
-        """Of an answer that is no call, with the marks that it has to have."""
+        """The grammar of an answer that is no call, with the marks that it has to have."""
         if self.harmony is None:
             return grammar
         return on_final_channel(grammar, LarkWriter(tokenizer, self.marks))

@@ -58,7 +58,7 @@ def after_analysis(grammar: str, writer: LarkWriter) -> str:
 
 
 def analysis_tokens(token_ids: Sequence[int], tokenizer: Tokenizer) -> int:
-    """Of an answer, those of messages that are reasoning, with their headers and end marks."""
+    """The tokens of an answer's reasoning messages, with their headers and end marks."""
     message = tokenizer.token_id("<|message|>")
     ends = {tokenizer.token_id(mark) for mark in _ENDS}
     count, begin, header_end = 0, 0, -1

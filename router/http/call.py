@@ -16,7 +16,7 @@ from tandem.wire.errors import InternalError
 
 logger = logging.getLogger(__name__)
 
-# Of a body that its reader has not taken yet; beyond it the client has to wait.
+# Bytes of a body that its reader has not taken yet; beyond them the client has to wait.
 UNREAD_BYTES = 64 << 10
 STATUS_LINES = {
     status.value: b"HTTP/1.1 %d %b\r\n" % (status.value, status.phrase.encode()) for status in http.HTTPStatus

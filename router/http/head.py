@@ -112,7 +112,7 @@ def _with_one_length(data: bytes | bytearray) -> bytes | bytearray:
 
 
 def _path_of(url: bytes) -> bytes:
-    """Of a target that names the host too, as a proxy is asked, or that is no path."""
+    """The path of a target that also names the host, as a proxy is asked, or that is no path."""
     try:
         parsed = httptools.parse_url(url)
     except httptools.HttpParserError:

@@ -21,7 +21,7 @@ TOKEN_BYTES = 36
 ENTRY_BYTES = 100
 SEQUENCE_BYTES = 8 << 10
 LONG_TEXT = 256
-# Of a body that is kept as it is to the request's end; of a larger one what its plan was made of is dropped.
+# A body up to this size is kept as it is to the request's end; a larger one is dropped once its plan is made.
 SMALL_BODY = 4 << 10
 PARSED_TIMES = 8  # what its objects take, against its bytes
 LOGPROB_BYTES = 16  # an id and a number, in arrays

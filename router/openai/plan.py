@@ -116,7 +116,7 @@ class GenerationPlan(msgspec.Struct, frozen=True):
         ]
 
     def reader(self) -> AnswerReader | None:
-        """Of one choice's text. None: it is text and nothing else."""
+        """The reader of one choice's text. None: it is text and nothing else."""
         return self.format.reader(self.chat_prompt, self.tools) if self.format is not None else None
 
     def reasoning_tokens(self, choices: Sequence[Choice]) -> int | None:

@@ -72,7 +72,7 @@ def are_short(plan: GenerationPlan, read: Sequence[ReadChoice]) -> bool:
 
 
 def keep_best(read: Sequence[ReadChoice], generated: int, keep: int) -> list[ReadChoice]:
-    """Of each prompt's `generated` choices the `keep` likeliest, best first."""
+    """The `keep` likeliest of each prompt's `generated` choices, best first."""
     if generated == keep:
         return list(read)
     kept: list[ReadChoice] = []

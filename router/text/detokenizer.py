@@ -121,6 +121,6 @@ _FALLBACK = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 def byte_of_fallback(piece: str) -> bytes | None:
-    """Of a token that stands for one byte, in tokenizers of characters: SentencePiece's byte fallback."""
+    """The byte of a token that stands for one byte, in tokenizers of characters: SentencePiece's byte fallback."""
     found = _FALLBACK.fullmatch(piece)
     return bytes.fromhex(found[1]) if found is not None else None

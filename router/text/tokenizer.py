@@ -84,7 +84,7 @@ class Tokenizer:
         return self._backend.token_to_id(text) in self.special_ids
 
     def token_id(self, text: str) -> int | None:
-        """Of a text that is one token of its own."""
+        """The id of a text that is one token of its own."""
         found: int | None = self._backend.token_to_id(text)
         return found
 

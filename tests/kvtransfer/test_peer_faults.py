@@ -104,9 +104,9 @@ def nodes(request: pytest.FixtureRequest) -> Iterator[Nodes]:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("fault", ["dies", "is started anew", "stops answering"])
+@pytest.mark.parametrize("fault", ["dies", "is restarted", "stops answering"])
 @pytest.mark.parametrize("victim", ["p", "c"])
-def test_a_peer_that(nodes: Nodes, victim: str, fault: str) -> None:
+def test_a_survivor_serves_on_when_its_peer(nodes: Nodes, victim: str, fault: str) -> None:
     other = "c" if victim == "p" else "p"
     descriptors: list[int] = []
     began: list[float] = []
@@ -124,7 +124,7 @@ def test_a_peer_that(nodes: Nodes, victim: str, fault: str) -> None:
             lost.pause()
         else:
             lost.kill()
-        if fault == "is started anew":
+        if fault == "is restarted":
             nodes.running[victim] = nodes.start(victim)
         survivor = nodes.running[other]
         if victim == "p":

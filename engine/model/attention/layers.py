@@ -50,7 +50,7 @@ class CachePlan(msgspec.Struct, frozen=True):
 
     @property
     def state_blocks(self) -> int:
-        """Of each request."""
+        """The blocks of recurrent states that each request has."""
         return 0 if self.states is None else self.states.blocks_per_request
 
     @property

@@ -23,7 +23,7 @@ class Pages:
 
 
 def pages_of(host: HostBatch, group: int, window: int | None, block_size: int) -> Pages:
-    """Of a sliding group only the pages that its first row's window touches: those before may be others' by now."""
+    """A sliding group has only the pages that its first row's window touches: earlier ones may belong to others by now."""
     contexts = host.context_lens.astype(np.int64)
     queries = np.diff(host.query_start).astype(np.int64)
     first = np.zeros_like(contexts) if window is None else np.maximum(0, contexts - queries + 1 - window)

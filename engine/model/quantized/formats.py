@@ -18,7 +18,7 @@ from safetensors import safe_open
 from tandem.wire.errors import ConfigurationError
 
 Tensors = Mapping[str, torch.Tensor]
-"""Of one linear layer, by their names behind the layer's."""
+"""The tensors of one linear layer, by the part of their names that follows the layer's."""
 
 METHODS = ("fp8", "compressed-tensors", "awq", "gptq")
 _DTYPES = {
@@ -194,7 +194,7 @@ def dense(tensors: Tensors, checkpoint: QuantizedCheckpoint) -> torch.Tensor:
 
 
 def fp8_scales(tensors: Tensors) -> torch.Tensor:
-    """Of the whole matrix, of its rows, or of its blocks: two dimensions."""
+    """The scales of the whole matrix, its rows, or its blocks: two dimensions."""
     scales = tensors.get("weight_scale_inv", tensors.get("weight_scale"))
     if scales is None:
         return torch.ones(1, 1, device=tensors["weight"].device)

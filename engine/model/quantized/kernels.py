@@ -29,7 +29,7 @@ _BLOCK = 128  # of FP8's blocks, both ways
 _GROUPS = (32, 64, 128, 256)  # inputs that share a scale, as torch's kernel takes them
 _INNER_TILES = 8
 _ROWS_TRIED = 4
-# Of the largest value: activations are rounded to eight bits, and the sums' errors are far below.
+# Relative to the largest value: activations are rounded to eight bits, and the sums' errors are far below.
 _TOLERANCE = 0.06
 
 

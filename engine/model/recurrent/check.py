@@ -27,7 +27,7 @@ _BLOCK = 4
 _LENGTHS = {"a": 23, "b": 9}
 # Tokens of each request in each step: begun and gone on with, alone and together, one token and more.
 _STEPS = ({"a": 5}, {"a": 1, "b": 1}, {"a": 3, "b": 2}, {"a": 1, "b": 1}, {"a": 13, "b": 5})
-# Of the largest logit. In half precision two ways to the same round at different places.
+# Relative to the largest logit. In half precision two ways to the same result round at different places.
 _TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 
 
