@@ -15,7 +15,7 @@ from tandem.engine.model.attention.interface import (
     attention_through,
 )
 from tandem.engine.model.batch import Batch
-from tandem.engine.model.fused.find import take_rotary
+from tandem.engine.model.fused.rotary import take_rotary
 from tandem.engine.model.recurrent.layout import LayerStates
 from tandem.engine.model.recurrent.mixers import (
     Mixers,

@@ -17,8 +17,6 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
-import threading
-import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -30,30 +28,27 @@ from transformers import PreTrainedModel
 from tandem.engine.model.attention.interface import attention_options, attention_through
 from tandem.engine.model.attention.kernel import attend
 from tandem.engine.model.fused.pieces import (
+    EXACT,
+    ROUNDED,
     Activation,
     Matrix,
     Norm,
     NotOneMatrix,
     Piece,
     Pieces,
-    Rotary,
     activate,
+    agrees,
+    error_of,
     rms_norm,
-    rotated,
     turned,
 )
+from tandem.engine.model.fused.rotary import RotaryWatch, replace_forward, take_rotary
 from tandem.engine.model.quantized.kernels import KernelLinear
-from tandem.wire.errors import InternalError
 
 log = logging.getLogger(__name__)
 
 _TOKENS = 8
 _LINEAR = (nn.Linear, KernelLinear)
-_ROTARY = "apply_rotary_pos_emb"
-# Of the largest value. In float32 two ways to the same differ in the last bits; in half precision they round at
-# different places, and another formula is far off all the same.
-_EXACT = 1e-4
-_ROUNDED = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
 
 
 class Fused(msgspec.Struct):
@@ -80,7 +75,7 @@ def fuse(model: PreTrainedModel, pieces: Pieces) -> Fused | None:
     """Changes the model. None: what came out of it is not what the model computes, and it must be loaded again."""
     fused = Fused()
     with torch.inference_mode():
-        rotary = _RotaryWatch(model)
+        rotary = RotaryWatch(model)
         seen = _Seen(model)
         expected = seen.run(rotary)
         consumed: set[nn.Module] = set()
@@ -91,9 +86,9 @@ def fuse(model: PreTrainedModel, pieces: Pieces) -> Fused | None:
                 continue
             found = _gated_in(module, given, seen, known) or _norm_in(module, given)
             piece = _made(found, pieces)
-            if found is None or piece is None or not _agrees(piece(given.x), given.out):
+            if found is None or piece is None or not agrees(piece(given.x), given.out):
                 continue
-            _replace(module, piece)
+            replace_forward(module, piece)
             consumed.update(found.uses)
             _give_up(found.uses)
             if found.norm is not None:
@@ -110,7 +105,7 @@ def fuse(model: PreTrainedModel, pieces: Pieces) -> Fused | None:
             if isinstance(module, nn.Linear) and module not in consumed
         )
         found_logits = seen.logits()
-    if not _agrees(found_logits, expected, within=2.0):
+    if not agrees(found_logits, expected, within=2.0):
         return None
     log.info("found in the model: %s", fused)
     return fused
@@ -139,7 +134,7 @@ class _Seen:
     def of(self, module: nn.Module) -> _Given | None:
         return self._given.get(module)
 
-    def run(self, rotary: _RotaryWatch) -> torch.Tensor:
+    def run(self, rotary: RotaryWatch) -> torch.Tensor:
         def note(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
             one = len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor)
             if one and isinstance(out, torch.Tensor) and module not in self._given:
@@ -222,8 +217,8 @@ def _gated_in(
                 out = copy.deepcopy(module).float()(x[None])[0]
             except (RuntimeError, TypeError, ValueError):
                 return None
-        errors = [_error(_by_formula(x, *way), out) for way in ways]
-        known[type(module)] = _best_of(errors, _ROUNDED[torch.bfloat16] if rounds else _EXACT)
+        errors = [error_of(_by_formula(x, *way), out) for way in ways]
+        known[type(module)] = _best_of(errors, ROUNDED[torch.bfloat16] if rounds else EXACT)
     which = known[type(module)]
     if which is None or which >= len(ways):
         return None
@@ -277,7 +272,7 @@ def _norm_in(module: nn.Module, given: _Given) -> _Found | None:
     for offset in (0.0, 1.0):
         # Small numbers show where epsilon is.
         if all(
-            _agrees(rms_norm(x, weight, offset, eps), wide(x), _EXACT)
+            agrees(rms_norm(x, weight, offset, eps), wide(x), EXACT)
             for x in (given.x.float(), given.x.float() * 1e-3)
         ):
             return _as_norm(Norm(weight.data, offset, eps))
@@ -308,10 +303,10 @@ def _take_products(seen: _Seen, pieces: Pieces, consumed: set[nn.Module], fused:
         shared = SharedProduct(piece, [linear.out_features for linear in linears])
         parts = [shared.part(index) for index in range(len(linears))] if len(linears) > 1 else [piece]
         known = [one for linear in linears if (one := seen.of(linear)) is not None]
-        if not all(_agrees(part(one.x), one.out) for part, one in zip(parts, known, strict=True)):
+        if not all(agrees(part(one.x), one.out) for part, one in zip(parts, known, strict=True)):
             continue
         for linear, part in zip(linears, parts, strict=True):
-            _replace(linear, part)
+            replace_forward(linear, part)
         consumed.update(linears)
         _give_up(linears)
         fused.merged += len(linears) > 1
@@ -341,125 +336,6 @@ class SharedProduct:
             return result
 
         return run
-
-
-class _Waiting(threading.local):
-    rotary: tuple[torch.Tensor, torch.Tensor, Rotary] | None = None
-
-
-_waiting = _Waiting()
-
-
-def take_rotary(query: torch.Tensor, key: torch.Tensor) -> Rotary | None:
-    """What is still to be done with these."""
-    waiting, _waiting.rotary = _waiting.rotary, None
-    if waiting is None:
-        return None
-    if waiting[0] is not query or waiting[1] is not key:
-        raise InternalError("rotary embedding was put off for other tensors than attention got")
-    return waiting[2]
-
-
-def _putting_off(query_norm: Norm | None, key_norm: Norm | None) -> Callable[..., Any]:
-    def put_off(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        cosines: torch.Tensor,
-        sines: torch.Tensor,
-        *_: Any,
-        **__: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        _waiting.rotary = query, key, Rotary(cosines[0], sines[0], query_norm, key_norm)
-        return query, key
-
-    return put_off
-
-
-def _as_it_is(x: torch.Tensor) -> torch.Tensor:
-    return x
-
-
-class _RotaryWatch:
-    """Modules whose code calls transformers' rotary embedding get it through us: first the real one, watched."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._turned: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._right = False
-        self._given_at: tuple[int, int] = (0, 0)
-        self._modules: dict[nn.Module, bool] = {}
-        self._sources: dict[nn.Module, tuple[int, int]] = {}  # where their queries and keys were before
-        for module in model.modules():
-            forward = type(module).forward
-            plain = isinstance(forward, types.FunctionType) and not hasattr(forward, "__wrapped__")
-            if plain and hasattr(module, "layer_idx") and _ROTARY in forward.__code__.co_names:
-                self._modules[module] = False
-                real = forward.__globals__.get(_ROTARY)
-                if callable(real):
-                    _give(module, self._watched(real))
-
-    def _watched(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        def turn(*args: Any, **kwargs: Any) -> Any:
-            turned = real(*args, **kwargs)
-            self._turned = turned
-            self._right = len(args) >= 4 and all(isinstance(a, torch.Tensor) for a in args[:4])
-            if self._right:
-                query, key, cosines, sines = args[:4]
-                self._given_at = query.untyped_storage().data_ptr(), key.untyped_storage().data_ptr()
-                self._right = (
-                    cosines.dim() == 3
-                    and cosines.shape == sines.shape
-                    and cosines.shape[0] == 1
-                    and cosines.shape[-1] == query.shape[-1] == key.shape[-1]
-                    and query.shape[2] == cosines.shape[1]
-                    and all(torch.equal(*angles.chunk(2, dim=-1)) for angles in (cosines, sines))
-                    and all(
-                        _agrees(rotated(given[0], cosines[0], sines[0]), made[0])
-                        for given, made in zip((query, key), turned, strict=True)
-                    )
-                )
-            return turned
-
-        return turn
-
-    def check(self, module: nn.Module, query: torch.Tensor, key: torch.Tensor) -> None:
-        turned, self._turned = self._turned, None
-        if module in self._modules and turned is not None:
-            self._modules[module] = self._right and turned[0] is query and turned[1] is key
-            self._sources[module] = self._given_at
-
-    def put_off(self, norms: dict[int, tuple[nn.Module, Norm]]) -> int:
-        """With the norms that their queries and keys come from."""
-        for module, can_wait in self._modules.items():
-            if can_wait:
-                found = [norms.get(place) for place in self._sources[module]]
-                query_norm, key_norm = (None if one is None else one[1] for one in found)
-                if query_norm is None or key_norm is None or not _are_alike(query_norm, key_norm):
-                    query_norm = key_norm = None
-                else:
-                    for norm, _ in filter(None, found):
-                        _replace(norm, _as_it_is)
-                _give(module, _putting_off(query_norm, key_norm))
-            else:
-                module.__dict__.pop("forward", None)
-        return sum(self._modules.values())
-
-
-def _are_alike(one: Norm, other: Norm) -> bool:
-    return one.weight.shape == other.weight.shape and (one.offset, one.eps) == (other.offset, other.eps)
-
-
-def _give(module: nn.Module, rotary: Callable[..., Any]) -> None:
-    """This module's code, with another function under that name. Other models of its class keep theirs."""
-    own = type(module).forward
-    changed = types.FunctionType(
-        own.__code__, {**own.__globals__, _ROTARY: rotary}, own.__name__, own.__defaults__, own.__closure__
-    )
-    changed.__kwdefaults__ = own.__kwdefaults__
-    module.forward = types.MethodType(changed, module)
-
-
-def _replace(module: nn.Module, piece: Piece) -> None:
-    module.__dict__["forward"] = piece
 
 
 def _release(model: nn.Module, consumed: Iterable[nn.Module]) -> None:
@@ -502,18 +378,3 @@ def _apply(matrix: Matrix, x: torch.Tensor) -> torch.Tensor:
         return matrix.kernel(x.to(torch.bfloat16)).float()
     bias = None if matrix.bias is None else matrix.bias.float()
     return nn.functional.linear(x, matrix.weight.float(), bias)
-
-
-def _agrees(
-    ours: torch.Tensor, theirs: torch.Tensor, tolerance: float | None = None, within: float = 1.0
-) -> bool:
-    allowed = within * (tolerance or _ROUNDED.get(theirs.dtype, _EXACT))
-    return _error(ours, theirs) <= allowed
-
-
-def _error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Of the largest value."""
-    if ours.shape != theirs.shape:
-        return float("inf")
-    error = (ours.float() - theirs.float()).abs().max().item()
-    return float(error / max(theirs.float().abs().max().item(), 1e-6))

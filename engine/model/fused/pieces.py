@@ -104,5 +104,25 @@ def turned(states: torch.Tensor, rotary: Rotary, norm: Norm | None) -> torch.Ten
 def rotated(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
     """[heads, T, D], by angles [T, D] of which both halves are alike: pairs are (i, i + D / 2)."""
     first, second = x.chunk(2, dim=-1)
-    turned = torch.cat((-second, first), dim=-1)
-    return x * cosines + turned * sines
+    return x * cosines + torch.cat((-second, first), dim=-1) * sines
+
+
+# Of the largest value. In float32 two ways to the same differ in the last bits; in half precision they round at
+# different places, and another formula is far off all the same.
+EXACT = 1e-4
+ROUNDED = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
+
+
+def agrees(
+    ours: torch.Tensor, theirs: torch.Tensor, tolerance: float | None = None, within: float = 1.0
+) -> bool:
+    allowed = within * (tolerance or ROUNDED.get(theirs.dtype, EXACT))
+    return error_of(ours, theirs) <= allowed
+
+
+def error_of(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Of the largest value."""
+    if ours.shape != theirs.shape:
+        return float("inf")
+    error = (ours.float() - theirs.float()).abs().max().item()
+    return float(error / max(theirs.float().abs().max().item(), 1e-6))

@@ -1,0 +1,137 @@
+"""Rotary embedding that waits until attention, and with it the norms of queries and keys: both are done there, together with
+the write to the cache."""
+
+from __future__ import annotations
+
+import threading
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from tandem.engine.model.fused.pieces import Norm, Piece, Rotary, agrees, rotated
+from tandem.wire.errors import InternalError
+
+_ROTARY = "apply_rotary_pos_emb"
+
+
+class _Waiting(threading.local):
+    rotary: tuple[torch.Tensor, torch.Tensor, Rotary] | None = None
+
+
+_waiting = _Waiting()
+
+
+def take_rotary(query: torch.Tensor, key: torch.Tensor) -> Rotary | None:
+    """What is still to be done with these."""
+    waiting, _waiting.rotary = _waiting.rotary, None
+    if waiting is None:
+        return None
+    if waiting[0] is not query or waiting[1] is not key:
+        raise InternalError("rotary embedding was put off for other tensors than attention got")
+    return waiting[2]
+
+
+def _putting_off(query_norm: Norm | None, key_norm: Norm | None) -> Callable[..., Any]:
+    def put_off(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        cosines: torch.Tensor,
+        sines: torch.Tensor,
+        *_: Any,
+        **__: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        _waiting.rotary = query, key, Rotary(cosines[0], sines[0], query_norm, key_norm)
+        return query, key
+
+    return put_off
+
+
+def _as_it_is(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+class RotaryWatch:
+    """Modules whose code calls transformers' rotary embedding get it through us: first the real one, watched."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._turned: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._right = False
+        self._given_at: tuple[int, int] = (0, 0)
+        self._modules: dict[nn.Module, bool] = {}
+        self._sources: dict[nn.Module, tuple[int, int]] = {}  # where their queries and keys were before
+        for module in model.modules():
+            forward = type(module).forward
+            plain = isinstance(forward, types.FunctionType) and not hasattr(forward, "__wrapped__")
+            if plain and hasattr(module, "layer_idx") and _ROTARY in forward.__code__.co_names:
+                self._modules[module] = False
+                real = forward.__globals__.get(_ROTARY)
+                if callable(real):
+                    _give(module, self._watched(real))
+
+    def _watched(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def turn(*args: Any, **kwargs: Any) -> Any:
+            turned = real(*args, **kwargs)
+            self._turned = turned
+            self._right = len(args) >= 4 and all(isinstance(a, torch.Tensor) for a in args[:4])
+            if self._right:
+                query, key, cosines, sines = args[:4]
+                self._given_at = query.untyped_storage().data_ptr(), key.untyped_storage().data_ptr()
+                self._right = (
+                    cosines.dim() == 3
+                    and cosines.shape == sines.shape
+                    and cosines.shape[0] == 1
+                    and cosines.shape[-1] == query.shape[-1] == key.shape[-1]
+                    and query.shape[2] == cosines.shape[1]
+                    and all(torch.equal(*angles.chunk(2, dim=-1)) for angles in (cosines, sines))
+                    and all(
+                        agrees(rotated(given[0], cosines[0], sines[0]), made[0])
+                        for given, made in zip((query, key), turned, strict=True)
+                    )
+                )
+            return turned
+
+        return turn
+
+    def check(self, module: nn.Module, query: torch.Tensor, key: torch.Tensor) -> None:
+        turned, self._turned = self._turned, None
+        if module in self._modules and turned is not None:
+            self._modules[module] = self._right and turned[0] is query and turned[1] is key
+            self._sources[module] = self._given_at
+
+    def put_off(self, norms: dict[int, tuple[nn.Module, Norm]]) -> int:
+        """With the norms that their queries and keys come from."""
+        for module, can_wait in self._modules.items():
+            if can_wait:
+                found = [norms.get(place) for place in self._sources[module]]
+                query_norm, key_norm = (None if one is None else one[1] for one in found)
+                if query_norm is None or key_norm is None or not _are_alike(query_norm, key_norm):
+                    query_norm = key_norm = None
+                else:
+                    for norm, _ in filter(None, found):
+                        replace_forward(norm, _as_it_is)
+                _give(module, _putting_off(query_norm, key_norm))
+            else:
+                module.__dict__.pop("forward", None)
+        return sum(self._modules.values())
+
+
+def _are_alike(one: Norm, other: Norm) -> bool:
+    return one.weight.shape == other.weight.shape and (one.offset, one.eps) == (other.offset, other.eps)
+
+
+def _give(module: nn.Module, rotary: Callable[..., Any]) -> None:
+    """This module's code, with another function under that name. Other models of its class keep theirs."""
+    own = type(module).forward
+    changed = types.FunctionType(
+        own.__code__, {**own.__globals__, _ROTARY: rotary}, own.__name__, own.__defaults__, own.__closure__
+    )
+    changed.__kwdefaults__ = own.__kwdefaults__
+    module.forward = types.MethodType(changed, module)
+
+
+def replace_forward(module: nn.Module, piece: Piece) -> None:
+    module.__dict__["forward"] = piece
