@@ -53,6 +53,11 @@ def test_an_answer_does_not_depend_on_how_its_prompt_is_cut(path: Path) -> None:
     assert all(answer(runner, chunks) == whole for chunks in ([1, 10], [4, 4, 3], [10, 1]))
 
 
+def test_recurrent_states_beside_it_keep_their_bits(tmp_path: Path) -> None:
+    runner = load(tiny.save("lfm2", tmp_path))
+    assert answer(runner, [4, 4, 3]) == answer(runner, [11])
+
+
 def test_it_takes_a_quarter_of_float32s_memory(path: Path) -> None:
     def of(runner: TorchRunner) -> int:
         return runner.kv_cache[0].numel() * runner.kv_cache.element_size()
