@@ -1,6 +1,6 @@
 """Many long prompts at once, at a cluster that is running: how much is computed twice, and how long streams stand still.
 
-    python -m benchmarks.recompute [--url URL] [--prompts 180] [--tokens 900] [--output 16] [--seconds S --rate R] [--json FILE]
+    python -m benchmarks.recompute [--url URL] [--prompts 180] [--tokens 900] [--output 16] [--rate R] [--json FILE]
 
 All prompts are random and different, so no cache answers them. The nodes' own counters are read before and after. A share of
 `prompt_tokens_twice` above zero is work that was thrown away: a prompt that the prefill node computed and the decode node computed again.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -189,8 +190,13 @@ class FaultCluster:
         for process in self.processes(host, kind):
             host.run("sh", "-c", f"kill -{int(number)} {process} || true")
 
-    def logs(self, host: Host) -> Path:
-        return host.folder / "ray" / "session_latest" / "logs"
+    def keep_logs(self, folder: Path) -> None:
+        """What nodes and routers have said so far. (session_latest is a link that holds on the host alone.)"""
+        for host in self.hosts:
+            (folder / host.name).mkdir(parents=True, exist_ok=True)
+            for file in (host.folder / "ray").glob("session_2*/logs/*"):
+                if file.is_file() and (file.name.startswith("worker-") or "tandem" in file.name):
+                    shutil.copy(file, folder / host.name)
 
 
 def _title_of(pid: int) -> str:

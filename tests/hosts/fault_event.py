@@ -202,6 +202,9 @@ class Scene:
         self._salts = 0
         self._crowd = 0  # how many long prompts came besides
 
+    def keep_logs(self, folder: Path) -> None:
+        self._cluster.keep_logs(folder)
+
     def learn(self) -> None:
         """Asks each question in peace."""
         questions = self._questions

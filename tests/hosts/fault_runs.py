@@ -4,8 +4,8 @@
     python tests/hosts/fault_runs.py --minutes 8 --only 'reset|killed'
 
 Each fault is done several times, in the middle of requests of every phase, over links of 100 Mbit, 1 Gbit and 10 Gbit. One line
-for each run (the requests of one phase under one fault) goes to results/lab/runs.jsonl at once. Started again, it goes on where
-it was: what is there for this commit and model is not done again. Ends with status 1 when something was what it must not be.
+for each run (the requests of one phase under one fault) goes to results/lab/runs.jsonl at once; where something was bad, what
+the hosts said goes to results/lab/logs. Started again, it goes on where it was: what is there for this commit and model is not done again. Ends with status 1 when something was what it must not be.
 """
 
 from __future__ import annotations
@@ -93,12 +93,14 @@ class Table:
         folder: Path,
         model: str,
         deadline: float,
+        logs: Path,  # of what serves, where something was what it must not be
         write: Callable[[Run], None],
         say: Callable[[str], None],
     ) -> None:
         self._folder = folder
         self._model = model
         self._deadline = deadline
+        self._logs = logs
         self._write = write
         self._say = say
         self._reference = Reference()
@@ -162,6 +164,10 @@ class Table:
             )
             for line in bad:
                 self._say(f"   ✗ {line}")
+            if bad:
+                scene.keep_logs(
+                    self._logs / f"{re.sub('[^a-z0-9]+', '-', event.fault.name)}-{event.repetition}"
+                )
             if any("still not" in line for line in bad):
                 return  # what is left there would be counted against the next
 
@@ -250,7 +256,7 @@ def main() -> int:
         f"{len(events)} of {len(list(plan(faults)))} times that faults are done are left, for commit {version}"
     )
     with tempfile.TemporaryDirectory(prefix="tandem-lab-") as folder:
-        Table(Path(folder), options.model, deadline, write, say).play(events)
+        Table(Path(folder), options.model, deadline, options.out.parent / "logs", write, say).play(events)
     lines = [line for line in own() if re.search(options.only, line["fault"])]
     print(report(lines))
     return 1 if any(line["faults"] for line in lines) else 0

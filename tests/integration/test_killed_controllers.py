@@ -108,6 +108,35 @@ def test_under_a_command_on_a_cluster_that_another_one_ends(tandem: Tandem, ray_
     until(lambda: not actors(ray_nodes), "nothing left")
 
 
+def test_a_command_makes_the_controller_again_that_ray_does_not(tandem: Tandem, ray_nodes: RayNodes) -> None:
+    """Ray was told never to start it again, by no command of ours: the one that it belongs to makes another."""
+    with tandem.begin("serve", "--port", str(free_port()), *SETTINGS) as command:
+        assert command.stdout is not None
+        said = ""
+        for line in command.stdout:
+            said += line
+            if line.startswith("stop: "):
+                break
+        url = re.findall(r"^API: +(http://\S+)/v1$", said, re.MULTILINE)[0]
+        before = epochs(url)
+        with Load(url, "SmolLM2-135M-Instruct", clients=CLIENTS) as load:
+            (old,) = controllers(lambda: ray_nodes.processes("ray::"))
+            tandem.python(
+                "import ray; ray.init(address='auto', namespace='tandem', log_to_driver=False); "
+                "ray.kill(ray.get_actor('controller'), no_restart=True)"
+            )
+            until(lambda: controllers(lambda: ray_nodes.processes("ray::")) - {old}, "another controller")
+            done = load.finished
+            until(lambda: load.finished > done + CLIENTS, "requests finished")
+        assert epochs(url) == before, "no node was lost"
+        assert command.poll() is None
+        until(lambda: "took over 2 nodes" in tandem("status"), "the next controller took over")
+        assert "everything was finished" in tandem("down")
+        command.communicate(timeout=BACK_S)
+        assert command.returncode == 0
+    until(lambda: not actors(ray_nodes), "nothing left")
+
+
 def test_detached(tandem: Tandem, ray_nodes: RayNodes) -> None:
     said = tandem("serve", "--detach", "--port", str(free_port()), *SETTINGS, *IMPATIENT, timeout_s=180)
     tandem.url = re.findall(r"^API: +(http://\S+)/v1$", said, re.MULTILINE)[0]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
-from kv_fake_network import SETTINGS, Node, Receive, Send, World, first_token_of
+from kv_fake_network import SETTINGS, VOCAB_SIZE, Node, Receive, Send, World, first_token_of
 
 from tandem.kvtransfer.base import ChecksumPolicy, Handoff
 from tandem.kvtransfer.protocol.commands import (
@@ -1130,6 +1130,7 @@ def _notice(pair: Pair, **changed: object) -> HandoffNotice:
         {"num_blocks": 5},
         {"num_bytes": 17},
         {"first_token": -1},
+        {"first_token": VOCAB_SIZE},
         {"first_token": 1 << 40},
     ],
 )
