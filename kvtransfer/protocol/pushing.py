@@ -49,9 +49,12 @@ class PushLoop:
                 self._post(sending)
             self._outgoing.tell_progress(sending)
             self._outgoing.conclude(sending)
-            if sending.phase is SendPhase.OPEN and self._writer.can_post(sending):
+            has_due = sending.phase is SendPhase.OPEN and sending.destination is not None and sending.has_due
+            if has_due and self._writer.can_post(sending):
                 activity = Activity.DUE
-            elif sending.in_flight:
+            elif (
+                sending.in_flight or has_due
+            ):  # others' writes may fill the link, and nobody else would call it
                 activity = max(activity, Activity.IN_FLIGHT)
             else:
                 del self._moving[sending.transfer_id]

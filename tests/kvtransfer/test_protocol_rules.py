@@ -845,6 +845,23 @@ def test_a_request_does_not_wait_for_writes_that_stall(push: Pair) -> None:
     assert push.nothing_is_left()
 
 
+def test_a_transfer_that_waits_for_others_on_its_link_moves_when_they_have(push: Pair) -> None:
+    """All of a link's writes together are bounded. One that finds the link full was forgotten once: nothing looked at it again
+    after its prompt was computed, until its time was over."""
+    push.world.stalled = True
+    sent = []
+    for number in range(3):  # of six blocks each; the link takes four
+        receive, send = push.receive(name=f"r{number}"), push.send(name=f"r{number}")
+        push.world.deliver_all()
+        push.producer.compute(send, len(TOKENS))
+        push.producer.finish_send(send)
+        push.world.pump()
+        sent.append(receive)
+    push.world.stalled = False
+    push.world.settle(SETTINGS.lease_s / 2)
+    assert all(receive.finished for receive in sent)
+
+
 def test_a_way_is_closed_only_when_no_other_transfer_uses_it(push: Pair) -> None:
     """A silent producer's blocks wait for the transfers of the others, which lose nothing."""
     push.world.move_s = lambda: 1000.0
