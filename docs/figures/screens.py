@@ -74,6 +74,7 @@ def ask(url: str, index: int, tokens: int) -> None:
         "model": "SmolLM2-135M-Instruct",
         "prompt": f"Story {index}: " + "once " * 700,
         "max_tokens": tokens,
+        "stream": True,
     }
     headers = {"x-tandem-trace": "1", "x-request-id": f"story-{index}"}
     httpx.post(

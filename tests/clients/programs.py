@@ -165,7 +165,7 @@ def anthropic(url: str, model: str) -> None:
     said = client.messages.create(model=model, max_tokens=40, messages=CAPITAL, extra_body=greedy)
     assert "Paris" in said.content[0].text
     count = client.messages.count_tokens(model=model, messages=CAPITAL).input_tokens
-    assert count == said.usage.input_tokens
+    assert count == said.usage.input_tokens + (said.usage.cache_read_input_tokens or 0)
     with client.messages.stream(model=model, max_tokens=40, messages=CAPITAL, extra_body=greedy) as stream:
         assert "".join(stream.text_stream) == said.content[0].text
     tool: Any = {"name": "weather", "description": "the weather in a city", "input_schema": PARAMETERS}
