@@ -157,6 +157,8 @@ class Node:
             block_size=config.engine.cache.block_size,
             content=info.content,
             tokenizer=info.tokenizer,
+            keeps_tokens=info.keeps_tokens,
+            state_blocks=info.state_blocks,
         )
 
     def _refuse_role(self, info: ModelInfo, worker_half: WorkerConnector) -> None:

@@ -37,6 +37,13 @@ class NodeInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ""  # the digest of its configuration, weights and tokenizer: a request runs on nodes of one content
     )
     tokenizer: str = ""  # the SHA-256 of its tokenizer.json, which routers compare with theirs
+    # What a request's blocks hold: its tokens' keys and values, recurrent states (so many blocks, however long it is), or both.
+    keeps_tokens: bool = True
+    state_blocks: int = 0
+
+    def blocks_for(self, tokens: int) -> int:
+        """About how many a request of so many tokens takes."""
+        return (-(-tokens // self.block_size) if self.keeps_tokens else 0) + self.state_blocks
 
     @property
     def incarnation(self) -> str:

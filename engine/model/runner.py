@@ -35,6 +35,11 @@ class ModelInfo(msgspec.Struct, frozen=True):
     tokenizer: str = ""
 
     @property
+    def keeps_tokens(self) -> bool:
+        """Whether any layer attends."""
+        return any(not group.blocks_per_request for group in self.groups)
+
+    @property
     def state_blocks(self) -> int:
         """How many blocks each request has in the last group, for recurrent states; 0 without any."""
         return self.groups[-1].blocks_per_request

@@ -127,7 +127,7 @@ class Placement(Generic[L]):
                 node.node_id,
                 attempt.request_id,
                 prompt_tokens if reads_prompt else 0,
-                -(-taken // node.block_size),
+                node.blocks_for(taken),
             )
         return None
 
@@ -173,7 +173,7 @@ class Placement(Generic[L]):
             return False
         if promised == 0:
             return True
-        room = sum(max(0, view.room_blocks) * view.info.block_size for view in decode)
+        room = sum(view.room_tokens for view in decode)
         return promised + tokens <= room
 
     def has_heard(self, node: NodeInfo, attempt: Attempt) -> bool:

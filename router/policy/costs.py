@@ -44,7 +44,7 @@ def decode_wait_s(node: NodeSnapshot, request: RoutingRequest, peers: Iterable[N
     """
     step = node.rates.step_s or ASSUMED_STEP_S
     block_size = node.info.block_size
-    needed = -(-(request.prompt_tokens + request.max_new_tokens) // block_size)
+    needed = node.info.blocks_for(request.prompt_tokens + request.max_new_tokens)
     missing = max(0, needed - node.room_blocks)
     wait_for_blocks = missing * block_size * step / max(1, node.status.running)
     reading = node.queued_tokens

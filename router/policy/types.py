@@ -28,7 +28,15 @@ class NodeSnapshot(msgspec.Struct, frozen=True):
 
     def has_room(self, tokens: int) -> bool:
         """Whether a request that takes so many tokens' blocks would find them. A node without work takes any."""
-        return self.load == 0 or self.room_blocks * self.info.block_size >= tokens
+        return self.load == 0 or self.room_blocks >= self.info.blocks_for(tokens)
+
+    @property
+    def room_tokens(self) -> int:
+        """How long a request that finds its blocks may be."""
+        left = self.room_blocks - self.info.state_blocks
+        if left < 0:
+            return 0
+        return left * self.info.block_size if self.info.keeps_tokens else self.info.max_model_len
 
     @property
     def node_id(self) -> str:

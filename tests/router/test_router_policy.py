@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -233,3 +234,21 @@ def test_a_decode_node_gets_nothing_from_a_prefill_node_that_it_leaves_out() -> 
     alone = decide(pools(node("p0"), node("d0", left_out=["p0"])))
     assert alone.prefill is None
     assert "arrived wrong" in alone.reason
+
+
+def test_a_request_of_a_model_with_states_takes_their_blocks_too() -> None:
+    """However short it is. Where no layer attends, a request takes no more, however long it is."""
+    busy = node("d", free_blocks=10, running=1)
+    hybrid = msgspec.structs.replace(busy, info=msgspec.structs.replace(busy.info, state_blocks=8))
+    assert busy.has_room(10 * 16)
+    assert hybrid.has_room(2 * 16)
+    assert not hybrid.has_room(2 * 16 + 1)
+    assert hybrid.room_tokens == 2 * 16
+    alone = msgspec.structs.replace(
+        busy, info=msgspec.structs.replace(busy.info, state_blocks=1, keeps_tokens=False, max_model_len=4096)
+    )
+    assert alone.has_room(4000)
+    assert alone.room_tokens == 4096
+    full = msgspec.structs.replace(alone, status=msgspec.structs.replace(alone.status, wanted_blocks=10))
+    assert not full.has_room(1)
+    assert full.room_tokens == 0
