@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tandem.engine.model.attention.interface import PagedAttention
 from tandem.engine.model.attention.layers import AttentionLayer, CachePlan
 from tandem.engine.model.native.architecture import describe
 from tandem.engine.model.native.forward import NativeLlamaForward, supports
@@ -19,6 +18,7 @@ from tandem.engine.model.runner import Forward
 from tandem.engine.model.source import ModelSource, Progress
 
 if TYPE_CHECKING:
+    from tandem.engine.model.attention.interface import PagedAttention
     from tandem.engine.model.fused.pieces import Pieces
     from tandem.engine.model.recurrent.layout import StateLayout
 

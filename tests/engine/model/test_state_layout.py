@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.engine.model.attention.layers import AttentionLayer, plan_cache
-from tandem.engine.model.recurrent.layout import State, StateLayout, StateStore
+from tandem.engine.model.recurrent.layout import LayerStates, State, StateLayout
 
 SHAPES = st.lists(st.integers(1, 7), min_size=1, max_size=3).map(tuple)
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
@@ -44,7 +44,7 @@ def test_states_of_requests_lie_side_by_side(
     tensor = torch.full(plan.shape(2 + requests * count), 7.0, dtype=cache)
     (untouched,) = set(range(1, 2 + requests * count)) - set(blocks)
     table = torch.tensor(blocks).view(requests, count)
-    store = StateStore(tensor, layout)
+    store = LayerStates(tensor, layout)
     saved = {}
     for state in layout.states:  # layer by layer, as a model does it
         saved[state.key] = torch.rand(requests, *state.shape).to(state.dtype)
