@@ -118,6 +118,7 @@ def load_general(
     progress: Progress,
 ) -> LoadedModel:
     # Imported here because it costs seconds that the native path need not wait for.
+    from tandem.engine.model.attention.gathered import GatheredAttention
     from tandem.engine.model.attention.interface import PAGED
     from tandem.engine.model.fused.find import fuse
     from tandem.engine.model.general import load_model
@@ -144,11 +145,13 @@ def load_general(
             torch.set_num_threads(1)
 
     def use_cache(kv_cache: torch.Tensor, plan: CachePlan, shape: ForwardShape) -> Forward:
-        attention = _choose_attention(kv_cache, plan, probed.layers, shape, pieces, model.dtype)
         if mixers is not None:
+            # The other ways count layers that attend without a gap.
+            attention: PagedAttention = GatheredAttention(kv_cache, plan)
             # Each step takes its rows apart by itself, so it is not recorded.
             states = LayerStates(kv_cache, mixers.layout)
             return TransformersForward(model, attention, mixers.num_layers, mixers, states)
+        attention = _choose_attention(kv_cache, plan, probed.layers, shape, pieces, model.dtype)
         forward = TransformersForward(model, attention, len(probed.layers))
         if device.type != "cuda":
             return forward
