@@ -52,9 +52,8 @@ class PushLoop:
             has_due = sending.phase is SendPhase.OPEN and sending.destination is not None and sending.has_due
             if has_due and self._writer.can_post(sending):
                 activity = Activity.DUE
-            elif (
-                sending.in_flight or has_due
-            ):  # others' writes may fill the link, and nobody else would call it
+            elif sending.in_flight or has_due:
+                # Writes of other transfers may fill the link: this one must be looked at again.
                 activity = max(activity, Activity.IN_FLIGHT)
             else:
                 del self._moving[sending.transfer_id]
