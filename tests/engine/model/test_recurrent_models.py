@@ -34,6 +34,8 @@ CACHE = CacheConfig(block_size=4, memory_bytes=8 << 20)
 # One of each way to keep a state; what transformers has beside these is in the slow runs.
 QUICK = ("qwen3.5", "mamba", "granite-hybrid", "falcon-h1", "lfm2", "minimax", "zamba")
 REFUSED = ("recurrent-gemma", "zamba2")
+# What transformers answers for all tokens at once and for one after the other differs by 3e-3 in this one.
+TOLERANCES = {"nemotron-h": 4e-3}
 NAMES = [
     name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
     for name in sorted(tiny.RECURRENT)
@@ -86,7 +88,7 @@ def test_mixed_batches_in_random_chunks(case: Case, seed: int) -> None:
     assert list(outputs.values()) == case.answers
     for index, expected in enumerate(case.logprobs):
         reported = [entry.logprob for entry in driver.requests[f"r{index}"].logprobs]
-        assert reported[:NUM_TOKENS] == pytest.approx(expected, abs=1e-3)
+        assert reported[:NUM_TOKENS] == pytest.approx(expected, abs=TOLERANCES.get(case.path.name, 1e-3))
     finish_all(driver)
 
 
