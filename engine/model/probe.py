@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from tandem.engine.model.attention.interface import (
     PAGED,
@@ -173,7 +173,19 @@ class _Recorder:
                 f"layers {some} do not use attention that can be paged (linear attention, a state space, or code "
                 "that does not go through transformers' attention interface)"
             )
+        self._compare_with_cache()
         return tuple(self._layers[index] for index in sorted(self._layers))
+
+    def _compare_with_cache(self) -> None:
+        """Where the mask shows more than transformers' own cache keeps, `generate` answers as no single pass does."""
+        kept = DynamicCache(config=self._config).layers
+        for index, layer in self._layers.items():
+            cut = getattr(kept[index], "sliding_window", None) if index < len(kept) else None
+            if cut is not None and (layer.window is None or layer.window > cut):
+                sees = "all tokens" if layer.window is None else f"{layer.window} tokens"
+                raise self._refusal(
+                    f"layer {index} attends to {sees}, and transformers keeps a sliding window of {cut} for it"
+                )
 
     def _window(self, index: int, told: int | None, mask: torch.Tensor | None) -> int | None:
         """What the mask shows, if transformers made it: not every layer tells its window to its attention."""
