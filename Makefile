@@ -13,6 +13,8 @@
 # make test-clients    other projects' clients and load generators, unchanged, against a real `tandem serve`: each set in an
 #                    environment of its own under build/ (about ten minutes, two of them without the installing);
 #                    SETS='clients litellm aiperf guidellm' says which, VLLM=/path/to/vllm adds vLLM's bench
+# make test-models   every causal model class of transformers, tiny: served exactly, or refused, as docs/models.md says (some
+#                    minutes); make models-page writes that page
 # make bench    every part measured, short, in one table beside the floors (about ten minutes; alone on the machine)
 # make soak     half an hour of everything that clients do, on two prefill and two decode nodes; MINUTES=3 KILL_EVERY=120
 # make check    style, types, and which package imports which
@@ -27,7 +29,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-clients test-clusters test-faults test-gpu-packages test-hosts test-lab bench soak check wheel test-install docs clean install
+.PHONY: help serve test test-clients test-clusters test-faults test-gpu-packages test-hosts test-lab test-models models-page bench soak check wheel test-install docs clean install
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -98,6 +100,12 @@ build/%/.installed:
 	$(PYTHON) -m venv --clear build/$*
 	build/$*/bin/python -m pip install -q --disable-pip-version-check $(SET_$*)
 	@touch $@
+
+test-models: install
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m tests.engine.model.every_class
+
+models-page: install
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m tests.engine.model.every_class --write
 
 bench: install
 	$(BIN)/python -m benchmarks.suite $(if $(MODEL),--model '$(MODEL)') $(ARGS)

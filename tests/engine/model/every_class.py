@@ -1,0 +1,356 @@
+"""Every causal model class of the pinned transformers: tiny, with random weights, served as a checkpoint like any other.
+
+`python -m tests.engine.model.every_class` runs them all and compares what comes of it with docs/models.md; `TYPE ...` runs some, and
+`--write` writes the page.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.integrations.heterogeneity.configuration_utils import AmbiguousGlobalPerLayerAttributeError
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from tandem.engine.cache.groups import AttentionKind
+from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
+from tandem.engine.model.loading import load_runner
+from tandem.engine.model.native.forward import NativeLlamaForward
+from tandem.wire.errors import ConfigurationError
+from tests.engine.model import tiny
+from tests.engine.model.driver import Driver
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "models.md"
+TYPES: tuple[str, ...] = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+NUM_TOKENS = 6
+LENGTHS = (1, 6, 21)
+LAYERS = 4
+MOST_WEIGHTS = 20_000_000
+
+# What configurations call the sizes that make a model large. Each is set where a configuration has it.
+SMALL: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "word_embed_proj_dim"), 32),
+    **dict.fromkeys(
+        ("intermediate_size", "ffn_dim", "d_ff", "n_inner", "ffn_hidden_size", "encoder_ffn_dim", "decoder_ffn_dim"), 48
+    ),
+    **dict.fromkeys(
+        ("moe_intermediate_size", "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size",
+         "shared_intermediate_size", "expert_dim", "intermediate_size_mlp", "moe_ffn_hidden_size"), 24
+    ),
+    **dict.fromkeys(
+        ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers", "encoder_layers"), LAYERS
+    ),
+    **dict.fromkeys(
+        ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "encoder_attention_heads"), 4
+    ),
+    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "n_head_kv"), 2),
+    **dict.fromkeys(("head_dim", "attention_head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "rotary_dim"), 8),
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "moe_latent_size"), 16),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length"), 256),
+    **dict.fromkeys(
+        ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "moe_num_primary_experts"), 4
+    ),
+    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "num_experts_per_topk"), 2),
+    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "num_shared_experts", "first_k_dense_replace"), 1),
+    **dict.fromkeys(("initializer_range", "init_std"), 0.3),
+    **dict.fromkeys(("state_size", "ssm_state_size", "mamba_d_state", "linear_key_head_dim", "linear_value_head_dim",
+                     "mamba_d_head", "mamba_head_dim", "mamba_headdim", "linear_head_dim"), 8),
+    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "n_mamba_heads"), 8),
+    **dict.fromkeys(("mamba_n_groups", "mamba_ngroups", "n_groups"), 2),
+    **dict.fromkeys(("time_step_rank", "mamba_dt_rank"), 4),
+    **dict.fromkeys(("chunk_size", "mamba_chunk_size"), 4),
+    "mamba_d_ssm": 64,
+    "mamba_expand": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_num_heads": 4,
+    "lru_width": 32,
+    "sliding_window": 9,
+    "attention_window_size": 9,
+    "vocab_size": tiny.VOCAB,
+    "vocab_size_per_layer_input": tiny.VOCAB,
+    "hidden_size_per_layer_input": 8,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}  # fmt: skip
+
+# What some need besides, because their sizes hang together otherwise.
+BESIDES: dict[str, dict[str, Any]] = {
+    "mamba2": {"num_heads": 8, "head_dim": 8},
+    "olmo_hybrid": {"linear_num_key_heads": 4},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_offset": 1},
+    "bamba": {"attn_layer_indices": [1]},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention", "mamba", "mamba"]},
+    "nemotron_h": {"layers_block_type": ["mamba", "attention", "mlp", "moe"]},
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv", "conv"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "conv"]},
+    # With a window its `generate` answers otherwise than its own forward pass: no published model has one.
+    "minimax": {"layer_types": ["linear_attention", "full_attention"] * 2, "block_size": 4, "sliding_window": None},
+    "zaya": {"num_experts_per_tok": 1},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "gemma3n_text": {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2},
+    "bailing_hybrid": {"layer_types": ["linear_attention", "full_attention"] * 2, "num_key_value_heads": 4},
+    "kimi_linear": {"layer_types": ["linear_attention", "full_attention"] * 2, "num_key_value_heads": 4},
+    "zamba": {"layers_block_type": ["mamba", "hybrid"] * 2, "num_key_value_heads": 4, "attention_head_dim": 16, "n_mamba_heads": 2},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2, "num_key_value_heads": 4, "attention_head_dim": 16, "num_mem_blocks": 1},
+}  # fmt: skip
+# An MLA model has as many heads of keys as of queries.
+MLA = ("q_lora_rank", "kv_lora_rank")
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    model_type: str
+    verdict: Literal["served", "refused", "wrong", "crashed", "not built"]
+    why: str = ""
+    way: str = ""  # native or general
+    attending: int = 0  # layers, of LAYERS
+    state_layers: int = 0
+    kv_elements: int = 0  # of one token, tiny
+
+
+def tiny_config(model_type: str) -> Any:
+    """Raises whatever the configuration's class does."""
+    kind = type(AutoConfig.for_model(model_type))
+    return kind(**_small(kind, model_type))
+
+
+def _small(kind: Any, model_type: str) -> dict[str, Any]:
+    default = kind()
+    names = default.to_dict().keys() | getattr(kind, "attribute_map", {}).keys()
+    given = {name: value for name, value in SMALL.items() if name in names}
+    if any(getattr(default, name, None) for name in MLA):
+        given["num_key_value_heads"] = 4
+        given.pop("head_dim", None)
+    given.update(BESIDES.get(model_type, {}))
+    for name in getattr(kind, "sub_configs", None) or {}:
+        if hasattr(getattr(default, name, None), "to_dict"):
+            given[name] = _small(type(getattr(default, name)), model_type)
+    return given
+
+
+def run(model_type: str, *, cut: bool = True) -> Outcome:
+    """What comes of a class. `cut`: prompts in uneven chunks and mixed batches."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            torch.manual_seed(tiny.hash_of(model_type))
+            config = tiny_config(model_type)
+            with torch.device("meta"):
+                weights = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+            if weights > MOST_WEIGHTS:
+                return Outcome(
+                    model_type, "not built", f"{weights:,} weights: its configuration was not made small"
+                )
+            model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+            for name, parameter in model.named_parameters():
+                if parameter.std() == 0 or parameter.isnan().any() or "sinks" in name:
+                    torch.nn.init.normal_(parameter, mean=0.0 if "bias" in name else 1.0, std=0.2)
+            model.save_pretrained(folder)
+            rng = random.Random(model_type)
+            prompts = [[rng.randrange(3, tiny.VOCAB) for _ in range(length)] for length in LENGTHS]
+            expected = [answer.tokens for answer in tiny.reference(Path(folder), prompts, NUM_TOKENS)]
+        except Exception as error:  # whatever transformers raises for sizes that do not fit together
+            return Outcome(model_type, "not built", f"{type(error).__name__}: {_line(error)}")
+        try:
+            return _serve(model_type, Path(folder), prompts, expected, cut)
+        except ConfigurationError as error:
+            return Outcome(model_type, "refused", _reason(str(error)))
+        except Exception as error:
+            return Outcome(model_type, "crashed", f"{type(error).__name__}: {_line(error)}")
+        finally:
+            gc.collect()
+
+
+def _serve(
+    model_type: str, folder: Path, prompts: list[list[int]], expected: list[list[int]], cut: bool
+) -> Outcome:
+    runner = load_runner(
+        ModelConfig(path=str(folder), dtype="float32", device="cpu", threads=1),
+        CacheConfig(block_size=4, memory_bytes=8 << 20),
+        SchedulerConfig(max_num_seqs=6, max_model_len=64),
+    )
+    driver = Driver(runner, 3)
+    for index, prompt in enumerate(prompts):
+        driver.add(f"r{index}", prompt)
+    found = list(driver.generate(NUM_TOKENS, max_chunk=7 if cut else 1 << 30).values())
+    if found != expected:
+        return Outcome(model_type, "wrong", f"{found} for {expected}")
+    info = runner.info
+    attending = {
+        layer for group in info.groups if group.kind is not AttentionKind.STATE for layer in group.layers
+    }
+    states = info.groups[-1].layers if info.state_blocks else ()
+    native = isinstance(runner.forward, NativeLlamaForward)
+    return Outcome(
+        model_type,
+        "served",
+        way="native" if native else "general",
+        attending=len(attending),
+        state_layers=len(states),
+        kv_elements=2 * info.num_kv_heads * info.head_dim * len(attending),
+    )
+
+
+def _line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return (lines[0] if lines else "")[:160]
+
+
+def _reason(text: str) -> str:
+    """Without the name of this one model."""
+    _, found, rest = text.partition(" cannot be served: ")
+    return rest if found else text
+
+
+INTRODUCTION = """# Models
+
+Every causal model class of transformers {version}, and what becomes of it here. Each was made small, with random weights, and
+answered in float32, in uneven chunks and mixed batches, what `generate` answers; or it is refused, for the reason that stands here, before
+it serves anything. This page is written by `make models-page`; `make test-models` runs every class again and compares, and the unit
+tests do so for some of them.
+
+- **Computed by**: the native library for the Llama family on CPUs, or the [general path](architecture.md#how-a-step-is-computed).
+- **Handed over**: between prefill and decode nodes, by push or pull. Models that keep recurrent states need blocks of one size on both.
+- **A token keeps**: keys and values of a token in all layers, for the class's own default sizes in bfloat16, in memory and on the wire. A
+  model that one means to serve may have others. Layers with a sliding window keep so much for the window alone.
+- **And states**: of how many of four layers, and whatever the number of tokens. Such models have no prefix cache and no drafts yet.
+
+{counts}
+
+"""
+
+
+def page(outcomes: list[Outcome]) -> str:
+    import transformers
+
+    counts: dict[str, int] = {}
+    for outcome in outcomes:
+        counts[outcome.verdict] = counts.get(outcome.verdict, 0) + 1
+    summary = ", ".join(
+        f"{counts[verdict]} {verdict}" for verdict in ("served", "refused", "not built") if verdict in counts
+    )
+    text = INTRODUCTION.format(
+        version=transformers.__version__, counts=f"{len(outcomes)} classes: {summary}."
+    )
+    text += "## Served\n\n| type | computed by | handed over | a token keeps | and states |\n|---|---|---|---|---|\n"
+    text += "".join(row(outcome) + "\n" for outcome in outcomes if outcome.verdict == "served")
+    text += "\n## Refused\n\n| type | why |\n|---|---|\n"
+    text += "".join(row(outcome) + "\n" for outcome in outcomes if outcome.verdict == "refused")
+    text += (
+        "\n## Not tried\n\nTheir sizes hang together in ways that the script does not know. Each is probed at load like any other, "
+        "and served or refused.\n\n"
+    )
+    text += "".join(row(outcome) + "\n" for outcome in outcomes if outcome.verdict == "not built")
+    return text
+
+
+def row(outcome: Outcome) -> str:
+    if outcome.verdict == "refused":
+        return f"| `{outcome.model_type}` | {outcome.why.replace('|', '/')} |"
+    if outcome.verdict == "not built":
+        return f"- `{outcome.model_type}`"
+    states = f"{outcome.state_layers} of {LAYERS} layers" if outcome.state_layers else ""
+    return f"| `{outcome.model_type}` | {outcome.way} | yes | {bytes_of_a_token(outcome)} | {states} |"
+
+
+def bytes_of_a_token(outcome: Outcome) -> str:
+    """By the formula that gives what was measured with the tiny model; empty where none does."""
+    if not outcome.attending:
+        return "nothing"
+    default = AutoConfig.for_model(outcome.model_type).get_text_config()
+    small = tiny_config(outcome.model_type).get_text_config()
+    for heads in HEADS:
+        for sizes in SIZES:
+            found = [_product(config, heads, sizes) for config in (small, default)]
+            if found[0] == outcome.kv_elements // (2 * outcome.attending) and found[1]:
+                per_layer = 2 * found[1] * 2
+                layers = _attending_layers(default)
+                if layers:
+                    return f"{per_layer * layers:,} bytes"
+    return ""
+
+
+HEADS = (
+    "num_key_value_heads",
+    "num_kv_heads",
+    "num_attention_heads",
+    "n_head",
+    "n_heads",
+    "num_heads",
+    "decoder_attention_heads",
+)
+SIZES = ("head_dim", "qk_head_dim", "nope+rope", "hidden/heads", "one")
+
+
+def _product(config: Any, heads: str, size: str) -> int | None:
+    def whole(name: str) -> int | None:
+        try:
+            value = getattr(config, name, None)
+        except AmbiguousGlobalPerLayerAttributeError:  # each layer has its own
+            return None
+        return value if isinstance(value, int) and value > 0 else None
+
+    count = whole(heads)
+    queries = whole("num_attention_heads") or whole("n_head")
+    width = whole("hidden_size") or whole("n_embd") or whole("d_model")
+    if size == "nope+rope":
+        parts = whole("qk_nope_head_dim"), whole("qk_rope_head_dim")
+        found = max(sum(parts), whole("v_head_dim") or 0) if parts[0] and parts[1] else None  # type: ignore[arg-type]
+    elif size == "hidden/heads":
+        found = width // queries if width and queries else None
+    elif size == "one":
+        found = None
+    else:
+        found = whole(size)
+    return count * found if count and found else None
+
+
+def _attending_layers(config: Any) -> int | None:
+    from transformers.cache_utils import get_layer_types_and_kwargs
+
+    try:
+        kinds, _ = get_layer_types_and_kwargs(config)
+    except Exception:
+        return None
+    return sum(kind not in ("linear_attention", "conv", "dummy", "mlp", "moe") for kind in kinds)
+
+
+def written_rows() -> dict[str, str]:
+    """Of docs/models.md, by type."""
+    rows = {}
+    for line in PAGE.read_text(encoding="utf-8").splitlines():
+        if line.startswith(("| `", "- `")):
+            rows[line.split("`")[1]] = line
+    return rows
+
+
+def main() -> int:
+    torch.set_num_threads(1)
+    arguments = [argument for argument in sys.argv[1:] if argument != "--write"]
+    outcomes = []
+    for model_type in arguments or TYPES:
+        outcomes.append(run(model_type))
+        print(f"{model_type:28} {outcomes[-1].verdict:9} {outcomes[-1].way:7} {outcomes[-1].why}", flush=True)
+    bad = [outcome.model_type for outcome in outcomes if outcome.verdict in ("wrong", "crashed")]
+    if bad:
+        print(f"wrong answers, or crashes: {', '.join(bad)}")
+        return 1
+    if "--write" in sys.argv[1:]:
+        PAGE.write_text(page(outcomes), encoding="utf-8")
+        return 0
+    rows = written_rows()
+    changed = [outcome.model_type for outcome in outcomes if rows.get(outcome.model_type) != row(outcome)]
+    if changed:
+        print(f"docs/models.md says otherwise, `make models-page` writes it: {', '.join(changed)}")
+    return 1 if changed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,32 @@
+"""docs/models.md says of every causal model class of the pinned transformers what becomes of it, and it is so.
+
+A share of the classes here; `make test-models` runs them all, which takes some minutes.
+"""
+
+from __future__ import annotations
+
+import pytest
+import transformers
+
+from tests.engine.model import every_class
+
+# One of each kind of answer, and of each way to compute.
+QUICK = ("llama", "gpt2", "deepseek_v3", "qwen3_next", "mamba2", "bloom", "moshi")
+OTHERS = ("gemma3_text", "gpt_oss", "llama4_text", "jamba", "nemotron_h", "falcon_h1", "deepseek_v32", "bert")
+
+
+def test_the_page_lists_every_class_there_is() -> None:
+    assert sorted(every_class.written_rows()) == list(every_class.TYPES)
+    page = every_class.PAGE.read_text(encoding="utf-8")
+    assert f"of transformers {transformers.__version__}," in page, (
+        "`make models-page` writes it for another version"
+    )
+
+
+@pytest.mark.parametrize(
+    "model_type", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
+)
+def test_what_becomes_of_a_class_is_what_the_page_says(model_type: str) -> None:
+    outcome = every_class.run(model_type)
+    assert outcome.verdict in ("served", "refused"), outcome.why
+    assert every_class.row(outcome) == every_class.written_rows()[model_type]
