@@ -286,7 +286,8 @@ class PairCallee(PairEnd):
             logger.info("%s: %s has not been heard of for long", node.name, opened.caller)
         except TransferError as error:
             if not self._closed.is_set():
-                logger.warning("%s: the pair with %s broke: %s", node.name, opened.caller, error)
+                # As text: a handler that keeps the record would keep the error's frames, and with them the group's sockets.
+                logger.warning("%s: the pair with %s broke: %s", node.name, opened.caller, str(error))
         except BaseException:
             logger.exception("%s: a pair's thread died", node.name)
         finally:
