@@ -84,8 +84,8 @@ class World:
         for number, node in enumerate(self.nodes):
             inject(node.mover, Faults(seed=seed * 2 + number, **faults))
 
-    def run(self, seed: int, truth: Truth, requests: int, *, aborts: float) -> int:
-        """How many answers came from KV that was handed over."""
+    def run(self, seed: int, truth: Truth, requests: int, *, aborts: float, tie: float = 0.0) -> int:
+        """How many answers came from KV that was handed over. `tie`: tokens whose logprobs are so close are equally right."""
         chance = random.Random(seed)
         prompts: dict[str, list[int]] = {}
         aborted: set[str] = set()
@@ -112,9 +112,13 @@ class World:
         for name, prompt in prompts.items():
             right = truth.of(prompt)[0]
             first, rest = self.prefill.told.get(name, []), self.decode.told.get(name, [])
-            assert first == right[: len(first)], name
-            # Whoever began from a token that the other sampled reports it, too.
-            assert rest == right[: len(rest)], name
+            # A node that began from a token of the other one reports it, too.
+            if tie == 0.0:
+                assert first == right[: len(first)], name
+                assert rest == right[: len(rest)], name
+            else:
+                assert truth.allows(prompt, first, tie), name
+                assert truth.allows(prompt, rest, tie), name
             assert name in aborted or len(rest) == 6, name
         return self.decode.mover.stats().outcomes.get("received", 0)
 
@@ -180,7 +184,8 @@ def test_keys_and_values_in_fp8_are_handed_over(
     truth = Truth(path, "fp8")
     world = World(path, connector, transfers_on_device, graphs=True, kept=torch.float8_e4m3fn)
     try:
-        received = world.run(0, truth, 6, aborts=0.0)
+        # A last bit that differs in another batch can become another number of FP8.
+        received = world.run(0, truth, 6, aborts=0.0, tie=0.1)
         assert received
         world.settle()
     finally:

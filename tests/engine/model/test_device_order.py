@@ -77,6 +77,21 @@ class Truth:
             driver.step({})
         return self._known[key]
 
+    def allows(self, prompt: list[int], tokens: list[int], within: float) -> bool:
+        """Whether each token is the likeliest one or, after all before it, less likely by `within` in the logarithm at most."""
+        for index, token in enumerate(tokens):
+            if token == self.of(prompt + tokens[:index])[0][0]:
+                continue
+            driver = Driver(self.runner)
+            driver.add("r", prompt + tokens[:index], SamplingParams(temperature=0.0, logprobs=5))
+            driver.generate(1)
+            best = driver.requests["r"].logprobs[0].top
+            driver.finish("r")
+            driver.step({})
+            if dict(best).get(token, float("-inf")) < best[0][1] - within:
+                return False
+        return True
+
 
 class Metadata(ConnectorMetadata):
     def __init__(self, loads: list[tuple[str, list[int]]]) -> None:
