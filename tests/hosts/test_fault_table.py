@@ -82,6 +82,6 @@ def test_each_request_under_a_fault_is_answered_as_in_peace_and_every_block_come
     install_absent()
     events = [event for event in plan(all_faults()) if event.fault.name in BOUNDED and event.repetition == 0]
     runs: list[Run] = []
-    Table(tmp_path, "tiny", time.monotonic() + WITHIN_S, runs.append, print).play(events)
+    Table(tmp_path, "tiny", time.monotonic() + WITHIN_S, tmp_path / "logs", runs.append, print).play(events)
     assert len({run.fault for run in runs}) >= len(BOUNDED) // 2, "the machine is too slow to show anything"
     assert [f"{run.fault}, {run.phase}: {fault}" for run in runs for fault in run.faults] == []
