@@ -1,7 +1,7 @@
 # make serve    a model on this machine: one prefill node, one decode node, an OpenAI-compatible API on port 8000
 # make test     units, then real Ray, NIXL, HTTP and SmolLM2 (about 11 minutes on two cores)
-# make test-clusters   whole clusters scaled, killed, cut off from their controller and head, and the guides' commands as they
-#                    stand (about 7 minutes)
+# make test-clusters   `tandem serve` and whole clusters, scaled, killed, cut off from their controller and head, and the guides'
+#                    commands as they stand (about 9 minutes)
 # make test-faults   nodes killed and frozen in the middle of requests (about 10 minutes; KILLS=15 kills thirty in each
 #                    phase, half greedy, half seeded). Then the controller killed ten times in three ways, and the control
 #                    plane away for ten minutes, twice (about 35 minutes). Then every fault of a KV transfer, 100 times for
@@ -49,13 +49,13 @@ serve: install
 	@exec $(BIN)/tandem serve $(SERVE_FLAGS)
 
 # The quick ones of these are over in about a minute.
-UNITS := --ignore=tests/integration --ignore=tests/clients --ignore=tests/faults --ignore=tests/hosts tests
+UNITS := --ignore=tests/clients --ignore=tests/faults --ignore=tests/hosts tests
 
 test: install
 	@$(BIN)/tandem models fetch > /dev/null
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rs --durations=10 -n 2 -m "not slow" $(UNITS)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rs --durations=10 -n 2 --dist worksteal -m slow $(UNITS)
-	$(BIN)/python -m pytest -q -rs --durations=10 -m "not own_cluster" tests/integration
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rs --durations=10 -n 2 -m "not slow and not integration" $(UNITS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rs --durations=10 -n 2 --dist worksteal -m "slow and not integration" $(UNITS)
+	$(BIN)/python -m pytest -q -rs --durations=10 -m "integration and not own_cluster" tests/integration
 
 test-clusters: install
 	@$(BIN)/tandem models fetch > /dev/null

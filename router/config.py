@@ -328,4 +328,7 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.heartbeat.silence <= self.heartbeat.ping_interval:
             raise ConfigurationError("router.heartbeat.silence must be longer than ping_interval")
         if self.heartbeat.starved < self.heartbeat.silence:
-            raise ConfigurationError("router.heartbeat.starved must be at least silence")
+            raise ConfigurationError(
+                "router.heartbeat.starved must be at least silence, "
+                f"{self.heartbeat.silence:g}, not {self.heartbeat.starved:g}"
+            )

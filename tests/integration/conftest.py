@@ -42,6 +42,14 @@ OWN_CLUSTERS = {
     "test_head_away.py",
     "test_killed_controllers.py",
     "test_scaling.py",
+    "test_serve_command.py",
+}
+# Engines in one process, with a connector between them: no Ray, so these run beside others, among the slow units.
+BETWEEN_ENGINES = {
+    "test_state_handover.py",
+    "test_tiers_between_engines.py",
+    "test_transfer_between_engines.py",
+    "test_windowed_handover.py",
 }
 
 
@@ -49,8 +57,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
         if here in item.path.parents:
-            item.add_marker(pytest.mark.integration)
             item.add_marker(pytest.mark.timeout(600))
+            if item.path.name in BETWEEN_ENGINES:
+                item.add_marker(pytest.mark.slow)
+                continue
+            item.add_marker(pytest.mark.integration)
             if item.path.name in OWN_CLUSTERS:
                 item.add_marker(pytest.mark.own_cluster)
 

@@ -65,7 +65,7 @@ def cluster(model_folder: str, tmp_path: Path) -> Iterator[RunningRouter]:  # no
         tokenizer_path=model_folder,
         model_name="fake",
         port=0,
-        heartbeat=Heartbeat(silence=20.0),  # a busy machine is not what is tested
+        heartbeat=Heartbeat(silence=20.0, starved=20.0),  # a busy machine is not what is tested
         local_prefill=LocalPrefill.NEVER,
         timeouts=Timeouts(token_idle=1.0, queue=60.0),
     )
