@@ -74,6 +74,13 @@ if TYPE_CHECKING:
     import torch
 
 
+def flat_bytes(cache: torch.Tensor) -> torch.Tensor:
+    """However its axes are ordered, a cache has no gaps: as storage it is one run of bytes."""
+    import torch  # loaded already by what made the tensor
+
+    return cache.as_strided((cache.numel(),), (1,)).view(torch.uint8)
+
+
 class TransferRequest(Protocol):
     """What a connector may see of a request. The engine's Request satisfies it."""
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tandem.kvtransfer.base import flat_bytes
 from tandem.kvtransfer.protocol.transport import UnitIds
 
 MAX_MOVE_BYTES = 64 << 20  # twice what the protocol posts at once
@@ -23,8 +24,7 @@ class CacheUnits:
         self.device = cache.device
         self.block_bytes = block_bytes
         self.num_bytes = cache.shape[0] * block_bytes
-        # However its axes are ordered, a block has no gaps: as storage it is one run of bytes.
-        self._bytes = cache.as_strided((cache.numel(),), (1,)).view(torch.uint8)
+        self._bytes = flat_bytes(cache)
 
     def problem(self, unit_bytes: int, units: Sequence[int]) -> str | None:
         """Why there are no such units; None when there are. They come from a peer."""

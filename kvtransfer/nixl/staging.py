@@ -7,14 +7,22 @@ cache, so that peers see an ordinary cache in host memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
-from tandem.kvtransfer.base import KVCacheMemory
-from tandem.kvtransfer.protocol.transport import HandleId, Move, RemoteId, Transport, UnitIds
+from tandem.kvtransfer.base import KVCacheMemory, flat_bytes
+from tandem.kvtransfer.protocol.transport import (
+    HandleId,
+    Move,
+    Operation,
+    RemoteId,
+    Transport,
+    UnitIds,
+    runs_of,
+)
 from tandem.wire.errors import ConfigurationError, InternalError
 from tandem.wire.handoff import CacheMemory, ProcessIdentity
 
@@ -48,7 +56,7 @@ class StagedTransport(Transport):
         if self._host is None:
             cuda: Any = torch.cuda
             self._block_bytes = memory.block_bytes
-            self._device = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+            self._device = flat_bytes(tensor)
             self._host = torch.empty(self._device.shape[0], dtype=torch.uint8)
             # Not by torch's own allocator, which would take the next power of two.
             status = cuda.cudart().cudaHostRegister(self._host.data_ptr(), self._host.numel(), 0)
@@ -65,7 +73,7 @@ class StagedTransport(Transport):
 
     def post(self, remote: RemoteId, move: Move) -> HandleId:
         """What is computed is final when it is posted, so it is copied now: no more than one post has."""
-        if move.operation is not move.operation.WRITE and self._device is not None:
+        if move.operation is not Operation.WRITE and self._device is not None:
             raise InternalError("staged KV is written to peers, and never read from them")
         self._copy(move.local, move.unit_bytes, to_host=True)
         return self._inner.post(remote, move)
@@ -81,7 +89,7 @@ class StagedTransport(Transport):
         import torch
 
         with torch.cuda.stream(self._stream):
-            for first, count in _runs(units):
+            for first, count in runs_of(units):
                 part = slice(first * size, (first + count) * size)
                 if to_host:
                     host[part].copy_(device[part], non_blocking=True)
@@ -130,10 +138,3 @@ class StagedTransport(Transport):
     @property
     def malformed_frames(self) -> int:
         return self._inner.malformed_frames
-
-
-def _runs(units: UnitIds) -> Iterator[tuple[int, int]]:
-    """(first, count) of units that follow each other."""
-    begins = np.flatnonzero(np.diff(units, prepend=units[0] - 2) != 1)
-    for first, end in zip(begins.tolist(), [*begins[1:].tolist(), len(units)], strict=True):
-        yield int(units[first]), end - first

@@ -16,7 +16,7 @@ from tandem.kvtransfer.base import KVCacheMemory
 from tandem.kvtransfer.nixl.agent import BlockArray, NixlAgent
 from tandem.kvtransfer.nixl.lanes import name_lanes
 from tandem.kvtransfer.protocol.identity import this_process
-from tandem.kvtransfer.protocol.transport import HandleId, Move, RemoteId, Transport
+from tandem.kvtransfer.protocol.transport import HandleId, Move, RemoteId, Transport, run_bounds
 from tandem.wire.errors import InternalError, TransferError
 from tandem.wire.handoff import CacheMemory, ProcessIdentity
 
@@ -227,15 +227,12 @@ def _blocks(memory: CacheMemory) -> BlockArray:
 
 def _described(move: Move, mine: CacheMemory, theirs: CacheMemory) -> tuple[BlockArray, BlockArray]:
     """Units that follow each other on both sides are one descriptor."""
-    begins = np.ones(len(move.local), dtype=bool)
-    begins[1:] = (np.diff(move.local) != 1) | (np.diff(move.remote) != 1)
-    first = np.flatnonzero(begins)
-    lengths = np.diff(np.append(first, len(move.local))) * move.unit_bytes
+    first, counts = run_bounds(move.local, move.remote)
     runs = []
     for memory, units in ((mine, move.local), (theirs, move.remote)):
         described = np.empty((len(first), 3), dtype=np.uint64)
         described[:, 0] = memory.base_address + units[first] * move.unit_bytes
-        described[:, 1] = lengths
+        described[:, 1] = counts * move.unit_bytes
         described[:, 2] = memory.device_id
         runs.append(described)
     return runs[0], runs[1]

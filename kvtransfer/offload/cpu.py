@@ -13,14 +13,13 @@ import mmap
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from tandem.kvtransfer.base import KVCacheMemory, TierConfig
-from tandem.kvtransfer.offload.manager import ReuseFilter, SlotManager, TierManager
+from tandem.kvtransfer.base import KVCacheMemory, TierConfig, flat_bytes
+from tandem.kvtransfer.offload.manager import SlotManager, TierManager, filtered
 from tandem.kvtransfer.offload.spec import Copy, Mover
+from tandem.kvtransfer.protocol.transport import runs_of
 from tandem.wire.errors import ConfigurationError, InternalError
 
 if TYPE_CHECKING:
@@ -50,9 +49,7 @@ class CpuTier:
                 f"cache.tiers: {config.cpu} bytes of cpu have no room for {config.block_factor} of this model's blocks, "
                 f"which are {memory.block_bytes} bytes each"
             )
-        manager: TierManager = SlotManager(num_slots, config.policy)
-        if config.store_threshold > 1:
-            manager = ReuseFilter(manager, config.store_threshold)
+        manager = filtered(SlotManager(num_slots, config.policy), config.store_threshold)
         copier = (CudaCopier if memory.tensor.is_cuda else HostCopier)(
             memory, num_slots * config.block_factor
         )
@@ -75,23 +72,6 @@ class Copier(abc.ABC):
 
     def close(self) -> None:
         """No copy is under way, and none will be."""
-
-
-def block_rows(memory: KVCacheMemory) -> torch.Tensor:
-    """One row for each block, whatever the order of its axes."""
-    tensor = memory.tensor
-    elements = tensor[0].numel()
-    return tensor.as_strided((memory.num_blocks, elements), (elements, 1), tensor.storage_offset())
-
-
-def runs_of(blocks: Sequence[int], places: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Neighbours that stay neighbours are copied together: first block, first place, how many."""
-    here, there = np.asarray(blocks), np.asarray(places)
-    ends = np.flatnonzero((np.diff(here) != 1) | (np.diff(there) != 1)) + 1
-    start = 0
-    for end in (*ends.tolist(), len(here)):
-        yield int(here[start]), int(there[start]), end - start
-        start = end
 
 
 class HostCopier(Copier):
@@ -125,7 +105,7 @@ class CudaCopier(Copier):
         super().__init__(memory)
         self._cuda = torch.cuda
         self._device = memory.tensor.device
-        self._blocks: torch.Tensor = block_rows(memory).view(torch.uint8)
+        self._blocks: torch.Tensor = flat_bytes(memory.tensor).view(memory.num_blocks, -1)
         self._pool = torch.empty((num_places, self.block_bytes), dtype=torch.uint8, pin_memory=True)
         self._streams = {
             to_device: torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]

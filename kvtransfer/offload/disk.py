@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from tandem.kvtransfer.base import EvictionPolicy, KVCacheMemory, TierConfig
-from tandem.kvtransfer.offload.cpu import Copier, CopyThread, block_rows
-from tandem.kvtransfer.offload.manager import ReuseFilter, SlotManager, TierManager
+from tandem.kvtransfer.base import EvictionPolicy, KVCacheMemory, TierConfig, flat_bytes
+from tandem.kvtransfer.offload.cpu import Copier, CopyThread
+from tandem.kvtransfer.offload.manager import SlotManager, TierManager, filtered
 from tandem.kvtransfer.offload.spec import Copy, Mover
 from tandem.wire.errors import ConfigurationError
 
@@ -61,10 +61,7 @@ class DiskTier:
                 f"cache.tiers: {config.size} bytes of disk have no room for one entry of {slot_bytes} bytes"
             )
         file = SlotFile(Path(config.disk or ""), identity(memory, config.block_factor), num_slots, slot_bytes)
-        slots = DiskManager(num_slots, config.policy, file)
-        manager: TierManager = slots
-        if config.store_threshold > 1:
-            manager = ReuseFilter(slots, config.store_threshold)
+        manager = filtered(DiskManager(num_slots, config.policy, file), config.store_threshold)
         return manager, CopyThread(DiskCopier(memory, file, config.block_factor), wake)
 
 
@@ -211,7 +208,7 @@ class DiskCopier(Copier):
         super().__init__(memory)
         self._file = file
         self._factor = block_factor
-        self._blocks: torch.Tensor = block_rows(memory).view(torch.uint8)
+        self._blocks: torch.Tensor = flat_bytes(memory.tensor).view(memory.num_blocks, -1)
         self._chunk: torch.Tensor = torch.empty((block_factor, self.block_bytes), dtype=torch.uint8)
         host: Any = self._chunk.numpy()
         self._bytes = memoryview(host).cast("B")

@@ -261,3 +261,8 @@ class ReuseFilter(TierManager):
     def reset(self) -> None:
         self._manager.reset()
         self._seen.clear()
+
+
+def filtered(manager: TierManager, store_threshold: int) -> TierManager:
+    """In a ReuseFilter, unless a key is stored the first time that it comes."""
+    return ReuseFilter(manager, store_threshold) if store_threshold > 1 else manager

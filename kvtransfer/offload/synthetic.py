@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from tandem.kvtransfer.base import KVCacheMemory, TierConfig
-from tandem.kvtransfer.offload.cpu import Copier, CopyThread, block_rows
+from tandem.kvtransfer.base import KVCacheMemory, TierConfig, flat_bytes
+from tandem.kvtransfer.offload.cpu import Copier, CopyThread
 from tandem.kvtransfer.offload.manager import StoreRoom, TierManager
 from tandem.kvtransfer.offload.policies import Key
 from tandem.kvtransfer.offload.spec import Copy, Mover
@@ -61,7 +61,7 @@ class HasEverything(TierManager):
 class NoiseCopier(Copier):
     def __init__(self, memory: KVCacheMemory) -> None:
         super().__init__(memory)
-        self._rows = block_rows(memory)
+        self._rows = flat_bytes(memory.tensor).view(memory.tensor.dtype).view(memory.num_blocks, -1)
         noise = torch.randn(self._rows.shape[1], device=self._rows.device) * SPREAD
         self._noise = noise.to(memory.tensor.dtype)
         self._on_device = memory.tensor.is_cuda

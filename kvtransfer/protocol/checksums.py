@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from tandem.kvtransfer.base import ChecksumPolicy, KVCacheMemory
+from tandem.kvtransfer.base import ChecksumPolicy, KVCacheMemory, flat_bytes
 from tandem.kvtransfer.protocol.cache_map import Mapping
 
 if TYPE_CHECKING:
@@ -82,10 +82,7 @@ class CacheChecksums:
         self._weights: torch.Tensor | None = None
         self._stream: Any = None
         if not tensor.is_cuda:
-            import torch  # here as below: loaded already by what made the tensor
-
-            flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-            self._rows = flat.numpy().reshape(memory.num_blocks, memory.block_bytes)
+            self._rows = flat_bytes(tensor).numpy().reshape(memory.num_blocks, memory.block_bytes)
 
     def of(self, blocks: Sequence[int], parts: Sequence[int], mapping: Mapping) -> list[int]:
         if mapping.on_device:

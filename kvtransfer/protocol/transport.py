@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import abc
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NewType
 
 import msgspec
@@ -135,3 +135,18 @@ class Transport(abc.ABC):
     def shuts_out(self, peer: ProcessIdentity) -> bool:
         """Whether `close_earlier` stops the writes of this peer."""
         return False
+
+
+def run_bounds(*columns: UnitIds) -> tuple[UnitIds, UnitIds]:
+    """Rows in which every column goes on from the row before are one run: where each begins, and how many rows it has."""
+    begins = np.ones(len(columns[0]), dtype=bool)
+    begins[1:] = np.any([np.diff(column) != 1 for column in columns], axis=0)
+    first = np.flatnonzero(begins)
+    return first, np.diff(np.append(first, len(begins)))
+
+
+def runs_of(*columns: UnitIds | Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """The value of each column where a run begins, and how many rows it has."""
+    arrays = [np.asarray(column) for column in columns]
+    first, counts = run_bounds(*arrays)
+    yield from zip(*(array[first].tolist() for array in arrays), counts.tolist(), strict=True)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -54,6 +55,18 @@ def kill_again_and_again(url: str, model: str, processes: Processes) -> None:
     assert epochs(url) == before, "no node was lost"
 
 
+def served_url(command: subprocess.Popen[str]) -> str:
+    """When it says how to stop it, it serves."""
+    assert command.stdout is not None
+    said = ""
+    for line in command.stdout:
+        said += line
+        if line.startswith("stop: "):
+            break
+    url: str = re.findall(r"^API: +(http://\S+)/v1$", said, re.MULTILINE)[0]
+    return url
+
+
 def until(condition: Callable[[], Any], what: str) -> Any:
     deadline = time.monotonic() + BACK_S
     while not (seen := condition()):
@@ -91,13 +104,7 @@ SETTINGS = ("--model", MODEL, "--kv-memory", "256MiB", "--set", "router.local_pr
 
 def test_under_a_command_on_a_cluster_that_another_one_ends(tandem: Tandem, ray_nodes: RayNodes) -> None:
     with tandem.begin("serve", "--port", str(free_port()), *SETTINGS) as command:
-        assert command.stdout is not None
-        said = ""
-        for line in command.stdout:
-            said += line
-            if line.startswith("stop: "):
-                break
-        url = re.findall(r"^API: +(http://\S+)/v1$", said, re.MULTILINE)[0]
+        url = served_url(command)
         kill_again_and_again(url, "SmolLM2-135M-Instruct", lambda: ray_nodes.processes("ray::"))
         assert command.poll() is None
         assert "everything was finished" in tandem("down")
@@ -111,13 +118,7 @@ def test_under_a_command_on_a_cluster_that_another_one_ends(tandem: Tandem, ray_
 def test_a_command_makes_the_controller_again_that_ray_does_not(tandem: Tandem, ray_nodes: RayNodes) -> None:
     """Ray was told never to start it again, by no command of ours: the one that it belongs to makes another."""
     with tandem.begin("serve", "--port", str(free_port()), *SETTINGS) as command:
-        assert command.stdout is not None
-        said = ""
-        for line in command.stdout:
-            said += line
-            if line.startswith("stop: "):
-                break
-        url = re.findall(r"^API: +(http://\S+)/v1$", said, re.MULTILINE)[0]
+        url = served_url(command)
         before = epochs(url)
         with Load(url, "SmolLM2-135M-Instruct", clients=CLIENTS) as load:
             (old,) = controllers(lambda: ray_nodes.processes("ray::"))

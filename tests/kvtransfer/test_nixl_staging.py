@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from tandem.kvtransfer.base import ConnectorContext, KVCacheMemory, TransferConfig
 from tandem.kvtransfer.nixl import create
-from tandem.kvtransfer.nixl.staging import StagedTransport, _runs
-from tandem.kvtransfer.protocol.transport import HandleId, Move, Operation, RemoteId, Transport
+from tandem.kvtransfer.nixl.staging import StagedTransport
+from tandem.kvtransfer.protocol.transport import HandleId, Move, Operation, RemoteId, Transport, runs_of
 from tandem.wire.errors import ConfigurationError
 from tandem.wire.handoff import CacheMemory
 from tests.engine.model.fake_device import CUDA, FakeDevice, memory
@@ -103,7 +103,7 @@ def test_what_has_landed_is_in_the_cache_at_once(device: FakeDevice) -> None:
 
 @given(st.lists(st.integers(0, 60), unique=True, min_size=1))
 def test_runs_are_the_units_in_order(units: list[int]) -> None:
-    runs = list(_runs(np.array(units)))
+    runs = list(runs_of(np.array(units)))
     assert [first + index for first, count in runs for index in range(count)] == units
 
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from tandem.kvtransfer.base import KVCacheMemory, TierConfig
-from tandem.kvtransfer.offload.cpu import Copier, CopyThread, CpuTier, HostCopier, runs_of
+from tandem.kvtransfer.offload.cpu import Copier, CopyThread, CpuTier, HostCopier
 from tandem.kvtransfer.offload.manager import ReuseFilter
 from tandem.kvtransfer.offload.spec import Copy, create_tier
+from tandem.kvtransfer.protocol.transport import runs_of
 from tandem.wire.errors import ConfigurationError, InternalError
 
 PATIENCE_S = 20.0
