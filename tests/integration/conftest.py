@@ -25,6 +25,7 @@ from tandem.engine.config import CacheConfig, ModelConfig
 from tandem.kvtransfer.base import TransferConfig
 from tandem.router.config import LocalPrefill
 from tests.cluster.pools.memory_store import MemoryStore
+from tests.integration.cluster_lab import Serve
 from tests.integration.reference import ExpectedAnswer, greedy_answers, make_prompts
 
 PATIENCE_S = 60.0
@@ -43,6 +44,7 @@ OWN_CLUSTERS = {
     "test_killed_controllers.py",
     "test_scaling.py",
     "test_serve_command.py",
+    "test_serve_tiers.py",
 }
 # Engines in one process, with a connector between them: no Ray, so these run beside others, among the slow units.
 BETWEEN_ENGINES = {
@@ -212,3 +214,16 @@ def deploy(ray_on_this_machine: None, loop_thread: LoopThread) -> Deploy:
             loop_thread.run(deployment.stop())
 
     return running
+
+
+@pytest.fixture
+def serve(smollm2_path: Path) -> Iterator[Any]:
+    started: list[Serve] = []
+
+    def start(*flags: str) -> Serve:
+        started.append(Serve(*flags))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.kill_all()

@@ -5,14 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import queue
-import re
-import secrets
 import shlex
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,117 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.integration.cluster_lab import free_port
-
-START_S = 180.0
-END_S = 60.0
-
-
-class Serve:
-    """The command, and every process that it starts: they inherit a mark in their environment."""
-
-    def __init__(self, *flags: str) -> None:
-        self.mark = f"TANDEM_TEST_MARK={secrets.token_hex(8)}"
-        name, _, value = self.mark.partition("=")
-        self.process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "tandem.cluster.cli",
-                "serve",
-                "--port",
-                "0",
-                "--kv-memory",
-                "256MiB",
-                *flags,
-            ],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**os.environ, name: value, "PYTHONUNBUFFERED": "1"},
-            start_new_session=True,
-        )
-        self.said: list[str] = []
-        self._reads = True
-        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self._lines.put(line.rstrip("\n"))
-            if not self._reads:
-                self.process.stdout.close()
-                break
-        self._lines.put(None)
-
-    def stop_reading(self) -> None:
-        """At the next line, as `head` does."""
-        self._reads = False
-
-    def until(self, pattern: str, timeout_s: float) -> re.Match[str]:
-        deadline = time.monotonic() + timeout_s
-        while True:
-            try:
-                line = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
-                line = None
-            if line is None:
-                pytest.fail(
-                    f"{pattern!r} was not said within {timeout_s:.0f} s, but:\n" + "\n".join(self.said)
-                )
-            self.said.append(line)
-            found = re.search(pattern, line)
-            if found:
-                return found
-
-    def ended(self) -> int:
-        """The exit status; nothing may be left running by then."""
-        status = self.process.wait(END_S)
-        self.nothing_left()
-        return status
-
-    def nothing_left(self, but: tuple[str, ...] = ()) -> None:
-        deadline = time.monotonic() + END_S
-        while left := [command for command in self.processes().values() if not command.startswith(but)]:
-            if time.monotonic() > deadline:
-                pytest.fail(f"left behind: {left}")
-            time.sleep(0.1)
-
-    def processes(self) -> dict[int, str]:
-        found: dict[int, str] = {}
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                environment = (folder / "environ").read_bytes()
-                if self.mark.encode() in environment.split(b"\0"):
-                    found[int(folder.name)] = (folder / "cmdline").read_text().replace("\0", " ")[:120]
-            except OSError:
-                continue  # it ended meanwhile
-        return found
-
-    def kill_all(self) -> None:
-        for pid in self.processes():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self.process.wait()
-
-    def pid_of(self, title: str) -> int:
-        (pid,) = [pid for pid, command in self.processes().items() if command.startswith(title)]
-        return pid
-
-
-@pytest.fixture
-def serve(smollm2_path: Path) -> Iterator[Any]:
-    started: list[Serve] = []
-
-    def start(*flags: str) -> Serve:
-        started.append(Serve(*flags))
-        return started[-1]
-
-    yield start
-    for one in started:
-        one.kill_all()
+from tests.integration.cluster_lab import END_S, START_S, free_port
 
 
 def ask(words: list[str]) -> dict[str, Any]:

@@ -1,0 +1,125 @@
+"""`tandem serve` with tiers in tandem.yaml: what the device has forgotten comes back from host memory, and from the disk to a node
+that was started again."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.integration.cluster_lab import END_S, START_S
+
+# Room for some 1,050 tokens on the device: the third prompt pushes the first out.
+SETTINGS = """
+cache:
+  memory_bytes: 24MiB
+  tiers:
+    - {{cpu: 256MiB, policy: arc}}
+    - {{disk: {folder}, size: 256MiB}}
+scheduler: {{max_model_len: 1024}}
+router: {{local_prefill: never}}
+"""
+BLOCK = 16
+PROMPT = 480
+
+
+class Client:
+    def __init__(self, url: str) -> None:
+        self.http = httpx.Client(base_url=url, timeout=60, trust_env=False)
+        self.model = self.http.get("/v1/models").json()["data"][0]["id"]
+
+    def answer(self, prompt: list[int]) -> tuple[list[int], int]:
+        """The answer's tokens, and how many of the prompt's were not computed."""
+        body = {
+            "model": self.model, "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True,
+            "return_token_ids": True,
+        }  # fmt: skip
+        answer = self.http.post("/v1/completions", json=body).raise_for_status().json()
+        return answer["choices"][0]["token_ids"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    def nodes(self) -> dict[str, dict[str, Any]]:
+        nodes = self.http.get("/cluster").raise_for_status().json()["nodes"]
+        return {node["node_id"]: node for node in nodes if node["state"] == "ready"}
+
+    def tiers(self, node_id: str) -> dict[str, dict[str, Any]]:
+        return {tier["name"]: tier for tier in self.nodes()[node_id]["tiers"]}
+
+    def metric(self, line: str) -> float:
+        text = self.http.get("/metrics").raise_for_status().text
+        (found,) = re.findall(rf"^{re.escape(line)} (\S+)$", text, re.MULTILINE)
+        return float(found)
+
+
+def until(holds: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + START_S
+    while not holds():
+        assert time.monotonic() < deadline, f"still not: {what}"
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    ("pools", "title", "reader"),
+    [
+        (("--aggregated", "1"), "ray::DecodeActor", "aggregated-0"),
+        (("--prefill", "1", "--decode", "1"), "ray::PrefillActor", "prefill-0"),
+    ],
+    ids=["aggregated", "1P+1D"],
+)
+def test_a_second_turn_comes_from_a_tier_also_when_the_node_was_killed(
+    serve: Any, tmp_path: Path, pools: tuple[str, ...], title: str, reader: str
+) -> None:
+    """`reader` is the node that reads prompts."""
+    settings = tmp_path / "tandem.yaml"
+    settings.write_text(SETTINGS.format(folder=tmp_path / "kv"))
+    command = serve("--config", str(settings), "--kv-memory", "24MiB", *pools)
+    client = Client(command.until(r"^API: +(http://\S+)/v1$", START_S)[1])
+
+    draw = random.Random(7)
+    prompts = [[draw.randrange(1000, 40_000) for _ in range(PROMPT)] for _ in range(4)]
+    first, cached = client.answer(prompts[0])
+    assert cached == 0
+    for other in prompts[1:]:  # push it out of the device's pool
+        client.answer(other)
+    second_turn = [*prompts[0], *first, 11, 12, 13]
+    second, cached = client.answer(second_turn)
+    assert cached == PROMPT, "all of the first turn's prompt came from the tier"
+
+    until(lambda: client.tiers(reader)["cpu"]["found_tokens"] == PROMPT, "the node has told of it")
+    role = client.nodes()[reader]["role"]
+    labels = f'{{node="{reader}",role="{role}",tier="cpu"}}'
+    assert client.metric(f"tandem_node_tier_found_tokens_total{labels}") == PROMPT
+    assert client.metric(f"tandem_node_tier_used_bytes{labels}") > 0
+    labels = f'{{node="{reader}",role="{role}"}}'
+    assert client.metric(f"tandem_node_prompt_tokens_loaded_total{labels}") == PROMPT
+    said = subprocess.run(
+        [sys.executable, "-m", "tandem.cluster.cli", "status", "--url", str(client.http.base_url)],
+        check=True, text=True, capture_output=True, timeout=60,
+    ).stdout  # fmt: skip
+    assert re.search(rf"cpu tier of {reader}: [\d.]+ MiB of [\d.]+ MiB, had \d+% of [\d,]+ tokens", said), (
+        said
+    )
+    assert f"disk tier of {reader}:" in said
+
+    until(lambda: client.tiers(reader)["disk"]["stored_bytes"] >= client.tiers(reader)["cpu"]["stored_bytes"],
+          "what the first tier has, the second has")  # fmt: skip
+    before = client.nodes()[reader]["incarnation"]
+    os.kill(command.pid_of(title), signal.SIGKILL)
+    until(lambda: client.nodes().get(reader, {}).get("incarnation", before) != before, "the node is back")
+    again, cached = client.answer(second_turn)
+    assert again == second
+    assert cached >= PROMPT, "what the killed process had stored is on the disk"
+    assert client.tiers(reader)["cpu"]["found_tokens"] == 0
+
+    command.process.send_signal(signal.SIGINT)
+    assert command.process.wait(END_S) == 0
+    command.nothing_left()
