@@ -149,6 +149,10 @@ class BlockGroup(Protocol):
     def block_size(self) -> int: ...
     @property
     def keeps_every_token(self) -> bool: ...
+    @property
+    def window(self) -> int | None:
+        """The last tokens that are read, counting the one that reads; None without a window."""
+        ...
 
 
 NULL_BLOCK_ID = 0

@@ -1,4 +1,10 @@
-"""The half that plans: which blocks are stored, and which are loaded into which."""
+"""The half that plans: which blocks are stored, and which are loaded into which.
+
+A chunk is filed under its last block's hash, in groups but the first with the group's number after it. A prefix is found when
+every group that keeps all tokens has all of it, and every group with a window has the window before its end. Blocks
+of a window are stored when their request has ended, and its blocks stay its own until they are: before that
+the window moves on, and what it has left may be written by others.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +14,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from tandem.kvtransfer.base import (
+    NULL_BLOCK_ID,
+    BlockGroup,
     BlockIds,
     BlockTables,
     ConnectorMetadata,
@@ -59,6 +67,16 @@ class _Store:
     room: StoreRoom
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Part:
+    """Blocks of one group's table, and the keys of the chunks that they are in."""
+
+    group: int
+    first: int
+    end: int
+    keys: Sequence[Key]
+
+
 @dataclasses.dataclass(slots=True)
 class _Entry:
     """A request, until it has ended and none of its blocks is being copied."""
@@ -73,11 +91,13 @@ class _Entry:
 
 
 class TierScheduler(SchedulerConnector):
-    def __init__(self, block_size: int, tier: Tier) -> None:
-        self._block_size = block_size
+    def __init__(self, groups: Sequence[BlockGroup], tier: Tier) -> None:
+        self._block_size = groups[0].block_size
         self._factor = tier.block_factor
-        self._chunk_tokens = block_size * tier.block_factor
+        self._chunk_tokens = self._block_size * tier.block_factor
         self._chunks_per_store = max(BLOCKS_PER_STORE // tier.block_factor, 1)
+        self._whole = [index for index, group in enumerate(groups) if group.keeps_every_token]
+        self._windows = [(index, group.window) for index, group in enumerate(groups) if group.window]
         self._tier = tier
         self._tables: BlockTables | None = None
         self._entries: dict[str, _Entry] = {}
@@ -104,33 +124,82 @@ class TierScheduler(SchedulerConnector):
     ) -> tuple[int | None, bool]:
         entry, manager = self._entries[request.request_id], self._tier.manager
         if not entry.asked:
-            manager.touch(self._keys(request, 0, len(request.block_hashes) // self._factor))
+            manager.touch(self._all_keys(request))
         first = num_computed_tokens // self._block_size
         # One token is left to compute.
         last = min((request.num_tokens - 1) // self._block_size, len(request.block_hashes))
         if request.skip_reading_prefix_cache or first >= last:
             entry.asked = True
             return 0, False
-        first_chunk = first // self._factor
-        keys = self._keys(request, first_chunk, len(request.block_hashes) // self._factor)
-        found = manager.lookup(keys)
-        end = min((first_chunk + found) * self._factor, last)
-        tokens = max(end - first, 0) * self._block_size
+        end = self._end_of_prefix(request, first, last)
+        tokens = (end - first) * self._block_size
         if not entry.asked:
             entry.asked = True
             self._tier.asked_tokens += (last - first) * self._block_size
             self._tier.found_tokens += tokens
         if not tokens:
             return 0, False
-        if not self._loading.isdisjoint(keys[: -(-end // self._factor) - first_chunk]):
+        wanted = (key for part in self._parts(request, first, end) for key in part.keys)
+        if not self._loading.isdisjoint(wanted):
             # They are on the device when that load has ended: twice would take twice the blocks.
             return None, False
         return tokens, True
 
-    def _keys(self, request: TransferRequest, first: int, last: int) -> Sequence[Key]:
+    def _end_of_prefix(self, request: TransferRequest, first: int, last: int) -> int:
+        """Which block comes after the longest prefix that is there, where the device has those before `first`."""
+        first_chunk, chunks = first // self._factor, len(request.block_hashes) // self._factor
+        end = last
+        for group in self._whole:
+            found = self._tier.manager.lookup(self._keys(request, group, first_chunk, chunks))
+            end = min((first_chunk + found) * self._factor, end)
+        while end > first:
+            missing = max(
+                (self._missing_in_window(request, group, first, end) for group, _ in self._windows),
+                default=-1,
+            )
+            if missing < 0:
+                break
+            end = missing  # a window that ends later needs it too
+        return max(end, first)
+
+    def _missing_in_window(self, request: TransferRequest, group: int, first: int, end: int) -> int:
+        """The last of the blocks before `end` that the group has to have and that is not there; -1: none is missing."""
+        for block in range(end - 1, max(self._skipped(group, end), first) - 1, -1):
+            if not self._tier.manager.lookup(self._keys(request, group, block, block + 1)):
+                return block
+        return -1
+
+    def _skipped(self, group: int, end: int) -> int:
+        """How many leading blocks of the group nothing reads that comes after block `end`."""
+        window = dict(self._windows).get(group)
+        return 0 if window is None else max(end * self._block_size - window + 1, 0) // self._block_size
+
+    def _keys(self, request: TransferRequest, group: int, first: int, last: int) -> Sequence[Key]:
         """The keys of the request's chunks from `first` to before `last`."""
         factor = self._factor
-        return request.block_hashes[(first + 1) * factor - 1 : last * factor : factor]
+        hashes = request.block_hashes[(first + 1) * factor - 1 : last * factor : factor]
+        return [key + bytes([group]) for key in hashes] if group else hashes
+
+    def _all_keys(self, request: TransferRequest) -> Sequence[Key]:
+        """In the order in which they are of use: the first chunk of every group, then the second."""
+        chunks = len(request.block_hashes) // self._factor
+        keys = self._keys(request, 0, 0, chunks)
+        groups = len(self._whole) + len(self._windows)
+        if groups == 1:
+            return keys
+        by_group = [self._keys(request, group, 0, chunks) for group in range(groups)]
+        return [key for chunk in zip(*by_group, strict=True) for key in chunk]
+
+    def _parts(self, request: TransferRequest, first: int, end: int) -> list[_Part]:
+        """What is to be loaded when the request's blocks from `first` to before `end` are."""
+        spans = [(group, first) for group in self._whole]
+        spans += [(group, max(self._skipped(group, end), first)) for group, _ in self._windows]
+        return [
+            _Part(
+                group, start, end, self._keys(request, group, start // self._factor, -(-end // self._factor))
+            )
+            for group, start in spans
+        ]
 
     def update_state_after_alloc(
         self, request: TransferRequest, block_ids: BlockIds, num_external_tokens: int
@@ -146,15 +215,24 @@ class TierScheduler(SchedulerConnector):
         request, factor = entry.request, self._factor
         first = request.num_computed_tokens // self._block_size
         end = first + num_tokens // self._block_size
-        first_chunk, end_chunk = first // factor, -(-end // factor)
-        keys = list(self._keys(request, first_chunk, end_chunk))
+        parts = self._parts(request, first, end)
+        keys = [key for part in parts for key in part.keys]
         slots = self._tier.manager.prepare_load(keys)
-        places = [slots[i // factor - first_chunk] * factor + i % factor for i in range(first, end)]
+        blocks: list[int] = []
+        places: list[int] = []
+        of_part = iter(slots)
+        for part in parts:
+            chunk_slots = list(itertools.islice(of_part, len(part.keys)))
+            first_chunk = part.first // factor
+            blocks += block_ids[part.group][part.first : end]
+            places += [
+                chunk_slots[i // factor - first_chunk] * factor + i % factor for i in range(part.first, end)
+            ]
         job = next(self._numbers)
         self._jobs[job] = _Load(request.request_id, end * self._block_size, keys, slots)
         self._loading.update(keys)
         entry.jobs.add(job)
-        self._plan.loads.append(Copy(job, block_ids[0][first:end], places, keys, self._resets))
+        self._plan.loads.append(Copy(job, blocks, places, keys, self._resets))
 
     # ── stores ──
 
@@ -198,26 +276,47 @@ class TierScheduler(SchedulerConnector):
         if full - entry.cursor >= enough:
             if self._tables is None:
                 raise InternalError("a step is planned before the block tables are known")
-            table = self._tables.block_ids(request.request_id)[0]
-            plan.stores_after += self._store(entry, table, full)
+            tables = self._tables.block_ids(request.request_id)
+            plan.stores_after += self._store(entry, self._full_chunks(entry, full), tables, full)
         missing = (entry.cursor + self._chunks_per_store) * self._chunk_tokens - right
         self._look_at(entry, self._step + max(missing, 1))
 
-    def _store(self, entry: _Entry, table: Sequence[int], full: int) -> Iterable[Copy]:
+    def _full_chunks(self, entry: _Entry, full: int) -> list[_Part]:
+        """Of the groups that keep every token, what was not offered yet."""
         first, factor = entry.cursor, self._factor
-        keys = self._keys(entry.request, first, full)
+        return [
+            _Part(group, first * factor, full * factor, self._keys(entry.request, group, first, full))
+            for group in self._whole
+        ]
+
+    def _last_windows(self, entry: _Entry, tables: BlockIds, full: int) -> list[_Part]:
+        """What the request still has of the groups with a window."""
+        parts = []
+        for group, _ in self._windows:
+            kept = full - next((i for i in range(full) if tables[group][full - 1 - i] == NULL_BLOCK_ID), full)
+            parts.append(_Part(group, kept, full, self._keys(entry.request, group, kept, full)))
+        return parts
+
+    def _store(self, entry: _Entry, parts: Sequence[_Part], tables: BlockIds, full: int) -> Iterable[Copy]:
+        """Offers these to the tier, which has then seen the first `full` chunks of the request."""
+        factor = self._factor
+        keys = parts[0].keys if len(parts) == 1 else [key for part in parts for key in part.keys]
         room = self._tier.manager.prepare_store(keys)
         if room is None:
             return ()  # all of the tier is being copied; these are offered again
         entry.cursor = full
         if not room.keys:
             return ()
-        chunk_of = {key: chunk for chunk, key in enumerate(keys, first)}
+        place_of = {
+            key: (part.group, part.first + chunk * factor)
+            for part in parts
+            for chunk, key in enumerate(part.keys)
+        }
         blocks: list[int] = []
         places: list[int] = []
         for key, slot in zip(room.keys, room.slots, strict=True):
-            start = chunk_of[key] * factor
-            blocks += table[start : start + factor]
+            group, start = place_of[key]
+            blocks += tables[group][start : start + factor]
             places += range(slot * factor, (slot + 1) * factor)
         job = next(self._numbers)
         self._jobs[job] = _Store(entry.request.request_id, room)
@@ -263,9 +362,10 @@ class TierScheduler(SchedulerConnector):
         right = min(request.num_computed_tokens, request.num_tokens) // self._chunk_tokens
         full = min(right, len(request.block_hashes) // self._factor, len(block_ids[0]) // self._factor)
         loads = any(isinstance(self._jobs[job], _Load) for job in entry.jobs)
-        if not loads and full > entry.cursor:
-            self._plan.stores += self._store(entry, block_ids[0], full)
-        self._tier.manager.line_up(self._keys(request, 0, len(request.block_hashes) // self._factor))
+        if not loads and full > 0 and (self._windows or full > entry.cursor):
+            parts = self._full_chunks(entry, full) + self._last_windows(entry, block_ids, full)
+            self._plan.stores += self._store(entry, parts, block_ids, full)
+        self._tier.manager.line_up(self._all_keys(request))
         if entry.jobs:
             return True
         del self._entries[request.request_id]

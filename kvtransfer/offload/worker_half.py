@@ -67,10 +67,16 @@ class TierWorker(WorkerConnector):
 
 def create_tiers(context: ConnectorContext) -> list[tuple[SchedulerConnector, WorkerConnector]]:
     """One connector for each of `cache.tiers`, the nearest first."""
-    if len(context.groups) != 1 or not context.groups[0].keeps_every_token:
+    if context.state_blocks:
         raise ConfigurationError(
-            "cache.tiers: this model's layers do not all keep every token (it has attention windows, recurrent states, or layers of "
-            "several kinds), and what a tier holds of such a model is not known to be enough to go on from: leave cache.tiers empty"
+            "cache.tiers: this model keeps recurrent states, which are right after one token alone and are not found again "
+            "by an earlier part of a prompt: there is nothing to go on from, so leave cache.tiers empty"
+        )
+    has_windows = any(group.window for group in context.groups)
+    if has_windows and any(config.block_factor > 1 for config in context.tiers):
+        raise ConfigurationError(
+            "cache.tiers: block_factor must be 1 for this model, which has attention windows: a window begins within a "
+            "larger block, and what lies before it in that block is gone"
         )
     tiers = [create_tier(config) for config in context.tiers]
-    return [(TierScheduler(context.block_size, tier), TierWorker(context, tier)) for tier in tiers]
+    return [(TierScheduler(context.groups, tier), TierWorker(context, tier)) for tier in tiers]

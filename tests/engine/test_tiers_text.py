@@ -1,4 +1,4 @@
-"""A real model with a tier of its cache in host memory: the same text as without, whatever is preempted, given up and loaded."""
+"""Real models with tiers of their cache: the same text as without, whatever is preempted, given up and loaded."""
 
 from __future__ import annotations
 
@@ -43,7 +43,13 @@ class Conversations:
                 )
             )  # fmt: skip
         self.scheduler = Scheduler(
-            config, cache, info.groups, BLOCKS, info.max_model_len, connector=planner, clock=lambda: 0.0
+            config,
+            cache,
+            info.groups,
+            BLOCKS * len(info.groups),
+            info.max_model_len,
+            connector=planner,
+            clock=lambda: 0.0,
         )
         self.engine = Engine(self.scheduler, runner, mover, ahead=ahead, debug=True)
         self.answers: dict[str, list[int]] = {}
@@ -101,27 +107,37 @@ class Conversations:
 
 @pytest.fixture(scope="module")
 def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
-    """By the native library, or by the general path."""
-    model = tiny.save("llama", tmp_path_factory.mktemp("model"))
+    """Of a kind, by the native library or by the general path."""
+    kind, native = request.param
+    model = tiny.save(kind, tmp_path_factory.mktemp("model"))
     config = SchedulerConfig(max_num_seqs=AT_ONCE, max_num_batched_tokens=48, max_model_len=120)
     return load_runner(
         ModelConfig(path=str(model), dtype="float32", device="cpu", threads=1),
         CacheConfig(block_size=BLOCK, memory_bytes=1 << 20),
         config,
-        native=request.param,
+        native=native,
     )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", list(EvictionPolicy))
-@pytest.mark.parametrize(("runner", "sessions"), [(True, 200), (False, 60)], indirect=["runner"])
+@pytest.mark.parametrize(
+    ("runner", "sessions"),
+    [
+        (("llama", True), 200),
+        (("llama", False), 60),
+        (("gemma3", False), 40),
+        (("mistral-window", False), 40),
+    ],
+    indirect=["runner"],
+)
 def test_conversations_say_the_same_with_a_tier_and_without(
     runner: ModelRunner, sessions: int, policy: EvictionPolicy
 ) -> None:
     said = []
     block_bytes = runner.kv_cache[0].nbytes
     ahead = policy is EvictionPolicy.ARC
-    factor = 2 if ahead else 1
+    factor = 2 if ahead and len(runner.info.groups) == 1 and runner.info.groups[0].keeps_every_token else 1
     tier = TierConfig(cpu=300 * block_bytes, policy=policy, block_factor=factor)
     computed = []
     for tiers in ([], [tier]):
@@ -143,7 +159,7 @@ def test_conversations_say_the_same_with_a_tier_and_without(
     assert computed[1] < computed[0]
 
 
-@pytest.mark.parametrize(("runner", "sessions"), [(True, 30)], indirect=["runner"])
+@pytest.mark.parametrize(("runner", "sessions"), [(("llama", True), 30)], indirect=["runner"])
 def test_a_restarted_engine_goes_on_from_its_disk(runner: ModelRunner, sessions: int, tmp_path: Path) -> None:
     """Below a tier in host memory that is too small for all."""
     block_bytes = runner.kv_cache[0].nbytes
@@ -171,7 +187,7 @@ def test_a_restarted_engine_goes_on_from_its_disk(runner: ModelRunner, sessions:
     assert said[0] == said[1] == said[2]
 
 
-@pytest.mark.parametrize("runner", [True, False], indirect=["runner"])
+@pytest.mark.parametrize("runner", [("llama", True), ("llama", False)], indirect=["runner"])
 def test_decoding_after_a_prompt_that_nobody_computed(runner: ModelRunner) -> None:
     talks = Conversations(runner, [TierConfig(spec="synthetic")], ahead=False)
     sampling = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)

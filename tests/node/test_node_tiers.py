@@ -78,12 +78,22 @@ def wait_until_free(node: Node) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("kind", ["mistral-window", "gemma3"])
-def test_models_that_do_not_keep_every_token_are_refused_with_tiers(tmp_path: Path, kind: str) -> None:
-    node, _ = node_with([TierConfig(cpu=1 << 20)])
-    with pytest.raises(
-        ConfigurationError, match=r"cache.tiers: this model's layers do not all keep every token"
-    ):
+@pytest.mark.parametrize(
+    ("kind", "factor", "said"),
+    [
+        (
+            "mamba2",
+            1,
+            r"cache.tiers: this model keeps recurrent states, which are right after one token alone",
+        ),
+        ("gemma3", 2, r"cache.tiers: block_factor must be 1 for this model, which has attention windows"),
+    ],
+)
+def test_what_a_tier_cannot_keep_is_refused_with_the_reason(
+    tmp_path: Path, kind: str, factor: int, said: str
+) -> None:
+    node, _ = node_with([TierConfig(cpu=1 << 20, block_factor=factor)])
+    with pytest.raises(ConfigurationError, match=said):
         node.start(runner=runner_of(kind, tmp_path))
 
 

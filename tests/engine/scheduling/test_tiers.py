@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 import pytest
 import torch
 
+from tandem.engine.cache.groups import KVCacheGroup
 from tandem.engine.core import Engine
 from tandem.kvtransfer.base import (
     ConnectorContext,
@@ -24,7 +25,7 @@ from tandem.kvtransfer.offload.scheduler_half import TierScheduler
 from tandem.kvtransfer.offload.spec import Copy, Mover, Tier
 from tandem.kvtransfer.offload.worker_half import TierWorker
 from tandem.wire.errors import InvalidLogits
-from tests.engine.scheduling.driving import BLOCK, Driver
+from tests.engine.scheduling.driving import BLOCK, FULL, Driver, sliding
 from tests.engine.scheduling.model import alone
 from tests.engine.scheduling.world import EOS, LazyDevice
 
@@ -101,7 +102,8 @@ class TierWorld:
         self.managers: list[SlotManager] = []
         self.tiers = [Tier(_Spec(self, num_slots, policy, threshold), factor) for _ in range(tiers)]
         context = ConnectorContext("n", 1, "127.0.0.1", BLOCK, TransferConfig(), lambda: None)
-        planners = [TierScheduler(BLOCK, tier) for tier in self.tiers]
+        groups = options.get("groups", (FULL,))
+        planners = [TierScheduler(groups, tier) for tier in self.tiers]  # type: ignore[arg-type]
         workers = [TierWorker(context, tier) for tier in self.tiers]
         self.planner = planners[0]
         several = tiers > 1
@@ -190,6 +192,8 @@ class _Spec:
         return manager, mover
 
 
+# Layers of one kind, of two, of three, and such as all have a window.
+GROUPS = [(FULL,), (FULL, sliding(7)), (sliding(9), FULL, sliding(4)), (sliding(6),), (FULL, FULL)]
 PROMPT = list(range(100, 100 + 6 * BLOCK + 1))
 
 
@@ -351,15 +355,38 @@ def test_the_log_probabilities_of_a_prompt_are_computed_and_not_loaded() -> None
     assert world.loaded == 0
 
 
+@pytest.mark.parametrize("groups", GROUPS[1:])
+def test_where_layers_have_windows_a_conversation_goes_on_from_its_last_turn(
+    groups: Sequence[KVCacheGroup],
+) -> None:
+    world = TierWorld(groups=groups, num_blocks=200)
+    answer = world.run(PROMPT, max_tokens=3 * BLOCK)
+    push_out(world)
+    world.run([*PROMPT, *answer, 5])
+    kept = (len(PROMPT) + len(answer) - 1) // BLOCK * BLOCK
+    assert world.loaded == kept
+    # What another prompt shares ends before the window that was kept.
+    push_out(world)
+    computed = world.computed
+    world.run([*PROMPT[: 4 * BLOCK], 7, 7])
+    if any(group.window for group in groups):
+        assert (world.loaded, world.computed - computed) == (kept, 4 * BLOCK + 2)
+    else:
+        assert world.loaded == kept + 4 * BLOCK
+
+
 def random_world(draw: random.Random) -> TierWorld:
+    groups = draw.choice(GROUPS)
+    has_windows = any(group.window for group in groups)
     return TierWorld(
         num_slots=draw.choice([2, 6, 20, 100]),
         policy=draw.choice(list(EvictionPolicy)),
-        factor=draw.choice([1, 1, 2, 3]),
+        factor=1 if has_windows else draw.choice([1, 1, 2, 3]),
         threshold=draw.choice([0, 0, 2]),
         ahead=draw.random() < 0.5,
         tiers=draw.choice([1, 1, 2]),
-        num_blocks=draw.choice([12, 16, 40]),
+        groups=groups,
+        num_blocks=draw.choice([12, 16, 40]) * len(groups),
         max_num_seqs=draw.choice([1, 3, 8]),
         max_num_batched_tokens=draw.choice([4, 9, 30, 200]),
     )
