@@ -54,6 +54,7 @@ from tandem.kvtransfer.offload.worker_half import TierWorker
 from tandem.loadgen.traces import TraceRow, read_trace
 from tandem.wire.sampling import SamplingParams
 
+GROUPS = [KVCacheGroup(AttentionKind.FULL, BLOCK_SIZE, (0,))]
 RUNNING = 256
 PROMPT, ANSWER = 512, 128
 TIER_SLOTS = 6000
@@ -108,14 +109,14 @@ def median_step(policy: EvictionPolicy | None) -> float:
     planner, worker = None, None
     if policy is not None:
         tier = Tier(FreeTier(policy), 1)
-        planner = TierScheduler(BLOCK_SIZE, tier)
+        planner = TierScheduler(GROUPS, tier)
         context = ConnectorContext("n", 1, "127.0.0.1", BLOCK_SIZE, TransferConfig(), lambda: None)
         worker = TierWorker(context, tier)
         worker.register_kv_caches(KVCacheMemory(torch.zeros(2, 1, 2, 1, BLOCK_SIZE, 1), "m", 1, 1, 9))
     scheduler = Scheduler(
         SchedulerConfig(max_num_seqs=RUNNING, max_num_batched_tokens=TOKEN_BUDGET),
         CacheConfig(block_size=BLOCK_SIZE),
-        [KVCacheGroup(AttentionKind.FULL, BLOCK_SIZE, (0,))],
+        GROUPS,
         NUM_BLOCKS,
         CONTEXT,
         connector=planner,
@@ -215,13 +216,13 @@ def replay(rows: Sequence[TraceRow]) -> dict[str, float]:
 def _found(prompts: list[list[int]], num_blocks: int, tiers: list[tuple[int, EvictionPolicy]]) -> float:
     context = ConnectorContext("n", 1, "127.0.0.1", BLOCK_SIZE, TransferConfig(), lambda: None)
     made = [Tier(FreeTier(policy, slots), 1) for slots, policy in tiers]
-    planner = MultiScheduler([TierScheduler(BLOCK_SIZE, tier) for tier in made], longest=True)
+    planner = MultiScheduler([TierScheduler(GROUPS, tier) for tier in made], longest=True)
     worker = MultiWorker([TierWorker(context, tier) for tier in made])
     worker.register_kv_caches(KVCacheMemory(torch.zeros(2, 1, 2, 1, BLOCK_SIZE, 1), "m", 1, 1, 9))
     scheduler = Scheduler(
         SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=TOKEN_BUDGET),
         CacheConfig(block_size=BLOCK_SIZE),
-        [KVCacheGroup(AttentionKind.FULL, BLOCK_SIZE, (0,))],
+        GROUPS,
         num_blocks,
         1 << 20,
         connector=planner,
