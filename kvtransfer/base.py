@@ -323,6 +323,13 @@ class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     on_failure: Annotated[
         LoadFailurePolicy, about("`recompute`: the decode node then reads the prompt itself; or `fail`")
     ] = LoadFailurePolicy.RECOMPUTE
+    patience_s: Annotated[
+        Seconds,
+        about(
+            "a transfer is given up when waiting for it, at the rate at which its link has lately moved bytes, would take so much "
+            "longer than computing the rest on the decode node"
+        ),
+    ] = 1.0
     checksums: Annotated[
         ChecksumPolicy,
         about(
@@ -436,6 +443,9 @@ class SchedulerConnector(abc.ABC):
     def has_pending_work(self) -> bool:
         """True while there are plans that no metadata has carried yet: the engine steps again at once."""
         return False
+
+    def step_took(self, num_prompt_tokens: int, seconds: float) -> None:
+        """The model needed so long for a step that computed tokens of prompts."""
 
     def reset_cache(self) -> None:
         """Nothing that was kept so far may be loaded any more, nor what is being stored or loaded now."""

@@ -161,6 +161,10 @@ class MultiScheduler(SchedulerConnector):
     def has_pending_work(self) -> bool:
         return any(part.has_pending_work() for part in self._parts)
 
+    def step_took(self, num_prompt_tokens: int, seconds: float) -> None:
+        for part in self._parts:
+            part.step_took(num_prompt_tokens, seconds)
+
     def reset_cache(self) -> None:
         for part in self._parts:
             part.reset_cache()

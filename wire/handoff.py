@@ -7,6 +7,7 @@
        │ ◀──────────────── DestinationRegistered ─ │
        │ ◀═════════════════ KV written, by chunk ═ │   push: the connector's transport, not this channel
        │ ◀─────────────────────────── KVArrived ─ │   push: how much of it is there for good
+       │ ◀──────────────────────── TransferPace ─ │   push: the link is slow, and what is to go through it
        │ ── RenewLease ─────────────────────────▶ │   again and again, for all transfers at once
        │ ◀───────────────────────── LeaseRenewed ─ │   also tells a consumer that its producer is alive
        │ ◀──────────────────────── HandoffNotice ─ │   push: every write has completed at the consumer
@@ -157,6 +158,18 @@ class KVArrived(msgspec.Struct, frozen=True, tag="arrived", forbid_unknown_field
     checksums: bytes
 
 
+class TransferPace(msgspec.Struct, frozen=True, tag="pace", forbid_unknown_fields=True):
+    """Push: the link to the consumer has lately moved so many bytes a second. So many bytes of these transfers are computed and have
+    not arrived, and `others` are on their way before them. Said while that takes long. The consumer may find it faster to
+    compute the rest."""
+
+    envelope: Envelope
+    bytes_per_s: float
+    due: dict[str, int]
+    others: int
+    tokens_per_s: float | None  # of prompts, as the producer computes them; None: not known yet
+
+
 class HandoffNotice(msgspec.Struct, frozen=True, tag="notice", forbid_unknown_fields=True):
     """Push: every byte of the request's KV is at the consumer. Pull: every byte can be read, from these blocks.
 
@@ -223,6 +236,7 @@ HandoffMessage = (
     | RenewLease
     | LeaseRenewed
     | KVArrived
+    | TransferPace
     | HandoffNotice
     | HandoffAccepted
     | CancelTransfer

@@ -222,6 +222,8 @@ class Scheduler:
         """How long the model needed for a step: what the next ones are given of prompts follows from it."""
         if step.num_prompt_tokens:
             self._pace.took(step.num_prompt_tokens, seconds)
+            if self._state.connector is not None:
+                self._state.connector.step_took(step.num_prompt_tokens, seconds)
 
     def update_from_output(
         self,

@@ -112,6 +112,12 @@ class LayersComputed(msgspec.Struct, frozen=True):
     fence: Fence | None = None
 
 
+class ComputesAt(msgspec.Struct, frozen=True):
+    """How many tokens of prompts our engine computes in a second."""
+
+    tokens_per_s: float
+
+
 Command = (
     BeginReceive
     | CancelReceive
@@ -124,6 +130,7 @@ Command = (
     | PreemptedRequests
     | LayersComputed
     | ComputedTokens
+    | ComputesAt
 )
 
 

@@ -10,6 +10,7 @@ from tandem.kvtransfer.protocol import commands
 from tandem.kvtransfer.protocol.cache_map import Mapping
 from tandem.kvtransfer.protocol.identity import PeerKey, key_of
 from tandem.kvtransfer.protocol.incoming import DeclinedTransfers, IncomingTransfers, Verifier
+from tandem.kvtransfer.protocol.pace import LinkPace, Patience
 from tandem.kvtransfer.protocol.producer_links import ProducerLink, ProducerLinks, Registrar
 from tandem.kvtransfer.protocol.pulling import PullLoop
 from tandem.kvtransfer.protocol.quarantine import Quarantine
@@ -29,6 +30,7 @@ from tandem.wire.handoff import (
     Refusal,
     RefusalCode,
     TransferClosed,
+    TransferPace,
     Welcome,
 )
 
@@ -58,6 +60,8 @@ class Consumer:
         self._quarantine = Quarantine(side, self._links, self._incoming, has_ended=has_ended)
         self._pulling = PullLoop(side, self._links, self._incoming, broken=self._on_connection_broken)
         self._verifier = Verifier(side)
+        self._patience = Patience(settings.patience_s, clock)
+        self._tokens_per_s: float | None = None  # at which our engine computes prompts
         self._registrar = Registrar(
             side,
             self._links,
@@ -82,7 +86,12 @@ class Consumer:
             self._incoming.give_up(receiving, Outcome.CORRUPTED, reason)
         elif suspicion is not None:
             self._incoming.give_up(receiving, Outcome.PEER_LOST, suspicion)
-        elif self._links.get(receiving.peer) is not None:
+        elif (link := self._links.get(receiving.peer)) is not None:
+            if link.pace is not None:
+                # It was slow a moment ago, and may be still.
+                num_bytes = receiving.num_blocks * self._side.geometry.memory.block_bytes
+                link.pace.due[receiving.transfer_id] = num_bytes
+                self._give_up_slow(link)
             self._registrar.advance(receiving)
         else:
             self._leave_unused(receiving.peer)
@@ -105,6 +114,9 @@ class Consumer:
 
     def decline(self, command: commands.DeclineTransfer) -> None:
         self._declined.add(command.transfer_id, command.peer)
+
+    def computes_at(self, command: commands.ComputesAt) -> None:
+        self._tokens_per_s = command.tokens_per_s
 
     # ── messages of producers ──
 
@@ -184,6 +196,13 @@ class Consumer:
             self._links.found_wrong(receiving.peer)
             self._incoming.give_up(receiving, Outcome.CORRUPTED, problem)
         return problem is None
+
+    def on_pace(self, message: TransferPace) -> None:
+        link = self._hear(message)
+        if link is None or self._reads or not message.bytes_per_s > 0:
+            return
+        link.tokens_per_s = message.tokens_per_s
+        link.pace = LinkPace(message.bytes_per_s, message.due, message.others, self._side.clock())
 
     def on_notice(self, message: HandoffNotice) -> None:
         key = key_of(message.envelope)
@@ -320,11 +339,43 @@ class Consumer:
         receiving = self._incoming.get(transfer_id)
         return receiving if receiving is not None and receiving.peer == key else None
 
-    def _hear(self, message: Welcome | DestinationRegistered | LeaseRenewed) -> ProducerLink | None:
+    def _hear(
+        self, message: Welcome | DestinationRegistered | LeaseRenewed | TransferPace
+    ) -> ProducerLink | None:
         link = self._links.hear(key_of(message.envelope))
         if link is None:
             self._side.recorder.refused("unknown_peer")
         return link
+
+    # ── slow links ──
+
+    def _give_up_slow(self, link: ProducerLink) -> None:
+        """Transfers for which waiting takes longer than computing the rest here, the largest first. What is given up leaves
+        the link to the others."""
+        now, pace = self._side.clock(), link.pace
+        if pace is None or now >= pace.at + self._side.settings.keep_pace_s:
+            link.pace = None
+            return
+        waiting = {}
+        for transfer_id in pace.due:
+            receiving = self._mine(transfer_id, link.key)
+            if receiving is not None and receiving.stage is not ReceivePhase.CLOSING:
+                waiting[transfer_id] = receiving
+        pace.due = {transfer_id: pace.due[transfer_id] for transfer_id in waiting}
+        for transfer_id in sorted(waiting, key=pace.due.__getitem__, reverse=True):
+            receiving, expected_s = waiting[transfer_id], pace.expected_s(transfer_id, now)
+            missing = receiving.command.num_tokens - receiving.valid_tokens(self._side.geometry.block_size)
+            if self._patience.is_over(expected_s, missing, self._tokens_per_s or link.tokens_per_s):
+                del pace.due[transfer_id]
+                self._leave_link(
+                    receiving, f"its link is slow: {expected_s:.1f} s, and less to compute the rest"
+                )
+
+    def _leave_link(self, receiving: IncomingTransfer, reason: str) -> None:
+        logger.warning("%s from %s: %s", receiving.command.request_id, receiving.peer.node_id, reason)
+        self._incoming.give_up(receiving, Outcome.TOO_SLOW, reason)
+        if receiving in self._incoming:
+            self._incoming.stop_waiting(receiving)
 
     # ── the loop's turn ──
 
@@ -340,6 +391,12 @@ class Consumer:
         self._declined.tick()
         for link in self._links:
             self._registrar.tick(link)
+        if self._reads:
+            self._pulling.measure()
+        for link in self._links:
+            if since > settings.pace_s:
+                link.pace = None  # what was slow may have been we ourselves
+            self._give_up_slow(link)
         for receiving in self._incoming:
             if receiving.is_registered and since > settings.lease_s / 2:
                 # We stood still. There is time now to hear from the producer.

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections.abc import Callable, Iterator
 
 import msgspec
 
 from tandem.kvtransfer.protocol.cache_map import Mapping, PoolGeometry
 from tandem.kvtransfer.protocol.identity import BoundedMemory, Clock, PeerKey, key_of
+from tandem.kvtransfer.protocol.pace import LinkMeter
 from tandem.kvtransfer.protocol.settings import ProtocolSettings
 from tandem.kvtransfer.protocol.side import Forget
 from tandem.kvtransfer.protocol.transport import RemoteId, Transport
@@ -27,7 +29,8 @@ class ConsumerLink:
     mapping: Mapping  # from our blocks to its
     remote: RemoteId | None  # None with pull: the consumer comes to us
     last_heard: float
-    bytes_in_flight: int = 0
+    meter: LinkMeter
+    pace_told_at: float = -math.inf
     has_failed: bool = False  # what is in flight through it is stopped by disconnecting
 
 
@@ -96,7 +99,10 @@ class ConsumerLinks:
                 return Rejection(RefusalCode.HANDSHAKE_FAILED, str(error))
         if link is not None:
             self._leave(link)
-        self._links[key] = ConsumerLink(key, hello.envelope.reply_to, hello, mapping, remote, self._clock())
+        meter = LinkMeter(self._settings.pace_s)
+        self._links[key] = ConsumerLink(
+            key, hello.envelope.reply_to, hello, mapping, remote, self._clock(), meter
+        )
         return None
 
     def mark_ended(self, key: PeerKey) -> None:

@@ -27,6 +27,7 @@ from tandem.wire.handoff import (
     RegisterDestination,
     RenewLease,
     TransferClosed,
+    TransferPace,
     Welcome,
 )
 from tandem.wire.listening import Listener
@@ -97,6 +98,8 @@ class TransferEndpoint:
                 self.consumer.on_renewed(message)
             case KVArrived():
                 self.consumer.on_arrived(message)
+            case TransferPace():
+                self.consumer.on_pace(message)
             case HandoffNotice():
                 self.consumer.on_notice(message)
             case TransferClosed():
@@ -133,6 +136,9 @@ class TransferEndpoint:
                 self.consumer.cancel(command)
             case commands.DeclineTransfer():
                 self.consumer.decline(command)
+            case commands.ComputesAt():
+                self.producer.computes_at(command)
+                self.consumer.computes_at(command)
 
     def pump(self) -> Activity:
         """Move blocks. What it returns says how soon it wants to be called again."""

@@ -179,7 +179,7 @@ class OutgoingTransfers:
             sending.reason = reason
             for write in list(sending.in_flight):
                 if self._side.transport.cancel(write.handle):
-                    sending.over(write)
+                    sending.withdraw(write)
             if sending.request_id is not None and not sending.request_ended:
                 self._unwanted(sending.request_id)
         self.conclude(sending)

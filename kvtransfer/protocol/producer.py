@@ -118,6 +118,9 @@ class Producer:
     def preempted(self, command: commands.PreemptedRequests) -> None:
         self._progress.preempted(command)
 
+    def computes_at(self, command: commands.ComputesAt) -> None:
+        self._pushing.tokens_per_s = command.tokens_per_s
+
     def finish(self, command: commands.FinishSend) -> None:
         sending = self._ledger.of_request(command.request_id)
         if sending is None or sending.source is None:
@@ -229,6 +232,8 @@ class Producer:
 
     def tick(self) -> None:
         self._outgoing.tick()
+        if self._writes:
+            self._pushing.tell_pace()
 
     def shutdown(self) -> bool:
         """End everything that can end. False while something is in flight."""

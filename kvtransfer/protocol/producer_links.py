@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from tandem.kvtransfer.protocol.cache_map import Mapping
 from tandem.kvtransfer.protocol.checksums import every_of
 from tandem.kvtransfer.protocol.identity import BoundedMemory, PeerKey
+from tandem.kvtransfer.protocol.pace import LinkPace
 from tandem.kvtransfer.protocol.receiving import IncomingTransfer, ReceivePhase
 from tandem.kvtransfer.protocol.side import NodeSide
 from tandem.wire.handoff import CacheMemory, Hello, ProcessIdentity, RegisterDestination, RenewLease
@@ -30,6 +31,8 @@ class ProducerLink:
     lease_s: float = 0.0
     stamp: int = 0
     stamp_at: float = 0.0
+    pace: LinkPace | None = None  # where it is slow, or was a moment ago
+    tokens_per_s: float | None = None  # at which the producer computes prompts
 
     @property
     def key(self) -> PeerKey:

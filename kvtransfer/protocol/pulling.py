@@ -6,8 +6,10 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 
-from tandem.kvtransfer.protocol.identity import PeerKey
+from tandem.kvtransfer.protocol.cache_map import Mapping
+from tandem.kvtransfer.protocol.identity import Clock, PeerKey
 from tandem.kvtransfer.protocol.incoming import IncomingTransfers
+from tandem.kvtransfer.protocol.pace import LinkMeter, LinkPace
 from tandem.kvtransfer.protocol.producer_links import ProducerLinks
 from tandem.kvtransfer.protocol.receiving import IncomingTransfer, ReceivePhase
 from tandem.kvtransfer.protocol.settings import ProtocolSettings
@@ -19,10 +21,12 @@ from tandem.wire.handoff import CacheMemory, HandoffNotice
 
 
 class Reader:
-    def __init__(self, transport: Transport, settings: ProtocolSettings) -> None:
+    def __init__(self, transport: Transport, settings: ProtocolSettings, clock: Clock) -> None:
         self._transport = transport
         self._settings = settings
+        self._clock = clock
         self._remotes: dict[PeerKey, RemoteId] = {}
+        self.meters: dict[PeerKey, LinkMeter] = {}  # of these, and of those that are over
         # Connections that are over, while reads through them may still be in flight.
         self._leaving: dict[PeerKey, RemoteId] = {}
 
@@ -35,6 +39,7 @@ class Reader:
             raise TransferError("an earlier connection with this node is still being closed")
         if key not in self._remotes:
             self._remotes[key] = self._transport.connect(memory)
+            self.meters[key] = LinkMeter(self._settings.pace_s)
 
     def leave(self, key: PeerKey) -> None:
         remote = self._remotes.pop(key, None)
@@ -44,29 +49,44 @@ class Reader:
     def close_idle(self, in_use: set[PeerKey]) -> None:
         for key, remote in list(self._leaving.items()):
             if key not in in_use:
-                del self._leaving[key]
+                del self._leaving[key], self.meters[key]
                 self._transport.disconnect(remote)
 
-    def advance(self, receiving: IncomingTransfer, bytes_in_flight: Counter[PeerKey]) -> None:
-        """Look after what is in flight, post what is next. `bytes_in_flight`: all reads from each producer. A
-        TransferError leaves the other handles in flight."""
-        self._poll(receiving)
-        mapping = receiving.mapping
-        if not receiving.unread:
-            return
-        if mapping is None:
+    def can_post(self, receiving: IncomingTransfer) -> bool:
+        """One more read fits into what may be in flight from this producer."""
+        meter = self.meters.get(receiving.peer)
+        if meter is None or not receiving.unread:
+            return False
+        meter.bytes_per_s(self._clock())
+        post = self._batch(receiving) * self._mapping_of(receiving).grain_bytes
+        most = self._settings.bytes_of_a_link(post, meter.last_measured)
+        return not meter.in_flight or meter.in_flight + post <= most
+
+    def _batch(self, receiving: IncomingTransfer) -> int:
+        """Grains of one read."""
+        mapping, pace = self._mapping_of(receiving), self.meters[receiving.peer].last_measured
+        return self._settings.grains_of_a_post(mapping.grain_bytes, mapping.runs_per_grain, pace)
+
+    def _mapping_of(self, receiving: IncomingTransfer) -> Mapping:
+        if receiving.mapping is None:
             raise InternalError("a read without a mapping")
-        batch = self._settings.grains_of_a_post(mapping.grain_bytes, mapping.runs_per_grain)
-        in_flight = bytes_in_flight[receiving.peer]
-        if in_flight and in_flight + batch * mapping.grain_bytes > self._settings.max_link_bytes:
+        return receiving.mapping
+
+    def advance(self, receiving: IncomingTransfer) -> None:
+        """Look after what is in flight, post what is next. A TransferError leaves the other handles in flight."""
+        self._poll(receiving)
+        if not receiving.unread:
             return
         remote = self._remotes.get(receiving.peer)
         if remote is None:
             raise TransferError("the connection with the producer is gone")
-        places = [receiving.unread.pop() for _ in range(min(batch, len(receiving.unread)))]
-        move = mapping.move(Operation.READ, receiving.transfer_id, places)
+        if not self.can_post(receiving):
+            return
+        count = min(self._batch(receiving), len(receiving.unread))
+        places = [receiving.unread.pop() for _ in range(count)]
+        move = self._mapping_of(receiving).move(Operation.READ, receiving.transfer_id, places)
         receiving.in_flight[self._transport.post(remote, move)] = move.num_bytes
-        bytes_in_flight[receiving.peer] += move.num_bytes
+        self.meters[receiving.peer].posted(move.num_bytes, self._clock())
         self._poll(receiving)
 
     def _poll(self, receiving: IncomingTransfer) -> None:
@@ -77,7 +97,8 @@ class Reader:
                 del receiving.in_flight[handle]
                 raise
             if done:
-                del receiving.in_flight[handle]
+                num_bytes = receiving.in_flight.pop(handle)
+                self.meters[receiving.peer].moved(num_bytes, self._clock())
 
 
 logger = logging.getLogger(__name__)
@@ -95,9 +116,11 @@ class PullLoop:
         broken: Callable[[PeerKey, str], None],
     ) -> None:
         self._geometry = side.geometry
+        self._settings = side.settings
+        self._clock = side.clock
         self._links = links
         self._incoming = incoming
-        self._reader = Reader(side.transport, side.settings)
+        self._reader = Reader(side.transport, side.settings, side.clock)
         self._broken = broken
 
     @property
@@ -145,19 +168,43 @@ class PullLoop:
         in_flight: Counter[PeerKey] = Counter()
         for receiving in reading:
             in_flight[receiving.peer] += sum(receiving.in_flight.values())
+        for key, meter in self._reader.meters.items():
+            meter.withdrawn(meter.in_flight - in_flight[key])  # reads that failed or were taken back
         for receiving in reading:
-            self._read_on(receiving, in_flight)
-            if receiving.stage is ReceivePhase.READING and receiving.unread:
+            self._read_on(receiving)
+            has_due = receiving.stage is ReceivePhase.READING and bool(receiving.unread)
+            if has_due and self._reader.can_post(receiving):
                 activity = Activity.DUE
-            elif receiving.in_flight:
+            elif receiving.in_flight or has_due:
                 activity = max(activity, Activity.IN_FLIGHT)
         if self._reader.has_leaving:
             self._reader.close_idle({other.peer for other in self._incoming if other.in_flight})
         return activity
 
-    def _read_on(self, receiving: IncomingTransfer, in_flight: Counter[PeerKey]) -> None:
+    def measure(self) -> None:
+        """Note of each link that is slow how slow it is, and what is read through it."""
+        now = self._clock()
+        for link in self._links:
+            meter = self._reader.meters.get(link.key)
+            pace = meter.bytes_per_s(now) if meter is not None else None
+            if pace is None or link.mapping is None:
+                continue
+            due: dict[str, int] = {}
+            others = 0
+            for receiving in self._incoming.with_peer(link.key):
+                in_flight = sum(receiving.in_flight.values())
+                if receiving.stage is ReceivePhase.READING:
+                    unread = len(receiving.unread) * link.mapping.grain_bytes
+                    due[receiving.transfer_id] = unread + in_flight
+                else:
+                    others += in_flight
+            measured = LinkPace(pace, due, others, now)
+            if measured.longest_s > self._settings.pace_s:
+                link.pace = measured
+
+    def _read_on(self, receiving: IncomingTransfer) -> None:
         try:
-            self._reader.advance(receiving, in_flight)
+            self._reader.advance(receiving)
         except TransferError as error:
             logger.warning("reading KV from %s failed: %s", receiving.peer.node_id, error)
             self._broken(receiving.peer, str(error))

@@ -9,12 +9,14 @@ from collections.abc import Callable
 from tandem.kvtransfer.protocol import commands
 from tandem.kvtransfer.protocol.consumer_links import ConsumerLink, ConsumerLinks
 from tandem.kvtransfer.protocol.outgoing import Ledger, OutgoingTransfers
+from tandem.kvtransfer.protocol.pace import LinkPace
 from tandem.kvtransfer.protocol.sending import OutgoingTransfer, SendPhase
 from tandem.kvtransfer.protocol.side import NodeSide
 from tandem.kvtransfer.protocol.statistics import Outcome
 from tandem.kvtransfer.protocol.transport import Activity
 from tandem.kvtransfer.protocol.writing import MissingBlocks, Writer
 from tandem.wire.errors import TransferError
+from tandem.wire.handoff import TransferPace
 
 logger = logging.getLogger(__name__)
 
@@ -28,11 +30,13 @@ class PushLoop:
         outgoing: OutgoingTransfers,
         writer: Writer,
     ) -> None:
+        self._side = side
         self._clock = side.clock
         self._ledger = ledger
         self._links = links
         self._outgoing = outgoing
         self._writer = writer
+        self.tokens_per_s: float | None = None  # at which our engine computes prompts
         # Most transfers only wait, and are not looked at.
         self._moving: dict[str, OutgoingTransfer] = {}
 
@@ -66,6 +70,30 @@ class PushLoop:
         except TransferError as error:
             if sending.destination is not None:
                 self._on_failed(sending.destination.link, error)
+
+    def tell_pace(self) -> None:
+        """Tell each consumer whose link is slow how slow it is, and what has to go through it."""
+        now, settings = self._clock(), self._side.settings
+        for link in self._links:
+            pace = link.meter.bytes_per_s(now)
+            if pace is None or now < link.pace_told_at + settings.tell_pace_s:
+                continue
+            transfers = self._ledger.through(link)
+            due = {
+                sending.transfer_id: num_bytes
+                for sending in transfers
+                if sending.phase is SendPhase.OPEN and (num_bytes := sending.due_bytes)
+            }
+            others = sum(
+                write.num_bytes
+                for sending in transfers
+                if sending.transfer_id not in due
+                for write in sending.in_flight
+            )
+            if LinkPace(pace, due, others, now).longest_s > settings.pace_s:
+                link.pace_told_at = now
+                envelope = self._side.me.envelope(link.key.epoch)
+                self._side.send(link.endpoint, TransferPace(envelope, pace, due, others, self.tokens_per_s))
 
     def close_idle_links(self) -> None:
         """Whose last write has ended. Transfers that waited for that can end now."""

@@ -19,6 +19,7 @@ from tandem.kvtransfer.protocol.commands import (
     BlockTable,
     CancelReceive,
     Command,
+    ComputesAt,
     DeclineTransfer,
     ExtendSend,
     FinishSend,
@@ -26,6 +27,7 @@ from tandem.kvtransfer.protocol.commands import (
     StepCommands,
 )
 from tandem.kvtransfer.protocol.identity import token_hash
+from tandem.kvtransfer.protocol.pace import ComputeRate
 from tandem.wire.requests import KVTransferParams, TransferRole
 
 
@@ -56,6 +58,8 @@ class SchedulerHalf(SchedulerConnector):
         self._state_blocks = state_blocks
         self._entries: dict[str, _Entry] = {}
         self._commands: list[Command] = []
+        self._rate = ComputeRate()
+        self._told_rate = 0.0
         self._planned_now: set[str] = set()  # their whole block table is in this step's commands
 
     def on_new_request(self, request: TransferRequest) -> None:
@@ -153,7 +157,18 @@ class SchedulerHalf(SchedulerConnector):
             plan.num_tokens += num_tokens
         self._commands = []
         self._planned_now = set()
+        self._tell_rate(plan)
         return plan
+
+    def step_took(self, num_prompt_tokens: int, seconds: float) -> None:
+        self._rate.took(num_prompt_tokens, seconds)
+
+    def _tell_rate(self, plan: StepCommands) -> None:
+        """If it is news: no step is made for it alone."""
+        rate = self._rate.tokens_per_s
+        if rate is not None and not 0.9 < self._told_rate / rate < 1.1:
+            self._told_rate = rate
+            plan.before_forward.append(ComputesAt(rate))
 
     def _is_sending(self, request_id: str) -> bool:
         entry = self._entries.get(request_id)

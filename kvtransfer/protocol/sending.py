@@ -256,6 +256,17 @@ class OutgoingTransfer:
     def _due_end(self) -> int:
         return self._end_of(self.source.computed) if self.source is not None else 0
 
+    @property
+    def due_bytes(self) -> int:
+        """What is computed and has not arrived."""
+        if self.destination is None:
+            return 0
+        end, waiting = self._due_end, len(self.layers.positions) if self.layers is not None else 0
+        waiting += sum(index < end for _, index in self._unsent)
+        return waiting * self.destination.mapping.grain_bytes + sum(
+            write.num_bytes for write in self.in_flight
+        )
+
     def take_due(self, limit: int) -> list[Position]:
         return self._take_below(self._due_end, limit)
 
@@ -328,17 +339,19 @@ class OutgoingTransfer:
         self.num_posted += 1
         self.in_flight.append(write)
         if self.destination is not None:
-            self.destination.link.bytes_in_flight += write.num_bytes
+            self.destination.link.meter.posted(write.num_bytes, write.posted_at)
 
-    def over(self, write: Write) -> None:
-        """It is no longer in flight, whatever became of it."""
+    def withdraw(self, write: Write) -> None:
+        """It is no longer in flight, and has not arrived."""
         self.in_flight.remove(write)
         if self.destination is not None:
-            self.destination.link.bytes_in_flight -= write.num_bytes
+            self.destination.link.meter.withdrawn(write.num_bytes)
 
     def settle(self, write: Write, now: float) -> None:
         """A write has arrived."""
-        self.over(write)
+        self.in_flight.remove(write)
+        if self.destination is not None:
+            self.destination.link.meter.moved(write.num_bytes, now)
         if write.tainted:
             self._put_back()
         else:

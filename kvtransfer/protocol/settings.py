@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TypeVar
 
 import msgspec
 
-from tandem.kvtransfer.base import MAX_LEASE_S, TransferConfig
+from tandem.kvtransfer.base import MAX_LEASE_S, LoadFailurePolicy, TransferConfig
 from tandem.kvtransfer.protocol.transport import Direction
 from tandem.wire.errors import ConfigurationError
 
@@ -24,10 +25,21 @@ class ProtocolSettings(msgspec.Struct, frozen=True):
     silent_s: float = 2.0  # the longest wait for what a peer may never say
     margin_s: float = 0.5  # what a process that has ended had sent has certainly been received after so long
     keep_link_s: float = 600.0  # with a peer that nothing goes to: it may be gone for good
+    # A transfer is given up that would take so much longer than computing what is missing here.
+    patience_s: float = 1.0
+    pace_s: float = (
+        0.5  # a link's pace is measured over at least so long, and a shorter wait is not spoken of
+    )
+    tell_pace_s: float = 0.25  # a consumer is told no more often of a slow link
+    keep_pace_s: float = 5.0  # and for so long begins no transfer there that would be given up
     progress_s: float = 0.002  # a consumer is told no more often of what has arrived
     tick_s: float = 0.05  # deadlines are looked at this often while there are any
     # One write or read; larger ones are split, so that a lease is checked in between.
     max_post_bytes: int = 32 << 20
+    # Over a slow link: what it moves in `post_s`, and no more in flight than in `link_s`, so that its pace is seen early.
+    min_post_bytes: int = 1 << 20
+    post_s: float = 0.1
+    link_s: float = 1.0
     # One write that completes blocks which all carry a checksum: the consumer compares them while the next is on its way.
     checked_post_bytes: int = 4 << 20
     # All writes, or all reads, that are in flight between two nodes. They cannot be taken back: over a slow link this
@@ -43,8 +55,17 @@ class ProtocolSettings(msgspec.Struct, frozen=True):
     max_early_places: int = 4 << 20
     max_remembered: int = 16_384  # ids of closed transfers
 
-    def grains_of_a_post(self, grain_bytes: int, runs: int) -> int:
-        return max(1, min(self.max_post_bytes // grain_bytes, self.max_post_runs // runs))
+    def grains_of_a_post(self, grain_bytes: int, runs: int, bytes_per_s: float | None) -> int:
+        """`bytes_per_s`: of the link, if it was ever measured."""
+        most = self.max_post_bytes
+        if bytes_per_s is not None:
+            most = min(most, max(self.min_post_bytes, int(bytes_per_s * self.post_s)))
+        return max(1, min(most // grain_bytes, self.max_post_runs // runs))
+
+    def bytes_of_a_link(self, post_bytes: int, bytes_per_s: float | None) -> int:
+        if bytes_per_s is None:
+            return self.max_link_bytes
+        return min(self.max_link_bytes, max(2 * post_bytes, int(bytes_per_s * self.link_s)))
 
     @property
     def remember_s(self) -> float:
@@ -70,6 +91,8 @@ class ProtocolSettings(msgspec.Struct, frozen=True):
             silent_s=min(2.0, config.lease_s / 2),
             margin_s=max(0.25, config.lease_s / 20),
             retry_s=min(0.25, config.lease_s / 6),
+            # A request that would fail without its KV waits for it.
+            patience_s=config.patience_s if config.on_failure is LoadFailurePolicy.RECOMPUTE else math.inf,
         )
 
 

@@ -26,6 +26,7 @@ class Outcome(enum.StrEnum):
     MISMATCHED = "mismatched"  # what came or was asked for is not this request's
     INCOMPATIBLE = "incompatible"  # the caches do not mean the same
     TIMED_OUT = "timed_out"
+    TOO_SLOW = "too_slow"  # its link is so slow that computing the rest takes less
     LEASE_EXPIRED = "lease_expired"
     PEER_LOST = "peer_lost"  # dead, restarted, or silent beyond its lease
     MOVE_FAILED = "move_failed"  # the transport reported an error

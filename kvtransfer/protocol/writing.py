@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tandem.kvtransfer.protocol.cache_map import Mapping
 from tandem.kvtransfer.protocol.checksums import Checksums
 from tandem.kvtransfer.protocol.identity import Clock
 from tandem.kvtransfer.protocol.sending import DestinationBlocks, OutgoingTransfer, Position, Write
@@ -42,29 +41,32 @@ class Writer:
         destination = sending.destination
         if destination is None or not sending.has_due:
             return False
-        in_flight = destination.link.bytes_in_flight
-        post = self._batch(destination.mapping) * destination.mapping.grain_bytes
-        return not in_flight or in_flight + post <= self._settings.max_link_bytes
+        meter = destination.link.meter
+        meter.bytes_per_s(self._clock())
+        post = self._batch(destination) * destination.mapping.grain_bytes
+        most = self._settings.bytes_of_a_link(post, meter.last_measured)
+        return not meter.in_flight or meter.in_flight + post <= most
 
     def computing(self, sending: OutgoingTransfer, num_tokens: int, slots: int) -> None:
         """The first `slots` layers of a chunk that ends at `num_tokens` have been computed."""
         if sending.destination is not None:
             # So many that one layer of them is not more than one post.
             limit = min(self._settings.layerwise_posts, self._slots)
-            sending.begin_layers(num_tokens, slots, limit * self._batch(sending.destination.mapping))
+            sending.begin_layers(num_tokens, slots, limit * self._batch(sending.destination))
 
     def computed(self, sending: OutgoingTransfer) -> None:
         """All layers have been."""
         if sending.layers is not None:
             sending.layers.computed = self._slots
 
-    def _batch(self, mapping: Mapping) -> int:
+    def _batch(self, destination: DestinationBlocks) -> int:
         """Grains of one post."""
-        return self._settings.grains_of_a_post(mapping.grain_bytes, mapping.runs_per_grain)
+        mapping, pace = destination.mapping, destination.link.meter.last_measured
+        return self._settings.grains_of_a_post(mapping.grain_bytes, mapping.runs_per_grain, pace)
 
     def _complete_batch(self, destination: DestinationBlocks) -> int:
         """Grains of one post that completes them."""
-        batch = self._batch(destination.mapping)
+        batch = self._batch(destination)
         if destination.checksum_every == 1:
             batch = min(batch, max(1, self._settings.checked_post_bytes // destination.mapping.grain_bytes))
         return batch
@@ -77,7 +79,7 @@ class Writer:
         is_last = True
         if sending.layers is not None:
             positions, slots, is_last = sending.take_layers(
-                self._slots, self._batch(destination.mapping), self._complete_batch(destination)
+                self._slots, self._batch(destination), self._complete_batch(destination)
             )
         else:
             positions = sending.take_due(self._complete_batch(destination))
@@ -117,7 +119,7 @@ class Writer:
             try:
                 done = self._transport.is_done(write.handle)
             except TransferError:
-                sending.over(write)
+                sending.withdraw(write)
                 raise
             if done:
                 self._settle(sending, write)

@@ -41,6 +41,7 @@ SETTINGS = ProtocolSettings(
     margin_s=0.5,
     retry_s=0.25,
     max_post_bytes=2 * BLOCK_BYTES,
+    min_post_bytes=BLOCK_BYTES,
     max_link_bytes=4 * BLOCK_BYTES,
     max_early_places=10_000,
 )
@@ -119,6 +120,7 @@ class Move:
     local_cells: list[int]
     remote_cells: list[int]
     done_at: float
+    left: float = 0.0  # bytes, where links have a rate
     state: str = "moving"
 
     @property
@@ -185,6 +187,7 @@ class FakeTransport(Transport):
             local_cells,
             remote_cells,
             self.world.now + self.world.move_s(),
+            move.num_bytes,
         )
         return handle
 
@@ -495,6 +498,8 @@ class World:
         self.forgotten: list[str] = []
         self.move_s: Callable[[], float] = lambda: SETTINGS.margin_s / 4
         self.stalled = False  # nothing that was posted gets any further
+        # Of each link; then what was posted first arrives first. None: each move takes `move_s`.
+        self.bytes_per_s: Callable[[], float] | None = None
         self.ways_can_be_closed = True
         self.late_writes_are_refused = False
         self.same_machine = False
@@ -611,15 +616,30 @@ class World:
         """Time passes, and with it what was posted gets there, unless the links stall."""
         until = self.now + seconds
         while self.now < until:
-            if not self.stalled:
+            step = min(until - self.now, SETTINGS.tick_s)
+            if self.bytes_per_s is not None:
+                self._flow(step * self.bytes_per_s())
+            elif not self.stalled:
                 for move in self.moves():
                     if self.now > move.done_at:
                         self.complete(move)
             self.pump()
-            self.now = min(until, self.now + SETTINGS.tick_s)
+            self.now += step
             for node in list(self.nodes.values()):
                 if not node.frozen:
                     node.endpoint.tick()
+
+    def _flow(self, num_bytes: float) -> None:
+        """So many bytes through each link."""
+        left: dict[tuple[str, str], float] = {}
+        for move in self.moves():
+            link = (move.node.name, move.peer)
+            budget = left.get(link, num_bytes)
+            taken = min(budget, move.left)
+            move.left -= taken
+            left[link] = budget - taken
+            if move.left <= 0:
+                self.complete(move)
 
     def settle_messages(self, seconds: float) -> None:
         """A healthy network for messages; what was posted takes its time."""

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from kv_fake_network import SETTINGS, Node, Receive, Send, World
 
-from tandem.kvtransfer.protocol.commands import CancelReceive
+from tandem.kvtransfer.protocol.commands import CancelReceive, ComputesAt
 from tandem.kvtransfer.protocol.transport import Direction
 from tandem.wire.handoff import (
     Envelope,
@@ -51,6 +51,8 @@ class History:
         self.producer: Node = self.world.add("p", 11, block_size=block_sizes[0])
         self.consumer: Node = self.world.add("c", 22, skew, block_size=block_sizes[1])
         self._choose = choose
+        for node in (self.producer, self.consumer):
+            node.endpoint.execute(ComputesAt(50.0))  # slow links are left for computing
         self._count = 0
         self._waiting_sends: list[Send] = []
         self._waiting_receives: list[Receive] = []

@@ -24,8 +24,9 @@ def handed_over() -> tuple[Node, Node]:
     world.deliver_all()
     for tokens, seconds in ((8, 1.0), (len(TOKENS), 2.0)):
         producer.compute(send, tokens)
-        world.pump()
-        world.now += seconds
+        world.stalled = True
+        world.settle_messages(seconds)
+        world.stalled = False
         while world.moves():
             for move in world.moves():
                 world.complete(move)
