@@ -11,16 +11,9 @@ from tandem.wire.errors import InternalError, NodeLost, TandemError, Unavailable
 
 T = TypeVar("T")
 
-_MACHINE_DIED = "because its node has died"  # Ray tells it in words alone
-
 
 class ProcessUnreachable(Unavailable):
     """Ray could not reach the process, as when a connection was reset: no word of whether it lives."""
-
-
-class MachineUnseen(NodeLost):
-    """Ray has lost sight of the process's machine, and takes the process for dead. It may serve on: the way between Ray's
-    control store and the machine is another than that between routers and nodes."""
 
 
 def translated(error: ray_exceptions.RayError) -> TandemError:
@@ -33,8 +26,6 @@ def translated(error: ray_exceptions.RayError) -> TandemError:
             return Unavailable(f"no machine of the cluster can take it: {_first_line(error)}")
         case ray_exceptions.ActorUnavailableError():
             return ProcessUnreachable(_first_line(error))
-        case ray_exceptions.RayActorError() if _MACHINE_DIED in str(error):
-            return MachineUnseen(_last_words(error))
         case ray_exceptions.RayActorError():
             return NodeLost(_last_words(error))
         case _:

@@ -57,7 +57,7 @@ class RayHosts:
     ) -> None:
         self._store = store
         self._needs = needs
-        self._nodes = nodes or _ray_nodes
+        self._nodes = nodes or ray_nodes
         self._find_out = find_out or _ask_ray_node
         self._request = request or _request_resources
         self._look_again_s = look_again_s
@@ -171,7 +171,7 @@ class RayHosts:
             self._wanted = bundles
 
 
-def _ray_nodes() -> list[dict[str, Any]]:
+def ray_nodes() -> list[dict[str, Any]]:
     ray = joined_ray()
     try:
         nodes: list[dict[str, Any]] = ray.nodes()

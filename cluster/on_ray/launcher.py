@@ -15,14 +15,15 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tandem.cluster.launcher import Host, NodeHandle, Report, RouterHandle
-from tandem.cluster.on_ray.errors import MachineUnseen, ProcessUnreachable, answer, translated
+from tandem.cluster.on_ray.errors import ProcessUnreachable, answer, translated
+from tandem.cluster.on_ray.hosts import ray_nodes
 from tandem.cluster.on_ray.node_actor import DecodeActor, PrefillActor
 from tandem.cluster.on_ray.router_actor import RouterActor
 from tandem.cluster.on_ray.runtime import HEAD_ONLY, NAMESPACE
 from tandem.cluster.tasks import cancel
 from tandem.node.config import NodeConfig
 from tandem.router.config import RouterConfig
-from tandem.wire.errors import TandemError, Unavailable
+from tandem.wire.errors import NodeLost, TandemError, Unavailable
 from tandem.wire.nodes import NodeInfo, NodeSighting, Role
 from tandem.wire.requests import NodeStatus
 
@@ -45,10 +46,19 @@ Create = Callable[[], Any]
 
 
 class RayHandle:
-    """One actor, found or made in the background. `hold` is a call that only its end answers."""
+    """One actor, found or made in the background. `hold` is a call that only its end answers. `machine` is the id of its Ray
+    node; "" where there is only one."""
 
-    def __init__(self, name: str, is_wanted: Callable[[bytes], bool], create: Create, stop_s: float) -> None:
+    def __init__(
+        self,
+        name: str,
+        is_wanted: Callable[[bytes], bool],
+        create: Create,
+        stop_s: float,
+        machine: str = "",
+    ) -> None:
         self._name = name
+        self._machine = machine
         self._is_wanted = is_wanted  # the configuration that one was made with: it may be adopted
         self._create = create
         self._stop_s = stop_s
@@ -116,11 +126,14 @@ class RayHandle:
         return "it was stopped"
 
     async def _held_on(self, actor: Any) -> bool:
-        """One call to `hold`. A connection that broke is no end, nor a machine that Ray has lost sight of: only Ray's word
-        that the process died is one."""
+        """One call to `hold`. A connection that broke is no end. Ray's word that the process died is one, unless Ray has lost
+        sight of its machine: then it takes all that runs there for dead, and it may serve on, because the way between Ray's
+        control store and a machine is another than that between routers and nodes."""
         try:
             ended = bool(await answer(actor.hold.remote(_HOLD_S)))
-        except (ProcessUnreachable, MachineUnseen) as error:
+        except (ProcessUnreachable, NodeLost) as error:
+            if isinstance(error, NodeLost) and await self._machine_is_seen():
+                raise
             if not self._unreached:
                 logger.warning("%s cannot be reached, and is asked again: %s", self._name, error)
             self._unreached = str(error)
@@ -128,6 +141,15 @@ class RayHandle:
             return False
         self._unreached = ""
         return ended
+
+    async def _machine_is_seen(self) -> bool:
+        if not self._machine:
+            return True
+        try:
+            nodes = await asyncio.to_thread(ray_nodes)
+        except TandemError:
+            return False  # it is asked again
+        return any(node["NodeID"] == self._machine and node["Alive"] for node in nodes)
 
     async def drain(self, timeout_s: float) -> bool:
         return bool(await answer((await self.actor()).drain.remote(timeout_s)))
@@ -236,14 +258,16 @@ class RayLauncher:
         name = self._prefix + config.node_id
         encoded = msgspec.msgpack.encode(config)
         create = self._creator(_NODE_ACTORS[config.role], name, encoded, options)
-        return RayNode(name, lambda running: is_same_node(running, config), create, self._stop_s)
+        return RayNode(
+            name, lambda running: is_same_node(running, config), create, self._stop_s, _machine_of(host)
+        )
 
     def launch_router(self, name: str, config: RouterConfig, host: Host | None) -> RouterHandle:
         name = self._prefix + name
         encoded = msgspec.msgpack.encode(config)
         options = {"resources": HEAD_ONLY} if host is None else _on_ray_node(host)
         create = self._creator(RouterActor, name, encoded, options)
-        return RayRouter(name, encoded.__eq__, create, self._stop_s)
+        return RayRouter(name, encoded.__eq__, create, self._stop_s, _machine_of(host))
 
     def _creator(self, actor: Any, name: str, config: bytes, options: Mapping[str, Any]) -> Create:
         placed = actor.options(
@@ -264,6 +288,10 @@ def is_same_node(running: bytes, wanted: NodeConfig) -> bool:
 
 def _without_role(config: NodeConfig) -> NodeConfig:
     return msgspec.structs.replace(config, role=Role.AGGREGATED, transfer=None)
+
+
+def _machine_of(host: Host | None) -> str:
+    return "" if host is None or host.slots is None else host.name
 
 
 def _on_ray_node(host: Host) -> dict[str, Any]:

@@ -7,6 +7,7 @@ placement                         which machine, cores, device and share of memo
 room                              how many nodes a machine offers room for; whether they are too many
 fleet                             the supervisors that there are; the nodes that routers are told of
 supervisor, node_supervisor, router_supervisor   one process: started, watched, replaced, left out
+unseen_node                       one that an earlier controller placed on a machine that this one does not see
 witnesses                         what routers, clients and nodes see of one that is silent
 autoscaling, load_meter, autoscaler              how large a pool should be; what is measured; the loop around both
 event_log                         what happened, numbered

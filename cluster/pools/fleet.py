@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.events import Events
 from tandem.cluster.launcher import Host, Launcher
-from tandem.cluster.pools.node_supervisor import Admit, NodeSupervisor
+from tandem.cluster.pools.node_supervisor import Admit, KeepLeftOut, NodeSupervisor
 from tandem.cluster.pools.placement import node_config, router_config
 from tandem.cluster.pools.router_supervisor import RouterSupervisor
 from tandem.cluster.pools.state import Membership, NodePlacement, NodeRecord
@@ -35,12 +35,15 @@ class Fleet:
         tasks: Tasks,
         changed: Wakeup,
         admit: Admit,
+        keep_left_out: KeepLeftOut,
     ) -> None:
         self.config = config  # the model's name in it may become one commit, before anything is launched
         self._clock = clock
         self._tasks = tasks
         self._changed = changed
         self._admit = admit
+        self._keep_left_out = keep_left_out
+        self._unseen: dict[str, asyncio.Event] = {}  # machines that were never seen, and when they are
         self.membership = Membership()
         self.nodes: dict[str, NodeSupervisor] = {}
         self.routers: dict[str, RouterSupervisor] = {}
@@ -71,17 +74,31 @@ class Fleet:
 
     # --- nodes
 
-    def launch_node(self, record: NodeRecord, placement: NodePlacement, host: Host) -> None:
+    def launch_node(
+        self, record: NodeRecord, placement: NodePlacement, host: Host, *, is_seen: bool = True
+    ) -> None:
         supervisor = NodeSupervisor(
             node_config(self.config, record.node_id, record.role, placement),
             host,
             placement.slot,
             self._around,
             self._admit,
+            self._keep_left_out,
             record.info,
+            None if is_seen else self._unseen.setdefault(host.name, asyncio.Event()),
         )
         self.nodes[record.node_id] = supervisor
-        self._run(supervisor)
+        if record.left_out:
+            supervisor.stay_left_out(record.left_out)
+        else:
+            self._run(supervisor)
+
+    def machines_are_seen(self, hosts: Iterable[Host]) -> None:
+        for host in hosts:
+            if (seen := self._unseen.pop(host.name, None)) is not None:
+                for node in self._nodes_on(host):
+                    node.host = host
+                seen.set()
 
     def _run(self, supervisor: NodeSupervisor | RouterSupervisor) -> None:
         self._runs[supervisor.name] = self._tasks.spawn(supervisor.run(), f"supervise {supervisor.name}")
@@ -91,7 +108,7 @@ class Fleet:
         them can be asked. As long as routers themselves bear with a silence."""
         witnesses, limit_s = self._around.witnesses, self.config.router.heartbeat.silence
         for node in self._nodes_on(host):
-            if node.info is not None and node.serves:
+            if node.info is not None:  # it is announced
                 seen = await witnesses.of_node(node.info)
                 if seen is None or seen.silent_s < limit_s:
                     return True
@@ -127,7 +144,8 @@ class Fleet:
         if supervisor is None:
             return
         self._ending.add(supervisor)
-        await cancel(self._runs[supervisor.name])
+        if (run := self._runs.get(supervisor.name)) is not None:
+            await cancel(run)
         await supervisor.stop()
         self._runs.pop(supervisor.name, None)
         self._ending.discard(supervisor)
@@ -142,7 +160,12 @@ class Fleet:
             self._tasks.spawn(self._end(self.routers.pop(name)), f"end {name}")
         for name, host in wanted.items():
             # One that is still being ended has its name until it is gone.
-            if name not in self.routers and name not in self._runs:
+            # On a machine that was never seen, none can be started.
+            if (
+                name not in self.routers
+                and name not in self._runs
+                and not (host and host.name in self._unseen)
+            ):
                 config = self.config.router if host is None else router_config(self.config.router, host)
                 self.routers[name] = RouterSupervisor(name, config, host, self._around)
                 self._run(self.routers[name])

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from tandem.cluster.describe import ranges
 from tandem.cluster.launcher import Host, NodeHandle
 from tandem.cluster.pools.supervisor import ProcessPhase, ProcessSupervisor, Surroundings
+from tandem.cluster.pools.unseen_node import UnseenNode
 from tandem.node.config import NodeConfig
 from tandem.wire.errors import TandemError, Unavailable
 from tandem.wire.nodes import NodeInfo, NodeState, Role
@@ -19,6 +20,9 @@ logger = logging.getLogger(__name__)
 Admit = Callable[[NodeInfo], Awaitable[None]]
 """Keeps what will be announced, for the next controller. Raises ConfigurationError for a node that must not join."""
 
+KeepLeftOut = Callable[[str, str], Awaitable[None]]
+"""Keeps, for the next controller, that this node is left out, and why."""
+
 
 class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
     def __init__(
@@ -28,7 +32,9 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
         slot: Role,
         around: Surroundings,
         admit: Admit,
+        keep_left_out: KeepLeftOut,
         info: NodeInfo | None = None,  # what an earlier controller announced
+        seen: asyncio.Event | None = None,  # its machine, which was never seen so far
     ) -> None:
         super().__init__(config.node_id, around)
         self.config = config
@@ -39,6 +45,8 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
         self.status: NodeStatus | None = None  # its last answer
         self._vouched = ""  # what was said of its silence
         self._admit = admit
+        self._keep_left_out = keep_left_out
+        self._unseen = UnseenNode(info, seen, self._launch_now) if info and seen else None
         self._role_change = (
             asyncio.Event()
         )  # the process is drained, `config` is for another role than it has
@@ -47,6 +55,10 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
 
     def _launch(self) -> NodeHandle:
         self._role_change.clear()  # whatever starts now starts in the role that is wanted
+        unseen, self._unseen = self._unseen, None
+        return unseen or self._launch_now()
+
+    def _launch_now(self) -> NodeHandle:
         return self._around.launcher.launch_node(self.config, self.host, self.slot)
 
     async def _start(self, handle: NodeHandle) -> NodeInfo:
@@ -69,6 +81,9 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
         where = "" if device == "auto" else f" on {device}"
         cores = f", cores {ranges(self.config.cores)}" if self.config.cores else ""
         return f"{info.role.value}{where}{cores}"
+
+    async def _left_out(self) -> None:
+        await self._keep_left_out(self.name, self.detail)
 
     async def _lost(self) -> None:
         self.status = None

@@ -63,7 +63,9 @@ class Reconciler:
         self.has_looked = False  # at the whole, once
         self.retiring: dict[str, asyncio.Task[bool]] = {}
         self.decisions: deque[ControllerDecision] = deque(maxlen=_DECISIONS_KEPT)
-        self.fleet = Fleet(config, launcher, events, clock, tasks, self.changed, self._admit)
+        self.fleet = Fleet(
+            config, launcher, events, clock, tasks, self.changed, self._admit, self._keep_left_out
+        )
 
     async def take_over(self) -> None:
         """Routers that run are told at first what they were told last: to them nothing has happened. Whatever is
@@ -76,13 +78,20 @@ class Reconciler:
             if kept is None:
                 return
             machines = {host.name: host for host in await self._machines_of(self.state)}
+            self.machines = self.state.unseen_machines(machines)
+            unseen = {host.name: host for host in self.machines}
             for record in self.state.nodes:
-                host = machines.get(record.placement.host) if record.placement else None
-                if record.placement is None or host is None:
+                placement = record.placement
+                host = (machines | unseen).get(placement.host) if placement else None
+                if placement is None or host is None:
                     continue
                 if record.info is not None:
                     await self.fleet.membership.announce(record.info)
-                self.fleet.launch_node(record, record.placement, host)
+                    self.fleet.launch_node(record, placement, host, is_seen=host.name in machines)
+                elif host.name in machines:
+                    self.fleet.launch_node(record, placement, host)
+                else:  # it had not served yet: another takes its place
+                    await self.keep(self.state.without(record.node_id))
             for record in self.state.nodes:
                 if record.leaving:
                     self.begin_to_retire(record.node_id, self._config.timeouts.nodes.drain_s)
@@ -137,7 +146,7 @@ class Reconciler:
         def with_info(current: ClusterState) -> ClusterState:
             known = current if current.content else msgspec.structs.replace(current, content=info.content)
             record = known.find(info.node_id)
-            return known if record is None else known.with_node(msgspec.structs.replace(record, info=info))
+            return known if record is None else known.with_node(record.serving_as(info))
 
         self._content = self._content or self.state.content or info.content
         if info.content != self._content:
@@ -151,6 +160,17 @@ class Reconciler:
         except TandemError as error:
             # Until it is kept, the next controller takes it for a node that it does not know yet: a short detour.
             logger.warning("%s serves, but that could not be kept: %s", info.node_id, error)
+
+    async def _keep_left_out(self, node_id: str, reason: str) -> None:
+        def left_out(current: ClusterState) -> ClusterState:
+            record = current.find(node_id)
+            return current if record is None else current.with_node(record.out_of_use(reason))
+
+        try:
+            await self._update(left_out)
+        except TandemError as error:
+            # Until it is kept, the next controller tries it again.
+            logger.warning("%s is left out, but that could not be kept: %s", node_id, error)
 
     def note(self, text: str) -> None:
         logger.info("%s", text)
@@ -182,6 +202,7 @@ class Reconciler:
         """A machine that Ray has lost sight of is kept, with what runs there, as long as others hear that."""
         present = await self._hosts.present()
         seen = {host.name for host in present}
+        self.fleet.machines_are_seen(present)
         kept = []
         for host in self.machines:
             if host.name in seen:

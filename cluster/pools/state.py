@@ -8,10 +8,13 @@ a new router.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from collections.abc import Container
 
 import msgspec
 
 from tandem.cluster.config import PoolsConfig
+from tandem.cluster.launcher import Host
 from tandem.wire.nodes import NodeInfo, Role
 
 
@@ -32,6 +35,13 @@ class NodeRecord(msgspec.Struct, frozen=True):
     placement: NodePlacement | None = None  # None: no machine has room for it
     info: NodeInfo | None = None  # as it was last announced
     leaving: bool = False  # it is drained, and goes
+    left_out: str = ""  # why; no controller starts it again before it is asked to
+
+    def serving_as(self, info: NodeInfo) -> NodeRecord:
+        return msgspec.structs.replace(self, info=info, left_out="")
+
+    def out_of_use(self, reason: str) -> NodeRecord:
+        return msgspec.structs.replace(self, info=None, left_out=reason)
 
 
 class ClosedSlot(msgspec.Struct, frozen=True):
@@ -53,6 +63,17 @@ class ClusterState(msgspec.Struct, frozen=True):
 
     def find(self, node_id: str) -> NodeRecord | None:
         return next((node for node in self.nodes if node.node_id == node_id), None)
+
+    def unseen_machines(self, seen: Container[str]) -> list[Host]:
+        """Those on which nodes served, with places for them and for nothing else."""
+        placements = [
+            node.placement for node in self.nodes if node.placement is not None and node.info is not None
+        ]
+        addresses = {there.host: there.address for there in placements if there.host not in seen}
+        return [
+            Host(name, address, slots=dict(Counter(there.slot for there in placements if there.host == name)))
+            for name, address in addresses.items()
+        ]
 
     def staying(self, role: Role) -> list[NodeRecord]:
         return [node for node in self.nodes if node.role is role and not node.leaving]

@@ -89,6 +89,9 @@ class ProcessSupervisor(abc.ABC, Generic[H, Ready]):
     def _may_leave_out(self) -> bool:
         return True
 
+    async def _left_out(self) -> None:
+        """It is not started again before that is asked for."""
+
     async def _lost(self) -> None:
         """It no longer serves, or did not start; before anything else is done about it."""
 
@@ -130,6 +133,7 @@ class ProcessSupervisor(abc.ABC, Generic[H, Ready]):
                 mistaken = isinstance(error, ConfigurationError) and not self._has_worked
                 if (mistaken or failures >= MAX_START_FAILURES) and self._may_leave_out():
                     self._leave_out(error, failures)
+                    await self._left_out()
                     return
                 await self._pause(f"did not start ({failures} of {MAX_START_FAILURES}): {error}", failures)
                 continue
@@ -183,6 +187,11 @@ class ProcessSupervisor(abc.ABC, Generic[H, Ready]):
         self._enter(ProcessPhase.LEFT_OUT, str(error))
         times = "" if failures == 1 else f"failed {failures} times in a row: "
         self._events.gave_up(self.name, f"{times}{error}")
+        self._settled.set()
+
+    def stay_left_out(self, reason: str) -> None:
+        """As an earlier controller left it, instead of `run`."""
+        self._enter(ProcessPhase.LEFT_OUT, reason)
         self._settled.set()
 
     def _new_silence(self) -> Silence:

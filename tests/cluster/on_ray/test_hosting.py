@@ -187,7 +187,7 @@ def test_every_error_of_ray_becomes_one_of_ours() -> None:
     import_ray()
     from ray import exceptions
 
-    from tandem.cluster.on_ray.errors import MachineUnseen, translated
+    from tandem.cluster.on_ray.errors import translated
 
     def failed(cause: Exception) -> exceptions.RayTaskError:
         return exceptions.RayTaskError("start", "traceback", cause)
@@ -195,11 +195,5 @@ def test_every_error_of_ray_becomes_one_of_ours() -> None:
     ours = ConfigurationError("no such model")
     assert translated(failed(ours)) is ours
     assert str(translated(failed(ValueError("x")))) == "ValueError: x"
-    killed = translated(exceptions.ActorDiedError())
-    assert isinstance(killed, NodeLost)
-    assert not isinstance(killed, MachineUnseen)
-    # In Ray 2's words. It says this when the machine does not answer its control store for half a minute.
-    unseen = exceptions.ActorDiedError()
-    unseen.error_msg += "\nThe actor died because its node has died. Node Id: 5c\n\tthe actor's node was terminated: health check"
-    assert isinstance(translated(unseen), MachineUnseen)
+    assert isinstance(translated(exceptions.ActorDiedError()), NodeLost)
     assert str(translated(exceptions.GetTimeoutError("late"))) == "Ray: GetTimeoutError: late"

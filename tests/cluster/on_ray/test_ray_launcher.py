@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from types import SimpleNamespace
 
 import msgspec
@@ -20,17 +21,16 @@ NODE = NodeConfig(
 replace = msgspec.structs.replace
 
 
-@pytest.mark.slow
-def test_a_broken_connection_is_no_end_and_the_word_of_a_death_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slow: imports Ray. Starts nothing."""
-    ray = import_ray()
+def hold_until_it_ends(
+    monkeypatch: pytest.MonkeyPatch, outcomes: list[object], machine: str = "", alive: Iterable[bool] = ()
+) -> tuple[str, int]:
+    """What `ended` says when `hold` comes to these outcomes, and how often it was called. `alive`: what Ray says of the machine
+    each time."""
     from tandem.cluster.on_ray import launcher
 
     monkeypatch.setattr(launcher, "_REACH_AGAIN_S", 0.0)
-    unreached = ray.exceptions.ActorUnavailableError(
-        "RPC error: recvmsg: Connection reset by peer", b"a" * 16
-    )
-    outcomes = iter([unreached, unreached, False, ray.exceptions.ActorDiedError()])
+    told, said = iter(outcomes), iter(alive)
+    monkeypatch.setattr(launcher, "ray_nodes", lambda: [{"NodeID": machine, "Alive": next(said)}])
     asked = 0
 
     class Hold:
@@ -38,25 +38,48 @@ def test_a_broken_connection_is_no_end_and_the_word_of_a_death_is(monkeypatch: p
             async def outcome() -> bool:
                 nonlocal asked
                 asked += 1
-                next_one = next(outcomes)
+                next_one = next(told)
                 if isinstance(next_one, Exception):
                     raise next_one
                 return bool(next_one)
 
             return outcome()
 
-    actor = SimpleNamespace(hold=Hold())
-
     async def work() -> str:
-        handle = launcher.RayHandle("decode-0", lambda config: True, lambda: actor, 1.0)
+        actor = SimpleNamespace(hold=Hold())
+        handle = launcher.RayHandle("decode-0", lambda config: True, lambda: actor, 1.0, machine)
         monkeypatch.setattr(handle, "_running", no_actor)
         return await asyncio.wait_for(handle.ended(), 5)
 
     async def no_actor() -> None:
         return None
 
-    assert asyncio.run(work()) != "it was stopped"
+    return asyncio.run(work()), asked
+
+
+@pytest.mark.slow
+def test_a_broken_connection_is_no_end_and_the_word_of_a_death_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slow: imports Ray. Starts nothing."""
+    ray = import_ray()
+    unreached = ray.exceptions.ActorUnavailableError(
+        "RPC error: recvmsg: Connection reset by peer", b"a" * 16
+    )
+    said, asked = hold_until_it_ends(
+        monkeypatch, [unreached, unreached, False, ray.exceptions.ActorDiedError()]
+    )
+    assert said != "it was stopped"
     assert asked == 4, "asked again after each broken connection, and not after the death"
+
+
+@pytest.mark.slow
+def test_the_word_of_a_death_is_none_while_ray_does_not_see_the_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Slow: imports Ray. Starts nothing. Ray takes all that runs on such a machine for dead."""
+    died = import_ray().exceptions.ActorDiedError()
+    said, asked = hold_until_it_ends(monkeypatch, [died] * 9, "5c", [False, False, True])
+    assert said != "it was stopped"
+    assert asked == 3
 
 
 @pytest.mark.slow

@@ -118,6 +118,32 @@ async def test_a_controller_that_was_killed_comes_back_to_its_nodes_and_nobody_n
 
 
 @in_loop
+async def test_a_node_that_was_left_out_stays_so_for_the_next_controller() -> None:
+    def broken(process: FakeProcess, earlier: int) -> None:
+        process.start_error = Unavailable("no memory") if earlier < 3 else None
+
+    async with Rig(*PD) as rig:
+        rig.launcher.prepare["prefill-0"] = broken
+        start = asyncio.create_task(rig.controller.start())
+        await rig.clock.advance(100)
+        await start
+        await rig.kill_controller()
+        start = asyncio.create_task(rig.controller.start())
+        await rig.clock.advance(100)
+        await start
+        (node,) = [n for n in (await rig.controller.view()).nodes if n.node_id == "prefill-0"]
+        assert (node.phase, node.detail) == (ProcessPhase.LEFT_OUT, "no memory")
+        assert len(rig.launcher.nodes["prefill-0"]) == 3
+        await rig.controller.scale({Role.PREFILL: 1})
+        await settle()
+        assert rig.routed == {"prefill-0", "decode-0"}
+        await rig.kill_controller()
+        await rig.controller.start()
+        await settle()
+        assert rig.routed == {"prefill-0", "decode-0"}, "it was asked for, and served"
+
+
+@in_loop
 async def test_what_was_being_drained_when_the_controller_was_killed_goes_all_the_same() -> None:
     async with Rig(("decode-0", Role.DECODE), ("decode-1", Role.DECODE)) as rig:
         await rig.controller.start()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from tandem.cluster.config import TandemConfig
@@ -110,6 +112,64 @@ async def test_one_router_vouches_for_a_node_although_another_does_not_hear_it()
             one.serves = True
         await rig.clock.advance(LONG_ENOUGH)
         assert node.stopped, "the one that can be asked does not hear it"
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (None, None)], ids=["sizes", "follows machines"])
+@in_loop
+async def test_a_controller_that_was_killed_meanwhile_leaves_a_machine_that_it_never_saw_as_it_is(
+    sizes: tuple[int | None, int | None],
+) -> None:
+    hosts = FakeHosts(machine("1", prefill=1), machine("2", decode=1), machine("3", decode=1))
+    async with Rig(pools=pools(*sizes), hosts=hosts) as rig:
+        await rig.controller.start()
+        await settle()
+        (node,) = [node for node in rig.launcher.running if node.host.name == "2"]
+        before, name = rig.routed, node.info.node_id
+        node.mute.set()
+        node.silent_s = 0.1
+        away = hosts.leave("2")
+        await rig.kill_controller()
+        start = asyncio.create_task(rig.controller.start())
+        await rig.clock.advance(TEN_MINUTES)
+        await start
+        assert not node.stopped
+        assert len(rig.launcher.nodes[name]) == 1, "none was started beside it"
+        assert rig.routed == before
+        # It is seen again, and is found as it was.
+        node.mute.clear()
+        hosts.join(away)
+        await rig.clock.advance(LONG_ENOUGH)
+        assert not node.stopped
+        assert len(rig.launcher.nodes[name]) == 1
+        assert rig.routed == before
+        # Now it ends, as any other.
+        node.die()
+        await rig.clock.advance(LONG_ENOUGH)
+        assert len(rig.launcher.nodes[name]) == 2
+        assert rig.routed == before
+
+
+@in_loop
+async def test_what_such_a_machine_had_is_given_up_when_routers_no_longer_hear_it() -> None:
+    hosts = FakeHosts(machine("1", prefill=1), machine("2", decode=1), machine("3", decode=1))
+    async with Rig(pools=pools(None, None), hosts=hosts) as rig:
+        await rig.controller.start()
+        await settle()
+        (node,) = [node for node in rig.launcher.running if node.host.name == "2"]
+        node.mute.set()
+        node.silent_s = 0.1
+        hosts.leave("2")
+        await rig.kill_controller()
+        start = asyncio.create_task(rig.controller.start())
+        await rig.clock.advance(LONG_ENOUGH)
+        await start
+        before = rig.routed
+        assert node.info.node_id in before
+        node.silent_s = None
+        await rig.clock.advance(LONG_ENOUGH)
+        assert rig.routed == before - {node.info.node_id}
+        assert any("its machine 10.0.0.2 is gone" in d.text for d in (await rig.controller.view()).decisions)
+        node.die()
 
 
 @pytest.mark.parametrize("sizes", [(1, 2), (None, None)], ids=["sizes", "follows machines"])

@@ -1,0 +1,59 @@
+"""A node whose machine this controller has never seen: an earlier one placed it there, and it may serve on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from tandem.cluster.launcher import NodeHandle, Report
+from tandem.node.config import NodeConfig
+from tandem.wire.errors import Unavailable
+from tandem.wire.nodes import NodeInfo
+from tandem.wire.requests import NodeStatus
+
+
+class UnseenNode:
+    """What was last announced of it stands. Nothing is asked of it and nothing is done to it before its machine is `seen`;
+    then `launch` finds it under its name. Until then the routers say whether it serves."""
+
+    def __init__(self, info: NodeInfo, seen: asyncio.Event, launch: Callable[[], NodeHandle]) -> None:
+        self._info = info
+        self._seen = seen
+        self._launch = launch
+        self._found: asyncio.Task[NodeHandle] | None = None
+
+    async def start(self, report: Report) -> NodeInfo:
+        return self._info
+
+    async def ended(self) -> str:
+        await self._seen.wait()
+        return await (await self._node()).ended()
+
+    async def status(self) -> NodeStatus:
+        return await (await self._node()).status()
+
+    async def routers_heard(self) -> list[str]:
+        return await (await self._node()).routers_heard()
+
+    async def drain(self, timeout_s: float) -> bool:
+        return await (await self._node()).drain(timeout_s)
+
+    async def change_role(self, config: NodeConfig) -> NodeInfo:
+        return await (await self._node()).change_role(config)
+
+    async def stop(self) -> None:
+        if self._found is not None:
+            await (await self._found).stop()
+
+    async def _node(self) -> NodeHandle:
+        if not self._seen.is_set():
+            raise Unavailable("its machine is not seen")
+        if self._found is None:
+            self._found = asyncio.create_task(self._find())
+        return await asyncio.shield(self._found)
+
+    async def _find(self) -> NodeHandle:
+        """If another one has to be started, its status tells that it is another incarnation."""
+        handle = self._launch()
+        await handle.start(lambda what, share: None)
+        return handle
