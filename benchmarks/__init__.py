@@ -11,6 +11,7 @@
     gpu              the engine on a GPU (gpu_models, gpu_parity)
     tiers            what tiers of the cache cost and save
     transfer         KV through a connector, beside the transport alone (transfer_nodes)
+    checksums        what checksums cost a handover, also over a link of some rate (transfer_link)
     router, router_crowds, router_worst, router_peers
                      the router alone, beside clients that behave badly, beside others'
                      (router_engines, router_load, router_relay)

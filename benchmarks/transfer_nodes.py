@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.transfer_link import enter
 from tandem.kvtransfer.base import ConnectorContext, ConnectorOutput, KVCacheMemory, TransferConfig
 from tandem.kvtransfer.nixl.agent import NixlAgent
 from tandem.kvtransfer.nixl.options import NixlOptions
@@ -59,8 +60,16 @@ class TransferNode:
     """A step loop without a model, and the two halves of a connector."""
 
     def __init__(
-        self, node_id: str, epoch: int, num_blocks: int, config: TransferConfig, device: str
+        self,
+        node_id: str,
+        epoch: int,
+        num_blocks: int,
+        config: TransferConfig,
+        device: str,
+        namespace: str = "",
     ) -> None:
+        """`namespace`: of the machine that it is on; see `transfer_link`."""
+        address = enter(namespace) if namespace else "127.0.0.1"
         self.node_id = node_id
         self.raw: RawMover | None = None
         self.cache = torch.empty(
@@ -69,7 +78,7 @@ class TransferNode:
         self.cache.fill_(1.0)  # touched: a page that was never written is mapped during the first transfer
         self.wake = threading.Event()
         self.scheduler_half, self.worker_half = find_connector(config.connector)(
-            ConnectorContext(node_id, epoch, "127.0.0.1", BLOCK_SIZE, config, self.wake.set)
+            ConnectorContext(node_id, epoch, address, BLOCK_SIZE, config, self.wake.set)
         )
         self.worker_half.register_kv_caches(KVCacheMemory(self.cache, "benchmark", LAYERS, 1, 1000))
         self.step_seconds: list[float] = []

@@ -288,11 +288,9 @@ class OutgoingTransfer:
             self.layers = Layers(positions, 0)
         self.layers.computed = max(self.layers.computed, slots)
 
-    def take_layers(
-        self, all_slots: int, batch: int, complete: int
-    ) -> tuple[list[Position], tuple[int, int] | None, bool]:
-        """What is due of the chunk, no more bytes than `batch` whole grains have, nor the rest of more than `complete`: which
-        layers of which positions (None: all), and whether that is the rest of these positions."""
+    def take_layers(self, all_slots: int, batch: int) -> tuple[list[Position], tuple[int, int] | None, bool]:
+        """What is due of the chunk, no more bytes than `batch` whole grains have: which layers of which positions (None: all),
+        and whether that is the rest of these positions."""
         layers = self.layers
         if layers is None:
             return [], None, True
@@ -302,7 +300,7 @@ class OutgoingTransfer:
             layers.posted = slots[1]
             return layers.positions, slots, False
         # Nothing is gained by going layer by layer any more: the fewer pieces the better.
-        most = max(1, min(complete, all_slots * batch // (all_slots - layers.posted)))
+        most = max(1, all_slots * batch // (all_slots - layers.posted))
         positions, layers.positions = layers.positions[:most], layers.positions[most:]
         if not layers.positions:
             self.layers = None

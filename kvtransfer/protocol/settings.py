@@ -40,8 +40,6 @@ class ProtocolSettings(msgspec.Struct, frozen=True):
     min_post_bytes: int = 1 << 20
     post_s: float = 0.1
     link_s: float = 1.0
-    # One write that completes blocks which all carry a checksum: the consumer compares them while the next is on its way.
-    checked_post_bytes: int = 4 << 20
     # All writes, or all reads, that are in flight between two nodes. They cannot be taken back: over a slow link this
     # is how long a transfer that was given up keeps its blocks.
     max_link_bytes: int = 64 << 20

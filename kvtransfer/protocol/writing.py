@@ -64,13 +64,6 @@ class Writer:
         mapping, pace = destination.mapping, destination.link.meter.last_measured
         return self._settings.grains_of_a_post(mapping.grain_bytes, mapping.runs_per_grain, pace)
 
-    def _complete_batch(self, destination: DestinationBlocks) -> int:
-        """Grains of one post that completes them."""
-        batch = self._batch(destination)
-        if destination.checksum_every == 1:
-            batch = min(batch, max(1, self._settings.checked_post_bytes // destination.mapping.grain_bytes))
-        return batch
-
     def post(self, sending: OutgoingTransfer, remote: RemoteId) -> None:
         destination = sending.destination
         if destination is None or not self.can_post(sending):
@@ -78,11 +71,9 @@ class Writer:
         slots: tuple[int, int] | None = None
         is_last = True
         if sending.layers is not None:
-            positions, slots, is_last = sending.take_layers(
-                self._slots, self._batch(destination), self._complete_batch(destination)
-            )
+            positions, slots, is_last = sending.take_layers(self._slots, self._batch(destination))
         else:
-            positions = sending.take_due(self._complete_batch(destination))
+            positions = sending.take_due(self._batch(destination))
         places = sending.places(positions)
         if places is None:
             raise MissingBlocks("the consumer asked for blocks that are not kept here")

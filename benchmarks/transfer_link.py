@@ -1,0 +1,58 @@
+"""Two machines with a link of some rate between them, made of network namespaces. Needs root, `ip` and `tc`."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+from types import TracebackType
+
+_CLONE_NEWNET = 0x40000000
+_ENDS = {"tdm_bench_p": "10.79.0.1", "tdm_bench_c": "10.79.0.2"}
+
+
+class Link:
+    """`with Link("10gbit") as (here, there):` the namespaces' names."""
+
+    def __init__(self, rate: str) -> None:
+        self._rate = rate
+
+    def __enter__(self) -> tuple[str, ...]:
+        self._remove()
+        names = tuple(_ENDS)
+        for name in names:
+            _run("ip", "netns", "add", name)
+        _run("ip", "link", "add", "eth0", "netns", names[0], "type", "veth",
+             "peer", "name", "eth0", "netns", names[1])  # fmt: skip
+        for name, address in _ENDS.items():
+            for device in ("lo", "eth0"):
+                _run("ip", "-n", name, "link", "set", device, "up")
+            _run("ip", "-n", name, "address", "add", f"{address}/24", "dev", "eth0")
+            _run("tc", "-n", name, "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", self._rate,
+                 "burst", "1mb", "latency", "200ms")  # fmt: skip
+        return names
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._remove()
+
+    def _remove(self) -> None:
+        for name in _ENDS:
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+
+
+def enter(namespace: str) -> str:
+    """This thread, and those that it begins, are on that machine from now on; returns its address. UCX takes the network
+    there: it would find out that both machines are one."""
+    with open(f"/run/netns/{namespace}", "rb") as there:
+        if ctypes.CDLL(None, use_errno=True).setns(there.fileno(), _CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {namespace}")
+    os.environ["UCX_TLS"] = "tcp"
+    return _ENDS[namespace]
+
+
+def _run(*words: str) -> None:
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise OSError(f"{' '.join(words)}: {done.stderr.strip()}")
