@@ -159,7 +159,7 @@ def measure_decoding(scheduler: Scheduler, count: int) -> float:
 
 
 def prefilled(running: int, waiting: int = 0, num_blocks: int = NUM_BLOCKS) -> Scheduler:
-    """`running` requests that decode, at lengths that don't move in step, and a line behind them."""
+    """`running` requests that decode, at lengths that don't move in step, and a line of others that wait."""
     scheduler = make_scheduler(running, num_blocks)
     draw = random.Random(1)
     prompts = [prompt[: draw.randrange(64, 192)] for prompt in random_prompts(running, 192)]

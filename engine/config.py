@@ -81,7 +81,7 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Literal["auto", "fp8"],
         about(
             "of keys and values: `auto`, the model's own; `fp8`, half as much memory and less to hand over, rounded to three "
-            "bits behind the point. All nodes of a cluster have the same"
+            "bits after the point. All nodes of a cluster have the same"
         ),
     ] = "auto"
     prefix_caching: Annotated[bool, about("blocks of earlier prompts are found again")] = True

@@ -7,7 +7,7 @@ namespace tandem {
 namespace {
 
 // Fetches K or V of a task that will soon run, a few lines at a time between other instructions: in one go they
-// would fill the queue to memory, and everything else would wait behind them.
+// would fill the queue to memory, and everything else would wait for them.
 class NextTask {
  public:
   NextTask(const Attention& a, const AttentionTask* next, int64_t distance) : bytes_(16 * a.cache.head_dim * 2) {

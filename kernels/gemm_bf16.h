@@ -15,7 +15,7 @@ constexpr int kTasksPerThread = 4;    // at least, so that threads finish togeth
 constexpr int kFewestRows = 64;       // unless this many rows would be fewer
 constexpr int kRowsToFetchFar = 128;  // with more than these, a panel is fetched while the one before is used;
 constexpr int kLinesToFetchNear = 2;  // with fewer only a part of it, so many lines a step:
-constexpr int kNear = 4096;           // what lies behind its beginning, which the streams fetch
+constexpr int kNear = 4096;           // what lies after its beginning, which the streams fetch
 
 TANDEM_INLINE void multiply_panel(const Gemm& g, int row_begin, int row_end, int panel, const char* x,
                                   Finisher& finisher) {
@@ -25,7 +25,7 @@ TANDEM_INLINE void multiply_panel(const Gemm& g, int row_begin, int row_end, int
   const char* stored = static_cast<const char*>(g.w.panels) + panel * g.w.panel_bytes;
   const char *plain = compact ? g.scratch : stored, *ahead = stored + g.w.panel_bytes;
   // Many rows leave time to fetch the whole next panel meanwhile. Between few, so much would keep the activations,
-  // which come from the second-level cache, waiting behind it.
+  // which come from the second-level cache, waiting for it.
   const bool far = row_end - row_begin > kRowsToFetchFar;
   const int64_t lines = g.w.panel_bytes / 64, times = static_cast<int64_t>(blocks) * tiles;
   const int share = far ? static_cast<int>((lines + times - 1) / times) : kLinesToFetchNear;

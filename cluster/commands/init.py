@@ -70,7 +70,7 @@ def _manifests() -> FilePath:
 def commented(settings: Settings) -> str:
     """A file that makes these settings. What is not set stands as a comment with its default."""
     head = (
-        "# The settings of `tandem serve`. What stands behind a # is the default: take the # away to change it.\n"
+        "# The settings of `tandem serve`. What follows a # is the default: take the # away to change it.\n"
         "# Flags and variables (TANDEM_ROUTER__PORT=9000) win over this file; `tandem config` prints the result.\n"
     )
     return head + "\n".join(_lines(settings.config, (), settings)) + "\n"

@@ -32,7 +32,7 @@ _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # A node that asks Ray for no GPU still sees them: placement chooses the device.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    # Ray's own choice is 15: a node would wait behind whatever else the machine does, and its clients with it.
+    # Ray's own choice is 15: a node would wait for whatever else the machine does, and its clients with it.
     "RAY_worker_niceness": "0",
 }
 

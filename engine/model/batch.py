@@ -1,7 +1,7 @@
 """One step's work as the forward pass sees it: every request's tokens, flattened end to end, without padding.
 
 Requests that compute one token (decodes) come first, so that rows [0, num_decodes) are theirs and one kernel
-can take them together; longer chunks (prompts, and tokens with drafts behind them) follow.
+can take them together; longer chunks (prompts, and tokens with drafts after them) follow.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def build_batch(
     unread: UnreadTokens | None = None,
 ) -> tuple[Batch, ScheduledTokens]:
     """`wants_prompt_logprobs` are rows of requests whose prompt positions need logits, too. With `unread` tokens there
-    are no drafts, and whatever stands behind the known tokens is one of those."""
+    are no drafts, and whatever follows the known tokens is one of those."""
     req_ids = list(num_scheduled)
     rows = requests.rows(req_ids)
     lengths = np.fromiter(num_scheduled.values(), np.int64, len(req_ids))

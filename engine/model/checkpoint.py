@@ -91,7 +91,7 @@ class translated_errors:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, Exception) and not isinstance(error, ConfigurationError):
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            # What is wrong stands behind the line that says where.
+            # What is wrong stands after the line that says where.
             why = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1]) or type(error).__name__
             if isinstance(error, KeyError) and len(error.args) == 1 and " " not in str(error.args[0]):
                 why = f"{why} is missing, or not known"

@@ -44,7 +44,7 @@ class PageMaker:
         return self._made
 
     def reached(self, block: int) -> None:
-        """This block is in use: those behind it may be next."""
+        """This block is in use: those after it may be next."""
         wanted = min(self._length, (block + 1) * self._block_bytes + WINDOW_BYTES)
         if wanted > self._wanted + PIECE_BYTES or wanted == self._length > self._wanted:
             with self._changed:

@@ -22,7 +22,7 @@ class RequestRows:
     def __init__(
         self, capacity: int, max_tokens: int, block_size: int, num_groups: int, num_state_blocks: int = 0
     ) -> None:
-        """`num_groups` tables that grow with the tokens, and, for models that keep recurrent states, one behind them with
+        """`num_groups` tables that grow with the tokens, and, for models that keep recurrent states, one after them with
         `num_state_blocks` for each request."""
         self._row_of: dict[str, int] = {}
         self._num_added = 0

@@ -50,7 +50,7 @@ class TorchRunner:
         self._block_size = block_size
         self._num_drafts = num_speculative_tokens
         self._device = kv_cache.device
-        # Drafts stand behind a request's tokens, even behind its last.
+        # Drafts follow a request's tokens, even its last.
         max_tokens = info.max_model_len + num_speculative_tokens + 1
         state_blocks = sum(group.blocks_per_request for group in info.groups)
         num_groups = len(info.groups) - (state_blocks > 0)

@@ -116,7 +116,7 @@ class ModelResults:
 
 
 def _append_until_end(request: Request, tokens: list[int]) -> tuple[list[int], RequestStatus | None]:
-    """The tokens that the request keeps: what was sampled behind its end does not exist."""
+    """The tokens that the request keeps: what was sampled after its end does not exist."""
     for count, token in enumerate(tokens, 1):
         request.append_output_token(token)
         status = status_after(request, token)

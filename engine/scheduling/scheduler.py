@@ -53,7 +53,7 @@ class Scheduler:
         *,
         zero_new_blocks: bool = False,
     ) -> None:
-        """`zero_new_blocks` is for attention kernels that read behind a request's last token: the runner is told
+        """`zero_new_blocks` is for attention kernels that read past a request's last token: the runner is told
         which blocks hold something stale."""
         if config.max_model_len is not None:
             max_model_len = min(max_model_len, config.max_model_len)

@@ -41,7 +41,7 @@ class GrammarMasks:
         table: SamplingTable,
     ) -> None:
         """A row whose every allowed token was banned before gets them back: the grammar decides how an answer may
-        go on, and something has to be chosen. Rows behind a draft that the grammar refuses stay as they are,
+        go on, and something has to be chosen. Rows after a draft that the grammar refuses stay as they are,
         for the refusal makes them void."""
         self.failed = {}
         which: list[int] = []

@@ -168,7 +168,7 @@ class CopyThread(Mover):
         return ended
 
     def wait(self, jobs: Iterable[int]) -> None:
-        """Those that wait behind others are copied first."""
+        """Those that others wait for are copied first."""
         wanted = set(jobs)
         until = time.monotonic() + PATIENCE_S
         with self._changed:

@@ -156,7 +156,7 @@ class Mapping:
         return -(-num_tokens // self.grain)
 
     def all_grains(self, num_tokens: int) -> int:
-        """States, which lie behind the tokens, included."""
+        """Includes states, which lie after the tokens."""
         return self.grains(num_tokens) + self.state_blocks
 
     def positions(
@@ -339,7 +339,7 @@ class PoolGeometry(msgspec.Struct, frozen=True):
 
 
 def _axes_of(cache: KVCacheMemory) -> list[str]:
-    """Outermost first, by the strides of the tensor, which names them in the order of AXES behind the block."""
+    """Outermost first, by the strides of the tensor, which names them in the order of AXES after the block."""
     sizes, strides = cache.tensor.shape[1:], cache.tensor.stride()[1:]
     order = sorted(range(len(AXES)), key=lambda axis: -strides[axis])
     expected = 1

@@ -43,7 +43,7 @@ class _Entry:
     done: bool = False  # consumer: the transfer has ended, one way or the other
     computed: int = 0  # producer: tokens whose KV is in its blocks after the steps planned so far
     overran: bool = (
-        False  # producer: a step went on behind the tokens that are sent, and took the states along
+        False  # producer: a step went on after the tokens that are sent, and took the states along
     )
 
 

@@ -167,7 +167,7 @@ class OutgoingTransfer:
         self.told = 0  # so many grains is the consumer known to have been told of
         self.told_at = 0.0
         self._places: dict[Position, int] = {}  # in `DestinationBlocks.order`
-        self._final: set[int] = set()  # places behind `_num_final` that have arrived for good
+        self._final: set[int] = set()  # places after `_num_final` that have arrived for good
         self._num_final = 0
         self._not_final: list[Write] = []  # arrived, and their positions are complete
         self._returning: list[Position] = []  # see `_put_back`

@@ -99,7 +99,7 @@ def _logit_bias(bias: dict[str, float] | None, vocab_size: int) -> dict[int, flo
 
 
 async def bad_word_ids(words: list[str] | None, tokenizer: Tokenizer) -> list[list[int]]:
-    """Each as it is tokenized at the start of a text and behind a space: the model may write either."""
+    """Each as it is tokenized at the start of a text and after a space: the model may write either."""
     texts = [text for word in words or [] for text in (word, " " + word.lstrip())]
     sequences: list[list[int]] = []
     for token_ids in await tokenizer.encode_all_async(texts, special=False):

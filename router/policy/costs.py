@@ -64,7 +64,7 @@ def reason_to_prefill_locally(
     """None: send it away, which is also the answer while the rates are not yet measured.
 
     Both costs are in seconds that requests wait. Sent away, this request alone waits: for the prefill node's
-    queue, for its prompt, and for the handover. Read locally, it waits for its prompt behind what is queued on
+    queue, for its prompt, and for the handover. Read locally, it waits for its prompt after what is queued on
     the decode node, and every request that decodes there waits as long as its prompt takes. That must be less
     than a user notices, however long the line elsewhere is.
     """

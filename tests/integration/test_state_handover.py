@@ -102,7 +102,7 @@ def test_the_answer_is_that_of_one_engine(
 
 @pytest.mark.parametrize("direction", ["push", "pull"])
 def test_a_state_that_has_moved_on_is_not_handed_over(direction: str, answers: Answers) -> None:
-    """The producer goes on behind the prompt, which no prefill node does. Its state is then that of a later token."""
+    """The producer goes on after the prompt, which no prefill node does. Its state is then that of a later token."""
     path, expected = answers("lfm2")
     transfer = TransferConfig(direction=direction)  # type: ignore[arg-type]
     producer = start(path, f"p-stale-{direction}", transfer, ahead=False)

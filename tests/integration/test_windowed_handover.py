@@ -1,4 +1,4 @@
-"""Models whose attention has a window: both nodes give up the blocks behind it, each when it sees fit, and the answer is that
+"""Models whose attention has a window: both nodes give up the blocks before it, each when it sees fit, and the answer is that
 of one engine all the same. Random weights, so that a wrong position of the KV changes the answer."""
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def test_what_is_posted_is_what_the_device_has_computed(device: FakeDevice, part
     transport, inner, cache = staged()
     numbers = torch.arange(cache.numel(), dtype=torch.float32).view(cache.shape)
     cache.copy_(numbers)
-    device.synchronize()  # the connector posts behind an event
+    device.synchronize()  # the connector posts after an event
     assert inner.memory is not None
     size = inner.memory.block_bytes // parts
     transport.post(RemoteId(0), write([parts * 1, parts * 2, parts * 5], size))

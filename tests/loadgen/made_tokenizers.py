@@ -19,12 +19,12 @@ def shared_beginning(one: Sequence[object], other: Sequence[object]) -> int:
 
 
 def byte_level() -> tokenizers.Tokenizer:
-    """As GPT-2's and SmolLM2's: a space belongs to the word behind it."""
+    """As GPT-2's and SmolLM2's: a space belongs to the word after it."""
     return _whole_words("Ġ", pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel())
 
 
 def sentencepiece() -> tokenizers.Tokenizer:
-    """As Llama 2's: a word at the text's beginning is spelled as behind a space, and BOS goes before it."""
+    """As Llama 2's: a word at the text's beginning is spelled as after a space, and BOS goes before it."""
     tokenizer = _whole_words("▁", pre_tokenizers.Metaspace(), decoders.Metaspace())
     tokenizer.add_special_tokens(["<s>"])
     bos = tokenizer.token_to_id("<s>")
@@ -35,7 +35,7 @@ def sentencepiece() -> tokenizers.Tokenizer:
 def _whole_words(
     space: str, splits: pre_tokenizers.PreTokenizer, joins: decoders.Decoder
 ) -> tokenizers.Tokenizer:
-    """Every letter is a token, and every word behind a space, merged letter by letter."""
+    """Every letter is a token, and every word after a space, merged letter by letter."""
     vocabulary: dict[str, int] = {}
     merges: dict[tuple[str, str], None] = {}
     for letter in [space, *"abcdefghijklmnopqrstuvwxyzThe"]:

@@ -37,7 +37,7 @@ def api() -> Any:
     import schemathesis
 
     document = make_document(keys_required=False)
-    # Or nearly every request would be refused for its model, and nothing behind that would be reached.
+    # Or nearly every request would be refused for its model, and nothing after that would be reached.
     for name in ("CompletionRequest", "ChatRequest", "ResponsesRequest", "MessagesRequest"):
         document["components"]["schemas"][name]["properties"]["model"] = {"const": "fake"}
     return schemathesis.openapi.from_dict(document)

@@ -100,7 +100,7 @@ def test_the_queue_is_fair_between_keys(start_router: StartRouter) -> None:
         assert all(answer.result(10).status_code == 200 for answer in answers)
     tokenizer = router.server.services.model.tokenizer
     order = [tokenizer.decode(submit.prompt_token_ids) for submit in node.submits]
-    assert order.index("q") == 2  # behind one that had the turn, ahead of two that came before it
+    assert order.index("q") == 2  # after one that had the turn, ahead of two that came before it
 
 
 def test_a_reader_that_stops_is_cut_off_and_nobody_else_notices(start_router: StartRouter) -> None:

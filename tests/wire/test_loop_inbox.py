@@ -84,7 +84,7 @@ def test_messages_that_take_long_leave_others_their_turn(monkeypatch: pytest.Mon
         outbox = Outbox()
         for index in range(5):
             outbox.send(inbox.endpoint, Ping(str(index)))
-        # Until the first has arrived the loop stands still, and the others are right behind it.
+        # Until the first has arrived the loop stands still, and the others follow at once.
         assert inbox._socket.poll(10_000)
         inbox.listen()
         async with asyncio.timeout(10):

@@ -25,7 +25,7 @@ def test_blocks_behind_the_window_become_null_and_free():
     a = request("a", range(10))
     admit(cache, a)
     assert table(cache, "a") == [1, 2, 3]
-    decode(cache, a, 10)  # token 10 reads tokens 5 to 10: the first block is behind it
+    decode(cache, a, 10)  # token 10 reads tokens 5 to 10: the first block is before it
     assert table(cache, "a") == [0, 2, 3]
     assert 1 in cache.pool.free_queue
     check(cache, a)

@@ -116,7 +116,7 @@ class Driver:
         return request
 
     def step(self, work: dict[str, int], hooks: LayerHooks | None = None) -> ModelOutput:
-        """Compute so many tokens of each request; drafts, if there are any, are added behind a newest token."""
+        """Compute so many tokens of each request; drafts, if there are any, are added after a newest token."""
         new: list[NewRequestData] = []
         cached = CachedRequestData()
         scheduled: dict[str, int] = {}

@@ -41,7 +41,7 @@ def save(config: Any, folder: Path) -> Path:
 
 
 def assert_is_the_model(file: Path, original: Path, native: bool = False) -> None:
-    """As transformers computes it, far behind the first few positions: rotary embeddings differ little before."""
+    """As transformers computes it, far beyond the first few positions: rotary embeddings differ little before."""
     (expected,) = tiny.reference(original, [LONG_PROMPT], 4)
     driver = Driver(load(file, native=native))
     request = driver.add("r", LONG_PROMPT, SamplingParams(temperature=0.0, logprobs=0))

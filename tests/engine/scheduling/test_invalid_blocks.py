@@ -75,7 +75,7 @@ def test_where_that_is_the_policy_the_request_ends_with_an_error():
     assert told == [8]  # nobody is told that what is wrong was computed
     assert driver.free_blocks == 99
     driver.add("b", a.prompt_token_ids, max_tokens=1)
-    assert driver.step()[0].new_reqs[0].num_computed_tokens == 2 * BLOCK  # nothing behind is found by anybody
+    assert driver.step()[0].new_reqs[0].num_computed_tokens == 2 * BLOCK  # no request finds what follows it
 
 
 def test_those_who_found_a_wrong_block_in_the_cache_go_back_too():

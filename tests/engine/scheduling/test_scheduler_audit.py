@@ -71,7 +71,7 @@ BREAKAGES: dict[str, Callable[[Driver], object]] = {
         setattr(running(d), "num_computed_tokens", 29),
     ),
     "a token that is not counted": lambda d: running(d).all_token_ids.append(1),
-    "a request that goes on behind its end": lambda d: setattr(running(d), "length_limit", 9),
+    "a request that goes on after its end": lambda d: setattr(running(d), "length_limit", 9),
     "a request in two places": lambda d: state(d).waiting.add(running(d)),
     "a running request that is nowhere": lambda d: state(d).running.remove(running(d)),
     "a request that is not registered": lambda d: d.scheduler.requests.pop("waits"),

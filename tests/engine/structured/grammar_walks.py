@@ -94,7 +94,7 @@ class Model:
         return self.sampler.failed.get(self.row)
 
     def sample(self, drafts: list[int] | None = None) -> list[int]:
-        """The next token; with drafts also what stands behind each of them that was right."""
+        """The next token; with drafts also what follows each of them that was right."""
         drafts = drafts or []
         known = int(self.requests.num_tokens[self.row])
         self.requests.tokens[self.row, known : known + len(drafts)] = drafts
