@@ -20,7 +20,7 @@ class Costs(msgspec.Struct, frozen=True):
     attention_flops: int  # for one pair of a query and a key, in all layers
 
     def prefill_flops(self, length: int) -> int:
-        """Of a prompt, one token sampled after it."""
+        """What a prompt takes, with one token sampled after it."""
         return 2 * (self.layers * length + self.head) + self.attention_flops * length * (length + 1) // 2
 
     def decode_flops(self, batch: int, context: int) -> int:

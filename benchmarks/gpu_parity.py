@@ -56,7 +56,7 @@ class ParitySide:
         return [tokens[name] for name in names]
 
     def logprobs(self, texts: list[list[int]]) -> torch.Tensor:
-        """Of every token after each text's first."""
+        """For every token after each text's first."""
         sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
         names = [self._add(text, sampling) for text in texts]
         found: dict[str, list[float]] = {}

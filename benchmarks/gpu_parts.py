@@ -28,7 +28,7 @@ MODES = {
 def sampling_times(
     vocab: int, dtype: torch.dtype, device: torch.device, batches: tuple[int, ...], repeats: int
 ) -> list[dict[str, Any]]:
-    """Of choosing one token for each of a batch's rows. At best the logits are read once."""
+    """What it costs to choose one token for each of a batch's rows. At best the logits are read once."""
     rows = []
     for batch in batches:
         logits = torch.randn(batch, vocab, device=device).mul_(2).to(dtype)

@@ -160,7 +160,7 @@ def table_of(steps: list[KernelStep], a: Architecture, element_bytes: int, limit
 
 
 def _matrix_elements(a: Architecture) -> int:
-    """Of the matrices that every token passes: all but the embedding and the head."""
+    """The elements of the matrices that every token passes: all but the embedding and the head."""
     attention = a.hidden * a.head_dim * (a.heads + 2 * a.kv_heads) + a.heads * a.head_dim * a.hidden
     return a.layers * (attention + 3 * a.hidden * a.intermediate)
 

@@ -96,7 +96,7 @@ def measure(tokens: int, profile: str | None) -> dict[str, Any]:
 
 
 def idle_share(cpu_s: Any) -> float:
-    """Of a core, of a router that nobody asks anything."""
+    """The share of a core that a router without requests takes."""
     before, began = cpu_s(), time.perf_counter()
     time.sleep(IDLE_S)
     return float((cpu_s() - before) / (time.perf_counter() - began))

@@ -128,7 +128,7 @@ def free_port() -> int:
 
 
 def cpu_of(pid: int) -> float:
-    """Of a process and its threads; a peer starts no others."""
+    """Seconds that a process and its threads took; a peer starts no other processes."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

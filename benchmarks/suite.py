@@ -182,7 +182,7 @@ def run_part(part: SuitePart, model: str, folder: Path) -> PartResult:
     place = folder / part.name.replace(" ", "-")
     place.mkdir(exist_ok=True)
     result = place / ("outcome.json" if "{out}" in part.arguments else "figures.json")
-    # Of this run, and of no other: disaggregation would go on where the last one was.
+    # Results of earlier runs go: disaggregation would go on where the last one was.
     for old in place.glob("*.json"):
         old.unlink()
     filled: Mapping[str, str] = {"{model}": model, "{json}": str(result), "{out}": str(place)}

@@ -56,7 +56,7 @@ def _blocks(tokens: int, requests: int) -> int:
 
 
 def _blocks_of_one_node(device: str) -> int:
-    """Of two, which leave two fifths of what is free to everybody else."""
+    """Two nodes leave two fifths of what is free to other processes."""
     return int(0.3 * available_bytes(torch.device(device))) // BLOCK_BYTES
 
 

@@ -69,7 +69,7 @@ class RouterHandle(Handle[str], Protocol):
         ...
 
     async def nodes_heard(self) -> list[NodeSighting]:
-        """Of every node that it was told of."""
+        """One sighting of every node that it was told of."""
         ...
 
     async def answers_clients(self) -> bool:

@@ -20,6 +20,6 @@ def busy_cores() -> float:
 
 
 def _idle_ticks() -> int:
-    """Of all cores together: idle, and waiting for a disk."""
+    """Ticks in which all cores together were idle or waited for a disk."""
     fields = Path("/proc/stat").read_text().splitlines()[0].split()
     return int(fields[4]) + int(fields[5])

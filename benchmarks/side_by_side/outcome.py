@@ -34,7 +34,7 @@ class ExaminedSystem(msgspec.Struct, frozen=True):
 
 
 class Handovers(msgspec.Struct, frozen=True):
-    """Of single prompts, in peace: milliseconds from the last forward pass there to the first here."""
+    """For single prompts, in peace: milliseconds from the last forward pass there to the first here."""
 
     system: str
     run: int

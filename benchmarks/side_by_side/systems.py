@@ -20,7 +20,7 @@ READY_WITHIN_S = 600.0
 _TREE = Path(__file__).parents[2]
 STOPPED_WITHIN_S = 30.0
 _ASK_EVERY_S = 0.1
-# Of the peers' proxy, which says that it is healthy whether or not its two servers are; and of those.
+# The peers' proxy, which says that it is healthy whether or not its two servers are, and those two.
 _PD_PORT, _PD_SERVERS = 8110, (8101, 8102)
 
 

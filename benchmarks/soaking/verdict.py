@@ -52,5 +52,5 @@ def judge(soaked: SoakVerdict, bounds: Bounds | None = None) -> list[str]:
 
 
 def tallied(tally: AnswerTally) -> dict[str, object]:
-    """Of a Soaked, the fields that a tally has."""
+    """The fields of a verdict that a tally has."""
     return {name: getattr(tally, name) for name in SoakVerdict.__struct_fields__ if hasattr(tally, name)}

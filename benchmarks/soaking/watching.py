@@ -24,7 +24,7 @@ class ProcessSample(msgspec.Struct, frozen=True):
 
 
 class Growth(msgspec.Struct, frozen=True):
-    """Of one process, after its beginning: the middle, and what the straight line through it gained from its start
+    """One process's memory after its beginning: the middle, and what the straight line through it gained from its start
     to its end."""
 
     process: str

@@ -15,7 +15,7 @@ CONTROLLER = "controller"
 
 
 class ProcessKind(enum.StrEnum):
-    """Of process."""
+    """What a process that can be killed is."""
 
     PREFILL = "prefill"
     DECODE = "decode"

@@ -15,7 +15,7 @@ from tandem.cluster.chaos.probes import ProbeTally, longest_gap
 
 
 class Traffic(msgspec.Struct):
-    """What clients met. Of a cluster's own traffic the routers' counters know no more than requests and errors."""
+    """What clients met. For a cluster's own traffic the routers' counters know no more than requests and errors."""
 
     source: str  # "probes" or "own"
     requests: int = 0

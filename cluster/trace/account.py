@@ -92,8 +92,8 @@ def first_token_s(record: TraceRecord) -> float | None:
 
 
 def way_to_first_token(record: TraceRecord) -> list[AccountItem]:
-    """Parts of the time to the first token, in order; they add up to it. Of one choice that moved to no other node:
-    of anything else the rows tell more."""
+    """Parts of the time to the first token, in order; they add up to it. For one choice that moved to
+    no other node: the rows tell more of anything else."""
     first = first_token_s(record)
     reader = _reader(record)
     if first is None or reader is None or not record.arrivals:

@@ -82,7 +82,7 @@ class ModelResults:
         return updates
 
     def _settle_drafts(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        """The step counted all drafts as computed. Of those that were rejected the KV is void, and so are the
+        """The step counted all drafts as computed. The KV of those that were rejected is void, and so are the
         places that were kept for their successors."""
         num_rejected = num_drafts - num_accepted
         if num_rejected < 0:

@@ -63,7 +63,7 @@ class LaneLog:
         self._set = []
 
     def new_lanes(self) -> list[str]:
-        """Of connections made since the last call."""
+        """The lanes of connections made since the last call."""
         if self._file is None:
             return []
         ctypes.CDLL(None).fflush(None)  # UCX writes through the C library's buffers

@@ -152,7 +152,7 @@ class Mapping:
         return mapping
 
     def grains(self, num_tokens: int) -> int:
-        """Of tokens."""
+        """How many grains so many tokens take."""
         return -(-num_tokens // self.grain)
 
     def all_grains(self, num_tokens: int) -> int:

@@ -153,7 +153,7 @@ class Progress:
         # With windows, blocks may have been given up without a word: only the table at the end tells.
         self._owned_until_computed = not has_windows
         self._advanced = advanced
-        # Of forward passes that the device has been given and has not finished.
+        # Commands of forward passes that the device has been given and has not finished.
         self._unfenced: list[commands.ComputedTokens | commands.LayersComputed] = []
 
     @property

@@ -419,7 +419,7 @@ class OutgoingTransfer:
         grain = self.destination.mapping.grain if self.destination is not None else 0
         for write in self.arrived:
             ended = write.done_at if write.done_at is not None else now
-            # Of tokens that go layer by layer the last write tells.
+            # Tokens that go layer by layer are counted with their last write.
             tokens = len(write.positions) * grain if write.is_last else 0
             spans.append(Span(TracePhase.WRITE, write.posted_at, ended, tokens, num_bytes=write.num_bytes))
         if self.notice_sent_at is not None:

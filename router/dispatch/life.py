@@ -237,7 +237,7 @@ class RequestLife:
             and chunk.finish is FinishReason.ERROR
             and peer is not None
         ):
-            # It is its peer that the reporter lost. Of the pair, the one to avoid is the prefill node: without it
+            # The reporter lost its peer. The one of the pair to avoid is the prefill node: without it
             # the decode node can do everything by itself.
             avoid = {attempt.prefill.node_id} if attempt.prefill is not None else avoid
         if self._worth_another_try(error):

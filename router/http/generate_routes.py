@@ -235,5 +235,5 @@ def _routing_headers(generation: Generation) -> list[tuple[bytes, bytes]]:
 
 
 def _header_value(text: str) -> bytes:
-    """Of at most a kilobyte. A space at its end, where it was cut, would make the whole answer one that cannot be sent."""
+    """At most a kilobyte. A space at its end, where it was cut, would make the whole answer one that cannot be sent."""
     return text.encode("ascii", "replace")[:1024].strip()

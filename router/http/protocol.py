@@ -172,7 +172,7 @@ class HttpConnection(asyncio.Protocol):
         return self._call.whole_body() if self._call is not None else None
 
     def watch(self, on_lost: Callable[[], None]) -> None:
-        """Calls it when the client is gone, which is only noticed while there is reading. Of one request at a time."""
+        """Calls it when the client is gone, which is only noticed while there is reading. One request at a time is watched."""
         self._on_lost = on_lost
         if len(self._buffer) <= self.server.limits.header_bytes:
             self.resume_reading()

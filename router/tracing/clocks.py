@@ -9,7 +9,7 @@ import msgspec
 
 from tandem.wire.tracing import ClockReading
 
-# Of half a minute, at two pings a second. The best of them is fresh enough: clocks drift apart by some 10 µs in a second.
+# Half a minute's, at two pings a second. The best of them is fresh enough: clocks drift apart by some 10 µs in a second.
 READINGS = 64
 
 

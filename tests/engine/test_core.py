@@ -179,7 +179,7 @@ def test_a_deferred_request_does_not_sleep_with_a_loop_that_nobody_wakes() -> No
 
 
 def test_the_runner_hears_of_a_preemption_even_when_nothing_is_computed() -> None:
-    """Of the last running request, whose blocks were found wrong: what it kept of it must not stay."""
+    """The last running request's blocks were found wrong: what the runner kept of it must not stay."""
     engine, runner = engine_with(FakeConnector())
     engine.add_request(request(max_tokens=50))
     engine.step()

@@ -161,7 +161,7 @@ class FaultCluster:
             time.sleep(_LOOK_EVERY_S)  # the router announces no changes
 
     def limit_links(self, rate: str | None = None) -> None:
-        """Of every host but the router's, to this rate; without one, to the rate before."""
+        """Limits every host but the router's to this rate; without one, to the rate before."""
         self._rate = rate or self._rate
         for host in [*self.prefill, *self.decode]:
             limit(host, self._rate)

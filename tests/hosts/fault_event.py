@@ -363,7 +363,7 @@ class Scene:
         return crowd + _LONGS * moving + self._reference.lines.get(f"{rate}/{min(number, 2)}", 0.0)
 
     def _note_line(self, rate: str, number: int, waited: float) -> None:
-        """Of first tokens, of second ones, and of all others, whose line is none."""
+        """Notes the time in line of first tokens and of second ones; the others wait in no line."""
         if number < 2:
             key = f"{rate}/{number}"
             self._reference.lines[key] = max(self._reference.lines.get(key, 0.0), waited)

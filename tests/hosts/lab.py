@@ -48,7 +48,7 @@ class Host:
 
     @property
     def port(self) -> str:
-        """Of the bridge that joins the hosts: this host's end of its wire."""
+        """This host's port on the bridge that joins the hosts."""
         return f"v_{self.name}"
 
     def boot(self) -> None:

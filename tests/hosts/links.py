@@ -28,7 +28,7 @@ class Network(enum.StrEnum):
 
 
 class Way(enum.StrEnum):
-    """Of one host's packets."""
+    """Which of one host's packets a fault meets."""
 
     SENT = "output"
     RECEIVED = "input"

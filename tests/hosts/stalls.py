@@ -106,12 +106,12 @@ class Thread:
 
 
 def waited_by(threads: Sequence[Thread], begin: float, end: float) -> float:
-    """Of a process, what the thread waited that did its work: the one that ran longest."""
+    """How long a process's working thread, the one that ran longest, waited."""
     return max((one.between(begin, end) for one in threads), default=(0.0, 0.0))[1]
 
 
 def times_of(pid: int) -> dict[int, tuple[float, float]]:
-    """Of each thread, seconds that it ran and that it waited; nothing of a process that has ended."""
+    """Seconds that each thread ran and waited; empty for a process that has ended."""
     found = {}
     try:
         for task in (Path("/proc") / str(pid) / "task").iterdir():

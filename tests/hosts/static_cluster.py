@@ -60,7 +60,7 @@ class StaticCluster:
 
     @property
     def url(self) -> str:
-        """Of the router, for who is in the hosts' network."""
+        """The router's, as it is reached in the hosts' network."""
         return f"http://{self.head.address}:8000"
 
     def tandem(self, *words: str, timeout_s: float = 120.0) -> str:

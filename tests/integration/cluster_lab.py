@@ -60,7 +60,7 @@ class RayNodes:
         self.address: str = self._cluster.address
 
     def processes(self, title: str) -> dict[int, str]:
-        """Of this cluster, by the beginning of their command lines."""
+        """This cluster's, by the beginning of their command lines."""
         found: dict[int, str] = {}
         for folder in Path("/proc").glob("[0-9]*"):
             try:

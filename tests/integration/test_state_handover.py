@@ -58,7 +58,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
-    """Of one engine alone."""
+    """What one engine answers alone."""
 
     @functools.cache
     def answer(architecture: str) -> tuple[Path, list[list[int]]]:

@@ -50,7 +50,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, list[list[int]]]]:
-    """Of one engine alone."""
+    """What one engine answers alone."""
 
     @functools.cache
     def answer(architecture: str) -> tuple[Path, list[list[int]]]:

@@ -51,7 +51,7 @@ class Pair:
     def _count_resources(self) -> tuple[int, int]:
         files = len(os.listdir("/proc/self/fd"))
         if self._transport == "nixl":
-            # Of a connection that was given up while both nodes live UCX keeps a socket on either side, and both
+            # When a connection is given up while both nodes live, UCX keeps a socket on either side, and both
             # sides are this process.
             files -= 2 * sum(self._faulty(engine).faulty_transport.disconnects for engine in self._engines)
         return threading.active_count(), files

@@ -152,8 +152,8 @@ def test_a_survivor_serves_on_when_its_peer(nodes: Nodes, victim: str, fault: st
         elif fault == "dies":
             nodes.running[victim] = nodes.start(victim)
         nodes.expect_served(chance)
-    # What the survivor held of those that ended is gone, but for a socket to each that it spoke to not long ago. Of one that
-    # lives on, UCX keeps a socket for each time that it was given up.
+    # What the survivor held of those that ended is gone, but for a socket to each that it spoke to not long ago. UCX
+    # keeps a socket to one that lives on, for each time that it was given up.
     kept = ROUNDS if fault == "stops answering" and nodes.connector == "nixl" else 0
     for now, held in zip(began, descriptors, strict=True):
         spoken_to = sum(now - at < IDLE_S + 1 for at in began if at < now)

@@ -202,7 +202,7 @@ def test_bytes_that_are_no_frames_harm_nobody(name: str) -> None:
 
 
 def listening_ports() -> set[int]:
-    """Of this process."""
+    """Ports on which this process listens."""
     sockets = set()
     for number in os.listdir("/proc/self/fd"):
         try:

@@ -69,7 +69,7 @@ def test_metrics_that_other_pages_name_exist(page: Path) -> None:
 
 
 def codes(error: type[TandemError]) -> set[str]:
-    """Of this kind and of all kinds of it, those that tests made up left out."""
+    """The codes of this error and of its subclasses, without those that tests made up."""
     own = {error.code} if error.__module__.startswith(("wire.", "router.")) else set()
     return own.union(*(codes(kind) for kind in error.__subclasses__()))
 

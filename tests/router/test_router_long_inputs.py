@@ -25,7 +25,7 @@ LONG = "1234567890" * 40_000
 
 
 async def longest_pause(work: Callable[[], Any]) -> tuple[float, float]:
-    """Of an event loop while another thread works; and how long it worked."""
+    """The event loop's longest pause while another thread works, and how long that worked."""
     began = last = time.perf_counter()
     pause = 0.0
     working = asyncio.ensure_future(asyncio.to_thread(work))
@@ -72,7 +72,7 @@ def test_a_long_chat_is_rendered_beside_everything_else() -> None:
 
 
 def composing() -> Tokenizer:
-    """Of a tokenizer that puts characters together before it looks at them."""
+    """A tokenizer that puts characters together before it looks at them."""
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     backend = tokenizers.Tokenizer(models.BPE({piece: index for index, piece in enumerate(alphabet)}, []))
     backend.normalizer = normalizers.NFC()

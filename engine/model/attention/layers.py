@@ -94,7 +94,7 @@ def plan_cache(
     def slots_in_use(slots: int) -> int:
         return sum(-(-count // slots) for count in counts) * slots
 
-    # Of equals the larger, because every group is a block table to keep.
+    # The larger of equals, because every group is a block table to keep.
     slots = min(counts, key=lambda count: (slots_in_use(count), -count))
     groups: list[KVCacheGroup] = []
     end = 1 + max(layer.index for layer in layers)

@@ -207,7 +207,7 @@ def _gated_in(
         for activation in Activation
     ]
     if type(module) not in known:
-        # Of a class once: a copy in float32 takes time and memory. What is like it shows by what comes out.
+        # Once for each class: a copy in float32 takes time and memory. What comes out shows which formula it is.
         x = given.x.float().reshape(-1, given.x.shape[-1])
         # A kernel has no wider dtype.
         rounds = any(isinstance(linear, KernelLinear) for linear in linears)

@@ -107,7 +107,7 @@ def rotated(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torc
     return x * cosines + torch.cat((-second, first), dim=-1) * sines
 
 
-# Of the largest value. In float32 two ways to the same differ in the last bits; in half precision they round at
+# A share of the largest value. In float32 two ways to the same differ in the last bits; in half precision they round at
 # different places, and another formula is far off all the same.
 EXACT = 1e-4
 ROUNDED = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
@@ -121,7 +121,7 @@ def agrees(
 
 
 def error_of(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Of the largest value."""
+    """The largest difference, as a share of the largest value."""
     if ours.shape != theirs.shape:
         return float("inf")
     error = (ours.float() - theirs.float()).abs().max().item()

@@ -323,7 +323,7 @@ def _attending_layers(config: Any) -> int | None:
 
 
 def written_rows() -> dict[str, str]:
-    """Of docs/models.md, by type."""
+    """The rows of docs/models.md, by type."""
     rows = {}
     for line in PAGE.read_text(encoding="utf-8").splitlines():
         if line.startswith(("| `", "- `")):

@@ -128,7 +128,7 @@ class FakeDevice:
 
     @property
     def line(self) -> Line:
-        """Of the current stream of this thread."""
+        """The line of this thread's current stream."""
         return getattr(self._current, "line", self.default)
 
     @contextmanager

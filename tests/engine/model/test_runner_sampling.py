@@ -133,7 +133,7 @@ def test_drafts_are_proposed_from_repeating_text(path: Path) -> None:
 
 
 def test_logprobs_are_the_models_own(path: Path, runner: TorchRunner) -> None:
-    """Of the distribution before temperature, bias and penalties, with the chosen token's rank in it."""
+    """They are of the distribution before temperature, bias and penalties, with the chosen token's rank in it."""
     driver = Driver(runner)
     driver.add("r", PROMPT, SamplingParams(seed=3, temperature=0.5, logit_bias={3: 50.0}, logprobs=4))
     output = driver.step({"r": len(PROMPT)})

@@ -184,7 +184,7 @@ def test_a_chunk_without_logits_still_writes_its_keys_and_values() -> None:
 
 @pytest.mark.parametrize("rows", [[0], [33], [0, 1, 2], [7, 8, 9, 50, 70], [16, 17, 41, 42, 71]])
 def test_some_rows_get_the_logits_that_they_get_among_all(unit: Unit, rows: list[int]) -> None:
-    """Of three requests: a prompt, a single token, and a prompt that has begun."""
+    """There are three requests: a prompt, a single token, and a prompt that has begun."""
     model = build("qwen2-some-layers-sliding").to(unit[0])
 
     def step(wanted: list[int] | None) -> torch.Tensor:

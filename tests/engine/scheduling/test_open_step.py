@@ -169,7 +169,7 @@ def test_a_request_whose_logits_are_no_numbers_ends_with_the_step_behind_it() ->
 
 
 def test_wrong_blocks_take_the_open_step_and_the_next_with_them() -> None:
-    """Of a load that was thought to be over: a step that loads itself is not left open."""
+    """They are found in a load that was thought to be over: a step that loads itself is not left open."""
     connector = FakeConnector()
     connector.offers["a"] = (2 * BLOCK, False)
     driver = Driver(connector=connector)

@@ -198,7 +198,7 @@ PROMPT = list(range(100, 100 + 6 * BLOCK + 1))
 
 
 def push_out(world: TierWorld) -> None:
-    """Of the device's cache, everything."""
+    """Empties the device's prefix cache."""
     assert world.scheduler._state.cache.reset_prefix_cache()
 
 
