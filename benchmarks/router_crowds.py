@@ -2,7 +2,7 @@
 
     python -m benchmarks.router_crowds [--seconds 6] [--json FILE]
 
-32 streams at 20 ms a token are read as they come. Beside them, one after the other: nobody; 100 readers that stop
+32 streams at 20 ms a token are read as they come. Beside them, one after the other: no others; 100 readers that stop
 reading; a storm of clients that ask and hang up; 500 connections whose headers never end. For each: the gaps at the
 50th and 99th percentile, the latter against the quiet run, and what the router's memory grew by.
 """
@@ -52,13 +52,13 @@ def main() -> int:
 def measure(tokens: int) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     crowds: dict[str, Crowd] = {
-        "nobody": nobody,
+        "no others": no_others,
         f"{STALLED} readers that stop": stalled,
         "a storm that hangs up": storm,
         f"{SLOW} headers without an end": slow_headers,
     }
     with running_engines(step_s=STEP_S) as nodes, running_router(nodes, None) as (url, probe):
-        asyncio.run(gaps(url, 20, nobody))  # everything has been used once
+        asyncio.run(gaps(url, 20, no_others))  # everything has been used once
         for name, crowd in crowds.items():
             before = probe("memory")
             found = sorted(asyncio.run(gaps(url, tokens, crowd)))
@@ -113,7 +113,7 @@ async def ask(
 
 
 @asynccontextmanager
-async def nobody(url: str) -> AsyncIterator[None]:
+async def no_others(url: str) -> AsyncIterator[None]:
     yield
 
 

@@ -152,7 +152,7 @@ def best(measurements: list[Speed]) -> Speed:
 
 
 def measure_decoding(scheduler: Scheduler, count: int) -> float:
-    """The median of `count` steps in which everybody who runs gets one token, in microseconds."""
+    """The median of `count` steps in which every running request gets one token, in microseconds."""
     running = scheduler.stats().running
     timed = [whole for whole, _, _, tokens in itertools.islice(steps(scheduler), count) if tokens == running]
     return median(timed) * 1e6

@@ -5,7 +5,7 @@
     python -m benchmarks.soak --minutes 3
 
 Chats and completions, short and long, streamed and not, greedy and seeded and neither, several choices, stop strings,
-logprobs, and clients that go away at any moment. Fails on an error that nobody asked for, an answer that is not what
+logprobs, and clients that go away at any moment. Fails on an error that was not asked for, an answer that is not what
 the quiet cluster says, memory, descriptors or threads that grow, and blocks that do not come back. With --kill-every a
 node is killed so often, and none of this may change. Writes soak.json and soak.txt.
 """
@@ -146,7 +146,7 @@ async def _watch(watch: ProcessWatch, family: Family, load: SoakLoad, console: C
     while True:
         at = time.monotonic() - began
         watch.look([os.getpid(), *family.members()], at)
-        # At once: nobody should wait half an hour to learn that it will end badly, and why.
+        # At once: no user should wait half an hour to learn that it will end badly, and why.
         while load.tally.news:
             console.print(f"{at / 60:.1f} min: {load.tally.news.pop(0)}", style="red", markup=False)
         if at - said >= _SAY_EVERY_S:

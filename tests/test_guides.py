@@ -89,4 +89,4 @@ def test_the_pictures_are_what_their_script_draws() -> None:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     for name, text in module.pictures().items():
-        assert (place.parent / name).read_text(encoding="utf-8") == text, "`make docs` draws them anew"
+        assert (place.parent / name).read_text(encoding="utf-8") == text, "`make docs` draws them again"

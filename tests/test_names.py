@@ -47,14 +47,15 @@ def forbidden() -> list[str]:
 
 
 def written() -> dict[Path, str]:
-    """The product and its documents, without the glossary itself."""
-    files = [path for package in PACKAGES for path in (ROOT / package).rglob("*")]
+    """The product, its tests, benchmarks and documents, without the glossary itself."""
+    files = [path for folder in (*PACKAGES, "tests", "benchmarks") for path in (ROOT / folder).rglob("*")]
     files += [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "manifests").rglob("*")]
     texts = {
         path: path.read_text(encoding="utf-8")
         for path in files
         if path.suffix in (".py", ".md", ".yaml", ".cpp", ".h")
         and path.is_file()
+        and path != Path(__file__)
         and path.name != "CHANGELOG.md"
     }
     page = ROOT / "docs/architecture.md"

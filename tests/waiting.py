@@ -1,4 +1,4 @@
-"""For what other threads do in their own time, and nobody tells."""
+"""Waits for what other threads do in their own time without telling."""
 
 from __future__ import annotations
 

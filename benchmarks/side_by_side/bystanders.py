@@ -1,4 +1,4 @@
-"""Is anybody else using the machine? Then its figures are theirs too."""
+"""Is another process using the machine? Then its figures are theirs too."""
 
 from __future__ import annotations
 

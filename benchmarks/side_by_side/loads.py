@@ -1,4 +1,4 @@
-"""What every system is asked: one user, some, many; chats while long prompts arrive; a prefix that everybody shares.
+"""What every system is asked: one user, some, many; chats while long prompts arrive; a prefix that all share.
 
 All prompts are made once per run and are the same for every system, so that no figure depends on who drew the lot.
 """

@@ -160,7 +160,7 @@ def _times_better(
 
 
 def _steadiness(outcome: ComparisonOutcome) -> Floor:
-    """The claim of disaggregation itself: it needs nobody to be compared with."""
+    """The claim of disaggregation itself: it needs no peer to be compared with."""
     claim, required = "1P+1D: chats' p99 inter-token latency beside long prompts, over alone", "at most 2×"
     alone, beside = (figure(outcome, TANDEM_PD, cell, itl_p99) for cell in (ALONE, BESIDE))
     if alone is None or beside is None or not alone.median:

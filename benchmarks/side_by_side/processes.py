@@ -1,6 +1,6 @@
 """A command and everything that it started, to the last process. Linux only.
 
-Servers put their processes into sessions of their own, rename them and let them outlive whoever started them. But
+Servers put their processes into sessions of their own, rename them and let them outlive the process that started them. But
 orphans go to their nearest ancestor that asked for them: once this process has, whatever it starts stays below it.
 """
 
@@ -40,14 +40,14 @@ def adopt_orphans() -> None:
 
 def descendants(ancestor: int, except_below: Collection[int] = ()) -> dict[int, str]:
     """Living processes below this one, each with its name; those that are excepted, not with what is below them."""
-    everybody = _everybody()
+    processes = _all_processes()
     below: dict[int, list[int]] = {}
-    for process in everybody.values():
+    for process in processes.values():
         below.setdefault(process.parent, []).append(process.id)
     found: dict[int, str] = {}
     unseen = list(below.get(ancestor, ()))
     while unseen:
-        process = everybody[unseen.pop()]
+        process = processes[unseen.pop()]
         if process.id in except_below:
             continue
         unseen += below.get(process.id, ())
@@ -92,7 +92,7 @@ class Family:
 
     def stop(self, patience_s: float) -> None:
         """First the command itself, so that it can end the others as it sees fit; then those who are left; then by
-        force. Raises when even that leaves somebody."""
+        force. Raises when even that leaves a process."""
         if self._leader.poll() is None:
             self._leader.send_signal(signal.SIGTERM)
         else:
@@ -126,13 +126,13 @@ class Family:
 
 def _bury_orphans(leader: int) -> None:
     """Adopted processes that have ended wait for us to notice. The leader is subprocess's to notice."""
-    for process in _everybody().values():
+    for process in _all_processes().values():
         if process.ended and process.parent == os.getpid() and process.id != leader:
             with suppress(ChildProcessError):
                 os.waitpid(process.id, os.WNOHANG)
 
 
-def _everybody() -> dict[int, _Process]:
+def _all_processes() -> dict[int, _Process]:
     found: dict[int, _Process] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

@@ -153,7 +153,7 @@ def check_alive(started: RunningSystem) -> None:
 def _is_healthy(http: httpx.Client, port: int) -> bool:
     try:
         return http.get(f"http://127.0.0.1:{port}/health").status_code == 200
-    except httpx.TransportError:  # nobody listens yet
+    except httpx.TransportError:  # no server listens yet
         return False
 
 

@@ -131,7 +131,7 @@ class SoakQuestions:
 
 
 def _endless(question: SoakQuestion) -> dict[str, Any]:
-    """So that whoever goes away goes in the middle. What follows a grammar ends where the grammar does."""
+    """So that a client that goes away goes in the middle. What follows a grammar ends where the grammar does."""
     longest = {"max_completion_tokens" if question.is_chat else "max_tokens": 200}
     if "response_format" not in question.body:
         longest["ignore_eos"] = True
@@ -150,7 +150,7 @@ class AnswerTally:
     examples: dict[str, str] = field(default_factory=dict)
     checked: int = 0  # answers that were known
     wrong: list[str] = field(default_factory=list)
-    news: list[str] = field(default_factory=list)  # what went badly and nobody has been told yet
+    news: list[str] = field(default_factory=list)  # what went badly and has not been told yet
 
     def failed(self, kind: str, example: str) -> None:
         """The first of each kind is told; the others are counted."""

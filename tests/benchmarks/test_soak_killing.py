@@ -1,4 +1,4 @@
-"""One node at a time, and the next one only when the cluster is whole again with somebody new in it."""
+"""One node at a time, and the next one only when the cluster is whole again with a new node in it."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ FOUND: dict[str, Any] = {
         ],
         "floors": [
             {"claim": "steady", "measured": 1.5, "unit": "×", "required": "at most 2×", "met": True},
-            {"claim": "nobody there", "measured": None, "unit": "×", "required": "4×", "met": None},
+            {"claim": "no peer there", "measured": None, "unit": "×", "required": "4×", "met": None},
         ],
     },
 }  # fmt: skip
@@ -57,7 +57,7 @@ def test_floors_are_judged_in_their_own_direction() -> None:
     assert lines["the same, over raw NIXL"] is False
     assert lines["largest batch, of raw NIXL"] is True
     assert lines["CPU per token, 512 streams"] is False
-    assert "nobody there" not in lines
+    assert "no peer there" not in lines
 
 
 def part_of(script: str, within_s: float = 20.0) -> SuitePart:

@@ -47,7 +47,7 @@ def defaults() -> dict[str, object]:
 
 def test_the_page_says_what_the_fields_say() -> None:
     page = PAGE.read_text(encoding="utf-8")
-    assert settings_page(page) == page, "a setting has changed: `make docs` writes the page's rows anew"
+    assert settings_page(page) == page, "a setting has changed: `make docs` writes the page's rows again"
 
 
 def test_a_setting_without_a_row_gets_one_in_its_section() -> None:

@@ -204,7 +204,7 @@ def test_without_a_name_the_last_ones_are_listed() -> None:
 
 def test_mistakes_are_said_in_words(tmp_path: Path) -> None:
     def away(request: httpx.Request) -> httpx.Response:
-        raise httpx.ConnectError("nobody")
+        raise httpx.ConnectError("no server")
 
     refused = {"error": {"message": "no trace of 'x' here"}}
     with pytest.raises(Unavailable, match="tandem serve"):

@@ -174,7 +174,7 @@ def questions(
 
 @pytest.fixture(scope="module")
 def in_peace(server: RunningDeployment) -> Callable[[Question], str]:
-    """What the pools say while nobody is killed. Each question is asked once: one answer is right, whoever gives it."""
+    """What the pools say while no node is killed. Each question is asked once: one answer is right, whichever node gives it."""
     answers: dict[str, str] = {}
 
     def answer(question: Question) -> str:

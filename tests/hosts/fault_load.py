@@ -55,7 +55,7 @@ async def ask(http: httpx.AsyncClient, name: str, url: str, body: dict[str, Any]
                     finish = choice.get("finish_reason") or finish
                     if choice["text"]:
                         times.append(time.monotonic())
-                        if len(times) <= 16:  # nobody waits for later ones
+                        if len(times) <= 16:  # later ones are not waited for
                             say(id=name, event="token", at=times[-1], count=len(times))
             return ended("silent", "the stream ended without [DONE] and without an error")
     except TimeoutError:

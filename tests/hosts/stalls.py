@@ -1,5 +1,5 @@
 """How long this machine kept processes from running. A gap between two tokens that falls together with such a stall is the
-machine's, and nobody else's.
+machine's, and no process's.
 
 Two things are measured. An idle process sleeps for moments, and notes when it wakes up late. And of the processes that serve, the
 kernel counts how long the thread that works stood ready without a core (/proc/PID/task/TID/schedstat): five machines' processes

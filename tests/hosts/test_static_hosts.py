@@ -68,24 +68,24 @@ def test_the_dashboard_listens_on_loopback_alone(cluster: StaticCluster) -> None
 def test_a_decode_host_added_to_the_file_joins_its_pool_and_disturbs_nobody(
     cluster: StaticCluster, pools: dict[str, list[Host]], spare: Host
 ) -> None:
-    everybody = [cluster.head, *pools["prefill"], *pools["decode"]]
-    before = raylets(everybody)
+    every_host = [cluster.head, *pools["prefill"], *pools["decode"]]
+    before = raylets(every_host)
     more = [*pools["decode"], spare]
     cluster.up(prefill=pools["prefill"], decode=more)
     cluster.probe.wait_for_pools({"prefill": pools["prefill"], "decode": more}, JOIN_S)
     assert cluster.probe.run_in_pool("decode", 3, within_s=60) == addresses(more)
-    assert raylets(everybody) == before
+    assert raylets(every_host) == before
 
 
 def test_a_decode_host_taken_out_of_the_file_leaves_and_no_other(
     cluster: StaticCluster, pools: dict[str, list[Host]], spare: Host
 ) -> None:
-    everybody = [cluster.head, *pools["prefill"], *pools["decode"]]
-    before = raylets(everybody)
+    every_host = [cluster.head, *pools["prefill"], *pools["decode"]]
+    before = raylets(every_host)
     cluster.up(prefill=pools["prefill"], decode=pools["decode"])
     cluster.probe.wait_for_pools(pools, LEAVE_S)
     assert raylets([spare]) == {spare.name: ""}
-    assert raylets(everybody) == before
+    assert raylets(every_host) == before
 
 
 def test_a_host_on_standby_is_started_for_work_and_goes_back_after_it(
@@ -128,10 +128,10 @@ def test_a_host_that_loses_power_is_back_when_it_has_booted(
 
 def test_ray_down_leaves_nothing_running(cluster: StaticCluster, pools: dict[str, list[Host]]) -> None:
     cluster.down()
-    everybody = [cluster.head, *pools["prefill"], *pools["decode"]]
+    every_host = [cluster.head, *pools["prefill"], *pools["decode"]]
     left = "ps -eo args | grep -E '[g]cs_server|[r]aylet|[r]ay::' || true"
-    assert {host.name: host.run("sh", "-c", left) for host in everybody} == dict.fromkeys(
-        raylets(everybody), ""
+    assert {host.name: host.run("sh", "-c", left) for host in every_host} == dict.fromkeys(
+        raylets(every_host), ""
     )
     assert json.loads(cluster.head.run("sh", "-c", "cat ~/.tandem/clusters/tandem.json"))["nodes"] == {}
 

@@ -112,7 +112,7 @@ class Tandem:
         return said
 
     def python(self, program: str) -> str:
-        """What somebody does to the cluster without us."""
+        """What an operator does to the cluster without us."""
         return subprocess.run(
             [sys.executable, "-c", program], check=True, text=True, capture_output=True, timeout=60,
             env={**os.environ, "RAY_ADDRESS": self.address},

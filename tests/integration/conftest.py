@@ -85,7 +85,7 @@ def ray_on_this_machine() -> Iterator[None]:
 
 
 class _Quiet:
-    """Events nobody watches."""
+    """Events that are not watched."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return lambda *args, **kwargs: contextlib.nullcontext(lambda *a, **k: None)

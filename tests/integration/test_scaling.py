@@ -36,7 +36,7 @@ def test_a_prefill_node_becomes_a_decode_node_and_writes_the_same_answers(
         before = {node["node_id"]: node["incarnation"] for node in server.nodes()}
         loop_thread.run(control.change_role("prefill-1", Role.DECODE))
         server.until(lambda nodes: "prefill-1" in ready(nodes, "decode"), "it decodes")
-        # Now nobody else does.
+        # Now no other request does.
         assert loop_thread.run(control.drain_node("decode-0", 30.0))
         server.until(lambda nodes: ready(nodes, "decode") == ["prefill-1"], "it alone decodes")
         ask_all(server, some)

@@ -50,7 +50,7 @@ def test_it_serves_mends_what_dies_finishes_what_runs_and_leaves_nothing(serve: 
         assert time.monotonic() < deadline, "the decode node did not come back"
         time.sleep(0.1)
     assert now["decode-0"] != before["decode-0"]
-    assert now["prefill-0"] == before["prefill-0"], "nobody else is disturbed"
+    assert now["prefill-0"] == before["prefill-0"], "no other node is disturbed"
     assert "Paris" in ask(shlex.split(line))["choices"][0]["message"]["content"]
 
     body = {"model": "SmolLM2-135M-Instruct", "prompt": "Once upon", "max_tokens": 100, "stream": True}
@@ -156,13 +156,13 @@ def test_a_signal_while_it_starts_ends_it_and_leaves_nothing(serve: Any, moment:
 
 
 def test_a_signal_to_its_whole_group_while_it_starts_is_no_different(serve: Any) -> None:
-    """As `timeout` sends it, and whoever else stops a group of processes: Ray must not be the first to go."""
+    """As `timeout` sends it, and others that stop a group of processes: Ray must not be the first to go."""
     command = serve()
     command.until(r"router: loading", START_S)
     began = time.monotonic()
     os.killpg(command.process.pid, signal.SIGTERM)
     assert command.ended() == 130
-    assert time.monotonic() - began < 30, "nobody waits for a Ray that is gone"
+    assert time.monotonic() - began < 30, "no wait for a Ray that is gone"
 
 
 def test_a_command_whose_output_nobody_reads_any_more_serves_on(serve: Any) -> None:

@@ -242,7 +242,7 @@ class FakeEngine:
         }
 
     def preempt(self, request_id: str) -> None:
-        """Take a running request's blocks and scribble over them, as whoever gets them would."""
+        """Take a running request's blocks and scribble over them, as the next owner would."""
         request = self.requests[request_id]
         assert request.state is State.RUNNING
         self._preempt_next.add(request_id)

@@ -245,7 +245,7 @@ def test_different_tokens_are_refused(shared: Pair) -> None:
 
 def test_a_different_cache_salt_is_refused(shared: Pair) -> None:
     tokens = a_prompt(20)
-    name = shared.add(tokens, producer={"cache_salt": "somebody"}, consumer={"cache_salt": "somebody else"})
+    name = shared.add(tokens, producer={"cache_salt": "one"}, consumer={"cache_salt": "another"})
     shared.consumer.begin("run_until", name, ["loaded", "failed"])
     shared.producer.call("run_until", name, ["freed"])
     assert shared.consumer.result() == "failed"
@@ -398,7 +398,7 @@ def test_a_killed_consumer_frees_the_producer_within_seconds(own: Pair) -> None:
     own.consumer.kill()
     own.producer.call("run_until", name, ["freed"], timeout_s=LEASE_S + 2)
     assert own.producer.call("num_free") == 63
-    # Whoever comes next is served.
+    # The next request is served.
     own.consumer = own.start("c")
     own.expect_loaded(own.add(tokens), tokens)
 

@@ -126,7 +126,7 @@ class Pair:
         return ends
 
     def expect_served(self) -> None:
-        """Whoever comes next."""
+        """The next request."""
         until = time.monotonic() + PATIENCE_S
         while set(self.expect_all_loaded(0)) != {"loaded"}:
             assert time.monotonic() < until

@@ -103,7 +103,7 @@ def test_a_write_that_is_not_expected_any_more_is_refused_and_touches_nothing(
     there.transport.expect("t", [5])
     here.write(remote, [3], [5])
     there.transport.expect_no_more("t")
-    there.transport.expect("another", [5, 6])  # the block has been given to somebody else
+    there.transport.expect("another", [5, 6])  # the block has been given to another request
     there.tensor[:] = 9.0
     with pytest.raises(TransferError, match="not expected here any more"):
         here.write(remote, [3], [5])
@@ -139,7 +139,7 @@ def test_nodes_join_and_leave_while_others_work(sides: tuple[Side, Side]) -> Non
     with pytest.raises(TransferError):
         here.write(to_joined, [3], [4])
     here.write(remote, [3], [5])
-    # The same node, started anew.
+    # The same node, started again.
     again = Side("c")
     again.transport.expect("t", [4])
     here.transport.disconnect(to_joined)

@@ -1,5 +1,5 @@
-"""Peers that die, are started anew, or stop answering, at random moments of real transfers between real processes: one
-outcome for every request, right bytes or a reason, every block back, and whoever comes next is served.
+"""Peers that die, are started again, or stop answering, at random moments of real transfers between real processes: one
+outcome for every request, right bytes or a reason, every block back, and the next request is served.
 
 Slow: TANDEM_PEER_ROUNDS of every fault (default 1), each with a process of its own.
 """
@@ -72,7 +72,7 @@ class Nodes:
         return end
 
     def expect_served(self, chance: random.Random) -> None:
-        """Whoever comes next. If the machine lets one of the processes stand still for a good part of a lease, that does not
+        """The next request. If the machine lets one of the processes stand still for a good part of a lease, that does not
         count, and the next is asked."""
         until = time.monotonic() + 4 * PATIENCE_S
         while True:

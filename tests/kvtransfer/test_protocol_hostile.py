@@ -1,4 +1,4 @@
-"""Messages that decode and mean harm, or nothing: any of them, at any moment, from anybody who knows every id and
+"""Messages that decode and mean harm, or nothing: any of them, at any moment, from a sender that knows every id and
 epoch but not a request's tokens. They may cost a transfer. They must not raise, and never make a wrong answer.
 
 One lie is left out, that a producer has closed a transfer: a consumer has to believe a message with both epochs, which

@@ -184,7 +184,7 @@ class History:
         self.world.network.append(self.pick(self._seen[-40:]))
 
     def _forge(self) -> None:
-        """What anybody could send who does not know a request's tokens."""
+        """What a sender could send that does not know a request's tokens."""
         name, epoch = self.pick([("p", 11), ("p", 12), ("c", 22), ("x", 33)])
         transfer = f"t{self.pick([1, 2, 3, 4])}"
 

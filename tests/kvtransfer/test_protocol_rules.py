@@ -552,7 +552,7 @@ def test_renewals_that_lay_in_a_queue_while_the_producer_was_stopped_renew_nothi
     push.world.settle(0.2)
     push.producer.frozen = True
     push.world.advance(SETTINGS.lease_s + SETTINGS.margin_s + 0.1)
-    assert receive.failed is not None  # its blocks are somebody else's now
+    assert receive.failed is not None  # its blocks are another request's now
     assert push.on_the_way(RenewLease)
     push.producer.frozen = False
     push.producer.compute(send, 30)
@@ -580,7 +580,7 @@ def test_what_was_read_after_the_lease_had_ended_is_not_believed(pull: Pair) -> 
     receive = pull.consumer.receives["r1"]
     assert pull.world.moves()
     pull.consumer.frozen = True
-    pull.world.advance(SETTINGS.lease_s + 0.1)  # the producer's blocks are somebody else's now
+    pull.world.advance(SETTINGS.lease_s + 0.1)  # the producer's blocks are another request's now
     pull.consumer.frozen = False
     pull.move_everything()  # the consumer reads on before it looks at its messages
     pull.world.settle(1.0)
@@ -934,7 +934,7 @@ def served(pair: Pair, name: str) -> None:
 
 
 def test_a_request_that_names_an_earlier_incarnation_does_not_harm_the_one_that_runs(pair: Pair) -> None:
-    """It waited while the node was started anew, or its router has not heard of that yet."""
+    """It waited while the node was started again, or its router has not heard of that yet."""
     late = Receive("r1", "t-r1", TOKENS, 0, [])
     earlier = pair.producer.address
     pair.world.add("p", 12)

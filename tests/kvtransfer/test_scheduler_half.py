@@ -76,7 +76,7 @@ def test_a_preempted_prompt_begins_again_with_other_blocks() -> None:
     half.get_num_new_matched_tokens(request, 0)
     half.update_state_after_alloc(request, [[5, 6]], 0)
     planned(half, FakeStep({"r": 8}))
-    assert planned(half, FakeStep(preempted_req_ids={"r", "somebody else"})).preempted == ["r"]
+    assert planned(half, FakeStep(preempted_req_ids={"r", "another"})).preempted == ["r"]
     half.get_num_new_matched_tokens(request, 4)
     request.num_computed_tokens = 4
     half.update_state_after_alloc(request, [[5, 11, 12]], 0)

@@ -55,7 +55,7 @@ def test_blocks_that_were_handed_over(direction: Direction) -> None:
 
 def test_blocks_whose_lease_ended() -> None:
     scene = Scene()
-    scene.producer.start_send(scene.send)  # nobody ever asks for them
+    scene.producer.start_send(scene.send)  # no consumer ever asks for them
     scene.producer.compute(scene.send, len(TOKENS))
     scene.producer.finish_send(scene.send)
     scene.world.settle(SETTINGS.lease_s + 1)

@@ -9,7 +9,7 @@ from tandem.wire.handoff import CacheMemory
 
 
 class ClosingTransport(Transport):
-    """Notes whether anybody listened at an address when it was closed."""
+    """Notes whether a socket listened at an address when it was closed."""
 
     name = "closing"
     endpoint = ""

@@ -65,7 +65,7 @@ def test_known_delays_are_what_is_measured() -> None:
             await exchange.token()
         await received(3)
         await exchange.usage(12, 3)
-        await asyncio.sleep(0.02)  # after the last token: nobody's latency
+        await asyncio.sleep(0.02)  # after the last token: no request's latency
         await exchange.end()
 
     async def run() -> None:

@@ -32,7 +32,7 @@ def test_what_is_no_limit_is_refused(text: str) -> None:
         ("ttft=100", (0.11, 0.12), False),
         ("tpot=100", (0.1, 0.2, 0.3), True),
         ("tpot=100", (0.1, 0.2, 0.35), False),
-        ("tpot=100", (5.0,), True),  # one token: nobody waited for a second
+        ("tpot=100", (5.0,), True),  # one token: no client waited for a second
         ("itl=100", (5.0,), True),
         ("itl=100", (0.1, 0.15, 0.4), False),
         ("e2e=400", (0.1, 0.39), True),

@@ -18,7 +18,7 @@ class Message(msgspec.Struct):
 
 
 class World:
-    """The line, the clock, and whoever asks for the status."""
+    """The line, the clock, and the caller that asks for the status."""
 
     malformed = 0
     died = None

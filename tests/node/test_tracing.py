@@ -1,4 +1,4 @@
-"""Where a traced request's time went on one node: every phase told once, and nothing of anybody else's."""
+"""Where a traced request's time went on one node: every phase told once, and nothing of another request."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_a_request_whose_blocks_are_still_being_sent_is_told_of_when_they_are() 
     assert traced.tracer.active
     assert not traced.done
     traced.step(20, {"other": 3})
-    traced.step(30, {}, transfers=ConnectorOutput(finished_sending={"r", "somebody else"}))
+    traced.step(30, {}, transfers=ConnectorOutput(finished_sending={"r", "another"}))
     assert traced.done["r"][0][-1] == write
     assert traced.transfers["r"] == TRANSFER
     assert not traced.tracer.active
@@ -204,7 +204,7 @@ def test_a_node_tells_once_of_a_request_that_is_traced_and_never_of_another(node
     assert all(one.end <= other.start for one, other in itertools.pairwise(steps)), "no time is told twice"
     service.drain(PATIENCE_S)
     assert sent.traces.empty()
-    assert engine.tracer is None, "when nobody is traced, the engine notes no times"
+    assert engine.tracer is None, "when no request is traced, the engine notes no times"
 
 
 def test_a_traced_request_that_is_cancelled_is_told_of_too(node) -> None:

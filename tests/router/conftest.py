@@ -86,7 +86,7 @@ class RunningRouter:
         self.client = self.new_client()
 
     def new_client(self) -> httpx.Client:
-        # Straight to the router, whatever proxy the environment names. To read the certificates for TLS, which nobody
+        # Straight to the router, whatever proxy the environment names. To read the certificates for TLS, which no test
         # speaks here, would take longer than to start the router.
         return httpx.Client(base_url=self.url, timeout=20, trust_env=False, verify=False)
 

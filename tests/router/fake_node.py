@@ -100,7 +100,7 @@ class FakeNode:
         self.state = NodeState.READY
         self.status_fields: dict[str, float | int | str] = {}
         self.counters = NodeCounters()
-        self.clock_ahead = 0.0  # of everybody else's
+        self.clock_ahead = 0.0  # of all other clocks
         self.hide_traces = False
         self._lock = self.board.changed
         self._running: dict[str, _Running] = {}
@@ -168,7 +168,7 @@ class FakeNode:
             return list(self._running)
 
     def kill(self) -> None:
-        """As kill -9 leaves it: nothing is said, nobody listens any more."""
+        """As kill -9 leaves it: nothing is said, and its ports are closed."""
         with self._lock:
             if self._dead:
                 return
@@ -301,7 +301,7 @@ class FakeNode:
                     self._lock.acquire()
 
     def _step(self) -> dict[str, list[TokenChunk]]:
-        """One token for everybody who can go on."""
+        """One token for every request that can go on."""
         batches: dict[str, list[TokenChunk]] = {}
         for request_id, running in list(self._running.items()):
             chunk = self._advance(running)

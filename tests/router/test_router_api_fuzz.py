@@ -1,7 +1,7 @@
 """Requests made from our own API document, valid and not: each is answered as the document says.
 
 Slow, because making such a request takes longer than answering it. What makes them takes a second to import, which
-whoever only collects this file does not have to wait.
+collecting this file does not have to wait.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def test_the_line_moves_with_the_prefill_nodes_queue() -> None:
 
 def test_no_line_is_so_long_that_streams_stand_still_for_a_prompt() -> None:
     crowded = node("p0", waiting_tokens=50_000)
-    assert goes_local(pools(crowded, node("d0"), handover=0.01), 500)  # nobody is being decoded
+    assert goes_local(pools(crowded, node("d0"), handover=0.01), 500)  # no request is being decoded
     assert not goes_local(pools(crowded, node("d0", running=1), handover=0.01), 500)
     assert not goes_local(pools(crowded, node("d0", waiting=1), handover=0.01), 500)
     assert goes_local(pools(crowded, node("d0", running=1, rate=100_000), handover=0.01), 500)

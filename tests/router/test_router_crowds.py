@@ -1,4 +1,4 @@
-"""Crowds that behave badly: what they cost is bounded, and everybody else's answer is right."""
+"""Crowds that behave badly: what they cost is bounded, and all other answers are right."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ def test_logprobs_go_on_without_a_gap(start_router: StartRouter) -> None:
 
 
 def test_the_first_tokens_logprobs_are_worth_waiting_for(start_router: StartRouter) -> None:
-    """The prefill node's report is lost and the decode node's has no logprobs: when the prefill node goes, somebody
+    """The prefill node's report is lost and the decode node's has no logprobs: when the prefill node goes, another node
     computes them again."""
     router = start_router()
     router.nodes["p0"].set(hide_first_token=True)
@@ -334,7 +334,7 @@ def test_a_node_that_stops_giving_tokens_is_left(start_router: StartRouter) -> N
 def test_a_node_that_was_only_stopped_is_told_what_is_over_and_serves_again(
     start_router: StartRouter,
 ) -> None:
-    """As SIGSTOP and SIGCONT leave it: it comes back with work that nobody wants any more."""
+    """As SIGSTOP and SIGCONT leave it: it comes back with work that is no longer wanted."""
     router = start_router(prefill=0, decode=2, heartbeat=Heartbeat(ping_interval=0.1, silence=1.5))
     for name in ("d0", "d1"):
         router.nodes[name].set(pause_at=5)
@@ -423,7 +423,7 @@ def test_a_prefill_node_that_fails_after_the_handover_is_no_matter(start_router:
     decode.set(pause_at=4)
     with router.stream(max_tokens=COUNT, seed=9) as events:
         text = events.text(count=4)
-        prefill.report(decode.submits[0], WireError("kv_transfer_failed", "a lease that nobody needed"))
+        prefill.report(decode.submits[0], WireError("kv_transfer_failed", "a lease that was not needed"))
         decode.resume()
         text += events.text()
     assert text == router.expected("the fox", COUNT, seed=9)

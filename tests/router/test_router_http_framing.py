@@ -1,4 +1,4 @@
-"""Where a request ends. Whoever stands before the router must see it at the same place: a request that two readers could
+"""Where a request ends. A proxy before the router must see it at the same place: a request that two readers could
 end differently carries another one past the first of them."""
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ def test_a_client_that_waits_to_be_told_to_go_on(start_router: StartRouter) -> N
         connection.sendall(body)
         assert read_answer(connection)[0] == 200
         connection.sendall(post(b"", "/nothing", content_length="5", expect="100-continue"))
-        assert read_answer(connection)[0] == 404, "whose body nobody wants"
+        assert read_answer(connection)[0] == 404, "whose body is not wanted"
 
 
 def test_an_old_client_reads_to_the_end_of_the_connection(start_router: StartRouter) -> None:

@@ -1,4 +1,4 @@
-"""Who sends a lot holds up nobody else, and what cannot fit is refused before it has cost anything."""
+"""A client that sends a lot holds up no other, and what cannot fit is refused before it has cost anything."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import pytest
 from tandem.wire.errors import WireError
 from tests.router.conftest import RunningRouter, StartRouter
 
-# Importing it takes a second, which whoever only collects these tests does not have to wait.
+# Importing it takes a second, for which collecting these tests need not wait.
 if TYPE_CHECKING:
     import openai
 

@@ -75,7 +75,7 @@ def test_a_member_is_in_view_once_it_has_spoken(world: World) -> None:
     assert world.pool.set_members([node]) == ([node], [])
     assert world.in_view == set()
     world.pass_time(10)
-    assert world.lost == []  # nobody had sent it anything
+    assert world.lost == []  # no router had sent it anything
     world.say(node)
     assert world.in_view == {"d0"}
 

@@ -19,7 +19,7 @@ def pair(start_router: StartRouter) -> tuple[RunningRouter, RunningRouter]:
 
 
 def die(router: RunningRouter) -> None:
-    """Its loop runs no more: it says nothing to anybody, as if the process had been killed."""
+    """Its loop runs no more: it says nothing to any client, as if the process had been killed."""
     router._loop.call_soon_threadsafe(router._loop.stop)
     router._thread.join(10)
 

@@ -6,11 +6,11 @@ from tandem.wire import errors
 from tandem.wire.errors import InvalidRequest, RequestError, TandemError, WireError
 
 
-def everybody(root: type[TandemError]) -> list[type[TandemError]]:
-    return [root, *(leaf for sub in root.__subclasses__() for leaf in everybody(sub))]
+def subclasses(root: type[TandemError]) -> list[type[TandemError]]:
+    return [root, *(leaf for sub in root.__subclasses__() for leaf in subclasses(sub))]
 
 
-OURS = [cls for cls in everybody(TandemError) if cls.__module__ == errors.__name__]
+OURS = [cls for cls in subclasses(TandemError) if cls.__module__ == errors.__name__]
 
 
 @pytest.mark.parametrize("cls", OURS)

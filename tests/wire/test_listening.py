@@ -89,7 +89,7 @@ def _listen(port: int) -> None:
 
 
 def test_an_address_that_never_answers_costs_no_descriptor_for_ever() -> None:
-    """A machine that was lost does not refuse, and nobody asks for it again when its transfers are over."""
+    """A machine that was lost does not refuse, and it is not asked for again when its transfers are over."""
     now = [0.0]
     probe = ListenerProbe(lambda: now[0])
     listening = socket.socket()

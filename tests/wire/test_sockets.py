@@ -68,7 +68,7 @@ def outbox() -> Iterator[Outbox]:
 
 @pytest.fixture
 def raw(inbox: Inbox[Any]) -> Iterator[Callable[[list[bytes]], None]]:
-    """Sends frames as they are, as somebody would who does not speak our language."""
+    """Sends frames as they are, as a peer would that does not speak our protocol."""
     context = zmq.Context()
     socket = context.socket(zmq.PUSH)
     socket.connect(inbox.endpoint)
@@ -324,7 +324,7 @@ def test_closing_twice_is_once_and_leaves_no_thread(heard: Heard) -> None:
         outbox.close()
         inbox.close()
     assert set(threading.enumerate()) == before
-    outbox.send(inbox.endpoint, Ping("after"))  # nobody is there to say it to
+    outbox.send(inbox.endpoint, Ping("after"))  # no peer is there to hear it
 
 
 def test_closing_lets_what_was_just_sent_leave(inbox: Inbox[Any], heard: Heard) -> None:

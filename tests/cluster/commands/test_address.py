@@ -1,4 +1,4 @@
-"""Which cluster a command talks to, and what is said when nobody is there."""
+"""Which cluster a command talks to, and what is said when none is there."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_what_the_operator_names_comes_first_then_the_environment_then_what_runs
 
 @pytest.mark.slow
 def test_a_command_that_was_killed_is_not_found(record: Path) -> None:
-    """Slow: runs a process, to have an id that nobody has any more."""
+    """Slow: runs a process, to have an id that no process has any more."""
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     write(record, gone.pid)
@@ -101,7 +101,7 @@ def test_an_address_where_nobody_answers_is_said_at_once() -> None:
 
 @contextmanager
 def answering(answer: bytes) -> Iterator[str]:
-    """The address of somebody who says this to whoever comes, and closes."""
+    """The address of a server that says this to every client, and closes."""
 
     def serve() -> None:
         connection, _ = listener.accept()

@@ -44,8 +44,8 @@ MISTAKES: dict[str, Case] = {
     "a number for text": ("serve --set model.path=", r"model\.path", None),
     "a file that is not YAML": ("serve", r"tandem\.yaml", settings_file("model: [")),
     "a file that is not there": ("serve --config nowhere.yaml", r"nowhere\.yaml", None),
-    "nobody who writes answers": ("serve --decode 0", r"pools\.decode", None),
-    "nobody at all": ("serve --prefill 0 --decode 0", r"pools", None),
+    "no node that writes answers": ("serve --decode 0", r"pools\.decode", None),
+    "no node at all": ("serve --prefill 0 --decode 0", r"pools", None),
     "decode nodes without prefill nodes": ("serve --prefill 0", r"set it to at least 1, or use pools\.aggregated", None),
     "a pool whose limits cross": (
         "serve --set pools.decode.min=4 pools.decode.max=2", r"pools\.decode\.min is 4, which is more than", None,
@@ -90,7 +90,7 @@ def ports() -> Iterator[dict[str, int]]:
     with socket.socket() as taken, socket.socket() as free:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        free.bind(("127.0.0.1", 0))  # nobody listens there
+        free.bind(("127.0.0.1", 0))  # no process listens there
         yield {"taken": taken.getsockname()[1], "free": free.getsockname()[1]}
 
 

@@ -113,7 +113,7 @@ def test_ctrl_c_stops_a_reply_and_the_conversation_goes_on() -> None:
     server = Server(httpx.Response(200, stream=Interrupted()), ok("yes"))
     shown = converse(server, "a story", "still there?")
     assert "(stopped)" in shown
-    assert Interrupted.closed, "the server is told that nobody listens any more"
+    assert Interrupted.closed, "the server is told that the reader is gone"
     assert server.messages(1)[1] == ("assistant", "Once upon")
 
 

@@ -267,7 +267,7 @@ def command_line(pid: str) -> str:
         return ""
 
 
-@pytest.mark.parametrize("name", ["", "~nobody-of-that-name/model", "x" * 5000, "/" + "x" * 300])
+@pytest.mark.parametrize("name", ["", "~no-user-of-that-name/model", "x" * 5000, "/" + "x" * 300])
 def test_a_name_that_no_folder_can_have_is_refused_in_a_sentence(name: str) -> None:
     with pytest.raises(ConfigurationError, match=r"model\.path"):
         check_name(name)

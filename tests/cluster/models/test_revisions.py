@@ -31,7 +31,7 @@ FIRST, SECOND = "a" * 40, "b" * 40
 
 
 class Hub:
-    """Holds org/model at two commits. `main` is the branch, which somebody moves."""
+    """Holds org/model at two commits. `main` is the branch, which its owner moves."""
 
     def __init__(self) -> None:
         self.main = FIRST

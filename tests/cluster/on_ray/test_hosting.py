@@ -118,7 +118,7 @@ def test_our_errors_pass_and_foreign_ones_become_ours(host: tuple[NodeHost, Fake
 
 def test_hold_ends_when_the_node_is_stopped(host: tuple[NodeHost, FakeNode]) -> None:
     hosted, node = host
-    assert not hosted.hold(0.001), "nobody is kept for longer than he asked for"
+    assert not hosted.hold(0.001), "no caller is kept for longer than it asked for"
     held: list[bool] = []
     thread = threading.Thread(target=lambda: held.append(hosted.hold(PATIENCE_S)))
     thread.start()

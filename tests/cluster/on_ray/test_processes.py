@@ -1,4 +1,4 @@
-"""Signals to real processes: what is stopped wakes by itself, and nobody else is hit."""
+"""Signals to real processes: what is stopped wakes by itself, and no other process is hit."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ async def test_one_machine_that_never_answers_keeps_no_other_waiting() -> None:
     assert [host.name for host in await hosts.present()] == ["p", "p2"]
     assert world.asked.count("d") == 1
     world.nodes.remove(DECODE)
-    await hosts.changed(0.01)  # nobody waits for it any more
+    await hosts.changed(0.01)  # no caller waits for it any more
 
 
 @in_loop

@@ -47,4 +47,4 @@ def test_what_ray_starts_does_not_hear_signals_to_our_group(monkeypatch: pytest.
     with pytest.raises(Unavailable):
         start_ray()
     assert groups[0] != os.getpgrp()
-    assert spawn() == os.getpgrp(), "nobody else's processes are moved"
+    assert spawn() == os.getpgrp(), "no other processes are moved"

@@ -429,7 +429,7 @@ class Rig:
         )
 
     def lose_machine(self, name: str) -> Host:
-        """With all that runs there. Nobody says that it has ended."""
+        """With all that runs there. No message says that it has ended."""
         for process in self.launcher.everything:
             if (
                 isinstance(process, FakeNode | FakeRouter)

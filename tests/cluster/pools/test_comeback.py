@@ -196,7 +196,7 @@ async def test_a_node_that_died_while_there_was_no_controller_is_replaced() -> N
 
 @in_loop
 async def test_what_is_asked_while_nodes_are_taken_over_forgets_no_process() -> None:
-    """A machine that is seen again late: its node is not adopted yet when somebody drains it."""
+    """A machine that is seen again late: its node is not adopted yet when a command drains it."""
     hosts = FakeHosts(machine("1", prefill=1, decode=1), machine("2", prefill=1))
     async with Rig(pools=pools(2, 1), hosts=hosts) as rig:
         await rig.controller.start()
@@ -214,12 +214,12 @@ async def test_what_is_asked_while_nodes_are_taken_over_forgets_no_process() -> 
         await start
         assert await drain
         await settle()
-        assert going.stopped, "nobody would look after it any more"
+        assert going.stopped, "no controller would look after it any more"
 
 
 @in_loop
 async def test_a_controller_that_comes_back_before_the_control_store_waits_for_it_and_takes_over() -> None:
-    """It gave up after a while once, and nobody looked after the nodes any more."""
+    """It gave up after a while once, and no controller looked after the nodes any more."""
     async with Rig(*PD) as rig:
         await rig.controller.start()
         await rig.kill_controller()

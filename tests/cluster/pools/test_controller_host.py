@@ -35,7 +35,7 @@ class FakeControl:
 
     async def scale(self, wanted: dict[Role, int]) -> list[str]:
         if wanted.get(Role.DECODE) == 0:
-            raise InvalidRequest("somebody must write answers")
+            raise InvalidRequest("a node must write answers")
         self.sizes |= wanted
         return [f"{role.value}: {size}" for role, size in wanted.items()]
 

@@ -79,7 +79,7 @@ class Cluster(RuleBasedStateMachine):
         self.run(begin())
 
     async def ask(self, request: Coroutine[Any, Any, Any]) -> None:
-        """Somebody asks, and does not wait."""
+        """A command asks, and does not wait."""
 
         async def answered() -> None:
             with contextlib.suppress(TandemError):  # refused, with a reason
@@ -200,7 +200,7 @@ class Cluster(RuleBasedStateMachine):
         assert not [record for record in kept.nodes if record.leaving], "what had to go is gone"
         running = {node.info.node_id: node for node in self.live()}
         placed = {record.node_id: record for record in kept.nodes if record.placement is not None}
-        assert set(running) == set(placed), "every process is somebody's, and everybody has one"
+        assert set(running) == set(placed), "every process belongs to a node, and every node has one"
         assert {node.node_id for node in view.nodes if node.phase == ProcessPhase.READY} == set(placed)
         assert self.rig.routed == set(placed), "routers know them all"
         for node_id, record in placed.items():

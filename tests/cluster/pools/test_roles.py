@@ -171,7 +171,7 @@ async def test_every_host_has_a_router_where_that_is_asked_for() -> None:
         (latest,) = [process for process in rig.launcher.routers if process.name == "router-10.0.0.3"]
         assert latest.node_ids == {"prefill-0", "decode-0", "decode-1"}
         rig.lose_machine("1")
-        await rig.clock.advance(2 * TIMEOUTS.silence_s)  # nobody there answers whether it hears the others
+        await rig.clock.advance(2 * TIMEOUTS.silence_s)  # no node there answers whether it hears the others
         assert by_name["router-10.0.0.1"].stopped
         assert by_name["router-10.0.0.2"].node_ids == {"decode-0", "decode-1"}
         view = await rig.controller.view()

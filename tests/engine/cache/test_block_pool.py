@@ -135,7 +135,7 @@ def test_everything_is_forgotten_but_not_while_it_is_used():
 
 
 def test_the_garbage_collector_has_nothing_to_walk_in_a_pool():
-    """Or each of its passes would take as long as the pool is large, in the middle of somebody's step."""
+    """Or each of its passes would take as long as the pool is large, in the middle of a step."""
     pool = BlockPool(100)
     for block in pool.take(50):
         pool.cache(0, block, bytes([block]))

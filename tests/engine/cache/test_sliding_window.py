@@ -1,4 +1,4 @@
-"""Windows: what nobody reads any more is given up, and a hit needs only what will be read."""
+"""Windows: what is never read again is given up, and a hit needs only what will be read."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class DrivenRequest:
     sampling: SamplingParams
     computed: int
     blocks: list[list[int]]  # per group; 0 where a block was given back or never needed
-    borrowed: int = 0  # leading blocks of every group that belong to somebody else
+    borrowed: int = 0  # leading blocks of every group that belong to another request
     known: bool = False  # the runner has seen it
     resumed: bool = False
     logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)

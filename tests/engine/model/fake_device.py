@@ -175,7 +175,7 @@ class FakeDevice:
 
     @contextmanager
     def present(self) -> Iterator[FakeDevice]:
-        """Within, `cuda:0` is this device, for torch and for whoever asks torch.cuda."""
+        """Within, `cuda:0` is this device, for torch and for callers of torch.cuda."""
         with _Patched(self), self.in_thread():
             yield self
 

@@ -50,7 +50,9 @@ def copy_of(folder: Path) -> Path:
 def test_the_same_files_elsewhere_are_the_same_model(folder: Path) -> None:
     other = copy_of(folder)
     (other / "README.md").write_text("others say other things")
-    (other / "consolidated.safetensors").write_bytes(b"the same weights in another form, which nobody loads")
+    (other / "consolidated.safetensors").write_bytes(
+        b"the same weights in another form, which is never loaded"
+    )
     write_json(other / "config.json", CONFIG | {"transformers_version": "5.1", "_name_or_path": "/here"})
     assert content(other) == content(folder)
 

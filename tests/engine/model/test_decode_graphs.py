@@ -117,7 +117,7 @@ def test_requests_come_go_and_are_preempted(case: Case) -> None:
     assert answers == case.answers
     assert case.graphs.num_replays > before
     assert len(case.graphs.shapes) > 1
-    # Nobody's keys or values are in the null block: rows that pad write zeros.
+    # No request's keys or values are in the null block: rows that pad write zeros.
     assert not case.runner.kv_cache[0].any()
 
 

@@ -1,4 +1,4 @@
-"""Logits that are no numbers end their own request, and nobody takes a token from them."""
+"""Logits that are no numbers end their own request, and no token is taken from them."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def test_passes_add_up_and_stay_small(work: list[tuple[int, bool]]) -> None:
     counts = {str(index): count for index, (count, _) in enumerate(work)}
     cut = cut_for_logits(requests, counts, wanting)
     assert {name: sum(one.get(name, 0) for one in cut) for name in counts} == counts
-    assert set(cut[-1]) == set(counts)  # everybody's newest token is in the last one
+    assert set(cut[-1]) == set(counts)  # every request's newest token is in the last one
     for one in cut:
         assert all(one.values())
         assert sum(count for name, count in one.items() if requests.row(name) in wanting) <= LOGIT_ROWS

@@ -1,6 +1,6 @@
 """Models that keep recurrent states answer as transformers' `generate` does, however the work is cut up, shared, lost, or moved.
 
-The driver fills blocks that nobody has with NaN, so a state that is read from another request's blocks spoils an answer.
+The driver fills free blocks with NaN, so a state that is read from another request's blocks spoils an answer.
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ class FakeModel:
         chains: dict[str, list[int]],
         stale: set[str],
     ) -> None:
-        """Whoever reads something wrong computes something wrong, which others may read in the same step."""
+        """A request that reads something wrong computes something wrong, which others may read in the same step."""
         self.misread = set(stale)
         for request_id in stale:
             start = computed[request_id]

@@ -25,7 +25,7 @@ def invalid(*blocks: int) -> ConnectorOutput:
 
 
 def book_garbage(driver: Driver, step, transfers):
-    """The step runs on wrong KV; whoever read it gets nothing for it."""
+    """The step runs on wrong KV; requests that read it get nothing for it."""
     driver.model.tolerant = True
     updates = driver.finish(step, transfers)
     driver.model.tolerant = False
@@ -72,7 +72,7 @@ def test_where_that_is_the_policy_the_request_ends_with_an_error():
     assert update.error is not None
     assert update.error.code == "kv_transfer_failed"
     assert a.status is RequestStatus.FINISHED_ERROR
-    assert told == [8]  # nobody is told that what is wrong was computed
+    assert told == [8]  # no request is told that what is wrong was computed
     assert driver.free_blocks == 99
     driver.add("b", a.prompt_token_ids, max_tokens=1)
     assert driver.step()[0].new_reqs[0].num_computed_tokens == 2 * BLOCK  # no request finds what follows it

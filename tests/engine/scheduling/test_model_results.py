@@ -178,7 +178,7 @@ def test_an_error_of_the_model_ends_its_request_alone_and_nobody_finds_its_kv():
     stats = driver.scheduler.stats()
     assert (stats.model_errors, stats.running) == (1, 1)
     driver.abort("b")
-    # The same prompts again: b's is found, a's is computed anew.
+    # The same prompts again: b's is found, a's is computed again.
     for name in ("b", "a"):
         driver.add(f"{name}2", prompt=[*unique_tokens(name, 8), 5])
     counts = driver.schedule().num_scheduled_tokens

@@ -79,12 +79,12 @@ def test_a_stop_is_found_when_the_next_step_runs_and_its_token_is_nobodys() -> N
     assert surplus.num_scheduled_tokens == {"a": 1}
     (update,) = driver.finish(first)
     assert (update.token_ids, update.finish, update.stop_token) == ([stop], FinishReason.STOP, stop)
-    # The stop token's KV fills a block. It is nobody's, and nobody is told of it.
+    # The stop token's KV fills a block. It belongs to no request, and none is told of it.
     assert computed == [3]
     assert request.num_tokens == BLOCK
     assert driver.scheduler.stats().cached_blocks == 0
     assert driver.free_blocks == 99
-    assert driver.scheduler.leave_open(surplus)  # there is nobody to wait for it
+    assert driver.scheduler.leave_open(surplus)  # no request waits for it
     assert driver.finish(surplus) == []
     assert driver.outputs["a"] == [stop]
 
@@ -198,7 +198,7 @@ def test_a_block_is_found_once_all_its_tokens_are_known() -> None:
     driver = Driver()
     a = driver.add("a", prompt=BLOCK - 1, max_tokens=9)
     first = open_step(driver)
-    second = driver.schedule()  # fills the block with a token that nobody knows
+    second = driver.schedule()  # fills the block with a token that is not known yet
     assert driver.scheduler.stats().cached_blocks == 0
     driver.finish(first)
     assert driver.scheduler.leave_open(second)

@@ -81,7 +81,7 @@ def test_a_request_gives_up_only_on_itself():
     while driver.scheduler.has_unfinished_requests():
         step, _ = driver.step()
         preempted += step.preempted_req_ids
-        assert step.num_scheduled_tokens  # somebody always goes on
+        assert step.num_scheduled_tokens  # some request always goes on
     assert "a" not in preempted
     assert preempted[0] == "c"
 
@@ -101,7 +101,7 @@ def test_by_priority_the_least_urgent_gives_way_wherever_it_stands():
     low_b_and_a(driver)
     step, _ = driver.step()
     assert step.preempted_req_ids == {"low"}
-    assert list(step.num_scheduled_tokens) == ["b", "a"]  # nobody is skipped for its going
+    assert list(step.num_scheduled_tokens) == ["b", "a"]  # no request is skipped because it goes
     driver.run()
     assert all(len(driver.outputs[name]) == 9 for name in ("low", "a", "b"))
 
@@ -142,7 +142,7 @@ def test_the_budget_of_a_victim_goes_to_those_behind_it():
 
 
 def test_blocks_filed_for_a_step_that_was_rolled_back_are_not_found_later():
-    """A victim's block may have been filed as full moments before it was taken back: nobody computed it."""
+    """A victim's block may have been filed as full moments before it was taken back: it was never computed."""
     driver = Driver(num_blocks=5, policy="priority")
     prompt = list(range(6))
     driver.add("low", prompt, max_tokens=9, priority=5)

@@ -50,7 +50,7 @@ def running(driver: Driver):
 BREAKAGES: dict[str, Callable[[Driver], object]] = {
     "a count that is too high": lambda d: pool(d).ref_counts.__setitem__(table(d, "runs")[0], 2),
     "a count that is too low": lambda d: pool(d).ref_counts.__setitem__(table(d, "runs")[0], 0),
-    "a block of nobody": lambda d: table(d, "runs").pop(),
+    "a block of no request": lambda d: table(d, "runs").pop(),
     "a block of two that counts one": lambda d: table(d, "runs").append(table(d, "held")[0]),
     "a block that is used and free": lambda d: pool(d).free_queue.append([table(d, "runs")[0]]),
     "a block that is lost": lambda d: pool(d).free_queue.pop_front(1),

@@ -1,4 +1,4 @@
-"""What can't run is refused when it comes, with a reason; nothing that anybody sends raises out of a step."""
+"""What can't run is refused when it comes, with a reason; nothing that is sent raises out of a step."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_an_unknown_or_ended_id_is_aborted_without_ado():
     driver = Driver()
     driver.add("a", max_tokens=1)
     driver.run()
-    assert driver.abort("nobody", "a", "nobody") == []
+    assert driver.abort("unknown", "a", "unknown") == []
 
 
 def test_a_negative_priority_is_more_urgent():

@@ -1,4 +1,4 @@
-"""When there is something to do, and when only an event can change that: whoever steps must neither spin nor
+"""When there is something to do, and when only an event can change that: the loop that steps must neither spin nor
 sleep through it."""
 
 from __future__ import annotations

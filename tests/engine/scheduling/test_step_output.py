@@ -74,7 +74,7 @@ def test_blocks_of_one_request_are_found_by_its_id():
     step, _ = driver.step()
     assert step.new_block_ids("b") == [[7], [8]]
     assert step.new_block_ids("a") == ()
-    assert step.new_block_ids("nobody") == ()
+    assert step.new_block_ids("unknown") == ()
 
 
 def test_blocks_of_a_new_or_resumed_request_are_not_news_of_a_running_one():

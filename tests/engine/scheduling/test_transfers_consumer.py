@@ -13,7 +13,7 @@ from tests.engine.scheduling.model import alone, next_token
 
 
 def waiting_driver(prompt: object = 10, *, found_here: int = 0, **options: object):
-    """A driver whose request a waits for its KV, which nobody has sent yet."""
+    """A driver whose request a waits for its KV, which has not been sent yet."""
     connector = FakeConnector()
     driver = Driver(connector=connector, **options)  # type: ignore[arg-type]
     count = prompt if isinstance(prompt, int) else len(prompt)  # type: ignore[arg-type]

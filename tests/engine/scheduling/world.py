@@ -302,7 +302,7 @@ class World:
         load = self.connector.loads.pop(loads[which % len(loads)])
         request_id = load.request.request_id
         self.connector.unreported.add(request_id)
-        if not load.written:  # once is enough: nobody else writes there
+        if not load.written:  # once is enough: no other request writes there
             self._write(load, load.start, load.end, good=True)
         if num_valid is not None:
             valid = load.start + num_valid % (load.end - load.start + 1)
@@ -400,7 +400,7 @@ class World:
             self.release(0)
             self.conclude(0)
             self.send(0)
-            assert self.scheduler.has_work() or not self.news.is_empty, "everybody waits for everybody"
+            assert self.scheduler.has_work() or not self.news.is_empty, "every request waits for another"
             self.step()
         while not self.news.is_empty:
             self.step()

@@ -70,7 +70,7 @@ def test_an_answer_is_an_instance_of_its_schema(schema: Schema, seed: int, which
 @pytest.mark.slow
 @pytest.mark.parametrize("params", SAMPLINGS)
 def test_an_answer_that_moves_goes_on_as_if_it_had_not(params: SamplingParams) -> None:
-    """A handoff, a preemption and a failover are all this: somebody else has the tokens so far, and nothing more."""
+    """A handoff, a preemption and a failover are all this: another node has the tokens so far, and nothing more."""
     params = replace(params, grammar=grammar_of(PERSON))
     whole = Model(params)
     whole.finish()

@@ -80,7 +80,7 @@ def test_a_request_is_cancelled_while_it_waits(node: Node, held: Held) -> None:
     node.service.receive(Cancel(reply_to=ROUTER, request_ids=["waits"]))
     all_free(node)
     held.go.set()
-    # The grammar comes for nobody, and the next one is served.
+    # The grammar comes for no request, and the next one is served.
     node.submit("next", sampling=FOLLOWS)
     assert node.outgoing.until_finished("next")[-1].finish is FinishReason.LENGTH
 
