@@ -2,7 +2,7 @@
 
     python -m benchmarks.policies [--seconds S] [--load L] [--json FILE]
 
-The router's own parts decide (pool, prefix record, policies) on what simulated nodes report, a quarter of a second
+The router's own parts decide (`tandem.router.choosing`) on what simulated nodes report, a quarter of a second
 old as in life. Nodes are simple: a prefill node reads prompts one after another at a rate, less what its prefix cache
 has; a decode node's step grows with those that share it. Nothing sleeps: time is simulated.
 """
@@ -26,10 +26,11 @@ from rich.console import Console
 from rich.table import Table
 
 from tandem.loadgen.metrics import percentile
+from tandem.router.choosing import Chooser
 from tandem.router.config import Heartbeat, LocalPrefill, PolicyName
-from tandem.router.policy import RoutingDecision, RoutingPolicy, RoutingRequest, make_policy
+from tandem.router.policy import RoutingDecision, RoutingRequest
 from tandem.router.pool import NodePool
-from tandem.router.prefixes import PrefixRecord, PromptHashes
+from tandem.router.prefixes import PromptHashes
 from tandem.wire.nodes import NodeInfo, NodeState, Role
 from tandem.wire.requests import NodeCounters, NodeStatus
 
@@ -145,23 +146,27 @@ class PolicyOutcome(msgspec.Struct):
 
 
 class Simulation:
-    def __init__(self, policy: RoutingPolicy) -> None:
+    def __init__(
+        self,
+        chooser_of: Callable[[NodePool], Chooser],
+        prefill_nodes: int = PREFILL_NODES,
+        decode_nodes: int = DECODE_NODES,
+    ) -> None:
         self.now = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
-        self._policy = policy
         self._pool = NodePool("m", Heartbeat(), lambda: self.now, lambda node, why: None, lambda: None)
-        self._record = PrefixRecord()
-        self._turn = 0
+        self._chooser = chooser_of(self._pool)
+        self._asked = 0
         self.outcome = PolicyOutcome()
         self.nodes = {
             node_id: SimulatedNode(node_id, role)
-            for role, count in ((Role.PREFILL, PREFILL_NODES), (Role.DECODE, DECODE_NODES))
+            for role, count in ((Role.PREFILL, prefill_nodes), (Role.DECODE, decode_nodes))
             for node_id in (f"{role.value[0]}{index}" for index in range(count))
         }
         self._pool.set_members([node.info for node in self.nodes.values()])
         for node in self.nodes.values():
-            self._record.set_capacity(node.info.node_id, CACHE_BLOCKS)
+            self._chooser.set_capacity(node.info.node_id, CACHE_BLOCKS)
 
     def _later(self, at: float, what: Callable[[], None]) -> None:
         heapq.heappush(self._events, (at, next(self._order), what))
@@ -182,26 +187,16 @@ class Simulation:
             self._later(self.now + STATUS_EVERY_S, self._report)
 
     def _arrive(self, ask: SimulatedRequest) -> None:
-        self._turn += 1
+        self._asked += 1
         hashes = PromptHashes(ask.prompt, None)
-        blocks = hashes.of(BLOCK)
-        request = RoutingRequest(
-            prompt_tokens=len(ask.prompt),
-            max_new_tokens=ask.output,
-            cached={name: BLOCK * self._record.overlap(name, blocks) for name in self.nodes},
-            session=ask.session,
-            turn=self._turn,
-        )
-        decision = self._policy(self._pool.snapshot(), request)
-        self._send(ask, hashes, decision)
+        request = RoutingRequest(len(ask.prompt), ask.output, session=ask.session)
+        self._send(ask, hashes, self._chooser.choose(request, hashes))
 
     def _send(self, ask: SimulatedRequest, hashes: PromptHashes, decision: RoutingDecision) -> None:
         if decision.prefill is None or decision.decode is None:
             raise AssertionError("the simulator knows prefill on prefill nodes only")
         prefill, decode = self.nodes[decision.prefill.node_id], self.nodes[decision.decode.node_id]
-        blocks, name = hashes.of(BLOCK), f"{self._turn}"
-        for node in (prefill, decode):
-            self._record.sent(node.info.node_id, blocks)
+        blocks, name = hashes.of(BLOCK), f"{self._asked}"
         self._pool.sent(prefill.info.node_id, name, len(ask.prompt))
         self._pool.sent(decode.info.node_id, name, 0)
         decode.waiting += 1
@@ -230,13 +225,13 @@ class Simulation:
         def ended(seconds: float) -> None:
             decode.running -= 1
             decode.busy_s += seconds
-            self._record.sent(decode.info.node_id, hashes.with_output(BLOCK, []))
+            self._chooser.answered(decode.info, hashes, [])
 
         self._later(prefill.free_at, first_token)
 
 
 def measure(trace: Trace, policy: PolicyName, seconds: float, load: float) -> dict[str, Any]:
-    simulation = Simulation(make_policy(policy, LocalPrefill.NEVER))
+    simulation = Simulation(lambda pool: Chooser(pool, policy, LocalPrefill.NEVER))
     outcome = simulation.run(trace(random.Random(7), seconds, load))
     busy = [node.busy_s for node in simulation.nodes.values() if node.info.role is Role.PREFILL]
     return {

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import enum
+import ipaddress
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta
@@ -67,6 +69,48 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     threads: Annotated[NotNegative, about("CPU threads that compute; 0: as many as the node has cores")] = 0
 
 
+class EventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where a node publishes what its KV cache stores and evicts, for programs that are not Tandem's."""
+
+    endpoint: Annotated[
+        str,
+        about(
+            "`tcp://ADDRESS:PORT` where each node publishes what it caches and evicts, in vLLM's format: "
+            "[events](scale.md#events-for-other-programs). A further node of the machine takes the next free port. Empty: nowhere"
+        ),
+    ] = ""
+    replay_endpoint: Annotated[
+        str, about("where a subscriber asks for batches that it has missed, in the same way; empty: nowhere")
+    ] = ""
+    topic: Annotated[str, about("that each message begins with")] = ""
+    buffer_steps: Annotated[AtLeastOne, about("batches that can be asked for again: the last ones")] = 10_000
+
+    def __post_init__(self) -> None:
+        check_fields(self, "cache.events")
+        for name in ("endpoint", "replay_endpoint"):
+            if (endpoint := getattr(self, name)) and not _names_an_address(endpoint):
+                raise ConfigurationError(
+                    f"cache.events.{name} must be tcp://ADDRESS:PORT with an IP address of this machine, not {endpoint!r}: what "
+                    "is published there is open to all that reach it"
+                )
+        if self.replay_endpoint and not self.endpoint:
+            raise ConfigurationError(
+                "cache.events.replay_endpoint needs cache.events.endpoint: there is nothing to ask for"
+            )
+
+
+def _names_an_address(endpoint: str) -> bool:
+    try:
+        parts = urlsplit(endpoint)
+        return (
+            parts.scheme == "tcp"
+            and bool(parts.port)
+            and not ipaddress.ip_address(parts.hostname or "").is_unspecified
+        )
+    except ValueError:
+        return False
+
+
 class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     block_size: Annotated[AtLeastOne, about("tokens of a block; a power of two")] = 16
     memory_bytes: Annotated[
@@ -105,12 +149,21 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "[tiers](connectors.md#tiers)"
         ),
     ] = []
+    tell_routers: Annotated[
+        bool,
+        about("nodes tell routers which blocks they have; without, routers go by what they sent where"),
+    ] = True
+    events: EventsConfig = EventsConfig()
 
     def __post_init__(self) -> None:
         check_fields(self, "cache")
         if self.tiers and not self.prefix_caching:
             raise ConfigurationError(
                 "cache.tiers needs cache.prefix_caching: a tier finds blocks by their hashes"
+            )
+        if self.events.endpoint and not self.prefix_caching:
+            raise ConfigurationError(
+                "cache.events.endpoint needs cache.prefix_caching: without it nothing is cached"
             )
         if self.block_size & (self.block_size - 1):
             raise ConfigurationError(f"cache.block_size must be a power of two, not {self.block_size}")

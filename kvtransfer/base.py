@@ -59,13 +59,14 @@ from __future__ import annotations
 
 import abc
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 import msgspec
 from msgspec import Meta
 
 from tandem.wire.errors import ConfigurationError
+from tandem.wire.kv_events import KVEvent
 from tandem.wire.requests import KVTransferParams, TierStatus, WaitHistogram
 from tandem.wire.settings import AtLeastOne, NotEmpty, NotNegative, Seconds, about
 from tandem.wire.tracing import TransferRecord, TransferTrace
@@ -446,6 +447,10 @@ class SchedulerConnector(abc.ABC):
 
     def step_took(self, num_prompt_tokens: int, seconds: float) -> None:
         """The model needed so long for a step that computed tokens of prompts."""
+
+    def take_events(self) -> Iterable[KVEvent]:
+        """What appeared in its tiers and vanished from them since the last call."""
+        return ()
 
     def reset_cache(self) -> None:
         """Nothing that was kept so far may be loaded any more, nor what is being stored or loaded now."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -30,6 +30,7 @@ from tandem.kvtransfer.base import (
 from tandem.kvtransfer.offload.worker_half import create_tiers
 from tandem.kvtransfer.registry import find_connector
 from tandem.wire.errors import InternalError
+from tandem.wire.kv_events import KVEvent
 from tandem.wire.tracing import TransferTrace
 
 
@@ -164,6 +165,9 @@ class MultiScheduler(SchedulerConnector):
     def step_took(self, num_prompt_tokens: int, seconds: float) -> None:
         for part in self._parts:
             part.step_took(num_prompt_tokens, seconds)
+
+    def take_events(self) -> Iterable[KVEvent]:
+        return [event for part in self._parts for event in part.take_events()]
 
     def reset_cache(self) -> None:
         for part in self._parts:

@@ -4,6 +4,7 @@ service      a node's requests, from Submit to the last token; live_requests: th
 answers      background answers, kept for any router that asks
 loop         the thread that steps the engine, and the mailbox that feeds it
 routers      the routers that the service answers
+cache_news   what routers are told of the prefix cache
 status       what a node reports of itself: its state and its counters
 config       what a node can be told
 node         all of it put together; hosting: as the process that holds it sees it

@@ -24,14 +24,16 @@ from tandem.kvtransfer.base import (
     TransferConfig,
     WorkerConnector,
 )
+from tandem.kvtransfer.events import KVEventPublisher
 from tandem.machine.resources import bind, core_quota, free_memory, threads_here
+from tandem.node.cache_news import CacheNewsDesk, NamedBlocks
 from tandem.node.config import NodeConfig
 from tandem.node.loop import Mailbox
 from tandem.node.routers import RouterLine
 from tandem.node.service import Item, NodeService, RoleRules
 from tandem.wire.errors import ConfigurationError, InternalError, Unavailable
 from tandem.wire.nodes import NodeInfo, NodeState, Role, new_epoch
-from tandem.wire.requests import NodeCounters, NodeStatus, ToNode
+from tandem.wire.requests import CacheNews, NodeCounters, NodeStatus, ToNode
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +83,7 @@ class Node:
         self._engine: Engine | None = None
         self._channel: NodeChannel | None = None
         self._service: NodeService | None = None
+        self._publisher: KVEventPublisher | None = None
 
     def start(
         self,
@@ -142,6 +145,7 @@ class Node:
             mailbox,
             channel,
             grammars=runner.grammars,
+            news=self._news(scheduler, info),
         )
         service.start()
         self._service = service
@@ -160,6 +164,28 @@ class Node:
             keeps_tokens=info.keeps_tokens,
             state_blocks=info.state_blocks,
         )
+
+    def _news(
+        self, scheduler: Scheduler, info: ModelInfo
+    ) -> Callable[[Callable[[str, CacheNews], None]], CacheNewsDesk] | None:
+        cache = self.config.engine.cache
+        if scheduler.block_hasher is None or not (cache.tell_routers or cache.events.endpoint):
+            return None
+        # What routers are told of begins at a prompt's first token: a window's blocks do not.
+        whole = next((i for i, group in enumerate(info.groups) if group.keeps_every_token), None)
+        cached = None
+        if cache.tell_routers and whole is not None:
+            cached = NamedBlocks(cache.block_size, whole)
+        events = cache.events
+        publisher = (
+            KVEventPublisher(events.endpoint, events.replay_endpoint, events.topic, events.buffer_steps)
+            if events.endpoint
+            else None
+        )
+        self._publisher = publisher
+        scheduler.tell_cache_events()
+        publish = publisher.publish if publisher is not None else None
+        return lambda tell: CacheNewsDesk(self.config.node_id, self.epoch, cached, tell, publish)
 
     def _refuse_role(self, info: ModelInfo, worker_half: WorkerConnector) -> None:
         if self._rules.role is Role.AGGREGATED or not info.state_blocks or worker_half.hands_over_states:
@@ -238,6 +264,8 @@ class Node:
         """Idempotent. A request that has not ended gets no answer: drain first."""
         if self._service is not None:
             self._service.stop()
+        if self._publisher is not None:
+            self._publisher.close()
         if self._engine is not None:
             self._engine.shutdown()
         if self._channel is not None:

@@ -32,6 +32,7 @@ from tandem.engine.structured.desk import GrammarDesk, GrammarReady
 from tandem.engine.structured.grammars import Grammars
 from tandem.engine.tracing import FinishedTrace, Tracer
 from tandem.node.answers import KeptAnswers, keeps_here
+from tandem.node.cache_news import CacheNewsDesk
 from tandem.node.config import NodeConfig
 from tandem.node.live_requests import LiveRequests
 from tandem.node.loop import EngineLoop, Mailbox
@@ -50,10 +51,12 @@ from tandem.wire.lines import Position
 from tandem.wire.nodes import NodeState, Role
 from tandem.wire.requests import (
     Ask,
+    CacheNews,
     Cancel,
     EndAnswer,
     Follow,
     Holding,
+    ListCache,
     NodeStatus,
     Ping,
     Recall,
@@ -120,7 +123,9 @@ class NodeService:
         line: RouterLine,
         clock: Callable[[], float] = time.monotonic,
         grammars: Grammars | None = None,
+        news: Callable[[Callable[[str, CacheNews], None]], CacheNewsDesk] | None = None,
     ) -> None:
+        """`news`: tells routers, and others, what is cached; None: nothing does."""
         self._config = config
         self._epoch = epoch
         self._rules = rules
@@ -140,11 +145,12 @@ class NodeService:
         self._routers = Routers(
             line,
             self.status,
-            lost=lambda reply_to: mailbox.put(RouterLost(reply_to)),
+            lost=self._on_router_lost,
             period_s=config.timeouts.status_period_s,
             silence_s=config.timeouts.router_silence_s,
             clock=clock,
         )
+        self._news = news(self._routers.tell) if news is not None else None
         self._state = NodeState.READY
         self._state_lock = threading.Lock()  # of every change of the state: FAILED is never left
         self._detail = ""
@@ -163,6 +169,8 @@ class NodeService:
     def start(self) -> None:
         self.loop.start()
         self._routers.start()
+        if self._news is not None:
+            self._news.start()
 
     def receive(self, message: ToNode) -> None:
         """From the inbox's thread."""
@@ -175,6 +183,8 @@ class NodeService:
                 self._routers.tell(message.reply_to, reading)
         elif isinstance(message, Ask):
             self._list_requests(message.reply_to)
+        elif isinstance(message, ListCache):
+            self._list_cache(message.reply_to)
         elif self._state is NodeState.FAILED and isinstance(message, Submit):
             self._refuse(message, InternalError(f"node {self._config.node_id} has failed: {self._detail}"))
         else:
@@ -187,6 +197,16 @@ class NodeService:
         if self._routers.heard(reply_to):
             self._routers.tell_status(reply_to)
         self._list_requests(reply_to)
+        self._list_cache(reply_to)
+
+    def _list_cache(self, reply_to: str) -> None:
+        if self._news is not None:
+            self._news.begin(reply_to)
+
+    def _on_router_lost(self, reply_to: str) -> None:
+        if self._news is not None:
+            self._news.forget(reply_to)
+        self._mailbox.put(RouterLost(reply_to))
 
     def router_replaced(self, reply_to: str) -> None:
         """Another incarnation of a router listens there: the requests of the one before have no owner."""
@@ -249,6 +269,8 @@ class NodeService:
         if not self.loop.stop():
             logger.error("%s: the step thread did not end in time", self._config.node_id)
         self._routers.stop()
+        if self._news is not None:
+            self._news.stop()
         self._desk.close()
 
     # --- the step thread (engine.loop.LoopHost)
@@ -286,7 +308,7 @@ class NodeService:
                     self._go_on(item)
             case Drain():
                 self._canary.close()
-            case Ping() | Ask():
+            case Ping() | Ask() | ListCache():
                 pass  # a turn of the loop follows, and that is all they ask for
 
     def before_step(self, now: float) -> None:
@@ -325,6 +347,8 @@ class NodeService:
                     self._end_trace(update.request_id)
 
     def after_step(self, progressed: bool) -> None:
+        if self._news is not None and (events := self._engine.scheduler.take_cache_events()):
+            self._news.happened(events)
         # A snapshot walks over what runs: not for every token, but always before the loop sleeps.
         if self._engine.tracer is not None and not self._tracer.active:
             self._engine.tracer = None

@@ -11,8 +11,10 @@ Floor 2: imports wire and nothing else of ours. It knows neither engine nor tran
     formats/    how models write calls and reasoning, told apart from an answer's text
     text/       tokenizer, chat template, incremental detokenization, stop strings
     pool        who is in the cluster and how each node says it is doing
-    rates, prefixes   what was measured of the nodes, and what each has likely cached
+    rates       what was measured of the nodes
+    prefixes    what was sent where; cached_blocks: what nodes say that they have cached
     policy/     pure functions from a snapshot of the pools to a decision that explains itself
+    choosing    where a request goes: pool, prefixes and policy as one
     dispatch/   a request's life: queue, submission to both nodes, deadlines, failover, cancellation
     links       the sockets to the nodes, bridged into asyncio
     server      everything above, started, drained and stopped as one

@@ -118,6 +118,12 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "the background; the oldest make room"
         ),
     ] = 256 << 20
+    cached_blocks: Annotated[
+        NotNegative,
+        about(
+            "of nodes' caches that a router knows of, each about 150 bytes: of further nodes it goes by what it sent there"
+        ),
+    ] = 4_000_000
     json_depth: Annotated[AtLeastOne, about("how deep a body may nest")] = 64
     json_containers: Annotated[AtLeastOne, about("objects and arrays in its body")] = 100_000
     json_items: Annotated[AtLeastOne, about("items in those: a token id is one")] = 1_000_000

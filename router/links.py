@@ -15,10 +15,12 @@ from tandem.wire.lines import LetterToRouter, Lines, Position
 from tandem.wire.nodes import NodeInfo, new_epoch
 from tandem.wire.requests import (
     Ask,
+    CacheNews,
     Cancel,
     EndAnswer,
     Follow,
     Holding,
+    ListCache,
     NodeStatus,
     Ping,
     Recall,
@@ -57,6 +59,7 @@ class NodeLinks:
         on_clock: Callable[[ClockReading], None],
         on_holding: Callable[[Holding], None],
         on_recalled: Callable[[Recalled], None],
+        on_cache_news: Callable[[CacheNews], None],
     ) -> None:
         self._on_tokens = on_tokens
         self._on_status = on_status
@@ -64,6 +67,7 @@ class NodeLinks:
         self._on_clock = on_clock
         self._on_holding = on_holding
         self._on_recalled = on_recalled
+        self._on_cache_news = on_cache_news
         self._inbox.listen()
 
     def _receive(self, message: ToRouter) -> None:
@@ -77,6 +81,8 @@ class NodeLinks:
             self._on_holding(message)
         elif isinstance(message, Recalled):
             self._on_recalled(message)
+        elif isinstance(message, CacheNews):
+            self._on_cache_news(message)
         else:
             self._answered[message.node_id, message.epoch] = message.asked_at
             self._on_clock(message)
@@ -136,6 +142,10 @@ class NodeLinks:
         """The node answers with Holding."""
         self._try(node, Ask(self.endpoint))
 
+    def list_cache(self, node: NodeInfo) -> None:
+        """The node answers with all that its cache holds."""
+        self._try(node, ListCache(self.endpoint))
+
     def recall(self, node: NodeInfo, answer_id: str) -> None:
         """The node answers with Recalled."""
         self._try(node, Recall(self.endpoint, answer_id))
@@ -147,7 +157,9 @@ class NodeLinks:
     def end_answer(self, node: NodeInfo, answer_id: str, *, forget: bool) -> None:
         self._try(node, EndAnswer(self.endpoint, answer_id, forget))
 
-    def _try(self, node: NodeInfo, message: Cancel | Ping | Ask | Recall | Follow | EndAnswer) -> None:
+    def _try(
+        self, node: NodeInfo, message: Cancel | Ping | Ask | ListCache | Recall | Follow | EndAnswer
+    ) -> None:
         """For messages whose loss is told by other means: a node that reads none is soon silent, and lost."""
         try:
             self.lines.send(node.request_endpoint, message)

@@ -9,6 +9,7 @@ import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from tandem.router.cached_blocks import CachedBlocks
 from tandem.router.links import NodeLinks
 from tandem.router.pool import Member, NodePool
 from tandem.router.supervision import TaskSupervisor
@@ -39,7 +40,10 @@ _PER_LABEL = {
 
 
 class NodeCollector(Collector):
-    def __init__(self, pool: NodePool, links: NodeLinks, supervisor: TaskSupervisor) -> None:
+    def __init__(
+        self, pool: NodePool, links: NodeLinks, supervisor: TaskSupervisor, cached: CachedBlocks
+    ) -> None:
+        self._cached = cached
         self._pool = pool
         self._links = links
         self._supervisor = supervisor
@@ -80,6 +84,16 @@ class NodeCollector(Collector):
         )
         yield CounterMetricFamily(
             "tandem_messages_resent", "Messages that nodes asked for again", value=self._links.lines.resent
+        )
+        yield GaugeMetricFamily(
+            "tandem_known_cached_blocks",
+            "Blocks of nodes' caches that the router knows of",
+            value=self._cached.count,
+        )
+        yield CounterMetricFamily(
+            "tandem_cache_news_gaps",
+            "Times that a node's cache had to be listed again",
+            value=self._cached.gaps,
         )
         restarts = CounterMetricFamily("tandem_task_restarts", "Background tasks that died", labels=["task"])
         for name, count in self._supervisor.restarts.items():

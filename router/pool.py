@@ -15,6 +15,7 @@ import logging
 from collections.abc import Callable, Iterable
 
 from tandem.router.config import Heartbeat
+from tandem.router.policy.shortlist import Shortlist
 from tandem.router.policy.types import NodeSnapshot, PoolSnapshot
 from tandem.router.rates import Average, NodeRateMeter
 from tandem.wire.listening import Listener
@@ -43,7 +44,31 @@ class Member:
         self.meter = NodeRateMeter(info.role)
         # Sent, and not yet part of a status: when, tokens to be computed, blocks that it may take.
         self.pending: dict[str, tuple[float, int, int]] = {}
+        self.pending_tokens = self.pending_blocks = 0  # their sums
+        self.foreign: str | None = None  # why no request of this router may ever run there
         self.view: NodeSnapshot | None = None  # None while it gets no new requests
+
+    def note_sent(self, request_id: str, at: float, tokens: int, blocks: int) -> None:
+        self.note_answered(request_id)
+        self.pending[request_id] = (at, tokens, blocks)
+        self.pending_tokens += tokens
+        self.pending_blocks += blocks
+
+    def note_answered(self, request_id: str) -> bool:
+        """Whether it was pending."""
+        sent = self.pending.pop(request_id, None)
+        if sent is None:
+            return False
+        self.pending_tokens -= sent[1]
+        self.pending_blocks -= sent[2]
+        return True
+
+    def forget_sent_before(self, at: float) -> None:
+        while self.pending:
+            request_id, sent = next(iter(self.pending.items()))
+            if sent[0] > at:
+                return
+            self.note_answered(request_id)
 
 
 class NodePool:
@@ -68,8 +93,9 @@ class NodePool:
         self._on_lost = on_lost
         self._on_change = on_change
         self._members: dict[str, Member] = {}
+        self.shortlist = Shortlist()  # those in view
         self._snapshot: PoolSnapshot | None = None
-        self._views_are_stale = False  # all of them; what was sent to one node changes its view alone
+        self._block_sizes: tuple[int, ...] = ()
         self._checked_at: float | None = None
         self._max_model_len: int | None = None
         self._knows_max_model_len = False
@@ -89,8 +115,8 @@ class NodePool:
     def max_model_len(self) -> int | None:
         """The shortest context of the nodes that requests may go to; of all members while there is none."""
         if not self._knows_max_model_len:
-            views = self.snapshot().decode + self.snapshot().prefill
-            infos = [view.info for view in views] or [member.info for member in self._members.values()]
+            infos = [member.info for member in self._members.values() if member.view is not None]
+            infos = infos or [member.info for member in self._members.values()]
             self._max_model_len = min((info.max_model_len for info in infos), default=None)
             self._knows_max_model_len = True
         return self._max_model_len
@@ -104,6 +130,7 @@ class NodePool:
         gone = [m for m in self._members.values() if wanted.get(m.info.node_id) != m.info]
         for member in gone:
             del self._members[member.info.node_id]
+            self.shortlist.drop(member.info)
         came = [info for node_id, info in wanted.items() if node_id not in self._members]
         for info in came:
             self._members[info.node_id] = member = Member(info, self._clock())
@@ -111,6 +138,10 @@ class NodePool:
                 self._content = self._content or info.content
             if (why := self._foreign(member)) is not None:
                 logger.error("node %s gets no requests: %s", info.node_id, why)
+        for member in self._members.values():
+            member.foreign = self._foreign(member)
+        self._block_sizes = tuple({member.info.block_size for member in self._members.values()})
+        self._knows_max_model_len = False
         self._changed()
         for member in gone:
             if member.lost is None:
@@ -130,23 +161,23 @@ class NodePool:
         ]
 
     def on_status(self, status: NodeStatus) -> None:
-        member = self._heard(status.node_id, status.epoch)
+        member = self._member_of(status.node_id, status.epoch)
         if member is None:
             return
         now = self._clock()
-        accused = member.status.left_out if member.status is not None else []
-        member.status, member.status_at = status, now
-        if status.left_out != accused:
+        before, member.status, member.status_at, member.heard_at = member.status, status, now, now
+        member.is_starved = False
+        if status.left_out != (before.left_out if before is not None else []):
             self._note_accusers(status)
         member.meter.on_status(status)
-        member.pending = {
-            request_id: sent for request_id, sent in member.pending.items() if sent[0] > now - STATUS_LAG_S
-        }
+        if member.pending:
+            member.forget_sent_before(now - STATUS_LAG_S)
         if status.state is NodeState.FAILED:
             self._lose(member, f"it failed: {status.detail or 'no reason given'}")
-        else:
+        elif member.lost is not None:
             self._revive(member)
-        self._changed()
+        self._look_at(member)
+        self._on_change()
 
     def _note_accusers(self, latest: NodeStatus) -> None:
         logger.warning(
@@ -160,29 +191,41 @@ class NodePool:
         for member in self._members.values():
             for accused in member.status.left_out if member.status is not None else ():
                 self._accusers.setdefault(accused, []).append(member.info.node_id)
+        for member in self._members.values():
+            self._look_at(member)
 
     def heard(self, node_id: str, epoch: int) -> bool:
         """Tokens came from it, so it lives. False: they are not from a member."""
         return self._heard(node_id, epoch) is not None
 
     def _heard(self, node_id: str, epoch: int) -> Member | None:
-        member = self._members.get(node_id)
-        if member is None or member.info.epoch != epoch:
-            self.foreign_messages += 1
+        member = self._member_of(node_id, epoch)
+        if member is None:
             return None
         member.heard_at = self._clock()
         if member.is_starved:
             member.is_starved = False
-            self._changed()
-        if member.status is not None and member.status.state is not NodeState.FAILED:
+            self._changed(member)
+        if (
+            member.lost is not None
+            and member.status is not None
+            and member.status.state is not NodeState.FAILED
+        ):
             self._revive(member)
         return member
 
+    def _member_of(self, node_id: str, epoch: int) -> Member | None:
+        """What others say is counted, and not believed."""
+        member = self._members.get(node_id)
+        if member is None or member.info.epoch != epoch:
+            self.foreign_messages += 1
+            return None
+        return member
+
     def _revive(self, member: Member) -> None:
-        if member.lost is not None:
-            logger.info("node %s is back", member.info.node_id)
-            member.lost = None
-            self._changed()
+        logger.info("node %s is back", member.info.node_id)
+        member.lost = None
+        self._changed(member)
 
     def check_silence(self) -> bool:
         """To be called several times within the silence that is allowed.
@@ -220,15 +263,14 @@ class NodePool:
                     "node %s is silent while its machine answers: its requests wait for it",
                     member.info.node_id,
                 )
-                self._changed()
+                self._changed(member)
         else:
             self._lose(member, f"it has been silent for {silent_s:.1f} s")
 
     def _is_replaceable(self, member: Member) -> bool:
         """Whether another node in view does the same work."""
-        snapshot = self.snapshot()
-        views = snapshot.prefill if member.info.role is Role.PREFILL else snapshot.decode
-        return any(view.node_id != member.info.node_id for view in views)
+        lane = self.shortlist.prefill if member.info.role is Role.PREFILL else self.shortlist.decode
+        return len(lane.views) > (member.info.node_id in lane.views)
 
     def note_deaf(self, member: Member, is_deaf: bool) -> None:
         if member.is_deaf != is_deaf:
@@ -238,7 +280,7 @@ class NodePool:
                 member.info.node_id,
                 "does not receive" if is_deaf else "receives",
             )
-            self._changed()
+            self._changed(member)
 
     def suspect(self, node_id: str, epoch: int, why: str) -> None:
         """It was found gone by other means than its silence, for example by a full send queue."""
@@ -251,41 +293,56 @@ class NodePool:
             return
         member.lost, member.is_starved = why, False
         member.pending.clear()
+        member.pending_tokens = member.pending_blocks = 0
         logger.warning("node %s is lost: %s", member.info.node_id, why)
-        self._changed()
+        self._changed(member)
         self._on_lost(member.info, why)
 
     def sent(self, node_id: str, request_id: str, tokens: int, blocks: int = 0) -> None:
         if (member := self._members.get(node_id)) is not None:
-            member.pending[request_id] = (self._clock(), tokens, blocks)
-            self._pending_changed(member)
+            member.note_sent(request_id, self._clock(), tokens, blocks)
+            self._look_at(member)
 
     def answered(self, node_id: str, request_id: str) -> None:
         member = self._members.get(node_id)
-        if member is not None and request_id in member.pending:
-            del member.pending[request_id]
-            self._pending_changed(member)
+        if member is not None and member.note_answered(request_id):
+            self._look_at(member)
 
-    def _pending_changed(self, member: Member) -> None:
-        """With every request, so only what it changes is made again."""
-        if member.view is not None:
-            member.view = _view_of(member, member.view.status)
-            self._snapshot = None
+    def _look_at(self, member: Member) -> None:
+        """With every status and every request, so only what changes of this one node is made again."""
+        status, was_in_view = member.status, member.view is not None
+        if status is None or self.unusable(member) is not None:
+            member.view = None
+            if was_in_view:
+                self.shortlist.drop(member.info)
+        else:
+            member.view = view = NodeSnapshot(
+                member.info,
+                status,
+                member.meter.rates,
+                len(member.pending),
+                member.pending_tokens,
+                member.pending_blocks,
+            )
+            self.shortlist.put(view)
+        self._snapshot = None
+        if was_in_view != (member.view is not None):
+            self._knows_max_model_len = False
+
+    @property
+    def decode_count(self) -> int:
+        """Nodes in view that decode."""
+        return len(self.shortlist.decode.views)
+
+    @property
+    def block_sizes(self) -> tuple[int, ...]:
+        """Of all members."""
+        return self._block_sizes
 
     def snapshot(self) -> PoolSnapshot:
-        if self._views_are_stale:
-            self._views_are_stale = False
-            for member in self._members.values():
-                status = member.status
-                usable = status is not None and self.unusable(member) is None
-                member.view = _view_of(member, status) if usable and status is not None else None
+        """Every node in view."""
         if self._snapshot is None:
-            views = [member.view for member in self._members.values() if member.view is not None]
-            self._snapshot = PoolSnapshot(
-                prefill=tuple(v for v in views if v.info.role is Role.PREFILL),
-                decode=tuple(v for v in views if v.info.role is not Role.PREFILL),
-                handover_s=self.handover.value,
-            )
+            self._snapshot = self.shortlist.every_node(self.handover.value)
         return self._snapshot
 
     def _foreign(self, member: Member) -> str | None:
@@ -301,8 +358,8 @@ class NodePool:
 
     def unusable(self, member: Member) -> str | None:
         """Why it gets no new requests, or None."""
-        if (foreign := self._foreign(member)) is not None:
-            return foreign
+        if member.foreign is not None:
+            return member.foreign
         if member.lost is not None:
             return member.lost
         if member.is_starved:
@@ -313,23 +370,16 @@ class NodePool:
             return "it has not reported its status yet"
         if member.status.state is not NodeState.READY:
             return f"it is {member.status.state.value}"
-        accusers = self._accusers.get(member.info.node_id, ())
+        accusers = self._accusers.get(member.info.node_id, ()) if self._accusers else ()
         if len(accusers) > 1:  # one alone may have a broken network card itself
             return f"its KV arrived wrong at {', '.join(sorted(accusers))}"
         if member.status.step_age_s > self._heartbeat.wedged:
             return f"its engine has not completed a step for {member.status.step_age_s:.0f} s"
         return None
 
-    def _changed(self) -> None:
+    def _changed(self, member: Member | None = None) -> None:
+        """Of one node, or of all, it may have changed whether requests go there."""
+        for each in self._members.values() if member is None else (member,):
+            self._look_at(each)
         self._snapshot = None
-        self._views_are_stale = True
-        self._knows_max_model_len = False
         self._on_change()
-
-
-def _view_of(member: Member, status: NodeStatus) -> NodeSnapshot:
-    tokens = blocks = 0
-    for _, its_tokens, its_blocks in member.pending.values():
-        tokens += its_tokens
-        blocks += its_blocks
-    return NodeSnapshot(member.info, status, member.meter.rates, len(member.pending), tokens, blocks)

@@ -1,34 +1,19 @@
-"""The router's own record of which prompt prefixes it sent where: a guess at what each node has cached.
+"""Which nodes have likely cached a prompt's first blocks: hashes of the prompt, and the router's own record of what it sent where.
 
-Only a guess, and only for routing: a node's cache decides for itself, by its own hashes. Each record forgets
-the longest unused first, and holds no more blocks than the node has.
+Only a guess, and only for routing: a node's cache decides for itself, by its own hashes. A set of nodes is a number with one bit for
+each (`NodeBits`), so that it takes a thousand nodes no longer than ten to learn which of them have a prefix.
 """
 
 from __future__ import annotations
 
-from array import array
+from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from tandem.wire.nodes import NodeInfo
+from tandem.wire.prefix_hashes import block_hashes, root_hash
 
 DEFAULT_BLOCKS = 4096
-
-
-def block_hashes(
-    token_ids: Sequence[int], block_size: int, salt: str | None, known: Sequence[int] = ()
-) -> list[int]:
-    """One hash per full block, each of it and everything before it. Not cryptographic: see above.
-
-    `known` are those of the first blocks, from an earlier call for the same tokens.
-    """
-    parent = known[-1] if known else hash(salt)
-    hashes = list(known)
-    # As bytes: hashing a slice of them takes a fifth of what a tuple of numbers takes.
-    rest = array("q", token_ids[len(known) * block_size :]).tobytes()
-    size = block_size * 8
-    for start in range(0, len(rest) - size + 1, size):
-        parent = hash((parent, rest[start : start + size]))
-        hashes.append(parent)
-    return hashes
 
 
 class PromptHashes:
@@ -36,48 +21,206 @@ class PromptHashes:
 
     def __init__(self, token_ids: Sequence[int], salt: str | None) -> None:
         self._token_ids = token_ids
-        self._salt = salt
+        self._root = root_hash(salt)
         self._by_size: dict[int, list[int]] = {}
 
     def of(self, block_size: int) -> list[int]:
         hashes = self._by_size.get(block_size)
         if hashes is None:
-            hashes = self._by_size[block_size] = block_hashes(self._token_ids, block_size, self._salt)
+            hashes = self._by_size[block_size] = block_hashes(self._token_ids, block_size, self._root)
         return hashes
 
     def with_output(self, block_size: int, output: Sequence[int]) -> list[int]:
         """Those of the prompt and what was answered to it."""
-        return block_hashes([*self._token_ids, *output], block_size, self._salt, self.of(block_size))
+        known = self.of(block_size)
+        rest = [*self._token_ids[len(known) * block_size :], *output]
+        return known + block_hashes(rest, block_size, known[-1] if known else self._root)
+
+
+class NodeBits:
+    """A bit for each node. The bit of one that went is given to the next that comes."""
+
+    def __init__(self) -> None:
+        self._bits: dict[str, int] = {}
+        self._names: list[str | None] = []
+        self._free: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._bits)
+
+    def of(self, node_id: str) -> int:
+        """0 for a node that has none."""
+        return self._bits.get(node_id, 0)
+
+    def add(self, node_id: str) -> int:
+        bit = self._bits.get(node_id)
+        if bit is None:
+            if self._free:
+                place = self._free.pop()
+                self._names[place] = node_id
+            else:
+                place = len(self._names)
+                self._names.append(node_id)
+            bit = self._bits[node_id] = 1 << place
+        return bit
+
+    def forget(self, node_id: str) -> None:
+        """Its bit stands in no set any more."""
+        bit = self._bits.pop(node_id, 0)
+        if bit:
+            place = bit.bit_length() - 1
+            self._names[place] = None
+            self._free.append(place)
+
+    def names(self, nodes: int, most: int, turn: int = 0) -> Iterator[str]:
+        """Up to `most` of a set; of a larger one others with each `turn`."""
+        if nodes.bit_count() > most:
+            later = nodes >> (turn % nodes.bit_length())
+            nodes = later << (turn % nodes.bit_length()) or nodes
+        for _ in range(most):
+            if not nodes:
+                return
+            place = (nodes & -nodes).bit_length() - 1
+            nodes &= nodes - 1
+            name = self._names[place]
+            if name is not None:
+                yield name
+
+
+Levels = list[tuple[int, int]]
+"""The longest first: so many leading blocks, and the set of nodes that have these and no more."""
+
+
+def marked_places(blocks: int) -> list[int]:
+    """Every block up to the 16th, then eight in each doubling, up to so many blocks."""
+    places, step = list(range(1, 17)), 2
+    while places[-1] < blocks:
+        places += range(places[-1] + step, 2 * places[-1] + 1, step)
+        step *= 2
+    return places
+
+
+MARKED_PLACES = marked_places(1 << 20)
 
 
 class PrefixRecord:
-    def __init__(self) -> None:
-        self._blocks: dict[str, OrderedDict[int, None]] = {}
+    """What was sent where. Not every block is noted, but those at marked places: the length that is found is at most an eighth too
+    short, and a prompt of a hundred thousand tokens costs little more than one of a thousand.
+
+    Each node's record holds no more blocks than the node has, and forgets the longest unused first; of one prompt, the last block
+    first, as the node's cache does.
+    """
+
+    def __init__(self, bits: NodeBits | None = None, marked: Sequence[int] = MARKED_PLACES) -> None:
+        self.bits = bits if bits is not None else NodeBits()
+        self._marked = marked
+        self._nodes_of: dict[int, int] = {}  # hash -> the nodes that it was sent to
+        # By node: hash -> the blocks that it stands for, those since the mark before it.
+        self._marks: dict[str, OrderedDict[int, int]] = {}
+        self._held: dict[str, int] = {}  # their sum
         self._capacity: dict[str, int] = {}
 
     def set_capacity(self, node_id: str, blocks: int) -> None:
         if blocks > 0:
             self._capacity[node_id] = blocks
 
-    def sent(self, node_id: str, hashes: Iterable[int]) -> None:
-        blocks = self._blocks.setdefault(node_id, OrderedDict())
+    def sent(self, node_id: str, hashes: Sequence[int]) -> None:
+        bit = self.bits.add(node_id)
+        marks = self._marks.get(node_id)
+        if marks is None:
+            marks = self._marks[node_id] = OrderedDict()
+        nodes_of, held = self._nodes_of, self._held.get(node_id, 0)
+        marked = self._marked
+        # The last first: it is the first that is forgotten.
+        for i in range(bisect_right(marked, len(hashes)) - 1, -1, -1):
+            place = marked[i]
+            value = hashes[place - 1]
+            if value in marks:
+                marks.move_to_end(value)
+            else:
+                marks[value] = weight = place - marked[i - 1] if i else place
+                held += weight
+                nodes_of[value] = nodes_of.get(value, 0) | bit
+        most = self._capacity.get(node_id, DEFAULT_BLOCKS)
+        while held > most:
+            value, weight = marks.popitem(last=False)
+            held -= weight
+            self._remove(value, bit)
+        self._held[node_id] = held
+
+    def _remove(self, value: int, bit: int) -> None:
+        left = self._nodes_of[value] & ~bit
+        if left:
+            self._nodes_of[value] = left
+        else:
+            del self._nodes_of[value]
+
+    def evicted(self, node_id: str, hashes: Iterable[int]) -> None:
+        """The node says that it has these no more."""
+        marks = self._marks.get(node_id)
+        if not marks:
+            return
+        bit = self.bits.of(node_id)
         for value in hashes:
-            blocks[value] = None
-            blocks.move_to_end(value)
-        excess = len(blocks) - self._capacity.get(node_id, DEFAULT_BLOCKS)
-        for _ in range(excess):
-            blocks.popitem(last=False)
+            weight = marks.pop(value, 0)
+            if weight:
+                self._held[node_id] -= weight
+                self._remove(value, bit)
+
+    def levels(self, hashes: Sequence[int]) -> Levels:
+        get, levels, seen = self._nodes_of.get, [], 0
+        for place in reversed(self._marked[: bisect_right(self._marked, len(hashes))]):
+            nodes = get(hashes[place - 1])
+            if nodes is not None and (new := nodes & ~seen):
+                levels.append((place, new))
+                seen |= new
+        return levels
 
     def overlap(self, node_id: str, hashes: Sequence[int]) -> int:
         """How many leading blocks that node has likely cached."""
-        blocks = self._blocks.get(node_id)
-        if not blocks:
-            return 0
-        for count, value in enumerate(hashes):
-            if value not in blocks:
-                return count
-        return len(hashes)
+        bit = self.bits.of(node_id)
+        return next((blocks for blocks, nodes in self.levels(hashes) if nodes & bit), 0)
 
     def forget(self, node_id: str) -> None:
-        self._blocks.pop(node_id, None)
+        bit = self.bits.of(node_id)
+        for value in self._marks.pop(node_id, ()):
+            self._remove(value, bit)
+        self._held.pop(node_id, None)
         self._capacity.pop(node_id, None)
+        self.bits.forget(node_id)
+
+
+class Overlaps:
+    """What of one prompt each node has cached, or likely has."""
+
+    def __init__(self, bits: NodeBits, levels: Mapping[int, Sequence[Levels]]) -> None:
+        """`levels`: by block size, from each that knows some."""
+        self._bits = bits
+        self._levels = levels
+
+    def tokens(self, node: NodeInfo) -> int:
+        bit, most = self._bits.of(node.node_id), 0
+        if bit:
+            for levels in self._levels.get(node.block_size, ()):
+                for blocks, nodes in levels:
+                    if nodes & bit:
+                        most = max(most, blocks)
+                        break
+        return most * node.block_size
+
+    def longest(self) -> Iterator[int]:
+        """Sets of nodes, those with most of it first."""
+        found = [
+            (blocks * size, nodes)
+            for size, known in self._levels.items()
+            for levels in known
+            for blocks, nodes in levels
+        ]
+        found.sort(reverse=True)
+        return (nodes for _, nodes in found)
+
+    def has_bit(self, node_id: str, nodes: int) -> bool:
+        return bool(self._bits.of(node_id) & nodes)
+
+    def names(self, nodes: int, most: int, turn: int) -> Iterator[str]:
+        return self._bits.names(nodes, most, turn)

@@ -61,6 +61,7 @@ class NodeRateMeter:
         self._base: NodeCounters | None = None
         self._prefill = Average()
         self._step = Average()
+        self.rates = NodeRates()
 
     def on_status(self, status: NodeStatus) -> None:
         counters = status.counters
@@ -68,23 +69,25 @@ class NodeRateMeter:
         if base is None:
             self._base = counters
             return
-        seconds = counters.step_seconds - base.step_seconds
         steps = counters.steps - base.steps
+        if steps == 0:
+            return
+        seconds = counters.step_seconds - base.step_seconds
         prompt_tokens = counters.prompt_tokens_computed - base.prompt_tokens_computed
         if self._role is Role.PREFILL:
             if prompt_tokens >= MIN_PROMPT_TOKENS and seconds > 0:
-                self._prefill.observe(prompt_tokens / seconds)
+                self._observe(self._prefill, prompt_tokens / seconds)
                 self._base = counters
         elif steps >= MIN_STEPS and seconds > 0:
             if prompt_tokens == 0:
-                self._step.observe(seconds / steps)
+                self._observe(self._step, seconds / steps)
             self._base = counters
 
     def on_local_prefill(self, tokens: int, seconds: float) -> None:
         """A request that waited for no other was read here and gave its first token after `seconds`."""
         if tokens >= MIN_PROMPT_TOKENS and seconds > 0:
-            self._prefill.observe(tokens / seconds)
+            self._observe(self._prefill, tokens / seconds)
 
-    @property
-    def rates(self) -> NodeRates:
-        return NodeRates(self._prefill.value, self._step.value)
+    def _observe(self, average: Average, value: float) -> None:
+        average.observe(value)
+        self.rates = NodeRates(self._prefill.value, self._step.value)

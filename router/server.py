@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tandem.router.choosing import Chooser
 from tandem.router.config import RouterConfig, TracingConfig
 from tandem.router.dispatch import Dispatcher
 from tandem.router.http.app import make_app
@@ -23,7 +24,6 @@ from tandem.router.links import NodeLinks
 from tandem.router.metrics import RouterMetrics
 from tandem.router.node_metrics import NodeCollector
 from tandem.router.openai.plan import ServedModel
-from tandem.router.policy import make_policy
 from tandem.router.pool import NodePool
 from tandem.router.responses.response_store import ResponseStore
 from tandem.router.supervision import TaskSupervisor
@@ -124,12 +124,11 @@ class RouterServer:
         self._exporter = exporter = _exporter_of(config.tracing, metrics)
         traces = Traces(config.tracing, config.model_name, exporter.offer if exporter is not None else None)
         links = NodeLinks(config.inbox_host)
-        dispatcher = Dispatcher(
-            config, links, pool, make_policy(config.policy, config.local_prefill), metrics
-        )
+        chooser = Chooser(pool, config.policy, config.local_prefill, config.limits.cached_blocks)
+        dispatcher = Dispatcher(config, links, pool, chooser, metrics)
         metrics.running.set_function(lambda: dispatcher.running)
         metrics.waiting.set_function(lambda: dispatcher.admission.queued)
-        metrics.registry.register(NodeCollector(pool, links, supervisor))
+        metrics.registry.register(NodeCollector(pool, links, supervisor, chooser.cached))
         return Services(
             config=config,
             model=ServedModel(config, tokenizer, template, pool.max_model_len, int(time.time())),
@@ -154,6 +153,7 @@ class RouterServer:
             traces.on_clock,
             dispatcher.on_holding,
             dispatcher.recalls.on_recalled,
+            dispatcher.on_cache_news,
         )
 
     async def _serve(self, listener: socket.socket) -> None:

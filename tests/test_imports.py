@@ -31,6 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "kvtransfer.base",
         "machine",
         "wire.errors",
+        "wire.kv_events",
         "wire.nodes",
         "wire.requests",
         "wire.sampling",

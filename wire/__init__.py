@@ -7,9 +7,12 @@ Floor 1: imports nothing of ours. Everything is msgspec; nothing here or above e
     sampling    how a request wants its tokens chosen
     nodes       who is in the cluster: identity, role, epoch, addresses
     requests    router -> node (Submit, Cancel, Ping) and node -> router (TokenBatch, NodeStatus, Holding)
+    kv_events   what happens to a node's KV cache, in the shape that other programs read
+    prefix_hashes   what routers and nodes call a prompt's blocks when they speak of caches
     lines       numbers on all of these, so that a lost message is noticed and sent again
     tracing     node -> router: where a traced request's time went, and by which clock
     handoff     node -> node: how a prefill node and a decode node agree on a KV transfer
     listening   whether a process still listens at an address, asked of its machine's kernel
+    publishing  numbered messages to any subscriber, for programs that are not ours
     sockets     inboxes (received by a thread, or by an event loop) and the Outbox (sends, from any thread), on libzmq
 """

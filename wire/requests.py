@@ -95,6 +95,12 @@ class Follow(msgspec.Struct, frozen=True, tag="follow", forbid_unknown_fields=Tr
     after: int
 
 
+class ListCache(msgspec.Struct, frozen=True, tag="list_cache", forbid_unknown_fields=True):
+    """Answer with CacheNews from number 0 on: some of it is missing."""
+
+    reply_to: str
+
+
 class EndAnswer(msgspec.Struct, frozen=True, tag="end_answer", forbid_unknown_fields=True):
     """The kept answer is no longer wanted: if it is being made it ends as cancelled. `forget`: it is not kept either."""
 
@@ -103,7 +109,7 @@ class EndAnswer(msgspec.Struct, frozen=True, tag="end_answer", forbid_unknown_fi
     forget: bool
 
 
-ToNode = Submit | Cancel | Ping | Ask | Recall | Follow | EndAnswer
+ToNode = Submit | Cancel | Ping | Ask | Recall | Follow | EndAnswer | ListCache
 
 
 class TokenChunk(msgspec.Struct, omit_defaults=True, gc=False):
@@ -251,4 +257,20 @@ class Recalled(msgspec.Struct, frozen=True, tag="recalled"):
     broken: bool = False  # it ended before its end: cancelled, or failed
 
 
-ToRouter = TokenBatch | NodeStatus | NodeTrace | ClockReading | Holding | Recalled
+class CacheChange(msgspec.Struct, frozen=True, array_like=True):
+    medium: str
+    is_stored: bool  # False: removed
+    hashes: bytes  # `wire.prefix_hashes`, eight bytes each, little-endian
+
+
+class CacheNews(msgspec.Struct, frozen=True, tag="cache_news"):
+    """What the node's prefix cache holds, and then what changes. With number 0 begins a list of everything, which takes the place of all
+    that was told before; each further message has the next number."""
+
+    node_id: str
+    epoch: int
+    number: int
+    changes: list[CacheChange]
+
+
+ToRouter = TokenBatch | NodeStatus | NodeTrace | ClockReading | Holding | Recalled | CacheNews

@@ -4,6 +4,7 @@ groups          which layers share a block table
 free_queue      the blocks that no request uses, in order of eviction
 pool            all blocks: owners, hashes, eviction
 hashing         hashes of full blocks
+events          which hashes appeared and vanished, for routers
 group_manager   the block tables of one group; its kinds are
                 full_attention, sliding_window and state_slots
 coordinator     one answer from several groups

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Sequence
 
+from tandem.engine.cache.events import CacheEvents
 from tandem.engine.cache.groups import KVCacheGroup
 from tandem.engine.cache.pool import BlockPool
 from tandem.engine.request import Request
@@ -101,11 +102,31 @@ class GroupManager(abc.ABC):
         if full <= cached:
             return
         table, pool = self.tables[request.request_id], self._pool
+        appeared: list[int] = []
         for i in range(cached, full):
             # Requests that share a block and had to compute it again cache it once.
-            if table[i] != NULL_BLOCK_ID and table[i] not in pool.hashes:
-                pool.cache(self.index, table[i], hashes[(i + 1) * per_block - 1])
+            if (
+                table[i] != NULL_BLOCK_ID
+                and table[i] not in pool.hashes
+                and pool.cache(self.index, table[i], hashes[(i + 1) * per_block - 1])
+            ):
+                appeared.append(i)
         self._num_cached[request.request_id] = full
+        if pool.events is not None and appeared:
+            self._tell_stored(pool.events, request, appeared)
+
+    def _tell_stored(self, events: CacheEvents, request: Request, places: list[int]) -> None:
+        """One event for each run of neighbours."""
+        hashes, per_block = request.block_hashes, self._hashes_per_block
+        first = 0
+        for i in range(1, len(places) + 1):
+            if i < len(places) and places[i] == places[i - 1] + 1:
+                continue
+            run = range(places[first], places[i - 1] + 1)
+            parent = hashes[run.start * per_block - 1] if run.start else None
+            names = hashes[(run.start + 1) * per_block - 1 : run.stop * per_block : per_block]
+            events.stored(request, self.index, self.block_size, run, names, parent)
+            first = i
 
     def horizon(self, request_id: str, num_lookahead_tokens: int) -> int:
         """While a request has no more tokens than this, there is nothing to allocate, cache or release for it."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 
+from tandem.engine.cache.events import CacheEvents
 from tandem.engine.cache.free_queue import FreeBlockQueue
 from tandem.kvtransfer.base import NULL_BLOCK_ID
 from tandem.wire.errors import InternalError
@@ -29,6 +30,7 @@ class BlockPool:
             raise InternalError(f"a pool needs the null block and one more, not {num_blocks}")
         self.num_blocks = num_blocks
         self.caching = caching
+        self.events: CacheEvents | None = None  # None: nothing wants to hear what is cached
         self.free_queue = FreeBlockQueue(num_blocks)
         self.ref_counts = array("i", bytes(4 * num_blocks))
         self.hashes: dict[int, bytes] = {}  # of blocks that can be found
@@ -100,8 +102,8 @@ class BlockPool:
         ref_counts = self.ref_counts
         return sum(1 for block in blocks if block != NULL_BLOCK_ID and ref_counts[block] == 0)
 
-    def cache(self, group: int, block: int, block_hash: bytes) -> None:
-        """`block` is full, and `block_hash` names all the tokens up to its end."""
+    def cache(self, group: int, block: int, block_hash: bytes) -> bool:
+        """`block` is full, and `block_hash` names all the tokens up to its end. False: there is another copy of it."""
         if block in self.hashes or block == NULL_BLOCK_ID:
             raise InternalError(f"block {block} was cached twice")
         self.hashes[block] = block_hash
@@ -109,11 +111,12 @@ class BlockPool:
         cached = self._cached[group]
         there = cached.setdefault(block_hash, block)
         if there == block:
-            return
+            return True
         if isinstance(there, dict):
             there[block] = None
         else:
             cached[block_hash] = {there: None, block: None}
+        return False
 
     def uncache(self, block: int) -> None:
         """Removes the block from the prefix cache, if it is there."""
@@ -128,6 +131,8 @@ class BlockPool:
                 cached[block_hash] = next(iter(there))
         else:
             del cached[block_hash]
+            if self.events is not None:
+                self.events.removed(self._group_of[block], block_hash)
 
     def lookup(self, group: int, block_hash: bytes) -> int | None:
         there = self._cached[group].get(block_hash)
@@ -156,6 +161,8 @@ class BlockPool:
         self.hashes.clear()
         for cached in self._cached:
             cached.clear()
+        if self.events is not None:
+            self.events.cleared()
         return True
 
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from tandem.engine.cache.coordinator import Tables, hash_block_size
+from tandem.engine.cache.events import CacheEvents
 from tandem.engine.cache.groups import AttentionKind, KVCacheGroup
 from tandem.engine.cache.hashing import BlockHasher, make_block_hasher
 from tandem.engine.cache.manager import KVCacheManager
@@ -30,6 +31,7 @@ from tandem.engine.scheduling.transfers import TransferResults
 from tandem.engine.scheduling.waiting import WaitingRequests
 from tandem.kvtransfer.base import ConnectorOutput, LoadFailurePolicy, SchedulerConnector
 from tandem.wire.errors import ConfigurationError
+from tandem.wire.kv_events import KVEvent
 from tandem.wire.requests import TokenChunk
 
 __all__ = ["PauseState", "Scheduler"]
@@ -306,6 +308,20 @@ class Scheduler:
         if self._state.connector is not None:
             self._state.connector.reset_cache()
         return True
+
+    def tell_cache_events(self) -> None:
+        """From now on what is cached is noted, to be taken. To be called before the first request."""
+        pool = self._state.cache.pool
+        pool.events = CacheEvents(len(self._state.cache.coordinator.managers)) if pool.caching else None
+
+    def take_cache_events(self) -> Sequence[KVEvent]:
+        """What was cached and evicted since the last call, on the device and in a connector's tiers."""
+        events, connector = self._state.cache.pool.events, self._state.connector
+        if events is None:
+            return ()
+        taken = events.take()
+        of_tiers = list(connector.take_events()) if connector is not None else []
+        return [*taken, *of_tiers] if of_tiers else taken
 
     def stats(self) -> SchedulerStats:
         """Costs a walk over all unfinished requests."""

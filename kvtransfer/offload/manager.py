@@ -74,6 +74,10 @@ class TierManager(abc.ABC):
     def forget(self, keys: Iterable[Key]) -> None:
         """Finds these no more, whatever state they are in."""
 
+    def take_changes(self) -> Sequence[tuple[Key, bool]]:
+        """The keys that became ready since the last call (True), and those that were ready and are not found any more."""
+        return ()
+
     @abc.abstractmethod
     def reset(self) -> None:
         """Forgets everything."""
@@ -88,6 +92,7 @@ class SlotManager(TierManager):
         self._unused = 0  # slots from here on were never taken
         self._forgotten: set[int] = set()  # slots in use by a copy whose keys are forgotten
         self._evicted = 0
+        self._changes: list[tuple[Key, bool]] = []
 
     def fill(self, entries: Sequence[tuple[Key, int]]) -> None:
         """What the slots hold from before, the oldest first. Once, before anything else."""
@@ -152,6 +157,7 @@ class SlotManager(TierManager):
             if victims is None:
                 return None
             self._evicted += len(victims)
+            self._changes += [(key, False) for key, _ in victims]
             self._free += [slot for _, slot in victims]
         slots = [self._take() for _ in new]
         # The first is the last to be given up: the others are worth nothing without it.
@@ -174,7 +180,10 @@ class SlotManager(TierManager):
             if slot in self._forgotten:
                 self._let_go(slot)
             elif not written:
-                self.forget([key])
+                self._policy.remove(key)
+                self._free.append(slot)
+            else:
+                self._changes.append((key, True))
 
     def forget(self, keys: Iterable[Key]) -> None:
         for key in keys:
@@ -182,6 +191,8 @@ class SlotManager(TierManager):
             if slot is None:
                 continue
             self._policy.remove(key)
+            if self._busy[slot] != _WRITTEN_NOW:
+                self._changes.append((key, False))
             if self._busy[slot]:
                 self._forgotten.add(slot)
             else:
@@ -190,6 +201,12 @@ class SlotManager(TierManager):
     def _let_go(self, slot: int) -> None:
         self._forgotten.remove(slot)
         self._free.append(slot)
+
+    def take_changes(self) -> Sequence[tuple[Key, bool]]:
+        changes = self._changes
+        if changes:
+            self._changes = []
+        return changes
 
     def reset(self) -> None:
         self.forget(list(self._policy.all_keys()))
@@ -257,6 +274,9 @@ class ReuseFilter(TierManager):
 
     def forget(self, keys: Iterable[Key]) -> None:
         self._manager.forget(keys)
+
+    def take_changes(self) -> Sequence[tuple[Key, bool]]:
+        return self._manager.take_changes()
 
     def reset(self) -> None:
         self._manager.reset()

@@ -31,6 +31,7 @@ from tandem.kvtransfer.offload.manager import StoreRoom
 from tandem.kvtransfer.offload.policies import Key
 from tandem.kvtransfer.offload.spec import Copy, Tier
 from tandem.wire.errors import InternalError
+from tandem.wire.kv_events import BlockRemoved, BlockStored, KVEvent
 
 # While a request decodes, its new blocks are stored so many at a time: a step costs the same then, whatever the block size.
 # The rest follows when the request ends. What a preempted one has not stored is computed again.
@@ -373,6 +374,17 @@ class TierScheduler(SchedulerConnector):
 
     def has_pending_work(self) -> bool:
         return self._carried or bool(self._plan.loads or self._plan.stores)
+
+    def take_events(self) -> Iterable[KVEvent]:
+        medium = self._tier.spec.name.upper()
+        for is_stored, changes in itertools.groupby(
+            self._tier.manager.take_changes(), lambda change: change[1]
+        ):
+            keys = [key for key, _ in changes]
+            if is_stored:
+                yield BlockStored(keys, None, [], self._chunk_tokens, medium=medium)
+            else:
+                yield BlockRemoved(keys, medium)
 
     def reset_cache(self) -> None:
         self._resets += 1

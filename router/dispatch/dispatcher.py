@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+from tandem.router.choosing import Chooser
 from tandem.router.config import RouterConfig
 from tandem.router.dispatch.admission import Admission
 from tandem.router.dispatch.generation import Generation
@@ -15,11 +16,10 @@ from tandem.router.dispatch.recall import Recalls
 from tandem.router.dispatch.spec import SequenceSpec
 from tandem.router.links import NodeLinks
 from tandem.router.metrics import RouterMetrics
-from tandem.router.policy import RoutingPolicy
 from tandem.router.pool import NodePool
 from tandem.wire.errors import InternalError, TandemError, Unavailable
 from tandem.wire.nodes import NodeInfo
-from tandem.wire.requests import Holding, NodeStatus, TokenBatch
+from tandem.wire.requests import CacheNews, Holding, NodeStatus, TokenBatch
 from tandem.wire.tracing import TracePhase
 
 logger = logging.getLogger(__name__)
@@ -33,14 +33,14 @@ class Dispatcher:
         config: RouterConfig,
         links: NodeLinks,
         pool: NodePool,
-        policy: RoutingPolicy,
+        chooser: Chooser,
         metrics: RouterMetrics,
     ) -> None:
         self.config = config
         self.metrics = metrics
         self._links = links
         self._pool = pool
-        self._placement: Placement[RequestLife] = Placement(config, links, pool, policy, metrics)
+        self._placement: Placement[RequestLife] = Placement(config, links, pool, chooser, metrics)
         self._clock = self._placement.clock
         self.recalls = Recalls(config, links, pool)
         self._idle: asyncio.Event | None = (
@@ -57,7 +57,7 @@ class Dispatcher:
         )
 
     def _capacity(self) -> int:
-        return len(self._pool.snapshot().decode) * self.config.limits.inflight_per_node
+        return self._pool.decode_count * self.config.limits.inflight_per_node
 
     # --- requests ---------------------------------------------------------------------------------------------
 
@@ -70,7 +70,7 @@ class Dispatcher:
 
         `eager`: its reader wants tokens as they come, not only the end.
         """
-        if not self._pool.snapshot().decode:
+        if not self._pool.decode_count:
             raise Unavailable(self.why_unavailable())
         trace = specs[0].trace
         came = self._clock()
@@ -150,6 +150,13 @@ class Dispatcher:
         self._placement.set_capacity(status.node_id, status.total_blocks)
         self._pool.on_status(status)
 
+    def on_cache_news(self, news: CacheNews) -> None:
+        if not self._pool.heard(news.node_id, news.epoch) or self._placement.on_cache_news(news):
+            return
+        member = self._pool.member(news.node_id)
+        if member is not None:
+            self._links.list_cache(member.info)
+
     def on_holding(self, holding: Holding) -> None:
         """Sent where messages may have been lost, and to an Ask: both sides' accounts are made equal."""
         if not self._pool.heard(holding.node_id, holding.epoch):
@@ -204,5 +211,7 @@ class Dispatcher:
         self._links.ping(node)
 
     def on_pool_change(self) -> None:
-        self._tell(self._placement.waiting, RequestLife.try_again)
-        self.admission.pump()
+        if waiting := self._placement.waiting:
+            self._tell(waiting, RequestLife.try_again)
+        if self.admission.queued:
+            self.admission.pump()

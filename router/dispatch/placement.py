@@ -11,19 +11,19 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Generic, TypeVar
 
-import msgspec
-
+from tandem.router.choosing import Chooser
 from tandem.router.config import RouterConfig
 from tandem.router.dispatch.attempt import Attempt
 from tandem.router.dispatch.spec import SequenceSpec
 from tandem.router.links import NodeLinks
 from tandem.router.metrics import RouterMetrics
-from tandem.router.policy import RoutingDecision, RoutingPolicy, RoutingRequest
+from tandem.router.policy import RoutingDecision, RoutingRequest
 from tandem.router.pool import NodePool
-from tandem.router.prefixes import PrefixRecord, PromptHashes
+from tandem.router.prefixes import PromptHashes
 from tandem.router.rates import AnswerLengthMeter
 from tandem.wire.errors import NodeLost
 from tandem.wire.nodes import NodeInfo
+from tandem.wire.requests import CacheNews
 
 L = TypeVar("L")  # a request's life: here, only the owner of an attempt
 
@@ -40,7 +40,7 @@ class Placement(Generic[L]):
         config: RouterConfig,
         links: NodeLinks,
         pool: NodePool,
-        policy: RoutingPolicy,
+        chooser: Chooser,
         metrics: RouterMetrics,
     ) -> None:
         self.config = config
@@ -48,14 +48,12 @@ class Placement(Generic[L]):
         self.clock = time.monotonic  # as everywhere here: the event loop's own clock counts milliseconds
         self._links = links
         self._pool = pool
-        self._policy = policy
-        self._prefixes = PrefixRecord()
+        self._chooser = chooser
         self._answers = AnswerLengthMeter()
         self._by_request_id: dict[str, L] = {}
         self._by_node: dict[NodeInfo, set[L]] = {}
         self._waiting: dict[L, None] = {}  # for a node to appear
         self._ends: OrderedDict[str, float] = OrderedDict()  # request ids of attempts that are over
-        self._turn = 0
 
     # --- who is where
 
@@ -85,23 +83,13 @@ class Placement(Generic[L]):
 
     @property
     def prefill_ids(self) -> frozenset[str]:
-        return frozenset(view.node_id for view in self._pool.snapshot().prefill)
+        return frozenset(self._pool.shortlist.prefill.views)
 
     # --- an attempt, from its choice to its end
 
     def choose(self, request: RoutingRequest, hashes: PromptHashes) -> RoutingDecision:
         """Raises Unavailable when no node can take it."""
-        snapshot = self._pool.snapshot()
-        self._turn += 1
-        cached = {
-            view.node_id: view.info.block_size
-            * self._prefixes.overlap(view.node_id, hashes.of(view.info.block_size))
-            for view in (*snapshot.prefill, *snapshot.decode)
-        }
-        decision = self._policy(snapshot, msgspec.structs.replace(request, cached=cached, turn=self._turn))
-        for node in (decision.prefill, decision.decode):
-            if node is not None:
-                self._prefixes.sent(node.node_id, hashes.of(node.block_size))
+        decision = self._chooser.choose(request, hashes)
         self.metrics.decisions.labels("away" if decision.prefill and decision.decode else "one_node").inc()
         return decision
 
@@ -167,14 +155,8 @@ class Placement(Generic[L]):
         return len(spec.prompt_token_ids) + self._answers.expected(spec.sampling.max_tokens)
 
     def has_room(self, tokens: int, promised: int) -> bool:
-        """Whether a decode node has the blocks for a sequence of `tokens`, beside all those that were let in and are not sent yet."""
-        decode = self._pool.snapshot().decode
-        if not any(view.has_room(tokens) for view in decode):
-            return False
-        if promised == 0:
-            return True
-        room = sum(view.room_tokens for view in decode)
-        return promised + tokens <= room
+        """As `Chooser.has_room`."""
+        return self._chooser.has_room(tokens, promised)
 
     def has_heard(self, node: NodeInfo, attempt: Attempt) -> bool:
         """Whether the node has acknowledged the attempt's Submit."""
@@ -224,14 +206,15 @@ class Placement(Generic[L]):
         if output:
             self._answers.ended(len(output))
         if attempt is not None and attempt.decode is not None and attempt.decode_started and output:
-            # What a chat's next turn begins with is now cached where it was decoded.
-            node = attempt.decode
-            self._prefixes.sent(node.node_id, hashes.with_output(node.block_size, output))
+            self._chooser.answered(attempt.decode, hashes, output)
 
     # --- what the dispatcher hears of the pool
 
     def set_capacity(self, node_id: str, blocks: int) -> None:
-        self._prefixes.set_capacity(node_id, blocks)
+        self._chooser.set_capacity(node_id, blocks)
+
+    def on_cache_news(self, news: CacheNews) -> bool:
+        return self._chooser.on_cache_news(news)
 
     def forget_prefixes(self, node: NodeInfo) -> None:
-        self._prefixes.forget(node.node_id)
+        self._chooser.forget(node.node_id)

@@ -41,6 +41,6 @@ class Services:
             return "; ".join(
                 f"task {name} died: {why}" for name, why in sorted(self.supervisor.failed.items())
             )
-        if not self.pool.snapshot().decode:
+        if not self.pool.decode_count:
             return self.dispatcher.why_unavailable()
         return None

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from tandem.router.config import LocalPrefill, PolicyName
 from tandem.router.policy.costs import (
+    best_prefill_rate,
     decode_wait_s,
     prefill_cost_s,
     prefill_wait_s,
     reason_to_prefill_locally,
 )
-from tandem.router.policy.types import NodeSnapshot, PoolSnapshot, RoutingDecision, RoutingRequest
+from tandem.router.policy.types import (
+    NodeSnapshot,
+    PoolSnapshot,
+    RoutingDecision,
+    RoutingRequest,
+    first_by_rendezvous,
+)
 from tandem.wire.errors import Unavailable
 from tandem.wire.nodes import Role
 
@@ -30,26 +36,21 @@ class RoutingPolicy(Protocol):
 Ranker = Callable[[Sequence[NodeSnapshot], RoutingRequest, bool], tuple[NodeSnapshot, str]]
 
 
-def _cost_s(
-    node: NodeSnapshot, nodes: Sequence[NodeSnapshot], request: RoutingRequest, decode: bool
-) -> float:
-    return decode_wait_s(node, request, nodes) if decode else prefill_cost_s(node, request, nodes)
-
-
-def _shown_wait(
-    node: NodeSnapshot, nodes: Sequence[NodeSnapshot], request: RoutingRequest, decode: bool
-) -> str:
-    wait = decode_wait_s(node, request, nodes) if decode else prefill_wait_s(node, request, nodes)
-    return f"{wait * 1000:.0f} ms"
+def _costs_s(nodes: Sequence[NodeSnapshot], request: RoutingRequest, decode: bool) -> list[float]:
+    cost_s, assumed = (decode_wait_s if decode else prefill_cost_s), best_prefill_rate(nodes)
+    return [cost_s(node, request, assumed) for node in nodes]
 
 
 def _least_wait(
     nodes: Sequence[NodeSnapshot], request: RoutingRequest, decode: bool
 ) -> tuple[NodeSnapshot, str]:
-    costs = [_cost_s(node, nodes, request, decode) for node in nodes]
+    costs = _costs_s(nodes, request, decode)
     # Equals take turns: otherwise idle nodes would all wait for the first of them.
-    best = min(range(len(nodes)), key=lambda i: (costs[i], (i - request.turn) % len(nodes)))
-    return nodes[best], _shown_wait(nodes[best], nodes, request, decode)
+    least = min(costs)
+    equals = [i for i, cost in enumerate(costs) if cost == least]
+    best = equals[request.turn % len(equals)]
+    wait_s = costs[best] if decode else prefill_wait_s(nodes[best], request, best_prefill_rate(nodes))
+    return nodes[best], f"{wait_s * 1000:.0f} ms"
 
 
 def _round_robin(
@@ -67,8 +68,8 @@ def _prefix_affinity(
     if cached == 0:
         return least, why
 
-    longer = _cost_s(best, nodes, request, decode) - _cost_s(least, nodes, request, decode)
-    if longer > AFFINITY_WAIT_S:
+    costs = dict(zip((node.node_id for node in nodes), _costs_s(nodes, request, decode), strict=True))
+    if costs[best.node_id] - costs[least.node_id] > AFFINITY_WAIT_S:
         return least, f"{why}, {best.node_id} has {cached} tokens cached but is too busy"
     return best, f"{cached} tokens cached"
 
@@ -79,12 +80,8 @@ def _session_affinity(
     """Rendezvous hashing: a session stays where it is as long as its node does, and moves alone when not."""
     if request.session is None:
         return _least_wait(nodes, request, decode)
-    session = request.session
-
-    def weight(node: NodeSnapshot) -> bytes:
-        return hashlib.blake2b(f"{session}\0{node.node_id}".encode(), digest_size=8).digest()
-
-    return max(nodes, key=weight), "its session"
+    by_id = {node.node_id: node for node in nodes}
+    return by_id[first_by_rendezvous(by_id, request.session)], "its session"
 
 
 _RANKERS: dict[PolicyName, Ranker] = {

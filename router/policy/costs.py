@@ -13,29 +13,27 @@ ASSUMED_PREFILL_TOKENS_PER_S = 1000.0
 ASSUMED_STEP_S = 0.02
 
 
-def known_prefill_rate(node: NodeSnapshot, peers: Iterable[NodeSnapshot]) -> float | None:
-    """Its own measured rate, or the best measured one of its peers: pools are of like machines."""
-    if node.rates.prefill_tokens_per_s is not None:
-        return node.rates.prefill_tokens_per_s
+def best_prefill_rate(nodes: Iterable[NodeSnapshot]) -> float | None:
+    """The best that was measured of them. Pools are of like machines, so it is what is assumed of the others."""
     return max(
-        (p.rates.prefill_tokens_per_s for p in peers if p.rates.prefill_tokens_per_s is not None),
-        default=None,
+        [rate for node in nodes if (rate := node.rates.prefill_tokens_per_s) is not None], default=None
     )
 
 
-def prefill_wait_s(node: NodeSnapshot, request: RoutingRequest, peers: Iterable[NodeSnapshot]) -> float:
-    """Until the first token: everything queued there, then what of this prompt is not cached there."""
-    rate = known_prefill_rate(node, peers) or ASSUMED_PREFILL_TOKENS_PER_S
+def prefill_wait_s(node: NodeSnapshot, request: RoutingRequest, assumed: float | None) -> float:
+    """Until the first token: everything queued there, then what of this prompt is not cached there. `assumed`: the rate of a node
+    that was not measured."""
+    rate = node.rates.prefill_tokens_per_s or assumed or ASSUMED_PREFILL_TOKENS_PER_S
     return (node.queued_tokens + request.uncached(node)) / rate
 
 
-def prefill_cost_s(node: NodeSnapshot, request: RoutingRequest, peers: Iterable[NodeSnapshot]) -> float:
+def prefill_cost_s(node: NodeSnapshot, request: RoutingRequest, assumed: float | None) -> float:
     """Its wait, and its own computing once more: requests that come after it wait for that too."""
-    rate = known_prefill_rate(node, peers) or ASSUMED_PREFILL_TOKENS_PER_S
-    return prefill_wait_s(node, request, peers) + request.uncached(node) / rate
+    rate = node.rates.prefill_tokens_per_s or assumed or ASSUMED_PREFILL_TOKENS_PER_S
+    return (node.queued_tokens + 2 * request.uncached(node)) / rate
 
 
-def decode_wait_s(node: NodeSnapshot, request: RoutingRequest, peers: Iterable[NodeSnapshot]) -> float:
+def decode_wait_s(node: NodeSnapshot, request: RoutingRequest, assumed: float | None) -> float:
     """What it costs to be decoded there: a longer step for each that shares it, prompts that are read in between
     (its own too, on a node that does both), and a wait if blocks are short.
 
@@ -50,7 +48,7 @@ def decode_wait_s(node: NodeSnapshot, request: RoutingRequest, peers: Iterable[N
     reading = node.queued_tokens
     if node.info.role is Role.AGGREGATED:
         reading += request.uncached(node)
-    rate = known_prefill_rate(node, peers) or ASSUMED_PREFILL_TOKENS_PER_S
+    rate = node.rates.prefill_tokens_per_s or assumed or ASSUMED_PREFILL_TOKENS_PER_S
     return wait_for_blocks + reading / rate + node.load * step
 
 
@@ -68,8 +66,8 @@ def reason_to_prefill_locally(
     the decode node, and every request that decodes there waits as long as its prompt takes. That must be less
     than a user notices, however long the line elsewhere is.
     """
-    away_rate = known_prefill_rate(prefill, pools.prefill)
-    local_rate = known_prefill_rate(decode, (*pools.decode, *pools.prefill))
+    away_rate = prefill.rates.prefill_tokens_per_s or best_prefill_rate(pools.prefill)
+    local_rate = decode.rates.prefill_tokens_per_s or best_prefill_rate((*pools.decode, *pools.prefill))
     if away_rate is None or local_rate is None or pools.handover_s is None:
         return None
     reading = request.uncached(decode) / local_rate

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import msgspec
+import xxhash
 
 from tandem.router.rates import NodeRates
 from tandem.wire.nodes import NodeInfo, Role
 from tandem.wire.requests import NodeStatus
 
 
-class NodeSnapshot(msgspec.Struct, frozen=True):
+class NodeSnapshot(msgspec.Struct, frozen=True, gc=False):
     """A node that may be chosen: its last status, and what this router has sent it since."""
 
     info: NodeInfo
@@ -68,6 +69,12 @@ class RoutingRequest(msgspec.Struct, frozen=True):
     def uncached(self, node: NodeSnapshot) -> int:
         """At least one token is always computed: the last one's output is what is asked for."""
         return max(1, self.prompt_tokens - self.cached.get(node.node_id, 0))
+
+
+def first_by_rendezvous(node_ids: Iterable[str], session: str) -> str:
+    """Where a session goes: it stays there as long as the node does, and when not, it moves alone."""
+    seed = xxhash.xxh3_64_intdigest(session.encode("utf-8", "surrogatepass"))
+    return max(node_ids, key=lambda node_id: xxhash.xxh3_64_intdigest(node_id.encode(), seed))
 
 
 class RoutingDecision(msgspec.Struct, frozen=True):

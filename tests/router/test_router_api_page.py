@@ -50,6 +50,7 @@ def published() -> set[str]:
                 malformed=0, handler_errors=0, foreign=0, lines=SimpleNamespace(gaps=0, resent=0)
             ),
             SimpleNamespace(restarts={}),
+            SimpleNamespace(count=0, gaps=0),
         )
     )
     return {metric.name + ("_total" if metric.type == "counter" else "") for metric in registry.collect()}

@@ -1,0 +1,274 @@
+"""What a decision of the router costs by the number of nodes, and whether it is as good as one that ranks every node.
+
+    python -m benchmarks.routing [--nodes N,N,...] [--requests N] [--json FILE]
+
+Cost: the router's own parts (`tandem.router.choosing`, `tandem.router.pool`) choose two nodes for each request, note what was sent and
+what is answered, and read the nodes' statuses; half of the requests share their beginnings with earlier ones. No sockets. A prompt's hashing
+is timed apart, because it is done with its tokenizing, away from the event loop. Index: the messages in which nodes tell what they
+store and evict, and what it costs a node's step to note it. Quality: the simulation of `benchmarks.policies`, with
+the router's choice and with one among all nodes, on the same requests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.policies import BLOCK, TRACES, Simulation, words
+from tandem.engine.cache.events import CacheEvents
+from tandem.engine.cache.groups import AttentionKind, KVCacheGroup
+from tandem.engine.cache.hashing import make_block_hasher
+from tandem.engine.cache.manager import KVCacheManager
+from tandem.engine.config import HashAlgorithm
+from tandem.engine.request import Request
+from tandem.loadgen.metrics import percentile
+from tandem.router.cached_blocks import CachedBlocks
+from tandem.router.choosing import Chooser
+from tandem.router.config import Heartbeat, LocalPrefill, PolicyName
+from tandem.router.policy import PoolSnapshot, RoutingRequest
+from tandem.router.pool import NodePool
+from tandem.router.prefixes import NodeBits, Overlaps, PrefixRecord, PromptHashes
+from tandem.wire.kv_events import DEVICE_MEDIUM
+from tandem.wire.nodes import NodeInfo, NodeState, Role
+from tandem.wire.requests import CacheChange, CacheNews, NodeCounters, NodeStatus
+from tandem.wire.sampling import SamplingParams
+
+APPLICATIONS = 50  # prompts that many requests begin with
+BLOCKS = 40_000  # of a node
+PROMPTS = (4_096, 100_000)
+QUALITY_NODES = (32, 96)  # prefill and decode
+
+
+class EveryNode(Chooser):
+    """Ranks all nodes in view for each request, and notes every block of what was sent where."""
+
+    def __init__(self, pool: NodePool, policy: PolicyName, local_prefill: LocalPrefill) -> None:
+        super().__init__(pool, policy, local_prefill)
+        self._record = PrefixRecord(self._record.bits, range(1, 1 << 20))
+
+    def candidates(self, request: RoutingRequest, overlaps: Overlaps) -> PoolSnapshot:
+        return self._pool.snapshot()
+
+
+class Cluster:
+    """Nodes that report what they would at a load of about a half."""
+
+    def __init__(self, nodes: int) -> None:
+        self._rng = random.Random(nodes)
+        self.now = 0.0
+        self.pool = NodePool("m", Heartbeat(), lambda: self.now, lambda node, why: None, lambda: None)
+        self.chooser = Chooser(self.pool, PolicyName.LEAST_WAIT, LocalPrefill.AUTO)
+        roles = [Role.PREFILL if index % 3 == 0 else Role.DECODE for index in range(nodes)]
+        self.nodes = [
+            NodeInfo(f"{role.value}-{index}", role, 1, f"tcp://10.0.0.1:{index}", "", "m", 1 << 20, BLOCK)
+            for index, role in enumerate(roles)
+        ]
+        self.pool.set_members(self.nodes)
+        for node in self.nodes:
+            self.chooser.set_capacity(node.node_id, BLOCKS)
+        self._running = {node.node_id: self._rng.randint(0, 40) for node in self.nodes}
+        self._steps = dict.fromkeys((node.node_id for node in self.nodes), 0)
+        for _ in range(3):
+            self.report(self.statuses(len(self.nodes)))
+        self._applications = [words(self._rng, self._rng.randint(500, 4000)) for _ in range(APPLICATIONS)]
+        self._asked = 0
+
+    def statuses(self, count: int) -> list[NodeStatus]:
+        rng, statuses = self._rng, []
+        for node in rng.sample(self.nodes, count):
+            self._steps[node.node_id] += 20
+            steps, is_prefill = self._steps[node.node_id], node.role is Role.PREFILL
+            counters = NodeCounters(
+                prompt_tokens_computed=400 * steps if is_prefill else 0,
+                steps=steps,
+                step_seconds=steps * rng.uniform(0.018, 0.022),
+            )
+            waiting = rng.choice((0, 0, 1, 2)) if is_prefill else 0
+            running = self._running[node.node_id] = max(0, self._running[node.node_id] + rng.randint(-2, 2))
+            statuses.append(
+                NodeStatus(
+                    node.node_id, node.role, 1, NodeState.READY, BLOCKS - 900 * running - rng.randint(0, 500), BLOCKS,
+                    running, waiting, waiting * rng.randint(100, 4000), 0, 0, 0.0, counters,
+                )
+            )  # fmt: skip
+        return statuses
+
+    def report(self, statuses: list[NodeStatus]) -> float:
+        """Seconds of CPU for all of them."""
+        began = time.thread_time()
+        for status in statuses:
+            self.pool.on_status(status)
+        return time.thread_time() - began
+
+    def prompt(self, tokens: int) -> tuple[int, ...]:
+        rng = self._rng
+        start = rng.choice(self._applications) if rng.random() < 0.5 else ()
+        return (*start, *words(rng, tokens))[:tokens]
+
+    def decide(self, hashes: PromptHashes, tokens: int) -> float:
+        """Seconds of CPU for all that a request's placement takes."""
+        self._asked += 1
+        name = f"r{self._asked}"
+        began = time.thread_time()
+        self.chooser.has_room(tokens + 256, 0)
+        decision = self.chooser.choose(RoutingRequest(tokens, 256), hashes)
+        for node in (decision.prefill, decision.decode):
+            if node is not None:
+                self.pool.sent(node.node_id, name, tokens, node.blocks_for(tokens))
+        for node in (decision.prefill, decision.decode):
+            if node is not None:
+                self.pool.answered(node.node_id, name)
+        return time.thread_time() - began
+
+
+def cost(nodes: int, tokens: int, requests: int) -> dict[str, Any]:
+    cluster = Cluster(nodes)
+    hashing, deciding, reading, read = [], [], 0.0, 0
+    for number in range(requests):
+        cluster.now += 0.01
+        hashes = PromptHashes(list(cluster.prompt(tokens)), None)
+        began = time.thread_time()
+        hashes.of(BLOCK)
+        hashing.append(time.thread_time() - began)
+        statuses = cluster.statuses(min(nodes, 50))
+        reading += cluster.report(statuses)
+        read += len(statuses)
+        seconds = cluster.decide(hashes, tokens)
+        if number >= requests // 10:
+            deciding.append(seconds)
+    deciding.sort()
+    return {
+        "nodes": nodes,
+        "prompt_tokens": tokens,
+        "decision_ms_p50": percentile(deciding, 50) * 1e3,
+        "decision_ms_p99": percentile(deciding, 99) * 1e3,
+        "status_us": reading / read * 1e6,
+        "hashing_ns_per_token": fmean(hashing) / tokens * 1e9,
+    }
+
+
+def index(nodes: int, blocks: int) -> dict[str, Any]:
+    """Every node stores runs of 32 blocks, and evicts as many once it is full, as nodes at work do."""
+    rng = random.Random(1)
+    cached = CachedBlocks(NodeBits(), 10**7)
+    full = blocks // nodes // 2
+    held: list[deque[bytes]] = [deque() for _ in range(nodes)]
+    news = [CacheNews(f"n{index}", 1, 0, []) for index in range(nodes)]
+    numbers = [1] * nodes
+    for _ in range(blocks // 32):
+        node = rng.randrange(nodes)
+        run = rng.randbytes(32 * 8)
+        changes = [CacheChange(DEVICE_MEDIUM, True, run)]
+        held[node].append(run)
+        if len(held[node]) * 32 > full:
+            changes.append(CacheChange(DEVICE_MEDIUM, False, held[node].popleft()))
+        news.append(CacheNews(f"n{node}", 1, numbers[node], changes))
+        numbers[node] += 1
+    frames = [msgspec.msgpack.encode(each) for each in news]
+    decoder = msgspec.msgpack.Decoder(CacheNews)
+    told = sum(len(change.hashes) // 8 for each in news for change in each.changes)
+    del news
+    began = time.thread_time()
+    for frame in frames:
+        cached.on_news(decoder.decode(frame))
+    return {
+        "nodes": nodes,
+        "block_events_per_s": told / (time.thread_time() - began),
+        "blocks_known": cached.count,
+    }
+
+
+def step(tokens: int, requests: int) -> dict[str, Any]:
+    """What noting the events of one step costs, by the tokens that each of its requests computes."""
+    hasher = make_block_hasher(HashAlgorithm.SHA256, BLOCK, "seed")
+
+    def once(tells: bool) -> float:
+        groups = [KVCacheGroup(AttentionKind.FULL, BLOCK, (0,))]
+        blocks = requests * (tokens // BLOCK + 3)
+        cache = KVCacheManager(groups, blocks, caching=True, max_model_len=1 << 20, max_new_tokens=tokens)
+        cache.pool.events = CacheEvents(1) if tells else None
+        rng = random.Random(1)
+        asked = [
+            Request(f"r{i}", list(words(rng, tokens)), SamplingParams(max_tokens=9), block_hasher=hasher)
+            for i in range(requests)
+        ]
+        began = time.thread_time()
+        for request in asked:
+            cache.allocate_slots(request, tokens, hits=[[]])
+        if cache.pool.events is not None:
+            cache.pool.events.take()
+        return time.thread_time() - began
+
+    extra = min(once(True) for _ in range(5)) - min(once(False) for _ in range(5))
+    return {"requests": requests, "tokens_each": tokens, "noting_events_us": extra * 1e6}
+
+
+def quality(trace: str, seconds: float) -> dict[str, Any]:
+    prefill, decode = QUALITY_NODES
+    load = 0.75 * prefill / 4  # the traces are made for four prefill nodes
+
+    def mean_wait(chooser_of: Callable[[NodePool], Chooser]) -> float:
+        simulation = Simulation(chooser_of, prefill, decode)
+        return fmean(simulation.run(TRACES[trace](random.Random(7), seconds, load)).first_token_s)
+
+    few = mean_wait(lambda pool: Chooser(pool, PolicyName.LEAST_WAIT, LocalPrefill.NEVER))
+    all_ = mean_wait(lambda pool: EveryNode(pool, PolicyName.LEAST_WAIT, LocalPrefill.NEVER))
+    return {
+        "trace": trace,
+        "mean_wait_ms": few * 1e3,
+        "ranking_every_node_ms": all_ * 1e3,
+        "ratio": few / all_,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="benchmarks.routing", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--nodes", default="4,100,1000,4000", help="how many, each in turn")
+    parser.add_argument("--requests", type=int, default=1000, help="decisions of each kind")
+    parser.add_argument("--seconds", type=float, default=60, help="of simulated time, for the quality")
+    parser.add_argument("--json", metavar="FILE", help="a file for the figures")
+    options = parser.parse_args()
+    costs = [
+        cost(int(nodes), tokens, options.requests) for tokens in PROMPTS for nodes in options.nodes.split(",")
+    ]
+    show("What one request's decision costs the event loop", costs)
+    indexes = [index(int(nodes), 1_000_000) for nodes in options.nodes.split(",")]
+    show("What nodes tell of their caches, read by one router", indexes)
+    steps = [step(2048, 1), step(16, 16), step(16, 256)]
+    show("What a node's step pays to tell it", steps)
+    qualities = [quality(trace, options.seconds) for trace in TRACES] if options.seconds else []
+    show(
+        f"Until the first token, {QUALITY_NODES[0]} prefill and {QUALITY_NODES[1]} decode nodes, simulated",
+        qualities,
+    )
+    if options.json:
+        Path(options.json).write_text(
+            json.dumps({"cost": costs, "index": indexes, "step": steps, "quality": qualities}, indent=1)
+            + "\n"
+        )
+    return 0
+
+
+def show(title: str, rows: list[dict[str, Any]]) -> None:
+    table = Table(title=title, title_justify="left")
+    for name in rows[0] if rows else ():
+        table.add_column(name.replace("_", " "), justify="right")
+    for row in rows:
+        table.add_row(*(f"{value:.3f}" if isinstance(value, float) else str(value) for value in row.values()))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

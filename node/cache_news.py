@@ -1,0 +1,235 @@
+"""Tells routers what this node's prefix cache holds, so that they send prompts where their beginnings lie.
+
+The step thread hands over the events of each step; a thread of its own makes of them what routers understand (`wire.prefix_hashes`), and
+keeps what is cached now, for a router that is new or has missed something.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import queue
+import sys
+import threading
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+
+from tandem.wire.kv_events import (
+    DEVICE_MEDIUM,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    ExtraKeys,
+    KVEvent,
+)
+from tandem.wire.prefix_hashes import block_hashes, root_hash
+from tandem.wire.requests import CacheChange, CacheNews
+
+logger = logging.getLogger(__name__)
+
+HASHES_PER_MESSAGE = 2048
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class _Begin:
+    reply_to: str
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class _Forget:
+    reply_to: str
+
+
+class NamedBlocks:
+    """What is cached now, by the names that routers use. Of several KV cache groups one counts: the others hold the same prompts."""
+
+    def __init__(self, block_size: int, group: int = 0) -> None:
+        self._block_size = block_size
+        self._group = group
+        self._names: dict[bytes, int] = {}  # of blocks that are in some medium
+        self._media: dict[str, set[bytes]] = {DEVICE_MEDIUM: set()}
+
+    def apply(self, event: KVEvent) -> list[tuple[str, bool, list[int]]]:
+        """What changed: the medium, whether blocks were stored there, and which."""
+        match event:
+            case BlockStored():
+                medium = event.medium or DEVICE_MEDIUM
+                if medium == DEVICE_MEDIUM and not self._name(event):
+                    return []
+                there, names = self._media.setdefault(medium, set()), self._names
+                new = [each for each in event.block_hashes if each in names and each not in there]
+                there.update(new)
+                return [(medium, True, [names[each] for each in new])]
+            case BlockRemoved():
+                medium = event.medium or DEVICE_MEDIUM
+                if (event.group_idx or 0) != self._group and medium == DEVICE_MEDIUM:
+                    return []
+                return [(medium, False, self._remove(medium, event.block_hashes))]
+            case AllBlocksCleared():
+                return [
+                    (medium, False, self._remove(medium, list(there)))
+                    for medium, there in self._media.items()
+                ]
+
+    def _name(self, event: BlockStored) -> bool:
+        if (event.group_idx or 0) != self._group or event.block_size != self._block_size:
+            return False
+        keys = event.extra_keys or []
+        if event.parent_block_hash is None:
+            parent: int | None = root_hash(_salt(keys), event.lora_name)
+        else:
+            parent = self._names.get(event.parent_block_hash)
+        if parent is None:
+            return False
+        size, tokens = event.block_size, event.token_ids
+        if not any(_media_of(each) for each in keys):
+            self._names.update(zip(event.block_hashes, block_hashes(tokens, size, parent), strict=True))
+            return True
+        for i, block_hash in enumerate(event.block_hashes):
+            if media := _media_of(keys[i]):
+                parent = root_hash(repr((parent, media)))
+            (parent,) = block_hashes(tokens[i * size : (i + 1) * size], size, parent)
+            self._names[block_hash] = parent
+        return True
+
+    def _remove(self, medium: str, hashes: Iterable[bytes]) -> list[int]:
+        there, names = self._media.setdefault(medium, set()), self._names
+        removed = []
+        for each in hashes:
+            if each in there:
+                there.discard(each)
+                removed.append(names[each])
+                if not any(each in others for others in self._media.values()):
+                    del names[each]
+        return removed
+
+    def everything(self) -> list[tuple[str, list[int]]]:
+        return [(medium, [self._names[each] for each in there]) for medium, there in self._media.items()]
+
+
+def _salt(keys: Sequence[ExtraKeys | None]) -> str | None:
+    first = keys[0] if keys else None
+    return next((key.removeprefix("salt:") for key in first or () if key.startswith("salt:")), None)
+
+
+def _media_of(keys: ExtraKeys | None) -> list[str]:
+    return [key for key in keys or () if key.startswith("media:")]
+
+
+def _packed(hashes: Sequence[int]) -> bytes:
+    packed = array("Q", hashes)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+class CacheNewsDesk:
+    """`tell` sends one message to a router, and drops it if the router is not known."""
+
+    def __init__(
+        self,
+        node_id: str,
+        epoch: int,
+        cached: NamedBlocks | None,
+        tell: Callable[[str, CacheNews], None],
+        publish: Callable[[Sequence[KVEvent]], None] | None = None,
+    ) -> None:
+        """`cached`: what routers are told of; None: nothing. `publish`: for others."""
+        self._node_id = node_id
+        self._epoch = epoch
+        self._tell = tell
+        self._publish = publish
+        self._cached = cached
+        self._numbers: dict[str, int] = {}  # of the next message to each router
+        self._inbox: queue.SimpleQueue[Sequence[KVEvent] | _Begin | _Forget | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="cache-news", daemon=True)
+
+    # --- any thread
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._inbox.put(None)
+        if self._thread.is_alive():
+            self._thread.join(5)
+
+    def happened(self, events: Sequence[KVEvent]) -> None:
+        self._inbox.put(events)
+
+    def begin(self, reply_to: str) -> None:
+        """The router is new here, or has missed something."""
+        if self._cached is not None:
+            self._inbox.put(_Begin(reply_to))
+
+    def forget(self, reply_to: str) -> None:
+        self._inbox.put(_Forget(reply_to))
+
+    # --- its own
+
+    def _run(self) -> None:
+        while True:
+            try:
+                if not self.turn():
+                    return
+            except Exception:
+                # What is known here may be wrong now: routers that ask get nothing more than what is right.
+                logger.exception("telling routers of the cache failed; they are told all of it again")
+                for reply_to in list(self._numbers):
+                    self._inbox.put(_Begin(reply_to))
+
+    def turn(self) -> bool:
+        """Waits for something, and handles all that is there. False: it is to end."""
+        changes: list[tuple[str, bool, list[int]]] = []
+        item = self._inbox.get()
+        while True:
+            match item:
+                case None:
+                    self._send(changes)
+                    return False
+                case _Begin():
+                    self._send(changes)
+                    changes = []
+                    self._list_to(item.reply_to)
+                case _Forget():
+                    self._numbers.pop(item.reply_to, None)
+                case _:
+                    if self._publish is not None:
+                        self._publish(item)
+                    if self._cached is not None:
+                        for event in item:
+                            changes += self._cached.apply(event)
+            try:
+                item = self._inbox.get_nowait()
+            except queue.Empty:
+                self._send(changes)
+                return True
+
+    def _send(self, changes: list[tuple[str, bool, list[int]]]) -> None:
+        merged = _merged(changes)
+        for reply_to in list(self._numbers) if merged else ():
+            self._send_to(reply_to, merged)
+
+    def _list_to(self, reply_to: str) -> None:
+        self._numbers[reply_to] = 0
+        self._send_to(reply_to, [])
+        for medium, hashes in self._cached.everything() if self._cached is not None else ():
+            for start in range(0, len(hashes), HASHES_PER_MESSAGE):
+                part = hashes[start : start + HASHES_PER_MESSAGE]
+                self._send_to(reply_to, [CacheChange(medium, True, _packed(part))])
+
+    def _send_to(self, reply_to: str, changes: list[CacheChange]) -> None:
+        number = self._numbers[reply_to]
+        self._numbers[reply_to] = number + 1
+        self._tell(reply_to, CacheNews(self._node_id, self._epoch, number, changes))
+
+
+def _merged(changes: list[tuple[str, bool, list[int]]]) -> list[CacheChange]:
+    """Neighbours of one kind as one."""
+    merged: list[tuple[str, bool, list[int]]] = []
+    for medium, is_stored, hashes in changes:
+        if merged and merged[-1][:2] == (medium, is_stored):
+            merged[-1][2].extend(hashes)
+        elif hashes:
+            merged.append((medium, is_stored, list(hashes)))
+    return [CacheChange(medium, is_stored, _packed(hashes)) for medium, is_stored, hashes in merged]

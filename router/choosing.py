@@ -1,0 +1,89 @@
+"""Where requests go, by all that this router knows: the nodes in view, what they have likely cached, the policy.
+
+No I/O and no clock but the pool's, so a simulation runs it as the router does.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import msgspec
+
+from tandem.router.cached_blocks import CachedBlocks
+from tandem.router.config import LocalPrefill, PolicyName
+from tandem.router.policy import PoolSnapshot, RoutingDecision, RoutingRequest, make_policy
+from tandem.router.pool import NodePool
+from tandem.router.prefixes import Overlaps, PrefixRecord, PromptHashes
+from tandem.wire.kv_events import DEVICE_MEDIUM
+from tandem.wire.nodes import NodeInfo
+from tandem.wire.requests import CacheNews
+
+RECENT_BLOCKS = 8192
+
+
+class Chooser:
+    def __init__(
+        self, pool: NodePool, policy: PolicyName, local_prefill: LocalPrefill, cached_blocks: int = 0
+    ) -> None:
+        """`cached_blocks`: how many of those that nodes say they have are remembered."""
+        self._pool = pool
+        self._name = policy
+        self._policy = make_policy(policy, local_prefill)
+        # Of a node that tells what it has cached only the last prompts: they are not computed yet.
+        self._record = PrefixRecord()
+        self.cached = CachedBlocks(self._record.bits, cached_blocks)
+        self._turn = 0
+
+    def choose(self, request: RoutingRequest, hashes: PromptHashes) -> RoutingDecision:
+        """Raises Unavailable when no node can take it."""
+        self._turn += 1
+        levels = {
+            size: (self.cached.levels(of_size), self._record.levels(of_size))
+            for size in self._pool.block_sizes
+            if (of_size := hashes.of(size))
+        }
+        overlaps = Overlaps(self._record.bits, levels)
+        request = msgspec.structs.replace(request, turn=self._turn)
+        nodes = self.candidates(request, overlaps)
+        cached = {
+            view.info.node_id: tokens
+            for view in (*nodes.prefill, *nodes.decode)
+            if (tokens := overlaps.tokens(view.info))
+        }
+        decision = self._policy(nodes, msgspec.structs.replace(request, cached=cached))
+        for node in (decision.prefill, decision.decode):
+            if node is not None:
+                self._record.sent(node.node_id, hashes.of(node.block_size))
+        return decision
+
+    def candidates(self, request: RoutingRequest, overlaps: Overlaps) -> PoolSnapshot:
+        """The nodes that the policy ranks."""
+        return self._pool.shortlist.of(self._name, request, overlaps, self._pool.handover.value)
+
+    def has_room(self, tokens: int, promised: int) -> bool:
+        """Whether a decode node has the blocks for a sequence of `tokens`, beside all those that were let in and are not sent yet."""
+        return self._pool.shortlist.room.has_room(tokens, promised)
+
+    def answered(self, node: NodeInfo, hashes: PromptHashes, output: Sequence[int]) -> None:
+        """What a chat's next turn begins with is now cached where it was decoded."""
+        self._record.sent(node.node_id, hashes.with_output(node.block_size, output))
+
+    def on_cache_news(self, news: CacheNews) -> bool:
+        """False: something is missing, and the node is to list all that it has."""
+        was_known = self.cached.knows(news.node_id)
+        is_whole = self.cached.on_news(news)
+        for change in news.changes if was_known else ():
+            if not change.is_stored and change.medium == DEVICE_MEDIUM:
+                self._record.evicted(news.node_id, array("Q", change.hashes))
+        return is_whole
+
+    def set_capacity(self, node_id: str, blocks: int) -> None:
+        self._record.set_capacity(
+            node_id, min(blocks, RECENT_BLOCKS) if self.cached.knows(node_id) else blocks
+        )
+
+    def forget(self, node_id: str) -> None:
+        """What it had cached is gone, or is another node's now."""
+        self.cached.forget(node_id)
+        self._record.forget(node_id)

@@ -1,0 +1,167 @@
+"""What other programs read: decoded with vLLM's own classes where it is installed, and else with classes of the same shape."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from tandem.engine.config import CacheConfig, EventsConfig
+from tandem.kvtransfer.events import KVEventPublisher
+from tandem.wire.errors import ConfigurationError
+from tandem.wire.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
+
+PATIENCE_MS = 10_000
+
+
+class _Batch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    ts: float
+    events: list[Any]
+    data_parallel_rank: int | None = None
+
+
+class _Event(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=True):
+    pass
+
+
+def subscribers_classes() -> type:
+    try:
+        from vllm.distributed.kv_events import KVEventBatch  # type: ignore[import-not-found]
+    except ImportError:
+        pass
+    else:
+        return KVEventBatch
+
+    Stored = msgspec.defstruct(
+        "BlockStored",
+        [
+            ("block_hashes", list[bytes | int]), ("parent_block_hash", bytes | int | None), ("token_ids", list[int]),
+            ("block_size", int), ("lora_id", int | None), ("medium", str | None), ("lora_name", str | None),
+            ("extra_keys", list[tuple[Any, ...] | None] | None, None), ("group_idx", int | None, None),
+        ],
+        bases=(_Event,),
+    )  # fmt: skip
+    Removed = msgspec.defstruct(
+        "BlockRemoved",
+        [("block_hashes", list[bytes | int]), ("medium", str | None), ("group_idx", int | None, None)],
+        bases=(_Event,),
+    )
+    Cleared = msgspec.defstruct("AllBlocksCleared", [], bases=(_Event,))
+    return msgspec.defstruct("KVEventBatch", [("events", list[Stored | Removed | Cleared])], bases=(_Batch,))
+
+
+class Subscriber:
+    """As vLLM's example is."""
+
+    def __init__(self, publisher: KVEventPublisher, topic: bytes) -> None:
+        self.context = zmq.Context()
+        self.sub = self.context.socket(zmq.SUB)
+        self.sub.setsockopt(zmq.RCVTIMEO, PATIENCE_MS)
+        self.sub.connect(publisher.endpoint)
+        self.sub.setsockopt(zmq.SUBSCRIBE, topic)
+        self.decoder = msgspec.msgpack.Decoder(subscribers_classes())
+
+    def receive(self) -> tuple[bytes, int, Any]:
+        topic, number, payload = self.sub.recv_multipart()
+        return topic, int.from_bytes(number, "big"), self.decoder.decode(payload)
+
+    def close(self) -> None:
+        self.context.destroy(linger=0)
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+EVENTS = [
+    BlockStored([b"a", b"b"], None, [1, 2, 3, 4], 2, extra_keys=[("salt:s",), None]),
+    BlockStored([b"c"], b"b", [5, 6], 2, lora_name="x", group_idx=1),
+    BlockRemoved([b"c"], group_idx=1),
+    BlockStored([b"a"], None, [], 2, medium="CPU"),
+    BlockRemoved([b"a"], "CPU"),
+    AllBlocksCleared(),
+]
+
+
+@pytest.fixture
+def publisher() -> Any:
+    made = KVEventPublisher(f"tcp://127.0.0.1:{free_port()}", f"tcp://127.0.0.1:{free_port()}", "kv", 3)
+    yield made
+    made.close()
+
+
+def test_a_subscriber_reads_every_event_and_its_number(publisher: KVEventPublisher) -> None:
+    subscriber = Subscriber(publisher, b"kv")
+    try:
+        while not subscriber.sub.poll(50):  # a subscription takes a moment to arrive
+            publisher.publish([AllBlocksCleared()])
+        _, number, _ = subscriber.receive()
+        while subscriber.sub.poll(0):
+            number = subscriber.receive()[1]
+        publisher.publish(EVENTS)
+        topic, next_number, batch = subscriber.receive()
+        assert (topic, next_number) == (b"kv", number + 1)
+        assert [type(event).__name__ for event in batch.events] == [type(event).__name__ for event in EVENTS]
+        first, second, removed, in_tier, from_tier, _ = batch.events
+        assert (first.block_hashes, first.token_ids, first.medium) == ([b"a", b"b"], [1, 2, 3, 4], "GPU")
+        assert [each and tuple(each) for each in first.extra_keys] == [("salt:s",), None]
+        assert (second.parent_block_hash, second.lora_name, second.group_idx) == (b"b", "x", 1)
+        assert (removed.block_hashes, removed.group_idx) == ([b"c"], 1)
+        assert (in_tier.medium, from_tier.medium) == ("CPU", "CPU")
+        assert batch.ts > 1.6e9
+    finally:
+        subscriber.close()
+
+
+def test_what_was_missed_can_be_asked_for(publisher: KVEventPublisher) -> None:
+    for number in range(5):
+        publisher.publish([BlockRemoved([bytes([number])])])
+    context = zmq.Context()
+    asker = context.socket(zmq.DEALER)
+    asker.setsockopt(zmq.RCVTIMEO, PATIENCE_MS)
+    asker.connect(publisher.replay_endpoint)
+    decoder = msgspec.msgpack.Decoder(subscribers_classes())
+    try:
+        for wanted, expected in ((3, [3, 4]), (0, [2, 3, 4]), (9, [])):
+            asker.send_multipart((b"", wanted.to_bytes(8, "big")))
+            found = []
+            while (frames := asker.recv_multipart())[2]:
+                assert decoder.decode(frames[2]).events[0].block_hashes == [
+                    bytes([int.from_bytes(frames[1], "big")])
+                ]
+                found.append(int.from_bytes(frames[1], "big"))
+            assert int.from_bytes(frames[1], "big", signed=True) == -1
+            assert found == expected
+        asker.send_multipart((b"", b"no number"))
+        asker.send_multipart((b"", (4).to_bytes(8, "big")))
+        assert asker.recv_multipart()[1] == (4).to_bytes(8, "big")
+    finally:
+        context.destroy(linger=0)
+
+
+def test_a_second_node_of_the_machine_takes_the_next_port(publisher: KVEventPublisher) -> None:
+    other = KVEventPublisher(publisher.endpoint, "", "", 1)
+    try:
+        assert other.endpoint != publisher.endpoint
+        assert other.replay_endpoint == ""
+    finally:
+        other.close()
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://*:5557", "tcp://0.0.0.0:5557", "ipc:///x", "tcp://host:5557", "tcp://1.2.3.4"])  # fmt: skip
+def test_it_is_bound_to_a_named_address(endpoint: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"cache\.events\.endpoint must be tcp://ADDRESS:PORT"):
+        EventsConfig(endpoint=endpoint)
+
+
+def test_it_needs_a_prefix_cache_and_a_replay_something_to_ask_for() -> None:
+    with pytest.raises(ConfigurationError, match=r"needs cache\.prefix_caching"):
+        CacheConfig(prefix_caching=False, events=EventsConfig(endpoint="tcp://127.0.0.1:5557"))
+    with pytest.raises(ConfigurationError, match=r"needs cache\.events\.endpoint"):
+        EventsConfig(replay_endpoint="tcp://127.0.0.1:5557")

@@ -1,0 +1,158 @@
+"""From a node's cache to a router's index, over lines that lose messages: in the end the router knows what is cached."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tandem.engine.cache.events import CacheEvents
+from tandem.engine.request import Request
+from tandem.node.cache_news import CacheNewsDesk, NamedBlocks
+from tandem.router.cached_blocks import CachedBlocks
+from tandem.router.prefixes import NodeBits, PromptHashes
+from tandem.wire.errors import NodeLost
+from tandem.wire.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
+from tandem.wire.requests import CacheNews, ListCache
+from tests.engine.cache.tables import BLOCK, FULL, admit, manager, request
+from tests.wire.test_lines import World
+
+
+class Pair:
+    """A node's cache and a router that follows it."""
+
+    def __init__(self, **limits: int) -> None:
+        self.world = World(**limits)
+        self.cache = manager(FULL, num_blocks=24)
+        self.cache.pool.events = CacheEvents(1)
+        self.desk = CacheNewsDesk("n", 22, NamedBlocks(BLOCK), self._tell)
+        self.blocks = CachedBlocks(NodeBits(), 10**6)
+        self.world.router.lines._deliver = self._to_router  # type: ignore[method-assign]
+        self.world.node.lines._deliver = self._to_node  # type: ignore[method-assign]
+        self.world.node.lines._begun = self._begin  # type: ignore[method-assign]
+        self._begin("router")
+        self.prompts: list[list[int]] = []
+
+    def _tell(self, reply_to: str, news: CacheNews) -> None:
+        with contextlib.suppress(NodeLost):
+            self.world.node.lines.send(reply_to, news)
+
+    def _begin(self, reply_to: str) -> None:
+        self.desk.begin(reply_to)
+        self.desk.turn()
+
+    def _to_node(self, message: object) -> None:
+        if isinstance(message, ListCache):
+            self._begin("router")
+
+    def _to_router(self, message: object) -> None:
+        if isinstance(message, CacheNews) and not self.blocks.on_news(message):
+            self.world.router.lines.send("node", ListCache("router"))
+
+    def tell(self) -> None:
+        assert self.cache.pool.events is not None
+        if events := self.cache.pool.events.take():
+            self.desk.happened(events)
+            self.desk.turn()
+
+    def check(self) -> None:
+        """Of every prompt there was, the router knows what the node would find."""
+        assert self.blocks.knows("n")
+        for prompt in self.prompts:
+            found = len(self.cache.pool.lookup_run(0, request("x", prompt).block_hashes))
+            levels = self.blocks.levels(PromptHashes(prompt, None).of(BLOCK))
+            assert [blocks for blocks, _ in levels] == ([found] if found else [])
+        assert self.blocks.count == len(self.cache.pool._cached[0])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.floats(0, 0.4), st.sampled_from([4, 50_000]))
+def test_after_any_loss_replay_and_restart_the_router_knows_the_truth(
+    seed: int, loss: float, replay_frames: int
+) -> None:
+    rng = random.Random(seed)
+    pair = Pair(replay_frames=replay_frames)
+    world, cache = pair.world, pair.cache
+    world.fate = lambda: [] if rng.random() < loss else [rng.expovariate(20.0)] * (1 + (rng.random() < 0.1))
+    running: list[Request] = []
+    for number in range(25):
+        what = rng.choice(
+            ["ask", "ask", "end", "run", "cut", "heal", "router forgets", "node forgets", "reset"]
+        )
+        if what == "ask":
+            start = rng.choice(pair.prompts)[: 4 * rng.randint(0, 6)] if pair.prompts else []
+            prompt = [*start, *(rng.randrange(100) for _ in range(rng.randint(1, 20)))]
+            each = request(f"r{number}", prompt)
+            if admit(cache, each) is not None:
+                running.append(each)
+                pair.prompts.append(prompt)
+        elif what == "end" and running:
+            cache.free(running.pop())
+        elif what == "run":
+            world.run(rng.random(), beats=True)
+        elif what == "cut":
+            world.cut.add(rng.choice(["router", "node"]))
+        elif what == "heal":
+            world.cut.clear()
+        elif what == "router forgets":
+            pair.blocks.forget("n")
+            world.router.lines.begin_anew("node")
+        elif what == "node forgets":
+            world.node.lines.forget("router")
+            pair.desk.forget("router")
+        elif what == "reset" and not running:
+            cache.reset_prefix_cache()
+        pair.tell()
+    world.cut.clear()
+    world.fate = lambda: [0.001]
+    world.run(8.0, beats=True)
+    pair.check()
+
+
+def test_the_router_and_the_node_name_blocks_alike_with_salts_and_adapters_apart() -> None:
+    cached = NamedBlocks(2)
+    stored = BlockStored([b"a", b"b"], None, [1, 2, 3, 4], 2, extra_keys=[("salt:s",), None])
+    ((_, _, names),) = cached.apply(stored)
+    assert names == PromptHashes([1, 2, 3, 4, 5], "s").of(2)
+    ((_, _, other),) = cached.apply(
+        BlockStored([b"c"], None, [1, 2], 2, lora_name="x", extra_keys=[("lora:x",)])
+    )
+    assert other != names[:1]
+    media = BlockStored([b"d"], b"b", [5, 6], 2, extra_keys=[("media:m:4",)])
+    ((_, _, with_media),) = cached.apply(media)
+    assert with_media != PromptHashes([1, 2, 3, 4, 5, 6], "s").of(2)[2:]
+
+
+def test_a_block_that_left_the_device_is_known_as_long_as_a_tier_has_it() -> None:
+    cached, blocks = NamedBlocks(2), CachedBlocks(NodeBits(), 100)
+    told: list[CacheNews] = []
+    desk = CacheNewsDesk("n", 1, cached, lambda reply_to, news: told.append(news))
+    desk.begin("r")
+    desk.turn()
+    hashes = PromptHashes([1, 2, 3, 4], None).of(2)
+    for events in (
+        [BlockStored([b"a", b"b"], None, [1, 2, 3, 4], 2)],
+        [BlockStored([b"a", b"b"], None, [], 2, medium="CPU")],
+        [BlockRemoved([b"b", b"a"])],
+    ):
+        desk.happened(events)
+        desk.turn()
+    for news in told:
+        assert blocks.on_news(news)
+    assert [length for length, _ in blocks.levels(hashes)] == [2]
+    assert blocks.on_device("n", hashes) == 0
+    desk.happened([AllBlocksCleared()])
+    desk.turn()
+    assert blocks.on_news(told[-1])
+    assert blocks.levels(hashes) == []
+    assert blocks.count == 0
+
+
+def test_a_group_of_blocks_that_slide_is_not_told() -> None:
+    cached = NamedBlocks(2, group=1)
+    assert cached.apply(BlockStored([b"a"], None, [1, 2], 2, group_idx=0)) == []
+    ((_, _, names),) = cached.apply(BlockStored([b"a"], None, [1, 2], 2, group_idx=1))
+    assert len(names) == 1
+    assert cached.apply(BlockRemoved([b"a"], group_idx=0)) == []
