@@ -21,11 +21,14 @@ from tandem.router.text.detokenizer import (
     byte_of_fallback,
     bytes_of_piece,
 )
+from tandem.router.text.segments import SegmentCache
 from tandem.wire.errors import ConfigurationError
 
 # Above this an encoding takes over a millisecond, and is worth a hop to a thread.
 INLINE_CHARACTERS = 2_000
 INLINE_TOKENS = 2_000
+# What is kept of texts that were tokenized.
+KEPT_BYTES = 64 << 20
 # Composed characters, of which NFC makes one of up to four; other normalizers seldom do as much.
 _SHRINKS_AT_MOST = 4
 
@@ -44,6 +47,9 @@ class Tokenizer:
         vocabulary = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         self._longest_piece = max(map(len, vocabulary), default=1)
+        self._segments = SegmentCache(
+            backend, lambda texts: self._encode_all(texts, special=False), KEPT_BYTES
+        )
         self._bytes: list[bytes] | None = None
         self._byte_tokens: dict[int, bytes] = {}  # of a tokenizer of another kind
         kinds = _decoder_kinds(backend)
@@ -99,7 +105,9 @@ class Tokenizer:
         return self._encode_all([text], special)[0]
 
     async def encode_async(self, text: str, *, special: bool) -> list[int]:
-        """Like `encode`, but a long text does not hold up other streams."""
+        """Like `encode`, but a long text does not hold up other streams, and what of it was tokenized before is not again."""
+        if not special and len(text) > INLINE_CHARACTERS:
+            return await asyncio.to_thread(self._segments.encode, text)
         return (await self.encode_all_async([text], special=special))[0]
 
     async def encode_all_async(self, texts: list[str], *, special: bool) -> list[list[int]]:

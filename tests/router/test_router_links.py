@@ -16,7 +16,7 @@ from tandem.wire.tracing import ClockReading
 def test_a_node_is_deaf_by_the_pings_that_it_answered_and_not_by_how_late_the_router_reads() -> None:
     async def work() -> None:
         links = NodeLinks("127.0.0.1")
-        links.listen(*[lambda message: None] * 6)
+        links.listen(*[lambda message: None] * 7)
         node = NodeInfo(
             node_id="d0",
             role=Role.DECODE,

@@ -188,6 +188,7 @@ def test_a_request_that_moves_is_named_in_the_warning(logged: LoggedRouter) -> N
         "POST", "/v1/completions", json=body, headers={"x-request-id": "moved"}
     ) as answer:
         assert answer.status_code == 200
+        logged.until(lambda: any(node.submits for node in decode), "a decode node has it")
         serving = next(node for node in decode if node.submits)
         logged.lose(serving)
         for node in decode:

@@ -1,0 +1,135 @@
+"""A text that is cut and put together again has the ids that it has as a whole, always."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
+
+from tandem.router.text.segments import LEAST_CHARACTERS, SegmentCache
+from tandem.router.text.tokenizer import INLINE_CHARACTERS, Tokenizer
+from tests.router.conftest import CORPUS
+
+MARKS = ["<|start|>", "<|start|>user", "<|end|>", "<s>", " <tool>", "</think>"]
+KINDS = {
+    "byte level": lambda: pre_tokenizers.ByteLevel(add_prefix_space=False),
+    "byte level, a space in front": lambda: pre_tokenizers.ByteLevel(add_prefix_space=True),
+    "metaspace, first": lambda: pre_tokenizers.Metaspace(prepend_scheme="first"),
+    "metaspace, always": lambda: pre_tokenizers.Metaspace(prepend_scheme="always"),
+    "words": lambda: pre_tokenizers.BertPreTokenizer(),
+    "digits": lambda: pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(False)]),
+}
+NORMALIZERS = {
+    "none": lambda: None,
+    "lower": normalizers.Lowercase,
+    "NFC": normalizers.NFC,
+    "prepend": lambda: normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]),
+    "strip": normalizers.Strip,
+}
+
+
+@cache
+def backend(kind: str, normalizer: str, strips: bool) -> tokenizers.Tokenizer:
+    made = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=False))
+    made.pre_tokenizer = KINDS[kind]()
+    if (normal := NORMALIZERS[normalizer]()) is not None:
+        made.normalizer = normal
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=500,
+        special_tokens=["<unk>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator([*CORPUS, "user assistant 12 345 tool think"], trainer)
+    for mark in MARKS:
+        special = mark != "</think>"
+        made.add_tokens([AddedToken(mark, special=special, normalized=False, lstrip=strips and mark == "<s>", rstrip=strips and mark == "<|end|>")])  # fmt: skip
+    made.add_tokens([AddedToken("lazy dog", normalized=True)])
+    return made
+
+
+def whole(made: tokenizers.Tokenizer, texts: list[str]) -> list[list[int]]:
+    return [found.ids for found in made.encode_batch_fast(texts, add_special_tokens=False)]
+
+
+TEXTS = st.lists(
+    st.one_of(
+        st.sampled_from(
+            [*MARKS, "<|", "|>", "<|start", "start|>", "<", " ", "  ", "\n", "Lazy Dog", "lazy dog", "é", "▁"]
+        ),
+        st.text(alphabet="ab <|>sté12\n", max_size=8),
+        st.just("the quick brown fox jumps over the lazy dog and then it sleeps until the sun comes up "),
+    ),
+    max_size=14,
+).map("".join)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=60, deadline=None)
+@given(
+    normalizer=st.sampled_from(sorted(NORMALIZERS)),
+    strips=st.booleans(),
+    texts=st.lists(TEXTS, min_size=1, max_size=4),
+)
+def test_the_ids_are_those_of_the_whole_text(
+    kind: str, normalizer: str, strips: bool, texts: list[str]
+) -> None:
+    made = backend(kind, normalizer, strips)
+    known = SegmentCache(made, lambda parts: whole(made, parts), 1 << 20)
+    for text in [*texts, *texts, "".join(texts)]:  # cold, known, and a later turn
+        assert "".join(known.segments(text)) == text
+        assert known.encode(text) == whole(made, [text])[0]
+
+
+def test_only_what_is_new_is_tokenized() -> None:
+    made = backend("byte level", "none", False)
+    asked: list[str] = []
+
+    def encode(texts: list[str]) -> list[list[int]]:
+        asked.extend(texts)
+        return whole(made, texts)
+
+    known = SegmentCache(made, encode, 1 << 20)
+    turns = [f"<|start|>user\n{index} {'the fox ' * LEAST_CHARACTERS}<|end|>" for index in range(4)]
+    known.encode("".join(turns[:3]))
+    asked.clear()
+    known.encode("".join(turns))
+    assert [text for text in asked if len(text) > LEAST_CHARACTERS] == [turns[3].removesuffix("<|end|>")]
+
+
+def test_it_keeps_no_more_than_it_may() -> None:
+    made = backend("byte level", "none", False)
+    known = SegmentCache(made, lambda texts: whole(made, texts), 10_000)
+    for index in range(50):
+        known.encode(f"a<|start|>{index} {'fox ' * 100}<|start|>b")
+    assert 0 < known._bytes <= 10_000
+    known.encode(f"a<|start|>{'fox ' * 10_000}<|start|>b")
+    assert 0 < known._bytes <= 10_000
+
+
+def test_a_word_of_its_own_forbids_every_cut() -> None:
+    made = tokenizers.Tokenizer(models.BPE())
+    made.add_tokens(
+        [AddedToken("<|start|>", special=True, normalized=False), AddedToken("yes", single_word=True)]
+    )
+    known = SegmentCache(made, lambda texts: whole(made, texts), 1 << 20)
+    assert known.segments("a<|start|>b") == ["a<|start|>b"]
+
+
+async def _encoded(tokenizer: Tokenizer, text: str) -> list[int]:
+    return await tokenizer.encode_async(text, special=False)
+
+
+def test_the_tokenizer_does_so_with_long_prompts(tokenizer: Tokenizer) -> None:
+    import asyncio
+
+    text = "".join(f"<|start|>user\nturn {index} {'the fox ' * 100}<|end|>\n" for index in range(5))
+    assert len(text) > INLINE_CHARACTERS
+    for _ in range(2):
+        assert asyncio.run(_encoded(tokenizer, text)) == tokenizer.encode(text, special=False)
+    assert tokenizer._segments._bytes > 0
