@@ -98,6 +98,7 @@ class Request:
         "num_prompt_tokens",
         "num_tokens",
         "priority",
+        "queue_seconds",
         "request_id",
         "sampling",
         "sort_key",
@@ -147,6 +148,7 @@ class Request:
         self.num_external_tokens = 0  # promised by the connector
         self.valid_load_tokens: int | None = None  # a load under way has overwritten all tokens after these
         self.num_cached_tokens = -1  # found in the prefix cache when first admitted; -1 before
+        self.queue_seconds = 0.0  # from its arrival until it was first admitted
         self.num_preemptions = 0
         # Its blocks were taken while it stood in line. It loads nothing before it has run: two requests that take each other's
         # blocks would load for ever.

@@ -90,6 +90,8 @@ class Tracer:
         self, plan: SchedulerOutput, output: ModelOutput, transfers: ConnectorOutput, times: StepTimes
     ) -> None:
         for request_id, traced in self._live.items():
+            if request_id in plan.preempted_req_ids:
+                traced.waits_since, traced.waits_as, traced.writes = times.began, TracePhase.PREEMPTED, False
             tokens = plan.num_scheduled_tokens.get(request_id, 0)
             if tokens:
                 self._on_work(traced, tokens, plan.total_num_scheduled_tokens - tokens, times)

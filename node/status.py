@@ -43,6 +43,8 @@ def node_status(
         counters=counters,
         detail=detail,
         loading=scheduler.blocked,
+        cached_blocks=scheduler.cached_blocks,
+        held_requests=scheduler.held_requests,
         wanted_blocks=scheduler.wanted_blocks,
         oldest_wait_s=max(0.0, now - oldest) if oldest is not None else 0.0,
         quarantined_blocks=scheduler.quarantined_blocks,

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
-from prometheus_client.core import HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
@@ -25,6 +25,9 @@ _REQUEST_BUCKETS = (
     0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
     1920.0, 7680.0,
 )  # fmt: skip
+# 1, 2, 5, 10 ... 1,000,000
+_TOKEN_BUCKETS = (*(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5)), 1e6)
+_CHOICE_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0)
 _HANDOVER_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
 
@@ -49,6 +52,21 @@ class Histogram(Collector):
         yield HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self._sum)
 
 
+class PlainCounter(Collector):
+    """As plain as Histogram, for what every token counts in."""
+
+    def __init__(self, name: str, text: str) -> None:
+        self._name = name
+        self._text = text
+        self._value = 0
+
+    def inc(self, count: int) -> None:
+        self._value += count
+
+    def collect(self) -> Iterable[Metric]:
+        yield CounterMetricFamily(self._name, self._text, value=self._value)
+
+
 class LabelledCounter:
     """A counter with labels that every request counts in: to look its child up takes the library longer than to count."""
 
@@ -63,11 +81,33 @@ class LabelledCounter:
         return child
 
 
+class _WithModel(Collector):
+    """Every sample of a registry with the model's name, as vLLM's have it. Added when they are read: to look a child up by its labels
+    costs more than to count."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+        self._registry = registry
+        self._label = {"model_name": model_name}
+
+    def collect(self) -> Iterable[Metric]:
+        for metric in self._registry.collect():
+            metric.samples = [
+                sample._replace(labels={**self._label, **sample.labels}) for sample in metric.samples
+            ]
+            yield metric
+
+
 class RouterMetrics:
     """A registry of its own, so that several routers can live in one process."""
 
-    def __init__(self) -> None:
+    def __init__(self, model_name: str = "") -> None:
         self.registry = CollectorRegistry(auto_describe=True)
+        self._shown = _WithModel(self.registry, model_name)
+
+        def plain(name: str, text: str) -> PlainCounter:
+            made = PlainCounter(name, text)
+            self.registry.register(made)
+            return made
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             made = Histogram(name, text, buckets)
@@ -92,12 +132,27 @@ class RouterMetrics:
             "From a request's arrival to the end of its answer",
             _REQUEST_BUCKETS,
         )
+        self.time_per_output_token = histogram(
+            "tandem_request_time_per_output_token_seconds",
+            "A request's time from its first token to its last, by the tokens between",
+            _INTER_TOKEN_BUCKETS,
+        )
         self.queue_time = histogram(
-            "tandem_request_queue_time_seconds", "Waiting in the router for a first place", _REQUEST_BUCKETS
+            "tandem_request_queue_time_seconds",
+            "Waiting in line, in the router and on the node that reads the prompt",
+            _REQUEST_BUCKETS,
+        )
+        self.router_queue_time = histogram(
+            "tandem_router_queue_time_seconds", "Waiting in the router for a first place", _REQUEST_BUCKETS
         )
         self.prefill_time = histogram(
             "tandem_request_prefill_time_seconds",
-            "From an attempt's submission to its first token",
+            "From an attempt's submission to its first token, without the node's line",
+            _REQUEST_BUCKETS,
+        )
+        self.inference_time = histogram(
+            "tandem_request_inference_time_seconds",
+            "From an attempt's submission to the request's end, without the node's line",
             _REQUEST_BUCKETS,
         )
         self.handover_time = histogram(
@@ -108,10 +163,28 @@ class RouterMetrics:
         self.decode_time = histogram(
             "tandem_request_decode_time_seconds", "From a request's first token to its end", _REQUEST_BUCKETS
         )
-        self.prompt_tokens = counter("tandem_prompt_tokens", "Prompt tokens of requests that ended")
-        self.generation_tokens = counter("tandem_generation_tokens", "Output tokens of requests that ended")
+        self.request_prompt_tokens = histogram(
+            "tandem_request_prompt_tokens", "Prompt tokens of a sequence that ended", _TOKEN_BUCKETS
+        )
+        self.request_generation_tokens = histogram(
+            "tandem_request_generation_tokens", "Output tokens of a sequence that ended", _TOKEN_BUCKETS
+        )
+        self.request_longest_answer = histogram(
+            "tandem_request_max_num_generation_tokens",
+            "Output tokens of a request's longest answer",
+            _TOKEN_BUCKETS,
+        )
+        self.request_max_tokens = histogram(
+            "tandem_request_params_max_tokens", "Output tokens that a sequence may have", _TOKEN_BUCKETS
+        )
+        self.request_choices = histogram("tandem_request_params_n", "Sequences of a request", _CHOICE_BUCKETS)
+        self.prompt_tokens = plain("tandem_prompt_tokens", "Prompt tokens that were read")
+        self.generation_tokens = plain("tandem_generation_tokens", "Output tokens that reached the router")
         self.requests_finished = LabelledCounter(
-            counter("tandem_requests_finished", "Sequences that ended", "finished_reason")
+            counter("tandem_request_success", "Sequences that ended, by how", "finished_reason")
+        )
+        self.requests_preempted = counter(
+            "tandem_requests_preempted", "Sequences that lost their blocks on a node at least once"
         )
         self.http_requests = LabelledCounter(
             counter("tandem_http_requests", "Answers by route and status", "route", "status")
@@ -139,5 +212,26 @@ class RouterMetrics:
             "tandem_num_requests_waiting", "Sequences that wait in the router", registry=self.registry
         )
 
+        self.places = Gauge(
+            "tandem_router_places", "Sequences that may be on nodes at once", registry=self.registry
+        )
+        self.places_held = Gauge("tandem_router_places_held", "Of these: taken", registry=self.registry)
+        self.queue_limit = Gauge(
+            "tandem_router_queue_limit", "Sequences that may wait in the router", registry=self.registry
+        )
+        self.oldest_wait = Gauge(
+            "tandem_router_queue_oldest_seconds",
+            "How long the first of the requests that wait in the router has waited",
+            registry=self.registry,
+        )
+
+        # A reason that is counted for the first time must not look as if it had always been there.
+        for reason in ("queue_full", "unauthorized", "bodies", "memory"):
+            self.refusals.labels(reason=reason)
+        for phase in ("queue", "total", "token_idle", "failover_wait"):
+            self.deadlines.labels(phase=phase)
+        self.failovers.labels(reason="node_lost")
+
     def render(self) -> bytes:
-        return generate_latest(self.registry)
+        """May be called from another thread than the loop's: a figure may be newer than the one before it, and none is torn."""
+        return generate_latest(self._shown)

@@ -26,6 +26,8 @@ _GAUGES = {
     "wanted_blocks": "Blocks that the requests there are expected to take beyond those that they have",
     "oldest_wait_s": "Seconds since the first of those that wait came",
     "held_blocks": "Blocks of finished requests that wait for their transfer",
+    "held_requests": "Requests that have ended, and whose blocks wait for their transfer",
+    "cached_blocks": "KV cache blocks that a prefix can be found in, in use or free",
     "quarantined_blocks": "Blocks of failed transfers that a peer may still write to",
     "step_age_s": "Seconds since the engine last completed a step or was idle",
 }
@@ -37,6 +39,10 @@ _PER_LABEL = {
     "transfer_blocks_freed": "by",
     "wrong_kv": "sender",
 }
+
+
+# Figures that are more than a number or numbers by a label.
+_ELSEWHERE = frozenset({"step_tokens", "tokens_scheduled", "speculative_accepted_at"})  # in engine_metrics
 
 
 class NodeCollector(Collector):
@@ -136,6 +142,8 @@ def _tiers(reporting: list[tuple[Member, NodeStatus]]) -> Iterable[Metric]:
 def _counters(reporting: list[tuple[Member, NodeStatus]]) -> Iterable[Metric]:
     """Every field of NodeCounters: one that is added there appears here."""
     for field in msgspec.structs.fields(NodeCounters):
+        if field.name in _ELSEWHERE:
+            continue
         if field.name == "transfer_wait_seconds":
             yield _transfer_waits(reporting)
             continue

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from tandem.router.choosing import Chooser
 from tandem.router.config import RouterConfig, TracingConfig
 from tandem.router.dispatch import Dispatcher
+from tandem.router.engine_metrics import EngineCollector
 from tandem.router.http.app import make_app
 from tandem.router.http.memory import BodyBudget, KeptMemory
 from tandem.router.http.services import Services
@@ -108,7 +109,8 @@ class RouterServer:
         return self.base_url
 
     def _assemble(self, keys: KeyRing, tokenizer: Tokenizer, template: ChatTemplate | None) -> Services:
-        config, metrics, supervisor = self._config, RouterMetrics(), TaskSupervisor()
+        config, supervisor = self._config, TaskSupervisor()
+        metrics = RouterMetrics(config.model_name)
         clock = time.monotonic
         # The dispatcher and its pool call each other; these are looked up when there is something to say.
         pool = NodePool(
@@ -128,7 +130,12 @@ class RouterServer:
         dispatcher = Dispatcher(config, links, pool, chooser, metrics)
         metrics.running.set_function(lambda: dispatcher.running)
         metrics.waiting.set_function(lambda: dispatcher.admission.queued)
+        metrics.places.set_function(lambda: dispatcher.admission.capacity)
+        metrics.places_held.set_function(lambda: dispatcher.admission.held)
+        metrics.queue_limit.set(config.limits.queued)
+        metrics.oldest_wait.set_function(dispatcher.admission.oldest_wait_s)
         metrics.registry.register(NodeCollector(pool, links, supervisor, chooser.cached))
+        metrics.registry.register(EngineCollector(pool))
         return Services(
             config=config,
             model=ServedModel(config, tokenizer, template, pool.max_model_len, int(time.time())),

@@ -129,6 +129,8 @@ class TokenChunk(msgspec.Struct, omit_defaults=True, gc=False):
     logprobs: list[TokenLogprobs] | None = None  # one per token id
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # once, on the first chunk
     cached_tokens: int | None = None  # prompt tokens found in the prefix cache; once, on the first chunk
+    queue_s: float = 0.0  # on the first chunk: from its arrival at the node to its first step
+    preemptions: int = 0  # with the end: how often it lost its blocks and went back in line
 
 
 class TokenBatch(msgspec.Struct, frozen=True, tag="tokens"):
@@ -137,6 +139,8 @@ class TokenBatch(msgspec.Struct, frozen=True, tag="tokens"):
     chunks: list[TokenChunk]
 
 
+# Of a step, as vLLM counts them.
+STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 WAIT_BOUNDS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0, 20.0)
 
 
@@ -173,15 +177,22 @@ class NodeCounters(msgspec.Struct, frozen=True):
     """Totals since the node's epoch began. Only ever grow."""
 
     requests_started: int = 0
+    requests_admitted: int = 0
+    queue_seconds: float = 0.0  # of those that were admitted: from arrival to the first step, together
     requests_finished: dict[str, int] = {}  # by finish reason
     prompt_tokens_computed: int = 0  # tokens of prompts that went through the model here
     prompt_tokens_cached: int = 0  # tokens of prompts found in the local prefix cache
     prompt_tokens_received: int = 0  # tokens of prompts whose KV came from a peer
     prompt_tokens_loaded: int = 0  # tokens of prompts whose KV came from a tier of this node's cache
+    prompt_tokens_looked_up: int = 0  # tokens of prompts that were looked for in the local prefix cache
+    prompt_tokens_asked: int = 0  # of these not found: looked for at a peer or in a tier
+    loads_failed: int = 0  # requests whose KV from outside did not come as it was promised
     output_tokens: int = 0
     preemptions: int = 0
     steps: int = 0
     step_seconds: float = 0.0
+    step_tokens: list[int] = []  # steps by how many tokens they computed: STEP_TOKEN_BOUNDS, the last longer
+    tokens_scheduled: int = 0  # in all steps together
     malformed_frames: int = 0
     line_gaps: int = 0  # times that messages of a router were missing and asked for again
     transfer_bytes_sent: int = 0
@@ -199,8 +210,10 @@ class NodeCounters(msgspec.Struct, frozen=True):
     wrong_kv: dict[str, int] = {}
     # By stage (handshake, register, receive, first_byte, last_byte, handover): how long transfers waited.
     transfer_wait_seconds: dict[str, WaitHistogram] = {}
+    speculative_steps: int = 0  # in which a request had drafts
     speculative_drafted: int = 0
     speculative_accepted: int = 0
+    speculative_accepted_at: list[int] = []  # of these, by their position in the draft
     kv_checks: int = 0  # received prompts that were computed again in idle time, to compare their KV
     model_errors: int = 0  # requests ended because the model computed something that is no number
 
@@ -223,6 +236,8 @@ class NodeStatus(msgspec.Struct, frozen=True, tag="status"):
     counters: NodeCounters
     detail: str = ""  # why, when failed
     loading: int = 0  # of those that wait: their prompt's KV is on its way
+    cached_blocks: int = 0  # that a prefix can be found in, in use or free
+    held_requests: int = 0  # that have ended, and whose blocks wait for their transfer
     # Blocks that the requests here are expected to take beyond those that they have. With `free_blocks` it says how much room there is.
     wanted_blocks: int = 0
     oldest_wait_s: float = 0.0  # of the requests that wait: how long ago the first of them came

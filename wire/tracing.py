@@ -17,6 +17,7 @@ class TracePhase(enum.StrEnum):
     # a node
     INBOX = "inbox"  # arrived, and the step under way not over
     QUEUE = "queue"  # in line, until the first step that works on it
+    PREEMPTED = "preempted"  # it lost its blocks, and is in line again
     STEP = "step"  # one step of the engine that worked on it, with planning and booking
     PREFILL = "prefill"  # the forward pass of a step that read its prompt
     DECODE = "decode"  # the forward pass of a step that wrote for it

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from tandem.cluster.on_ray.remote_controller import RemoteController
 
 _WIDTH = 120
-_FINISHED = re.compile(r'^tandem_requests_finished_total\{finished_reason="(\w+)"\} (\S+)$', re.M)
+_FINISHED = re.compile(r'^tandem_request_success_total\{finished_reason="(\w+)"[^}]*\} (\S+)$', re.M)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -21,6 +21,7 @@ _COLORS = {
     TracePhase.FLUSH: "#17a2b8",
     TracePhase.INBOX: "#cbd2d9",
     TracePhase.QUEUE: "#e6b800",
+    TracePhase.PREEMPTED: "#c0392b",
     TracePhase.STEP: "#d9e2ec",
     TracePhase.PREFILL: "#2f6fde",
     TracePhase.DECODE: "#2e9e5b",

@@ -31,6 +31,7 @@ _COLORS = {
     TracePhase.RECEIVE: "magenta",
     TracePhase.FLUSH: "cyan",
     TracePhase.QUEUE: "yellow",
+    TracePhase.PREEMPTED: "red",
     TracePhase.WAIT: "yellow",
 }
 

@@ -20,6 +20,7 @@ class _Prefix:
     hits: Tables | None  # None: it has its blocks already
     num_hit_tokens: int
     num_external_tokens: int = 0
+    asked_outside: bool = False  # a connector was
     arrives_later: bool = False  # the external tokens do
 
 
@@ -76,6 +77,7 @@ class AdmissionPhase:
         prefix = _Prefix(hits, num_hit)
         if state.connector is None or request.lost_load:
             return prefix
+        prefix.asked_outside = True
         num_external, arrives_later = state.connector.get_num_new_matched_tokens(request, num_hit)
         if num_external is None:
             return None
@@ -139,9 +141,13 @@ class AdmissionPhase:
         if request.num_cached_tokens < 0:
             totals = self._state.totals
             request.num_cached_tokens = min(prefix.num_hit_tokens, request.num_prompt_tokens)
+            totals.prompt_tokens_looked_up += request.num_prompt_tokens
             totals.prompt_tokens_cached += request.num_cached_tokens
+            if prefix.asked_outside:
+                totals.prompt_tokens_asked += request.num_prompt_tokens - request.num_cached_tokens
             totals.requests_admitted += 1
-            totals.queue_seconds += max(self._state.clock() - request.arrival_time, 0.0)
+            request.queue_seconds = max(self._state.clock() - request.arrival_time, 0.0)
+            totals.queue_seconds += request.queue_seconds
 
     def _tell_connector(self, request: Request, prefix: _Prefix) -> None:
         connector = self._state.connector

@@ -59,6 +59,7 @@ class ModelResults:
                 update.prompt_logprobs = prompt_logprobs.get(request_id)
             if start == request.num_initial_output_tokens:
                 update.cached_tokens = request.num_cached_tokens
+                update.queue_s = request.queue_seconds
             if status is not None:
                 ended = True
                 self._end(request, status, update)
@@ -92,8 +93,8 @@ class ModelResults:
         request.num_computed_tokens -= num_rejected
         if request.num_output_placeholders > 0:
             request.num_output_placeholders -= num_rejected
-        self._state.totals.speculative_drafted += num_drafts
-        self._state.totals.speculative_accepted += num_accepted
+        if num_drafts:
+            self._state.totals.drafts_settled(num_drafts, num_accepted)
 
     def _fail(self, request: Request, error: TandemError) -> TokenChunk:
         state = self._state
@@ -111,6 +112,7 @@ class ModelResults:
     def _end(self, request: Request, status: RequestStatus, update: TokenChunk) -> None:
         self._lifecycle.end(request, status)
         update.finish = request.finish_reason
+        update.preemptions = request.num_preemptions
         if status is RequestStatus.FINISHED_STOPPED:
             update.stop_token = update.token_ids[-1]
 

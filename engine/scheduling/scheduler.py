@@ -25,7 +25,7 @@ from tandem.engine.scheduling.queue import make_policy
 from tandem.engine.scheduling.results import ModelResults
 from tandem.engine.scheduling.running import RunningPhase
 from tandem.engine.scheduling.state import PauseState, SchedulerState
-from tandem.engine.scheduling.stats import SchedulerStats, Totals
+from tandem.engine.scheduling.stats import SchedulerStats
 from tandem.engine.scheduling.step import Pace, StepPlan, leave_open
 from tandem.engine.scheduling.transfers import TransferResults
 from tandem.engine.scheduling.waiting import WaitingRequests
@@ -145,6 +145,8 @@ class Scheduler:
             output.connector_metadata = state.connector.build_connector_meta(output)
         self._advance(step)
         state.totals.steps += 1
+        if output.total_num_scheduled_tokens:
+            state.totals.step_of(output.total_num_scheduled_tokens)
         state.planned = output
         state.settled = not (step.num_scheduled or step.preempted or step.moved or step.deferred)
         return output
@@ -330,10 +332,8 @@ class Scheduler:
         uncomputed = sum(
             max(request.num_prompt_tokens - request.num_computed_tokens, 0) for request in state.running
         )
-        counted = {name: getattr(totals, name) for name in Totals.__struct_fields__}
-        counted["requests_finished"] = dict(totals.requests_finished)
         return SchedulerStats(
-            **counted,
+            **totals.values(),
             running=len(state.running),
             waiting=len(state.waiting),
             blocked=len(state.waiting.blocked),

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import bisect
+import copy
 import dataclasses
 from collections import Counter
+from typing import Any
 
 import msgspec
+
+from tandem.wire.requests import STEP_TOKEN_BOUNDS
 
 
 class Totals(msgspec.Struct):
@@ -21,11 +26,34 @@ class Totals(msgspec.Struct):
     prompt_tokens_cached: int = 0
     prompt_tokens_received: int = 0
     prompt_tokens_loaded: int = 0
+    prompt_tokens_looked_up: int = 0
+    prompt_tokens_asked: int = 0
     output_tokens: int = 0
+    step_tokens: list[int] = msgspec.field(default_factory=lambda: [0] * (len(STEP_TOKEN_BOUNDS) + 1))
+    tokens_scheduled: int = 0
+    speculative_steps: int = 0
     speculative_drafted: int = 0
     speculative_accepted: int = 0
+    speculative_accepted_at: list[int] = []  # by position in the draft
     loads_failed: int = 0
     model_errors: int = 0  # requests that the model failed: its logits were no numbers
+
+    def step_of(self, num_tokens: int) -> None:
+        self.step_tokens[bisect.bisect_left(STEP_TOKEN_BOUNDS, num_tokens)] += 1
+        self.tokens_scheduled += num_tokens
+
+    def drafts_settled(self, num_drafts: int, num_accepted: int) -> None:
+        self.speculative_steps += 1
+        self.speculative_drafted += num_drafts
+        self.speculative_accepted += num_accepted
+        by_position = self.speculative_accepted_at
+        by_position.extend([0] * (num_drafts - len(by_position)))
+        for position in range(num_accepted):
+            by_position[position] += 1
+
+    def values(self) -> dict[str, Any]:
+        """A copy that no later step changes."""
+        return {name: copy.copy(getattr(self, name)) for name in Totals.__struct_fields__}
 
 
 class SchedulerStats(Totals, kw_only=True):

@@ -39,6 +39,7 @@ class Slots:
         self.tenant = tenant
         self.wanted = wanted  # that it is still in line for
         self.tokens = tokens  # whose blocks one of its sequences may take
+        self.came = 0.0  # when it stood in line first
         self.held = 0
         self.passed = 0  # how often others were let in before it because their blocks were free
         self.unbegun = 0  # of those held: places on which no sequence has begun
@@ -146,10 +147,11 @@ class Admission:
             self._metrics.refusals.labels(reason="queue_full").inc()
             raise QueueFull(why, self.retry_after_s())
         if rest:
+            slots.came = self._clock()
             self._queues.setdefault(tenant, deque()).append(slots)
             self.queued += rest
         if at_once:
-            self._metrics.queue_time.observe(0)
+            self._metrics.router_queue_time.observe(0)
             return slots
         began = self._clock()
         timeout = min(self._timeout_s, deadline - began)
@@ -166,8 +168,17 @@ class Admission:
         except BaseException:
             slots.release_all()
             raise
-        self._metrics.queue_time.observe(self._clock() - began)
+        self._metrics.router_queue_time.observe(self._clock() - began)
         return slots
+
+    def oldest_wait_s(self) -> float:
+        """How long the one that came first of those in line has waited."""
+        now = self._clock()
+        return max((now - slots.came for queue in self._queues.values() for slots in queue), default=0.0)
+
+    @property
+    def capacity(self) -> int:
+        return self._capacity()
 
     def _fits(self, slots: Slots) -> bool:
         return self.held < self._capacity() and self._has_room(slots.tokens, self.promised)

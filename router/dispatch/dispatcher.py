@@ -81,14 +81,23 @@ class Dispatcher:
             max(self._placement.expected_tokens(spec) for spec in specs),
         )
         if trace is not None:
-            trace.span(TracePhase.WAIT, came, came := self._clock())
+            trace.span(TracePhase.WAIT, came, self._clock())
+        placed = self._clock()
         generation = Generation(
-            lambda spec, news, end: RequestLife(self._placement, spec, news, end), specs, slots, eager=eager
+            lambda spec, news, end: RequestLife(self._placement, spec, news, end, came),
+            specs,
+            slots,
+            self._note_generation,
+            eager=eager,
         )
         generation.start()
         if trace is not None:
-            trace.span(TracePhase.ROUTE, came, self._clock())
+            trace.span(TracePhase.ROUTE, placed, self._clock())
         return generation
+
+    def _note_generation(self, lives: list[RequestLife]) -> None:
+        self.metrics.request_choices.observe(len(lives))
+        self.metrics.request_longest_answer.observe(max(len(life.ledger.tokens) for life in lives))
 
     def why_unavailable(self) -> str:
         reasons = [f"{m.info.node_id}: {why}" for m in self._pool.members if (why := self._pool.unusable(m))]

@@ -53,7 +53,13 @@ class Generation:
     """One reader. Tokens that arrive while it is busy wait in the lives' ledgers and are read together."""
 
     def __init__(
-        self, make_life: _LifeFactory, specs: list[SequenceSpec], slots: Slots, *, eager: bool
+        self,
+        make_life: _LifeFactory,
+        specs: list[SequenceSpec],
+        slots: Slots,
+        on_all_ended: Callable[[list[RequestLife]], None] = lambda lives: None,
+        *,
+        eager: bool,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._slots = slots
@@ -63,6 +69,8 @@ class Generation:
         self._show: Callable[[RequestLife], bool] | None = None
         self._broken: Exception | None = None
         self.lives = [make_life(spec, self._on_news, self._on_end) for spec in specs]
+        self._on_all_ended = on_all_ended
+        self._running = len(self.lives)
         self._unplaced = dict.fromkeys(self.lives)  # that have not begun, because no place has come for them
         self._places = 0  # that have come, and that no life has begun on
         self._starting: asyncio.Handle | None = None
@@ -153,6 +161,9 @@ class Generation:
         if not self._unplaced and self._late is not None:
             self._late.cancel()
             self._late = None
+        self._running -= 1
+        if self._running == 0:
+            self._on_all_ended(self.lives)
 
     def show_with(self, show: Callable[[RequestLife], bool]) -> None:
         """While the reader waits for news, `show` gets them first, where they arrive: waking up a task costs a lone

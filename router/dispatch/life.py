@@ -46,7 +46,9 @@ class RequestLife:
         spec: SequenceSpec,
         on_news: Callable[[RequestLife], None],
         on_end: Callable[[RequestLife], None],
+        came: float | None = None,
     ) -> None:
+        """`came`: when it began to wait for a place."""
         self._placement = placement
         self._metrics = placement.metrics
         self._timeouts = placement.config.timeouts
@@ -58,6 +60,9 @@ class RequestLife:
         self.ledger = TokenLedger(wants_logprobs=spec.sampling.logprobs is not None)
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         self.cached_tokens: int | None = None
+        self.router_wait_s = 0.0  # for a place
+        self.node_wait_s = 0.0  # in the line of the node that read the prompt
+        self.preemptions = 0
         self.attempt: Attempt | None = None
         self.decisions: list[RoutingDecision] = []
         self.request_ids: list[str] = []  # its names on the nodes, one per attempt
@@ -66,6 +71,8 @@ class RequestLife:
         self.error: TandemError | None = None
         self.ended = False
         self.started_at = time.monotonic()
+        self._came = self.started_at if came is None else came
+        self.submitted_at: float | None = None  # the first time
         self.arrived_at = self.started_at if spec.arrived is None else spec.arrived
         self.first_token_at: float | None = None
         self.last_token_at: float | None = None
@@ -116,7 +123,7 @@ class RequestLife:
             return
         self._note_report(attempt, source, chunk)
         if len(self.ledger.tokens) > had:
-            self._note_tokens(attempt)
+            self._note_tokens(attempt, len(self.ledger.tokens) - had)
             if self.spec.trace is not None:
                 self.spec.trace.arrived(time.monotonic(), node_id, len(self.ledger.tokens) - had)
         if self.ledger.finish is not None:
@@ -146,12 +153,15 @@ class RequestLife:
         elif not attempt.prefill_reported:
             attempt.prefill_reported = True
             self._placement.on_prefill_reported(attempt)
+        self.preemptions += chunk.preemptions
         if chunk.cached_tokens is None and chunk.prompt_logprobs is None:
             return
         # After a handover the decode node has none of the prompt's log-probabilities, and its cache tells nothing.
         if self.prompt_logprobs is None:
             self.prompt_logprobs = chunk.prompt_logprobs
         if source is TokenSource.PREFILL or attempt.prefill is None or attempt.prefill_gave_up:
+            if self.cached_tokens is None:
+                self.node_wait_s = chunk.queue_s
             self._take_cached(chunk.cached_tokens)
         elif attempt.decode_cached is None:
             attempt.decode_cached = chunk.cached_tokens
@@ -160,18 +170,21 @@ class RequestLife:
         if self.cached_tokens is None:
             self.cached_tokens = cached_tokens
 
-    def _note_tokens(self, attempt: Attempt) -> None:
+    def _note_tokens(self, attempt: Attempt, count: int) -> None:
         now = time.monotonic()
+        self._metrics.generation_tokens.inc(count)
         if self.last_token_at is not None:
             self._metrics.inter_token_latency.observe(now - self.last_token_at)
         else:
             self.first_token_at = now
             self._metrics.time_to_first_token.observe(now - self.arrived_at)
+            self._metrics.queue_time.observe(self.router_wait_s + self.node_wait_s)
+            self._metrics.prompt_tokens.inc(len(self.spec.prompt_token_ids))
         self.last_token_at = attempt.alive_at = now
         if attempt.first_token_at is None:
             attempt.first_token_at = now
             computed = len(self.spec.prompt_token_ids) + attempt.base - (self.cached_tokens or 0)
-            self._placement.on_first_token(attempt, computed)
+            self._placement.on_first_token(attempt, computed, self.node_wait_s)
 
     # --- failures ---------------------------------------------------------------------------------------------
 
@@ -329,6 +342,9 @@ class RequestLife:
             decision, len(self.ledger.tokens), time.monotonic(), number=len(self.request_ids) + 1
         )
         self.attempt = attempt
+        if self.submitted_at is None:
+            self.submitted_at = attempt.submitted_at
+            self.router_wait_s = max(attempt.submitted_at - self._came, 0.0)
         self.decisions.append(decision)
         self.request_ids.append(attempt.request_id)
         self._waiting_since = None
@@ -437,10 +453,22 @@ class RequestLife:
         self._abandon_attempt(ended_at, leaves=leaves)
         self._placement.stop_waiting(self)
         self._placement.on_ended(last, self.hashes, self.ledger.tokens)
-        self._metrics.requests_finished.labels(finish.value).inc()
-        self._metrics.prompt_tokens.inc(len(self.spec.prompt_token_ids))
-        self._metrics.generation_tokens.inc(len(self.ledger.tokens))
-        if self.first_token_at is not None:
-            self._metrics.decode_time.observe(self.ended_at - self.first_token_at)
+        self._note_end(self.ended_at, finish)
         self._on_end(self)
         self._on_news(self)
+
+    def _note_end(self, now: float, finish: FinishReason) -> None:
+        metrics, tokens = self._metrics, len(self.ledger.tokens)
+        metrics.requests_finished.labels(finish.value).inc()
+        metrics.request_prompt_tokens.observe(len(self.spec.prompt_token_ids))
+        metrics.request_generation_tokens.observe(tokens)
+        metrics.request_max_tokens.observe(self.spec.sampling.max_tokens)
+        if self.preemptions:
+            metrics.requests_preempted.inc()
+        if self.first_token_at is None or self.last_token_at is None:
+            return
+        metrics.decode_time.observe(now - self.first_token_at)
+        if self.submitted_at is not None:
+            metrics.inference_time.observe(max(now - self.submitted_at - self.node_wait_s, 0.0))
+        if tokens > 1:
+            metrics.time_per_output_token.observe((self.last_token_at - self.first_token_at) / (tokens - 1))

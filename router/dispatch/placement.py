@@ -192,10 +192,10 @@ class Placement(Generic[L]):
         self._pool.handover.observe(waited)
         self.metrics.handover_time.observe(waited)
 
-    def on_first_token(self, attempt: Attempt, computed: int) -> None:
-        """`computed`: how many tokens were read for it, those in a prefix cache left out."""
+    def on_first_token(self, attempt: Attempt, computed: int, queue_s: float) -> None:
+        """`computed`: how many tokens were read for it, those in a prefix cache left out. `queue_s`: in the node's line."""
         took = self.clock() - attempt.submitted_at
-        self.metrics.prefill_time.observe(took)
+        self.metrics.prefill_time.observe(max(took - queue_s, 0.0))
         if attempt.prefill is not None or attempt.decode is None:
             return
         member = self._pool.member(attempt.decode.node_id)

@@ -1,12 +1,13 @@
-"""The programs that a lab of several hosts needs. They are installed where that is allowed; otherwise they are named."""
+"""Programs that tests need and that are no Python packages. They are installed where that is allowed; otherwise they are named."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import subprocess
+from collections.abc import Mapping
 
-TOOLS = {
+TOOLS = {  # of a lab of several hosts, each with Debian's package
     "ip": "iproute2",
     "tc": "iproute2",
     "ss": "iproute2",
@@ -43,19 +44,19 @@ def why_impossible() -> str:
     return ""
 
 
-def absent_packages() -> list[str]:
-    return sorted({package for tool, package in TOOLS.items() if shutil.which(tool, path=_PATH) is None})
+def absent_packages(tools: Mapping[str, str]) -> list[str]:
+    return sorted({package for tool, package in tools.items() if shutil.which(tool, path=_PATH) is None})
 
 
-def install_absent() -> None:
-    """Raises ToolsMissing, with the packages' names, when they are not there afterwards."""
-    packages = absent_packages()
+def install_absent(tools: Mapping[str, str] = TOOLS, what: str = "the lab") -> None:
+    """Raises ToolsMissing, with the packages' names, when they are not there afterwards. `what` needs them."""
+    packages = absent_packages(tools)
     if not packages:
         return
     said = _apt("update") + _apt("install", "--yes", "--no-install-recommends", *packages)
-    if still := absent_packages():
+    if still := absent_packages(tools):
         raise ToolsMissing(
-            f"the lab needs {', '.join(still)}, and they could not be installed: install them with this "
+            f"{what} needs {', '.join(still)}, and they could not be installed: install them with this "
             f"machine's package manager\n{said[-2000:]}"
         )
 

@@ -42,6 +42,7 @@ OWN_CLUSTERS = {
     "test_guides_run.py",
     "test_head_away.py",
     "test_killed_controllers.py",
+    "test_monitoring.py",
     "test_scaling.py",
     "test_serve_command.py",
     "test_serve_tiers.py",

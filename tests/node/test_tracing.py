@@ -70,9 +70,10 @@ class ManualTracer:
         scheduled: dict[str, int],
         sampled: tuple[str, ...] = (),
         transfers: ConnectorOutput | None = None,
+        preempted: tuple[str, ...] = (),
     ) -> None:
         plan = SchedulerOutput(
-            [], CachedRequestData(), scheduled, sum(scheduled.values()), {}, [], set(), set()
+            [], CachedRequestData(), scheduled, sum(scheduled.values()), {}, [], set(), set(preempted)
         )
         output = ModelOutput({request_id: [9] for request_id in sampled})
         times = StepTimes(began, began + 1, began + 8, began + 9)
@@ -101,6 +102,23 @@ def test_a_prompt_in_two_chunks_and_two_tokens_are_told_with_what_ran_beside_the
         (TracePhase.DECODE, 31, 38, 1, 0),
     ]
     assert not traced.tracer.active
+
+
+def test_the_wait_after_a_preemption_is_told_and_so_is_what_is_computed_again() -> None:
+    traced = ManualTracer()
+    traced.begin(arrives=1, admitted=2)
+    traced.step(10, {"r": 3}, sampled=("r",))
+    traced.step(20, {"other": 1}, preempted=("r",))
+    traced.step(30, {"other": 1})
+    traced.step(40, {"r": 4}, sampled=("r",))
+    traced.step(50, {"r": 1}, sampled=("r",))
+    traced.tracer.ended("r", is_held=False)
+    assert [span[:3] for span in traced.spans() if span[0] is not TracePhase.STEP][2:] == [
+        (TracePhase.PREFILL, 11, 18),
+        (TracePhase.PREEMPTED, 20, 40),
+        (TracePhase.PREFILL, 41, 48),
+        (TracePhase.DECODE, 51, 58),
+    ]
 
 
 @pytest.mark.parametrize("complete", [True, False])

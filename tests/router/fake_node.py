@@ -100,6 +100,8 @@ class FakeNode:
         self.state = NodeState.READY
         self.status_fields: dict[str, float | int | str] = {}
         self.counters = NodeCounters()
+        self.queue_s = 0.0  # that each request is said to have waited here
+        self.preemptions = 0
         self.clock_ahead = 0.0  # of all other clocks
         self.hide_traces = False
         self._lock = self.board.changed
@@ -351,6 +353,8 @@ class FakeNode:
             else None,
             prompt_logprobs=self._prompt_logprobs(submit) if not running.started else None,
             cached_tokens=self._start(running),
+            queue_s=self.queue_s,
+            preemptions=self.preemptions if finish is not None else 0,
         )
 
     def _hand_off(self, transfer: KVTransferParams, submit: Submit, index: int) -> None:

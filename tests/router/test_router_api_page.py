@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from tandem.router.config import PolicyName, Timeouts
+from tandem.router.engine_metrics import EngineCollector
 from tandem.router.http.app import make_app  # noqa: F401  every error that a route may raise is known by then
 from tandem.router.metrics import RouterMetrics
 from tandem.router.node_metrics import NodeCollector
@@ -53,12 +54,14 @@ def published() -> set[str]:
             SimpleNamespace(count=0, gaps=0),
         )
     )
+    registry.register(EngineCollector(SimpleNamespace(members=[])))
     return {metric.name + ("_total" if metric.type == "counter" else "") for metric in registry.collect()}
 
 
 def test_the_page_names_the_metrics_that_there_are_and_no_others() -> None:
     of_routers, _, of_nodes = PAGE.partition("## Metrics")[2].partition("`tandem_node_…{node, role}`")
-    named = {"tandem_" + name for name in re.findall(r"`(\w+)`", of_routers) if name != "tandem_"}
+    others = {"tandem_", "model_name", "engine", "role"}  # the prefix, and labels
+    named = {"tandem_" + name for name in re.findall(r"`(\w+)`", of_routers) if name not in others}
     named |= {"tandem_node_" + name for name in re.findall(r"`(\w+)`", of_nodes)}
     assert named == published()
 

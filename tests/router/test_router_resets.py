@@ -134,7 +134,7 @@ def test_resets_cost_no_request_no_token_and_no_second_computation(
     assert max(gaps) < 2.0
     counters = node.service.status().counters
     assert counters.requests_started == STREAMS, "nothing was submitted twice"
-    assert router.metric("tandem_requests_finished_total", finished_reason="length") == STREAMS
+    assert router.metric("tandem_request_success_total", finished_reason="length") == STREAMS
     links = router.server.services.links
     assert router.look(lambda: links.lines.gaps) + counters.line_gaps >= 1, "messages were lost, and healed"
     assert router.look(lambda: links.lines.restarts) == 0

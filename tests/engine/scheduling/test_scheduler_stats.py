@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tandem.wire.requests import STEP_TOKEN_BOUNDS
 from tests.engine.scheduling.driving import Driver, FakeConnector
 
 
@@ -69,3 +70,46 @@ def test_time_in_line_is_measured_to_the_first_admission():
     driver.step()
     stats = driver.scheduler.stats()
     assert (stats.queue_seconds, stats.requests_admitted) == (7.0, 2)
+
+
+def test_steps_are_counted_by_their_tokens():
+    driver = Driver(max_num_batched_tokens=16)
+    driver.add("a", prompt=24, max_tokens=3)
+    driver.run()
+    stats = driver.scheduler.stats()
+    by_size = dict(zip((*STEP_TOKEN_BOUNDS, None), stats.step_tokens, strict=True))
+    assert {bound: count for bound, count in by_size.items() if count} == {16: 1, 8: 1, 1: 2}
+    assert stats.tokens_scheduled == 16 + 8 + 2
+
+
+def test_what_was_looked_for_is_counted_beside_what_was_found():
+    connector = FakeConnector()
+    driver = Driver(connector=connector)
+    driver.add("a", list(range(9)), max_tokens=1)
+    driver.run()
+    driver.add("b", list(range(9)), max_tokens=1)
+    driver.run()
+    stats = driver.scheduler.stats()
+    assert (stats.prompt_tokens_looked_up, stats.prompt_tokens_cached) == (18, 8)
+    assert stats.prompt_tokens_asked == 9 + 1
+
+
+def test_a_request_tells_how_long_it_stood_in_line():
+    now = 10.0
+    driver = Driver(max_num_seqs=1, clock=lambda: now)
+    driver.add("a", prompt=3, max_tokens=2, arrival_time=9.5)
+    driver.add("b", prompt=3, max_tokens=1, arrival_time=9.75)
+    driver.step()
+    now = 13.0
+    driver.run()
+    assert [driver.updates[name][0].queue_s for name in "ab"] == [0.5, 3.25]
+    assert driver.scheduler.stats().queue_seconds == 3.75
+
+
+def test_a_snapshot_does_not_change_with_later_steps():
+    driver = Driver()
+    driver.add("a", prompt=3, max_tokens=2)
+    before = driver.scheduler.stats()
+    driver.run()
+    assert not any(before.step_tokens)
+    assert before.requests_finished == {}

@@ -47,6 +47,8 @@ def test_rejected_drafts_are_taken_back(accepted):
     assert request.num_tokens == request.num_computed_tokens + 1
     stats = driver.scheduler.stats()
     assert (stats.speculative_drafted, stats.speculative_accepted) == (3, accepted)
+    assert stats.speculative_steps == 1
+    assert stats.speculative_accepted_at == [int(position < accepted) for position in range(3)]
 
 
 def test_placeholders_of_rejected_drafts_are_taken_back_with_them():

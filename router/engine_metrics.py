@@ -1,0 +1,130 @@
+"""What the nodes report of their engines, under the names and labels by which vLLM's engines report it (`tandem_` in the place of
+`vllm:`). So a dashboard that was made for vLLM shows a cluster's engines: `engine` is the node's id.
+
+What the router measures itself under vLLM's names is in `metrics`; everything else that nodes report in `node_metrics`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from tandem.router.pool import Member, NodePool
+from tandem.wire.requests import STEP_TOKEN_BOUNDS, NodeCounters, NodeStatus
+
+_LABELS = ["engine", "role"]
+_STEP_BOUNDS = [*(str(float(bound)) for bound in STEP_TOKEN_BOUNDS), "+Inf"]
+
+_COUNTERS: tuple[tuple[str, str, Callable[[NodeCounters], float]], ...] = (
+    ("num_preemptions", "Requests that lost their blocks", lambda counters: counters.preemptions),
+    (
+        "prefix_cache_queries",
+        "Tokens of prompts that were looked for in the prefix cache",
+        lambda counters: counters.prompt_tokens_looked_up,
+    ),
+    (
+        "prefix_cache_hits",
+        "Tokens of prompts that were found in the prefix cache",
+        lambda counters: counters.prompt_tokens_cached,
+    ),
+    (
+        "external_prefix_cache_queries",
+        "Tokens of prompts that a peer or a tier was asked for",
+        lambda counters: counters.prompt_tokens_asked,
+    ),
+    (
+        "external_prefix_cache_hits",
+        "Tokens of prompts that came from a peer or a tier",
+        lambda counters: counters.prompt_tokens_received + counters.prompt_tokens_loaded,
+    ),
+    (
+        "spec_decode_num_drafts",
+        "Drafts that were checked",
+        lambda counters: counters.speculative_steps,
+    ),
+    (
+        "spec_decode_num_draft_tokens",
+        "Tokens of the drafts that were checked",
+        lambda counters: counters.speculative_drafted,
+    ),
+    (
+        "spec_decode_num_accepted_tokens",
+        "Tokens of drafts that were right",
+        lambda counters: counters.speculative_accepted,
+    ),
+)
+
+
+class EngineCollector(Collector):
+    def __init__(self, pool: NodePool) -> None:
+        self._pool = pool
+
+    def describe(self) -> Iterable[Metric]:
+        return []
+
+    def collect(self) -> Iterable[Metric]:
+        engines = [(member, member.status) for member in self._pool.members if member.status is not None]
+        yield _cache_usage(engines)
+        yield _cache_config(engines)
+        for name, text, value in _COUNTERS:
+            family = CounterMetricFamily(f"tandem_{name}", text, labels=_LABELS)
+            for member, status in engines:
+                family.add_metric(_names(member), value(status.counters))
+            yield family
+        yield _accepted_by_position(engines)
+        yield _step_tokens(engines)
+
+
+_Engines = list[tuple[Member, NodeStatus]]
+
+
+def _names(member: Member) -> list[str]:
+    return [member.info.node_id, member.info.role.value]
+
+
+def _cache_usage(engines: _Engines) -> Metric:
+    family = GaugeMetricFamily(
+        "tandem_kv_cache_usage_perc", "Share of the KV cache that is in use, 0 to 1", labels=_LABELS
+    )
+    for member, status in engines:
+        used = status.total_blocks - status.free_blocks
+        family.add_metric(_names(member), used / status.total_blocks if status.total_blocks else 0.0)
+    return family
+
+
+def _cache_config(engines: _Engines) -> Metric:
+    family = GaugeMetricFamily(
+        "tandem_cache_config_info",
+        "The KV cache of each node",
+        labels=[*_LABELS, "block_size", "num_gpu_blocks"],
+    )
+    for member, status in engines:
+        family.add_metric([*_names(member), str(member.info.block_size), str(status.total_blocks)], 1.0)
+    return family
+
+
+def _accepted_by_position(engines: _Engines) -> Metric:
+    family = CounterMetricFamily(
+        "tandem_spec_decode_num_accepted_tokens_per_pos",
+        "Tokens of drafts that were right, by their position in the draft",
+        labels=[*_LABELS, "position"],
+    )
+    for member, status in engines:
+        for position, count in enumerate(status.counters.speculative_accepted_at):
+            family.add_metric([*_names(member), str(position)], count)
+    return family
+
+
+def _step_tokens(engines: _Engines) -> Metric:
+    family = HistogramMetricFamily(
+        "tandem_iteration_tokens_total", "Tokens that one step computed", labels=_LABELS
+    )
+    for member, status in engines:
+        counts = status.counters.step_tokens
+        if len(counts) == len(_STEP_BOUNDS):  # else it runs other code, with other bounds
+            buckets = list(zip(_STEP_BOUNDS, map(float, itertools.accumulate(counts)), strict=True))
+            family.add_metric(_names(member), buckets, status.counters.tokens_scheduled)
+    return family

@@ -1,0 +1,175 @@
+"""Which figures a scrape finds: those that vLLM's dashboards ask for, and those that our dashboard and our alerts do."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from tandem.router.metrics import RouterMetrics
+from tandem.wire.requests import STEP_TOKEN_BOUNDS, NodeCounters, TierStatus, WaitHistogram
+from tests.router.conftest import RunningRouter, StartRouter
+
+MONITORING = Path(__file__).resolve().parents[2] / "manifests" / "monitoring"
+
+# What vLLM's own dashboards and the commonest others ask of `vllm:`, as samples are called.
+OF_THE_ROUTER = [
+    "num_requests_running",
+    "num_requests_waiting",
+    "prompt_tokens_total",
+    "generation_tokens_total",
+    "request_success_total",
+    "time_to_first_token_seconds_bucket",
+    "inter_token_latency_seconds_bucket",
+    "e2e_request_latency_seconds_bucket",
+    "request_queue_time_seconds_sum",
+    "request_prefill_time_seconds_sum",
+    "request_decode_time_seconds_sum",
+    "request_inference_time_seconds_sum",
+    "request_time_per_output_token_seconds_bucket",
+    "request_prompt_tokens_bucket",
+    "request_generation_tokens_bucket",
+    "request_max_num_generation_tokens_bucket",
+    "request_params_n_bucket",
+    "request_params_max_tokens_bucket",
+]
+OF_ENGINES = [
+    "kv_cache_usage_perc",
+    "num_preemptions_total",
+    "prefix_cache_queries_total",
+    "prefix_cache_hits_total",
+    "external_prefix_cache_queries_total",
+    "external_prefix_cache_hits_total",
+    "cache_config_info",
+    "iteration_tokens_total_bucket",
+    "iteration_tokens_total_sum",
+    "iteration_tokens_total_count",
+    "spec_decode_num_drafts_total",
+    "spec_decode_num_draft_tokens_total",
+    "spec_decode_num_accepted_tokens_total",
+    "spec_decode_num_accepted_tokens_per_pos_total",
+]
+
+
+def families(router: RunningRouter) -> list[Metric]:
+    return list(text_string_to_metric_families(router.client.get("/metrics").text))
+
+
+def samples(router: RunningRouter, name: str) -> dict[str, float]:
+    """By engine, node or what else tells them apart."""
+    return {
+        sample.labels.get("engine", sample.labels.get("le", "")): sample.value
+        for family in families(router)
+        for sample in family.samples
+        if sample.name == name
+    }
+
+
+@pytest.fixture
+def router(start_router: StartRouter) -> RunningRouter:
+    """One that has answered, with nodes that have something of everything to tell."""
+    router = start_router()
+    counters = NodeCounters(
+        preemptions=2,
+        prompt_tokens_looked_up=100,
+        prompt_tokens_cached=64,
+        prompt_tokens_asked=36,
+        prompt_tokens_received=16,
+        prompt_tokens_loaded=4,
+        step_tokens=[0, 3, *[0] * (len(STEP_TOKEN_BOUNDS) - 1)],
+        tokens_scheduled=20,
+        speculative_steps=5,
+        speculative_drafted=15,
+        speculative_accepted=6,
+        speculative_accepted_at=[4, 2, 0],
+        transfers_finished={"received": 1},
+        transfer_wait_seconds={"receive": WaitHistogram().plus(0.01)},
+        wrong_kv={"p0": 1},
+    )
+    router.nodes["d0"].set(
+        counters=counters,
+        status_fields={"free_blocks": 250, "tiers": [TierStatus("cpu", 1, 8, 100, 64, 0, 0, 7)]},
+    )
+    router.complete(max_tokens=4)
+    router.wait_for(
+        lambda: router.metric("tandem_node_preemptions_total", node="d0", role="decode") == 2, "told"
+    )
+    return router
+
+
+def test_a_dashboard_for_vllm_finds_its_figures(router: RunningRouter) -> None:
+    found = {sample.name: sample.labels for family in families(router) for sample in family.samples}
+    for name in OF_THE_ROUTER + OF_ENGINES:
+        assert found[f"tandem_{name}"]["model_name"] == "fake", name
+    for name in OF_ENGINES:
+        assert found[f"tandem_{name}"]["engine"] in ("p0", "d0"), name
+
+
+def test_engines_are_shown_as_vllm_shows_them(router: RunningRouter) -> None:
+    assert samples(router, "tandem_kv_cache_usage_perc")["d0"] == 0.75
+    assert samples(router, "tandem_external_prefix_cache_queries_total")["d0"] == 36
+    assert samples(router, "tandem_external_prefix_cache_hits_total")["d0"] == 20
+    assert samples(router, "tandem_iteration_tokens_total_sum")["d0"] == 20
+    assert samples(router, "tandem_iteration_tokens_total_count")["d0"] == 3
+    by_position = [
+        sample.value
+        for family in families(router)
+        for sample in family.samples
+        if sample.name == "tandem_spec_decode_num_accepted_tokens_per_pos_total"
+    ]
+    assert by_position == [4, 2, 0]
+
+
+def test_a_request_is_counted_by_its_tokens_and_choices(start_router: StartRouter) -> None:
+    router = start_router()
+    router.complete(max_tokens=8, n=3, ignore_eos=True)
+    assert router.metric("tandem_request_params_n_sum") == 3
+    assert router.metric("tandem_request_max_num_generation_tokens_sum") == 8
+    assert (
+        router.metric("tandem_request_generation_tokens_sum")
+        == 24
+        == router.metric("tandem_generation_tokens_total")
+    )
+    assert router.metric("tandem_request_params_max_tokens_bucket", le="10.0") == 3
+    assert router.metric("tandem_request_params_max_tokens_bucket", le="5.0") == 0
+    assert router.metric("tandem_request_inference_time_seconds_count") == 3
+
+
+def test_the_nodes_line_is_part_of_the_queue_and_no_part_of_the_prefill(start_router: StartRouter) -> None:
+    router = start_router()
+    router.nodes["p0"].set(queue_s=5.0)
+    router.nodes["d0"].set(preemptions=1)
+    router.complete(max_tokens=2)
+    assert router.metric("tandem_request_queue_time_seconds_sum") >= 5.0
+    assert router.metric("tandem_router_queue_time_seconds_sum") < 5.0
+    assert router.metric("tandem_request_prefill_time_seconds_sum") == 0.0
+    assert router.metric("tandem_requests_preempted_total") == 1
+
+
+def test_what_is_rare_is_counted_from_nothing() -> None:
+    """Prometheus sees no increase in a series that begins at 1."""
+    metrics = RouterMetrics("m")
+    assert b'tandem_requests_refused_total{model_name="m",reason="queue_full"} 0.0' in metrics.render()
+
+
+def named(text: str) -> set[str]:
+    return set(re.findall(r"\btandem_[a-z0-9_]+", text))
+
+
+@pytest.mark.parametrize("file", ["grafana-dashboard.json", "alerts.yaml"])
+def test_what_is_asked_for_is_there(router: RunningRouter, file: str) -> None:
+    text = (MONITORING / file).read_text(encoding="utf-8")
+    if file.endswith("json"):
+        text = "\n".join(
+            target["expr"] for panel in json.loads(text)["panels"] for target in panel.get("targets", ())
+        )
+    else:
+        groups = yaml.safe_load(text)["groups"]
+        text = "\n".join(rule["expr"] for group in groups for rule in group["rules"])
+    shown = {sample.name for family in families(router) for sample in family.samples}
+    assert named(text) - shown <= {"tandem_task_restarts_total"}  # a task that never died has none
