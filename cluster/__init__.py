@@ -13,6 +13,7 @@
     static_hosts/ machines that one has, as pools for `ray up`
     models/       from a model's name to a folder that a node can open
     commands/     what an operator types, and what is shown
+    trace/, replay/   where one request's time went; what a node's scheduler decided, step by step
     chaos/        `tandem chaos`: processes killed and stopped by a plan, and what came of it
 
 `ray` is imported in on_ray/ and static_hosts/ alone. Floor 5: imports everything below, is imported by nothing.

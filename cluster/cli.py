@@ -127,6 +127,12 @@ def _describe_chaos(parser: argparse.ArgumentParser) -> None:
     add_arguments(parser)
 
 
+def _describe_replay(parser: argparse.ArgumentParser) -> None:
+    from tandem.cluster.replay.command import add_arguments
+
+    add_arguments(parser)
+
+
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tandem", description="Serve language models with prefill and decode on separate machines."
@@ -179,6 +185,11 @@ def make_parser() -> argparse.ArgumentParser:
     trace.add_argument("--json", type=Path, metavar="FILE", help="all of it; - for standard output")
     add_output(trace)
     trace.set_defaults(run=_trace)
+
+    replay = commands.add_parser(
+        "replay", help="step through what a node's scheduler saw and decided", describe=_describe_replay
+    )
+    replay.set_defaults(run=_replay)
 
     doctor = commands.add_parser("doctor", help="check this machine and say what to do about what is wrong")
     _add_settings(doctor)
@@ -362,6 +373,14 @@ def _trace(options: argparse.Namespace) -> int:
         return run(client, Console(), options.request, options.picture, json)
     finally:
         client.close()
+
+
+def _replay(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from tandem.cluster.replay.command import run
+
+    return run(options, Console())
 
 
 def _fetch(options: argparse.Namespace) -> int:

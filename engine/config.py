@@ -225,9 +225,24 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "`auto` is on GPUs, without drafts"
         ),
     ] = AsyncScheduling.AUTO
+    trace_folder: Annotated[
+        str,
+        about(
+            "where each node writes what its scheduler saw and decided in every step, for `tandem replay`: "
+            "a folder on its machine, such as `/var/tmp/tandem`; empty: nowhere"
+        ),
+    ] = ""
+    trace_bytes: Annotated[
+        Annotated[int, Meta(ge=1 << 20)],
+        about("most that one node's files there may take, the oldest steps making room"),
+    ] = 256 << 20
 
     def __post_init__(self) -> None:
         check_fields(self, "scheduler")
+        if self.trace_folder and not self.trace_folder.startswith("/"):
+            raise ConfigurationError(
+                f"scheduler.trace_folder must begin with /, for nodes have folders of their own: not {self.trace_folder!r}"
+            )
         if self.async_scheduling is AsyncScheduling.ALWAYS and self.num_speculative_tokens:
             raise ConfigurationError(
                 "scheduler.async_scheduling cannot be always with scheduler.num_speculative_tokens above 0: "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -16,6 +17,7 @@ import msgspec
 from tandem.engine.core import Engine
 from tandem.engine.model.runner import ModelInfo, ModelRunner
 from tandem.engine.scheduling.scheduler import Scheduler
+from tandem.engine.scheduling.step_trace import StepTrace
 from tandem.kvtransfer.base import (
     ConnectorContext,
     LoadFailurePolicy,
@@ -31,6 +33,7 @@ from tandem.node.config import NodeConfig
 from tandem.node.loop import Mailbox
 from tandem.node.routers import RouterLine
 from tandem.node.service import Item, NodeService, RoleRules
+from tandem.node.trace_file import TraceFile
 from tandem.wire.errors import ConfigurationError, InternalError, Unavailable
 from tandem.wire.nodes import NodeInfo, NodeState, Role, new_epoch
 from tandem.wire.requests import CacheNews, NodeCounters, NodeStatus, ToNode
@@ -84,6 +87,7 @@ class Node:
         self._channel: NodeChannel | None = None
         self._service: NodeService | None = None
         self._publisher: KVEventPublisher | None = None
+        self._trace_file: TraceFile | None = None
 
     def start(
         self,
@@ -117,6 +121,9 @@ class Node:
                 )
             )
             self._refuse_role(info, worker_half)
+        folder = config.engine.scheduler.trace_folder
+        if folder:
+            self._trace_file = TraceFile(Path(folder), config.node_id, config.engine.scheduler.trace_bytes)
         scheduler = Scheduler(
             config.engine.scheduler,
             config.engine.cache,
@@ -128,6 +135,7 @@ class Node:
             load_failure_policy=config.transfer.on_failure
             if config.transfer
             else LoadFailurePolicy.RECOMPUTE,
+            trace=StepTrace(config.node_id, self._trace_file.write) if self._trace_file is not None else None,
         )
         self._engine = Engine(
             scheduler,
@@ -268,6 +276,8 @@ class Node:
             self._publisher.close()
         if self._engine is not None:
             self._engine.shutdown()
+        if self._trace_file is not None:
+            self._trace_file.close()
         if self._channel is not None:
             self._channel.close()
 

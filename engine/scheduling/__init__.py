@@ -12,5 +12,6 @@ results         the model's answer, booked; when a token is a request's last
 transfers       the connector's news, booked; invalid_blocks is its hardest case
 lifecycle       how a request begins, loses its turn and ends
 stats           numbers
+step_trace      the scheduler trace: what it saw and decided, as records for `tandem replay`
 audit           what must always hold
 """

@@ -64,6 +64,14 @@ class AdmissionPhase:
             self._state.waiting.pass_over(request)
             step.deferred = True
             return _Verdict.NEXT
+        if self._state.trace is not None and prefix.hits is not None:
+            self._state.trace.looked_up(
+                self._state,
+                request,
+                prefix.num_hit_tokens,
+                prefix.num_external_tokens,
+                arrives_later=prefix.arrives_later,
+            )
         if prefix.arrives_later:
             return self._load(request, prefix, step)
         return self._admit(request, prefix, step)
@@ -91,8 +99,10 @@ class AdmissionPhase:
     def _load(self, request: Request, prefix: _Prefix, step: StepPlan) -> _Verdict:
         """Reserves blocks for what arrives later. Nothing of it is cached until it is here."""
         if not self._allocate(request, 0, prefix, step):
+            step.held_back = (request.request_id, "too few free blocks for the KV that is on its way")
             return _Verdict.FULL
         state = self._state
+        step.loads.append(request.request_id)
         state.waiting.block(request)
         request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
         request.num_computed_tokens = prefix.num_hit_tokens
@@ -112,9 +122,11 @@ class AdmissionPhase:
         budget = step.token_budget if num_new == 1 else min(step.token_budget, step.prompt_budget)
         if num_new > budget:
             if not (budget and config.chunked_prefill):
+                step.held_back = (request.request_id, "no prompt tokens are left in this step")
                 return _Verdict.FULL
             num_new = budget
         if not self._allocate(request, num_new, prefix, step):
+            step.held_back = (request.request_id, "too few free blocks")
             return _Verdict.FULL
 
         state.waiting.take(request)

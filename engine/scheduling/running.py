@@ -6,7 +6,7 @@ from tandem.engine.cache.coordinator import Tables
 from tandem.engine.request import Request
 from tandem.engine.scheduling.lifecycle import Lifecycle
 from tandem.engine.scheduling.state import SchedulerState
-from tandem.engine.scheduling.step import StepPlan
+from tandem.engine.scheduling.step import Eviction, StepPlan
 
 
 class RunningPhase:
@@ -88,6 +88,14 @@ class RunningPhase:
             if victim_index < index:
                 index -= 1
                 regained += step.take_back(victim)
+            step.evictions.append(
+                Eviction(
+                    victim.request_id,
+                    request.request_id,
+                    state.cache.num_blocks_of(victim.request_id),
+                    victim.num_computed_tokens,
+                )
+            )
             self._lifecycle.preempt(victim)
             step.preempted.append(victim)
             if victim is request:

@@ -24,7 +24,7 @@ from tandem.engine.scheduling.output import CachedRequestData, ModelOutput, NewR
 from tandem.engine.scheduling.queue import make_policy
 from tandem.engine.scheduling.results import ModelResults
 from tandem.engine.scheduling.running import RunningPhase
-from tandem.engine.scheduling.state import PauseState, SchedulerState
+from tandem.engine.scheduling.state import PauseState, SchedulerState, StepTracer
 from tandem.engine.scheduling.stats import SchedulerStats
 from tandem.engine.scheduling.step import Pace, StepPlan, leave_open
 from tandem.engine.scheduling.transfers import TransferResults
@@ -54,6 +54,7 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
         *,
         zero_new_blocks: bool = False,
+        trace: StepTracer | None = None,
     ) -> None:
         """`zero_new_blocks` is for attention kernels that read past a request's last token: the runner is told
         which blocks hold something stale."""
@@ -88,7 +89,10 @@ class Scheduler:
             load_failure_policy=load_failure_policy,
             clock=clock,
             waiting=WaitingRequests(policy),
+            trace=trace,
         )
+        if trace is not None:
+            trace.begins(self._state)
         self._lifecycle = Lifecycle(self._state, max_model_len, eos_token_ids)
         self._running_phase = RunningPhase(self._state, self._lifecycle)
         self._admission_phase = AdmissionPhase(self._state, self._lifecycle)
@@ -136,11 +140,15 @@ class Scheduler:
         paused = state.pause is PauseState.PAUSED_ALL
         budget = 0 if paused else state.config.max_num_batched_tokens
         step = StepPlan(budget, prompt_budget=self._budget_of_prompts(budget))
+        if state.trace is not None:
+            state.trace.snapshot(state)
         self._running_phase.plan(step)
         # A request admitted while others lose their blocks would keep its own only for a moment.
         if not (step.preempted or step.ran_short) and state.pause is PauseState.UNPAUSED:
             self._admission_phase.plan(step)
         output = self._output_of(step)
+        if state.trace is not None:
+            state.trace.decided(state, step, output.finished_req_ids, output.preempted_req_ids)
         if state.connector is not None:
             output.connector_metadata = state.connector.build_connector_meta(output)
         self._advance(step)

@@ -17,10 +17,21 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import msgspec
+
 from tandem.engine.cache.coordinator import Tables
 from tandem.engine.request import Request
 from tandem.engine.scheduling.output import SchedulerOutput
 from tandem.engine.scheduling.state import SchedulerState
+
+
+class Eviction(msgspec.Struct, frozen=True):
+    """A request lost its blocks."""
+
+    request_id: str
+    for_request: str  # whose next tokens needed them, maybe itself; "" when its KV turned out wrong
+    blocks: int
+    computed: int  # tokens that it computes again
 
 
 @dataclasses.dataclass(slots=True)
@@ -34,6 +45,11 @@ class StepPlan:
     new_blocks: dict[str, Tables] = dataclasses.field(default_factory=dict)  # of `running`; absent: none
     drafts: dict[str, list[int]] = dataclasses.field(default_factory=dict)
     preempted: list[Request] = dataclasses.field(default_factory=list)
+    # For the scheduler trace: how each of them lost its blocks, whose KV is fetched from here on, and who was next in line and not
+    # admitted for want of what.
+    evictions: list[Eviction] = dataclasses.field(default_factory=list)
+    loads: list[str] = dataclasses.field(default_factory=list)
+    held_back: tuple[str, str] | None = None
     # Something changed that another step could build on, though maybe nothing is computed.
     moved: bool = False
     # A connector wants to be asked again.

@@ -98,9 +98,9 @@ def serving(deploy: Deploy, smollm2_path: Path) -> Iterator[RunningDeployment]:
     config = msgspec.structs.replace(
         base,
         cache=CacheConfig(
-            block_size=BLOCK_SIZE, memory_bytes=40 * BLOCK_BYTES, tiers=[TierConfig(cpu=64 * BLOCK_BYTES)]
+            block_size=BLOCK_SIZE, memory_bytes=80 * BLOCK_BYTES, tiers=[TierConfig(cpu=64 * BLOCK_BYTES)]
         ),
-        scheduler=SchedulerConfig(num_speculative_tokens=3),
+        scheduler=SchedulerConfig(num_speculative_tokens=3, max_model_len=1024),
     )
     with deploy(config) as running:
         yield running
@@ -125,7 +125,7 @@ def test_every_panel_shows_something_of_a_real_run(
         turn = 0
         while time.monotonic() < ends:
             # Prompts that repeat themselves are drafted; more of them than the device's cache holds come from the tier.
-            prompt = [100 + turn % 5, *range(200, 220)] * 8
+            prompt = [100 + turn % 9, *range(200, 220)] * 8
             serving.complete(prompt, 12, ignore_eos=True)
             turn += 1
 

@@ -73,7 +73,7 @@ class ManualTracer:
         preempted: tuple[str, ...] = (),
     ) -> None:
         plan = SchedulerOutput(
-            [], CachedRequestData(), scheduled, sum(scheduled.values()), {}, [], set(), set(preempted)
+            [], CachedRequestData(), scheduled, sum(scheduled.values()), {}, set(), set(preempted)
         )
         output = ModelOutput({request_id: [9] for request_id in sampled})
         times = StepTimes(began, began + 1, began + 8, began + 9)

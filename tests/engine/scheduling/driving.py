@@ -10,6 +10,7 @@ from tandem.engine.config import CacheConfig, SchedulerConfig
 from tandem.engine.request import Request, RequestStatus
 from tandem.engine.scheduling.output import ModelOutput, SchedulerOutput
 from tandem.engine.scheduling.scheduler import Scheduler
+from tandem.engine.scheduling.step_trace import StepTrace
 from tandem.kvtransfer.base import (
     BlockIds,
     ConnectorMetadata,
@@ -108,6 +109,7 @@ class Driver:
         caching: bool = True,
         clock: Callable[[], float] = lambda: 0.0,
         zero_new_blocks: bool = False,
+        trace: StepTrace | None = None,
         **config: object,
     ) -> None:
         self.connector = connector
@@ -123,6 +125,7 @@ class Driver:
             on_failure,
             clock,
             zero_new_blocks=zero_new_blocks,
+            trace=trace,
         )
         self._arrivals = itertools.count()
         self.outputs: dict[str, list[int]] = {}

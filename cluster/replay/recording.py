@@ -1,0 +1,149 @@
+"""The steps in a scheduler trace's files. A trace can be larger than memory, so a step is read when it is shown."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from tandem.engine.scheduling.step_trace import (
+    PrefixCacheEvent,
+    RecordsLost,
+    StepDecision,
+    StepSnapshot,
+    TraceHeader,
+    TraceRecord,
+)
+from tandem.wire.errors import ConfigurationError
+
+_END = ".jsonl"
+_OLD = ".old.jsonl"
+
+
+class _Line(msgspec.Struct):
+    """As much of a record as says which it is."""
+
+    event: str
+    step: int = -1
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class TracedStep:
+    header: TraceHeader | None  # None: it was written over
+    snapshot: StepSnapshot
+    prefixes: list[PrefixCacheEvent]
+    decision: StepDecision
+    lost: int  # records before it that the disk was too slow for
+
+    def names(self, request_id: str) -> bool:
+        """Whether the request, or one whose id begins so, did anything in it."""
+        decision = self.decision
+        named = (
+            *decision.num_scheduled_tokens,
+            *(one for eviction in decision.preempted for one in (eviction.request_id, eviction.for_request)),
+            *decision.finished,
+            *decision.loads,
+            decision.held_back,
+        )
+        return any(name.startswith(request_id) for name in named)
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class _Place:
+    file: int
+    offset: int
+    size: int
+    header: TraceHeader | None
+    lost: int
+    step: int
+
+
+class Recording:
+    """Steps by their place in the trace, from 0: a node that was started again counts its own from 0 once more."""
+
+    def __init__(self, path: Path) -> None:
+        self._files = files_of(path)
+        self._places: list[_Place] = []
+        header: TraceHeader | None = None
+        for index in range(len(self._files)):
+            header = self._index(index, header)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, place: int) -> TracedStep:
+        at = self._places[place]
+        with self._files[at.file].open("rb") as file:
+            file.seek(at.offset)
+            records = [
+                msgspec.json.decode(line, type=TraceRecord) for line in file.read(at.size).splitlines()
+            ]
+        snapshot = next(record for record in records if isinstance(record, StepSnapshot))
+        decision = next(record for record in records if isinstance(record, StepDecision))
+        prefixes = [record for record in records if isinstance(record, PrefixCacheEvent)]
+        return TracedStep(at.header, snapshot, prefixes, decision, at.lost)
+
+    def __iter__(self) -> Iterator[TracedStep]:
+        return (self[place] for place in range(len(self)))
+
+    def place_of(self, step: int) -> int:
+        """Of the step with this number; of several, after a restart, the last. Raises ConfigurationError."""
+        for place in reversed(range(len(self))):
+            if self._places[place].step == step:
+                return place
+        first, last = (self._places[0].step, self._places[-1].step) if self._places else (0, 0)
+        raise ConfigurationError(
+            f"the trace has no step {step}: it has {len(self)}, from {first} to {last}; steps that changed nothing are left out"
+        )
+
+    def find(self, condition: Callable[[TracedStep], bool], after: int) -> int | None:
+        """The next place after `after` whose step is one of those."""
+        return next((place for place in range(after + 1, len(self)) if condition(self[place])), None)
+
+    def _index(self, index: int, header: TraceHeader | None) -> TraceHeader | None:
+        began, step, lost, offset = None, -1, 0, 0
+        with self._files[index].open("rb") as file:
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break  # the process died while it was written
+                try:
+                    kind = msgspec.json.decode(line, type=_Line)
+                    if kind.event == "trace_begins":
+                        header = msgspec.json.decode(line, type=TraceHeader)
+                    elif kind.event == "records_lost":
+                        lost += msgspec.json.decode(line, type=RecordsLost).count
+                except msgspec.MsgspecError as error:
+                    raise ConfigurationError(
+                        f"{self._files[index]} is no scheduler trace: {error}"
+                    ) from error
+                if kind.event == "step_snapshot":
+                    began, step = offset, kind.step
+                elif kind.event == "step_decision" and began is not None and kind.step == step:
+                    size = offset + len(line) - began
+                    self._places.append(_Place(index, began, size, header, lost, step))
+                    began, lost = None, 0
+                offset += len(line)
+        return header
+
+
+def files_of(path: Path) -> list[Path]:
+    """The older part first. Raises ConfigurationError when it is not clear which trace is meant, or there is none."""
+    if path.is_dir():
+        found = sorted(path.glob(f"*{_END}"))
+        names = sorted({file.name.removesuffix(_OLD).removesuffix(_END) for file in found})
+        if not names:
+            raise ConfigurationError(f"{path} has no scheduler trace: it would end in {_END}")
+        if len(names) > 1:
+            raise ConfigurationError(
+                f"{path} has the traces of {', '.join(names)}: name one, such as {path / names[0]}{_END}"
+            )
+        path = path / f"{names[0]}{_END}"
+    old = path.with_name(path.name.removesuffix(_END) + _OLD)
+    files = [file for file in (old, path) if file.is_file()]
+    if not files:
+        raise ConfigurationError(
+            f"there is no {path}: nodes write traces to the folder of scheduler.trace_folder"
+        )
+    return files

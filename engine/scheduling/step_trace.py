@@ -1,0 +1,242 @@
+"""The scheduler trace: what a node's scheduler saw and decided, step by step, as lines of JSON in files of bounded size.
+
+Three records bear one step's number: `step_snapshot`, how things stood before it; a `prefix_cache_event` for each request whose
+prefix was looked for; `step_decision`, what came of it. `tandem replay` reads them, and so does the simulator.
+
+The step thread encodes, a thread writes. A disk that is slow or full costs records, which are counted, and never a step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from tandem.engine.request import Request
+from tandem.engine.scheduling.state import PauseState, SchedulerState
+from tandem.engine.scheduling.step import Eviction, StepPlan
+
+MAX_LISTED = 512  # requests of one kind in a snapshot; their number is there besides
+
+
+class TracedRequest(msgspec.Struct, frozen=True, array_like=True):
+    """One request as a snapshot has it."""
+
+    request_id: str
+    status: str
+    tokens: int  # that it has
+    computed: int
+    blocks: int
+    preemptions: int
+    waited_s: float  # since it came
+
+
+class TraceHeader(msgspec.Struct, frozen=True, tag="trace_begins", tag_field="event"):
+    """Each file begins with one, and each start of the node: the steps count from 0 again."""
+
+    node_id: str
+    unix_time: float
+    clock: float  # the same moment on the clock of the steps' `at`
+    total_blocks: int
+    policy: str
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+
+
+class StepSnapshot(msgspec.Struct, frozen=True, tag="step_snapshot", tag_field="event"):
+    step: int
+    at: float  # seconds on the node's monotonic clock
+    running: list[TracedRequest]  # in order of admission
+    waiting: list[TracedRequest]  # in line, in no order
+    blocked: list[TracedRequest]  # that wait for an event, such as their KV
+    num_running: int
+    num_waiting: int
+    num_blocked: int
+    held: dict[str, int]  # blocks of requests that ended, until their transfer is over
+    free_blocks: int
+    cached_blocks: int
+    total_blocks: int
+    quarantined_blocks: int
+
+
+class PrefixCacheEvent(msgspec.Struct, frozen=True, tag="prefix_cache_event", tag_field="event"):
+    step: int
+    request_id: str
+    prompt_tokens: int
+    tokens: int  # all that it has: more than the prompt after a preemption
+    local_tokens: int  # found on the device
+    external_tokens: int  # promised by the connector
+    arrives_later: bool
+    connector: str | None
+
+
+class StepDecision(msgspec.Struct, frozen=True, tag="step_decision", tag_field="event"):
+    step: int
+    new: list[str]
+    resumed: list[str]
+    running: list[str]  # that ran before and go on
+    num_scheduled_tokens: dict[str, int]
+    total_num_scheduled_tokens: int
+    drafts: dict[str, int]  # tokens that were guessed, of those scheduled
+    preempted: list[Eviction]
+    finished: list[str]  # that ended since the step before
+    loads: list[str]  # whose KV is being fetched from here on
+    held_back: str  # the first in line that was not admitted; "" when there is none
+    why: str
+    token_budget: int  # that was left
+    prompt_budget: int
+    free_blocks: int  # afterwards
+
+
+class RecordsLost(msgspec.Struct, frozen=True, tag="records_lost", tag_field="event"):
+    """The disk was too slow for so many records."""
+
+    count: int
+
+
+TraceRecord = TraceHeader | StepSnapshot | PrefixCacheEvent | StepDecision | RecordsLost
+
+
+class StepTrace:
+    """Called from the step thread: `snapshot`, `looked_up` and `decided`, once per step in this order."""
+
+    def __init__(self, node_id: str, write: Callable[[bytes], None]) -> None:
+        self._node_id = node_id
+        self._write = write
+        self._encoder = msgspec.json.Encoder()
+        self._pending: list[TraceRecord] = []
+        self._idle: tuple[str, str] | None = ("", "")  # who was held back, where the step before did nothing
+
+    def begins(self, state: SchedulerState) -> None:
+        config = state.config
+        self._put(
+            TraceHeader(
+                self._node_id,
+                time.time(),
+                state.clock(),
+                state.cache.pool.num_usable,
+                config.policy.value,
+                config.max_num_seqs,
+                config.max_num_batched_tokens,
+                state.max_model_len,
+            )
+        )
+
+    def snapshot(self, state: SchedulerState) -> None:
+        now, pool = state.clock(), state.cache.pool
+        blocked = [request for _, request in state.waiting.blocked.values()]
+        in_line = [request for request in state.waiting if request.request_id not in state.waiting.blocked]
+
+        def listed(requests: list[Request]) -> list[TracedRequest]:
+            return [_traced(state, request, now) for request in requests[:MAX_LISTED]]
+
+        self._pending = [
+            StepSnapshot(
+                step=state.totals.steps,
+                at=now,
+                running=listed(state.running),
+                waiting=listed(in_line),
+                blocked=listed(blocked),
+                num_running=len(state.running),
+                num_waiting=len(in_line),
+                num_blocked=len(blocked),
+                held={request_id: state.cache.num_blocks_of(request_id) for request_id in state.held},
+                free_blocks=pool.num_free,
+                cached_blocks=pool.num_cached,
+                total_blocks=pool.num_usable,
+                quarantined_blocks=len(pool.quarantined),
+            )
+        ]
+
+    def looked_up(
+        self, state: SchedulerState, request: Request, local: int, external: int, *, arrives_later: bool
+    ) -> None:
+        self._pending.append(
+            PrefixCacheEvent(
+                state.totals.steps,
+                request.request_id,
+                request.num_prompt_tokens,
+                request.num_tokens,
+                local,
+                external,
+                arrives_later,
+                type(state.connector).__name__ if state.connector is not None else None,
+            )
+        )
+
+    def decided(self, state: SchedulerState, step: StepPlan, finished: set[str], preempted: set[str]) -> None:
+        """`preempted`: all that the runner is told of, so also those that lost their blocks between two steps."""
+        of_step = {victim.request_id for victim in step.evictions}
+        evictions = [
+            *step.evictions,
+            *(Eviction(request_id, "", 0, 0) for request_id in sorted(preempted - of_step)),
+        ]
+        held_back = _held_back(state, step)
+        if step.num_scheduled or evictions or finished or step.loads:
+            self._idle = None
+        elif held_back == self._idle:
+            self._pending.clear()  # nothing has changed since the step before, which is told
+            return
+        else:
+            self._idle = held_back
+        for record in self._pending:
+            self._put(record)
+        self._pending.clear()
+        self._put(
+            StepDecision(
+                step=state.totals.steps,
+                new=[request.request_id for request in step.new],
+                resumed=[request.request_id for request in step.resumed],
+                running=[request.request_id for request in step.running],
+                num_scheduled_tokens=step.num_scheduled,
+                total_num_scheduled_tokens=sum(step.num_scheduled.values()),
+                drafts={request_id: len(drafts) for request_id, drafts in step.drafts.items()},
+                preempted=evictions,
+                finished=sorted(finished),
+                loads=step.loads,
+                held_back=held_back[0],
+                why=held_back[1],
+                token_budget=step.token_budget,
+                prompt_budget=step.prompt_budget,
+                free_blocks=state.cache.pool.num_free,
+            )
+        )
+
+    def _put(self, record: TraceRecord) -> None:
+        self._write(self._encoder.encode(record) + b"\n")
+
+
+def _traced(state: SchedulerState, request: Request, now: float) -> TracedRequest:
+    return TracedRequest(
+        request.request_id,
+        request.status.name.lower(),
+        request.num_tokens,
+        request.num_computed_tokens,
+        state.cache.num_blocks_of(request.request_id),
+        request.num_preemptions,
+        round(max(now - request.arrival_time, 0.0), 6),
+    )
+
+
+def _held_back(state: SchedulerState, step: StepPlan) -> tuple[str, str]:
+    """Who is next in line and was not admitted, and why."""
+    if step.held_back is not None:
+        return step.held_back
+    head = state.waiting.head()
+    if head is None:
+        return ("", "")
+    if state.pause is not PauseState.UNPAUSED:
+        why = "the scheduler is paused"
+    elif step.preempted:
+        why = "requests were preempted in this step"
+    elif step.ran_short:
+        why = "a running request waits for blocks until the open step is booked"
+    elif len(state.running) >= state.config.max_num_seqs:
+        why = f"{state.config.max_num_seqs} requests run, and no more may"
+    elif step.token_budget <= 0:
+        why = "no tokens are left in this step"
+    else:
+        why = "it was passed over: its connector cannot say yet, or there is no room for its adapter"
+    return (head.request_id, why)

@@ -1,0 +1,85 @@
+"""Lines of a scheduler trace, written by a thread of their own to a file of bounded size.
+
+The file is NODE.jsonl in the folder that `scheduler.trace_folder` names; when it is half of what it may be it becomes
+NODE.old.jsonl, in the place of the one before. A disk that is full, slow or away ends or thins the trace, and nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from tandem.engine.scheduling.step_trace import RecordsLost
+
+logger = logging.getLogger(__name__)
+
+MAX_QUEUED = 4096  # lines that the disk may be behind
+CLOSE_WITHIN_S = 5.0
+
+
+class TraceFile:
+    def __init__(self, folder: Path, node_id: str, max_bytes: int) -> None:
+        """Nothing is opened here: what is wrong with the folder is said in the log."""
+        self._path = folder / f"{node_id}.jsonl"
+        self._old = folder / f"{node_id}.old.jsonl"
+        self._most = max(max_bytes // 2, 1)
+        self._queue: queue.Queue[bytes | None] = queue.Queue(MAX_QUEUED)
+        self._lost = 0
+        self._header = b""
+        self._thread = threading.Thread(target=self._run, name="scheduler-trace", daemon=True)
+        self._thread.start()
+
+    def write(self, line: bytes) -> None:
+        """From the step thread: never waits. The first line is the header, which each further file begins with too."""
+        self._header = self._header or line
+        try:
+            if self._lost:
+                self._queue.put_nowait(msgspec.json.encode(RecordsLost(self._lost)) + b"\n")
+                self._lost = 0
+            self._queue.put_nowait(line)
+        except queue.Full:
+            self._lost += 1
+
+    def close(self) -> None:
+        """What is queued is written first, if that takes no longer than a disk should."""
+        try:
+            self._queue.put(None, timeout=CLOSE_WITHIN_S)
+        except queue.Full:
+            return  # the thread is a daemon, and ends with the process
+        self._thread.join(CLOSE_WITHIN_S)
+
+    def _run(self) -> None:
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._write_all()
+        except OSError as error:
+            logger.error("the scheduler trace ends, for %s cannot be written: %s", self._path, error)
+            while self._queue.get() is not None:  # the step thread goes on as if it were
+                pass
+
+    def _write_all(self) -> None:
+        is_next, ended = False, False
+        while not ended:
+            with self._path.open("ab") as file:
+                if is_next:
+                    file.write(self._header)
+                ended = self._fill(file)
+            if not ended:
+                self._path.replace(self._old)
+                is_next = True
+
+    def _fill(self, file: BinaryIO) -> bool:
+        """True when no further line will come, False when the file is full."""
+        while file.tell() < self._most:
+            line = self._queue.get()
+            if line is None:
+                return True
+            file.write(line)
+            if self._queue.empty():
+                file.flush()
+        return False
