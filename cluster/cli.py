@@ -186,6 +186,21 @@ def make_parser() -> argparse.ArgumentParser:
     add_output(trace)
     trace.set_defaults(run=_trace)
 
+    why = commands.add_parser("why", help="every millisecond of one request: what it waited for")
+    why.add_argument("request", metavar="REQUEST_ID", help="its id, or its answer's")
+    _add_server(why)
+    add_output(why)
+    why.set_defaults(run=_why)
+
+    top = commands.add_parser("top", help="the cluster as it is now, and its slowest requests by cause")
+    _add_server(top)
+    top.add_argument("--once", action="store_true", help="print it once, and end")
+    top.add_argument(
+        "--every", type=float, default=2.0, metavar="S", help="seconds between two looks (default 2)"
+    )
+    add_output(top)
+    top.set_defaults(run=_top)
+
     replay = commands.add_parser(
         "replay", help="step through what a node's scheduler saw and decided", describe=_describe_replay
     )
@@ -371,6 +386,39 @@ def _trace(options: argparse.Namespace) -> int:
             return 0
         json = options.json or (Path("-") if wants_json(options) else None)
         return run(client, Console(), options.request, options.picture, json)
+    finally:
+        client.close()
+
+
+def _why(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from tandem.cluster.api_client import key_from_environment
+    from tandem.cluster.trace.command import TraceClient
+    from tandem.cluster.trace.why_command import explained
+    from tandem.cluster.trace.why_text import show_explanation
+
+    client = TraceClient(options.url, key_from_environment())
+    try:
+        explanation = explained(client, options.request)
+    finally:
+        client.close()
+    if wants_json(options):
+        print_json(explanation)
+    else:
+        show_explanation(Console(), explanation)
+    return 0
+
+
+def _top(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from tandem.cluster.api_client import ApiClient, key_from_environment
+    from tandem.cluster.commands.top import run
+
+    client = ApiClient(options.url, key_from_environment())
+    try:
+        return run(client, Console(), options.every, once=options.once, as_json=wants_json(options))
     finally:
         client.close()
 

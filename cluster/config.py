@@ -143,4 +143,6 @@ SHORTHANDS: dict[type[msgspec.Struct], str] = {ModelConfig: "path", PoolConfig: 
 DERIVED: dict[tuple[str, ...], str] = {
     ("router", "tokenizer_path"): "it follows from model.path",
     ("router", "model_name"): "set model.served_name instead",
+    ("router", "slo_ttft_s"): "set slo.ttft_s instead",
+    ("router", "slo_inter_token_s"): "set slo.inter_token_s instead",
 }

@@ -1,7 +1,7 @@
 """Lines of a scheduler trace, written by a thread of their own to a file of bounded size.
 
-The file is NODE.jsonl in the folder that `scheduler.trace_folder` names; when it is half of what it may be it becomes
-NODE.old.jsonl, in the place of the one before. A disk that is full, slow or away ends or thins the trace, and nothing else.
+The file is NODE.jsonl in the folder that `scheduler.trace_folder` names. At half of the allowed bytes it becomes NODE.old.jsonl,
+in the place of the one before. A disk that is full, slow or away ends or thins the trace, and nothing else.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import msgspec
 from tandem.router.cached_blocks import CachedBlocks
 from tandem.router.config import LocalPrefill, PolicyName
 from tandem.router.policy import PoolSnapshot, RoutingDecision, RoutingRequest, make_policy
+from tandem.router.policy.alternatives import Alternative, alternatives
 from tandem.router.pool import NodePool
 from tandem.router.prefixes import Overlaps, PrefixRecord, PromptHashes
 from tandem.wire.kv_events import DEVICE_MEDIUM
@@ -38,6 +39,21 @@ class Chooser:
     def choose(self, request: RoutingRequest, hashes: PromptHashes) -> RoutingDecision:
         """Raises Unavailable when no node can take it."""
         self._turn += 1
+        nodes, request = self._known(request, hashes)
+        decision = self._policy(nodes, request)
+        for node in (decision.prefill, decision.decode):
+            if node is not None:
+                self._record.sent(node.node_id, hashes.of(node.block_size))
+        return decision
+
+    def alternatives(
+        self, request: RoutingRequest, hashes: PromptHashes, decision: RoutingDecision
+    ) -> list[Alternative]:
+        """What else `decision` could have been, just after it was made."""
+        return alternatives(*self._known(request, hashes), decision)
+
+    def _known(self, request: RoutingRequest, hashes: PromptHashes) -> tuple[PoolSnapshot, RoutingRequest]:
+        """The nodes that the policy ranks, and the request with what each of them likely has cached."""
         levels = {
             size: (self.cached.levels(of_size), self._record.levels(of_size))
             for size in self._pool.block_sizes
@@ -51,11 +67,7 @@ class Chooser:
             for view in (*nodes.prefill, *nodes.decode)
             if (tokens := overlaps.tokens(view.info))
         }
-        decision = self._policy(nodes, msgspec.structs.replace(request, cached=cached))
-        for node in (decision.prefill, decision.decode):
-            if node is not None:
-                self._record.sent(node.node_id, hashes.of(node.block_size))
-        return decision
+        return nodes, msgspec.structs.replace(request, cached=cached)
 
     def candidates(self, request: RoutingRequest, overlaps: Overlaps) -> PoolSnapshot:
         """The nodes that the policy ranks."""

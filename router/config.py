@@ -310,6 +310,9 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cors_origins: Annotated[
         tuple[str, ...], about("whose web pages may ask from a browser; `*` is any page")
     ] = ()
+    # The cluster's `slo`, as far as the router tells how often it was kept.
+    slo_ttft_s: Seconds = 2.0
+    slo_inter_token_s: Seconds = 0.1
     limits: Limits = Limits()
     timeouts: Timeouts = Timeouts()
     heartbeat: Heartbeat = Heartbeat()

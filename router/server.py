@@ -176,6 +176,9 @@ class RouterServer:
             for member in services.pool.members:
                 services.links.ping(member.info)
             services.kept.measure()
+            services.dispatcher.recent.sample(
+                services.dispatcher.running, services.dispatcher.admission.queued
+            )
             for _ in range(3):
                 await asyncio.sleep(interval / 3)
                 services.dispatcher.check_nodes()

@@ -62,6 +62,7 @@ WITHIN_CLUSTER: dict[str, set[str]] = {
     "on_ray": {"pools", "models"},
     "commands": {"pools", "models", "on_ray", "trace"},
     "trace": set(),
+    "replay": {"commands"},
     "chaos": {"commands", "on_ray"},
 }
 MAY_IMPORT_RAY = ("cluster/on_ray/", "cluster/static_hosts/")

@@ -3,6 +3,7 @@
 serve         preflight, progress, following, ready_lines: checked, shown while it starts, and followed to its end
 operate       scale, drain, role, down; operate_options: their arguments; address: which cluster
 overview, status     `tandem status`, from the controller and from one router
+top           the cluster as it changes, and its slowest requests
 doctor, machine_checks   what this machine offers; one check for each subject
 bench         one run of the load generator (loadgen/), from its flags to its table
 chat, show_config

@@ -11,7 +11,7 @@ import msgspec
 from rich.console import Console
 
 from tandem.cluster.commands.output import add_output, wants_json
-from tandem.cluster.replay.recording import Recording, TracedStep
+from tandem.cluster.replay.reading import TracedStep, TraceReader
 from tandem.cluster.replay.text import one_line, show_step
 from tandem.wire.errors import ConfigurationError
 
@@ -37,27 +37,27 @@ def run(
     *,
     interactive: bool | None = None,
 ) -> int:
-    recording = Recording(options.trace)
-    if not len(recording):
+    reader = TraceReader(options.trace)
+    if not len(reader):
         raise ConfigurationError(f"{options.trace} has no whole step yet")
     if options.step is not None:
-        places = [recording.place_of(options.step)]
+        places = [reader.place_of(options.step)]
     else:
-        places = [place for place in range(len(recording)) if _is_wanted(recording[place], options)]
+        places = [place for place in range(len(reader)) if _is_wanted(reader[place], options)]
     if wants_json(options):
         for place in places:
-            _print_json(recording[place])
+            _print_json(reader[place])
         return 0
     by_hand = sys.stdin.isatty() and sys.stdout.isatty() if interactive is None else interactive
     chosen = options.step is not None or options.request is not None or options.preemptions
     if by_hand and not chosen:
-        return _step_through(recording, console, ask)
+        return _step_through(reader, console, ask)
     whole = options.step is not None
     for place in places:
         if whole:
-            show_step(console, recording[place], place, len(recording))
+            show_step(console, reader[place], place, len(reader))
         else:
-            console.print(one_line(recording[place]), highlight=False, soft_wrap=True)
+            console.print(one_line(reader[place]), highlight=False, soft_wrap=True)
     if not places:
         console.print("No step is like that.", highlight=False)
     return 0
@@ -75,10 +75,10 @@ def _print_json(step: TracedStep) -> None:
     sys.stdout.write(msgspec.json.encode(records).decode() + "\n")
 
 
-def _step_through(recording: Recording, console: Console, ask: Callable[[str], str]) -> int:
+def _step_through(reader: TraceReader, console: Console, ask: Callable[[str], str]) -> int:
     place = 0
     while True:
-        show_step(console, recording[place], place, len(recording))
+        show_step(console, reader[place], place, len(reader))
         console.print(f"[dim]{_HELP}[/]", highlight=False)
         try:
             words = ask("> ").split()
@@ -86,29 +86,29 @@ def _step_through(recording: Recording, console: Console, ask: Callable[[str], s
             return 0
         if words[:1] == ["q"]:
             return 0
-        found = _next_place(recording, place, words)
+        found = _next_place(reader, place, words)
         if isinstance(found, str):
             console.print(f"[yellow]![/] {found}", highlight=False)
         else:
             place = found
 
 
-def _next_place(recording: Recording, place: int, words: list[str]) -> int | str:
+def _next_place(reader: TraceReader, place: int, words: list[str]) -> int | str:
     """Where to go, or why not."""
     match words:
         case [] | ["n"]:
-            return place + 1 if place + 1 < len(recording) else "this is the last step"
+            return place + 1 if place + 1 < len(reader) else "this is the last step"
         case ["b"]:
             return place - 1 if place else "this is the first step"
         case ["p"]:
-            found = recording.find(lambda step: bool(step.decision.preempted), place)
+            found = reader.find(lambda step: bool(step.decision.preempted), place)
             return found if found is not None else "no request is preempted after this step"
         case ["r", request_id]:
-            found = recording.find(lambda step: step.names(request_id), place)
+            found = reader.find(lambda step: step.names(request_id), place)
             return found if found is not None else f"{request_id} has no part in any step after this one"
         case [number] if number.isdigit():
             try:
-                return recording.place_of(int(number))
+                return reader.place_of(int(number))
             except ConfigurationError as error:
                 return str(error)
     return "that is none of these"

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tandem.cluster.describe import counted
-from tandem.cluster.replay.recording import TracedStep
+from tandem.cluster.replay.reading import TracedStep
 from tandem.engine.scheduling.step_trace import TracedRequest
 
 _BAR = 40

@@ -16,6 +16,7 @@ from tandem.cluster.api_client import ApiClient
 from tandem.cluster.saving import as_json, check_picture, save_picture, write_json
 from tandem.cluster.trace.picture import draw_trace
 from tandem.cluster.trace.text import show_list, show_trace
+from tandem.router.page_state import PageState
 from tandem.router.tracing.record import TraceList, TraceRecord
 from tandem.wire.errors import ConfigurationError, InternalError
 
@@ -55,6 +56,10 @@ class TraceClient:
     def __init__(self, url: str, key: str | None, transport: httpx.BaseTransport | None = None) -> None:
         self._api = ApiClient(url, key, transport)
 
+    @property
+    def url(self) -> str:
+        return self._api.url
+
     def close(self) -> None:
         self._api.close()
 
@@ -70,6 +75,10 @@ class TraceClient:
             if complete or time.monotonic() > deadline:
                 return record
             time.sleep(_ASK_AGAIN_S)
+
+    def state(self) -> PageState:
+        """What the page shows. For operators."""
+        return self._get("/ui/state", PageState)
 
     def _get(self, path: str, kind: type[T]) -> T:
         response = self._api.get(path)

@@ -11,6 +11,7 @@ from tandem.engine.request import Request, RequestStatus
 from tandem.engine.scheduling.lifecycle import Lifecycle
 from tandem.engine.scheduling.state import SchedulerState
 from tandem.engine.scheduling.step import StepPlan
+from tandem.engine.scheduling.step_trace import StepTrace
 
 
 @dataclasses.dataclass(slots=True)
@@ -31,7 +32,8 @@ class _Verdict(enum.Enum):
 
 
 class AdmissionPhase:
-    def __init__(self, state: SchedulerState, lifecycle: Lifecycle) -> None:
+    def __init__(self, state: SchedulerState, lifecycle: Lifecycle, trace: StepTrace | None = None) -> None:
+        self._trace = trace
         self._state = state
         self._lifecycle = lifecycle
 
@@ -64,8 +66,8 @@ class AdmissionPhase:
             self._state.waiting.pass_over(request)
             step.deferred = True
             return _Verdict.NEXT
-        if self._state.trace is not None and prefix.hits is not None:
-            self._state.trace.looked_up(
+        if self._trace is not None and prefix.hits is not None:
+            self._trace.looked_up(
                 self._state,
                 request,
                 prefix.num_hit_tokens,

@@ -24,9 +24,10 @@ from tandem.engine.scheduling.output import CachedRequestData, ModelOutput, NewR
 from tandem.engine.scheduling.queue import make_policy
 from tandem.engine.scheduling.results import ModelResults
 from tandem.engine.scheduling.running import RunningPhase
-from tandem.engine.scheduling.state import PauseState, SchedulerState, StepTracer
+from tandem.engine.scheduling.state import PauseState, SchedulerState
 from tandem.engine.scheduling.stats import SchedulerStats
 from tandem.engine.scheduling.step import Pace, StepPlan, leave_open
+from tandem.engine.scheduling.step_trace import StepTrace
 from tandem.engine.scheduling.transfers import TransferResults
 from tandem.engine.scheduling.waiting import WaitingRequests
 from tandem.kvtransfer.base import ConnectorOutput, LoadFailurePolicy, SchedulerConnector
@@ -54,7 +55,7 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
         *,
         zero_new_blocks: bool = False,
-        trace: StepTracer | None = None,
+        trace: StepTrace | None = None,
     ) -> None:
         """`zero_new_blocks` is for attention kernels that read past a request's last token: the runner is told
         which blocks hold something stale."""
@@ -89,13 +90,13 @@ class Scheduler:
             load_failure_policy=load_failure_policy,
             clock=clock,
             waiting=WaitingRequests(policy),
-            trace=trace,
         )
+        self._trace = trace  # None: nothing is noted
         if trace is not None:
             trace.begins(self._state)
         self._lifecycle = Lifecycle(self._state, max_model_len, eos_token_ids)
         self._running_phase = RunningPhase(self._state, self._lifecycle)
-        self._admission_phase = AdmissionPhase(self._state, self._lifecycle)
+        self._admission_phase = AdmissionPhase(self._state, self._lifecycle, trace)
         self._transfers = TransferResults(self._state, self._lifecycle)
         self._results = ModelResults(self._state, self._lifecycle)
         self._pace = Pace(config.step_target_ms)
@@ -140,15 +141,15 @@ class Scheduler:
         paused = state.pause is PauseState.PAUSED_ALL
         budget = 0 if paused else state.config.max_num_batched_tokens
         step = StepPlan(budget, prompt_budget=self._budget_of_prompts(budget))
-        if state.trace is not None:
-            state.trace.snapshot(state)
+        if self._trace is not None:
+            self._trace.snapshot(state)
         self._running_phase.plan(step)
         # A request admitted while others lose their blocks would keep its own only for a moment.
         if not (step.preempted or step.ran_short) and state.pause is PauseState.UNPAUSED:
             self._admission_phase.plan(step)
         output = self._output_of(step)
-        if state.trace is not None:
-            state.trace.decided(state, step, output.finished_req_ids, output.preempted_req_ids)
+        if self._trace is not None:
+            self._trace.decided(state, step, output.finished_req_ids, output.preempted_req_ids)
         if state.connector is not None:
             output.connector_metadata = state.connector.build_connector_meta(output)
         self._advance(step)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Protocol
 
 from tandem.engine.cache.manager import KVCacheManager
 from tandem.engine.config import SchedulerConfig
@@ -15,22 +14,6 @@ from tandem.engine.scheduling.queue import QueuePolicy
 from tandem.engine.scheduling.stats import AnswerLengths, Totals
 from tandem.engine.scheduling.waiting import WaitingRequests
 from tandem.kvtransfer.base import LoadFailurePolicy, SchedulerConnector
-
-if TYPE_CHECKING:
-    from tandem.engine.scheduling.step import StepPlan
-
-
-class StepTracer(Protocol):
-    """Is told of every step, in this order: `step_trace.StepTrace`."""
-
-    def begins(self, state: SchedulerState) -> None: ...
-    def snapshot(self, state: SchedulerState) -> None: ...
-    def looked_up(
-        self, state: SchedulerState, request: Request, local: int, external: int, *, arrives_later: bool
-    ) -> None: ...
-    def decided(
-        self, state: SchedulerState, step: StepPlan, finished: set[str], preempted: set[str]
-    ) -> None: ...
 
 
 class PauseState(enum.IntEnum):
@@ -52,7 +35,6 @@ class SchedulerState:
     load_failure_policy: LoadFailurePolicy
     clock: Callable[[], float]
     waiting: WaitingRequests
-    trace: StepTracer | None = None  # None: nothing is noted
     requests: dict[str, Request] = dataclasses.field(default_factory=dict)
     running: list[Request] = dataclasses.field(default_factory=list)  # in order of admission
     held: dict[str, Request] = dataclasses.field(default_factory=dict)

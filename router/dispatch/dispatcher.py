@@ -17,6 +17,7 @@ from tandem.router.dispatch.spec import SequenceSpec
 from tandem.router.links import NodeLinks
 from tandem.router.metrics import RouterMetrics
 from tandem.router.pool import NodePool
+from tandem.router.recent import RecentRequests
 from tandem.wire.errors import InternalError, TandemError, Unavailable
 from tandem.wire.nodes import NodeInfo
 from tandem.wire.requests import CacheNews, Holding, NodeStatus, TokenBatch
@@ -64,6 +65,27 @@ class Dispatcher:
     @property
     def running(self) -> int:
         return self._placement.running
+
+    @property
+    def recent(self) -> RecentRequests:
+        return self._placement.recent
+
+    def moving(self) -> list[tuple[str, str, float, int]]:
+        """KV under way: from which node, to which, for how many seconds, of how many tokens."""
+        now = self._clock()
+        return [
+            (
+                attempt.prefill.node_id,
+                attempt.decode.node_id,
+                now - attempt.submitted_at,
+                len(life.spec.prompt_token_ids),
+            )
+            for life in self._placement.lives()
+            if (attempt := life.attempt) is not None
+            and attempt.prefill is not None
+            and attempt.decode is not None
+            and not attempt.decode_started
+        ]
 
     async def generate(self, specs: list[SequenceSpec], tenant: str, *, eager: bool) -> Generation:
         """Wait for a place for all of them, then start them. Raises Overloaded, Unavailable, DeadlineExceeded.

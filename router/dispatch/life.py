@@ -14,6 +14,7 @@ from tandem.router.dispatch.placement import Placement
 from tandem.router.dispatch.spec import SequenceSpec
 from tandem.router.policy import RoutingDecision, RoutingRequest
 from tandem.router.prefixes import PromptHashes
+from tandem.router.recent import RequestAccount
 from tandem.wire.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -51,6 +52,7 @@ class RequestLife:
         """`came`: when it began to wait for a place."""
         self._placement = placement
         self._metrics = placement.metrics
+        self.longest_gap_s = 0.0  # between two reports of its tokens
         self._timeouts = placement.config.timeouts
         self._loop = asyncio.get_running_loop()
         self._on_news = on_news
@@ -62,6 +64,7 @@ class RequestLife:
         self.cached_tokens: int | None = None
         self.router_wait_s = 0.0  # for a place
         self.node_wait_s = 0.0  # in the line of the node that read the prompt
+        self.handover_s = 0.0
         self.preemptions = 0
         self.attempt: Attempt | None = None
         self.decisions: list[RoutingDecision] = []
@@ -149,7 +152,7 @@ class RequestLife:
         if source is TokenSource.DECODE:
             if not attempt.decode_started:
                 attempt.decode_started = True
-                self._placement.on_decode_started(attempt)
+                self.handover_s = self._placement.on_decode_started(attempt)
         elif not attempt.prefill_reported:
             attempt.prefill_reported = True
             self._placement.on_prefill_reported(attempt)
@@ -174,7 +177,10 @@ class RequestLife:
         now = time.monotonic()
         self._metrics.generation_tokens.inc(count)
         if self.last_token_at is not None:
-            self._metrics.inter_token_latency.observe(now - self.last_token_at)
+            gap = now - self.last_token_at
+            self._metrics.inter_token_latency.observe(gap)
+            if gap > self.longest_gap_s:
+                self.longest_gap_s = gap
         else:
             self.first_token_at = now
             self._metrics.time_to_first_token.observe(now - self.arrived_at)
@@ -350,6 +356,10 @@ class RequestLife:
         self._waiting_since = None
         self._placement.stop_waiting(self)
         self._arm()
+        if self.spec.trace is not None:
+            self.spec.trace.considered(
+                self._placement.alternatives(self._routing(frozenset()), self.hashes, decision)
+            )
         error = self._placement.submit(self, attempt, self.spec, self.ledger.tokens)
         if error is not None and self.attempt is attempt:
             self._fail_over(error, {node.node_id for node in attempt.nodes if node not in attempt.sent})
@@ -465,6 +475,7 @@ class RequestLife:
         metrics.request_max_tokens.observe(self.spec.sampling.max_tokens)
         if self.preemptions:
             metrics.requests_preempted.inc()
+        self._placement.recent.ended(self._account(now, finish))
         if self.first_token_at is None or self.last_token_at is None:
             return
         metrics.decode_time.observe(now - self.first_token_at)
@@ -472,3 +483,37 @@ class RequestLife:
             metrics.inference_time.observe(max(now - self.submitted_at - self.node_wait_s, 0.0))
         if tokens > 1:
             metrics.time_per_output_token.observe((self.last_token_at - self.first_token_at) / (tokens - 1))
+
+    def _account(self, now: float, finish: FinishReason) -> RequestAccount:
+        submitted = now if self.submitted_at is None else self.submitted_at
+        first = now if self.first_token_at is None else self.first_token_at
+        prefill_s = max(first - submitted, 0.0)
+        node_wait_s = min(self.node_wait_s, prefill_s)
+        handover_s = min(self.handover_s, now - first)
+        decision = self.decisions[-1] if self.decisions else None
+        spec = self.spec
+        return RequestAccount(
+            request_id=spec.label,
+            ended_at=self._placement.time_of_day(),
+            reading_s=max(self._came - self.arrived_at, 0.0),
+            router_wait_s=max(submitted - self._came, 0.0),
+            node_wait_s=node_wait_s,
+            prefill_s=prefill_s - node_wait_s,
+            handover_s=handover_s,
+            decode_s=now - first - handover_s,
+            prompt_tokens=len(spec.prompt_token_ids),
+            cached_tokens=self.cached_tokens or 0,
+            output_tokens=len(self.ledger.tokens),
+            longest_gap_s=self.longest_gap_s,
+            prefill_node=decision.prefill.node_id
+            if decision is not None and decision.prefill is not None
+            else "",
+            decode_node=decision.decode.node_id
+            if decision is not None and decision.decode is not None
+            else "",
+            decision=decision.reason if decision is not None else "",
+            preemptions=self.preemptions,
+            failovers=self.failovers,
+            finish=finish.value,
+            traced=spec.trace is not None,
+        )

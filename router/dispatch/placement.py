@@ -18,9 +18,11 @@ from tandem.router.dispatch.spec import SequenceSpec
 from tandem.router.links import NodeLinks
 from tandem.router.metrics import RouterMetrics
 from tandem.router.policy import RoutingDecision, RoutingRequest
+from tandem.router.policy.alternatives import Alternative
 from tandem.router.pool import NodePool
 from tandem.router.prefixes import PromptHashes
 from tandem.router.rates import AnswerLengthMeter
+from tandem.router.recent import RecentRequests, Targets
 from tandem.wire.errors import NodeLost
 from tandem.wire.nodes import NodeInfo
 from tandem.wire.requests import CacheNews
@@ -45,6 +47,8 @@ class Placement(Generic[L]):
     ) -> None:
         self.config = config
         self.metrics = metrics
+        self.time_of_day = time.time
+        self.recent = RecentRequests(Targets(config.slo_ttft_s, config.slo_inter_token_s), self.time_of_day)
         self.clock = time.monotonic  # as everywhere here: the event loop's own clock counts milliseconds
         self._links = links
         self._pool = pool
@@ -92,6 +96,12 @@ class Placement(Generic[L]):
         decision = self._chooser.choose(request, hashes)
         self.metrics.decisions.labels("away" if decision.prefill and decision.decode else "one_node").inc()
         return decision
+
+    def alternatives(
+        self, request: RoutingRequest, hashes: PromptHashes, decision: RoutingDecision
+    ) -> list[Alternative]:
+        """For a traced request, just after it was decided."""
+        return self._chooser.alternatives(request, hashes, decision)
 
     def submit(self, life: L, attempt: Attempt, spec: SequenceSpec, tokens: list[int]) -> NodeLost | None:
         """Returns why it could not, when a node does not read."""
@@ -179,18 +189,20 @@ class Placement(Generic[L]):
         if attempt.prefill is not None:
             self._pool.answered(attempt.prefill.node_id, attempt.request_id)
 
-    def on_decode_started(self, attempt: Attempt) -> None:
-        """The prefill node has reported too, unless the decode node read the prompt itself: then it need not go on."""
+    def on_decode_started(self, attempt: Attempt) -> float:
+        """The prefill node has reported too, unless the decode node read the prompt itself: then it need not go on. Returns how
+        long the handover took."""
         if attempt.decode is not None:
             self._pool.answered(attempt.decode.node_id, attempt.request_id)
         if attempt.prefill is None:
-            return
+            return 0.0
         if attempt.first_token_at is None:
             self.cancel(attempt.prefill, attempt.request_id)
-            return
+            return 0.0
         waited = self.clock() - attempt.first_token_at
         self._pool.handover.observe(waited)
         self.metrics.handover_time.observe(waited)
+        return waited
 
     def on_first_token(self, attempt: Attempt, computed: int, queue_s: float) -> None:
         """`computed`: how many tokens were read for it, those in a prefix cache left out. `queue_s`: in the node's line."""

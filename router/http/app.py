@@ -9,7 +9,14 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tandem.router.http import api_document, generate_routes, responses_routes, status_routes, text_routes
+from tandem.router.http import (
+    api_document,
+    generate_routes,
+    responses_routes,
+    status_routes,
+    text_routes,
+    ui_routes,
+)
 from tandem.router.http.exchange import HttpExchange, exchange_of
 from tandem.router.http.gate import HttpGate
 from tandem.router.http.response_desk import ResponseDesk
@@ -92,6 +99,8 @@ def make_app(services: Services) -> ASGIApp:
         ("/traces/{request_id}", status_routes.trace, ["GET"]),
         ("/openapi.json", api_document.document, ["GET"]),
         ("/docs", api_document.try_page, ["GET"]),
+        ("/ui", ui_routes.page, ["GET"]),
+        ("/ui/state", ui_routes.state, ["GET"]),
     ]
     routes = [
         Route(path, _Endpoint(path, handler, services), methods=methods) for path, handler, methods in table

@@ -8,6 +8,7 @@ import secrets
 
 import msgspec
 
+from tandem.router.policy.alternatives import Alternative
 from tandem.wire.tracing import Span, TransferRecord
 
 
@@ -53,6 +54,7 @@ class TraceRecord(msgspec.Struct, frozen=True):
     nodes: list[NodePart]
     missing: list[str]  # nodes that took part and have not told of it
     dropped: int = 0  # the router's own spans and arrivals beyond what one request may have
+    alternatives: list[Alternative] = []  # at the first decision: the nodes that took it, and the next best
 
 
 class TraceSummary(msgspec.Struct, frozen=True):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
+from tandem.router.policy.alternatives import Alternative
 from tandem.router.tracing.clocks import Clocks
 from tandem.router.tracing.record import Arrival, NodePart, TraceContext, TraceRecord, TraceSummary
 from tandem.wire.nodes import NodeInfo
@@ -49,6 +50,7 @@ class RequestTrace:
         self._arrivals: list[Arrival] = []
         self._expected: dict[tuple[str, str], NodeInfo] = {}  # (attempt, node) that will tell
         self._parts: list[NodePart] = []
+        self._alternatives: list[Alternative] = []
         self._output_tokens = 0
         self._unflushed_since: float | None = None
         self._unflushed = 0
@@ -68,6 +70,10 @@ class RequestTrace:
             self.decisions.append(decision)
             self._expected |= {(request_id, node.node_id): node for node in nodes}
             self._on_attempt(self, request_id)
+
+    def considered(self, nodes: list[Alternative]) -> None:
+        """At the first decision."""
+        self._alternatives = self._alternatives or nodes
 
     def arrived(self, at: float, node_id: str, tokens: int) -> None:
         self._output_tokens += tokens
@@ -145,6 +151,7 @@ class RequestTrace:
             nodes=list(self._parts),
             missing=sorted({node_id for _, node_id in self._expected}),
             dropped=self._dropped,
+            alternatives=self._alternatives,
         )
 
     def summary(self) -> TraceSummary:

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from tandem.cluster.replay.command import add_arguments, run
-from tandem.cluster.replay.recording import Recording
+from tandem.cluster.replay.reading import TraceReader
 from tandem.engine.scheduling.step_trace import StepTrace
 from tandem.wire.errors import ConfigurationError
 from tests.engine.scheduling.driving import Driver
@@ -22,7 +22,7 @@ from tests.engine.scheduling.driving import Driver
 def trace(tmp_path: Path) -> Path:
     """Two requests that do not fit: the younger is preempted. In two parts, as when the first is full."""
     lines: list[bytes] = []
-    driver = Driver(num_blocks=6, caching=False, trace=StepTrace("decode-0", lines.append))
+    driver = Driver(num_blocks=5, caching=False, trace=StepTrace("decode-0", lines.append))
     driver.add("req-a", prompt=7, max_tokens=5)
     driver.add("req-b", prompt=7, max_tokens=5)
     driver.run()
@@ -35,7 +35,7 @@ def trace(tmp_path: Path) -> Path:
 def replayed(path: Path, *words: str, typed: str | None = None) -> str:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    out = Console(file=io.StringIO(), width=160)
+    out = Console(file=io.StringIO(), width=200)
     asked: Iterator[str] = iter((typed or "").split("|"))
     run(
         parser.parse_args([str(path), *words]), out, lambda prompt: next(asked), interactive=typed is not None
@@ -45,7 +45,7 @@ def replayed(path: Path, *words: str, typed: str | None = None) -> str:
 
 def test_every_step_has_a_line(trace: Path) -> None:
     shown = replayed(trace).splitlines()
-    assert len(shown) == len(Recording(trace))
+    assert len(shown) == len(TraceReader(trace))
     assert [int(line.split()[1]) for line in shown] == sorted(int(line.split()[1]) for line in shown)
     assert "2 admitted" in shown[0]
 
@@ -54,7 +54,7 @@ def test_a_step_shows_the_line_the_blocks_and_who_was_preempted_for_whom(trace: 
     [line] = replayed(trace, "--preemptions").splitlines()
     shown = replayed(trace, "--step", line.split()[1])
     assert "decode-0" in shown
-    assert "of 5 used" in shown
+    assert "of 4 used" in shown
     assert "preempted for the next tokens of req-a" in shown
     assert "tokens to compute again" in shown
 
@@ -76,21 +76,21 @@ def test_json_has_the_records_as_they_are(trace: Path, capsys: pytest.CaptureFix
 
 
 def test_a_trace_whose_writer_died_is_read_up_to_there(trace: Path) -> None:
-    whole = len(Recording(trace))
+    whole = len(TraceReader(trace))
     file = trace / "decode-0.jsonl"
     file.write_bytes(file.read_bytes()[:-7])
-    assert len(Recording(trace)) == whole - 1
+    assert len(TraceReader(trace)) == whole - 1
 
 
 def test_what_is_no_trace_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="has no scheduler trace"):
-        Recording(tmp_path)
+        TraceReader(tmp_path)
     (tmp_path / "a.jsonl").write_text("hello\n")
     with pytest.raises(ConfigurationError, match="is no scheduler trace"):
-        Recording(tmp_path / "a.jsonl")
+        TraceReader(tmp_path / "a.jsonl")
     (tmp_path / "b.jsonl").write_text("")
     with pytest.raises(ConfigurationError, match="traces of a, b: name one"):
-        Recording(tmp_path)
+        TraceReader(tmp_path)
 
 
 def test_a_step_that_is_not_there_is_told_with_those_that_are(trace: Path) -> None:

@@ -49,7 +49,7 @@ def test_a_step_is_a_snapshot_what_was_found_and_a_decision_under_one_number() -
 
 
 def test_a_preemption_is_told_with_the_request_that_it_was_for() -> None:
-    traced = Traced(num_blocks=6, caching=False)
+    traced = Traced(num_blocks=5, caching=False)
     traced.driver.add("a", prompt=7, max_tokens=5)
     traced.driver.add("b", prompt=7, max_tokens=5)
     traced.driver.run()

@@ -60,7 +60,7 @@ class _Place:
     step: int
 
 
-class Recording:
+class TraceReader:
     """Steps by their place in the trace, from 0: a node that was started again counts its own from 0 once more."""
 
     def __init__(self, path: Path) -> None:

@@ -1,0 +1,254 @@
+"""`tandem why`: every millisecond of one request, given to what the request waited for in it.
+
+At each moment several parties may be at work on a request: its decode node waits for KV while its prefill node computes. The moment is
+given to the one without which the others could not have gone on, so that the parts add up to the whole. Pure: records in, parts out.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from statistics import median
+
+import msgspec
+
+from tandem.router.policy.alternatives import Alternative
+from tandem.router.recent import RequestAccount, Targets, cause_of, parts_of
+from tandem.router.tracing.record import NodePart, TraceRecord
+from tandem.wire.tracing import Span, TracePhase
+
+BETWEEN = "on the way between processes"
+
+# Which phase a moment is given to, if several cover it: the first of these.
+_ORDER = (
+    TracePhase.PREFILL,
+    TracePhase.DECODE,
+    TracePhase.READ,
+    TracePhase.TOKENIZE,
+    TracePhase.WAIT,
+    TracePhase.ROUTE,
+    TracePhase.PREEMPTED,
+    TracePhase.STEP,
+    TracePhase.QUEUE,
+    TracePhase.INBOX,
+    TracePhase.RESUME,
+    TracePhase.NOTICE,
+    TracePhase.WRITE,
+    TracePhase.REGISTER,
+    TracePhase.HANDSHAKE,
+    TracePhase.PLAN,
+    TracePhase.RECEIVE,
+    TracePhase.FLUSH,
+)
+_NAMES = {
+    TracePhase.READ: "reading and checking the request",
+    TracePhase.TOKENIZE: "template and tokens",
+    TracePhase.WAIT: "in the router's line, for a place",
+    TracePhase.ROUTE: "choosing nodes and telling them",
+    TracePhase.INBOX: "until the step under way was over",
+    TracePhase.QUEUE: "in the node's line",
+    TracePhase.PREEMPTED: "in line again, for it lost its blocks",
+    TracePhase.PREFILL: "computing the prompt",
+    TracePhase.DECODE: "computing the answer",
+    TracePhase.STEP: "planning and booking steps",
+    TracePhase.RESUME: "until the next step, with its KV there",
+    TracePhase.HANDSHAKE: "the two nodes getting to know each other",
+    TracePhase.REGISTER: "telling the prefill node where its KV goes",
+    TracePhase.PLAN: "until the first KV could be sent",
+    TracePhase.WRITE: "sending KV",
+    TracePhase.NOTICE: "the word that all KV is there",
+    TracePhase.RECEIVE: "waiting for KV",
+    TracePhase.FLUSH: "text, to the connection",
+}
+
+
+class Reason(msgspec.Struct, frozen=True):
+    """Part of a request's time."""
+
+    where: str  # the router, or a node
+    what: str
+    seconds: float
+    times: int = 1
+    detail: str = ""
+
+
+class Explanation(msgspec.Struct, frozen=True):
+    request_id: str
+    total_s: float
+    first_token_s: float | None
+    to_first_token: list[Reason]  # they add up to `first_token_s`,
+    after: list[Reason]  # and these to the rest
+    cause: str
+    decisions: list[str]
+    alternatives: list[str]
+    remarks: list[str]
+    traced: bool
+
+
+def explain(record: TraceRecord) -> Explanation:
+    ended = record.ended if record.ended is not None else _last_moment(record)
+    first = min((arrival.at for arrival in record.arrivals), default=None)
+    flushed = [span.end for span in record.router if span.phase is TracePhase.FLUSH]
+    turn = min(flushed, default=first) if first is not None else None
+    turn = min(turn, ended) if turn is not None else ended
+    before = _reasons(record, record.began, turn)
+    after = _reasons(record, turn, ended)
+    return Explanation(
+        request_id=record.request_id,
+        total_s=ended - record.began,
+        first_token_s=turn - record.began if first is not None else None,
+        to_first_token=before,
+        after=after,
+        cause=_longest([*before, *after]),
+        decisions=record.decisions,
+        alternatives=[_alternative(one) for one in record.alternatives],
+        remarks=list(_remarks(record)),
+        traced=True,
+    )
+
+
+def explain_account(account: RequestAccount, targets: Targets) -> Explanation:
+    """What the router alone knows, of a request that was not traced."""
+    where = {
+        "a node's line": account.prefill_node or account.decode_node,
+        "computing the prompt": account.prefill_node or account.decode_node,
+    }
+    reasons = [
+        Reason(where.get(name, account.decode_node if index > 3 else "router"), name, seconds)
+        for index, (name, seconds) in enumerate(parts_of(account))
+        if seconds > 0
+    ]
+    count = sum(seconds > 0 for _, seconds in parts_of(account)[:4])
+    remarks = []
+    if account.preemptions:
+        remarks.append(f"it lost its blocks {account.preemptions} times")
+    if account.failovers:
+        remarks.append(f"it moved to another node {account.failovers} times")
+    if account.longest_gap_s:
+        remarks.append(f"the longest gap in its answer was {account.longest_gap_s * 1e3:.0f} ms")
+    remarks.append(
+        "it was not traced: these parts are the router's own view (x-tandem-trace: 1 shows every step)"
+    )
+    return Explanation(
+        request_id=account.request_id,
+        total_s=account.total_s,
+        first_token_s=account.first_token_s if account.output_tokens else None,
+        to_first_token=reasons[:count],
+        after=reasons[count:],
+        cause=cause_of(account, targets),
+        decisions=[account.decision],
+        alternatives=[],
+        remarks=remarks,
+        traced=False,
+    )
+
+
+def _reasons(record: TraceRecord, start: float, end: float) -> list[Reason]:
+    """Of the time from `start` to `end`, in the order in which each first had a part of it."""
+    spans = [
+        (rank, where, span) for rank, where, span in _ranked(record) if span.start < end and span.end > start
+    ]
+    edges = sorted(
+        {start, end, *(min(max(at, start), end) for _, _, span in spans for at in (span.start, span.end))}
+    )
+    shares: dict[tuple[str, str], float] = {}
+    used: dict[tuple[str, str], dict[int, Span]] = {}
+    live: list[tuple[int, str, Span]] = []
+    upcoming = sorted(spans, key=lambda one: one[2].start)
+    at = 0
+    for left, right in itertools.pairwise(edges):
+        while at < len(upcoming) and upcoming[at][2].start <= left:
+            live.append(upcoming[at])
+            at += 1
+        live = [one for one in live if one[2].end > left]
+        if live:
+            _, where, span = min(live, key=lambda one: one[0])
+            key = (where, _NAMES[span.phase])
+            used.setdefault(key, {})[id(span)] = span
+        else:
+            key = ("", BETWEEN)
+        shares[key] = shares.get(key, 0.0) + right - left
+    return [
+        Reason(
+            where,
+            what,
+            seconds,
+            len(used.get((where, what), ())) or 1,
+            _detail(list(used.get((where, what), {}).values())),
+        )
+        for (where, what), seconds in shares.items()
+        if seconds > 0
+    ]
+
+
+def _ranked(record: TraceRecord) -> Iterator[tuple[int, str, Span]]:
+    for span in record.router:
+        yield _ORDER.index(span.phase), "router", span
+    for part in record.nodes:
+        # A decode node that waits for its KV keeps nothing waiting: what its prefill node does then is what counts.
+        receives = any(span.phase is TracePhase.RECEIVE for span in part.spans)
+        for span in part.spans:
+            later = len(_ORDER) if receives and span.phase in (TracePhase.QUEUE, TracePhase.INBOX) else 0
+            yield _ORDER.index(span.phase) + later, part.node_id, span
+
+
+def _detail(spans: list[Span]) -> str:
+    """Chunks, and what they shared their steps with."""
+    computing = [span for span in spans if span.phase in (TracePhase.PREFILL, TracePhase.DECODE)]
+    moved = sum(span.num_bytes for span in spans)
+    if moved:
+        return f"{moved / 2**20:.1f} MiB in {len(spans)} pieces"
+    if not computing:
+        return ""
+    tokens = sum(span.tokens for span in computing)
+    unit = "chunk" if computing[0].phase is TracePhase.PREFILL else "step"
+    parts = [f"{tokens} tokens in {len(computing)} {unit}{'s' if len(computing) > 1 else ''}"]
+    shared = [span.beside for span in computing if span.beside]
+    if shared:
+        parts.append(f"{len(shared)} shared with {median(shared):.0f} tokens of other requests")
+    slowest = max(computing, key=lambda span: span.seconds)
+    if len(computing) > 1:
+        parts.append(
+            f"the longest {slowest.seconds * 1e3:.1f} ms"
+            + (f" beside {slowest.beside} tokens" if slowest.beside else "")
+        )
+    return ", ".join(parts)
+
+
+def _longest(reasons: list[Reason]) -> str:
+    if not reasons:
+        return "nothing"
+    longest = max(reasons, key=lambda reason: reason.seconds)
+    return f"{longest.what} ({longest.where})" if longest.where else longest.what
+
+
+def _alternative(one: Alternative) -> str:
+    parts = [f"{one.expected_s * 1e3:.0f} ms expected", f"{one.waiting_tokens} prompt tokens before it"]
+    if one.cached_tokens:
+        parts.append(f"{one.cached_tokens} tokens cached")
+    return f"{one.node_id}{' (chosen)' if one.chosen else ''}: {', '.join(parts)}"
+
+
+def _last_moment(record: TraceRecord) -> float:
+    spans = [*record.router, *(span for part in record.nodes for span in part.spans)]
+    return max((span.end for span in spans), default=record.began)
+
+
+def _remarks(record: TraceRecord) -> Iterator[str]:
+    preemptions = sum(span.phase is TracePhase.PREEMPTED for part in record.nodes for span in part.spans)
+    if preemptions:
+        yield f"it lost its blocks {preemptions} times, and was computed again"
+    if len(record.decisions) > 1:
+        yield f"{len(record.decisions)} decisions: it has several choices, or moved to another node"
+    for node_id in record.missing:
+        yield f"{node_id} has not told of its part: its time is among what is {BETWEEN}"
+    for part in record.nodes:
+        yield from _transfer_remark(part)
+        if part.clock_error_s:
+            yield f"{part.node_id}'s times are right to within {part.clock_error_s * 1e3:.2f} ms"
+
+
+def _transfer_remark(part: NodePart) -> Iterator[str]:
+    transfer = part.transfer
+    if transfer is not None and transfer.outcome not in ("sent", "received"):
+        yield f"its KV's transfer at {part.node_id} ended as {transfer.outcome.replace('_', ' ')}"

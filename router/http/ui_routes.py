@@ -1,0 +1,120 @@
+"""GET /ui, the cluster's page, and /ui/state, what it shows: everything at once, small enough to be asked for every second.
+
+The page itself holds no figure. What it asks for needs an operator's key where keys are set, as /cluster does.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+from collections import Counter
+from functools import cache
+
+from tandem.router.http.exchange import HttpExchange
+from tandem.router.http.respond import send_bytes, send_json
+from tandem.router.http.services import Services
+from tandem.router.http.status_routes import VERSION
+from tandem.router.page_state import NodeRow, PageState, Pair, RouterState
+from tandem.router.pool import Member
+
+_SLOWEST = 12
+_MOST_PAIRS = 200  # of nodes between which KV moves, the busiest first
+
+# Nothing is loaded from elsewhere, and no other page can frame this one, which has buttons.
+_POLICY = (
+    b"default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
+    b"img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_HEADERS = (
+    (b"content-security-policy", _POLICY),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cache-control", b"no-cache"),
+)
+
+
+@cache
+def _page() -> bytes:
+    return importlib.resources.files(__package__).joinpath("ui.html").read_bytes()
+
+
+async def page(services: Services, exchange: HttpExchange) -> None:
+    await send_bytes(exchange.send, _page(), b"text/html; charset=utf-8", headers=_HEADERS)
+
+
+async def state(services: Services, exchange: HttpExchange) -> None:
+    exchange.require_operator(services.keys)
+    dispatcher = services.dispatcher
+    admission, recent = dispatcher.admission, dispatcher.recent
+    config = services.config
+    await send_json(
+        exchange.send,
+        PageState(
+            now=recent.now(),
+            router=RouterState(
+                model=config.model_name,
+                version=VERSION,
+                policy=config.policy.value,
+                unhealthy=services.why_unhealthy(),
+                draining=services.draining,
+                running=dispatcher.running,
+                queued=admission.queued,
+                queue_limit=config.limits.queued,
+                places=admission.capacity,
+                places_held=admission.held,
+                oldest_wait_s=admission.oldest_wait_s(),
+                handover_s=services.pool.handover.value,
+            ),
+            ttft_s=recent.targets.ttft_s,
+            inter_token_s=recent.targets.inter_token_s,
+            nodes=[_row(services, member) for member in services.pool.members],
+            moving=_pairs(dispatcher.moving()),
+            moments=recent.moments(),
+            latest=recent.latest(),
+            slowest=recent.slowest(_SLOWEST),
+            admin=[],
+        ),
+        headers=((b"cache-control", b"no-store"),),
+    )
+
+
+def _row(services: Services, member: Member) -> NodeRow:
+    info, status = member.info, member.status
+    why = services.pool.unusable(member) or ""
+    if status is None:
+        return NodeRow(info.node_id, info.role.value, "unknown", why)
+    counters = status.counters
+    return NodeRow(
+        info.node_id,
+        info.role.value,
+        "lost" if member.lost else status.state.value,
+        status.detail or why,
+        status.running,
+        status.waiting,
+        status.loading,
+        status.waiting_tokens,
+        status.total_blocks - status.free_blocks,
+        status.total_blocks,
+        status.cached_blocks,
+        status.held_blocks,
+        status.transfers,
+        counters.transfer_bytes_sent,
+        counters.transfer_bytes_received,
+        counters.preemptions,
+        counters.output_tokens,
+        counters.prompt_tokens_computed,
+        member.meter.rates.step_s or 0.0,
+        [(tier.name, tier.used_bytes, tier.total_bytes) for tier in status.tiers],
+    )
+
+
+def _pairs(moving: list[tuple[str, str, float, int]]) -> list[Pair]:
+    counts: Counter[tuple[str, str]] = Counter()
+    tokens: Counter[tuple[str, str]] = Counter()
+    longest: dict[tuple[str, str], float] = {}
+    for source, target, seconds, size in moving:
+        pair = (source, target)
+        counts[pair] += 1
+        tokens[pair] += size
+        longest[pair] = max(longest.get(pair, 0.0), seconds)
+    return [
+        Pair(*pair, count, tokens[pair], longest[pair]) for pair, count in counts.most_common(_MOST_PAIRS)
+    ]

@@ -1,0 +1,123 @@
+"""The last ten minutes: bounded, and right about who was slow and why."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.router.recent import (
+    BUCKET_S,
+    LATEST,
+    SLOWEST,
+    WINDOW_S,
+    RecentRequests,
+    RequestAccount,
+    Targets,
+    cause_of,
+    parts_of,
+)
+from tests.router.conftest import StartRouter
+
+TARGETS = Targets(ttft_s=2.0, inter_token_s=0.1)
+QUICK = RequestAccount(
+    request_id="r", ended_at=0.0, reading_s=0.01, router_wait_s=0.0, node_wait_s=0.02, prefill_s=0.2, handover_s=0.01,
+    decode_s=0.5, prompt_tokens=100, cached_tokens=0, output_tokens=11, longest_gap_s=0.06, prefill_node="p0",
+    decode_node="d0", decision="", preemptions=0, failovers=0, finish="stop", traced=False,
+)  # fmt: skip
+
+
+def account(**fields: object) -> RequestAccount:
+    return msgspec.structs.replace(QUICK, **fields)
+
+
+class Clock:
+    at = 1000.0
+
+    def __call__(self) -> float:
+        return self.at
+
+
+@pytest.mark.parametrize(
+    ("fields", "cause"),
+    [
+        ({"router_wait_s": 5.0}, "the router's line"),
+        ({"node_wait_s": 5.0}, "a node's line"),
+        ({"prefill_s": 5.0}, "computing the prompt"),
+        ({"handover_s": 9.0}, "the handover"),
+        ({"decode_s": 9.0}, "writing the answer"),
+        ({"decode_s": 9.0, "longest_gap_s": 8.0}, "one gap in its answer"),
+        ({"decode_s": 9.0, "preemptions": 1}, "it lost its blocks and was computed again"),
+        ({"prefill_s": 5.0, "failovers": 1}, "it moved to another node"),
+        ({"output_tokens": 0, "finish": "error"}, "it failed"),
+    ],
+)
+def test_a_slow_request_has_a_cause(fields: dict[str, object], cause: str) -> None:
+    assert cause_of(account(**fields), TARGETS) == cause
+
+
+def test_what_is_in_time_is_counted_by_both_targets() -> None:
+    recent = RecentRequests(TARGETS, Clock())
+    recent.ended(account())
+    recent.ended(account(prefill_s=3.0))
+    recent.ended(account(decode_s=5.0))
+    recent.ended(account(output_tokens=0, finish="error"))
+    [moment] = recent.moments()
+    assert (moment.ended, moment.failed, moment.first_in_time, moment.tokens_in_time) == (4, 1, 2, 2)
+
+
+def test_time_passes_also_without_requests_and_what_is_old_goes() -> None:
+    clock = Clock()
+    recent = RecentRequests(TARGETS, clock)
+    recent.ended(account(request_id="old", prefill_s=50.0))
+    clock.at += 3 * BUCKET_S
+    assert [moment.ended for moment in recent.moments()] == [1, 0, 0, 0]
+    clock.at += WINDOW_S
+    recent.sample(7, 2)
+    recent.sample(3, 5)
+    assert not recent.slowest(9)
+    assert (recent.moments()[-1].running, recent.moments()[-1].queued) == (7, 5)
+
+
+def test_a_client_that_went_away_made_its_own_request_slow_or_not() -> None:
+    recent = RecentRequests(TARGETS, Clock())
+    recent.ended(account(prefill_s=50.0, finish="abort"))
+    assert not recent.slowest(9)
+
+
+@given(times=st.lists(st.tuples(st.floats(0, 40), st.floats(0, 9)), max_size=400))
+def test_what_is_kept_is_bounded_and_the_slowest_of_all_is_among_it(times: list[tuple[float, float]]) -> None:
+    clock = Clock()
+    recent = RecentRequests(TARGETS, clock)
+    seen: list[tuple[float, float]] = []
+    for passes, prefill_s in times:
+        clock.at += passes
+        one = account(prefill_s=prefill_s)
+        recent.ended(one)
+        seen.append((clock.at, TARGETS.excess(one)))
+    assert len(recent.latest()) <= LATEST
+    assert len(recent.moments()) <= WINDOW_S / BUCKET_S
+    found = recent.slowest(5)
+    assert len(found) <= min(5, SLOWEST * len(recent.moments()))
+    assert [slow.excess for slow in found] == sorted((slow.excess for slow in found), reverse=True)
+    if seen:
+        oldest = recent.moments()[0].began
+        assert found[0].excess == max(excess for at, excess in seen if at >= oldest)
+
+
+def test_a_routers_request_adds_up(start_router: StartRouter) -> None:
+    router = start_router()
+    router.nodes["p0"].set(queue_s=0.001)
+    router.client.post(
+        "/v1/completions",
+        json={"model": "fake", "prompt": "the fox", "max_tokens": 4},
+        headers={"x-request-id": "mine"},
+    )
+    recent = router.server.services.dispatcher.recent
+    [one] = router.look(recent.latest)
+    assert (one.request_id, one.prefill_node, one.decode_node, one.output_tokens) == ("mine", "p0", "d0", 4)
+    assert all(seconds >= 0 for _, seconds in parts_of(one))
+    assert sum(seconds for _, seconds in parts_of(one)) == pytest.approx(one.total_s)
+    assert one.node_wait_s == 0.001
+    assert router.look(lambda: recent.slowest(3))[0].account == one
