@@ -54,7 +54,9 @@ class NamedBlocks:
         match event:
             case BlockStored():
                 medium = event.medium or DEVICE_MEDIUM
-                if medium == DEVICE_MEDIUM and not self._name(event):
+                if (event.group_idx or 0) != self._group or (
+                    medium == DEVICE_MEDIUM and not self._name(event)
+                ):
                     return []
                 there, names = self._media.setdefault(medium, set()), self._names
                 new = [each for each in event.block_hashes if each in names and each not in there]
@@ -62,7 +64,7 @@ class NamedBlocks:
                 return [(medium, True, [names[each] for each in new])]
             case BlockRemoved():
                 medium = event.medium or DEVICE_MEDIUM
-                if (event.group_idx or 0) != self._group and medium == DEVICE_MEDIUM:
+                if (event.group_idx or 0) != self._group:
                     return []
                 return [(medium, False, self._remove(medium, event.block_hashes))]
             case AllBlocksCleared():
@@ -72,7 +74,7 @@ class NamedBlocks:
                 ]
 
     def _name(self, event: BlockStored) -> bool:
-        if (event.group_idx or 0) != self._group or event.block_size != self._block_size:
+        if event.block_size != self._block_size:
             return False
         keys = event.extra_keys or []
         if event.parent_block_hash is None:

@@ -99,6 +99,7 @@ class TierScheduler(SchedulerConnector):
         self._chunks_per_store = max(BLOCKS_PER_STORE // tier.block_factor, 1)
         self._whole = [index for index, group in enumerate(groups) if group.keeps_every_token]
         self._windows = [(index, group.window) for index, group in enumerate(groups) if group.window]
+        self._names_groups = len(groups) > 1
         self._tier = tier
         self._tables: BlockTables | None = None
         self._entries: dict[str, _Entry] = {}
@@ -179,7 +180,7 @@ class TierScheduler(SchedulerConnector):
         """The keys of the request's chunks from `first` to before `last`."""
         factor = self._factor
         hashes = request.block_hashes[(first + 1) * factor - 1 : last * factor : factor]
-        return [key + bytes([group]) for key in hashes] if group else hashes
+        return [_key_of(block_hash, group) for block_hash in hashes] if group else hashes
 
     def _all_keys(self, request: TransferRequest) -> Sequence[Key]:
         """In the order in which they are of use: the first chunk of every group, then the second."""
@@ -377,14 +378,14 @@ class TierScheduler(SchedulerConnector):
 
     def take_events(self) -> Iterable[KVEvent]:
         medium = self._tier.spec.name.upper()
-        for is_stored, changes in itertools.groupby(
-            self._tier.manager.take_changes(), lambda change: change[1]
-        ):
-            keys = [key for key, _ in changes]
+        changes = ((*_block_of(key), is_stored) for key, is_stored in self._tier.manager.take_changes())
+        for (group, is_stored), same in itertools.groupby(changes, lambda change: change[1:]):
+            hashes = [block_hash for block_hash, *_ in same]
+            named = group if self._names_groups else None
             if is_stored:
-                yield BlockStored(keys, None, [], self._chunk_tokens, medium=medium)
+                yield BlockStored(hashes, None, [], self._chunk_tokens, medium=medium, group_idx=named)
             else:
-                yield BlockRemoved(keys, medium)
+                yield BlockRemoved(hashes, medium, named)
 
     def reset_cache(self) -> None:
         self._resets += 1
@@ -392,3 +393,12 @@ class TierScheduler(SchedulerConnector):
         for job in self._jobs.values():
             if isinstance(job, _Load):
                 job.void = True
+
+
+def _key_of(block_hash: bytes, group: int) -> Key:
+    return block_hash + bytes([group]) if group else block_hash
+
+
+def _block_of(key: Key) -> tuple[bytes, int]:
+    """A hash and its group. A hash has an even number of bytes, whatever made it."""
+    return (key[:-1], key[-1]) if len(key) % 2 else (key, 0)

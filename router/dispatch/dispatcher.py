@@ -17,6 +17,7 @@ from tandem.router.dispatch.spec import SequenceSpec
 from tandem.router.links import NodeLinks
 from tandem.router.metrics import RouterMetrics
 from tandem.router.pool import NodePool
+from tandem.router.prefixes import PromptHashes
 from tandem.router.recent import RecentRequests
 from tandem.wire.errors import InternalError, TandemError, Unavailable
 from tandem.wire.nodes import NodeInfo
@@ -24,6 +25,17 @@ from tandem.wire.requests import CacheNews, Holding, NodeStatus, TokenBatch
 from tandem.wire.tracing import TracePhase
 
 logger = logging.getLogger(__name__)
+
+
+# A longer prompt takes more than a tenth of a millisecond to hash, and is worth a hop to a thread.
+HASHED_INLINE_TOKENS = 4096
+
+_Prompt = tuple[int, str | None]
+
+
+def _prompt_of(spec: SequenceSpec) -> _Prompt:
+    """The choices of one request share one list."""
+    return id(spec.prompt_token_ids), spec.cache_salt
 
 
 class Dispatcher:
@@ -96,6 +108,7 @@ class Dispatcher:
             raise Unavailable(self.why_unavailable())
         trace = specs[0].trace
         came = self._clock()
+        hashes = await self._hashed(specs)
         slots = await self.admission.acquire(
             tenant,
             len(specs),
@@ -106,7 +119,9 @@ class Dispatcher:
             trace.span(TracePhase.WAIT, came, self._clock())
         placed = self._clock()
         generation = Generation(
-            lambda spec, news, end: RequestLife(self._placement, spec, news, end, came),
+            lambda spec, news, end: RequestLife(
+                self._placement, spec, hashes[_prompt_of(spec)], news, end, came
+            ),
             specs,
             slots,
             self._note_generation,
@@ -120,6 +135,17 @@ class Dispatcher:
     def _note_generation(self, lives: list[RequestLife]) -> None:
         self.metrics.request_choices.observe(len(lives))
         self.metrics.request_longest_answer.observe(max(len(life.ledger.tokens) for life in lives))
+
+    async def _hashed(self, specs: list[SequenceSpec]) -> dict[_Prompt, PromptHashes]:
+        """A prompt is hashed once for all of its choices; a long one does not hold up other streams."""
+        hashes: dict[_Prompt, PromptHashes] = {}
+        for spec in specs:
+            if _prompt_of(spec) not in hashes:
+                made = hashes[_prompt_of(spec)] = PromptHashes(spec.prompt_token_ids, spec.cache_salt)
+                if len(spec.prompt_token_ids) > HASHED_INLINE_TOKENS:
+                    for size in self._pool.block_sizes:
+                        await asyncio.to_thread(made.of, size)
+        return hashes
 
     def why_unavailable(self) -> str:
         reasons = [f"{m.info.node_id}: {why}" for m in self._pool.members if (why := self._pool.unusable(m))]

@@ -12,7 +12,6 @@ from tandem.router.dispatch.admission import Slots
 from tandem.router.dispatch.ledger import TokenLedger
 from tandem.router.dispatch.life import RequestLife
 from tandem.router.dispatch.spec import SequenceSpec
-from tandem.router.prefixes import PromptHashes
 from tandem.wire.errors import DeadlineExceeded, InternalError, TandemError
 from tandem.wire.sampling import FinishReason, TokenLogprobs
 
@@ -45,7 +44,7 @@ class ReadableLives(Protocol):
     def cancel(self) -> None: ...
 
 
-# Starting a sequence may mean to hash and send a long prompt: others on the loop get their turn in between.
+# Starting a sequence may mean to send a long prompt: others on the loop get their turn in between.
 START_TURN_S = 0.002
 
 
@@ -75,12 +74,6 @@ class Generation:
         self._places = 0  # that have come, and that no life has begun on
         self._starting: asyncio.Handle | None = None
         self._late: asyncio.TimerHandle | None = None
-        prompts: dict[tuple[int, str | None], PromptHashes] = {}
-        for life in self.lives:
-            key = (id(life.spec.prompt_token_ids), life.spec.cache_salt)
-            life.hashes = prompts.setdefault(
-                key, life.hashes
-            )  # a prompt is hashed once for all of its choices
 
     def start(self) -> None:
         """Raises what the first that cannot start raises: then none has begun. Others begin as their places come."""

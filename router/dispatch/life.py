@@ -45,6 +45,7 @@ class RequestLife:
         self,
         placement: Placement[RequestLife],
         spec: SequenceSpec,
+        hashes: PromptHashes,
         on_news: Callable[[RequestLife], None],
         on_end: Callable[[RequestLife], None],
         came: float | None = None,
@@ -58,7 +59,7 @@ class RequestLife:
         self._on_news = on_news
         self._on_end = on_end
         self.spec = spec
-        self.hashes = PromptHashes(spec.prompt_token_ids, spec.cache_salt)
+        self._hashes = hashes
         self.ledger = TokenLedger(wants_logprobs=spec.sampling.logprobs is not None)
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         self.cached_tokens: int | None = None
@@ -298,7 +299,7 @@ class RequestLife:
         """The node lives, and cannot take it now. Another node is asked at once; the same one only later, and only for a
         request that has begun: one that has not is better told so."""
         try:
-            decision = self._placement.choose(self._routing(frozenset(self._avoid)), self.hashes)
+            decision = self._placement.choose(self._routing(frozenset(self._avoid)), self._hashes)
         except Unavailable:
             if self.ledger.tokens:
                 self._wait_for_nodes()
@@ -326,13 +327,13 @@ class RequestLife:
 
     def _choose(self) -> RoutingDecision:
         try:
-            return self._placement.choose(self._routing(frozenset(self._avoid)), self.hashes)
+            return self._placement.choose(self._routing(frozenset(self._avoid)), self._hashes)
         except Unavailable:
             if not self._avoid:
                 raise
             # Better the decode node that failed it before than none; never again the same prefill node.
             avoid = self._placement.prefill_ids & self._avoid
-            return self._placement.choose(self._routing(avoid), self.hashes)
+            return self._placement.choose(self._routing(avoid), self._hashes)
 
     def _routing(self, avoid: frozenset[str]) -> RoutingRequest:
         done = len(self.ledger.tokens)
@@ -358,7 +359,7 @@ class RequestLife:
         self._arm()
         if self.spec.trace is not None:
             self.spec.trace.considered(
-                self._placement.alternatives(self._routing(frozenset()), self.hashes, decision)
+                self._placement.alternatives(self._routing(frozenset()), self._hashes, decision)
             )
         error = self._placement.submit(self, attempt, self.spec, self.ledger.tokens)
         if error is not None and self.attempt is attempt:
@@ -462,7 +463,7 @@ class RequestLife:
         last = self.attempt
         self._abandon_attempt(ended_at, leaves=leaves)
         self._placement.stop_waiting(self)
-        self._placement.on_ended(last, self.hashes, self.ledger.tokens)
+        self._placement.on_ended(last, self._hashes, self.ledger.tokens)
         self._note_end(self.ended_at, finish)
         self._on_end(self)
         self._on_news(self)
