@@ -448,6 +448,9 @@ class SchedulerConnector(abc.ABC):
     def step_took(self, num_prompt_tokens: int, seconds: float) -> None:
         """The model needed so long for a step that computed tokens of prompts."""
 
+    def note_events(self) -> None:
+        """From now on events are kept to be taken. Before the first request, if at all."""
+
     def take_events(self) -> Iterable[KVEvent]:
         """What appeared in its tiers and vanished from them since the last call."""
         return ()

@@ -166,6 +166,10 @@ class MultiScheduler(SchedulerConnector):
         for part in self._parts:
             part.step_took(num_prompt_tokens, seconds)
 
+    def note_events(self) -> None:
+        for part in self._parts:
+            part.note_events()
+
     def take_events(self) -> Iterable[KVEvent]:
         return [event for part in self._parts for event in part.take_events()]
 

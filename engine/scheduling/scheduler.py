@@ -323,7 +323,10 @@ class Scheduler:
     def tell_cache_events(self) -> None:
         """From now on what is cached is noted, to be taken. To be called before the first request."""
         pool = self._state.cache.pool
-        pool.events = CacheEvents(len(self._state.cache.coordinator.managers)) if pool.caching else None
+        if pool.caching:
+            pool.events = CacheEvents(len(self._state.cache.coordinator.managers))
+            if self._state.connector is not None:
+                self._state.connector.note_events()
 
     def take_cache_events(self) -> Sequence[KVEvent]:
         """What was cached and evicted since the last call, on the device and in a connector's tiers."""

@@ -74,6 +74,9 @@ class TierManager(abc.ABC):
     def forget(self, keys: Iterable[Key]) -> None:
         """Finds these no more, whatever state they are in."""
 
+    def note_changes(self) -> None:
+        """From now on they are kept to be taken."""
+
     def take_changes(self) -> Sequence[tuple[Key, bool]]:
         """The keys that became ready since the last call (True), and those that were ready and are not found any more."""
         return ()
@@ -93,6 +96,7 @@ class SlotManager(TierManager):
         self._forgotten: set[int] = set()  # slots in use by a copy whose keys are forgotten
         self._evicted = 0
         self._changes: list[tuple[Key, bool]] = []
+        self._notes_changes = False
 
     def fill(self, entries: Sequence[tuple[Key, int]]) -> None:
         """What the slots hold from before, the oldest first. Once, before anything else."""
@@ -157,7 +161,8 @@ class SlotManager(TierManager):
             if victims is None:
                 return None
             self._evicted += len(victims)
-            self._changes += [(key, False) for key, _ in victims]
+            if self._notes_changes:
+                self._changes += [(key, False) for key, _ in victims]
             self._free += [slot for _, slot in victims]
         slots = [self._take() for _ in new]
         # The first is the last to be given up: the others are worth nothing without it.
@@ -182,7 +187,7 @@ class SlotManager(TierManager):
             elif not written:
                 self._policy.remove(key)
                 self._free.append(slot)
-            else:
+            elif self._notes_changes:
                 self._changes.append((key, True))
 
     def forget(self, keys: Iterable[Key]) -> None:
@@ -191,7 +196,7 @@ class SlotManager(TierManager):
             if slot is None:
                 continue
             self._policy.remove(key)
-            if self._busy[slot] != _WRITTEN_NOW:
+            if self._notes_changes and self._busy[slot] != _WRITTEN_NOW:
                 self._changes.append((key, False))
             if self._busy[slot]:
                 self._forgotten.add(slot)
@@ -201,6 +206,9 @@ class SlotManager(TierManager):
     def _let_go(self, slot: int) -> None:
         self._forgotten.remove(slot)
         self._free.append(slot)
+
+    def note_changes(self) -> None:
+        self._notes_changes = True
 
     def take_changes(self) -> Sequence[tuple[Key, bool]]:
         changes = self._changes
@@ -274,6 +282,9 @@ class ReuseFilter(TierManager):
 
     def forget(self, keys: Iterable[Key]) -> None:
         self._manager.forget(keys)
+
+    def note_changes(self) -> None:
+        self._manager.note_changes()
 
     def take_changes(self) -> Sequence[tuple[Key, bool]]:
         return self._manager.take_changes()

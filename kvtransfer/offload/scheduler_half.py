@@ -376,6 +376,9 @@ class TierScheduler(SchedulerConnector):
     def has_pending_work(self) -> bool:
         return self._carried or bool(self._plan.loads or self._plan.stores)
 
+    def note_events(self) -> None:
+        self._tier.manager.note_changes()
+
     def take_events(self) -> Iterable[KVEvent]:
         medium = self._tier.spec.name.upper()
         changes = ((*_block_of(key), is_stored) for key, is_stored in self._tier.manager.take_changes())

@@ -28,6 +28,8 @@ class Machine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.manager = SlotManager(CAPACITY, self.policy)
+        self.manager.note_changes()
+        self.told: set[bytes] = set()  # what is ready, by the changes that were told
         self.content: dict[int, bytes] = {}  # slot -> whose bytes it has, once they are written
         self.stores: list[StoreRoom] = []
         self.loads: list[tuple[list[bytes], list[int]]] = []
@@ -112,6 +114,13 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def every_slot_is_in_one_place(self) -> None:
         self.manager.check_integrity()
+
+    @invariant()
+    def the_changes_tell_what_is_ready(self) -> None:
+        for key, is_ready in self.manager.take_changes():
+            assert (key in self.told) != is_ready
+            (self.told.add if is_ready else self.told.discard)(key)
+        assert self.told == {key for key in KEYS if self.manager.lookup([key])}
         under_way = self.slots_under_way()
         for slot in range(CAPACITY):
             writes = any(slot in room.slots for room in self.stores)

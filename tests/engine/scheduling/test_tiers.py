@@ -437,3 +437,18 @@ def test_many_random_conversations() -> None:
         except BaseException as error:
             error.add_note(f"random conversation {number}")
             raise
+
+
+def test_a_tiers_events_name_blocks_and_their_group() -> None:
+    world = TierWorld(groups=(FULL, sliding(8)))
+    world.planner.note_events()
+    hashes = [bytes([i]) * 32 for i in range(2)]
+    manager = world.managers[0]
+    room = manager.prepare_store([hashes[0], hashes[0] + b"\x01", hashes[1]])
+    assert room is not None
+    assert list(world.planner.take_events()) == [], "they are not written yet"
+    manager.complete_store(room, written=True)
+    manager.forget([hashes[1]])
+    stored = {(event.group_idx, *event.block_hashes) for event in world.planner.take_events()}  # type: ignore[union-attr]
+    assert {each[0] for each in stored} == {0, 1}
+    assert (1, hashes[0]) in stored
