@@ -11,6 +11,7 @@ from tandem.engine.config import CacheConfig, EngineConfig, ModelConfig, Schedul
 from tandem.kvtransfer.base import TransferConfig
 from tandem.node.config import AnswersConfig, NodeTimeouts
 from tandem.router.config import RouterConfig
+from tandem.wire.logs import LogsConfig
 from tandem.wire.nodes import Role
 from tandem.wire.settings import AtLeastOne, Seconds, about
 
@@ -125,6 +126,7 @@ class TandemConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     scheduler: SchedulerConfig = SchedulerConfig()
     router: RouterConfig = RouterConfig(tokenizer_path=DEFAULT_MODEL, model_name=DEFAULT_MODEL)
     transfer: TransferConfig = TransferConfig()
+    logs: LogsConfig = LogsConfig()
     slo: SloConfig = SloConfig()
     autoscaling: AutoscalingConfig = AutoscalingConfig()
     answers: AnswersConfig = AnswersConfig()
@@ -143,6 +145,8 @@ SHORTHANDS: dict[type[msgspec.Struct], str] = {ModelConfig: "path", PoolConfig: 
 DERIVED: dict[tuple[str, ...], str] = {
     ("router", "tokenizer_path"): "it follows from model.path",
     ("router", "model_name"): "set model.served_name instead",
+    ("router", "log_level"): "set logs.level instead",
+    ("router", "log_format"): "set logs.format instead",
     ("router", "slo_ttft_s"): "set slo.ttft_s instead",
     ("router", "slo_inter_token_s"): "set slo.inter_token_s instead",
 }

@@ -8,6 +8,7 @@ import msgspec
 
 from tandem.engine.config import EngineConfig
 from tandem.kvtransfer.base import TransferConfig
+from tandem.wire.logs import LogsConfig
 from tandem.wire.nodes import Role
 from tandem.wire.settings import AtLeastOne, Seconds, about
 
@@ -42,4 +43,5 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     transfer: TransferConfig | None = None  # None: this node neither sends nor receives KV
     timeouts: NodeTimeouts = NodeTimeouts()
     answers: AnswersConfig = AnswersConfig()
+    logs: LogsConfig = LogsConfig()
     cores: list[int] = []  # bind what computes to these, unless a quota counts; empty: wherever it may run

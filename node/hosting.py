@@ -17,6 +17,7 @@ import msgspec
 from tandem.node.config import NodeConfig
 from tandem.node.node import Node
 from tandem.wire.errors import InternalError, TandemError, Unavailable
+from tandem.wire.logs import begin_logging
 from tandem.wire.nodes import NodeInfo
 
 logger = logging.getLogger(__name__)
@@ -36,8 +37,8 @@ class NodeHost:
     def __init__(
         self, make_node: Callable[[NodeConfig], Node], config: bytes, find_model: FindModel | None = None
     ) -> None:
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         settings = msgspec.msgpack.decode(config, type=NodeConfig)
+        begin_logging(settings.logs, settings.node_id)
         sys.setswitchinterval(_SWITCH_S)
         self._config = config
         self._model = settings.engine.model.path

@@ -335,6 +335,7 @@ class NodeService:
             live.reported = max(live.reported, update.start + len(update.token_ids))
             if update.finish is not None:
                 self._live.end(update.request_id)
+                logger.debug("%s: ended as %s", update.request_id, update.finish.value)
                 update.finish = self._rules.finish_of(live.submit, update)
             if live.submit.keep is not None:
                 self._kept.add(update)
@@ -410,6 +411,7 @@ class NodeService:
         if grammar is not None and request.status is RequestStatus.WAITING_FOR_GRAMMAR:
             self._desk.begin(request.request_id, grammar, now)
         self._live.begin(submit, now)
+        logger.debug("%s: taken, %d tokens", submit.request_id, request.num_tokens)
         self._quiet.clear()
         if submit.trace:
             self._tracer.admitted(submit)

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from tandem.wire.errors import ConfigurationError
+from tandem.wire.logs import LogFormat, LogLevel
 from tandem.wire.settings import AtLeastOne, NotEmpty, NotNegative, Seconds, about, check_fields
 
 
@@ -313,6 +314,9 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # The cluster's `slo`, as far as the router tells how often it was kept.
     slo_ttft_s: Seconds = 2.0
     slo_inter_token_s: Seconds = 0.1
+    # The cluster's `logs`.
+    log_level: LogLevel = "info"
+    log_format: LogFormat = "text"
     limits: Limits = Limits()
     timeouts: Timeouts = Timeouts()
     heartbeat: Heartbeat = Heartbeat()

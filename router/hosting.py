@@ -19,6 +19,7 @@ from tandem.router.config import RouterConfig
 from tandem.router.http.serving import listen, raise_descriptor_limit
 from tandem.router.server import RouterServer
 from tandem.wire.errors import Unavailable
+from tandem.wire.logs import LogsConfig, begin_logging
 from tandem.wire.nodes import NodeInfo
 
 _SWITCH_S = 0.001
@@ -33,10 +34,10 @@ class RouterHost:
 
     def __init__(self, config: bytes, find_model: FindModel | None = None) -> None:
         # As nodes and the controller do. Ray's actors write this to a file of their own.
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        settings = msgspec.msgpack.decode(config, type=RouterConfig)
+        begin_logging(LogsConfig(settings.log_level, settings.log_format), "router")
         # What no line shows need not be found out for each.
         logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
-        logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each export is no news
         raise_descriptor_limit()
         # Prompts are tokenized one by one, and handing each to the library's pool of threads costs a fifth more.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

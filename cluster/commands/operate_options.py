@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
 
 from tandem.cluster.commands.output import add_output, print_json, wants_json
 
+if TYPE_CHECKING:
+    from tandem.cluster.on_ray.remote_controller import RemoteController
+
 DRAIN_S = 60.0
+LEAST_WATCH_S, MOST_WATCH_S = 0.2, 3600.0
 
 
 def add_commands(commands: Any) -> None:
@@ -16,6 +21,14 @@ def add_commands(commands: Any) -> None:
     add_address(status)
     add_output(status)
     status.add_argument("--url", help="ask this router alone, from wherever it can be reached")
+    status.add_argument(
+        "--watch",
+        nargs="?",
+        const=2.0,
+        type=float,
+        metavar="S",
+        help="show it again every S seconds (2), until it is interrupted",
+    )
     status.set_defaults(run=_status)
 
     scale = commands.add_parser("scale", help="change how many nodes the pools have")
@@ -64,6 +77,8 @@ def _status(options: argparse.Namespace) -> int:
     from tandem.cluster.commands.status import fetch_status, show_status
 
     key = key_from_environment()
+    if options.watch is not None:
+        return _watch_status(options, key)
     if options.url:
         seen = fetch_status(options.url, key)
         if not wants_json(options):
@@ -80,6 +95,50 @@ def _status(options: argparse.Namespace) -> int:
         return 0 if answers_now(plain) else 1
     # Where the output is no terminal the screen is as wide as it needs to be.
     return show_overview(view, key, Console(width=None if sys.stdout.isatty() else 160))
+
+
+def _watch_status(options: argparse.Namespace, key: str | None) -> int:
+    """Until it is interrupted; the cluster is joined once."""
+    import asyncio
+
+    from rich.console import Console
+
+    from tandem.cluster.commands.operate import with_controller
+    from tandem.cluster.commands.overview import show_overview
+    from tandem.cluster.commands.status import fetch_status, show_status
+    from tandem.wire.errors import ConfigurationError
+
+    if wants_json(options):
+        raise ConfigurationError("--watch shows a screen: `-o json` prints the status once, without it")
+    if not LEAST_WATCH_S <= options.watch <= MOST_WATCH_S:
+        raise ConfigurationError(
+            f"--watch must be seconds from {LEAST_WATCH_S:g} to {MOST_WATCH_S:g}, not {options.watch:g}"
+        )
+    console = Console()
+
+    async def watch(look: Callable[[], Awaitable[Callable[[], int]]]) -> int:
+        while True:
+            show = await look()
+            console.clear()
+            show()
+            await asyncio.sleep(options.watch)
+
+    if options.url:
+
+        async def look_at_router() -> Callable[[], int]:
+            seen = await asyncio.to_thread(fetch_status, options.url, key)
+            return lambda: show_status(seen, console)
+
+        return asyncio.run(watch(look_at_router))
+
+    async def watch_cluster(controller: RemoteController) -> int:
+        async def look() -> Callable[[], int]:
+            view = await controller.view()
+            return lambda: show_overview(view, key, console)
+
+        return await watch(look)
+
+    return with_controller(options.address, watch_cluster)
 
 
 def _aside(options: argparse.Namespace) -> dict[str, Any]:

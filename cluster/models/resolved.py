@@ -22,6 +22,8 @@ def with_model(config: TandemConfig, model: Model) -> TandemConfig:
             config.router,
             tokenizer_path=tokenizer_folder(model.path),
             model_name=name,
+            log_level=config.logs.level,
+            log_format=config.logs.format,
             slo_ttft_s=config.slo.ttft_s,
             slo_inter_token_s=config.slo.inter_token_s,
             chat_template=template_source(own) if own is not None else None,

@@ -23,6 +23,7 @@ from tandem.cluster.pools.deployment import Deployment
 from tandem.cluster.pools.placement import ThisMachine, this_machine
 from tandem.cluster.pools.room import needs_of
 from tandem.wire.errors import TandemError
+from tandem.wire.logs import begin_logging
 
 LOCAL_HOST = "127.0.0.1"  # where routers and nodes of one machine reach each other
 CONTROLLER = "controller"
@@ -52,10 +53,9 @@ class RayPlatform:
         self._place = msgspec.msgpack.decode(place, type=DeploymentPlace)
         self.id = self._place.deployment
         self.endings = ending_store(self.id)
-        # The controller is what an operator reads about; the rest of what is imported here speaks up when it matters.
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
     def deployment(self, config: TandemConfig, events: Events) -> Deployment:
+        begin_logging(config.logs, "controller")
         needs = needs_of(config)
         own_ray = self._place.own_ray
         address = LOCAL_HOST if own_ray else ray.util.get_node_ip_address()

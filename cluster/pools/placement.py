@@ -207,6 +207,7 @@ def node_config(config: TandemConfig, node_id: str, role: Role, placement: NodeP
         transfer=None if role is Role.AGGREGATED else config.transfer,
         timeouts=config.timeouts.nodes,
         answers=config.answers,
+        logs=config.logs,
         cores=list(placement.cores),
     )
 

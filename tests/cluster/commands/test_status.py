@@ -9,8 +9,9 @@ import httpx
 import pytest
 from rich.console import Console
 
+from tandem.cluster.cli import make_parser
 from tandem.cluster.commands.status import fetch_status, show_status
-from tandem.wire.errors import InternalError, RequestError
+from tandem.wire.errors import ConfigurationError, InternalError, RequestError
 
 
 def cluster(**router: Any) -> dict[str, Any]:
@@ -71,3 +72,37 @@ def test_what_is_fetched_is_checked() -> None:
     ]:
         with pytest.raises(error):
             fetch_status("http://tandem", None, httpx.MockTransport(lambda request, answer=answer: answer))
+
+
+@pytest.mark.parametrize(
+    ("words", "wrong"),
+    [
+        (["--watch", "0"], "--watch must be seconds from 0.2"),
+        (["--watch", "-o", "json"], "without it"),
+    ],
+)
+def test_a_watch_that_cannot_be_meant_is_refused_before_anything_is_asked(
+    words: list[str], wrong: str
+) -> None:
+    options = make_parser().parse_args(["status", "--url", "http://127.0.0.1:1", *words])
+    with pytest.raises(ConfigurationError, match=wrong):
+        options.run(options)
+
+
+def test_a_watch_shows_the_router_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def fetch(url: str, key: str | None) -> dict[str, Any]:
+        asked.append(url)
+        if len(asked) == 3:
+            raise InternalError("it is gone")
+        return {
+            "router": {"model": "m", "unhealthy": None, "running": 0, "queued": 0, "draining": False},
+            "nodes": [],
+        }
+
+    monkeypatch.setattr("tandem.cluster.commands.status.fetch_status", fetch)
+    options = make_parser().parse_args(["status", "--url", "http://router", "--watch", "0.2"])
+    with pytest.raises(InternalError, match="it is gone"):
+        options.run(options)
+    assert asked == ["http://router"] * 3
