@@ -10,6 +10,7 @@ import abc
 import math
 from collections.abc import Sequence
 
+from tandem.engine.cache.chunked import ChunkedManager
 from tandem.engine.cache.full_attention import FullAttentionManager
 from tandem.engine.cache.group_manager import GroupManager
 from tandem.engine.cache.groups import AttentionKind, KVCacheGroup
@@ -24,6 +25,7 @@ Tables = list[list[int]]
 _MANAGERS: dict[AttentionKind, type[GroupManager]] = {
     AttentionKind.FULL: FullAttentionManager,
     AttentionKind.SLIDING: SlidingWindowManager,
+    AttentionKind.CHUNKED: ChunkedManager,
     AttentionKind.STATE: StateManager,
 }
 

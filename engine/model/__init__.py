@@ -5,8 +5,9 @@ loading         from configuration to a runner: source, content, checkpoint, pla
 runner          the contracts of runner and forward pass; torch_runner keeps it: states, batching, passes, started, staging, sampling/, ngram
 batch           what the forward pass gets: rows, no requests
 native/         the Llama family on CPUs, in C++
-general, probe, attention/, transformers_forward
-                everything else: transformers' models over our paged attention, checked before they serve
+general, probe, check, attention/, transformers_forward
+                everything else: transformers' models over our paged attention, checked before they serve; caches and rows
+                are what their code gets in place of its own cache, and of the whole step
 recurrent/      of those, the modules that keep a state in place of keys and values
 quantized/      matrices of fewer bits
 fused/          the same models with fewer, larger operations

@@ -19,6 +19,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 _SERVED_LAYER_TYPES = {
     "full_attention",
     "sliding_attention",
+    "chunked_attention",
     # These keep a recurrent state, or the tail of a convolution; a hybrid layer does and attends.
     "linear_attention",
     "conv",
@@ -48,8 +49,6 @@ def read_config(source: ModelSource) -> Any:
     if config.is_encoder_decoder:
         raise _refusal(kind, "it is an encoder-decoder, and only decoders are served")
     text = config.get_text_config()
-    if getattr(text, "num_kv_shared_layers", 0):
-        raise _refusal(kind, "some of its layers read the KV cache of another layer")
     unknown = set(getattr(text, "layer_types", None) or ()) - _SERVED_LAYER_TYPES
     if unknown:
         raise _refusal(

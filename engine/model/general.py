@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import types
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from tandem.engine.model.attention.interface import PAGED
 from tandem.engine.model.checkpoint import translated_errors
 from tandem.engine.model.leftovers import refuse_leftovers
 from tandem.engine.model.quantized.formats import read_checkpoint
+from tandem.engine.model.recurrent.adapters import adapt
 from tandem.engine.model.source import ModelSource, Progress
 from tandem.wire.errors import ConfigurationError
 
@@ -35,17 +37,24 @@ def load_model(
         from tandem.engine.model.quantized import loading
 
         options |= loading.loading_options(config, quantized)
-    with translated_errors(source), _reported(progress), _interface_needed(config.model_type):
-        model, report = AutoModelForCausalLM.from_pretrained(
-            source.folder,
-            dtype=dtype,
-            attn_implementation=PAGED,
-            device_map={"": str(device)} if device.type != "cpu" else None,
-            trust_remote_code=False,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are in the report, and refused below by their names
-            **options,
-        )
+    load = functools.partial(
+        AutoModelForCausalLM.from_pretrained,
+        source.folder,
+        dtype=dtype,
+        device_map={"": str(device)} if device.type != "cpu" else None,
+        trust_remote_code=False,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # they are in the report, and refused below by their names
+        **options,
+    )
+    with translated_errors(source), _reported(progress):
+        try:
+            model, report = load(attn_implementation=PAGED)
+        except KeyError as error:
+            if error.args != (PAGED,):
+                raise
+            # Older architectures look attention up in a table of their own.
+            model, report = load(attn_implementation="eager")
     for key, held, wanted in sorted(report["mismatched_keys"]):
         raise ConfigurationError(
             f"{source.name} cannot be served: {key} is {tuple(held)} in its checkpoint, and {tuple(wanted)} by its "
@@ -63,6 +72,7 @@ def load_model(
     model.eval()
     model.requires_grad_(False)
     keep_rotary_constant(model)
+    adapt(model)
     return model
 
 
@@ -75,19 +85,6 @@ def keep_rotary_constant(model: PreTrainedModel) -> None:
         names = set(kinds.values()) if isinstance(kinds, dict) else {kinds}
         if names & {"dynamic", "longrope"}:
             module.forward = types.MethodType(inspect.unwrap(type(module).forward), module)
-
-
-@contextmanager
-def _interface_needed(kind: str) -> Iterator[None]:
-    """Older architectures look attention up in a table of their own."""
-    try:
-        yield
-    except KeyError as error:
-        if error.args != (PAGED,):
-            raise
-        raise ConfigurationError(
-            f"a model of type {kind} cannot be served: its attention does not go through transformers' interface"
-        ) from error
 
 
 @contextmanager

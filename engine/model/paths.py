@@ -119,7 +119,7 @@ def load_general(
 ) -> LoadedModel:
     # Imported here because it costs seconds that the native path need not wait for.
     from tandem.engine.model.attention.gathered import GatheredAttention
-    from tandem.engine.model.attention.interface import PAGED
+    from tandem.engine.model.attention.interface import PAGED, attend_by
     from tandem.engine.model.fused.find import fuse
     from tandem.engine.model.general import load_model
     from tandem.engine.model.probe import probe_attention
@@ -129,9 +129,11 @@ def load_general(
     model = load_model(source, config, dtype, device, progress)
     progress("checking the model's attention", 0.0)
     probed = probe_attention(model)
-    mixers = probed.mixers
-    # Rows of mixers are taken apart, and the pieces are tried with all of them together.
-    pieces = pieces_for(device, model.dtype, threads) if mixers is None else None
+    parts = probed.parts
+    mixers = parts.mixers
+    # Where rows are taken apart, or layers share keys, the pieces cannot be tried with all of them together.
+    apart = mixers is not None or bool(parts.own) or any(layer.reads_of is not None for layer in parts.layers)
+    pieces = pieces_for(device, model.dtype, threads) if not apart else None
     if pieces is not None:
         fused = fuse(model, pieces)
         if fused is None:
@@ -139,20 +141,18 @@ def load_general(
                 "%s is computed as it is, and slower for it: its parts do not fit together", source.name
             )
             model, pieces = load_model(source, config, dtype, device, progress), None
-            model.set_attn_implementation(PAGED)
+            attend_by(model, PAGED)
         elif pieces.copies and fused.left * 10 < sum(weight.numel() for weight in model.parameters()):
             # The kernels have threads of their own, on the same cores; torch does little beside them.
             torch.set_num_threads(1)
 
     def use_cache(kv_cache: torch.Tensor, plan: CachePlan, shape: ForwardShape) -> Forward:
-        if mixers is not None:
-            # The other ways count layers that attend without a gap.
-            attention: PagedAttention = GatheredAttention(kv_cache, plan)
-            # Each step takes its rows apart by itself, so it is not recorded.
-            states = LayerStates(kv_cache, mixers.layout)
-            return TransformersForward(model, attention, mixers.num_layers, mixers, states)
-        attention = _choose_attention(kv_cache, plan, probed.layers, shape, pieces, model.dtype)
-        forward = TransformersForward(model, attention, len(probed.layers))
+        if apart:
+            # The other ways count layers that attend without a gap. Each step takes its rows apart by itself, so it is not recorded.
+            states = LayerStates(kv_cache, mixers.layout) if mixers is not None else None
+            return TransformersForward(model, GatheredAttention(kv_cache, plan), parts, states)
+        attention = _choose_attention(kv_cache, plan, parts.layers, shape, pieces, model.dtype)
+        forward = TransformersForward(model, attention, parts)
         if device.type != "cuda":
             return forward
         from tandem.engine.model.cuda import CudaRecorder
@@ -183,7 +183,7 @@ def load_general(
 
     on_device = beside_cache if device.type == "cuda" else None
     layout = mixers.layout if mixers is not None else None
-    return LoadedModel(probed.layers, probed.vocab_size, model.dtype, use_cache, on_device, layout)
+    return LoadedModel(parts.layers, probed.vocab_size, model.dtype, use_cache, on_device, layout)
 
 
 def pieces_for(device: torch.device, dtype: torch.dtype, threads: int) -> Pieces | None:

@@ -10,33 +10,31 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import sys
-from collections.abc import Callable, Container
+from collections.abc import Container
 from typing import Any
 
 import msgspec
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from tandem.engine.model.attention import own
 from tandem.engine.model.attention.interface import (
     PAGED,
     PROBED,
     MaskRule,
+    attend_by,
     attention_options,
     attention_through,
+    own_eager,
     rule_of,
 )
 from tandem.engine.model.attention.kernel import attend
 from tandem.engine.model.attention.layers import AttentionLayer
-from tandem.engine.model.recurrent.check import checked
-from tandem.engine.model.recurrent.mixers import (
-    Mixers,
-    NotingCache,
-    attending_layer,
-    cache_parameter,
-    keeps_states,
-    wrap,
-)
+from tandem.engine.model.attention.own import OwnLayer
+from tandem.engine.model.caches import attending_layer, cache_parameter
+from tandem.engine.model.check import checked
+from tandem.engine.model.recurrent.mixers import NotingCache, wrap
+from tandem.engine.model.transformers_forward import ModelParts
 from tandem.wire.errors import ConfigurationError, TandemError
 
 _PROBE_TOKENS = 8
@@ -44,15 +42,23 @@ _PROBE_TOKENS = 8
 _FAR = 1 << 20
 # The error allowed in an output whose largest value is 1. Rounding stays far below in every dtype; another attention is far above.
 _TOLERANCE = 0.05
+# Below this a mask hides what it is added to.
+_HIDDEN = -1e3
 
 # A hybrid layer attends and keeps a state.
-_ATTENDING_LAYER_TYPES = {"full_attention", "sliding_attention", "hybrid", "hybrid_sliding", None}
+_ATTENDING_LAYER_TYPES = {
+    "full_attention",
+    "sliding_attention",
+    "chunked_attention",
+    "hybrid",
+    "hybrid_sliding",
+    None,
+}
 
 
 class ProbeResult(msgspec.Struct, frozen=True):
-    layers: tuple[AttentionLayer, ...]  # in order
+    parts: ModelParts
     vocab_size: int  # logits per token, which may be more than the tokenizer's tokens
-    mixers: Mixers | None = None  # modules that keep a recurrent state, in models that have some
 
 
 def probe_attention(model: PreTrainedModel) -> ProbeResult:
@@ -60,14 +66,16 @@ def probe_attention(model: PreTrainedModel) -> ProbeResult:
     config = model.config.get_text_config()
     parameters = inspect.signature(model.forward).parameters
     takes_positions = "position_ids" in parameters
-    noting, options = _noting_cache(model, config, parameters)
-    if not takes_positions and noting is None:
+    name = cache_parameter(parameters)
+    noting = NotingCache(config, model) if name is not None else None
+    options: dict[str, Any] = {name: noting} if name is not None else {}
+    if not takes_positions and (noting is None or not noting.keeps_states):
         raise _counts_by_itself(config)
     recorder = _Recorder(config, noting)
     tokens = torch.arange(_PROBE_TOKENS, device=model.device).remainder(config.vocab_size)[None]
     if takes_positions:
         options["position_ids"] = torch.arange(_PROBE_TOKENS, device=model.device)[None]
-    model.set_attn_implementation(PROBED)
+    attend_by(model, PROBED)
     try:
         with (
             torch.inference_mode(),
@@ -83,28 +91,18 @@ def probe_attention(model: PreTrainedModel) -> ProbeResult:
             f"a model of type {config.model_type} cannot be served: its attention cannot be tried out by itself "
             f"({lines[0] if lines else type(error).__name__})"
         ) from error
-    model.set_attn_implementation(PAGED)
-    vocab_size = output.logits.shape[-1]
+    attend_by(model, PAGED)
     mixers = noting.mixers() if noting is not None else None
-    if mixers is None or not mixers.found:
-        return ProbeResult(layers=recorder.layers(), vocab_size=vocab_size)
-    layers = recorder.layers(besides=set(range(config.num_hidden_layers)))
+    if mixers is not None and not mixers.found:
+        mixers = None
+    layers = recorder.layers(besides=set(range(config.num_hidden_layers)) if mixers is not None else ())
     if layers and not takes_positions:
         raise _counts_by_itself(config)
-    wrap(mixers)
-    mixers = checked(model, layers, mixers, config.vocab_size)
-    return ProbeResult(layers=layers, vocab_size=vocab_size, mixers=mixers)
-
-
-def _noting_cache(
-    model: PreTrainedModel, config: Any, parameters: Any
-) -> tuple[NotingCache | None, dict[str, Any]]:
-    """For a model whose layers keep states, the cache to run it with, and how it is given."""
-    name = cache_parameter(parameters)
-    if name is None or not keeps_states(config):
-        return None, {}
-    cache = NotingCache(config, model)
-    return cache, {name: cache}
+    parts = ModelParts(layers, recorder.own_layers(), mixers)
+    if mixers is not None:
+        wrap(mixers)
+    own.wrap(parts.own)
+    return ProbeResult(checked(model, parts, config.vocab_size), output.logits.shape[-1])
 
 
 def _counts_by_itself(config: Any) -> ConfigurationError:
@@ -115,7 +113,7 @@ def _counts_by_itself(config: Any) -> ConfigurationError:
 
 
 class _Recorder:
-    def __init__(self, config: Any, cache: NotingCache | None = None) -> None:
+    def __init__(self, config: Any, cache: NotingCache | None) -> None:
         self._config = config
         self._cache = cache
         self._name = config.model_type
@@ -131,25 +129,36 @@ class _Recorder:
         value: torch.Tensor,
         attention_mask: torch.Tensor | None,
         **kwargs: Any,
-    ) -> tuple[torch.Tensor, None]:
+    ) -> tuple[torch.Tensor, Any]:
         index = attending_layer(module, self._cache)
         if index is None:
             raise self._refusal("an attention module does not say which layer it is")
+        eager = own_eager(module)
+        if eager is None:
+            raise self._refusal(f"{type(module).__name__} has no eager attention to check ours against")
         if index in self._layers:
-            raise self._refusal(f"layer {index} attends more than once, as an encoder-decoder does")
+            self._leave_to_itself(index, f"layer {index} attends more than once, as an encoder-decoder does")
+            return eager(module, query, key, value, attention_mask, **kwargs)
         window = self._window(index, kwargs.get("sliding_window"), attention_mask)
+        chunked = self._kind(index) == "chunked_attention"
         options = attention_options(module, query, kwargs)
         positions = torch.arange(query.shape[2], device=query.device)
         distance = positions[:, None] - positions[None, :]
-        seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+        seen = distance >= 0
+        if chunked and window is not None:
+            seen &= positions[None, :] >= positions[:, None] // window * window
+        elif window is not None:
+            seen &= distance < window
         ours = attend(query, key, value, mask=seen, causal=False, **options)
-        theirs, _ = _own_eager(module)(module, query, key, value, attention_mask, **kwargs)
-        theirs = theirs.reshape(ours.shape[0], ours.shape[2], ours.shape[1], ours.shape[3]).transpose(1, 2)
-        error = (ours.float() - theirs.float()).abs().max().item()
+        theirs, weights = eager(module, query, key, value, attention_mask, **kwargs)
+        result, theirs = theirs, theirs.reshape(ours.shape[0], ours.shape[2], ours.shape[1], ours.shape[3])
+        error = (ours.transpose(1, 2).float() - theirs.float()).abs().max().item()
         if not error <= _TOLERANCE * max(theirs.float().abs().max().item(), 1e-6):
-            raise self._refusal(
-                f"the attention of layer {index} computes something that Tandem does not know"
-            )
+            unknown = f"the attention of layer {index} computes something that Tandem does not know"
+            if attention_mask is None or not (attention_mask[..., 0, 1] < _HIDDEN).all():
+                raise self._refusal(unknown)
+            self._leave_to_itself(index, unknown)
+            return result, weights
         self._layers[index] = AttentionLayer(
             index=index,
             num_query_heads=query.shape[1],
@@ -157,24 +166,63 @@ class _Recorder:
             key_dim=key.shape[3],
             value_dim=value.shape[3],
             window=window,
+            chunked=chunked,
+            reads_of=self._read_by(index, key),
             scale=options["scale"],
             softcap=options["softcap"],
             sinks=options["sinks"] is not None,
         )
         return ours.transpose(1, 2), None
 
+    def _read_by(self, index: int, key: torch.Tensor) -> int | None:
+        """The layer whose keys these are, if they are another's."""
+        if self._cache is None or index in self._cache.kept:
+            return None
+        return next((other for other, (kept, _) in self._cache.kept.items() if kept is key), None)
+
+    def _leave_to_itself(self, index: int, why: str) -> None:
+        """The layer's module attends by its own code, if that takes its mask from outside and hands over its keys."""
+        keeper = self._cache.keepers.get(index) if self._cache is not None else None
+        if self._cache is None or keeper is None or not own.takes_mask(keeper):
+            raise self._refusal(why)
+        key, value = self._cache.kept[index]
+        known = self._layers.get(index)
+        self._layers[index] = AttentionLayer(
+            index=index,
+            num_query_heads=key.shape[1],
+            num_kv_heads=max(key.shape[1], value.shape[1]),
+            key_dim=key.shape[3],
+            value_dim=value.shape[3],
+            window=known.window if known is not None else None,
+            own=True,
+        )
+
     def layers(self, besides: Container[int] = ()) -> tuple[AttentionLayer, ...]:
         """`besides`: layers that need not attend."""
         count = self._config.num_hidden_layers
-        missing = [str(index) for index in range(count) if index not in self._layers and index not in besides]
-        if missing:
-            some = ", ".join(missing[:8]) + (" ..." if len(missing) > 8 else "")
+        missing = [index for index in range(count) if index not in self._layers]
+        for index in missing:
+            if self._cache is not None and index in self._cache.keepers:
+                self._leave_to_itself(index, f"layer {index} does not say which tokens it may see")
+        some = [str(index) for index in missing if index not in self._layers and index not in besides]
+        if some:
             raise self._refusal(
-                f"layers {some} do not use attention that can be paged (linear attention, a state space, or code "
-                "that does not go through transformers' attention interface)"
+                f"layers {', '.join(some[:8])}{' ...' if len(some) > 8 else ''} do not use attention that can be paged (linear "
+                "attention, a state space, or code that does not go through transformers' attention interface)"
             )
         self._compare_with_cache()
         return tuple(self._layers[index] for index in sorted(self._layers))
+
+    def own_layers(self) -> tuple[OwnLayer, ...]:
+        keepers = self._cache.keepers if self._cache is not None else {}
+        return tuple(
+            OwnLayer(index, keepers[index]) for index, layer in sorted(self._layers.items()) if layer.own
+        )
+
+    def _kind(self, index: int) -> str | None:
+        """Where layers attend more than once, transformers counts each time as a layer."""
+        kinds = self._layer_types
+        return kinds[index] if kinds and index < len(kinds) else None
 
     def _compare_with_cache(self) -> None:
         """Where the mask shows more than transformers' own cache keeps, `generate` answers as no single pass does."""
@@ -189,7 +237,7 @@ class _Recorder:
 
     def _window(self, index: int, told: int | None, mask: torch.Tensor | None) -> int | None:
         """What the mask shows, if transformers made it: not every layer tells its window to its attention."""
-        kind = self._layer_types[index] if self._layer_types else None
+        kind = self._kind(index)
         if kind not in _ATTENDING_LAYER_TYPES:
             raise self._refusal(f"layer {index} is of the kind {kind}")
         rule = rule_of(mask)
@@ -216,6 +264,11 @@ class _Recorder:
                 raise self._refusal(f"layer {index} sees other tokens than the last ones")
             return count
 
+        if self._kind(index) == "chunked_attention":
+            chunk = int(self._config.attention_chunk_size)
+            if any(seen(p) != p % chunk + 1 for p in (0, chunk - 1, chunk, 2 * chunk + 1, _FAR - 1)):
+                raise self._refusal(f"layer {index} sees other tokens than those of its chunk")
+            return chunk
         last, before = seen(_FAR - 1), seen(_FAR - 2)
         if last == _FAR and before == _FAR - 1:
             return None
@@ -225,11 +278,3 @@ class _Recorder:
 
     def _refusal(self, why: str) -> ConfigurationError:
         return ConfigurationError(f"a model of type {self._name} cannot be served: {why}")
-
-
-def _own_eager(module: torch.nn.Module) -> Callable[..., tuple[torch.Tensor, object]]:
-    """The reference that the module's own source file gives."""
-    function = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    if function is None:
-        raise ConfigurationError(f"{type(module).__name__} has no eager attention to check ours against")
-    return function  # type: ignore[no-any-return]

@@ -5,29 +5,42 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import msgspec
 import torch
 from transformers import PreTrainedModel
 
+from tandem.engine.model.attention.gathered import GatheredAttention
 from tandem.engine.model.attention.interface import (
     AttentionStep,
     PagedAttention,
     attention_options,
     attention_through,
+    own_eager,
 )
+from tandem.engine.model.attention.layers import AttentionLayer
+from tandem.engine.model.attention.own import OwnLayer, OwnStep, own_attention_through
 from tandem.engine.model.batch import Batch
+from tandem.engine.model.caches import OwnCache, StepCache, attending_layer, cache_parameter
 from tandem.engine.model.fused.rotary import take_rotary
 from tandem.engine.model.recurrent.layout import LayerStates
-from tandem.engine.model.recurrent.mixers import (
-    Mixers,
-    OwnCache,
-    RecurrentStep,
-    StepCache,
-    attending_layer,
-    cache_parameter,
-    mixing_through,
-)
+from tandem.engine.model.recurrent.mixers import Mixers, RecurrentStep, mixing_through
 from tandem.engine.model.runner import LayerHooks
 from tandem.wire.errors import InternalError
+
+
+class ModelParts(msgspec.Struct, frozen=True):
+    """What a model does beside what concerns one token alone, as found by probing it."""
+
+    layers: tuple[AttentionLayer, ...]
+    own: tuple[OwnLayer, ...] = ()  # of these
+    mixers: Mixers | None = None
+    counts: bool = False  # it counts positions by itself, on from what its cache says came before
+
+    @property
+    def num_layers(self) -> int:
+        """Of all kinds, as transformers counts them."""
+        last = max((layer.index for layer in self.layers), default=-1)
+        return max(last + 1, self.mixers.num_layers if self.mixers is not None else 0)
 
 
 class TransformersForward:
@@ -37,14 +50,16 @@ class TransformersForward:
         self,
         model: PreTrainedModel,
         attention: PagedAttention,
-        num_layers: int,
-        mixers: Mixers | None = None,
+        parts: ModelParts,
         states: LayerStates | None = None,
     ) -> None:
+        """`states` where the model has mixers. Without, they run as they were made."""
         self._model = model
         self.attention = attention
-        self.num_layers = num_layers
-        self._mixers, self._states = mixers, states
+        self.parts, self._states = parts, states
+        self.num_layers = len(parts.layers)
+        self._own = frozenset(layer.index for layer in parts.own)
+        self._readers = frozenset(layer.index for layer in parts.layers if layer.reads_of is not None)
         parameters = inspect.signature(model.forward).parameters
         self._picks_rows = "logits_to_keep" in parameters
         self._takes_positions = "position_ids" in parameters
@@ -52,10 +67,16 @@ class TransformersForward:
 
     def __call__(self, batch: Batch, hooks: LayerHooks | None) -> torch.Tensor:
         step = self.attention.begin(batch)
-        mixing = None
-        if self._mixers is not None and self._states is not None:
-            mixing = RecurrentStep(self._mixers, self._states, batch, hooks)
-        return self.compute(batch.token_ids, batch.positions, step, hooks, batch.logit_rows, mixing)
+        cache = self._step_cache(batch.positions)
+        mixing = attending = None
+        if self.parts.mixers is not None and self._states is not None:
+            mixing = RecurrentStep(self.parts.mixers, self._states, batch, hooks, cache)
+        if self.parts.own:
+            if not isinstance(self.attention, GatheredAttention):
+                raise InternalError("layers that attend by their own code read what is gathered")
+            attending = OwnStep(self.attention.kept, self.parts.own, batch, hooks, cache, self._model.dtype)
+        with mixing_through(mixing), own_attention_through(attending):
+            return self.compute(batch.token_ids, batch.positions, step, hooks, batch.logit_rows, cache)
 
     def compute(
         self,
@@ -64,22 +85,28 @@ class TransformersForward:
         step: AttentionStep,
         hooks: LayerHooks | None = None,
         logit_rows: torch.Tensor | None = None,  # None: all
-        mixing: RecurrentStep | None = None,
         cache: OwnCache | StepCache | None = None,
     ) -> torch.Tensor:
-        """With `mixing`, its cache stands where the model expects one; without, `cache` does."""
         picks = self._picks_rows and logit_rows is not None
         options: dict[str, Any] = {"logits_to_keep": logit_rows} if picks else {}
         if self._takes_positions:
             options["position_ids"] = positions[None]
-        if mixing is not None:
-            cache = mixing.cache
-        if cache is not None and self._cache_name is not None:
+        if cache is None:
+            cache = self._step_cache(positions)
+        if self._cache_name is not None:
             options[self._cache_name] = cache
-        with attention_through(_HookedStep(step, hooks, cache).attention), mixing_through(mixing):
+        hooked = _HookedStep(step, hooks, cache, self._own, self._readers)
+        with attention_through(hooked.attention):
             output = self._model(input_ids=token_ids[None], use_cache=False, **options)
         logits: torch.Tensor = output.logits[0]
         return logits if picks or logit_rows is None else logits[logit_rows]
+
+    def _step_cache(self, positions: torch.Tensor) -> StepCache:
+        mixers = self.parts.mixers
+        before: int | torch.Tensor = 0
+        if self.parts.counts:
+            before = positions - torch.arange(len(positions), device=positions.device)
+        return StepCache(self.parts.num_layers, mixers.layers if mixers is not None else {}, before)
 
 
 def peak_of_step(model: PreTrainedModel, tokens: int, rows: int, device: torch.device) -> int:
@@ -111,11 +138,18 @@ def peak_of_step(model: PreTrainedModel, tokens: int, rows: int, device: torch.d
 
 class _HookedStep:
     def __init__(
-        self, step: AttentionStep, hooks: LayerHooks | None, cache: OwnCache | StepCache | None = None
+        self,
+        step: AttentionStep,
+        hooks: LayerHooks | None,
+        cache: OwnCache | StepCache,
+        own: frozenset[int],
+        readers: frozenset[int],
     ) -> None:
         self._step = step
         self._hooks = hooks
         self._cache = cache
+        self._own = own
+        self._readers = readers
 
     def attention(
         self,
@@ -129,11 +163,17 @@ class _HookedStep:
         layer = attending_layer(module, self._cache)
         if layer is None:
             raise InternalError("an attention module does not say which layer it is")
-        if self._hooks is not None:
-            self._hooks.wait_for_layer_load(layer)
+        if layer in self._own:
+            eager = own_eager(module)
+            if eager is None:
+                raise InternalError(f"layer {layer} attends by its own code, and there is none")
+            return eager(module, query, key, value, attention_mask, **kwargs)
+        hooks = self._hooks if layer not in self._readers else None
+        if hooks is not None:
+            hooks.wait_for_layer_load(layer)
         options = attention_options(module, query, kwargs)
         options["rotary"] = take_rotary(query, key)
         out = self._step.attend(layer, query[0], key[0], value[0], **options)
-        if self._hooks is not None:
-            self._hooks.save_kv_layer(layer)
+        if hooks is not None:
+            hooks.save_kv_layer(layer)
         return out[None], None

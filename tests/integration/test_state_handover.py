@@ -1,5 +1,5 @@
-"""Models that keep recurrent states: the states after the prompt travel with its keys and values, and the answer is that of one
-engine. Random weights, and prompts that are read in several chunks."""
+"""Models that do not keep all tokens in all layers. Recurrent states after the prompt travel with its keys and values, layers that read
+another's send nothing, and the answer is that of one engine. Random weights, and prompts that are read in several chunks."""
 
 from __future__ import annotations
 
@@ -23,9 +23,20 @@ CASES = [
     *(("qwen3.5", connector, direction, False) for connector, direction in WAYS),
     ("mamba", "nixl", "push", False),
     ("lfm2", "nixl", "push", True),
+    ("llama4", "nixl", "push", False),
     *(
         pytest.param(name, "nixl", direction, True, marks=pytest.mark.slow)
-        for name in ("qwen3-next", "granite-hybrid", "falcon-h1", "minimax", "kimi-linear", "zamba")
+        for name in (
+            "llama4",
+            "gemma3n",
+            "recurrent-gemma",
+            "qwen3-next",
+            "granite-hybrid",
+            "falcon-h1",
+            "minimax",
+            "kimi-linear",
+            "zamba",
+        )
         for direction in ("push", "pull")
     ),
 ]

@@ -29,6 +29,8 @@ def reason_against(
     if kv_dtype != dtype:
         return f"keys and values are kept in {kv_dtype}"
     for layer in layers:
+        if layer.reads_of is not None or layer.chunked:
+            return f"layer {layer.index} reads another layer's keys, or those of its chunk alone"
         if layer.sinks or layer.softcap is not None:
             return f"layer {layer.index} has attention sinks, or caps its scores"
         if layer.key_dim != layer.value_dim or layer.key_dim != plan.head_dim:

@@ -51,6 +51,8 @@ def reason_against(layers: tuple[AttentionLayer, ...], dtype: torch.dtype) -> st
     if dtype not in _DTYPES:
         return f"flashinfer does not compute in {dtype}"
     for layer in layers:
+        if layer.reads_of is not None or layer.chunked:
+            return f"layer {layer.index} reads another layer's keys, or those of its chunk alone"
         if layer.sinks:
             return f"layer {layer.index} has attention sinks"
         if layer.key_dim != layer.value_dim or layer.key_dim not in _HEAD_DIMS:

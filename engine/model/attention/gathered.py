@@ -11,6 +11,7 @@ import dataclasses
 import numpy as np
 import torch
 
+from tandem.engine.cache.groups import KVCacheGroup
 from tandem.engine.model.attention.kernel import attend
 from tandem.engine.model.attention.layers import CachePlan
 from tandem.engine.model.batch import Batch, HostBatch
@@ -23,7 +24,7 @@ _TILE_ROWS = 512
 
 
 @dataclasses.dataclass(slots=True)
-class _Reads:
+class Reads:
     """Rows [start, end) of the batch, and the keys they see."""
 
     start: int
@@ -45,7 +46,7 @@ class _Reads:
 class _GroupPlan:
     block: torch.Tensor  # [T]
     offset: torch.Tensor  # [T]
-    reads: list[_Reads]
+    reads: list[Reads]
     padding: torch.Tensor | None = None  # [T]: of these tokens zeros are written, to the null block
 
 
@@ -55,14 +56,14 @@ class GatheredAttention:
     reads_tables = True
 
     def __init__(self, tensor: torch.Tensor, plan: CachePlan) -> None:
-        self._cache = GatheredCache(tensor, plan)
+        self.kept = GatheredCache(tensor, plan)
 
     def begin(self, batch: Batch) -> PagedStep:
-        groups = range(len(self._cache.plan.groups))
-        return PagedStep(self._cache, [self._cache.plan_group(batch, group) for group in groups])
+        groups = range(len(self.kept.plan.groups))
+        return PagedStep(self.kept, [self.kept.plan_group(batch, group) for group in groups])
 
     def fixed(self, inputs: DecodeInputs) -> FixedGathered:
-        return FixedGathered(self._cache, inputs)
+        return FixedGathered(self.kept, inputs)
 
 
 class FixedGathered:
@@ -107,7 +108,8 @@ class PagedStep:
             pads = group.padding[None, :, None]
             key, value = key.masked_fill(pads, 0), value.masked_fill(pads, 0)
         key, value = self._cache.as_kept(key), self._cache.as_kept(value)
-        self._cache.write(layer, group.block, group.offset, key, value)
+        if layer not in self._cache.plan.readers:
+            self._cache.write(layer, group.block, group.offset, key, value)
         heads, tokens, _ = query.shape
         out = query.new_empty(tokens, heads, value.shape[-1])
         for reads in group.reads:
@@ -129,7 +131,7 @@ class PagedStep:
         return out
 
     def _keys_and_values(
-        self, layer: int, reads: _Reads, key: torch.Tensor, value: torch.Tensor
+        self, layer: int, reads: Reads, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if reads.blocks is None:
             own = slice(reads.end - reads.num_keys, reads.end)
@@ -165,7 +167,7 @@ class GatheredCache:
             # Indices on both sides of a slice put the indexed dimension first: [T, heads, dim].
             target[block, :, offset] = states.transpose(0, 1).to(target.dtype)
 
-    def read(self, layer: int, part: int, reads: _Reads, like: torch.Tensor) -> torch.Tensor:
+    def read(self, layer: int, part: int, reads: Reads, like: torch.Tensor) -> torch.Tensor:
         """[requests, heads, keys, dim]"""
         assert reads.blocks is not None
         plan = self.plan
@@ -184,20 +186,19 @@ class GatheredCache:
     def plan_group(self, batch: Batch, group: int) -> _GroupPlan:
         slots = batch.slot_mapping[group]
         size = self.plan.block_size
-        window = self.plan.groups[group].window
-        reads = self._decode_reads(batch, group, window)
+        reads = self._decode_reads(batch, group)
         for request in range(batch.num_decodes, batch.num_requests):
-            reads.extend(self._chunk_reads(batch, group, request, window))
+            reads.extend(self._chunk_reads(batch, group, request))
         return _GroupPlan(slots // size, slots % size, reads)
 
     def plan_fixed(self, inputs: DecodeInputs, group: int) -> _GroupPlan:
-        size, window, count = self.plan.block_size, self.plan.groups[group].window, inputs.size
+        size, kept, count = self.plan.block_size, self.plan.groups[group], inputs.size
         device, contexts = self.tensor.device, inputs.context_lens
         width = inputs.columns
-        if window is not None:
+        if kept.window is not None:
             # A window of w tokens touches no more columns than this, wherever it begins.
-            width = min(width, (window + size - 2) // size + 1)
-        first_key = torch.zeros_like(contexts) if window is None else (contexts - window).clamp_(min=0)
+            width = min(width, (kept.window + size - 2) // size + 1)
+        first_key = kept.first_read(contexts - 1).clamp_(min=0)
         first_column, last_column = first_key // size, (contexts - 1) // size
         columns = first_column[:, None] + torch.arange(width, device=device)
         picked = inputs.block_tables[group].long().gather(1, columns.clamp(max=inputs.columns - 1))
@@ -206,7 +207,7 @@ class GatheredCache:
         visible = (position >= first_key[:, None]) & (position < contexts[:, None])
         unwritten = torch.arange(size, device=device) >= (contexts - last_column * size)[:, None]
         slots = inputs.slot_mapping[group]
-        reads = _Reads(
+        reads = Reads(
             0,
             count,
             count,
@@ -221,7 +222,7 @@ class GatheredCache:
         )
         return _GroupPlan(slots // size, slots % size, [reads], inputs.padding)
 
-    def _decode_reads(self, batch: Batch, group: int, window: int | None) -> list[_Reads]:
+    def _decode_reads(self, batch: Batch, group: int) -> list[Reads]:
         """Decodes are taken together, in runs of similar length, so that little is gathered in vain."""
         contexts = batch.host_context_lens[: batch.num_decodes]
         reads = []
@@ -229,15 +230,15 @@ class GatheredCache:
         while start < batch.num_decodes:
             longer = np.flatnonzero(contexts[start:] > 2 * contexts[start] + 4 * self.plan.block_size)
             end = start + int(longer[0]) if longer.size else batch.num_decodes
-            reads.append(self._decode_run(batch, group, window, start, end))
+            reads.append(self._decode_run(batch, group, start, end))
             start = end
         return reads
 
-    def _decode_run(self, batch: Batch, group: int, window: int | None, start: int, end: int) -> _Reads:
+    def _decode_run(self, batch: Batch, group: int, start: int, end: int) -> Reads:
         size = self.plan.block_size
         device = self.tensor.device
         contexts = batch.host_context_lens[start:end].astype(np.int64)
-        first_key = np.zeros_like(contexts) if window is None else np.maximum(0, contexts - window)
+        first_key = np.maximum(0, self.plan.groups[group].first_read(contexts - 1))
         first_column = first_key // size
         last_column = (contexts - 1) // size
         if end - start == 1:
@@ -245,7 +246,7 @@ class GatheredCache:
                 batch.block_tables[group][start : start + 1, first_column[0] : last_column[0] + 1]
             )
             skip = int(first_key[0] - first_column[0] * size)
-            return _Reads(start, end, 1, 1, blocks, skip, int(contexts[0] - first_key[0]), None, False)
+            return Reads(start, end, 1, 1, blocks, skip, int(contexts[0] - first_key[0]), None, False)
         width = int((last_column - first_column).max()) + 1
         columns = first_column[:, None] + np.arange(width)
         # Columns beyond a request's last read the null block, and are masked.
@@ -256,7 +257,7 @@ class GatheredCache:
         visible = (position >= first_key[:, None]) & (position < contexts[:, None])
         mask = None if visible.all() else to_device(visible, device)[:, None, None, :]
         tail = np.arange(size)[None, :] >= (contexts - last_column * size)[:, None]
-        return _Reads(
+        return Reads(
             start,
             end,
             end - start,
@@ -270,36 +271,53 @@ class GatheredCache:
             to_device(tail, device)[:, None, :, None],
         )
 
-    def _chunk_reads(self, batch: Batch, group: int, request: int, window: int | None) -> list[_Reads]:
+    def _chunk_reads(self, batch: Batch, group: int, request: int) -> list[Reads]:
+        kept = self.plan.groups[group]
         row_start, row_end = (int(n) for n in batch.host_query_start[request : request + 2])
         context = int(batch.host_context_lens[request])
         rows = row_end - row_start
-        if rows == context and (window is None or rows <= window):
-            return [_Reads(row_start, row_end, 1, rows, None, 0, rows, None, True)]
+        if rows == context and (kept.window is None or rows <= kept.window):
+            return [Reads(row_start, row_end, 1, rows, None, 0, rows, None, True)]
         reads = []
         for start in range(row_start, row_end, _TILE_ROWS):
             end = min(start + _TILE_ROWS, row_end)
             first, last = context - (row_end - start), context - (row_end - end) - 1
-            oldest = 0 if window is None else max(0, first - window + 1)
-            mask = self._band(first, last, oldest, window)
+            oldest = max(0, kept.first_read(first))
+            mask = self._band(first, last, oldest, kept)
             num_keys = last + 1 - oldest
             if rows == context:
-                reads.append(_Reads(start, end, 1, end - start, None, 0, num_keys, mask, False))
+                reads.append(Reads(start, end, 1, end - start, None, 0, num_keys, mask, False))
                 continue
             size = self.plan.block_size
             table = batch.block_tables[group][request : request + 1, oldest // size : last // size + 1]
             reads.append(
-                _Reads(start, end, 1, end - start, self._rows(table), oldest % size, num_keys, mask, False)
+                Reads(start, end, 1, end - start, self._rows(table), oldest % size, num_keys, mask, False)
             )
         return reads
 
-    def _band(self, first: int, last: int, oldest: int, window: int | None) -> torch.Tensor:
+    def reads_of_all(self, batch: Batch, group: int, request: int) -> tuple[Reads, torch.Tensor]:
+        """All that a request's rows read, and which of it each may see."""
+        start, end = (int(n) for n in batch.host_query_start[request : request + 2])
+        context, kept, size = (
+            int(batch.host_context_lens[request]),
+            self.plan.groups[group],
+            self.plan.block_size,
+        )
+        first = context - (end - start)
+        oldest = max(0, kept.first_read(first))
+        table = batch.block_tables[group][request : request + 1, oldest // size : (context - 1) // size + 1]
+        reads = Reads(
+            start, end, 1, end - start, self._rows(table), oldest % size, context - oldest, None, False
+        )
+        return reads, self._band(first, context - 1, oldest, kept)
+
+    def _band(self, first: int, last: int, oldest: int, kept: KVCacheGroup) -> torch.Tensor:
         """Which of the keys oldest..last each of the positions first..last may see."""
         asks = torch.arange(first, last + 1, device=self.tensor.device)[:, None]
         keys = torch.arange(oldest, last + 1, device=self.tensor.device)[None, :]
         seen = keys <= asks
-        if window is not None:
-            seen &= keys > asks - window
+        if kept.window is not None:
+            seen &= keys >= kept.first_read(asks)
         return seen
 
     def _rows(self, table: torch.Tensor) -> torch.Tensor:

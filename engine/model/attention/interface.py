@@ -7,13 +7,14 @@ eager attention would get.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import causal_mask_function, eager_mask
 
 from tandem.wire.errors import InternalError
@@ -31,6 +32,17 @@ PROBED = "tandem_probed"
 
 AttentionFunction = Callable[..., tuple[torch.Tensor, None]]
 """(module, query, key, value, attention_mask, **kwargs), as transformers calls it."""
+
+
+def attend_by(model: PreTrainedModel, name: str) -> None:
+    """Under which name the model looks attention up from here on, and how its masks are made. Older architectures attend by code of
+    their own whatever the name is, and transformers would leave their masks as they are."""
+    if model._can_set_attn_implementation():
+        model.set_attn_implementation(name)
+        return
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            module.config._attn_implementation = name
 
 
 class _Current(threading.local):
@@ -71,6 +83,11 @@ def attention_options(module: torch.nn.Module, query: torch.Tensor, kwargs: dict
         "softcap": kwargs.get("softcap"),
         "sinks": kwargs.get("s_aux"),
     }
+
+
+def own_eager(module: torch.nn.Module) -> Callable[..., tuple[torch.Tensor, Any]] | None:
+    """The reference that the module's own source file gives."""
+    return getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
 
 
 MaskRule = Callable[..., torch.Tensor]

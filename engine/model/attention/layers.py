@@ -23,6 +23,9 @@ class AttentionLayer(msgspec.Struct, frozen=True):
     key_dim: int
     value_dim: int
     window: int | None  # tokens, counting the one that attends
+    chunked: bool = False  # it sees no further back than the last multiple of `window`
+    reads_of: int | None = None  # the layer whose keys and values it reads; it has none of its own
+    own: bool = False  # it attends by its own code: see tandem.engine.model.attention.own
     scale: float | None = None  # of the scores; None where it was not found out
     softcap: float | None = None
     sinks: bool = False
@@ -42,6 +45,7 @@ class CachePlan(msgspec.Struct, frozen=True):
     group_of_layer: tuple[int, ...]
     slot_of_layer: tuple[int, ...]
     states: KVCacheGroup | None = None  # of layers that keep a recurrent state
+    readers: frozenset[int] = frozenset()  # layers that read another's keys and values
 
     @property
     def all_groups(self) -> tuple[KVCacheGroup, ...]:
@@ -86,9 +90,10 @@ def plan_cache(
     """
     if states is not None and dtype is not None and states.states:
         return _with_states(plan_cache(layers, block_size) if layers else None, block_size, states, dtype)
-    kinds: dict[int | None, list[int]] = {}
+    kinds: dict[tuple[int | None, bool], list[int]] = {}
     for layer in layers:
-        kinds.setdefault(layer.window, []).append(layer.index)
+        if layer.reads_of is None:
+            kinds.setdefault((layer.window, layer.chunked), []).append(layer.index)
     counts = [len(members) for members in kinds.values()]
 
     def slots_in_use(slots: int) -> int:
@@ -100,19 +105,27 @@ def plan_cache(
     end = 1 + max(layer.index for layer in layers)
     group_of, slot_of = [0] * end, [0] * end
     # Full attention first: its groups decide how much of a prefix is cached at all.
-    for window, members in sorted(kinds.items(), key=lambda item: (item[0] is not None, item[0] or 0)):
+    for (window, chunked), members in sorted(
+        kinds.items(), key=lambda item: (item[0][0] is not None, item[0][0] or 0, item[0][1])
+    ):
+        kind = AttentionKind.FULL if window is None else AttentionKind.SLIDING
+        if chunked:
+            kind = AttentionKind.CHUNKED
         for start in range(0, len(members), slots):
             part = members[start : start + slots]
             for slot, index in enumerate(part):
                 group_of[index], slot_of[index] = len(groups), slot
             groups.append(
                 KVCacheGroup(
-                    kind=AttentionKind.FULL if window is None else AttentionKind.SLIDING,
+                    kind=kind,
                     block_size=block_size,
                     layers=tuple(part),
                     window=window,
                 )
             )
+    for layer in layers:
+        if layer.reads_of is not None:
+            group_of[layer.index], slot_of[layer.index] = group_of[layer.reads_of], slot_of[layer.reads_of]
     return CachePlan(
         groups=tuple(groups),
         slots=slots,
@@ -121,6 +134,7 @@ def plan_cache(
         block_size=block_size,
         group_of_layer=tuple(group_of),
         slot_of_layer=tuple(slot_of),
+        readers=frozenset(layer.index for layer in layers if layer.reads_of is not None),
     )
 
 

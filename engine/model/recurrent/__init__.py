@@ -2,5 +2,5 @@
 
 layout   where in a request's blocks each state lies; read from there and written back
 mixers   the modules that keep states: found by running the model once, then computed request by request
-check    the whole model in one run, compared with the same tokens in parts
+adapters modules of transformers that keep states in themselves
 """

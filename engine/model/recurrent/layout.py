@@ -12,6 +12,7 @@ import msgspec
 import torch
 
 _ALIGNED = 64  # bytes
+CONV, RECURRENT, MATRIX = "conv", "recurrent", "matrix"  # kinds of state
 
 StateKey = tuple[int, str, int]
 """(layer, kind of state, its number in the layer)"""

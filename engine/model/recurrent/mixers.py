@@ -18,15 +18,23 @@ from typing import Any
 
 import msgspec
 import torch
-from transformers import Cache, DynamicCache, PreTrainedModel
-from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
+from transformers import PreTrainedModel
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from tandem.engine.model.batch import Batch
-from tandem.engine.model.recurrent.layout import LayerStates, State, StateKey, StateLayout
+from tandem.engine.model.caches import OwnCache, StepCache
+from tandem.engine.model.recurrent.layout import (
+    CONV,
+    MATRIX,
+    RECURRENT,
+    LayerStates,
+    State,
+    StateKey,
+    StateLayout,
+)
+from tandem.engine.model.rows import RowsOf
 from tandem.engine.model.runner import LayerHooks
-from tandem.wire.errors import ConfigurationError, InternalError
-
-CONV, RECURRENT, MATRIX = "conv", "recurrent", "matrix"
+from tandem.wire.errors import ConfigurationError
 
 
 class Mixer(msgspec.Struct, frozen=True):
@@ -48,43 +56,6 @@ class Mixers(msgspec.Struct, frozen=True):
     )
 
 
-def keeps_states(config: Any) -> bool:
-    """By transformers' own account of what the model's cache holds."""
-    try:
-        layers = DynamicCache(config=config).layers
-    except Exception:  # a configuration that its cache does not understand says nothing here
-        return False
-    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
-
-
-class OwnCache(DynamicCache):  # type: ignore[misc]
-    """Transformers' own cache, of one request, as a model would make it."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config=config)
-        self._matrices: dict[int, torch.Tensor] = {}
-        self.attending: int | None = None  # the layer whose keys it was given last
-
-    def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        self.attending = layer_idx
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-
-    # MiniMax keeps a matrix of its own for each layer.
-    def get_linear_cache(self, layer_idx: int) -> torch.Tensor | None:
-        return self._matrices.get(layer_idx)
-
-    def set_linear_cache(self, layer_idx: int, linear_cache: torch.Tensor) -> None:
-        self._matrices[layer_idx] = linear_cache
-
-
-def attending_layer(module: torch.nn.Module, cache: OwnCache | StepCache | None) -> int | None:
-    """Layers may share a module. The cache is told which one attends."""
-    if cache is not None and cache.attending is not None:
-        return cache.attending
-    index = getattr(module, "layer_idx", None)
-    return index if isinstance(index, int) else None
-
-
 class NotingCache(OwnCache):
     """It notes which module it served."""
 
@@ -94,6 +65,8 @@ class NotingCache(OwnCache):
         self._model = model
         self._running: list[torch.nn.Module] = []
         self._owners: dict[StateKey, torch.nn.Module] = {}
+        self.keepers: dict[int, torch.nn.Module] = {}  # by layer: who handed keys and values over
+        self.kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # and what came back
 
     @contextmanager
     def noting(self) -> Iterator[None]:
@@ -112,6 +85,16 @@ class NotingCache(OwnCache):
         finally:
             for handle in handles:
                 handle.remove()
+
+    @property
+    def keeps_states(self) -> bool:
+        """By transformers' own account of what the model's cache holds."""
+        return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self.layers)
+
+    def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        self.keepers[layer_idx] = self._running[-1]
+        self.kept[layer_idx] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return self.kept[layer_idx]
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Any:
         self._note((layer_idx, CONV, state_idx))
@@ -182,75 +165,13 @@ class _Part(msgspec.Struct, frozen=True):
     begins: bool  # with a request's first token: there is no state before
 
 
-class StepCache(Cache):  # type: ignore[misc]
-    """Stands where a model expects its cache, for one step: attention goes its own way, and each mixer finds the states of the
-    requests whose rows it computes."""
-
-    def __init__(self, mixers: Mixers) -> None:
-        super().__init__(layers=[LinearAttentionLayer() for _ in range(mixers.num_layers)])
-        self._mixers = mixers
-        self._matrices: dict[int, torch.Tensor | None] = {}
-        self.attending: int | None = None
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        self.attending = layer_idx
-        return key_states, value_states
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return query_length, 0
-
-    def get_linear_cache(self, layer_idx: int) -> torch.Tensor | None:
-        return self._matrices.get(layer_idx)
-
-    def set_linear_cache(self, layer_idx: int, linear_cache: torch.Tensor) -> None:
-        self._matrices[layer_idx] = linear_cache
-
-    def put(self, states: tuple[State, ...], values: dict[StateKey, torch.Tensor], begins: bool) -> None:
-        """What the next run of a mixer finds. It writes to the very tensors."""
-        for layer in {state.layer for state in states}:
-            self.layers[layer] = LinearAttentionLayer(number_of_states=self._mixers.layers.get(layer, 1))
-        for state in states:
-            place, value = self.layers[state.layer], values[state.key]
-            if state.kind == MATRIX:
-                self._matrices[state.layer] = None if begins else value
-                continue
-            place.has_previous_state[state.number] = not begins
-            place.device, place.dtype = value.device, value.dtype
-            if state.kind == CONV:
-                place.conv_states[state.number] = value
-                place.conv_kernel_size[state.number] = state.shape[-1]
-                place.is_conv_states_initialized[state.number] = True
-            else:
-                place.recurrent_states[state.number] = value
-                place.is_recurrent_states_initialized[state.number] = True
-
-    def taken(self, states: tuple[State, ...]) -> dict[StateKey, torch.Tensor]:
-        """What it left there."""
-        left: dict[StateKey, torch.Tensor] = {}
-        for state in states:
-            place = self.layers[state.layer]
-            if state.kind == MATRIX:
-                value = self._matrices.get(state.layer)
-            elif state.kind == CONV:
-                value = place.conv_states[state.number]
-            else:
-                value = place.recurrent_states[state.number]
-            if value is None:
-                raise InternalError(f"layer {state.layer} kept no state")
-            left[state.key] = value
-        return left
-
-
 class RecurrentStep:
     """One step of all mixers."""
 
-    def __init__(self, mixers: Mixers, store: LayerStates, batch: Batch, hooks: LayerHooks | None) -> None:
-        self.cache = StepCache(mixers)
+    def __init__(
+        self, mixers: Mixers, store: LayerStates, batch: Batch, hooks: LayerHooks | None, cache: StepCache
+    ) -> None:
+        self._cache = cache
         self._store = store
         self._hooks = hooks
         self._parts = list(_parts_of(batch))
@@ -285,35 +206,17 @@ class RecurrentStep:
         )
         outs = []
         for start, end in pieces:
-            cut = _Cut(start, end, part.single, rows)
-            self.cache.put(states, values, part.begins)
+            cut = RowsOf(start, end, rows, as_batch=part.single)
+            self._cache.put(states, values, part.begins)
             out = forward(
                 *(cut(value) for value in args), **{name: cut(value) for name, value in kwargs.items()}
             )
-            values = self.cache.taken(states)
+            values = self._cache.taken(states)
             # What else a module returns is of one request alone, and nothing that a layer goes on with.
             outs.append(cut.back(out[0] if isinstance(out, tuple) else out))
         self._store.save(states, part.table, values)
         joined = torch.cat(outs, dim=1)
         return (joined, *([None] * (len(out) - 1))) if isinstance(out, tuple) else joined
-
-
-class _Cut:
-    """Some rows of whatever has one for each token; single rows as a batch."""
-
-    def __init__(self, start: int, end: int, single: bool, rows: int) -> None:
-        self._start, self._end, self._single, self._rows = start, end, single, rows
-
-    def __call__(self, value: Any) -> Any:
-        if isinstance(value, tuple | list):
-            return type(value)(self(item) for item in value)
-        if not isinstance(value, torch.Tensor) or value.ndim < 2 or value.shape[:2] != (1, self._rows):
-            return value
-        mine = value[:, self._start : self._end]
-        return mine.transpose(0, 1) if self._single else mine
-
-    def back(self, out: torch.Tensor) -> torch.Tensor:
-        return out.transpose(0, 1) if self._single else out
 
 
 def _parts_of(batch: Batch) -> Iterator[_Part]:
@@ -362,8 +265,3 @@ def _wrapped(mixer: Mixer, forward: Callable[..., Any]) -> Callable[..., Any]:
         return step.compute(mixer, forward, args, kwargs)
 
     return mix
-
-
-def cache_parameter(parameters: Any) -> str | None:
-    """By which name a model takes its cache."""
-    return next((name for name in ("past_key_values", "cache_params") if name in parameters), None)

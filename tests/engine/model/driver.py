@@ -213,11 +213,11 @@ class Driver:
         return grown
 
     def _slide(self, request: DrivenRequest) -> None:
-        """Give back what fell out of a sliding window. The runner is not told: it must not read it."""
+        """Give back what no later token reads. The runner is not told: it must not read it."""
         for group, table in zip(self.groups, request.blocks, strict=True):
             if group.window is None:
                 continue
-            outside = max(0, request.computed - group.window + 1) // self.block_size
+            outside = max(0, group.first_read(request.computed)) // self.block_size
             for index in range(request.borrowed, min(outside, len(table))):
                 if table[index] and not self._shared(table[index], request):
                     self._give_back(table[index])

@@ -1,0 +1,147 @@
+"""What stands where a model expects transformers' cache.
+
+OwnCache    transformers' own, of one request: a model runs with it as it was made
+StepCache   of one step of many requests: keys and values go their own way through attention, and it says what came before
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from transformers import Cache, DynamicCache
+from transformers.cache_utils import LinearAttentionLayer
+
+from tandem.engine.model.recurrent.layout import CONV, MATRIX, State, StateKey
+from tandem.wire.errors import InternalError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+class OwnCache(DynamicCache):  # type: ignore[misc]
+    """Transformers' own cache, of one request, as a model would make it."""
+
+    def __init__(self, config: Any, before: int = 0) -> None:
+        """`before`: as if it held so many tokens more, which nothing reads."""
+        super().__init__(config=config)
+        self._before = before
+        self._matrices: dict[int, torch.Tensor] = {}
+        self.attending: int | None = None  # the layer whose keys it was given last
+
+    def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        self.attending = layer_idx
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self._before + int(super().get_seq_length(layer_idx))
+
+    # MiniMax keeps a matrix of its own for each layer.
+    def get_linear_cache(self, layer_idx: int) -> torch.Tensor | None:
+        return self._matrices.get(layer_idx)
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: torch.Tensor) -> None:
+        self._matrices[layer_idx] = linear_cache
+
+
+def attending_layer(module: torch.nn.Module, cache: OwnCache | StepCache | None) -> int | None:
+    """Layers may share a module. The cache is told which one attends, unless that has no keys of its own."""
+    if cache is not None and cache.attending is not None:
+        attending, cache.attending = cache.attending, None
+        return attending
+    index = getattr(module, "layer_idx", None)
+    return index if isinstance(index, int) else None
+
+
+class KeptTokens(Protocol):
+    """Where the layers that attend by their own code have a request's keys and values."""
+
+    def exchange(
+        self, layer: int, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Takes those of some tokens, and returns those of all up to the last of them."""
+        ...
+
+    def exchange_index(self, layer: int, index: torch.Tensor) -> torch.Tensor:
+        """The same for the keys by which a layer picks tokens."""
+        ...
+
+
+class StepCache(Cache):  # type: ignore[misc]
+    """Stands where a model expects its cache, for one step: attention goes its own way, and each mixer finds the states of the
+    requests whose rows it computes."""
+
+    def __init__(self, num_layers: int, states_of: Mapping[int, int], before: int | torch.Tensor = 0) -> None:
+        """`states_of`: how many states transformers' cache has for a layer. `before`: what a model adds to a row's number to
+        know its token's position; a tensor says it for each row."""
+        super().__init__(layers=[LinearAttentionLayer() for _ in range(num_layers)])
+        self._states_of = states_of
+        self._matrices: dict[int, torch.Tensor | None] = {}
+        self.attending: int | None = None
+        self.before = before
+        self.kept: KeptTokens | None = None  # while a layer attends by its own code
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.attending = layer_idx
+        if self.kept is not None:
+            return self.kept.exchange(layer_idx, key_states, value_states)
+        return key_states, value_states
+
+    def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        if self.kept is None:
+            raise InternalError("a layer picks tokens outside of its attention")
+        return self.kept.exchange_index(layer_idx, indexer_key_states)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int | torch.Tensor:
+        return self.before
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_linear_cache(self, layer_idx: int) -> torch.Tensor | None:
+        return self._matrices.get(layer_idx)
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: torch.Tensor) -> None:
+        self._matrices[layer_idx] = linear_cache
+
+    def put(self, states: tuple[State, ...], values: dict[StateKey, torch.Tensor], begins: bool) -> None:
+        """What the next run of a mixer finds. It writes to the very tensors."""
+        for layer in {state.layer for state in states}:
+            self.layers[layer] = LinearAttentionLayer(number_of_states=self._states_of.get(layer, 1))
+        for state in states:
+            place, value = self.layers[state.layer], values[state.key]
+            if state.kind == MATRIX:
+                self._matrices[state.layer] = None if begins else value
+                continue
+            place.has_previous_state[state.number] = not begins
+            place.device, place.dtype = value.device, value.dtype
+            if state.kind == CONV:
+                place.conv_states[state.number] = value
+                place.conv_kernel_size[state.number] = state.shape[-1]
+                place.is_conv_states_initialized[state.number] = True
+            else:
+                place.recurrent_states[state.number] = value
+                place.is_recurrent_states_initialized[state.number] = True
+
+    def taken(self, states: tuple[State, ...]) -> dict[StateKey, torch.Tensor]:
+        """What it left there."""
+        left: dict[StateKey, torch.Tensor] = {}
+        for state in states:
+            place = self.layers[state.layer]
+            if state.kind == MATRIX:
+                value = self._matrices.get(state.layer)
+            elif state.kind == CONV:
+                value = place.conv_states[state.number]
+            else:
+                value = place.recurrent_states[state.number]
+            if value is None:
+                raise InternalError(f"layer {state.layer} kept no state")
+            left[state.key] = value
+        return left
+
+
+def cache_parameter(parameters: Any) -> str | None:
+    """By which name a model takes its cache."""
+    return next((name for name in ("past_key_values", "cache_params") if name in parameters), None)

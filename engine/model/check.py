@@ -1,0 +1,213 @@
+"""A model in one run and in parts, alone and beside other requests: the logits must be the same.
+
+What a model does between its attention and its mixers is not looked at. If any of that depended on other tokens too, or on how many
+rows stand before a token's, or a state did not hold all that the next token needs, a request's answer would be wrong as soon as it
+is cut or has company, and nothing would show. So this is tried before the model serves a request.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+import torch
+from transformers import PreTrainedModel
+
+from tandem.engine.cache.groups import AttentionKind, KVCacheGroup
+from tandem.engine.model.attention.gathered import GatheredAttention
+from tandem.engine.model.attention.interface import PAGED, PROBED, attend_by
+from tandem.engine.model.attention.kernel import attend
+from tandem.engine.model.attention.layers import plan_cache
+from tandem.engine.model.batching import build_batch
+from tandem.engine.model.caches import OwnCache
+from tandem.engine.model.fused.pieces import Rotary
+from tandem.engine.model.recurrent.layout import LayerStates
+from tandem.engine.model.states import RequestRows
+from tandem.engine.model.transformers_forward import ModelParts, TransformersForward
+from tandem.wire.errors import ConfigurationError, TandemError
+
+log = logging.getLogger(__name__)
+
+_BLOCK = 4
+_LENGTHS = {"a": 23, "b": 9}
+# Tokens of each request in each step: begun and gone on with, alone and together, one token and more.
+_STEPS = ({"a": 5}, {"a": 1, "b": 1}, {"a": 3, "b": 2}, {"a": 1, "b": 1}, {"a": 13, "b": 5})
+# Relative to the largest logit. In half precision two ways to the same result round at different places.
+_TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
+# Two requests beside each other: the second stands far along, where what counts positions from the first row is found out.
+_BESIDE = (5, 7)
+_FAR = 1 << 20
+
+
+def checked(model: PreTrainedModel, parts: ModelParts, vocab_size: int) -> ModelParts:
+    """The parts as they can be computed. Raises ConfigurationError where there is no right way."""
+    name = model.config.get_text_config().model_type
+    try:
+        with torch.inference_mode():
+            if parts.mixers is None and not parts.own:
+                return _counted(model, parts, vocab_size)
+            return _cut_up(model, parts, vocab_size)
+    except TandemError:
+        raise
+    except (
+        Exception
+    ) as problem:  # whatever a model's code raises that does not expect its rows to be taken apart
+        lines = str(problem).strip().splitlines()
+        what = "states" if parts.mixers is not None else "tokens"
+        raise ConfigurationError(
+            f"a model of type {name} cannot be served: its {what} cannot be kept for each request by itself "
+            f"({lines[0] if lines else type(problem).__name__})"
+        ) from problem
+
+
+def _cut_up(model: PreTrainedModel, parts: ModelParts, vocab_size: int) -> ModelParts:
+    """Prompts at once, or a token at a time."""
+    name, tolerance = model.config.get_text_config().model_type, _TOLERANCE[model.dtype]
+    error = _difference_in_parts(model, parts, vocab_size)
+    if error <= tolerance:
+        return parts
+    if parts.mixers is not None:
+        stepwise = msgspec.structs.replace(parts, mixers=msgspec.structs.replace(parts.mixers, stepwise=True))
+        error = _difference_in_parts(model, stepwise, vocab_size)
+        if error <= tolerance:
+            log.info("%s: a prompt that takes more than one step goes on token by token", name)
+            return stepwise
+    raise ConfigurationError(
+        f"a model of type {name} cannot be served: a prompt that is read in parts gives other logits than one that is read "
+        f"at once (they differ by {error:.2g} of the largest), so it keeps something that Tandem does not know"
+    )
+
+
+def _difference_in_parts(model: PreTrainedModel, parts: ModelParts, vocab_size: int) -> float:
+    layout = parts.mixers.layout if parts.mixers is not None else None
+    plan = plan_cache(parts.layers, _BLOCK, layout, model.dtype)
+    columns = {req_id: -(-length // _BLOCK) for req_id, length in _LENGTHS.items()}
+    per_request = {req_id: count * len(plan.groups) + plan.state_blocks for req_id, count in columns.items()}
+    # Where nothing was written, there is no number.
+    tensor = torch.full(
+        plan.shape(1 + sum(per_request.values())), float("nan"), dtype=model.dtype, device=model.device
+    )
+    tensor[0] = 0
+    attention = GatheredAttention(tensor, plan)
+    cut = TransformersForward(
+        model, attention, parts, LayerStates(tensor, layout) if layout is not None else None
+    )
+
+    def run(steps: tuple[dict[str, int], ...], in_parts: bool) -> dict[str, torch.Tensor]:
+        rows = RequestRows(2, max(_LENGTHS.values()) + 1, _BLOCK, len(plan.groups), plan.state_blocks)
+        free = iter(range(1, 1 + sum(per_request.values())))
+        for seed, (req_id, length) in enumerate(_LENGTHS.items()):
+            tokens = [(7 + 13 * seed + 5 * i * i) % vocab_size for i in range(length)]
+            tables = [[next(free) for _ in range(columns[req_id])] for _ in plan.groups]
+            tables += [[next(free) for _ in range(plan.state_blocks)]] if plan.state_blocks else []
+            # One token more than there are: so each of these predicts one of the prompt, and its logits are wanted.
+            rows.add(req_id, tokens, length + 1, tables)
+        everyone = {rows.row(req_id) for req_id in _LENGTHS}
+        found: dict[str, list[torch.Tensor]] = {req_id: [] for req_id in _LENGTHS}
+        for step in steps:
+            batch, scheduled = build_batch(rows, step, {}, everyone, _BLOCK, tensor.device)
+            if in_parts:
+                logits = cut(batch, None)
+            else:
+                own = OwnCache(model.config)
+                logits = cut.compute(
+                    batch.token_ids, batch.positions, attention.begin(batch), None, batch.logit_rows, own
+                )
+            logits = logits.float().clone()
+            for index, req_id in enumerate(scheduled.req_ids):
+                begin, end = (int(n) for n in scheduled.query_start[index : index + 2])
+                found[req_id].append(logits[begin:end])
+                rows.num_computed[rows.row(req_id)] += end - begin
+        return {req_id: torch.cat(pieces) for req_id, pieces in found.items()}
+
+    # Layers that attend by their own code need the mask that transformers makes.
+    attend_by(model, PROBED)
+    expected = run(tuple({req_id: length} for req_id, length in _LENGTHS.items()), in_parts=False)
+    attend_by(model, PAGED)
+    tensor[1:] = float("nan")
+    found = run(_STEPS, in_parts=True)
+    return _difference(model, list(found.values()), list(expected.values()))
+
+
+def _difference(model: PreTrainedModel, found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    each = torch.cat(
+        [
+            (ours - theirs).abs().amax(-1) / theirs.abs().amax()
+            for ours, theirs in zip(found, expected, strict=True)
+        ]
+    )
+    # A token that an expert's gate sends elsewhere, by rounding alone, is far off. What is wrong is wrong from there on.
+    return float(each.max() if model.dtype == torch.float32 else each.median())
+
+
+def _counted(model: PreTrainedModel, parts: ModelParts, vocab_size: int) -> ModelParts:
+    """Whether the model takes positions as it is told, or counts rows, on from what its cache says came before."""
+    config = model.config.get_text_config()
+    longest = getattr(config, "max_position_embeddings", None) or _FAR
+    begins = (0, max(0, min(int(longest), _FAR) - _BESIDE[1]))
+    positions = [
+        torch.arange(count, device=model.device) + begin for begin, count in zip(begins, _BESIDE, strict=True)
+    ]
+    tokens = [(7 + 5 * place * place) % vocab_size for place in positions]
+    plan = plan_cache(parts.layers, _BLOCK)
+    attention = GatheredAttention(torch.zeros(plan.shape(1), dtype=model.dtype, device=model.device), plan)
+    alone = []
+    for begin, mine, place in zip(begins, tokens, positions, strict=True):
+        forward = TransformersForward(model, attention, parts)
+        step = _AmongRows(parts, place, torch.zeros_like(place))
+        alone.append(forward.compute(mine, place, step, cache=OwnCache(model.config, begin)).float().clone())
+    everywhere = torch.cat(positions)
+    whose = torch.repeat_interleave(
+        torch.arange(2, device=model.device), torch.tensor(_BESIDE, device=model.device)
+    )
+    error = 0.0
+    for counts in (False, True):
+        tried = msgspec.structs.replace(parts, counts=counts)
+        forward = TransformersForward(model, attention, tried)
+        step = _AmongRows(parts, everywhere, whose)
+        together = forward.compute(torch.cat(tokens), everywhere, step).float()
+        error = _difference(model, [together[: _BESIDE[0]], together[_BESIDE[0] :]], alone)
+        if error <= _TOLERANCE[model.dtype]:
+            return tried
+    raise ConfigurationError(
+        f"a model of type {config.model_type} cannot be served: two requests beside each other give other logits than each alone "
+        f"(they differ by {error:.2g} of the largest), so its layers look at more than Tandem tells them"
+    )
+
+
+class _AmongRows:
+    """A step's attention in which requests see their own rows and nothing before. See AttentionStep."""
+
+    def __init__(self, parts: ModelParts, positions: torch.Tensor, whose: torch.Tensor) -> None:
+        self._of = {layer.index: layer for layer in parts.layers}
+        self._positions, self._whose = positions, whose
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+        rotary: Rotary | None = None,
+    ) -> torch.Tensor:
+        asks, keys = self._positions[:, None], self._positions[None]
+        seen = (self._whose[:, None] == self._whose[None]) & (keys <= asks)
+        window, chunked = self._of[layer].window, self._of[layer].chunked
+        if window is not None:
+            kind = AttentionKind.CHUNKED if chunked else AttentionKind.SLIDING
+            seen &= keys >= KVCacheGroup(kind, 1, (), window).first_read(asks)
+        out = attend(
+            query[None],
+            key[None],
+            value[None],
+            mask=seen,
+            causal=False,
+            scale=scale,
+            softcap=softcap,
+            sinks=sinks,
+        )
+        return out[0].transpose(0, 1)
