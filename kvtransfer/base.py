@@ -263,8 +263,8 @@ class ChecksumPolicy(enum.StrEnum):
 class KVCacheMemory(msgspec.Struct, frozen=True):
     """The KV cache as the worker half sees it.
 
-    `tensor` is [num_blocks, slots, 2, num_kv_heads, block_size, head_dim], contiguous: all layers of a block lie
-    side by side, so a whole block is one run of bytes and one descriptor. Slot s holds layer s of its group. A view of
+    `tensor` is [num_blocks, slots, num_parts, num_kv_heads, block_size, head_dim], contiguous: all layers of a block lie
+    side by side, so a whole block is one run of bytes and one descriptor. The parts are keys and values, or one of latents. Slot s holds layer s of its group. A view of
     memory with a block's axes in another order is as good, as long as there are no gaps in and between blocks.
     """
 
@@ -284,6 +284,10 @@ class KVCacheMemory(msgspec.Struct, frozen=True):
     @property
     def slots(self) -> int:
         return int(self.tensor.shape[1])
+
+    @property
+    def num_parts(self) -> int:
+        return int(self.tensor.shape[2])
 
     @property
     def num_kv_heads(self) -> int:

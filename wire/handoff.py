@@ -53,6 +53,7 @@ class CacheFingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     connector: str  # name and direction
     num_slots: int = 1  # layers of a group, side by side in a block
     num_groups: int = 1
+    num_parts: int = 2  # keys and values, or one of latents
     state_blocks: int = 0  # of each request, in the last group, for recurrent states
 
 

@@ -28,9 +28,10 @@ class OwnCache(DynamicCache):  # type: ignore[misc]
         self._before = before
         self._matrices: dict[int, torch.Tensor] = {}
         self.attending: int | None = None  # the layer whose keys it was given last
+        self.given: tuple[torch.Tensor, ...] = ()  # see StepCache
 
     def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        self.attending = layer_idx
+        self.attending, self.given = layer_idx, (key_states, value_states)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -79,6 +80,9 @@ class StepCache(Cache):  # type: ignore[misc]
         self._matrices: dict[int, torch.Tensor | None] = {}
         self.attending: int | None = None
         self.before = before
+        self.given: tuple[
+            torch.Tensor, ...
+        ] = ()  # keys and values of the layer that attends next, or a latent and its rotary part
         self.kept: KeptTokens | None = None  # while a layer attends by its own code
 
     def update(
@@ -87,6 +91,7 @@ class StepCache(Cache):  # type: ignore[misc]
         self.attending = layer_idx
         if self.kept is not None:
             return self.kept.exchange(layer_idx, key_states, value_states)
+        self.given = key_states, value_states
         return key_states, value_states
 
     def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:

@@ -14,9 +14,9 @@ import torch
 from transformers import PreTrainedModel
 
 from tandem.engine.cache.groups import AttentionKind, KVCacheGroup
-from tandem.engine.model.attention.gathered import GatheredAttention
 from tandem.engine.model.attention.interface import PAGED, PROBED, attend_by
 from tandem.engine.model.attention.kernel import attend
+from tandem.engine.model.attention.latents import gathering
 from tandem.engine.model.attention.layers import plan_cache
 from tandem.engine.model.batching import build_batch
 from tandem.engine.model.caches import OwnCache
@@ -88,7 +88,7 @@ def _difference_in_parts(model: PreTrainedModel, parts: ModelParts, vocab_size: 
         plan.shape(1 + sum(per_request.values())), float("nan"), dtype=model.dtype, device=model.device
     )
     tensor[0] = 0
-    attention = GatheredAttention(tensor, plan)
+    attention = gathering(tensor, plan, parts.expansions)
     cut = TransformersForward(
         model, attention, parts, LayerStates(tensor, layout) if layout is not None else None
     )
@@ -150,7 +150,8 @@ def _counted(model: PreTrainedModel, parts: ModelParts, vocab_size: int) -> Mode
     ]
     tokens = [(7 + 5 * place * place) % vocab_size for place in positions]
     plan = plan_cache(parts.layers, _BLOCK)
-    attention = GatheredAttention(torch.zeros(plan.shape(1), dtype=model.dtype, device=model.device), plan)
+    nothing = torch.zeros(plan.shape(1), dtype=model.dtype, device=model.device)
+    attention = gathering(nothing, plan, parts.expansions)
     alone = []
     for begin, mine, place in zip(begins, tokens, positions, strict=True):
         forward = TransformersForward(model, attention, parts)
@@ -193,6 +194,7 @@ class _AmongRows:
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
         rotary: Rotary | None = None,
+        latent: torch.Tensor | None = None,
     ) -> torch.Tensor:
         asks, keys = self._positions[:, None], self._positions[None]
         seen = (self._whose[:, None] == self._whose[None]) & (keys <= asks)

@@ -64,6 +64,11 @@ def load_runner(
             "scheduler.num_speculative_tokens to 0"
         )
     kv_dtype = loaded.dtype if own_kv else fp8_on(device)
+    if not own_kv and any(layer.latent for layer in loaded.layers):
+        raise ConfigurationError(
+            f"cache.dtype is fp8, and {source.name} keeps one latent of a token for all its heads, which eight bits would spoil: "
+            "leave it at auto"
+        )
     plan = plan_cache(loaded.layers, cache.block_size, loaded.states, kv_dtype)
     max_model_len = context_length(config, scheduler.max_model_len)
     shape = ForwardShape(scheduler.max_num_seqs, max_model_len)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tandem.engine.model.attention.interface import PagedAttention
     from tandem.engine.model.fused.pieces import Pieces
     from tandem.engine.model.recurrent.layout import StateLayout
+    from tandem.engine.model.transformers_forward import ModelParts
 
 log = logging.getLogger(__name__)
 
@@ -118,8 +119,8 @@ def load_general(
     progress: Progress,
 ) -> LoadedModel:
     # Imported here because it costs seconds that the native path need not wait for.
-    from tandem.engine.model.attention.gathered import GatheredAttention
     from tandem.engine.model.attention.interface import PAGED, attend_by
+    from tandem.engine.model.attention.latents import gathering
     from tandem.engine.model.fused.find import fuse
     from tandem.engine.model.general import load_model
     from tandem.engine.model.probe import probe_attention
@@ -150,8 +151,8 @@ def load_general(
         if apart:
             # The other ways count layers that attend without a gap. Each step takes its rows apart by itself, so it is not recorded.
             states = LayerStates(kv_cache, mixers.layout) if mixers is not None else None
-            return TransformersForward(model, GatheredAttention(kv_cache, plan), parts, states)
-        attention = _choose_attention(kv_cache, plan, parts.layers, shape, pieces, model.dtype)
+            return TransformersForward(model, gathering(kv_cache, plan, parts.expansions), parts, states)
+        attention = _choose_attention(kv_cache, plan, parts, shape, pieces, model.dtype)
         forward = TransformersForward(model, attention, parts)
         if device.type != "cuda":
             return forward
@@ -212,7 +213,7 @@ def recorded_tokens(shape: ForwardShape) -> int:
 def _choose_attention(
     kv_cache: torch.Tensor,
     plan: CachePlan,
-    layers: tuple[AttentionLayer, ...],
+    parts: ModelParts,
     shape: ForwardShape,
     pieces: Pieces | None,
     dtype: torch.dtype,
@@ -221,27 +222,28 @@ def _choose_attention(
     from tandem.engine.model.fused.cpu import CpuPieces
 
     if isinstance(pieces, CpuPieces):
-        reason = cpu.reason_against(layers, plan, kv_cache.dtype, dtype)
+        reason = cpu.reason_against(parts.layers, plan, kv_cache.dtype, dtype)
         if reason is None:
-            return cpu.CpuAttention(pieces, kv_cache, plan, layers)
+            return cpu.CpuAttention(pieces, kv_cache, plan, parts.layers)
         log.info("attention goes by gathering: %s", reason)
 
     library = flashinfer.find_library() if kv_cache.device.type == "cuda" else None
-    return attention_with(library, kv_cache, plan, layers, shape, dtype)
+    return attention_with(library, kv_cache, plan, parts, shape, dtype)
 
 
 def attention_with(
     library: Any | None,
     kv_cache: torch.Tensor,
     plan: CachePlan,
-    layers: tuple[AttentionLayer, ...],
+    parts: ModelParts,
     shape: ForwardShape,
     dtype: torch.dtype,
 ) -> PagedAttention:
     """By FlashInfer, if it is there, computes this model's attention, and runs on this machine; else by gathering."""
     from tandem.engine.model.attention import flashinfer
-    from tandem.engine.model.attention.gathered import GatheredAttention
+    from tandem.engine.model.attention.latents import gathering
 
+    layers = parts.layers
     if library is not None:
         reason = flashinfer.reason_against(layers, dtype)
         if reason is None:
@@ -254,4 +256,4 @@ def attention_with(
             except Exception as error:  # whatever its compiler and its kernels raise
                 reason = f"flashinfer does not run here: {error}"
         log.warning("attention goes by gathering, and slower for it: %s", reason)
-    return GatheredAttention(kv_cache, plan)
+    return gathering(kv_cache, plan, parts.expansions)

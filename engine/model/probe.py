@@ -17,7 +17,7 @@ import msgspec
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from tandem.engine.model.attention import own
+from tandem.engine.model.attention import latents, own
 from tandem.engine.model.attention.interface import (
     PAGED,
     PROBED,
@@ -29,6 +29,7 @@ from tandem.engine.model.attention.interface import (
     rule_of,
 )
 from tandem.engine.model.attention.kernel import attend
+from tandem.engine.model.attention.latents import Expansion
 from tandem.engine.model.attention.layers import AttentionLayer
 from tandem.engine.model.attention.own import OwnLayer
 from tandem.engine.model.caches import attending_layer, cache_parameter
@@ -98,7 +99,8 @@ def probe_attention(model: PreTrainedModel) -> ProbeResult:
     layers = recorder.layers(besides=set(range(config.num_hidden_layers)) if mixers is not None else ())
     if layers and not takes_positions:
         raise _counts_by_itself(config)
-    parts = ModelParts(layers, recorder.own_layers(), mixers)
+    parts = ModelParts(layers, recorder.own_layers(), mixers, recorder.expansions())
+    latents.wrap(parts.expansions, parts.layers)
     if mixers is not None:
         wrap(mixers)
     own.wrap(parts.own)
@@ -120,6 +122,7 @@ class _Recorder:
         self._layer_types = getattr(config, "layer_types", None)
         self._layers: dict[int, AttentionLayer] = {}
         self._windows: dict[MaskRule, int | None] = {}
+        self._expansions: dict[int, Expansion] = {}
 
     def attention(
         self,
@@ -159,6 +162,9 @@ class _Recorder:
                 raise self._refusal(unknown)
             self._leave_to_itself(index, unknown)
             return result, weights
+        expansion = self._expansion(index, module, query, key, value, ours, seen, options)
+        if expansion is not None:
+            self._expansions[index] = expansion
         self._layers[index] = AttentionLayer(
             index=index,
             num_query_heads=query.shape[1],
@@ -179,6 +185,35 @@ class _Recorder:
         if self._cache is None or index in self._cache.kept:
             return None
         return next((other for other, (kept, _) in self._cache.kept.items() if kept is key), None)
+
+    def _expansion(
+        self,
+        index: int,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        expected: torch.Tensor,
+        seen: torch.Tensor,
+        options: dict[str, Any],
+    ) -> Expansion | None:
+        """How keys and values were made of what the cache got, if that was a latent of all heads; then the absorbed form is tried, too."""
+        if self._cache is None or index not in self._cache.kept or not hasattr(module, "expand_kv"):
+            return None
+        latent, rotary = self._cache.kept[index]
+        if latent is key or latent.shape[1] != 1 or rotary.shape[1] != 1:
+            return None
+        how = Expansion.of(module, latent, rotary, key, value)
+        both = torch.cat([latent, rotary], dim=-1)
+        if not all(torch.allclose(*pair) for pair in zip(how.expand(both[0]), (key, value), strict=True)):
+            return None
+        if how.absorbs(1):
+            asked = how.absorbed(query[0])[None]
+            among = attend(asked, both, both[..., : how.latent_dim], mask=seen, causal=False, **options)
+            error = (how.values_of(among[0]) - expected[0]).float().abs().max().item()
+            if not error <= _TOLERANCE * expected.float().abs().max().item():
+                how = msgspec.structs.replace(how, to_keys=None, to_values=None)
+        return how
 
     def _leave_to_itself(self, index: int, why: str) -> None:
         """The layer's module attends by its own code, if that takes its mask from outside and hands over its keys."""
@@ -211,7 +246,15 @@ class _Recorder:
                 "attention, a state space, or code that does not go through transformers' attention interface)"
             )
         self._compare_with_cache()
-        return tuple(self._layers[index] for index in sorted(self._layers))
+        expansions = self.expansions()
+        return tuple(
+            _of_latents(layer, expansions[index]) if index in expansions else layer
+            for index, layer in sorted(self._layers.items())
+        )
+
+    def expansions(self) -> dict[int, Expansion]:
+        """None, unless all layers keep latents: blocks are of one kind."""
+        return self._expansions if self._expansions.keys() == self._layers.keys() else {}
 
     def own_layers(self) -> tuple[OwnLayer, ...]:
         keepers = self._cache.keepers if self._cache is not None else {}
@@ -278,3 +321,15 @@ class _Recorder:
 
     def _refusal(self, why: str) -> ConfigurationError:
         return ConfigurationError(f"a model of type {self._name} cannot be served: {why}")
+
+
+def _of_latents(layer: AttentionLayer, how: Expansion) -> AttentionLayer:
+    """As one head of keys, of which a part is the values."""
+    return msgspec.structs.replace(
+        layer,
+        num_kv_heads=1,
+        key_dim=how.latent_dim + how.rotary_dim,
+        value_dim=how.latent_dim,
+        latent=(how.latent_dim, how.rotary_dim),
+        expanded=(layer.key_dim, layer.value_dim),
+    )

@@ -80,7 +80,7 @@ class ModelRunner(Protocol):
 
     @property
     def kv_cache(self) -> torch.Tensor:
-        """[num_blocks, slots, 2, num_kv_heads, block_size, head_dim]: see kvtransfer.base.KVCacheMemory."""
+        """[num_blocks, slots, num_parts, num_kv_heads, block_size, head_dim]: see kvtransfer.base.KVCacheMemory."""
         ...
 
     @property

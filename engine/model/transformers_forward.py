@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
@@ -17,6 +18,7 @@ from tandem.engine.model.attention.interface import (
     attention_through,
     own_eager,
 )
+from tandem.engine.model.attention.latents import Expansion, without_expanding
 from tandem.engine.model.attention.layers import AttentionLayer
 from tandem.engine.model.attention.own import OwnLayer, OwnStep, own_attention_through
 from tandem.engine.model.batch import Batch
@@ -34,6 +36,7 @@ class ModelParts(msgspec.Struct, frozen=True):
     layers: tuple[AttentionLayer, ...]
     own: tuple[OwnLayer, ...] = ()  # of these
     mixers: Mixers | None = None
+    expansions: Mapping[int, Expansion] = {}  # by layer, where all keep latents
     counts: bool = False  # it counts positions by itself, on from what its cache says came before
 
     @property
@@ -95,8 +98,8 @@ class TransformersForward:
             cache = self._step_cache(positions)
         if self._cache_name is not None:
             options[self._cache_name] = cache
-        hooked = _HookedStep(step, hooks, cache, self._own, self._readers)
-        with attention_through(hooked.attention):
+        hooked = _HookedStep(step, hooks, cache, self._own, self._readers, self.parts.expansions.keys())
+        with attention_through(hooked.attention), without_expanding(step):
             output = self._model(input_ids=token_ids[None], use_cache=False, **options)
         logits: torch.Tensor = output.logits[0]
         return logits if picks or logit_rows is None else logits[logit_rows]
@@ -144,12 +147,14 @@ class _HookedStep:
         cache: OwnCache | StepCache,
         own: frozenset[int],
         readers: frozenset[int],
+        latent: Collection[int],
     ) -> None:
         self._step = step
         self._hooks = hooks
         self._cache = cache
         self._own = own
         self._readers = readers
+        self._latent = latent
 
     def attention(
         self,
@@ -173,6 +178,8 @@ class _HookedStep:
             hooks.wait_for_layer_load(layer)
         options = attention_options(module, query, kwargs)
         options["rotary"] = take_rotary(query, key)
+        if layer in self._latent:
+            options["latent"] = torch.cat(self._cache.given, dim=-1)[0, 0]
         out = self._step.attend(layer, query[0], key[0], value[0], **options)
         if hooks is not None:
             hooks.save_kv_layer(layer)

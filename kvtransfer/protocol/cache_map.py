@@ -39,7 +39,7 @@ class BlockLayout(msgspec.Struct, frozen=True):
             return f"a block has the axes {fingerprint.layout!r}, expected {','.join(AXES)} in some order"
         sizes = {
             "slot": fingerprint.num_slots,
-            "kv": 2,
+            "kv": fingerprint.num_parts,
             "head": fingerprint.num_kv_heads,
             "token": fingerprint.block_size,
             "dim": fingerprint.head_dim,
@@ -252,6 +252,7 @@ class PoolGeometry(msgspec.Struct, frozen=True):
                 model=cache.model,
                 dtype=str(cache.tensor.dtype).removeprefix("torch."),
                 num_layers=cache.num_layers,
+                num_parts=cache.num_parts,
                 num_kv_heads=cache.num_kv_heads,
                 head_dim=cache.head_dim,
                 block_size=cache.block_size,

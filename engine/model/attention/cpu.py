@@ -31,6 +31,8 @@ def reason_against(
     for layer in layers:
         if layer.reads_of is not None or layer.chunked:
             return f"layer {layer.index} reads another layer's keys, or those of its chunk alone"
+        if layer.latent:
+            return f"layer {layer.index} keeps latents"
         if layer.sinks or layer.softcap is not None:
             return f"layer {layer.index} has attention sinks, or caps its scores"
         if layer.key_dim != layer.value_dim or layer.key_dim != plan.head_dim:
@@ -111,6 +113,7 @@ class _Step:
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
         rotary: Rotary | None = None,
+        latent: torch.Tensor | None = None,
     ) -> torch.Tensor:
         attention = self._attention
         probed = attention.layers[layer]

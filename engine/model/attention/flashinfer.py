@@ -53,6 +53,8 @@ def reason_against(layers: tuple[AttentionLayer, ...], dtype: torch.dtype) -> st
     for layer in layers:
         if layer.reads_of is not None or layer.chunked:
             return f"layer {layer.index} reads another layer's keys, or those of its chunk alone"
+        if layer.latent:
+            return f"layer {layer.index} keeps latents"
         if layer.sinks:
             return f"layer {layer.index} has attention sinks"
         if layer.key_dim != layer.value_dim or layer.key_dim not in _HEAD_DIMS:
@@ -298,6 +300,7 @@ class _Step:
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
         rotary: Rotary | None = None,
+        latent: torch.Tensor | None = None,
     ) -> torch.Tensor:
         attention = self._attention
         kind = attention.kinds[attention.kind_of_layer[layer]]

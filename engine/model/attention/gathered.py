@@ -43,7 +43,7 @@ class Reads:
 
 
 @dataclasses.dataclass(slots=True)
-class _GroupPlan:
+class GroupReads:
     block: torch.Tensor  # [T]
     offset: torch.Tensor  # [T]
     reads: list[Reads]
@@ -60,32 +60,38 @@ class GatheredAttention:
 
     def begin(self, batch: Batch) -> PagedStep:
         groups = range(len(self.kept.plan.groups))
-        return PagedStep(self.kept, [self.kept.plan_group(batch, group) for group in groups])
+        return self._step([self.kept.plan_group(batch, group) for group in groups])
 
     def fixed(self, inputs: DecodeInputs) -> FixedGathered:
-        return FixedGathered(self.kept, inputs)
+        return FixedGathered(self, inputs)
+
+    def begin_fixed(self, inputs: DecodeInputs) -> PagedStep:
+        groups = range(len(self.kept.plan.groups))
+        return self._step([self.kept.plan_fixed(inputs, group) for group in groups])
+
+    def _step(self, groups: list[GroupReads]) -> PagedStep:
+        return PagedStep(self.kept, groups)
 
 
 class FixedGathered:
     """Decodes of one shape: what `plan_group` decides on the host is computed on the device, at full width."""
 
-    def __init__(self, cache: GatheredCache, inputs: DecodeInputs) -> None:
-        self._cache = cache
+    def __init__(self, attention: GatheredAttention, inputs: DecodeInputs) -> None:
+        self._attention = attention
         self._inputs = inputs
 
     def prepare(self, host: HostBatch | None) -> None:
         pass
 
     def begin(self) -> PagedStep:
-        groups = range(len(self._cache.plan.groups))
-        return PagedStep(self._cache, [self._cache.plan_fixed(self._inputs, group) for group in groups])
+        return self._attention.begin_fixed(self._inputs)
 
 
 class PagedStep:
     """One step's attention. `attend` is called once per layer, in order."""
 
-    def __init__(self, cache: GatheredCache, groups: list[_GroupPlan]) -> None:
-        self._cache = cache
+    def __init__(self, kept: GatheredCache, groups: list[GroupReads]) -> None:
+        self._kept = kept
         self._groups = groups
 
     def attend(
@@ -99,17 +105,18 @@ class PagedStep:
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
         rotary: Rotary | None = None,
+        latent: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See AttentionStep.attend."""
         if rotary is not None:
             query, key = turned(query, rotary, rotary.query_norm), turned(key, rotary, rotary.key_norm)
-        group = self._groups[self._cache.plan.group_of_layer[layer]]
+        group = self._groups[self._kept.plan.group_of_layer[layer]]
         if group.padding is not None:
             pads = group.padding[None, :, None]
             key, value = key.masked_fill(pads, 0), value.masked_fill(pads, 0)
-        key, value = self._cache.as_kept(key), self._cache.as_kept(value)
-        if layer not in self._cache.plan.readers:
-            self._cache.write(layer, group.block, group.offset, key, value)
+        key, value = self._kept.as_kept(key), self._kept.as_kept(value)
+        if layer not in self._kept.plan.readers:
+            self._kept.write(layer, group.block, group.offset, key, value)
         heads, tokens, _ = query.shape
         out = query.new_empty(tokens, heads, value.shape[-1])
         for reads in group.reads:
@@ -137,8 +144,8 @@ class PagedStep:
             own = slice(reads.end - reads.num_keys, reads.end)
             return key[:, own].unsqueeze(0), value[:, own].unsqueeze(0)
         return (
-            self._cache.read(layer, 0, reads, key),
-            self._cache.read(layer, 1, reads, value),
+            self._kept.read(layer, 0, reads, key),
+            self._kept.read(layer, 1, reads, value),
         )
 
 
@@ -148,20 +155,19 @@ class GatheredCache:
     def __init__(self, tensor: torch.Tensor, plan: CachePlan) -> None:
         self.tensor = tensor
         self.plan = plan
-        # One row per (block, slot, keys or values, head): a run of block_size * head_dim elements.
+        # One row per (block, slot, part, head): a run of block_size * head_dim elements.
         self._flat = tensor.view(-1, plan.block_size, plan.head_dim)
-        self._rows_per_block = plan.slots * 2 * plan.num_kv_heads
+        self._rows_per_block = plan.slots * plan.num_parts * plan.num_kv_heads
         self._heads = torch.arange(plan.num_kv_heads, device=tensor.device).view(1, -1, 1)
 
     def as_kept(self, states: torch.Tensor) -> torch.Tensor:
         """As they will be read: with fewer bits than they had, or the answer would depend on how a prompt is cut."""
         return states if states.dtype == self.tensor.dtype else to_fp8(states).to(states.dtype)
 
-    def write(
-        self, layer: int, block: torch.Tensor, offset: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> None:
+    def write(self, layer: int, block: torch.Tensor, offset: torch.Tensor, *parts: torch.Tensor) -> None:
+        """[heads, T, dim] each: keys and values, or latents."""
         slot = self.plan.slot_of_layer[layer]
-        for part, states in ((0, key), (1, value)):
+        for part, states in enumerate(parts):
             heads, _, dim = states.shape
             target = self.tensor[:, slot, part, :heads, :, :dim]
             # Indices on both sides of a slice put the indexed dimension first: [T, heads, dim].
@@ -172,7 +178,9 @@ class GatheredCache:
         assert reads.blocks is not None
         plan = self.plan
         heads, dim = like.shape[0], like.shape[-1]
-        rows = reads.blocks[:, :heads] + (plan.slot_of_layer[layer] * 2 + part) * plan.num_kv_heads
+        rows = (
+            reads.blocks[:, :heads] + (plan.slot_of_layer[layer] * plan.num_parts + part) * plan.num_kv_heads
+        )
         gathered = self._flat.index_select(0, rows.reshape(-1)).to(like.dtype)
         gathered = gathered.view(rows.shape[0], heads, rows.shape[2], plan.block_size, plan.head_dim)
         if reads.last_column is not None and reads.unwritten is not None:
@@ -183,15 +191,15 @@ class GatheredCache:
         keys = gathered.view(rows.shape[0], heads, -1, plan.head_dim)
         return keys[:, :, reads.first_key : reads.first_key + reads.num_keys, :dim]
 
-    def plan_group(self, batch: Batch, group: int) -> _GroupPlan:
+    def plan_group(self, batch: Batch, group: int) -> GroupReads:
         slots = batch.slot_mapping[group]
         size = self.plan.block_size
         reads = self._decode_reads(batch, group)
         for request in range(batch.num_decodes, batch.num_requests):
             reads.extend(self._chunk_reads(batch, group, request))
-        return _GroupPlan(slots // size, slots % size, reads)
+        return GroupReads(slots // size, slots % size, reads)
 
-    def plan_fixed(self, inputs: DecodeInputs, group: int) -> _GroupPlan:
+    def plan_fixed(self, inputs: DecodeInputs, group: int) -> GroupReads:
         size, kept, count = self.plan.block_size, self.plan.groups[group], inputs.size
         device, contexts = self.tensor.device, inputs.context_lens
         width = inputs.columns
@@ -220,7 +228,7 @@ class GatheredCache:
             last_column - first_column,
             unwritten[:, None, :, None],
         )
-        return _GroupPlan(slots // size, slots % size, [reads], inputs.padding)
+        return GroupReads(slots // size, slots % size, [reads], inputs.padding)
 
     def _decode_reads(self, batch: Batch, group: int) -> list[Reads]:
         """Decodes are taken together, in runs of similar length, so that little is gathered in vain."""

@@ -125,9 +125,10 @@ class AttentionStep(Protocol):
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
         rotary: Rotary | None = None,
+        latent: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Writes this step's keys and values, and returns [T, query heads, DV]. With `rotary`, this is done with queries and
-        keys first."""
+        keys first. `latent` [T, latent and rotary part] is what the layer keeps in their place, if it does."""
         ...
 
 

@@ -25,6 +25,9 @@ class AttentionLayer(msgspec.Struct, frozen=True):
     window: int | None  # tokens, counting the one that attends
     chunked: bool = False  # it sees no further back than the last multiple of `window`
     reads_of: int | None = None  # the layer whose keys and values it reads; it has none of its own
+    # What it keeps of a token in place of keys and values, side by side: a latent of so many elements, and a rotary part.
+    latent: tuple[int, int] | None = None
+    expanded: tuple[int, int] = (0, 0)  # what a head's keys and values are then made to
     own: bool = False  # it attends by its own code: see tandem.engine.model.attention.own
     scale: float | None = None  # of the scores; None where it was not found out
     softcap: float | None = None
@@ -32,9 +35,9 @@ class AttentionLayer(msgspec.Struct, frozen=True):
 
 
 class CachePlan(msgspec.Struct, frozen=True):
-    """How all layers share the tensor [num_blocks, slots, 2, num_kv_heads, block_size, head_dim].
+    """How all layers share the tensor [num_blocks, slots, num_parts, num_kv_heads, block_size, head_dim].
 
-    Layers that differ in heads or head size use the leading part of the largest.
+    The parts are keys and values, or one of latents. Layers that differ in heads or head size use the leading part of the largest.
     """
 
     groups: tuple[KVCacheGroup, ...]  # of layers that attend
@@ -45,6 +48,7 @@ class CachePlan(msgspec.Struct, frozen=True):
     group_of_layer: tuple[int, ...]
     slot_of_layer: tuple[int, ...]
     states: KVCacheGroup | None = None  # of layers that keep a recurrent state
+    num_parts: int = 2
     readers: frozenset[int] = frozenset()  # layers that read another's keys and values
 
     @property
@@ -59,10 +63,10 @@ class CachePlan(msgspec.Struct, frozen=True):
 
     @property
     def elements_per_block(self) -> int:
-        return self.slots * 2 * self.num_kv_heads * self.block_size * self.head_dim
+        return self.slots * self.num_parts * self.num_kv_heads * self.block_size * self.head_dim
 
     def shape(self, num_blocks: int) -> tuple[int, int, int, int, int, int]:
-        return (num_blocks, self.slots, 2, self.num_kv_heads, self.block_size, self.head_dim)
+        return (num_blocks, self.slots, self.num_parts, self.num_kv_heads, self.block_size, self.head_dim)
 
     def blocks_for(self, num_tokens: int, tokens_per_step: int) -> int:
         """Blocks that one sequence of this length holds at its peak, when at most `tokens_per_step` run at once."""
@@ -134,6 +138,7 @@ def plan_cache(
         block_size=block_size,
         group_of_layer=tuple(group_of),
         slot_of_layer=tuple(slot_of),
+        num_parts=1 if any(layer.latent for layer in layers) else 2,
         readers=frozenset(layer.index for layer in layers if layer.reads_of is not None),
     )
 

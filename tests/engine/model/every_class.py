@@ -6,10 +6,13 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import math
 import random
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -204,7 +207,7 @@ def _serve(
         else "general",
         attending=len(attending),
         state_layers=len(states),
-        kv_elements=2 * info.num_kv_heads * info.head_dim * len(attending),
+        kv_elements=math.prod(runner.kv_cache.shape[i] for i in (2, 3, 5)) * len(attending),
     )
 
 
@@ -233,7 +236,7 @@ tests do so for some of them.
 - **Computed by**: the native library for the Llama family on CPUs, or the [general path](architecture.md#how-a-step-is-computed);
   *by its own code* where a model's attention is none that Tandem computes, and each request is attended to by itself.
 - **Handed over**: between prefill and decode nodes, by push or pull. Models that keep recurrent states need blocks of one size on both.
-- **A token keeps**: keys and values of a token in all layers, for the class's own default sizes in bfloat16, in memory and on the wire. A
+- **A token keeps**: keys and values of a token in all layers, or the latents that they are made of (DeepSeek and others), for the class's own default sizes in bfloat16, in memory and on the wire. A
   model that one means to serve may have others. Layers with a sliding window, or chunks, keep so much for these alone, and
   layers that read another's keep nothing.
 - **And states**: of how many of four layers, and whatever the number of tokens. Such models have no prefix cache and no drafts yet.
@@ -282,15 +285,22 @@ def bytes_of_a_token(outcome: Outcome) -> str:
         return "nothing"
     default = AutoConfig.for_model(outcome.model_type).get_text_config()
     small = tiny_config(outcome.model_type).get_text_config()
-    for heads in HEADS:
-        for sizes in SIZES:
-            found = [_product(config, heads, sizes) for config in (small, default)]
-            if found[0] == outcome.kv_elements // (2 * outcome.attending) and found[1]:
-                per_layer = 2 * found[1] * 2
-                layers = _attending_layers(default)
-                if layers:
-                    return f"{per_layer * layers:,} bytes"
+    layers = _attending_layers(default)
+    for formula in FORMULAS:
+        found = [formula(config) for config in (small, default)]
+        if found[0] == outcome.kv_elements // outcome.attending and found[1] and layers:
+            return f"{2 * found[1] * layers:,} bytes"
     return ""
+
+
+def _latent(config: Any) -> int | None:
+    sizes = getattr(config, "kv_lora_rank", None), getattr(config, "qk_rope_head_dim", None)
+    return sum(sizes) if all(isinstance(size, int) for size in sizes) else None  # type: ignore[arg-type]
+
+
+def _keys_and_values(heads: str, size: str, config: Any) -> int | None:
+    product = _product(config, heads, size)
+    return 2 * product if product else None
 
 
 HEADS = (
@@ -303,6 +313,11 @@ HEADS = (
     "decoder_attention_heads",
 )
 SIZES = ("head_dim", "qk_head_dim", "nope+rope", "hidden/heads", "one")
+# What a layer keeps of a token.
+FORMULAS: tuple[Callable[[Any], int | None], ...] = (
+    _latent,
+    *(functools.partial(_keys_and_values, heads, size) for heads in HEADS for size in SIZES),
+)
 
 
 def _product(config: Any, heads: str, size: str) -> int | None:

@@ -28,6 +28,7 @@ from tandem.engine.model.decode_inputs import bucket_of, table_width, token_buck
 from tandem.engine.model.fused.device import DevicePieces
 from tandem.engine.model.loading import load_runner
 from tandem.engine.model.torch_runner import TorchRunner
+from tandem.engine.model.transformers_forward import ModelParts
 from tests.engine.model import fake_flashinfer, tiny
 from tests.engine.model.driver import Driver
 from tests.engine.model.hooks import Recorder
@@ -345,5 +346,5 @@ def test_the_library_is_tried_out_before_it_is_relied_on(
     plan = plan_cache(layers, 4)
     cache = torch.zeros(plan.shape(3), dtype=dtype)
     shape = paths.ForwardShape(max_requests=2, max_model_len=16)
-    assert isinstance(paths.attention_with(library, cache, plan, layers, shape, dtype), expected)
+    assert isinstance(paths.attention_with(library, cache, plan, ModelParts(layers), shape, dtype), expected)
     assert not cache.any()

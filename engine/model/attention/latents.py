@@ -1,0 +1,194 @@
+"""Paged attention of models that compress a token's keys and values into one latent for all heads (multi-head latent attention).
+
+The cache keeps the latent and the rotary part of a token's key, side by side, once. A chunk of a prompt is attended as the model
+does it: keys and values of each head are made of the latents. A few rows are attended in the absorbed form: with
+key = latent @ up and score = query · key, it is as good to take query @ up and score that with the latents themselves, as one
+head of keys that all queries share; in the same way values are made of what is seen, and not of each token.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import torch
+
+from tandem.engine.model.attention.gathered import GatheredAttention, GatheredCache, GroupReads, PagedStep
+from tandem.engine.model.attention.interface import AttentionStep
+from tandem.engine.model.attention.kernel import attend
+from tandem.engine.model.attention.layers import AttentionLayer, CachePlan
+from tandem.engine.model.fused.pieces import Rotary
+from tandem.wire.errors import InternalError
+
+
+class Expansion(msgspec.Struct, frozen=True):
+    """How one layer makes keys and values of latents."""
+
+    module: Any  # an attention module of transformers that has an `expand_kv`
+    expand_kv: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+    latent_dim: int
+    rotary_dim: int
+    # [heads, dim, latent], where the matrix lies in memory as it was made. None: never absorbed.
+    to_keys: torch.Tensor | None = None
+    to_values: torch.Tensor | None = None
+
+    @classmethod
+    def of(
+        cls, module: Any, latent: torch.Tensor, rotary: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> Expansion:
+        """`latent` and `rotary` as its cache got them, `key` and `value` as its attention did."""
+        dims = latent.shape[-1], rotary.shape[-1]
+        up: Any = getattr(module, "kv_b_proj", None)
+        heads, key_dim, value_dim = key.shape[1], key.shape[3] - dims[1], value.shape[3]
+        plain = (
+            isinstance(up, torch.nn.Linear)
+            and getattr(up, "bias", None) is None
+            and up.weight.dtype == latent.dtype
+        )
+        if not plain or tuple(up.weight.shape) != (heads * (key_dim + value_dim), dims[0]):
+            return cls(module, module.expand_kv, *dims)
+        each = up.weight.detach().view(heads, key_dim + value_dim, dims[0])
+        return cls(module, module.expand_kv, *dims, each[:, :key_dim], each[:, key_dim:])
+
+    def expand(self, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[requests, tokens, latent and rotary] to [requests, heads, tokens, key] and the same of values."""
+        requests, tokens, _ = latents.shape
+        flat = latents.reshape(1, 1, requests * tokens, -1)
+        made = self.expand_kv(flat[..., : self.latent_dim], flat[..., self.latent_dim :])
+        keys, values = (part[0].reshape(part.shape[1], requests, tokens, -1).transpose(0, 1) for part in made)
+        return keys, values
+
+    def absorbs(self, rows: int) -> bool:
+        """Whether so many rows of a request are cheaper with its latents than with keys and values made of them, however many of
+        these there are."""
+        if self.to_keys is None or self.to_values is None:
+            return False
+        made = self.to_keys.shape[1] + self.to_values.shape[1]
+        return rows * (2 * self.latent_dim - made) <= self.latent_dim * made
+
+    def absorbed(self, query: torch.Tensor) -> torch.Tensor:
+        """[heads, rows, key and rotary] to [heads, rows, latent and rotary]."""
+        assert self.to_keys is not None
+        dim = self.to_keys.shape[1]
+        return torch.cat([torch.bmm(query[..., :dim], self.to_keys), query[..., dim:]], dim=-1)
+
+    def values_of(self, seen: torch.Tensor) -> torch.Tensor:
+        """[heads, rows, latent] to [heads, rows, value]."""
+        assert self.to_values is not None
+        return torch.bmm(seen, self.to_values.transpose(1, 2))
+
+
+class LatentAttention(GatheredAttention):
+    """See engine.model.attention.interface.PagedAttention."""
+
+    def __init__(self, tensor: torch.Tensor, plan: CachePlan, expansions: Mapping[int, Expansion]) -> None:
+        super().__init__(tensor, plan)
+        self._expansions = expansions
+
+    def _step(self, groups: list[GroupReads]) -> LatentStep:
+        return LatentStep(self.kept, groups, self._expansions)
+
+
+class LatentStep(PagedStep):
+    def __init__(
+        self, kept: GatheredCache, groups: list[GroupReads], expansions: Mapping[int, Expansion]
+    ) -> None:
+        super().__init__(kept, groups)
+        self._expansions = expansions
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+        rotary: Rotary | None = None,
+        latent: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See AttentionStep.attend. Keys and values are not looked at."""
+        if rotary is not None or latent is None:
+            raise InternalError(f"layer {layer} keeps latents, and has not given any")
+        how, group = self._expansions[layer], self._groups[self._kept.plan.group_of_layer[layer]]
+        if group.padding is not None:
+            latent = latent.masked_fill(group.padding[:, None], 0)
+        self._kept.write(layer, group.block, group.offset, latent[None])
+        heads, tokens, _ = query.shape
+        out = query.new_empty(tokens, heads, value.shape[-1])
+        for reads in group.reads:
+            asked = query[:, reads.start : reads.end]
+            if reads.blocks is None:
+                latents = latent[reads.end - reads.num_keys : reads.end][None]
+            else:
+                latents = self._kept.read(layer, 0, reads, latent[None])[:, 0]
+            absorbs = how.absorbs(reads.rows_each)
+            if absorbs:
+                asked = how.absorbed(asked)
+                keys, values = latents[:, None], latents[:, None, :, : how.latent_dim]
+            else:
+                keys, values = how.expand(latents)
+            seen = attend(
+                asked.reshape(heads, reads.num_requests, reads.rows_each, -1).transpose(0, 1),
+                keys,
+                values,
+                mask=reads.mask,
+                causal=reads.causal,
+                scale=scale,
+                softcap=softcap,
+                sinks=sinks,
+            )
+            seen = seen.transpose(0, 1).flatten(1, 2)  # [heads, rows, ...]
+            out[reads.start : reads.end] = (how.values_of(seen) if absorbs else seen).transpose(0, 1)
+        return out
+
+
+def gathering(
+    tensor: torch.Tensor, plan: CachePlan, expansions: Mapping[int, Expansion]
+) -> GatheredAttention:
+    """For whatever a model keeps."""
+    return LatentAttention(tensor, plan, expansions) if expansions else GatheredAttention(tensor, plan)
+
+
+class _Current(threading.local):
+    unused: bool = False
+
+
+_current = _Current()
+
+
+@contextmanager
+def without_expanding(step: AttentionStep) -> Iterator[None]:
+    """Where `step` makes keys and values of latents as it needs them, modules that run in this thread meanwhile make none."""
+    _current.unused = isinstance(step, LatentStep)
+    try:
+        yield
+    finally:
+        _current.unused = False
+
+
+def wrap(expansions: Mapping[int, Expansion], layers: Iterable[AttentionLayer]) -> None:
+    """From here on `expand_kv` does nothing in a step."""
+    for layer in layers:
+        if layer.index in expansions:
+            how = expansions[layer.index]
+            how.module.expand_kv = _wrapped(how, layer)
+
+
+def _wrapped(how: Expansion, layer: AttentionLayer) -> Callable[..., Any]:
+    def expand(latent: torch.Tensor, rotary: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if not _current.unused:
+            return how.expand_kv(latent, rotary)
+        rows = latent.shape[2]
+        nothing = latent.new_zeros(1)
+        return (
+            nothing.expand(1, layer.num_query_heads, rows, layer.expanded[0]),
+            nothing.expand(1, layer.num_query_heads, rows, layer.expanded[1]),
+        )
+
+    return expand
