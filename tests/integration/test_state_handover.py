@@ -24,10 +24,12 @@ CASES = [
     ("mamba", "nixl", "push", False),
     ("lfm2", "nixl", "push", True),
     ("llama4", "nixl", "push", False),
+    ("deepseek-v3", "nixl", "pull", False),
     *(
         pytest.param(name, "nixl", direction, True, marks=pytest.mark.slow)
         for name in (
             "llama4",
+            "deepseek-v3",
             "gemma3n",
             "recurrent-gemma",
             "qwen3-next",
@@ -126,6 +128,20 @@ def test_a_state_that_has_moved_on_is_not_handed_over(direction: str, answers: A
         for engine in (producer, consumer):
             stats = engine.engine.scheduler.stats()
             assert stats.free_blocks == stats.total_blocks
+    finally:
+        producer.engine.shutdown()
+        consumer.engine.shutdown()
+
+
+def test_latents_are_handed_over_between_blocks_of_two_sizes(answers: Answers) -> None:
+    path, expected = answers("deepseek-v3")
+    transfer = TransferConfig(checksums=ChecksumPolicy.ALL)
+    producer = start(path, "p-latents", transfer, ahead=False)
+    consumer = start(path, "c-latents", transfer, ahead=False, block_size=8)
+    try:
+        assert hand_over(producer, consumer, "r", prompts()[-1], NEW_TOKENS) == expected[-1]
+        assert consumer.stats().outcomes == {"received": 1}
+        assert consumer.engine.scheduler.stats().prompt_tokens_computed == 0
     finally:
         producer.engine.shutdown()
         consumer.engine.shutdown()

@@ -236,8 +236,8 @@ tests do so for some of them.
 - **Computed by**: the native library for the Llama family on CPUs, or the [general path](architecture.md#how-a-step-is-computed);
   *by its own code* where a model's attention is none that Tandem computes, and each request is attended to by itself.
 - **Handed over**: between prefill and decode nodes, by push or pull. Models that keep recurrent states need blocks of one size on both.
-- **A token keeps**: keys and values of a token in all layers, or the latents that they are made of (DeepSeek and others), for the class's own default sizes in bfloat16, in memory and on the wire. A
-  model that one means to serve may have others. Layers with a sliding window, or chunks, keep so much for these alone, and
+- **A token keeps**: keys and values of a token in all layers, or the latents that they are made of (DeepSeek and others), for the class's
+  own default sizes in bfloat16, in memory and on the wire. A model that one means to serve may have others. Layers with a sliding window, or chunks, keep so much for these alone, and
   layers that read another's keep nothing.
 - **And states**: of how many of four layers, and whatever the number of tokens. Such models have no prefix cache and no drafts yet.
 
