@@ -18,6 +18,8 @@ from tandem.engine.model.runner import Forward
 from tandem.engine.model.source import ModelSource, Progress
 
 if TYPE_CHECKING:
+    from tandem.engine.model.attention.flashinfer import FlashInferAttention
+    from tandem.engine.model.attention.flashinfer_latents import FlashInferLatents
     from tandem.engine.model.attention.interface import PagedAttention
     from tandem.engine.model.fused.pieces import Pieces
     from tandem.engine.model.recurrent.layout import StateLayout
@@ -240,16 +242,25 @@ def attention_with(
     dtype: torch.dtype,
 ) -> PagedAttention:
     """By FlashInfer, if it is there, computes this model's attention, and runs on this machine; else by gathering."""
-    from tandem.engine.model.attention import flashinfer
+    from tandem.engine.model.attention import flashinfer, flashinfer_latents
     from tandem.engine.model.attention.latents import gathering
 
-    layers = parts.layers
+    layers, expansions = parts.layers, parts.expansions
     if library is not None:
-        reason = flashinfer.reason_against(layers, dtype)
+        if expansions:
+            reason = flashinfer_latents.reason_against(layers, expansions, dtype)
+        else:
+            reason = flashinfer.reason_against(layers, dtype)
         if reason is None:
-            attention = flashinfer.FlashInferAttention(
-                library, kv_cache, plan, layers, shape.max_model_len, dtype
-            )
+            attention: FlashInferAttention | FlashInferLatents
+            if expansions:
+                attention = flashinfer_latents.FlashInferLatents(
+                    library, kv_cache, plan, layers, expansions, shape.max_model_len
+                )
+            else:
+                attention = flashinfer.FlashInferAttention(
+                    library, kv_cache, plan, layers, shape.max_model_len, dtype
+                )
             try:
                 attention.try_out()
                 return attention

@@ -6,6 +6,7 @@ gathered, kernel     blocks copied together, then torch
 latents              the same where a token's keys and values are compressed into one for all heads
 own                  a layer's own code, over what was gathered, request by request
 cpu                  the CPU kernels
-flashinfer, pages    kernels that read the cache where it lies
+flashinfer, flashinfer_latents, pages
+                     kernels that read the cache where it lies
 prebuild             those kernels compiled ahead of time, for images
 """

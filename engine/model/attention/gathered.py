@@ -191,10 +191,10 @@ class GatheredCache:
         keys = gathered.view(rows.shape[0], heads, -1, plan.head_dim)
         return keys[:, :, reads.first_key : reads.first_key + reads.num_keys, :dim]
 
-    def plan_group(self, batch: Batch, group: int) -> GroupReads:
+    def plan_group(self, batch: Batch, group: int, *, decodes: bool = True) -> GroupReads:
         slots = batch.slot_mapping[group]
         size = self.plan.block_size
-        reads = self._decode_reads(batch, group)
+        reads = self._decode_reads(batch, group) if decodes else []
         for request in range(batch.num_decodes, batch.num_requests):
             reads.extend(self._chunk_reads(batch, group, request))
         return GroupReads(slots // size, slots % size, reads)

@@ -121,6 +121,7 @@ class LatentStep(PagedStep):
         self._kept.write(layer, group.block, group.offset, latent[None])
         heads, tokens, _ = query.shape
         out = query.new_empty(tokens, heads, value.shape[-1])
+        self._attend_decodes(layer, query, out)
         for reads in group.reads:
             asked = query[:, reads.start : reads.end]
             if reads.blocks is None:
@@ -146,6 +147,9 @@ class LatentStep(PagedStep):
             seen = seen.transpose(0, 1).flatten(1, 2)  # [heads, rows, ...]
             out[reads.start : reads.end] = (how.values_of(seen) if absorbs else seen).transpose(0, 1)
         return out
+
+    def _attend_decodes(self, layer: int, query: torch.Tensor, out: torch.Tensor) -> None:
+        """Where a kernel takes the first rows, `reads` have the others alone."""
 
 
 def gathering(

@@ -3,6 +3,8 @@ where there is no GPU. Its kernels read device buffers each time they run; its p
 
 from __future__ import annotations
 
+import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -131,3 +133,81 @@ class BatchPrefillWithPagedKVCacheWrapper:
             options["scale"], options["window_left"], options["softcap"],
         )  # fmt: skip
         return out
+
+
+@dataclasses.dataclass
+class MLAPlanMetadata:
+    qo_indptr: torch.Tensor
+    kv_indptr: torch.Tensor
+    kv_indices: torch.Tensor
+    kv_len_arr: torch.Tensor
+
+    @classmethod
+    def csr(cls, *parts: torch.Tensor) -> MLAPlanMetadata:
+        return cls(*parts)
+
+
+class BatchMLAPagedAttentionWrapper:
+    def __init__(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        use_cuda_graph: bool = False,
+        qo_indptr: torch.Tensor | None = None,
+        kv_indptr: torch.Tensor | None = None,
+        kv_indices: torch.Tensor | None = None,
+        kv_len_arr: torch.Tensor | None = None,
+        backend: str = "auto",
+    ) -> None:
+        assert float_workspace_buffer.dtype == torch.uint8
+        assert backend == "fa2"
+        self._fixed = use_cuda_graph
+        self._buffers: list[Any] = [qo_indptr, kv_indptr, kv_indices, kv_len_arr]
+
+    def plan(
+        self,
+        *,
+        metadata: MLAPlanMetadata,
+        num_heads: int,
+        head_dim_ckv: int,
+        head_dim_kpe: int,
+        page_size: int,
+        causal: bool,
+        sm_scale: float,
+        q_data_type: torch.dtype,
+        kv_data_type: torch.dtype,
+    ) -> None:
+        given = list(dataclasses.astuple(metadata))
+        assert all(tensor.dtype == torch.int32 for tensor in given)
+        assert causal
+        assert q_data_type == kv_data_type
+        if self._fixed:
+            for buffer, tensor in zip(self._buffers, given, strict=True):
+                buffer[: len(tensor)].copy_(tensor)
+        else:
+            self._buffers = given
+        self._shape = (num_heads, head_dim_ckv, head_dim_kpe, page_size, sm_scale)
+
+    def run(self, *, query: torch.Tensor, kv_cache: torch.Tensor) -> torch.Tensor:
+        heads, latent, rotary, page_size, scale = self._shape
+        starts, page_start, pages, lengths = self._buffers
+        assert query.is_contiguous()
+        assert query.shape[1:] == (heads, latent + rotary)
+        assert kv_cache.shape[1:] == (page_size, latent + rotary)
+        assert kv_cache.stride(-1) == 1
+        out = query.new_empty(query.shape[0], heads, latent)
+        for request in range(len(lengths)):
+            first, last = int(starts[request]), int(starts[request + 1])
+            own = pages[int(page_start[request]) : int(page_start[request + 1])].long()
+            length = int(lengths[request])
+            kept = kv_cache[own].flatten(0, 1)[:length].float()
+            asks = torch.arange(length - (last - first), length)[:, None, None]
+            scores = torch.einsum("qhd,kd->qhk", query[first:last].float(), kept) * scale
+            seen = torch.arange(length)[None, None] <= asks
+            weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+            out[first:last] = torch.einsum("qhk,kd->qhd", weights, kept[:, :latent]).to(query.dtype)
+        return out
+
+
+mla = SimpleNamespace(
+    MLAPlanMetadata=MLAPlanMetadata, BatchMLAPagedAttentionWrapper=BatchMLAPagedAttentionWrapper
+)

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from tandem.engine.model.attention import flashinfer as ours
-from tandem.engine.model.attention import prebuild
+from tandem.engine.model.attention import flashinfer_latents, prebuild
 from tandem.engine.model.attention.flashinfer import FlashInferAttention
+from tandem.engine.model.attention.latents import Expansion
 from tandem.engine.model.attention.layers import AttentionLayer, plan_cache
 from tandem.engine.model.batch import Batch, HostBatch
 from tandem.engine.model.decode_inputs import DecodeInputs
@@ -127,6 +128,61 @@ def test_a_product_in_fp8_blocks_is_a_call_that_it_takes(monkeypatch: pytest.Mon
     monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
     monkeypatch.setattr(fp8_blockscale, "is_cuda_version_at_least", lambda _: True)
     spec = fp8_blockscale.gen_fp8_blockscale_gemm_sm90_module()
+    assert all(Path(source).read_text() for source in spec.sources)
+
+
+class Bound:
+    """A class of the package whose methods take our calls, and compute nothing."""
+
+    made: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        inspect.signature(type(self).made.__init__).bind(self, *args, **kwargs)
+
+    def plan(self, *args: Any, **kwargs: Any) -> None:
+        inspect.signature(type(self).made.plan).bind(self, *args, **kwargs)
+        self._rows = int(kwargs["metadata"].qo_indptr[-1])
+        self._heads, self._latent = kwargs["num_heads"], kwargs["head_dim_ckv"]
+
+    def run(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        inspect.signature(type(self).made.run).bind(self, *args, **kwargs)
+        return kwargs["query"].new_zeros(self._rows, self._heads, self._latent)
+
+
+def test_our_calls_for_latents_are_ones_that_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    import flashinfer.mla
+
+    monkeypatch.setattr(Bound, "made", flashinfer.mla.BatchMLAPagedAttentionWrapper, raising=False)
+    monkeypatch.setattr(flashinfer_latents, "WORKSPACE_BYTES", 1 << 10)
+    library = SimpleNamespace(
+        mla=SimpleNamespace(
+            MLAPlanMetadata=flashinfer.mla.MLAPlanMetadata, BatchMLAPagedAttentionWrapper=Bound
+        )
+    )
+    layer = AttentionLayer(0, 16, 1, 576, 512, None, scale=0.1, latent=(512, 64), expanded=(192, 128))
+    up = torch.zeros(16, 256, 512, dtype=torch.bfloat16)
+    how = {0: Expansion(None, lambda *_: (up, up), 512, 64, up[:, :128], up[:, 128:])}
+    assert flashinfer_latents.reason_against((layer,), how, torch.bfloat16) is None
+    plan = plan_cache((layer,), 16)
+    cache = torch.zeros(plan.shape(4), dtype=torch.bfloat16)
+    made = flashinfer_latents.FlashInferLatents(library, cache, plan, (layer,), how, 64)
+    of_host = host([1, 1], [9, 17], 1)
+    made.plan_all(made._wrappers, [made.pages_of(of_host, made.kinds[0], 2)])
+    query = torch.zeros(2, 16, 576, dtype=torch.bfloat16)
+    assert made._wrappers[0].run(query=query, kv_cache=made.view(0)).shape == (2, 16, 512)
+    fixed = made.fixed(DecodeInputs(2, 0, 1, 16, torch.device("cpu")))
+    fixed.prepare(of_host)
+
+
+def test_the_source_of_the_kernel_for_latents_is_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path))
+    monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
+    from flashinfer.jit import gen_batch_mla_module
+
+    element = torch.bfloat16
+    spec = gen_batch_mla_module("fa2", element, element, element, torch.int32, 512, 64, False)
     assert all(Path(source).read_text() for source in spec.sources)
 
 

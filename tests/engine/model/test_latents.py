@@ -5,17 +5,26 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
+from tandem.engine.model import paths
+from tandem.engine.model.attention import flashinfer_latents
+from tandem.engine.model.attention.flashinfer_latents import FlashInferLatents
 from tandem.engine.model.attention.latents import Expansion, LatentAttention
 from tandem.engine.model.attention.layers import AttentionLayer, plan_cache
+from tandem.engine.model.batching import build_batch
+from tandem.engine.model.decode_inputs import DecodeInputs
 from tandem.engine.model.loading import load_runner
+from tandem.engine.model.states import RequestRows
 from tandem.engine.model.torch_runner import TorchRunner
-from tandem.engine.model.transformers_forward import TransformersForward
+from tandem.engine.model.transformers_forward import ModelParts, TransformersForward
 from tandem.wire.errors import ConfigurationError
-from tests.engine.model import tiny
+from tests.engine.model import fake_flashinfer, tiny
 from tests.engine.model.driver import Driver
 
 NUM_TOKENS = 8
@@ -59,8 +68,6 @@ def test_a_token_of_deepseek_v3_s_shape_keeps_seventy_kilobytes() -> None:
 
 
 def test_a_few_rows_are_absorbed_and_long_chunks_are_not() -> None:
-    import torch
-
     of = torch.zeros
     deepseek = Expansion(None, lambda *_: (of(1), of(1)), 512, 64, of(2, 128, 512), of(2, 128, 512))
     assert deepseek.absorbs(1)
@@ -73,3 +80,87 @@ def test_in_eight_bits_a_latent_is_refused(tmp_path: Path) -> None:
     path = tiny.save("deepseek-v3", tmp_path)
     with pytest.raises(ConfigurationError, match=r"one latent of a token.*leave it at auto"):
         load(path, "fp8")
+
+
+HEADS, LATENT, ROTARY = 4, 128, 64
+LAYERS = tuple(
+    AttentionLayer(
+        index, HEADS, 1, LATENT + ROTARY, LATENT, None, scale=0.1, latent=(LATENT, ROTARY), expanded=(80, 16)
+    )
+    for index in range(2)
+)
+
+
+def expansions() -> dict[int, Expansion]:
+    made = {}
+    for index in range(2):
+        up = torch.randn(HEADS, 32, LATENT, dtype=torch.bfloat16) * 0.2
+
+        def expand(latent: torch.Tensor, rotary: torch.Tensor, up: torch.Tensor = up) -> Any:
+            both = torch.einsum("btl,hdl->bhtd", latent[:, 0], up)
+            return torch.cat([both[..., :16], rotary.expand(-1, HEADS, -1, -1)], dim=-1), both[..., 16:]
+
+        made[index] = Expansion(None, expand, LATENT, ROTARY, up[:, :16], up[:, 16:])
+    return made
+
+
+@pytest.fixture
+def small_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flashinfer_latents, "WORKSPACE_BYTES", 1 << 10)
+
+
+@pytest.mark.usefixtures("small_workspace")
+def test_flashinfer_s_kernels_are_given_what_gathering_computes_from() -> None:
+    torch.manual_seed(0)
+    plan, how = plan_cache(LAYERS, 4), expansions()
+    ours, theirs = (torch.zeros(plan.shape(12), dtype=torch.bfloat16) for _ in range(2))
+    gathered = LatentAttention(ours, plan, how)
+    kernels = FlashInferLatents(fake_flashinfer, theirs, plan, LAYERS, how, 32)
+    rows = RequestRows(2, 20, 4, len(plan.groups))
+    rows.add("a", list(range(20)), 20, [[1, 2, 3, 4, 5]])
+    rows.add("b", list(range(20)), 20, [[6, 7, 8, 9, 10]])
+
+    def both(batch: Any, one: Any, other: Any) -> None:
+        tokens = len(batch.token_ids)
+        for layer in LAYERS:
+            query = torch.randn(HEADS, tokens, 16 + ROTARY, dtype=torch.bfloat16)
+            latent = torch.randn(tokens, LATENT + ROTARY, dtype=torch.bfloat16)
+            value = latent.new_zeros(HEADS, tokens, 16)
+            found, expected = (
+                step.attend(layer.index, query, query, value, scale=0.1, latent=latent)
+                for step in (other, one)
+            )
+            assert torch.allclose(found.float(), expected.float(), atol=0.05, rtol=0.05)
+
+    for step in ({"a": 7}, {"a": 1, "b": 6}, {"a": 1, "b": 1}):
+        batch, scheduled = build_batch(rows, step, {}, set(), 4, torch.device("cpu"))
+        both(batch, gathered.begin(batch), kernels.begin(batch))
+        rows.num_computed[scheduled.rows] += list(step.values())
+    assert torch.equal(ours, theirs)
+    batch, _ = build_batch(rows, {"a": 1, "b": 1}, {}, set(), 4, torch.device("cpu"))
+    inputs = DecodeInputs(2, 0, len(plan.groups), 4, torch.device("cpu"))
+    inputs.slot_mapping[0].copy_(batch.slot_mapping[0])
+    inputs.padding.fill_(False)
+    fixed = kernels.fixed(inputs)
+    fixed.prepare(batch.host)
+    both(batch, gathered.begin(batch), fixed.begin())
+
+
+@pytest.mark.usefixtures("small_workspace")
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_library_is_tried_out_before_it_is_relied_on(fails: bool) -> None:
+    class Wrong(fake_flashinfer.BatchMLAPagedAttentionWrapper):
+        def run(self, **given: Any) -> torch.Tensor:
+            return super().run(**given) * (2 if fails else 1)
+
+    library = SimpleNamespace(
+        mla=SimpleNamespace(
+            MLAPlanMetadata=fake_flashinfer.MLAPlanMetadata, BatchMLAPagedAttentionWrapper=Wrong
+        )
+    )
+    plan = plan_cache(LAYERS, 4)
+    cache = torch.zeros(plan.shape(3), dtype=torch.bfloat16)
+    parts = ModelParts(LAYERS, expansions=expansions())
+    made = paths.attention_with(library, cache, plan, parts, paths.ForwardShape(2, 16), cache.dtype)
+    assert isinstance(made, LatentAttention if fails else FlashInferLatents)
+    assert not cache.any()
