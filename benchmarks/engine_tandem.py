@@ -15,7 +15,7 @@ Say = Callable[[str], None]
 
 
 def run_tandem(engine: Engine, work: Work, say: Say) -> Times:
-    bench = _Bench(engine)
+    bench = EngineBench(engine)
     times = Times({}, {})
     for prompt in work.prefill:
         say(f"tandem: prefill of {len(prompt)}")
@@ -27,7 +27,7 @@ def run_tandem(engine: Engine, work: Work, say: Say) -> Times:
     return times
 
 
-class _Bench:
+class EngineBench:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._count = 0
