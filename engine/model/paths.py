@@ -121,7 +121,6 @@ def load_general(
     progress: Progress,
 ) -> LoadedModel:
     # Imported here because it costs seconds that the native path need not wait for.
-    from tandem.engine.model.attention.interface import PAGED, attend_by
     from tandem.engine.model.attention.latents import gathering
     from tandem.engine.model.fused.find import fuse
     from tandem.engine.model.general import load_model
@@ -144,7 +143,7 @@ def load_general(
                 "%s is computed as it is, and slower for it: its parts do not fit together", source.name
             )
             model, pieces = load_model(source, config, dtype, device, progress), None
-            attend_by(model, PAGED)
+            parts = probe_attention(model).parts
         elif pieces.copies and fused.left * 10 < sum(weight.numel() for weight in model.parameters()):
             # The kernels have threads of their own, on the same cores; torch does little beside them.
             torch.set_num_threads(1)

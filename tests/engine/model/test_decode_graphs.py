@@ -82,8 +82,8 @@ class Case:
                 patch.setattr(
                     paths,
                     "_choose_attention",
-                    lambda cache, plan, layers, shape, pieces, dtype: FlashInferAttention(
-                        fake_flashinfer, cache, plan, layers, shape.max_model_len, dtype
+                    lambda cache, plan, parts, shape, pieces, dtype: FlashInferAttention(
+                        fake_flashinfer, cache, plan, parts.layers, shape.max_model_len, dtype
                     ),
                 )
             self.runner = load(path, DevicePieces())

@@ -249,8 +249,8 @@ def test_a_layer_is_few_launches(architecture: str, most: int, tmp_path: Path) -
             patch.setattr(
                 paths,
                 "_choose_attention",
-                lambda cache, plan, layers, shape, pieces, dtype: FlashInferAttention(
-                    fake_flashinfer, cache, plan, layers, shape.max_model_len, dtype
+                lambda cache, plan, parts, shape, pieces, dtype: FlashInferAttention(
+                    fake_flashinfer, cache, plan, parts.layers, shape.max_model_len, dtype
                 ),
             )
             patch.setattr("tandem.engine.model.attention.flashinfer.WORKSPACE_BYTES", 1 << 10)

@@ -27,7 +27,7 @@ from tandem.engine.model.loading import load_runner
 from tandem.engine.model.memory import size_block_pool
 from tandem.engine.model.source import ModelSource, find_source
 from tandem.engine.model.torch_runner import TorchRunner
-from tandem.engine.model.transformers_forward import peak_of_step
+from tandem.engine.model.transformers_forward import TransformersForward, peak_of_step
 from tandem.wire.errors import ConfigurationError
 from tests.engine.model import tiny
 from tests.engine.model.driver import Driver
@@ -252,7 +252,7 @@ def test_encoder_decoders_are_refused_before_their_weights_are_read(tmp_path: Pa
 
 
 def test_layers_of_an_unknown_kind_are_refused(tmp_path: Path) -> None:
-    assert "chunked_attention" in refused_config(tmp_path, transformers.Llama4TextConfig())
+    assert "indexed_attention" in refused_config(tmp_path, transformers.DeepseekV32Config())
 
 
 @pytest.mark.parametrize(
@@ -271,16 +271,6 @@ def test_layers_of_an_unknown_kind_are_refused(tmp_path: Path) -> None:
             },
         ),
         ("MptConfig", {"vocab_size": 50, "d_model": 16, "n_heads": 2, "n_layers": 2, "max_seq_len": 64}),
-        (
-            "GPTNeoConfig",
-            {
-                "vocab_size": 50,
-                "hidden_size": 16,
-                "num_layers": 2,
-                "num_heads": 2,
-                "attention_types": [[["global", "local"], 1]],
-            },
-        ),
     ],
 )
 def test_attention_that_is_not_ours_to_page_is_noticed(
@@ -290,7 +280,7 @@ def test_attention_that_is_not_ours_to_page_is_noticed(
     model = AutoModelForCausalLM.from_config(getattr(transformers, kind)(**options))
     model.save_pretrained(tmp_path / kind)
     message = refusal(tmp_path / kind)
-    assert f"a model of type {kind.removesuffix('Config').lower().replace('gptneo', 'gpt_neo')} " in message
+    assert f"a model of type {kind.removesuffix('Config').lower()} " in message
     assert "cannot be served" in message
 
 
@@ -344,10 +334,10 @@ def test_a_mask_that_is_no_window_is_noticed(llama: Path, monkeypatch: pytest.Mo
     assert "how far layer 0 sees depends on where it is" in refusal(llama, native=False)
 
 
-def test_a_position_bias_that_the_kernel_does_not_know_is_noticed(
+def test_a_position_bias_that_the_kernel_does_not_know_is_left_to_the_model_s_own_code(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Anything that the model's own attention does besides: the two are compared."""
+    """Anything that the model's own attention does besides: the two are compared. What is not so in parts is refused."""
     from transformers.models.llama import modeling_llama
 
     own = modeling_llama.eager_attention_forward
@@ -355,11 +345,18 @@ def test_a_position_bias_that_the_kernel_does_not_know_is_noticed(
     def biased(
         module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, **kwargs: Any
     ) -> Any:
-        distance = torch.arange(key.shape[2])[None, :] - torch.arange(query.shape[2])[:, None]
-        return own(module, query, key, value, mask + 0.5 * distance, scaling, **kwargs)
+        keys, rows = torch.arange(key.shape[2]), torch.arange(query.shape[2])
+        ahead = key.shape[2] - query.shape[2] if right else 0
+        distance = keys[None, :] - rows[:, None] - ahead
+        return own(module, query, key, value, mask + 0.5 * distance.clamp(max=0), scaling, **kwargs)
 
     monkeypatch.setattr(modeling_llama, "eager_attention_forward", biased)
-    assert "computes something that Tandem does not know" in refusal(llama, native=False)
+    right = True
+    forward = load(llama, native=False).forward
+    assert isinstance(forward, TransformersForward)
+    assert len(forward.parts.own) == len(forward.parts.layers)
+    right = False
+    assert "read in parts gives other logits" in refusal(llama, native=False)
 
 
 def test_too_little_memory_says_how_much_is_missing_and_what_helps(llama: Path) -> None:
