@@ -136,10 +136,16 @@ class CachedBlocks:
                 seen |= nodes
         return levels
 
-    def on_device(self, node_id: str, hashes: Sequence[int]) -> int:
-        """How many leading blocks need not be loaded from a tier."""
+    def in_tier(self, node_id: str, hashes: Sequence[int]) -> tuple[int, str]:
+        """How many of these blocks the node has to load, and from which medium; (0, "") where none is known to be."""
         cache = self._caches.get(node_id)
-        if cache is None or not cache.is_known:
-            return 0
-        there = cache.media[DEVICE_MEDIUM]
-        return bisect_left(hashes, True, key=lambda value: value not in there)
+        if cache is None or not cache.is_known or len(cache.media) == 1 or not hashes:
+            return 0, ""
+        on_device = cache.media[DEVICE_MEDIUM]
+        medium = next(
+            (each for each, there in cache.media.items() if there is not on_device and hashes[-1] in there),
+            "",
+        )
+        # As with lengths: of a prefix, the device gives up the last block first.
+        first = bisect_left(hashes, True, key=lambda value: value not in on_device)
+        return (len(hashes) - first, medium) if medium and first < len(hashes) else (0, "")

@@ -6,13 +6,13 @@ No I/O and no clock but the pool's, so a simulation runs it as the router does.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from tandem.router.cached_blocks import CachedBlocks
 from tandem.router.config import LocalPrefill, PolicyName
-from tandem.router.policy import PoolSnapshot, RoutingDecision, RoutingRequest, make_policy
+from tandem.router.policy import NodeSnapshot, PoolSnapshot, RoutingDecision, RoutingRequest, make_policy
 from tandem.router.policy.alternatives import Alternative, alternatives
 from tandem.router.pool import NodePool
 from tandem.router.prefixes import Overlaps, PrefixRecord, PromptHashes
@@ -67,7 +67,22 @@ class Chooser:
             for view in (*nodes.prefill, *nodes.decode)
             if (tokens := overlaps.tokens(view.info))
         }
-        return nodes, msgspec.structs.replace(request, cached=cached)
+        loading = {
+            view.info.node_id: seconds
+            for view in (*nodes.prefill, *nodes.decode)
+            if view.status.tiers and (seconds := self._loading_s(view, cached, hashes))
+        }
+        return nodes, msgspec.structs.replace(request, cached=cached, loading_s=loading)
+
+    def _loading_s(self, node: NodeSnapshot, cached: Mapping[str, int], hashes: PromptHashes) -> float:
+        """By what loading from that tier has taken there; 0 before it was measured."""
+        size = node.info.block_size
+        found = hashes.of(size)[: cached.get(node.node_id, 0) // size]
+        blocks, medium = self.cached.in_tier(node.node_id, found)
+        for tier in node.status.tiers if blocks else ():
+            if tier.name.upper() == medium and tier.loaded_tokens:
+                return blocks * size * tier.loading_seconds / tier.loaded_tokens
+        return 0.0
 
     def candidates(self, request: RoutingRequest, overlaps: Overlaps) -> PoolSnapshot:
         """The nodes that the policy ranks."""

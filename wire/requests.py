@@ -171,6 +171,8 @@ class TierStatus(msgspec.Struct, frozen=True):
     loaded_bytes: int
     stored_bytes: int
     evicted_bytes: int
+    loaded_tokens: int = 0
+    loading_seconds: float = 0.0  # that requests waited for these
 
 
 class NodeCounters(msgspec.Struct, frozen=True):

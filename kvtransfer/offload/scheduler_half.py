@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
@@ -59,6 +60,8 @@ class _Load:
     num_tokens: int  # that the request has when it is done
     keys: list[Key]
     slots: list[int]
+    tokens: int  # that it brings
+    began: float
     void: bool = False  # what it loads is not valid any more
 
 
@@ -231,7 +234,9 @@ class TierScheduler(SchedulerConnector):
                 chunk_slots[i // factor - first_chunk] * factor + i % factor for i in range(part.first, end)
             ]
         job = next(self._numbers)
-        self._jobs[job] = _Load(request.request_id, end * self._block_size, keys, slots)
+        self._jobs[job] = _Load(
+            request.request_id, end * self._block_size, keys, slots, num_tokens, time.monotonic()
+        )
         self._loading.update(keys)
         entry.jobs.add(job)
         self._plan.loads.append(Copy(job, blocks, places, keys, self._resets))
@@ -352,6 +357,8 @@ class TierScheduler(SchedulerConnector):
         if not right:
             self._tier.manager.forget(load.keys)
         if right:
+            self._tier.loaded_tokens += load.tokens
+            self._tier.loading_seconds += time.monotonic() - load.began
             output.finished_recving[load.request_id] = Handoff(None, load.num_tokens)
         else:
             output.failed_recving[load.request_id] = LoadFailure(

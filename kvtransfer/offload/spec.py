@@ -79,6 +79,8 @@ class Tier:
     block_factor: int
     asked_tokens: int = 0
     found_tokens: int = 0
+    loaded_tokens: int = 0
+    loading_seconds: float = 0.0
     _opened: tuple[TierManager, Mover] | None = None
     _slot_bytes: int = 0
 
@@ -112,6 +114,8 @@ class Tier:
             loaded_bytes=mover.loaded_bytes,
             stored_bytes=mover.stored_bytes,
             evicted_bytes=manager.evicted * self._slot_bytes,
+            loaded_tokens=self.loaded_tokens,
+            loading_seconds=self.loading_seconds,
         )
 
     def close(self) -> None:

@@ -21,16 +21,17 @@ def best_prefill_rate(nodes: Iterable[NodeSnapshot]) -> float | None:
 
 
 def prefill_wait_s(node: NodeSnapshot, request: RoutingRequest, assumed: float | None) -> float:
-    """Until the first token: everything queued there, then what of this prompt is not cached there. `assumed`: the rate of a node
+    """Until the first token: everything queued there, then what of this prompt is not cached there, and what a tier has to be loaded. `assumed`: the rate of a node
     that was not measured."""
     rate = node.rates.prefill_tokens_per_s or assumed or ASSUMED_PREFILL_TOKENS_PER_S
-    return (node.queued_tokens + request.uncached(node)) / rate
+    return (node.queued_tokens + request.uncached(node)) / rate + request.loading_s.get(node.node_id, 0.0)
 
 
 def prefill_cost_s(node: NodeSnapshot, request: RoutingRequest, assumed: float | None) -> float:
     """Its wait, and its own computing once more: requests that come after it wait for that too."""
     rate = node.rates.prefill_tokens_per_s or assumed or ASSUMED_PREFILL_TOKENS_PER_S
-    return (node.queued_tokens + 2 * request.uncached(node)) / rate
+    wait = (node.queued_tokens + 2 * request.uncached(node)) / rate
+    return wait + request.loading_s.get(node.node_id, 0.0)
 
 
 def decode_wait_s(node: NodeSnapshot, request: RoutingRequest, assumed: float | None) -> float:
@@ -49,7 +50,8 @@ def decode_wait_s(node: NodeSnapshot, request: RoutingRequest, assumed: float | 
     if node.info.role is Role.AGGREGATED:
         reading += request.uncached(node)
     rate = node.rates.prefill_tokens_per_s or assumed or ASSUMED_PREFILL_TOKENS_PER_S
-    return wait_for_blocks + reading / rate + node.load * step
+    loading = request.loading_s.get(node.node_id, 0.0) if node.info.role is Role.AGGREGATED else 0.0
+    return wait_for_blocks + reading / rate + loading + node.load * step
 
 
 # A stream that stands still for longer is seen to. Decode nodes are there so that none does because of others' prompts.

@@ -62,6 +62,7 @@ class RoutingRequest(msgspec.Struct, frozen=True):
     prompt_tokens: int  # with the output it already has, when it moves
     max_new_tokens: int
     cached: Mapping[str, int] = {}  # node id: leading prompt tokens that it likely has cached
+    loading_s: Mapping[str, float] = {}  # node id: how long it needs to load what of these lies in its tiers
     session: str | None = None
     turn: int = 0  # counts requests, for policies that take turns
     avoid: frozenset[str] = frozenset()  # nodes that failed this request before

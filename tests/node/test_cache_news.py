@@ -142,7 +142,8 @@ def test_a_block_that_left_the_device_is_known_as_long_as_a_tier_has_it() -> Non
     for news in told:
         assert blocks.on_news(news)
     assert [length for length, _ in blocks.levels(hashes)] == [2]
-    assert blocks.on_device("n", hashes) == 0
+    assert blocks.in_tier("n", hashes) == (2, "CPU")
+    assert blocks.in_tier("n", hashes[:0]) == (0, "")
     desk.happened([AllBlocksCleared()])
     desk.turn()
     assert blocks.on_news(told[-1])

@@ -58,7 +58,8 @@ def test_a_node_that_does_both_keeps_copies_and_says_so(tmp_path: Path) -> None:
         (tier,) = status.tiers
         assert tier.total_bytes <= 1 << 20
         assert tier.used_bytes > 0
-        assert (tier.asked_tokens, tier.found_tokens) == (2 * 48, 48)
+        assert (tier.asked_tokens, tier.found_tokens, tier.loaded_tokens) == (2 * 48, 48, 48)
+        assert tier.loading_seconds > 0
         assert status.counters.prompt_tokens_loaded == 48
         peer = PeerAddress("p", 1, "tcp://p")
         transfer = KVTransferParams("t", TransferRole.CONSUME, peer)

@@ -252,3 +252,12 @@ def test_a_request_of_a_model_with_states_takes_their_blocks_too() -> None:
     full = msgspec.structs.replace(alone, status=msgspec.structs.replace(alone.status, wanted_blocks=10))
     assert not full.has_room(1)
     assert full.room_tokens == 0
+
+
+def test_what_a_tier_has_to_load_counts_as_long_as_it_takes() -> None:
+    cached = {"p0": 480, "p1": 240}
+    nodes = pools(node("p0"), node("p1"), node("d0"))
+    for seconds, chosen in ((0.0, "p0"), (0.1, "p0"), (1.0, "p1")):
+        decision = decide(nodes, ask(tokens=500, cached=cached, loading_s={"p0": seconds}))
+        assert decision.prefill is not None
+        assert decision.prefill.node_id == chosen, seconds

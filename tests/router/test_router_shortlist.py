@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Iterator
 from typing import Any
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,7 +21,7 @@ from tandem.router.pool import NodePool
 from tandem.router.prefixes import Overlaps, PrefixRecord, PromptHashes
 from tandem.router.rates import NodeRates
 from tandem.wire.nodes import NodeInfo, NodeState, Role
-from tandem.wire.requests import NodeCounters, NodeStatus
+from tandem.wire.requests import CacheChange, CacheNews, NodeCounters, NodeStatus, TierStatus
 
 BLOCK = 16
 
@@ -191,3 +193,22 @@ def test_a_session_of_requests_ends_up_where_it_would_among_all() -> None:
             nodes.add(decision.prefill.node_id)
             history += range(100)
         assert len(nodes) == 1
+
+
+def test_loading_from_a_tier_is_expected_to_take_what_it_took() -> None:
+    pool = NodePool("m", Heartbeat(), lambda: 0.0, lambda node, why: None, lambda: None)
+    tier = TierStatus("cpu", 1, 2, 0, 0, 0, 0, 0, loaded_tokens=1000, loading_seconds=0.5)
+    views = [view("p0", tiers=[tier]), view("p1"), view("d0")]
+    pool.set_members([each.info for each in views])
+    for each in views:
+        pool.on_status(each.status)
+    chooser = Chooser(pool, PolicyName.LEAST_WAIT, LocalPrefill.NEVER, 1000)
+    hashes = PromptHashes(list(range(320)), None)
+    packed = array("Q", hashes.of(BLOCK)).tobytes()
+    for number, changes in enumerate(
+        ([], [CacheChange("GPU", True, packed[:40]), CacheChange("CPU", True, packed)])
+    ):
+        assert chooser.on_cache_news(CacheNews("p0", 1, number, changes))
+    _, request = chooser._known(RoutingRequest(321, 10), hashes)
+    assert request.cached == {"p0": 320}
+    assert request.loading_s == {"p0": pytest.approx((320 - 5 * BLOCK) * 0.5 / 1000)}
