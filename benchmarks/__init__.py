@@ -17,6 +17,8 @@
                      (router_engines, router_load, router_relay)
     recompute        many long prompts at once, at a running cluster: what is computed twice
     policies         routing policies in a simulator
+    routing          what a decision costs by the number of nodes, and what knowing their caches costs
+    tokenizing       a long chat's text to tokens, the first time and its next turn
     load_generator   whether `tandem bench` measures right (paced_server)
 
 `machine` is what the machine can do at best, `ending` how a command ends.

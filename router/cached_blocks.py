@@ -7,6 +7,7 @@ that does not tell, or whose cache would not fit here, is not known either: then
 from __future__ import annotations
 
 import dataclasses
+import logging
 import sys
 from array import array
 from bisect import bisect_left
@@ -15,6 +16,8 @@ from collections.abc import Sequence
 from tandem.router.prefixes import Levels, NodeBits
 from tandem.wire.kv_events import DEVICE_MEDIUM
 from tandem.wire.requests import CacheNews
+
+logger = logging.getLogger(__name__)
 
 # Of one prompt, so many lengths that nodes have are told apart.
 MOST_LEVELS = 8
@@ -43,7 +46,6 @@ class CachedBlocks:
         self._nodes_of: dict[int, int] = {}  # hash -> the nodes that have it in any medium
         self.count = 0
         self.gaps = 0  # times that a message was missing
-        self.refused = 0  # nodes whose cache did not fit
 
     def knows(self, node_id: str) -> bool:
         cache = self._caches.get(node_id)
@@ -77,7 +79,10 @@ class CachedBlocks:
                 self._remove(cache, there, hashes)
         if self.count > self._most:
             self._empty(cache)
-            self.refused += 1
+            logger.warning(
+                "node %s: router.limits.cached_blocks has no room for what it has cached, so requests go there by what was sent",
+                news.node_id,
+            )
         return True
 
     def _lose(self, news: CacheNews) -> None:

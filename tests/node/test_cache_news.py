@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+from array import array
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,7 +16,7 @@ from tandem.router.cached_blocks import CachedBlocks
 from tandem.router.prefixes import NodeBits, PromptHashes
 from tandem.wire.errors import NodeLost
 from tandem.wire.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
-from tandem.wire.requests import CacheNews, ListCache
+from tandem.wire.requests import CacheChange, CacheNews, ListCache
 from tests.engine.cache.tables import BLOCK, FULL, admit, manager, request
 from tests.wire.test_lines import World
 
@@ -157,3 +158,16 @@ def test_a_group_of_blocks_that_slide_is_not_told() -> None:
     ((_, _, names),) = cached.apply(BlockStored([b"a"], None, [1, 2], 2, group_idx=1))
     assert len(names) == 1
     assert cached.apply(BlockRemoved([b"a"], group_idx=0)) == []
+
+
+def test_of_a_cache_that_does_not_fit_nothing_is_known_and_the_others_stay() -> None:
+    blocks = CachedBlocks(NodeBits(), 3)
+    small, large = PromptHashes([1, 2], None).of(1), PromptHashes([5, 6, 7], None).of(1)
+    for name, hashes in (("small", small), ("large", large)):
+        assert blocks.on_news(CacheNews(name, 1, 0, []))
+        assert blocks.on_news(CacheNews(name, 1, 1, [CacheChange("GPU", True, array("Q", hashes).tobytes())]))
+    assert (blocks.knows("small"), blocks.knows("large")) == (True, False)
+    assert blocks.count == 2
+    assert blocks.levels(large) == []
+    assert blocks.on_news(CacheNews("large", 1, 2, [CacheChange("GPU", False, array("Q", large).tobytes())]))
+    assert blocks.count == 2
