@@ -10,6 +10,8 @@
     native_kernels   where a step's time goes in the native library
     gpu              the engine on a GPU (gpu_models, gpu_parity)
     tiers            what tiers of the cache cost and save
+    tier_parity      whether they give up what vLLM's would, and as quickly
+    failover         a long conversation whose decode node is killed, with a mirror of its KV and without
     transfer         KV through a connector, beside the transport alone (transfer_nodes)
     checksums        what checksums cost a handover, also over a link of some rate (transfer_link)
     router, router_crowds, router_worst, router_peers

@@ -1,6 +1,6 @@
 """What tiers of the KV cache cost and save.
 
-    python -m benchmarks.tiers [--model FOLDER] [--trace FILE [--requests N]] [--json FILE]
+    python -m benchmarks.tiers [--model FOLDER] [--trace FILE [--requests N] [--served N]] [--json FILE]
 
 *Steps*: the scheduler alone, 256 requests that decode, without a tier and with one whose copies cost nothing. *Load*: a
 prompt of 2,048 tokens that the device has forgotten, from host memory and from a disk that the page cache has, beside computing
@@ -9,12 +9,16 @@ it and beside memcpy, which copies the same bytes. All of one run on one machine
 *Replay*, with a trace in Mooncake's format: its first requests through the real scheduler, with a model that answers at once and copies
 that cost nothing, and what each layout found of their prompts. A block of the trace is one of ours. The device has room for a
 tenth of the distinct blocks, the tier in host memory for three tenths, the one on disk for all.
+
+*Served*: the first of them again, one after another, by a real engine: how long the first token takes, and what is computed. `remote`
+are two nodes that take turns, each with a tier of its own, and read the other's over NIXL.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import random
 import sys
 import tempfile
 import threading
@@ -52,6 +56,8 @@ from tandem.kvtransfer.offload.scheduler_half import TierScheduler
 from tandem.kvtransfer.offload.spec import Copy, Mover, Tier, create_tier
 from tandem.kvtransfer.offload.worker_half import TierWorker
 from tandem.loadgen.traces import TraceRow, read_trace
+from tandem.wire.nodes import PeerAddress, new_epoch
+from tandem.wire.requests import CachePeers
 from tandem.wire.sampling import SamplingParams
 
 GROUPS = [KVCacheGroup(AttentionKind.FULL, BLOCK_SIZE, (0,))]
@@ -63,6 +69,13 @@ REPEATS = 3
 PATIENCE_S = 120.0
 
 
+class Served(msgspec.Struct):
+    p50_s: float  # to the first token
+    p99_s: float
+    computed: float  # share of the prompts' tokens
+    found: dict[str, float]  # by each tier, of what it was asked for
+
+
 class TierFigures(msgspec.Struct):
     step_us: dict[str, float] = {}  # median
     compute_s: float = 0.0  # the prompt's first token, without a tier
@@ -71,6 +84,7 @@ class TierFigures(msgspec.Struct):
     memcpy_s: float = 0.0  # the same bytes
     loaded_bytes: int = 0
     found: dict[str, float] = {}  # in the replayed trace: the share of prompt tokens that were not computed
+    served: dict[str, Served] = {}  # its first requests, by a real engine
 
 
 class FreeMover(Mover):
@@ -133,40 +147,62 @@ def median_step(policy: EvictionPolicy | None) -> float:
 class OneModel:
     """An engine with a real model."""
 
-    def __init__(self, model: str, tiers: list[TierConfig]) -> None:
-        config = SchedulerConfig(max_num_seqs=4, max_model_len=LOADED_TOKENS + 64, step_target_ms=0)
-        cache = CacheConfig(memory_bytes=1 << 30, hash_seed="x", tiers=tiers)
+    def __init__(
+        self,
+        model: str,
+        tiers: list[TierConfig],
+        *,
+        name: str = "n",
+        most_tokens: int = LOADED_TOKENS,
+        num_blocks: int | None = None,
+        shares: bool = False,
+    ) -> None:
+        """`shares`: with other nodes."""
+        config = SchedulerConfig(max_num_seqs=4, max_model_len=most_tokens + 64, step_target_ms=0)
+        cache = CacheConfig(memory_bytes=1 << 30, hash_seed="x", tiers=tiers, remote=shares)
         self.runner = load_runner(ModelConfig(path=model, device="cpu"), cache, config)
         info = self.runner.info
         self._woken = threading.Event()
-        planner, worker = None, None
+        planner, worker, epoch = None, None, new_epoch()
         if tiers:
             context = ConnectorContext(
-                "n", 1, "127.0.0.1", BLOCK_SIZE, TransferConfig(), self._woken.set,
-                has_peers=False, tiers=tiers, groups=info.groups,
+                name, epoch, "127.0.0.1", BLOCK_SIZE, TransferConfig(), self._woken.set,
+                has_peers=False, tiers=tiers, groups=info.groups, remote=shares,
             )  # fmt: skip
             planner, worker = create_connector(context)
         self.scheduler = Scheduler(
-            config, cache, info.groups, info.num_blocks, info.max_model_len, connector=planner
+            config, cache, info.groups, num_blocks or info.num_blocks, info.max_model_len, connector=planner
         )
         self.engine = Engine(self.scheduler, self.runner, worker)
+        self.tier = PeerAddress(name, epoch, worker.tier_endpoint) if worker is not None else None
         self._count = 0
 
     def first_token(self, prompt: list[int]) -> float:
         """Seconds; when it returns no block is held, and the device's cache is empty."""
-        self._count += 1
-        request = Request(f"r{self._count}", prompt, SamplingParams(max_tokens=1, temperature=0.0))
-        started = time.perf_counter()
-        self.engine.add_request(request)
-        seconds = 0.0
-        while not self.scheduler._state.cache.reset_prefix_cache() or not seconds:
-            self._woken.clear()
-            result = self.engine.step()
-            if result.updates:
-                seconds = time.perf_counter() - started
-            if not result.progressed and not self.scheduler.has_work():
-                self._woken.wait(PATIENCE_S)
+        seconds = self.serve(prompt)
+        while not self.scheduler._state.cache.reset_prefix_cache():
+            self.step()
         return seconds
+
+    def serve(self, prompt: list[int], peer: OneModel | None = None) -> float:
+        """Seconds to the first token. The `peer`, which may have some of it, goes on beside it."""
+        self._count += 1
+        cache_peers = CachePeers(source=peer.tier) if peer is not None else None
+        sampling = SamplingParams(max_tokens=1, temperature=0.0)
+        started = time.perf_counter()
+        self.engine.add_request(Request(f"r{self._count}", prompt, sampling, cache_peers=cache_peers))
+        while not self.step(0.001 if peer is not None else PATIENCE_S):
+            if peer is not None:
+                peer.step(0.0)
+        return time.perf_counter() - started
+
+    def step(self, patience_s: float = PATIENCE_S) -> bool:
+        """Whether there was something to report."""
+        self._woken.clear()
+        result = self.engine.step()
+        if not result.progressed and not self.scheduler.has_work():
+            self._woken.wait(patience_s)
+        return bool(result.updates)
 
 
 def copy_seconds(one: OneModel, config: TierConfig) -> float:
@@ -235,6 +271,61 @@ def _found(prompts: list[list[int]], num_blocks: int, tiers: list[tuple[int, Evi
             scheduler.add_request(Request(str(number), prompt, sampling))
         _step(scheduler, worker)
     return 1 - scheduler.stats().prompt_tokens_computed / sum(map(len, prompts))
+
+
+def serve_trace(model: str, rows: Sequence[TraceRow]) -> dict[str, Served]:
+    """By layout. A block of the trace is one of ours here too: the prompts are short ones, as the machine is a small one."""
+    rows = [row for row in rows if row.blocks]
+    ids = {block: random.Random(block) for row in rows for block in row.blocks}
+    tokens = {block: [draw.randrange(1000, 40_000) for _ in range(BLOCK_SIZE)] for block, draw in ids.items()}
+    prompts = [[token for block in row.blocks for token in tokens[block]] for row in rows]
+    longest = max(map(len, prompts))
+    device = max(len(tokens) // 10, 2 * longest // BLOCK_SIZE)
+    one = OneModel(model, [], most_tokens=longest)
+    block_bytes = one.runner.kv_cache[0].nbytes
+    served: dict[str, Served] = {}
+    host, disk = 3 * len(tokens) // 10 * block_bytes, 2 * len(tokens) * (block_bytes + 4096)
+    arc = TierConfig(cpu=host, policy=EvictionPolicy.ARC)
+    with tempfile.TemporaryDirectory() as folder:
+        for name, tiers, nodes in (
+            ("no tier", [], 1),
+            ("cpu, lru", [TierConfig(cpu=host)], 1),
+            ("cpu, arc", [arc], 1),
+            ("cpu, arc, and disk", [arc, TierConfig(disk=folder, size=disk)], 1),
+            ("remote", [arc], 2),
+        ):
+            made = [
+                OneModel(
+                    model,
+                    tiers,
+                    name=f"n{i}",
+                    most_tokens=longest,
+                    num_blocks=device,
+                    shares=name == "remote",
+                )
+                for i in range(nodes)
+            ]
+            served[name] = _serve(made, prompts)
+            for each in made:
+                each.engine.shutdown()
+    return served
+
+
+def _serve(nodes: list[OneModel], prompts: list[list[int]]) -> Served:
+    nodes[0].serve([9, 9, 9])  # what is made at first use is not the layouts'
+    seconds = sorted(
+        nodes[turn % len(nodes)].serve(prompt, nodes[1 - turn % 2] if len(nodes) == 2 else None)
+        for turn, prompt in enumerate(prompts)
+    )
+    computed = sum(node.scheduler.stats().prompt_tokens_computed for node in nodes)
+    found = {
+        f"{tier.name} of {number}" if len(nodes) > 1 else tier.name: tier.found_tokens / tier.asked_tokens
+        for number, node in enumerate(nodes)
+        if node.engine.worker is not None
+        for tier in node.engine.worker.stats().tiers
+    }
+    p99 = seconds[min(len(seconds) * 99 // 100, len(seconds) - 1)]
+    return Served(median(seconds), p99, computed / sum(map(len, prompts)), found)
 
 
 def _step(scheduler: Scheduler, worker: WorkerConnector | None) -> None:
@@ -312,6 +403,13 @@ def show(figures: TierFigures, console: Console) -> None:
     )
     for name, share in figures.found.items():
         table.add_row(f"of the trace's tokens not computed: {name}", f"{100 * share:.1f}%", "")
+    for name, served in figures.served.items():
+        table.add_row(
+            f"served, {name}: first token",
+            f"{served.p50_s * 1e3:.0f} ms p50, {served.p99_s * 1e3:.0f} ms p99",
+            f"{100 * served.computed:.1f}% computed; found by "
+            + (", ".join(f"{tier} {100 * share:.0f}%" for tier, share in served.found.items()) or "none"),
+        )
     console.print(table)
 
 
@@ -320,11 +418,15 @@ def main() -> int:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--served", type=int, default=0, help="so many of them by a real engine, too")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    figures = measure(prepare_model(arguments.model, lambda what, share: None).path)
+    model = prepare_model(arguments.model, lambda what, share: None).path
+    figures = measure(model)
     if arguments.trace:
         figures.found = replay(read_trace(arguments.trace, arguments.requests))
+        if arguments.served:
+            figures.served = serve_trace(model, read_trace(arguments.trace, arguments.served))
     show(figures, Console())
     if arguments.json:
         write_json(figures, arguments.json)

@@ -1,0 +1,171 @@
+"""A long conversation whose decode node is killed: how long its stream stands still, and how much is computed again.
+
+    python -m benchmarks.failover [--model NAME] [--tokens 7000] [--json FILE]
+
+`tandem serve` with one prefill node and two decode nodes, with `cache.mirror` and without. A prompt of so many tokens is answered; in the
+middle of the answer the process of its decode node is killed. All on one machine: the KV goes over its memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from tandem.cluster.saving import write_json
+
+ANSWER, KILLED_AT = 240, 120
+PATIENCE_S = 240.0
+SETTINGS = """
+cache: {{memory_bytes: 256MiB, mirror: {mirror}, tiers: [{{cpu: 512MiB}}]}}
+router: {{local_prefill: never}}
+"""
+
+
+class Failover(msgspec.Struct):
+    mirror: bool
+    still_s: float  # from the kill to the next token
+    usual_s: float  # between two tokens, the median before it
+    computed_again: int  # tokens, on all nodes
+    of_tokens: int  # that the conversation had
+
+
+@contextmanager
+def serving(model: str, *, mirror: bool) -> Iterator[httpx.Client]:
+    with tempfile.TemporaryDirectory() as folder:
+        settings = Path(folder) / "tandem.yaml"
+        settings.write_text(SETTINGS.format(mirror=str(mirror).lower()))
+        command = [
+            sys.executable, "-m", "tandem.cluster.cli", "serve", "--config", str(settings), "--model", model, "--port", "0",
+            "--prefill", "1", "--decode", "2", "-o", "json",
+        ]  # fmt: skip
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        ) as process:
+            try:
+                assert process.stdout is not None
+                document = "".join(itertools.takewhile(lambda line: line != "}\n", process.stdout)) + "}"
+                with httpx.Client(
+                    base_url=json.loads(document)["url"], timeout=PATIENCE_S, trust_env=False
+                ) as client:
+                    until_ready(client)
+                    yield client
+            finally:
+                process.send_signal(signal.SIGINT)
+                process.wait(PATIENCE_S)
+
+
+def nodes(client: httpx.Client) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = client.get("/cluster").raise_for_status().json()["nodes"]
+    return [node for node in found if node["state"] == "ready"]
+
+
+def until_ready(client: httpx.Client) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while len(nodes(client)) < 3:
+        if time.monotonic() > deadline:
+            raise TimeoutError("the nodes did not become ready")
+        time.sleep(0.2)
+
+
+def listener(endpoint: str) -> int:
+    """The process that listens there."""
+    wanted = f":{int(endpoint.rpartition(':')[2]):04X}"
+    rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    inodes = {f"socket:[{row[9]}]" for row in rows if row[1].endswith(wanted) and row[3] == "0A"}
+    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            if os.readlink(descriptor) in inodes:
+                return int(descriptor.parts[2])
+        except OSError:
+            continue  # it was closed meanwhile
+    raise LookupError(f"no process listens at {endpoint}")
+
+
+def measure(model: str, tokens: int, *, mirror: bool) -> Failover:
+    with serving(model, mirror=mirror) as client:
+        draw = random.Random(1)
+        name = client.get("/v1/models").json()["data"][0]["id"]
+        body = {
+            "model": name, "prompt": [draw.randrange(1000, 40_000) for _ in range(tokens)], "max_tokens": ANSWER,
+            "temperature": 0, "ignore_eos": True, "stream": True, "return_token_ids": True,
+        }  # fmt: skip
+        arrived: list[float] = []
+        killed_at, killed, survivors = 0.0, "", {}
+        with client.stream("POST", "/v1/completions", json=body) as events:
+            for line in events.iter_lines():
+                choices = json.loads(line[6:])["choices"] if line.startswith("data: {") else []
+                new = len(choices[0].get("token_ids", [])) if choices else 0
+                arrived += [time.monotonic()] * new
+                if len(arrived) >= KILLED_AT and not killed:
+                    (target,) = [
+                        node for node in nodes(client) if node["role"] == "decode" and node["running"]
+                    ]
+                    killed = target["node_id"]
+                    survivors = {node["node_id"]: node for node in nodes(client) if node is not target}
+                    pid = listener(target["request_endpoint"])
+                    killed_at = time.monotonic()
+                    os.kill(pid, signal.SIGKILL)
+        if len(arrived) != ANSWER:
+            raise RuntimeError(f"{len(arrived)} of {ANSWER} tokens came")
+        # What the node had sent before it died may still arrive: the next token of its successor is after the longest gap.
+        after = [moment for moment in arrived if moment > killed_at]
+        gaps = [(later - earlier, earlier) for earlier, later in itertools.pairwise([killed_at, *after])]
+        _, began = max(gaps)
+        still_s = max(gaps)[0] + (began - killed_at if began > killed_at else 0.0)
+        had = tokens + sum(moment <= began for moment in arrived)
+        time.sleep(1.0)  # until every node has reported
+        loaded = computed = 0
+        for node in nodes(client):
+            before = survivors.get(node["node_id"], {"counters": {}})["counters"]
+            computed += node["counters"]["prompt_tokens_computed"] - before.get("prompt_tokens_computed", 0)
+            if mirror and node["node_id"] not in (killed, "prefill-0"):
+                tier = node["tiers"][0]
+                loaded = tier["found_tokens"]
+        between = sorted(later - earlier for earlier, later in itertools.pairwise(arrived[:KILLED_AT]))
+        again = had - loaded if mirror else computed + had - tokens
+        return Failover(mirror, still_s, between[len(between) // 2], again, had)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--tokens", type=int, default=7000)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    found = [measure(arguments.model, arguments.tokens, mirror=mirror) for mirror in (True, False)]
+    table = Table(box=None)
+    for column in ("", "stream stands still", "usually", "computed again"):
+        table.add_column(column)
+    for one in found:
+        share = 100 * one.computed_again / one.of_tokens
+        table.add_row(
+            "mirror" if one.mirror else "no mirror",
+            f"{one.still_s:.2f} s",
+            f"{one.usual_s * 1e3:.0f} ms",
+            f"{one.computed_again} of {one.of_tokens} tokens ({share:.1f}%)",
+        )
+    Console().print(table)
+    if arguments.json:
+        write_json(found, arguments.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
