@@ -48,14 +48,18 @@ def format_blocks(free: int, total: int, quarantined: int) -> str:
 
 
 def format_tier(node_id: str, tier: TierStatus) -> str:
-    """How full it is, and how much of what was looked for in it was there."""
-    filled = (
+    """How full it is, how much of what was looked for in it was there, and what came from other nodes."""
+    said = [
         f"{tier.name} tier of {node_id}: {format_size(tier.used_bytes)} of {format_size(tier.total_bytes)}"
-    )
-    if not tier.asked_tokens:
-        return filled
-    found = 100 * tier.found_tokens / tier.asked_tokens
-    return f"{filled}, had {found:.0f}% of {counted(tier.asked_tokens, 'token')} that the device had not"
+    ]
+    if tier.asked_tokens:
+        found = 100 * tier.found_tokens / tier.asked_tokens
+        said.append(f"had {found:.0f}% of {counted(tier.asked_tokens, 'token')} that the device had not")
+    if tier.fetched_bytes:
+        said.append(f"{format_size(tier.fetched_bytes)} were copied from other nodes")
+    if tier.mirrored_bytes:
+        said.append(f"{format_size(tier.mirrored_bytes)} mirrored")
+    return ", ".join(said)
 
 
 def format_size(size: float) -> str:

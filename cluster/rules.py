@@ -61,6 +61,19 @@ def _limits(role: Role, pool: PoolConfig) -> Iterator[Broken]:
 
 
 def _together(config: TandemConfig) -> Iterator[Broken]:
+    for name in ("remote", "mirror"):
+        near = [tier for tier in config.cache.tiers if tier.cpu]
+        if getattr(config.cache, name) and not near:
+            yield (
+                ("cache", name),
+                "needs a tier in host memory, between which nodes copy: cache.tiers: [{cpu: 8GiB}]",
+            )
+        elif getattr(config.cache, name) and near[0].store_threshold > 1:
+            yield (
+                ("cache", name),
+                f"copies a block the first time that it comes, but cache.tiers stores it the {near[0].store_threshold}th "
+                "time: leave store_threshold out",
+            )
     timeouts, scheduler, scaling = config.timeouts, config.scheduler, config.autoscaling
     for name in ("grow_after_s", "shrink_after_s"):
         if getattr(scaling, name) >= scaling.period_s:

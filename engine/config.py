@@ -139,7 +139,8 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     hash_seed: Annotated[
         str | None,
         about(
-            "what every chain of hashes begins with; `null`: random for each process, fixed with a tier on disk"
+            "what every chain of hashes begins with; `null`: random for each process, fixed with a tier on disk and with "
+            "`cache.remote` or `cache.mirror`"
         ),
     ] = None
     tiers: Annotated[
@@ -154,6 +155,20 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         about("nodes tell routers which blocks they have; without, routers go by what they sent where"),
     ] = True
     events: EventsConfig = EventsConfig()
+    remote: Annotated[
+        bool,
+        about(
+            "a node that misses a prefix copies it from another node's `cpu` tier, over NIXL, when that costs less than "
+            "computing it: [peers](connectors.md#other-nodes-tiers)"
+        ),
+    ] = False
+    mirror: Annotated[
+        bool,
+        about(
+            "the blocks of running requests are copied to another decode node's `cpu` tier as they fill, and it goes on with "
+            "them when theirs dies"
+        ),
+    ] = False
 
     def __post_init__(self) -> None:
         check_fields(self, "cache")
@@ -170,9 +185,9 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def shared_hash_seed(self) -> str | None:
-        """A tier that outlives the process finds blocks by hashes that the next one makes alike."""
-        outlives = any(tier.disk for tier in self.tiers)
-        return "tandem" if self.hash_seed is None and outlives else self.hash_seed
+        """A tier that outlives the process, or that other nodes read, finds blocks by hashes that others make alike."""
+        shared = self.remote or self.mirror or any(tier.disk for tier in self.tiers)
+        return "tandem" if self.hash_seed is None and shared else self.hash_seed
 
     @property
     def host_bytes_of_tiers(self) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import msgspec
 
 from tandem.engine.cache.hashing import BlockHasher
-from tandem.wire.requests import KVTransferParams
+from tandem.wire.requests import CachePeers, KVTransferParams
 from tandem.wire.sampling import FinishReason, SamplingParams
 
 
@@ -82,6 +82,7 @@ class Request:
         "allocation_horizon",
         "arrival_time",
         "block_hasher",
+        "cache_peers",
         "cache_salt",
         "eos_token_ids",
         "length_limit",
@@ -122,6 +123,7 @@ class Request:
         lora: str | None = None,
         media: Sequence[MediaFeature] = (),
         transfer: KVTransferParams | None = None,
+        cache_peers: CachePeers | None = None,
         eos_token_ids: frozenset[int] = frozenset(),
         block_hasher: BlockHasher | None = None,
     ) -> None:
@@ -134,6 +136,7 @@ class Request:
         self.lora = lora
         self.media = media
         self.transfer = transfer
+        self.cache_peers = cache_peers
         self.eos_token_ids = eos_token_ids
 
         self.all_token_ids = [*prompt_token_ids, *output_token_ids]

@@ -67,7 +67,7 @@ from msgspec import Meta
 
 from tandem.wire.errors import ConfigurationError
 from tandem.wire.kv_events import KVEvent
-from tandem.wire.requests import KVTransferParams, TierStatus, WaitHistogram
+from tandem.wire.requests import CachePeers, KVTransferParams, TierStatus, WaitHistogram
 from tandem.wire.settings import AtLeastOne, NotEmpty, NotNegative, Seconds, about
 from tandem.wire.tracing import TransferRecord, TransferTrace
 
@@ -110,6 +110,9 @@ class TransferRequest(Protocol):
     def block_hashes(self) -> Sequence[bytes]:
         """One for each full block of tokens, chained. To be read, not changed. Empty without prefix caching."""
         ...
+
+    @property
+    def cache_peers(self) -> CachePeers | None: ...
 
     @property
     def skip_reading_prefix_cache(self) -> bool:
@@ -402,6 +405,8 @@ class ConnectorContext(msgspec.Struct, frozen=True):
     has_peers: bool = True  # False: an aggregated node, which takes part in no transfer
     tiers: Sequence[TierConfig] = ()
     groups: Sequence[BlockGroup] = ()
+    remote: bool = False  # the tier in host memory reads from those of other nodes, which may read from it
+    mirror: bool = False  # and what running requests fill is copied to another node's
 
 
 class SchedulerConnector(abc.ABC):
@@ -469,6 +474,11 @@ class WorkerConnector(abc.ABC):
     @property
     def peer_endpoint(self) -> str:
         """Where other nodes reach this connector; "" when they need not."""
+        return ""
+
+    @property
+    def tier_endpoint(self) -> str:
+        """Where other nodes ask for what a tier of this one has; "" when they may not."""
         return ""
 
     @property

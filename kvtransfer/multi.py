@@ -187,6 +187,10 @@ class MultiWorker(WorkerConnector):
         return next((endpoint for part in self._parts if (endpoint := part.peer_endpoint)), "")
 
     @property
+    def tier_endpoint(self) -> str:
+        return next((endpoint for part in self._parts if (endpoint := part.tier_endpoint)), "")
+
+    @property
     def hands_over_states(self) -> bool:
         return any(part.hands_over_states for part in self._parts)
 

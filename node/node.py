@@ -118,6 +118,8 @@ class Node:
                     has_peers=config.transfer is not None,
                     tiers=self._tiers(runner),
                     groups=info.groups,
+                    remote=config.engine.cache.remote,
+                    mirror=config.engine.cache.mirror,
                 )
             )
             self._refuse_role(info, worker_half)
@@ -171,6 +173,8 @@ class Node:
             tokenizer=info.tokenizer,
             keeps_tokens=info.keeps_tokens,
             state_blocks=info.state_blocks,
+            tier_endpoint=worker_half.tier_endpoint if worker_half is not None else "",
+            mirrors=config.engine.cache.mirror,
         )
 
     def _news(

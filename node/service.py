@@ -399,6 +399,7 @@ class NodeService:
             cache_salt=submit.cache_salt,
             lora=submit.lora,
             transfer=submit.transfer,
+            cache_peers=submit.cache_peers,
             eos_token_ids=self._eos,
             block_hasher=self._block_hasher,
         )

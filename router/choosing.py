@@ -14,6 +14,7 @@ from tandem.router.cached_blocks import CachedBlocks
 from tandem.router.config import LocalPrefill, PolicyName
 from tandem.router.policy import NodeSnapshot, PoolSnapshot, RoutingDecision, RoutingRequest, make_policy
 from tandem.router.policy.alternatives import Alternative, alternatives
+from tandem.router.policy.cache_peers import at_mirror, with_cache_peers
 from tandem.router.pool import NodePool
 from tandem.router.prefixes import Overlaps, PrefixRecord, PromptHashes
 from tandem.wire.kv_events import DEVICE_MEDIUM
@@ -40,7 +41,9 @@ class Chooser:
         """Raises Unavailable when no node can take it."""
         self._turn += 1
         nodes, request = self._known(request, hashes)
-        decision = self._policy(nodes, request)
+        decode = self._pool.shortlist.decode
+        decision = at_mirror(request, decode.views) or self._policy(nodes, request)
+        decision = with_cache_peers(decision, nodes, request.cached, decode.views, decode.names)
         for node in (decision.prefill, decision.decode):
             if node is not None:
                 self._record.sent(node.node_id, hashes.of(node.block_size))

@@ -12,6 +12,7 @@ Floor 1: imports nothing of ours. Everything is msgspec; nothing here or above e
     lines       numbers on all of these, so that a lost message is noticed and sent again
     tracing     node -> router: where a traced request's time went, and by which clock
     handoff     node -> node: how a prefill node and a decode node agree on a KV transfer
+    sharing     node -> node: how one copies KV out of another's tier in host memory
     logs        what a process writes to its log, for people or for machines
     listening   whether a process still listens at an address, asked of its machine's kernel
     publishing  numbered messages to any subscriber, for programs that are not ours

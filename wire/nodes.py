@@ -40,6 +40,10 @@ class NodeInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # What a request's blocks hold: its tokens' keys and values, recurrent states (so many blocks, however long it is), or both.
     keeps_tokens: bool = True
     state_blocks: int = 0
+    tier_endpoint: str = (
+        ""  # where other nodes ask for what its tier in host memory has; "" when they may not
+    )
+    mirrors: bool = False  # nodes copy the blocks of each other's running requests
 
     def blocks_for(self, tokens: int) -> int:
         """About how many a request of so many tokens takes."""

@@ -32,6 +32,13 @@ class KVTransferParams(msgspec.Struct, frozen=True):
     peer: PeerAddress
 
 
+class CachePeers(msgspec.Struct, frozen=True):
+    """Nodes whose tiers in host memory have to do with a request's KV, by their `tier_endpoint`. Named by the router."""
+
+    source: PeerAddress | None = None  # likely has more of the prompt than the node that reads it
+    mirror: PeerAddress | None = None  # copies the request's blocks, to go on with it when this node dies
+
+
 class KeepAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The node that decodes the request keeps its tokens, for any router that asks for them by `answer_id`. The end of the router
     that submitted it does not end it."""
@@ -56,6 +63,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", omit_defaults=True, forb
     lora: str | None = None
     trace: bool = False  # send a NodeTrace when it is over
     keep: KeepAnswer | None = None
+    cache_peers: CachePeers | None = None
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel", forbid_unknown_fields=True):
@@ -173,6 +181,8 @@ class TierStatus(msgspec.Struct, frozen=True):
     evicted_bytes: int
     loaded_tokens: int = 0
     loading_seconds: float = 0.0  # that requests waited for these
+    fetched_bytes: int = 0  # copied from other nodes' tiers, where that cost less than computing
+    mirrored_bytes: int = 0  # copied from a node whose mirror this one is
 
 
 class NodeCounters(msgspec.Struct, frozen=True):

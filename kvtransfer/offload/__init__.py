@@ -2,5 +2,6 @@
 
 `scheduler_half` and `worker_half` are the connector: they know requests, steps and block tables, and nothing of memory. What a
 tier must bring is in `spec`: a `manager`, which says where which block is, with one of the `policies` for what is given up, and
-a mover, which copies. `cpu` is the tier in host memory, `disk` the one that outlives the process; `synthetic` makes KV up, for measurements.
+a mover, which copies. `cpu` is the tier in host memory, `disk` the one that outlives the process; `synthetic` makes KV up, for
+measurements. By `sharing` and `exchange` nodes read each other's tier in host memory.
 """

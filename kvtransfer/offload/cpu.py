@@ -50,10 +50,14 @@ class CpuTier:
                 f"which are {memory.block_bytes} bytes each"
             )
         manager = filtered(SlotManager(num_slots, config.policy), config.store_threshold)
-        copier = (CudaCopier if memory.tensor.is_cuda else HostCopier)(
-            memory, num_slots * config.block_factor
-        )
+        pooled = CudaCopier if memory.tensor.is_cuda else HostCopier
+        copier = pooled(memory, num_slots * config.block_factor)
+        self._places = copier.places
         return manager, CopyThread(copier, wake)
+
+    def places(self) -> torch.Tensor:
+        """The pool, as large as blocks of the device, and as many axes. Not to be kept: the tier gives it back when it ends."""
+        return self._places()
 
 
 class Copier(abc.ABC):
@@ -94,6 +98,12 @@ class HostCopier(Copier):
             ctypes.memmove(*((device, host) if to_device else (host, device)), count * size)
         return True
 
+    def places(self) -> torch.Tensor:
+        import torch
+
+        pool = torch.frombuffer(self._pool, dtype=torch.uint8)
+        return pool.view(-1, 1, 1, 1, 1, self.block_bytes)
+
     def close(self) -> None:
         self._pool.close()
 
@@ -111,6 +121,9 @@ class CudaCopier(Copier):
             to_device: torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             for to_device in (True, False)
         }
+
+    def places(self) -> torch.Tensor:
+        return self._pool.view(-1, 1, 1, 1, 1, self.block_bytes)
 
     def fence(self) -> Any:
         event = self._cuda.Event()  # type: ignore[no-untyped-call]

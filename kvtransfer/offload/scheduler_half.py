@@ -69,6 +69,7 @@ class _Load:
 class _Store:
     request_id: str
     room: StoreRoom
+    offered: Sequence[Key]  # all that is there when it has ended
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,6 +91,8 @@ class _Entry:
     due: int = -1  # the step that looks at it next
     looked: int = -1  # the step that did last
     asked: bool = False  # since it last had no blocks
+    counted: bool = False  # what was found, since then
+    fetched: bool = False  # or begun to be, from another node
     ended: bool = False
     jobs: set[int] = dataclasses.field(default_factory=set)
 
@@ -128,18 +131,22 @@ class TierScheduler(SchedulerConnector):
         self, request: TransferRequest, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         entry, manager = self._entries[request.request_id], self._tier.manager
+        if self._tier.sharing is not None:
+            self._tier.sharing.turn()
         if not entry.asked:
+            entry.asked = True
             manager.touch(self._all_keys(request))
         first = num_computed_tokens // self._block_size
         # One token is left to compute.
         last = min((request.num_tokens - 1) // self._block_size, len(request.block_hashes))
         if request.skip_reading_prefix_cache or first >= last:
-            entry.asked = True
             return 0, False
         end = self._end_of_prefix(request, first, last)
+        if end < last and self._fetches(entry, end):
+            return None, False
         tokens = (end - first) * self._block_size
-        if not entry.asked:
-            entry.asked = True
+        if not entry.counted:
+            entry.counted = True
             self._tier.asked_tokens += (last - first) * self._block_size
             self._tier.found_tokens += tokens
         if not tokens:
@@ -149,6 +156,18 @@ class TierScheduler(SchedulerConnector):
             # They are on the device when that load has ended: twice would take twice the blocks.
             return None, False
         return tokens, True
+
+    def _fetches(self, entry: _Entry, end: int) -> bool:
+        """Whether the request waits, because chunks after those before block `end` are copied here from another node."""
+        sharing, request = self._tier.sharing, entry.request
+        if sharing is None:
+            return False
+        if not entry.fetched:
+            entry.fetched = True
+            groups = len(self._whole)
+            missing = self._all_keys(request)[end // self._factor * groups :]
+            return bool(missing) and sharing.begin_fetch(request, missing)
+        return sharing.is_fetching(request.request_id)
 
     def _end_of_prefix(self, request: TransferRequest, first: int, last: int) -> int:
         """Which block comes after the longest prefix that is there, where the device has those before `first`."""
@@ -245,11 +264,14 @@ class TierScheduler(SchedulerConnector):
 
     def build_connector_meta(self, step: ScheduledStep) -> ConnectorMetadata:
         plan, self._plan = self._plan, TierPlan()
+        scheduled = step.num_scheduled_tokens
+        if self._tier.sharing is not None:
+            self._tier.sharing.turn()
+            self._tier.sharing.planned(sum(count for count in scheduled.values() if count > 1))
         for request_id in step.preempted_req_ids:
             if (entry := self._entries.get(request_id)) is not None:
-                entry.asked = False
+                entry.asked = entry.counted = entry.fetched = False
                 plan.preempted += entry.jobs
-        scheduled = step.num_scheduled_tokens
         due = self._due.pop(self._step, ())
         for entry in due:
             if entry.due == self._step:
@@ -279,13 +301,16 @@ class TierScheduler(SchedulerConnector):
         entry.looked = self._step
         right = min(request.num_computed_tokens + num_scheduled, request.num_tokens)
         full = min(right // self._chunk_tokens, len(request.block_hashes) // self._factor)
-        enough = 1 if num_scheduled > 1 else self._chunks_per_store
+        # What a mirror has not got yet is computed again when this node dies.
+        is_mirrored = self._tier.sharing is not None and self._tier.sharing.has_mirror(request)
+        at_once = 1 if is_mirrored else self._chunks_per_store
+        enough = 1 if num_scheduled > 1 else at_once
         if full - entry.cursor >= enough:
             if self._tables is None:
                 raise InternalError("a step is planned before the block tables are known")
             tables = self._tables.block_ids(request.request_id)
             plan.stores_after += self._store(entry, self._full_chunks(entry, full), tables, full)
-        missing = (entry.cursor + self._chunks_per_store) * self._chunk_tokens - right
+        missing = (entry.cursor + at_once) * self._chunk_tokens - right
         self._look_at(entry, self._step + max(missing, 1))
 
     def _full_chunks(self, entry: _Entry, full: int) -> list[_Part]:
@@ -313,6 +338,7 @@ class TierScheduler(SchedulerConnector):
             return ()  # all of the tier is being copied; these are offered again
         entry.cursor = full
         if not room.keys:
+            self._tell_mirror(entry.request, keys)
             return ()
         place_of = {
             key: (part.group, part.first + chunk * factor)
@@ -326,30 +352,42 @@ class TierScheduler(SchedulerConnector):
             blocks += tables[group][start : start + factor]
             places += range(slot * factor, (slot + 1) * factor)
         job = next(self._numbers)
-        self._jobs[job] = _Store(entry.request.request_id, room)
+        self._jobs[job] = _Store(entry.request.request_id, room, keys)
         entry.jobs.add(job)
         return (Copy(job, blocks, places, room.keys, self._resets),)
+
+    def _tell_mirror(self, request: TransferRequest, keys: Sequence[Key]) -> None:
+        if self._tier.sharing is not None:
+            self._tier.sharing.stored(request, keys)
 
     # ── ends ──
 
     def update_connector_output(self, output: ConnectorOutput) -> None:
-        ended = output.worker_metadata
-        if ended is None:
-            return
-        if not isinstance(ended, EndedJobs):
+        sharing, ended = self._tier.sharing, output.worker_metadata
+        if sharing is not None:
+            sharing.booked()
+        if isinstance(ended, EndedJobs):
+            for number, right in ended.jobs.items():
+                self._end_job(number, right, output)
+        elif ended is not None:
             raise InternalError(f"metadata of another connector: {type(ended).__name__}")
-        for number, right in ended.jobs.items():
-            job = self._jobs.pop(number)
-            entry = self._entries[job.request_id]
-            entry.jobs.remove(number)
+        if sharing is not None:
+            sharing.tell_mirrors()
+
+    def _end_job(self, number: int, right: bool, output: ConnectorOutput) -> None:
+        job = self._jobs.pop(number)
+        entry = self._entries[job.request_id]
+        entry.jobs.remove(number)
+        if isinstance(job, _Store):
+            self._tier.manager.complete_store(job.room, written=right)
+            if right and not entry.ended:
+                self._tell_mirror(entry.request, job.offered)
+        else:
+            self._end_load(job, right and not job.void, output)
+        if entry.ended and not entry.jobs:
             if isinstance(job, _Store):
-                self._tier.manager.complete_store(job.room, written=right)
-            else:
-                self._end_load(job, right and not job.void, output)
-            if entry.ended and not entry.jobs:
-                if isinstance(job, _Store):
-                    output.finished_sending.add(job.request_id)
-                del self._entries[job.request_id]
+                output.finished_sending.add(job.request_id)
+            del self._entries[job.request_id]
 
     def _end_load(self, load: _Load, right: bool, output: ConnectorOutput) -> None:
         self._loading.difference_update(load.keys)
@@ -368,6 +406,8 @@ class TierScheduler(SchedulerConnector):
     def request_finished(self, request: TransferRequest, block_ids: BlockIds) -> bool:
         entry = self._entries[request.request_id]
         entry.ended, entry.due = True, -1
+        if self._tier.sharing is not None:
+            self._tier.sharing.stop_waiting(request.request_id)
         right = min(request.num_computed_tokens, request.num_tokens) // self._chunk_tokens
         full = min(right, len(request.block_hashes) // self._factor, len(block_ids[0]) // self._factor)
         loads = any(isinstance(self._jobs[job], _Load) for job in entry.jobs)
@@ -399,7 +439,10 @@ class TierScheduler(SchedulerConnector):
 
     def reset_cache(self) -> None:
         self._resets += 1
-        self._tier.manager.reset()
+        if self._tier.sharing is not None:
+            self._tier.sharing.forget_all()
+        else:
+            self._tier.manager.reset()
         for job in self._jobs.values():
             if isinstance(job, _Load):
                 job.void = True

@@ -5,13 +5,16 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from tandem.kvtransfer.base import KVCacheMemory, TierConfig
 from tandem.kvtransfer.offload.manager import TierManager
 from tandem.kvtransfer.registry import find_factory
 from tandem.wire.errors import InternalError
 from tandem.wire.requests import TierStatus
+
+if TYPE_CHECKING:
+    from tandem.kvtransfer.offload.sharing import TierSharing
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,6 +84,7 @@ class Tier:
     found_tokens: int = 0
     loaded_tokens: int = 0
     loading_seconds: float = 0.0
+    sharing: TierSharing | None = None  # with other nodes
     _opened: tuple[TierManager, Mover] | None = None
     _slot_bytes: int = 0
 
@@ -116,9 +120,13 @@ class Tier:
             evicted_bytes=manager.evicted * self._slot_bytes,
             loaded_tokens=self.loaded_tokens,
             loading_seconds=self.loading_seconds,
+            fetched_bytes=self.sharing.fetched_bytes if self.sharing is not None else 0,
+            mirrored_bytes=self.sharing.mirrored_bytes if self.sharing is not None else 0,
         )
 
     def close(self) -> None:
+        if self.sharing is not None:
+            self.sharing.close()
         if self._opened is not None:
             self._opened[1].close()
 

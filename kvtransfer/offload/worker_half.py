@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from tandem.kvtransfer.base import (
     ConnectorContext,
     ConnectorMetadata,
@@ -11,7 +13,11 @@ from tandem.kvtransfer.base import (
     TransferStats,
     WorkerConnector,
 )
+from tandem.kvtransfer.offload.cpu import CpuTier
+from tandem.kvtransfer.offload.disk import identity
+from tandem.kvtransfer.offload.exchange import Exchange
 from tandem.kvtransfer.offload.scheduler_half import EndedJobs, TierPlan, TierScheduler
+from tandem.kvtransfer.offload.sharing import TierSharing
 from tandem.kvtransfer.offload.spec import Copy, Tier, create_tier
 from tandem.wire.errors import ConfigurationError, InternalError
 
@@ -20,14 +26,22 @@ class TierWorker(WorkerConnector):
     """What a step computes is stored while the next one runs. So the copies do not hold up what follows a forward pass, which
     the next token waits for."""
 
-    def __init__(self, context: ConnectorContext, tier: Tier) -> None:
+    def __init__(self, context: ConnectorContext, tier: Tier, *, is_shared: bool = False) -> None:
+        """`is_shared`: it is the one that other nodes read."""
         self._context = context
+        self._is_shared = is_shared
         self._tier = tier
         self._plan = TierPlan()
         self._deferred: list[Copy] = []
 
     def register_kv_caches(self, memory: KVCacheMemory) -> None:
         self._tier.open(memory, self._context.wake)
+        if self._is_shared and isinstance(self._tier.spec, CpuTier):
+            self._tier.sharing = _shared(self._context, memory, self._tier, self._tier.spec)
+
+    @property
+    def tier_endpoint(self) -> str:
+        return self._tier.sharing.endpoint if self._tier.sharing is not None else ""
 
     def bind_connector_metadata(self, metadata: ConnectorMetadata) -> None:
         if not isinstance(metadata, TierPlan):
@@ -59,7 +73,8 @@ class TierWorker(WorkerConnector):
         return ConnectorOutput(worker_metadata=EndedJobs(ended) if ended else None)
 
     def stats(self) -> TransferStats:
-        return TransferStats(tiers=[self._tier.status()])
+        malformed = self._tier.sharing.malformed_frames if self._tier.sharing is not None else 0
+        return TransferStats(malformed_frames=malformed, tiers=[self._tier.status()])
 
     def shutdown(self) -> None:
         self._tier.close()
@@ -78,5 +93,39 @@ def create_tiers(context: ConnectorContext) -> list[tuple[SchedulerConnector, Wo
             "cache.tiers: block_factor must be 1 for this model, which has attention windows: a window begins within a "
             "larger block, and what lies before it in that block is gone"
         )
+    shares = context.remote or context.mirror
+    if shares and has_windows:
+        raise ConfigurationError(
+            "cache.remote and cache.mirror: this model has attention windows, of which a tier keeps the last alone, and only when "
+            "a request has ended: no other node could go on from what it has, so leave both off"
+        )
     tiers = [create_tier(config) for config in context.tiers]
-    return [(TierScheduler(context.groups, tier), TierWorker(context, tier)) for tier in tiers]
+    shared = next((tier for tier in tiers if isinstance(tier.spec, CpuTier)), None) if shares else None
+    return [
+        (TierScheduler(context.groups, tier), TierWorker(context, tier, is_shared=tier is shared))
+        for tier in tiers
+    ]
+
+
+def _shared(context: ConnectorContext, memory: KVCacheMemory, tier: Tier, spec: CpuTier) -> TierSharing:
+    """Opens the tier to other nodes."""
+    # Not needed, and perhaps not installed, where tiers are a node's own.
+    from tandem.kvtransfer.nixl.agent import NixlAgent
+    from tandem.kvtransfer.nixl.options import NixlOptions
+    from tandem.kvtransfer.nixl.transport import NixlTransport
+
+    is_nixl = context.config.connector == "nixl"
+    options = NixlOptions.parse(context.config.options) if is_nixl else NixlOptions()
+    transport = NixlTransport(NixlAgent(f"{context.node_id}-{context.epoch:x}-tier", options))
+    exchange = Exchange(context.node_id, context.epoch, context.host, transport, context.wake)
+    exchange.open(msgspec.structs.replace(memory, tensor=spec.places()))
+    return TierSharing(
+        tier.manager,
+        exchange,
+        layout=identity(memory, tier.block_factor),
+        block_factor=tier.block_factor,
+        chunk_bytes=memory.block_bytes * tier.block_factor,
+        chunk_tokens=memory.block_size * tier.block_factor,
+        remote=context.remote,
+        mirror=context.mirror,
+    )

@@ -6,6 +6,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -16,23 +17,28 @@ from tandem.wire.sockets import Inbox, Outbox
 
 logger = logging.getLogger(__name__)
 
+M = TypeVar("M")
+
 MAX_ENDPOINTS = 1024
 # A peer that nothing was sent to for so long may be gone for ever, and each restart of a node is a new endpoint.
 IDLE_S = 60.0
 
 
-class SideChannel:
+class SideChannel(Generic[M]):
     """Endpoints are named by peers, so what they name is checked, and how many are kept is bounded."""
 
     def __init__(
         self,
         host: str,
         name: str,
-        on_message: Callable[[HandoffMessage], None],
+        on_message: Callable[[M], None],
         clock: Callable[[], float] = time.monotonic,
+        *,
+        messages: Any = HandoffMessage,
     ) -> None:
+        """`messages`: the type of what arrives."""
         self._clock = clock
-        self._inbox: Inbox[HandoffMessage] = Inbox(host, HandoffMessage, on_message, name=name)
+        self._inbox: Inbox[M] = Inbox(host, messages, on_message, name=name)
         self._outbox = Outbox()
         self._used: OrderedDict[str, float] = OrderedDict()  # when last; the longest ago first
         self._probe = ListenerProbe()

@@ -9,7 +9,7 @@ from tandem.router.dispatch.spec import SequenceSpec
 from tandem.router.policy import RoutingDecision
 from tandem.wire.lines import Position
 from tandem.wire.nodes import NodeInfo, PeerAddress
-from tandem.wire.requests import KeepAnswer, KVTransferParams, Submit, TransferRole
+from tandem.wire.requests import CachePeers, KeepAnswer, KVTransferParams, Submit, TransferRole
 
 
 class TokenSource(enum.Enum):
@@ -71,6 +71,8 @@ class Attempt:
     ) -> list[tuple[NodeInfo, Submit]]:
         """The decode node's first: it reserves and registers while the prefill node's message is on its way."""
         prefill, decode = self.prefill, self.decode
+        source, mirror = _tier(self.decision.source), _tier(self.decision.mirror)
+        cache_peers = CachePeers(source, mirror) if source or mirror else None
 
         def submit(transfer: KVTransferParams | None) -> Submit:
             keep = None
@@ -91,6 +93,7 @@ class Attempt:
                 cache_salt=spec.cache_salt,
                 trace=spec.trace is not None,
                 keep=keep,
+                cache_peers=cache_peers,
             )
 
         if prefill is None or decode is None:
@@ -105,3 +108,7 @@ class Attempt:
             (decode, submit(transfer(TransferRole.CONSUME, prefill))),
             (prefill, submit(transfer(TransferRole.PRODUCE, decode))),
         ]
+
+
+def _tier(node: NodeInfo | None) -> PeerAddress | None:
+    return None if node is None else PeerAddress(node.node_id, node.epoch, node.tier_endpoint)

@@ -82,6 +82,7 @@ class RequestLife:
         self.last_token_at: float | None = None
         self.ended_at: float | None = None
         self._avoid: set[str] = set()
+        self._mirror: NodeInfo | None = None  # of the decode node that failed it last
         self._waiting_since: float | None = None  # for a node to appear
         self._last_failure: TandemError | None = None
         self._broke_a_node = False
@@ -274,6 +275,9 @@ class RequestLife:
         return isinstance(error, Unavailable | TransferError)
 
     def _fail_over(self, error: TandemError, avoid: Iterable[str]) -> None:
+        failed = self.attempt
+        if failed is not None and failed.decode_started:
+            self._mirror = failed.decision.mirror
         self._abandon_attempt()
         self._avoid.update(avoid)
         self._last_failure = error
@@ -342,6 +346,7 @@ class RequestLife:
             max_new_tokens=self.spec.sampling.max_tokens - done,
             session=self.spec.session,
             avoid=avoid,
+            mirror=self._mirror,
         )
 
     def _attempt(self, decision: RoutingDecision) -> None:

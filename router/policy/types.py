@@ -66,6 +66,7 @@ class RoutingRequest(msgspec.Struct, frozen=True):
     session: str | None = None
     turn: int = 0  # counts requests, for policies that take turns
     avoid: frozenset[str] = frozenset()  # nodes that failed this request before
+    mirror: NodeInfo | None = None  # copied its blocks from a node that is gone
 
     def uncached(self, node: NodeSnapshot) -> int:
         """At least one token is always computed: the last one's output is what is asked for."""
@@ -84,6 +85,8 @@ class RoutingDecision(msgspec.Struct, frozen=True):
     prefill: NodeInfo | None
     decode: NodeInfo | None
     reason: str
+    source: NodeInfo | None = None  # likely has more of the prompt than the node that reads it
+    mirror: NodeInfo | None = None  # copies what the decode node keeps of it
 
     @property
     def node_names(self) -> str:

@@ -357,3 +357,15 @@ def test_tiers_have_sizes_in_words_and_their_mistakes_are_named(tmp_path: Path) 
         assert why in mistake
     (mistake,) = mistakes(tmp_path, "cache: {tiers: [{cpu: 1GiB}], prefix_caching: false}")
     assert "cache.prefix_caching" in mistake
+
+
+def test_what_nodes_copy_between_each_other_lies_in_host_memory(tmp_path: Path) -> None:
+    cache = settings(tmp_path, "cache: {remote: true, mirror: true, tiers: [{cpu: 1GiB}]}").config.cache
+    assert cache.shared_hash_seed is not None, "nodes hash alike"
+    for name in ("remote", "mirror"):
+        (mistake,) = mistakes(tmp_path, f"cache: {{{name}: true, tiers: [{{disk: /x, size: 1GiB}}]}}")
+        assert f"cache.{name} needs a tier in host memory" in mistake
+        (mistake,) = mistakes(
+            tmp_path, f"cache: {{{name}: true, tiers: [{{cpu: 1GiB, store_threshold: 2}}]}}"
+        )
+        assert "leave store_threshold out" in mistake

@@ -49,6 +49,7 @@ OWN_CLUSTERS = {
 }
 # Engines in one process, with a connector between them: no Ray, so these run beside others, among the slow units.
 BETWEEN_ENGINES = {
+    "test_shared_tiers.py",
     "test_state_handover.py",
     "test_tiers_between_engines.py",
     "test_transfer_between_engines.py",

@@ -17,7 +17,7 @@ from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.kvtransfer.base import ConnectorContext, TierConfig, TransferConfig, TransferStats
 from tandem.kvtransfer.multi import create_connector
 from tandem.wire.nodes import PeerAddress
-from tandem.wire.requests import KVTransferParams, TransferRole
+from tandem.wire.requests import CachePeers, KVTransferParams, TransferRole
 from tandem.wire.sampling import SamplingParams
 
 PATIENCE_S = 60.0
@@ -29,6 +29,7 @@ class OneEngine:
     engine: Engine
     woken: threading.Event
     address: PeerAddress | None
+    tier: PeerAddress | None = None  # where others ask for what its tier has
 
     @classmethod
     def start(
@@ -42,9 +43,13 @@ class OneEngine:
         memory_bytes: int = 512 << 20,
         prefix_caching: bool = False,
         tiers: Sequence[TierConfig] = (),
+        shares: bool = False,
     ) -> OneEngine:
+        """`shares`: its tier in host memory reads those of others, and mirrors."""
         woken, epoch = threading.Event(), next(epochs)
-        cache = CacheConfig(block_size=block_size, memory_bytes=memory_bytes, prefix_caching=prefix_caching)
+        cache = CacheConfig(
+            block_size=block_size, memory_bytes=memory_bytes, prefix_caching=prefix_caching, hash_seed="t"
+        )
         scheduler = scheduler or SchedulerConfig()
         runner = load_runner(ModelConfig(path=str(model), dtype="float32", threads=1), cache, scheduler)
         info = runner.info
@@ -60,6 +65,8 @@ class OneEngine:
                 info.state_blocks,
                 tiers=tiers,
                 groups=info.groups,
+                remote=shares,
+                mirror=shares,
             )
             scheduler_half, worker_half = create_connector(context)
         made = Scheduler(
@@ -67,11 +74,26 @@ class OneEngine:
         )
         address = PeerAddress(name, epoch, worker_half.peer_endpoint) if worker_half is not None else None
         ahead = scheduler.plans_ahead(info.device)
-        return cls(Engine(made, runner, worker_half, ahead=ahead), woken, address)
+        engine = cls(Engine(made, runner, worker_half, ahead=ahead), woken, address)
+        if worker_half is not None and worker_half.tier_endpoint:
+            engine.tier = PeerAddress(name, epoch, worker_half.tier_endpoint)
+        return engine
 
-    def add(self, name: str, prompt: list[int], count: int, transfer: KVTransferParams | None) -> None:
+    def add(
+        self,
+        name: str,
+        prompt: list[int],
+        count: int,
+        transfer: KVTransferParams | None,
+        *,
+        output: Sequence[int] = (),
+        cache_peers: CachePeers | None = None,
+    ) -> None:
         sampling = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
-        self.engine.add_request(Request(name, prompt, sampling, transfer=transfer))
+        request = Request(
+            name, prompt, sampling, output_token_ids=output, transfer=transfer, cache_peers=cache_peers
+        )
+        self.engine.add_request(request)
 
     def run(self, name: str, tokens: list[int], until: float) -> bool:
         """One step. True when the request has ended."""

@@ -3,6 +3,7 @@ that was started again."""
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -67,6 +68,21 @@ def until(holds: Callable[[], bool], what: str) -> None:
         time.sleep(0.1)
 
 
+def listener(endpoint: str) -> int:
+    """The process that listens there."""
+    wanted = f"{int(endpoint.rpartition(':')[2]):04X}"
+    rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    inodes = {row[9] for row in rows if row[1].endswith(f":{wanted}") and row[3] == "0A"}
+    for folder in Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            target = os.readlink(folder)
+        except OSError:
+            continue  # it was closed meanwhile
+        if target.startswith("socket:[") and target[8:-1] in inodes:
+            return int(folder.parts[2])
+    pytest.fail(f"no process listens at {endpoint}")
+
+
 @pytest.mark.parametrize(
     ("pools", "title", "reader"),
     [
@@ -123,3 +139,72 @@ def test_a_second_turn_comes_from_a_tier_also_when_the_node_was_killed(
     command.process.send_signal(signal.SIGINT)
     assert command.process.wait(END_S) == 0
     command.nothing_left()
+
+
+SHARED = """
+cache:
+  memory_bytes: 64MiB
+  remote: true
+  mirror: true
+  tiers: [{cpu: 256MiB}]
+model: {dtype: float32}
+scheduler: {max_model_len: 1024}
+router: {local_prefill: never}
+"""
+BLOCK_BYTES = 30 * 2 * 3 * 64 * 4 * BLOCK
+
+
+def test_a_killed_decode_nodes_stream_goes_on_with_the_kv_of_its_mirror(serve: Any, tmp_path: Path) -> None:
+    settings = tmp_path / "tandem.yaml"
+    settings.write_text(SHARED)
+    command = serve("--config", str(settings), "--kv-memory", "64MiB", "--prefill", "1", "--decode", "2")
+    client = Client(command.until(r"^API: +(http://\S+)/v1$", START_S)[1])
+    until(lambda: len(client.nodes()) == 3, "every node is ready")
+    draw = random.Random(3)
+    prompt = [draw.randrange(1000, 40_000) for _ in range(PROMPT)]
+    body = {
+        "model": client.model, "prompt": prompt, "max_tokens": 160, "temperature": 0, "ignore_eos": True, "stream": True,
+        "return_token_ids": True,
+    }  # fmt: skip
+
+    def stream(at: int, act: Callable[[], None]) -> list[int]:
+        tokens: list[int] = []
+        acted = False
+        with client.http.stream("POST", "/v1/completions", json=body) as events:
+            for line in events.iter_lines():
+                if line.startswith("data: {"):
+                    choices = json.loads(line[6:])["choices"]
+                    tokens += choices[0].get("token_ids", []) if choices else []
+                if len(tokens) >= at and not acted:
+                    acted = True
+                    act()
+        return tokens
+
+    def kill() -> None:
+        """The one that runs it."""
+        until(lambda: any(is_decoding(node) for node in client.nodes().values()), "its status says so")
+        ((name, node),) = ((name, node) for name, node in client.nodes().items() if is_decoding(node))
+        killed.append(name)
+        incarnations.append(node["incarnation"])
+        os.kill(listener(node["request_endpoint"]), signal.SIGKILL)
+
+    def is_decoding(node: dict[str, Any]) -> bool:
+        return node["role"] == "decode" and node["running"] > 0
+
+    killed: list[str] = []
+    incarnations: list[str] = []
+    tokens = stream(80, kill)
+    assert len(tokens) == 160
+    (survivor,) = {"decode-0", "decode-1"} - set(killed)
+    until(
+        lambda: client.tiers(survivor)["cpu"]["loaded_bytes"] >= PROMPT // BLOCK * BLOCK_BYTES,
+        "the prompt's KV came from the mirror's own memory",
+    )
+    assert client.tiers(survivor)["cpu"]["mirrored_bytes"] > 0
+    counters = client.nodes()[survivor]["counters"]
+    assert counters["prompt_tokens_computed"] == 0, "nothing of the prompt was computed again"
+    until(
+        lambda: client.nodes().get(killed[0], {}).get("incarnation", incarnations[0]) != incarnations[0],
+        "it is back",
+    )
+    assert stream(1, lambda: None) == tokens, "the same as without a failure"

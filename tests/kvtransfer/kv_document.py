@@ -1,4 +1,4 @@
-"""The connector of docs/connectors.md, where Python finds it."""
+"""The connector and the tier of docs/connectors.md, where Python finds them."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+EXAMPLES = "local_connector", "folder_tier"  # in this order
 DOCUMENT = Path(__file__).parents[2] / "docs" / "connectors.md"
 
 
 @contextmanager
 def installed_example(directory: Path) -> Iterator[None]:
     blocks = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), flags=re.DOTALL)
-    assert len(blocks) == 1
-    (directory / "local_connector.py").write_text(blocks[0])
+    assert len(blocks) == len(EXAMPLES)
+    for name, block in zip(EXAMPLES, blocks, strict=True):
+        (directory / f"{name}.py").write_text(block)
     sys.path.insert(0, str(directory))
     try:
         yield
     finally:
         sys.path.remove(str(directory))
-        sys.modules.pop("local_connector", None)
+        for name in EXAMPLES:
+            sys.modules.pop(name, None)

@@ -31,7 +31,7 @@ def runner_of(kind: str, folder: Path) -> ModelRunner:
     return load_runner(model, CACHE, SchedulerConfig(max_model_len=120))
 
 
-def node_with(tiers: list[TierConfig]) -> tuple[Node, list[FakeChannel]]:
+def node_with(tiers: list[TierConfig], *, shares: bool = False) -> tuple[Node, list[FakeChannel]]:
     """One that does both: it has no peers."""
     channels: list[FakeChannel] = []
 
@@ -39,7 +39,7 @@ def node_with(tiers: list[TierConfig]) -> tuple[Node, list[FakeChannel]]:
         channels.append(FakeChannel(host, epoch))
         return channels[-1]
 
-    cache = msgspec.structs.replace(CACHE, tiers=tiers)
+    cache = msgspec.structs.replace(CACHE, tiers=tiers, remote=shares, mirror=shares)
     config = NodeConfig("n0", Role.AGGREGATED, engine=EngineConfig(cache=cache))
     return Node(config, DecodeRules(Role.AGGREGATED), open_channel, create_connector), channels
 
@@ -96,6 +96,23 @@ def test_what_a_tier_cannot_keep_is_refused_with_the_reason(
     node, _ = node_with([TierConfig(cpu=1 << 20, block_factor=factor)])
     with pytest.raises(ConfigurationError, match=said):
         node.start(runner=runner_of(kind, tmp_path))
+
+
+def test_a_node_says_where_others_read_its_tier(tmp_path: Path) -> None:
+    for shares in (True, False):
+        node, _ = node_with(
+            [TierConfig(cpu=1 << 20), TierConfig(disk=str(tmp_path), size=1 << 20)], shares=shares
+        )
+        info = node.start(runner=runner_of("llama", tmp_path))
+        try:
+            assert (info.tier_endpoint.startswith("tcp://127.0.0.1:"), info.mirrors) == (shares, shares)
+        finally:
+            node.stop()
+    node, _ = node_with([TierConfig(cpu=1 << 20)], shares=True)
+    with pytest.raises(
+        ConfigurationError, match=r"cache.remote and cache.mirror: this model has attention windows"
+    ):
+        node.start(runner=runner_of("gemma3", tmp_path / "windows"))
 
 
 def test_more_memory_than_there_is_is_refused(tmp_path: Path) -> None:

@@ -80,7 +80,14 @@ class _Running:
 
 class FakeNode:
     def __init__(
-        self, node_id: str, role: Role, board: Board, *, model: str = "fake", max_model_len: int = 2048
+        self,
+        node_id: str,
+        role: Role,
+        board: Board,
+        *,
+        model: str = "fake",
+        max_model_len: int = 2048,
+        mirrors: bool = False,
     ) -> None:
         self.role = role
         self.board = board
@@ -119,6 +126,8 @@ class FakeNode:
             model=model,
             max_model_len=max_model_len,
             block_size=4,
+            tier_endpoint=f"tier://{node_id}" if mirrors else "",
+            mirrors=mirrors,
         )
         self._channel.listen(self._on_message, begun=self._list_requests, replaced=lambda endpoint: None)
         self._thread = threading.Thread(target=self._work, name=f"{node_id}-steps", daemon=True)

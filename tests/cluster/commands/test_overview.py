@@ -41,7 +41,9 @@ STATUS = NodeStatus(
     held_blocks=0,
     step_age_s=0.0,
     counters=NodeCounters(transfer_bytes_received=3 << 20),
-    tiers=[TierStatus("cpu", 1 << 30, 8 << 30, 1000, 640, 0, 0, 0)],
+    tiers=[
+        TierStatus("cpu", 1 << 30, 8 << 30, 1000, 640, 0, 0, 0, fetched_bytes=3 << 20, mirrored_bytes=5 << 20)
+    ],
 )
 VIEW = ClusterView(
     model="smollm2",
@@ -86,7 +88,11 @@ def test_one_screen_says_how_everything_is() -> None:
     (row,) = [line for line in lines if line.startswith("decode-0")]
     assert row.split()[:8] == ["decode-0", "decode", "10.0.0.3", "ready", "3", "2", "60/100", "1"]
     assert row.rstrip().endswith("3.0 MiB")
-    assert "cpu tier of decode-0: 1.0 GiB of 8.0 GiB, had 64% of 1000 tokens that the device had not" in lines
+    (row,) = [line for line in lines if line.startswith("cpu tier")]
+    assert row == (
+        "cpu tier of decode-0: 1.0 GiB of 8.0 GiB, had 64% of 1000 tokens that the device had not, "
+        "3.0 MiB were copied from other nodes, 5.0 MiB mirrored"
+    )
     assert "! prefill-0: left out: no memory" in lines
     assert "! decode-0: ready again, 3 times in a row: signal 9" in lines
     assert "! decode-1: waiting: no machine has room for it" in lines

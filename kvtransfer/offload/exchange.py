@@ -1,0 +1,256 @@
+"""What goes between the tiers of two nodes: the messages, and the thread that reads another node's chunks.
+
+The step thread sends and posts readings, and takes what came, in `take`. Only the thread of this module touches the transport.
+A reading ends when none of its moves is in flight any more, however long that takes: until then the transport may write to its slots.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import queue
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from tandem.kvtransfer.base import KVCacheMemory
+from tandem.kvtransfer.protocol.channel import SideChannel
+from tandem.kvtransfer.protocol.identity import Clock, Identity, PeerKey
+from tandem.kvtransfer.protocol.loop import POLL_MAX_S, POLL_MIN_S
+from tandem.kvtransfer.protocol.transport import HandleId, Move, Operation, RemoteId, Transport
+from tandem.wire.errors import InternalError, TransferError
+from tandem.wire.handoff import CacheMemory, Envelope
+from tandem.wire.nodes import PeerAddress
+from tandem.wire.sharing import SharingMessage
+
+logger = logging.getLogger(__name__)
+
+# One post is never larger, so that what is urgent does not wait long for what is not.
+MAX_POST_BYTES = 32 << 20
+MAX_IN_FLIGHT = 4  # posts
+MAX_REMOTES = 64  # that the transport is connected to
+STOP_GRACE_S = 5.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RemoteRead:
+    """Place `there[i]` of the peer's tier is copied to place `here[i]` of ours."""
+
+    number: int
+    peer: PeerKey
+    memory: CacheMemory
+    here: Sequence[int]
+    there: Sequence[int]
+    until: float  # what arrives later is not right
+    urgent: bool  # a request waits for it
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RemoteReadEnded:
+    number: int
+    right: bool
+    seconds: float
+
+
+Event = SharingMessage | RemoteReadEnded
+
+
+@dataclasses.dataclass(slots=True)
+class _Progress:
+    reading: RemoteRead
+    posted: int = 0  # places
+    in_flight: int = 0  # moves
+    began: float = 0.0
+    failed: bool = False
+
+    @property
+    def has_more(self) -> bool:
+        return not self.failed and self.posted < len(self.reading.here)
+
+
+class _Stop:
+    pass
+
+
+class Exchange:
+    """`wake` is called when there is something to take."""
+
+    def __init__(
+        self,
+        node_id: str,
+        epoch: int,
+        host: str,
+        transport: Transport,
+        wake: Callable[[], None],
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self._transport = transport
+        self._wake = wake
+        self._clock = clock
+        self._events: deque[Event] = deque()
+        self._posted: queue.SimpleQueue[RemoteRead | _Stop] = queue.SimpleQueue()
+        self._failure: BaseException | None = None
+        self._remotes: OrderedDict[PeerKey, RemoteId] = OrderedDict()  # the one used last at the end
+        self._broken: set[PeerKey] = set()  # to be disconnected when nothing is in flight there
+        self._open: list[_Progress] = []
+        self._handles: dict[HandleId, _Progress] = {}
+        self._channel: SideChannel[SharingMessage] = SideChannel(
+            host, f"{node_id}-tier", self._add, clock, messages=SharingMessage
+        )
+        self._me = Identity(node_id, epoch, self._channel.endpoint)
+        self._thread = threading.Thread(target=self._run, name="kv-exchange", daemon=True)
+        self.memory: CacheMemory | None = None
+
+    @property
+    def endpoint(self) -> str:
+        return self._channel.endpoint
+
+    @property
+    def malformed_frames(self) -> int:
+        return self._channel.malformed + self._transport.malformed_frames
+
+    def open(self, memory: KVCacheMemory) -> None:
+        """`memory` is the tier's: its blocks are the places."""
+        self.memory = self._transport.register(memory)
+        self._thread.start()
+
+    def envelope(self, receiver_epoch: int) -> Envelope:
+        return self._me.envelope(receiver_epoch)
+
+    @property
+    def epoch(self) -> int:
+        return self._me.epoch
+
+    def send(self, peer: PeerAddress, message: SharingMessage) -> None:
+        """Any thread. Never waits and never raises."""
+        self._channel.send(peer.endpoint, message)
+
+    def read(self, reading: RemoteRead) -> None:
+        self._posted.put(reading)
+
+    def take(self) -> list[Event]:
+        if self._failure is not None:
+            raise InternalError("the thread that reads other nodes' tiers died") from self._failure
+        if self._channel.died is not None:
+            raise InternalError(f"nothing is heard of other nodes' tiers any more: {self._channel.died}")
+        events = []
+        while self._events:
+            events.append(self._events.popleft())
+        return events
+
+    def _add(self, event: Event) -> None:
+        self._events.append(event)
+        self._wake()
+
+    def _run(self) -> None:
+        try:
+            poll_s = POLL_MIN_S
+            while True:
+                try:
+                    posted = self._posted.get(timeout=poll_s if self._open else None)
+                except queue.Empty:
+                    poll_s = min(2 * poll_s, POLL_MAX_S)
+                else:
+                    if isinstance(posted, _Stop):
+                        return
+                    poll_s = POLL_MIN_S
+                    self._open.append(_Progress(posted, began=self._clock()))
+                    self._open.sort(key=lambda progress: not progress.reading.urgent)
+                self._poll()
+                self._post()
+        except BaseException as error:
+            logger.exception("the thread that reads other nodes' tiers died")
+            self._failure = error
+            self._wake()
+
+    def _poll(self) -> None:
+        for handle, progress in list(self._handles.items()):
+            try:
+                if not self._transport.is_done(handle):
+                    continue
+            except TransferError as error:
+                self._break(progress.reading.peer, error)
+            del self._handles[handle]
+            progress.in_flight -= 1
+        self._disconnect_broken()
+        # What has failed may write to its slots until the connection is closed.
+        ended = [
+            progress
+            for progress in self._open
+            if not (progress.in_flight or progress.has_more or progress.reading.peer in self._broken)
+        ]
+        for progress in ended:
+            self._open.remove(progress)
+        for progress in ended:
+            now = self._clock()
+            right = not progress.failed and now < progress.reading.until
+            self._add(RemoteReadEnded(progress.reading.number, right, now - progress.began))
+
+    def _post(self) -> None:
+        for progress in self._open:
+            while progress.has_more and len(self._handles) < MAX_IN_FLIGHT:
+                self._post_next(progress)
+
+    def _post_next(self, progress: _Progress) -> None:
+        reading = progress.reading
+        size = reading.memory.block_bytes
+        count = max(MAX_POST_BYTES // size, 1)
+        first, progress.posted = progress.posted, progress.posted + count
+        move = Move(
+            Operation.READ,
+            f"tier-{reading.number}",
+            size,
+            np.asarray(reading.here[first : progress.posted], dtype=np.int64),
+            np.asarray(reading.there[first : progress.posted], dtype=np.int64),
+        )
+        try:
+            if reading.peer in self._broken:
+                raise TransferError("the connection is being given up")
+            handle = self._transport.post(self._connected(reading), move)
+        except TransferError as error:
+            progress.failed = True
+            self._break(reading.peer, error)
+            return
+        self._handles[handle] = progress
+        progress.in_flight += 1
+
+    def _connected(self, reading: RemoteRead) -> RemoteId:
+        remote = self._remotes.pop(reading.peer, None)
+        if remote is None:
+            remote = self._transport.connect(reading.memory)
+        self._remotes[reading.peer] = remote
+        if len(self._remotes) > MAX_REMOTES:
+            busy = {progress.reading.peer for progress in self._open}
+            idle = next((peer for peer in self._remotes if peer not in busy), None)
+            if idle is not None:
+                self._transport.disconnect(self._remotes.pop(idle))
+        return remote
+
+    def _break(self, peer: PeerKey, error: TransferError) -> None:
+        """What else goes to this peer is worth nothing either, and the connection is closed when none of it is in flight."""
+        if peer not in self._broken:
+            logger.warning("reading the tier of %s failed: %s", peer.node_id, error)
+        self._broken.add(peer)
+        for progress in self._open:
+            if progress.reading.peer == peer:
+                progress.failed = True
+
+    def _disconnect_broken(self) -> None:
+        busy = {progress.reading.peer for progress in self._handles.values()}
+        for peer in self._broken - busy:
+            self._broken.remove(peer)
+            if (remote := self._remotes.pop(peer, None)) is not None:
+                self._transport.disconnect(remote)
+
+    def close(self) -> None:
+        """Idempotent. When it returns, nothing reads our tier through this agent, nor writes to it."""
+        if self._thread.is_alive():
+            self._posted.put(_Stop())
+            self._thread.join(STOP_GRACE_S)
+        try:
+            self._transport.close()
+        finally:
+            self._channel.close()

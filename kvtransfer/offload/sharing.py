@@ -1,0 +1,394 @@
+"""A tier in host memory that nodes share: what one lacks it copies from another's, when that costs less than computing it, and what
+running requests fill is copied to a mirror.
+
+All of it is the step thread's, which owns the manager; `exchange` has the other thread. Whether a copy or the model is faster follows
+from what was measured: bytes a second from that node, and tokens a second of this one's prompts. What has not been measured lately
+is tried.
+
+A chunk that is being copied here is one that is being written: nothing loads it, and nothing takes its slot, before the reading has ended.
+A chunk that a peer reads is one that is being loaded, until the peer says that it has it, or the lease ends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+
+from tandem.kvtransfer.base import TransferRequest
+from tandem.kvtransfer.offload.exchange import Exchange, RemoteRead, RemoteReadEnded
+from tandem.kvtransfer.offload.manager import StoreRoom, TierManager
+from tandem.kvtransfer.offload.policies import Key
+from tandem.kvtransfer.protocol.identity import PeerKey, key_of
+from tandem.wire.handoff import CacheMemory, Envelope
+from tandem.wire.nodes import PeerAddress
+from tandem.wire.sharing import (
+    LEASE_S,
+    SAFETY,
+    AskChunks,
+    ChunksFound,
+    ChunksRead,
+    ChunksStored,
+    TierForgotten,
+)
+
+# A node that does not say what it has within this time is busy or gone: a request that waits for it is computed.
+ANSWER_S = 1.0
+# What was measured longer ago is measured again.
+RATE_LASTS_S = 60.0
+WEIGHT = 0.3  # of the newest observation
+# A step with fewer tokens of prompts says more about the step than about them.
+LEAST_PROMPT_TOKENS = 64
+# Peers that are remembered, and keys of a peer that were not ready when they were asked for.
+MAX_PEERS = 64
+MAX_MISSED = 4096
+
+
+class Rate:
+    """Something a second, as measured lately; None when it was not."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._value: float | None = None
+        self._at = 0.0
+
+    def observe(self, amount: float, seconds: float) -> None:
+        rate = amount / max(seconds, 1e-6)
+        known = self.value
+        self._value = rate if known is None else (1 - WEIGHT) * known + WEIGHT * rate
+        self._at = self._clock()
+
+    @property
+    def value(self) -> float | None:
+        return self._value if self._clock() - self._at < RATE_LASTS_S else None
+
+
+@dataclasses.dataclass(slots=True)
+class _Peer:
+    bytes_per_s: Rate
+    answers_per_s: Rate
+    memory: CacheMemory | None = None
+    missed: list[Key] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(slots=True)
+class _Fetch:
+    number: int
+    peer: PeerAddress
+    room: StoreRoom  # what is being written; less of it when the peer has not got all
+    asked_at: float
+    for_mirror: bool
+    requests: set[str] = dataclasses.field(default_factory=set)  # that wait for it
+    is_reading: bool = False
+
+
+@dataclasses.dataclass(slots=True)
+class _Lease:
+    until: float
+    slots: Sequence[int]
+
+
+class TierSharing:
+    def __init__(
+        self,
+        manager: TierManager,
+        exchange: Exchange,
+        *,
+        layout: str,
+        block_factor: int,
+        chunk_bytes: int,
+        chunk_tokens: int,
+        remote: bool,
+        mirror: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._manager = manager
+        self._exchange = exchange
+        self._layout = layout
+        self._factor = block_factor
+        self._chunk_bytes = chunk_bytes
+        self._chunk_tokens = chunk_tokens
+        self._remote = remote
+        self._mirror = mirror
+        self._clock = clock
+        self._numbers = itertools.count()
+        self._fetches: dict[int, _Fetch] = {}
+        self._waiting: dict[str, int] = {}  # the fetch that a request waits for
+        self._arriving: dict[Key, int] = {}  # and the one that brings a key
+        self._leases: OrderedDict[tuple[PeerKey, int], _Lease] = OrderedDict()  # the first to end first
+        self._peers: OrderedDict[PeerKey, _Peer] = OrderedDict()
+        self._readers: OrderedDict[PeerKey, PeerAddress] = OrderedDict()  # that have copied from here
+        self._copied_from: set[PeerKey] = set()
+        self._news: dict[PeerAddress, list[Key]] = {}  # for mirrors
+        self._computing = Rate(clock)  # tokens of prompts
+        self._planned: deque[tuple[int, float]] = deque(maxlen=8)  # steps that were not booked yet
+        self._booked_at = 0.0
+        self.fetched_bytes = 0
+        self.mirrored_bytes = 0
+
+    @property
+    def endpoint(self) -> str:
+        return self._exchange.endpoint
+
+    @property
+    def malformed_frames(self) -> int:
+        return self._exchange.malformed_frames
+
+    # ── what the model needs ──
+
+    def planned(self, prompt_tokens: int) -> None:
+        self._planned.append((prompt_tokens, self._clock()))
+
+    def booked(self) -> None:
+        """The step that was planned first of those that were not."""
+        now = self._clock()
+        tokens, planned_at = self._planned.popleft() if self._planned else (0, now)
+        if tokens >= LEAST_PROMPT_TOKENS:
+            self._computing.observe(tokens, now - max(planned_at, self._booked_at))
+        self._booked_at = now
+
+    # ── what a request lacks ──
+
+    def begin_fetch(self, request: TransferRequest, missing: Sequence[Key]) -> bool:
+        """Whether the request should wait, because what it lacks is copied from a peer."""
+        peers = request.cache_peers
+        source = peers.source if peers is not None else None
+        number = self._arriving.get(missing[0])
+        if number is None:
+            if source is None or not self._remote or not self._is_worth_it(source, len(missing)):
+                return False
+            number = self._fetch(source, missing, for_mirror=False)
+        if number is None:
+            return False
+        self._fetches[number].requests.add(request.request_id)
+        self._waiting[request.request_id] = number
+        return True
+
+    def is_fetching(self, request_id: str) -> bool:
+        """Whether what the request waits for is still to be expected."""
+        number = self._waiting.get(request_id)
+        if number is None:
+            return False
+        fetch = self._fetches[number]
+        longest = LEASE_S if fetch.is_reading else ANSWER_S
+        if self._clock() - fetch.asked_at < longest:
+            return True
+        self.stop_waiting(request_id)
+        return False
+
+    def stop_waiting(self, request_id: str) -> None:
+        """What is being read goes on: it may be of use to others."""
+        number = self._waiting.pop(request_id, None)
+        if number is None:
+            return
+        fetch = self._fetches[number]
+        fetch.requests.discard(request_id)
+        if not (fetch.is_reading or fetch.requests or fetch.for_mirror):
+            self._give_up(number)
+
+    def _is_worth_it(self, source: PeerAddress, chunks: int) -> bool:
+        peer = self._peer(PeerKey(source.node_id, source.epoch))
+        rate, answers, computing = peer.bytes_per_s.value, peer.answers_per_s.value, self._computing.value
+        if rate is None or answers is None or computing is None:
+            return True
+        copying = 1 / answers + chunks * self._chunk_bytes / rate
+        return copying < chunks * self._chunk_tokens / computing
+
+    def _fetch(self, peer: PeerAddress, keys: Sequence[Key], *, for_mirror: bool) -> int | None:
+        """Its number; None when there is nothing to copy, or no room for it."""
+        room = self._manager.prepare_store(keys)
+        if room is None or not room.keys:
+            return None
+        number = next(self._numbers)
+        self._fetches[number] = _Fetch(number, peer, room, self._clock(), for_mirror)
+        self._arriving.update(dict.fromkeys(room.keys, number))
+        knows = self._peer(PeerKey(peer.node_id, peer.epoch)).memory is not None
+        envelope = self._exchange.envelope(peer.epoch)
+        self._exchange.send(peer, AskChunks(envelope, number, self._layout, room.keys, knows))
+        return number
+
+    def _peer(self, key: PeerKey) -> _Peer:
+        peer = self._peers.pop(key, None) or _Peer(Rate(self._clock), Rate(self._clock))
+        self._peers[key] = peer
+        if len(self._peers) > MAX_PEERS:
+            self._peers.popitem(last=False)
+        return peer
+
+    # ── what a mirror is told ──
+
+    def has_mirror(self, request: TransferRequest) -> bool:
+        peers = request.cache_peers
+        return self._mirror and peers is not None and peers.mirror is not None
+
+    def stored(self, request: TransferRequest, keys: Sequence[Key]) -> None:
+        """These chunks of the request are here."""
+        peers = request.cache_peers
+        if self._mirror and peers is not None and peers.mirror is not None:
+            self._news.setdefault(peers.mirror, []).extend(keys)
+
+    def tell_mirrors(self) -> None:
+        """Once a step: one message to each mirror, of all requests that have it."""
+        for mirror, keys in self._news.items():
+            self._exchange.send(mirror, ChunksStored(self._exchange.envelope(mirror.epoch), keys))
+        if self._news:
+            self._news = {}
+
+    # ── what came ──
+
+    def turn(self) -> None:
+        """Once or more in every step."""
+        for event in self._exchange.take():
+            if isinstance(event, RemoteReadEnded):
+                self._end_reading(event)
+            elif event.envelope.receiver_epoch == self._exchange.epoch:
+                match event:
+                    case AskChunks():
+                        self._answer(event)
+                    case ChunksFound():
+                        self._read(event)
+                    case ChunksRead():
+                        self._let_go((key_of(event.envelope), event.number))
+                    case ChunksStored():
+                        self._copy(event)
+                    case TierForgotten():
+                        self._forget_copies(key_of(event.envelope))
+        now = self._clock()
+        while self._leases and next(iter(self._leases.values())).until <= now:
+            self._let_go(next(iter(self._leases)))
+        late = [
+            number
+            for number, fetch in self._fetches.items()
+            if not fetch.is_reading and now - fetch.asked_at >= ANSWER_S
+        ]
+        for number in late:
+            self._give_up(number)
+
+    def _answer(self, ask: AskChunks) -> None:
+        reader = _sender(ask.envelope)
+        lease = key_of(ask.envelope), ask.number
+        slots: list[int] = []
+        if ask.layout == self._layout and lease not in self._leases:
+            keys = ask.keys[: self._manager.lookup(ask.keys)]
+            slots = self._manager.prepare_load(keys)
+        if slots:
+            self._leases[lease] = _Lease(self._clock() + LEASE_S, slots)
+            self._readers[lease[0]] = reader
+            if len(self._readers) > MAX_PEERS:
+                self._readers.popitem(last=False)
+        memory = None if ask.knows_memory else self._exchange.memory
+        envelope = self._exchange.envelope(ask.envelope.sender_epoch)
+        self._exchange.send(reader, ChunksFound(envelope, ask.number, slots, memory))
+
+    def _let_go(self, lease: tuple[PeerKey, int]) -> None:
+        if (ended := self._leases.pop(lease, None)) is not None:
+            self._manager.complete_load(ended.slots)
+
+    def _read(self, found: ChunksFound) -> None:
+        key, fetch = key_of(found.envelope), self._fetches.get(found.number)
+        if fetch is None or fetch.is_reading or key != (fetch.peer.node_id, fetch.peer.epoch):
+            self._tell_read(_sender(found.envelope), found.number)  # it was given up
+            return
+        peer = self._peer(key)
+        peer.memory = found.memory or peer.memory
+        count = min(len(found.slots), len(fetch.room.keys))
+        if not self._is_readable(peer.memory, found.slots[:count]):
+            count = 0
+        self._leave_out(fetch, count)
+        if not count or peer.memory is None:
+            self._tell_read(fetch.peer, found.number)
+            self._end(found.number)
+            return
+        peer.answers_per_s.observe(1, self._clock() - fetch.asked_at)
+        fetch.is_reading = True
+        until = fetch.asked_at + LEASE_S * (1 - SAFETY)
+        here, there = self._places(fetch.room.slots), self._places(found.slots[:count])
+        self._exchange.read(
+            RemoteRead(found.number, key, peer.memory, here, there, until, not fetch.for_mirror)
+        )
+
+    def _leave_out(self, fetch: _Fetch, first: int) -> None:
+        """Of what was asked for, the chunks from `first` on do not come."""
+        absent = StoreRoom(fetch.room.keys[first:], fetch.room.slots[first:])
+        fetch.room = StoreRoom(fetch.room.keys[:first], fetch.room.slots[:first])
+        self._manager.complete_store(absent, written=False)
+        self._expect_no_more(fetch.number, absent.keys)
+        if fetch.for_mirror:  # what is only being stored there now is asked for with what is stored next
+            peer = self._peer(PeerKey(fetch.peer.node_id, fetch.peer.epoch))
+            peer.missed = [*peer.missed, *absent.keys][-MAX_MISSED:]
+
+    def _is_readable(self, memory: CacheMemory | None, slots: Sequence[int]) -> bool:
+        """What a peer says is checked before memory is touched."""
+        if memory is None or memory.block_bytes * self._factor != self._chunk_bytes:
+            return False
+        return all(0 <= slot < memory.num_blocks // self._factor for slot in slots)
+
+    def _places(self, slots: Sequence[int]) -> list[int]:
+        return [place for slot in slots for place in range(slot * self._factor, (slot + 1) * self._factor)]
+
+    def _tell_read(self, peer: PeerAddress, number: int) -> None:
+        self._exchange.send(peer, ChunksRead(self._exchange.envelope(peer.epoch), number))
+
+    def _end_reading(self, ended: RemoteReadEnded) -> None:
+        fetch = self._fetches[ended.number]
+        key = PeerKey(fetch.peer.node_id, fetch.peer.epoch)
+        self._manager.complete_store(fetch.room, written=ended.right)
+        self._tell_read(fetch.peer, ended.number)
+        if ended.right:
+            num_bytes = len(fetch.room.keys) * self._chunk_bytes
+            self._peer(key).bytes_per_s.observe(num_bytes, ended.seconds)
+            self._copied_from.add(key)
+            if fetch.for_mirror:
+                self.mirrored_bytes += num_bytes
+            else:
+                self.fetched_bytes += num_bytes
+        self._end(ended.number)
+
+    def _expect_no_more(self, number: int, keys: Sequence[Key]) -> None:
+        """Since the tier forgot everything another fetch may bring them."""
+        for key in keys:
+            if self._arriving.get(key) == number:
+                del self._arriving[key]
+
+    def _give_up(self, number: int) -> None:
+        """Nothing of it is being read."""
+        self._leave_out(self._fetches[number], 0)
+        self._end(number)
+
+    def _end(self, number: int) -> None:
+        fetch = self._fetches.pop(number)
+        self._expect_no_more(number, fetch.room.keys)
+        for request_id in fetch.requests:
+            del self._waiting[request_id]
+
+    def _copy(self, stored: ChunksStored) -> None:
+        if not self._mirror:
+            return
+        sender = _sender(stored.envelope)
+        peer = self._peer(key_of(stored.envelope))
+        missed, peer.missed = peer.missed, []
+        self._fetch(sender, [*missed, *stored.keys], for_mirror=True)
+
+    # ── what must be forgotten ──
+
+    def forget_all(self) -> None:
+        """What others have copied from here, they forget as well."""
+        self._manager.reset()
+        self._copied_from.clear()
+        readers, self._readers = self._readers, OrderedDict()
+        for reader in readers.values():
+            self._exchange.send(reader, TierForgotten(self._exchange.envelope(reader.epoch)))
+
+    def _forget_copies(self, owner: PeerKey) -> None:
+        """Only of what was copied, or is being: otherwise two nodes would have each other forget for ever."""
+        is_read = any(owner == (fetch.peer.node_id, fetch.peer.epoch) for fetch in self._fetches.values())
+        if is_read or owner in self._copied_from:
+            self.forget_all()
+
+    def close(self) -> None:
+        self._exchange.close()
+
+
+def _sender(envelope: Envelope) -> PeerAddress:
+    return PeerAddress(envelope.sender_id, envelope.sender_epoch, envelope.reply_to)

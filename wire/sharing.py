@@ -1,0 +1,59 @@
+"""Node -> node: how one node copies chunks of KV out of another's tier in host memory.
+
+    reader                                 owner
+       │ ── AskChunks ──────────────────────▶ │   "which of these have you?"
+       │ ◀───────────────────── ChunksFound ─ │   those up to the first that it lacks; they stay where they are, under a lease
+       │ ═ read, by the transport ══════════▶ │
+       │ ── ChunksRead ─────────────────────▶ │   the owner may give them up
+       │
+       │ ◀──────────────────── ChunksStored ─ │   a mirror is told of what is new, and asks for it
+       │ ◀─────────────────── TierForgotten ─ │   what was copied from here may be wrong
+
+The reader counts the lease from when it asked, on its own clock, so for the reader it ends first: what had arrived by then is right,
+and what arrives later is not used. Any message may be lost, doubled or late. A question without an answer is given up, and a lease
+that is not ended ends by itself.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from tandem.wire.handoff import CacheMemory, Envelope
+
+LEASE_S = 10.0
+# Of a lease, what the reader does not use: clocks do not run at quite the same speed.
+SAFETY = 0.1
+
+
+class AskChunks(msgspec.Struct, frozen=True, tag="ask_chunks", forbid_unknown_fields=True):
+    envelope: Envelope
+    number: int  # the reader's; the answer has it
+    layout: str  # what the bytes of a chunk mean: model, dtype and the order in which they lie
+    keys: list[bytes]
+    knows_memory: bool  # from an earlier answer of this incarnation
+
+
+class ChunksFound(msgspec.Struct, frozen=True, tag="chunks_found", forbid_unknown_fields=True):
+    envelope: Envelope
+    number: int
+    slots: list[
+        int
+    ]  # of the first keys that were asked for; none when the first is not there, or layouts differ
+    memory: CacheMemory | None = None  # the tier's, unless the reader knows it
+
+
+class ChunksRead(msgspec.Struct, frozen=True, tag="chunks_read", forbid_unknown_fields=True):
+    envelope: Envelope
+    number: int
+
+
+class ChunksStored(msgspec.Struct, frozen=True, tag="chunks_stored", forbid_unknown_fields=True):
+    envelope: Envelope
+    keys: list[bytes]
+
+
+class TierForgotten(msgspec.Struct, frozen=True, tag="tier_forgotten", forbid_unknown_fields=True):
+    envelope: Envelope
+
+
+SharingMessage = AskChunks | ChunksFound | ChunksRead | ChunksStored | TierForgotten
