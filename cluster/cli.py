@@ -133,6 +133,21 @@ def _describe_replay(parser: argparse.ArgumentParser) -> None:
     add_arguments(parser)
 
 
+def _describe_simulate(parser: argparse.ArgumentParser) -> None:
+    from tandem.simulator.command import add_arguments
+
+    add_arguments(parser)
+    _add_settings(parser)
+    add_output(parser)
+
+
+def _describe_profile(parser: argparse.ArgumentParser) -> None:
+    from tandem.simulator.profile_command import add_arguments
+
+    add_arguments(parser)
+    add_output(parser)
+
+
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tandem", description="Serve language models with prefill and decode on separate machines."
@@ -222,6 +237,16 @@ def make_parser() -> argparse.ArgumentParser:
         describe=_describe_chaos,
     )
     chaos.set_defaults(run=_chaos)
+
+    profile = commands.add_parser(
+        "profile", help="measure what a node's steps take, for `tandem simulate`", describe=_describe_profile
+    )
+    profile.set_defaults(run=_profile)
+
+    simulate = commands.add_parser(
+        "simulate", help="how a cluster would serve a traffic, without one", describe=_describe_simulate
+    )
+    simulate.set_defaults(run=_simulate)
 
     config = commands.add_parser("config", help="print the configuration that these settings make")
     _add_settings(config)
@@ -350,6 +375,24 @@ def _bench(options: argparse.Namespace) -> int:
     if wants_json(options) and options.json is None:
         options.json = Path("-")
     return run(options)
+
+
+def _profile(options: argparse.Namespace) -> int:
+    from tandem.simulator.profile_command import run
+
+    costs = run(options, as_json=wants_json(options))
+    if wants_json(options):
+        print_json(costs)
+    return 0
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    from tandem.simulator.command import run
+
+    result = run(options, read_settings(options).config, as_json=wants_json(options))
+    if wants_json(options):
+        print_json(result)
+    return 0
 
 
 def _chaos(options: argparse.Namespace) -> int:

@@ -24,6 +24,7 @@ GUIDES = {
         "from-ray-serve-llm",
         "troubleshooting",
         "tuning",
+        "simulator",
         "recipes",
         "comparison",
     )

@@ -41,6 +41,21 @@ MAY_IMPORT: dict[str, set[str]] = {
     "node": {"engine", "kvtransfer", "machine", "wire"},
     "prefill_node": {"node", "engine", "kvtransfer", "wire"},
     "decode_node": {"node", "engine", "kvtransfer", "wire"},
+    "simulator": {
+        "cluster.api_client",
+        "cluster.config",
+        "cluster.pools",
+        "cluster.saving",
+        "cluster.tasks",
+        "decode_node",
+        "engine",
+        "kvtransfer.base",
+        "loadgen",
+        "node",
+        "prefill_node",
+        "router",
+        "wire",
+    },
     "cluster": {
         "decode_node",
         "engine",
@@ -51,6 +66,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "node",
         "prefill_node",
         "router",
+        "simulator",
         "wire",
     },
 }
@@ -68,7 +84,7 @@ WITHIN_CLUSTER: dict[str, set[str]] = {
 MAY_IMPORT_RAY = ("cluster/on_ray/", "cluster/static_hosts/")
 # An import of these takes seconds and hundreds of megabytes.
 HEAVY = {"torch", "transformers"}
-WITHOUT_HEAVY_PARTS = ("wire", "machine", "loadgen", "router", "cluster")
+WITHOUT_HEAVY_PARTS = ("wire", "machine", "loadgen", "router", "cluster", "simulator")
 # They run what they read.
 UNPICKLERS = {"pickle", "_pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
 UNPICKLING_METHODS = {"recv_pyobj", "send_pyobj"}

@@ -19,6 +19,7 @@ PACKAGES = (
     "node",
     "prefill_node",
     "router",
+    "simulator",
     "wire",
 )
 GLOSSARY = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")

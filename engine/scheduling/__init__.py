@@ -7,6 +7,7 @@ waiting         the requests in line, those that were passed over, those that wa
 running         first half of a step: those that run
 admission       second half: those in line
 step            the plan of one step, its prompt budget, and planning it while the last one runs
+unchanged       many steps at once that all do the same, for a simulation
 output          what the runner is told and what it answers
 results         the model's answer, booked; when a token is a request's last
 transfers       the connector's news, booked; invalid_blocks is its hardest case

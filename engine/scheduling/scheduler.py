@@ -29,6 +29,7 @@ from tandem.engine.scheduling.stats import SchedulerStats
 from tandem.engine.scheduling.step import Pace, StepPlan, leave_open
 from tandem.engine.scheduling.step_trace import StepTrace
 from tandem.engine.scheduling.transfers import TransferResults
+from tandem.engine.scheduling.unchanged import num_unchanged_steps, take_unchanged_steps
 from tandem.engine.scheduling.waiting import WaitingRequests
 from tandem.kvtransfer.base import ConnectorOutput, LoadFailurePolicy, SchedulerConnector
 from tandem.wire.errors import ConfigurationError
@@ -111,6 +112,11 @@ class Scheduler:
     def requests(self) -> dict[str, Request]:
         """Unfinished requests by id. To be read, not changed."""
         return self._state.requests
+
+    @property
+    def running(self) -> Sequence[Request]:
+        """Those that get tokens computed, in order of admission. To be read, not changed."""
+        return self._state.running
 
     @property
     def max_model_len(self) -> int:
@@ -260,6 +266,14 @@ class Scheduler:
             state.planned = None
         updates += self._results.apply(step, model_output)
         return updates
+
+    def num_unchanged_steps(self) -> int:
+        """For a simulation: how many of the next steps give each running request one token, and do nothing else."""
+        return num_unchanged_steps(self._state)
+
+    def take_unchanged_steps(self, steps: int) -> None:
+        """Takes so many of them at once, planned and booked; every request gets its newest token again in each."""
+        take_unchanged_steps(self._state, steps)
 
     def lend_blocks(self, borrower: Request) -> Tables | None:
         """Blocks for all tokens of a request that is never scheduled; None while less than half of the pool would stay free.

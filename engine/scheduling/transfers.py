@@ -39,8 +39,9 @@ class TransferResults:
             if (request := state.requests.get(request_id)) is not None:
                 updates.append(TokenChunk(request_id, request.num_output_tokens, [], FinishReason.ABORT))
                 self._lifecycle.finish_all([request_id], RequestStatus.FINISHED_ABORTED)
-        for request_id in output.finished_sending:
-            if request_id in state.held:
+        if output.finished_sending:
+            # In the order in which the requests ended: what is evicted next must not depend on that of a set.
+            for request_id in [held for held in state.held if held in output.finished_sending]:
                 self._lifecycle.release(request_id)
         # Last: a block may enter and leave quarantine in one output.
         state.cache.end_quarantine(output.released_blocks)

@@ -239,8 +239,10 @@ class Admission:
     def _next_tenant(self) -> str | None:
         """The one whose turn it is. A request for which no node has the blocks is passed over, so that it does not close the line
         for others, but only so often: then the line waits until its blocks are free."""
-        if self.held >= self._capacity():
-            return None
+        if not self._queues or self.held >= self._capacity():
+            return (
+                None  # the first is asked first: with every status of every node the pools would be counted
+            )
         passed: list[Slots] = []
         for tenant, queue in self._queues.items():
             slots = queue[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 
 from tandem.router.choosing import Chooser
@@ -14,7 +15,7 @@ from tandem.router.dispatch.life import RequestLife
 from tandem.router.dispatch.placement import Placement
 from tandem.router.dispatch.recall import Recalls
 from tandem.router.dispatch.spec import SequenceSpec
-from tandem.router.links import NodeLinks
+from tandem.router.links import Links
 from tandem.router.metrics import RouterMetrics
 from tandem.router.pool import NodePool
 from tandem.router.prefixes import PromptHashes
@@ -44,17 +45,19 @@ class Dispatcher:
     def __init__(
         self,
         config: RouterConfig,
-        links: NodeLinks,
+        links: Links,
         pool: NodePool,
         chooser: Chooser,
         metrics: RouterMetrics,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`clock`: as everywhere here not the event loop's own, which may count milliseconds."""
         self.config = config
         self.metrics = metrics
         self._links = links
         self._pool = pool
-        self._placement: Placement[RequestLife] = Placement(config, links, pool, chooser, metrics)
-        self._clock = self._placement.clock
+        self._placement: Placement[RequestLife] = Placement(config, links, pool, chooser, metrics, clock)
+        self._clock = clock
         self.recalls = Recalls(config, links, pool)
         self._idle: asyncio.Event | None = (
             None  # set when everything has ended; None while no drain waits for that

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import time
 from collections.abc import Callable, Iterable
 
 from tandem.router.dispatch.attempt import Attempt, TokenSource
@@ -56,6 +55,7 @@ class RequestLife:
         self.longest_gap_s = 0.0  # between two reports of its tokens
         self._timeouts = placement.config.timeouts
         self._loop = asyncio.get_running_loop()
+        self._clock = placement.clock
         self._on_news = on_news
         self._on_end = on_end
         self.spec = spec
@@ -74,7 +74,7 @@ class RequestLife:
         self.finish: FinishReason | None = None
         self.error: TandemError | None = None
         self.ended = False
-        self.started_at = time.monotonic()
+        self.started_at = self._clock()
         self._came = self.started_at if came is None else came
         self.submitted_at: float | None = None  # the first time
         self.arrived_at = self.started_at if spec.arrived is None else spec.arrived
@@ -130,7 +130,7 @@ class RequestLife:
         if len(self.ledger.tokens) > had:
             self._note_tokens(attempt, len(self.ledger.tokens) - had)
             if self.spec.trace is not None:
-                self.spec.trace.arrived(time.monotonic(), node_id, len(self.ledger.tokens) - had)
+                self.spec.trace.arrived(self._clock(), node_id, len(self.ledger.tokens) - had)
         if self.ledger.finish is not None:
             self._end(self.ledger.finish, None, ended_at=attempt.node(source))
         elif merged is MergedChunk.NEWS:
@@ -176,7 +176,7 @@ class RequestLife:
             self.cached_tokens = cached_tokens
 
     def _note_tokens(self, attempt: Attempt, count: int) -> None:
-        now = time.monotonic()
+        now = self._clock()
         self._metrics.generation_tokens.inc(count)
         if self.last_token_at is not None:
             gap = now - self.last_token_at
@@ -229,7 +229,7 @@ class RequestLife:
         elif node in attempt.unanswered:
             attempt.unanswered.discard(node)
             if not attempt.unanswered:
-                attempt.alive_at = time.monotonic()
+                attempt.alive_at = self._clock()
 
     def _handed_over(self, attempt: Attempt) -> bool:
         """The decode node has all that it needs, and so have we: the prefill node no longer matters."""
@@ -325,7 +325,7 @@ class RequestLife:
 
     def _wait_for_nodes(self) -> None:
         if self._waiting_since is None:
-            self._waiting_since = time.monotonic()
+            self._waiting_since = self._clock()
             self._placement.wait_for_nodes(self)
             self._arm()
 
@@ -350,9 +350,7 @@ class RequestLife:
         )
 
     def _attempt(self, decision: RoutingDecision) -> None:
-        attempt = Attempt(
-            decision, len(self.ledger.tokens), time.monotonic(), number=len(self.request_ids) + 1
-        )
+        attempt = Attempt(decision, len(self.ledger.tokens), self._clock(), number=len(self.request_ids) + 1)
         self.attempt = attempt
         if self.submitted_at is None:
             self.submitted_at = attempt.submitted_at
@@ -403,7 +401,7 @@ class RequestLife:
         if self.ended:
             return
         deadline, name = self._next_deadline()
-        if time.monotonic() < deadline:
+        if self._clock() < deadline:
             self._arm()
         elif name == "ask" and self.attempt is not None:
             self._ask(self.attempt)
@@ -423,7 +421,7 @@ class RequestLife:
         return [node for node in attempt.nodes if node != attempt.prefill or not attempt.prefill_reported]
 
     def _ask(self, attempt: Attempt) -> None:
-        attempt.asked_at = time.monotonic()
+        attempt.asked_at = self._clock()
         attempt.unanswered = set(self._working(attempt))
         for node in attempt.unanswered:
             self._placement.ask(node)
@@ -461,7 +459,7 @@ class RequestLife:
             return
         self.ended = True
         self.finish, self.error = finish, error
-        self.ended_at = time.monotonic()
+        self.ended_at = self._clock()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -6,16 +6,15 @@ case: when a node's queue is full, the pool says that the node is lost, and the 
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 from tandem.router.choosing import Chooser
 from tandem.router.config import RouterConfig
 from tandem.router.dispatch.attempt import Attempt
 from tandem.router.dispatch.spec import SequenceSpec
-from tandem.router.links import NodeLinks
+from tandem.router.links import Links
 from tandem.router.metrics import RouterMetrics
 from tandem.router.policy import RoutingDecision, RoutingRequest
 from tandem.router.policy.alternatives import Alternative
@@ -40,16 +39,17 @@ class Placement(Generic[L]):
     def __init__(
         self,
         config: RouterConfig,
-        links: NodeLinks,
+        links: Links,
         pool: NodePool,
         chooser: Chooser,
         metrics: RouterMetrics,
+        clock: Callable[[], float],
     ) -> None:
         self.config = config
         self.metrics = metrics
         self.time_of_day = time.time
         self.recent = RecentRequests(Targets(config.slo_ttft_s, config.slo_inter_token_s), self.time_of_day)
-        self.clock = time.monotonic  # as everywhere here: the event loop's own clock counts milliseconds
+        self.clock = clock
         self._links = links
         self._pool = pool
         self._chooser = chooser

@@ -16,7 +16,7 @@ from tandem.router.config import RouterConfig
 from tandem.router.dispatch.ledger import TokenLedger
 from tandem.router.dispatch.life import LeftBehind
 from tandem.router.dispatch.spec import SequenceSpec
-from tandem.router.links import NodeLinks
+from tandem.router.links import Links
 from tandem.router.pool import NodePool
 from tandem.wire.errors import Cancelled, InternalError, NodeLost, Overloaded, TandemError
 from tandem.wire.nodes import NodeInfo
@@ -149,7 +149,7 @@ class FollowedAnswer:
 class Recalls:
     """On the event loop only."""
 
-    def __init__(self, config: RouterConfig, links: NodeLinks, pool: NodePool) -> None:
+    def __init__(self, config: RouterConfig, links: Links, pool: NodePool) -> None:
         self.patience_s = config.timeouts.token_idle / 2
         self._answer_s = config.heartbeat.silence
         self._links = links

@@ -1,0 +1,83 @@
+"""Many steps at once, as long as each would do what the one before it did: every running request gets one token.
+
+Nothing but a simulation of an engine can use this: a model has to be asked for every token. The state afterwards is the state
+that as many single steps leave, blocks and their order of eviction included.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+from tandem.engine.request import Request
+from tandem.engine.scheduling.state import PauseState, SchedulerState
+from tandem.wire.errors import InternalError
+
+
+def num_unchanged_steps(state: SchedulerState) -> int:
+    """How many of the next steps give one token to each running request and do nothing else. The step in which a request ends
+    is not among them, nor is one for which blocks run short."""
+    running, cache = state.running, state.cache
+    if (
+        not running
+        or state.pause is PauseState.PAUSED_ALL
+        or state.open_step is not None
+        or state.waiting.num_ready
+        or len(running) > state.config.max_num_batched_tokens
+    ):
+        return 0
+    steps = min(request.length_limit - request.num_tokens for request in running) - 1
+    for request in running:
+        left = request.num_tokens - request.num_computed_tokens
+        if left != 1 or request.num_computed_tokens < request.num_prompt_tokens or request.spec_token_ids:
+            return 0
+    num_free = cache.pool.num_free
+    while steps > 0 and _num_blocks_missing(state, steps) > num_free:
+        steps //= 2
+    return max(steps, 0)
+
+
+def _num_blocks_missing(state: SchedulerState, steps: int) -> int:
+    missing = state.cache.coordinator.num_blocks_missing
+    return sum(
+        missing(request.request_id, request.num_computed_tokens + steps)
+        for request in state.running
+        if request.num_computed_tokens + steps > request.allocation_horizon
+    )
+
+
+def take_unchanged_steps(state: SchedulerState, steps: int) -> None:
+    """At most `num_unchanged_steps` of them. Every request gets its newest token again in each."""
+    running, extend_slots = state.running, state.cache.extend_slots
+    begun_at = [request.num_computed_tokens for request in running]
+    # (in which of the steps, whose turn in it): where the cache manager has something to do.
+    due = [
+        (max(request.allocation_horizon - begun + 1, 1), index)
+        for index, (request, begun) in enumerate(zip(running, begun_at, strict=True))
+        if begun + steps > request.allocation_horizon
+    ]
+    heapq.heapify(due)
+    while due:
+        step, index = due[0]
+        request, begun = running[index], begun_at[index]
+        _repeat_token(request, begun + step - 1 - request.num_computed_tokens)
+        if extend_slots(request, 1) is None:
+            raise InternalError(f"there are no blocks for step {step} of {steps} unchanged ones")
+        following = max(request.allocation_horizon - begun + 1, step + 1)
+        if following <= steps:
+            heapq.heapreplace(due, (following, index))
+        else:
+            heapq.heappop(due)
+    for request, begun in zip(running, begun_at, strict=True):
+        _repeat_token(request, begun + steps - request.num_computed_tokens)
+    state.cache.take_fresh_blocks()
+    state.finished_req_ids, state.preempted_req_ids = set(), set()
+    state.totals.steps += steps
+    state.totals.output_tokens += steps * len(running)
+    state.settled = False
+
+
+def _repeat_token(request: Request, times: int) -> None:
+    if times:
+        request.all_token_ids += [request.all_token_ids[-1]] * times
+        request.num_tokens += times
+        request.num_computed_tokens += times

@@ -1,0 +1,219 @@
+"""What a node of one kind takes for a step, for a transfer and for a request: measured once, then interpolated.
+
+`tandem profile` writes this as JSON. Between two measured points a cost is a straight line, beyond the last it goes on as the
+last piece did. So the steps in which every running request gets one token cost an arithmetic series, and many of them are
+added up at once.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from tandem.wire.errors import ConfigurationError
+
+LEAST_STEP_S = 1e-6
+
+Positive = Annotated[float, Meta(gt=0)]
+NotNegativeNumber = Annotated[float, Meta(ge=0)]
+
+
+class CostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Seconds of a step by two of its measures, on a grid."""
+
+    sizes: list[float]  # tokens of a prompt's chunk, or requests that decode
+    contexts: list[float]  # tokens before them, for each
+    seconds: list[list[float]]  # for each size, one for each context
+
+    def __post_init__(self) -> None:
+        for name, values in (("sizes", self.sizes), ("contexts", self.contexts)):
+            if not values or values != sorted(set(values)) or values[0] < 0:
+                raise ValueError(f"{name} must be numbers from 0 up, in order and different, not {values}")
+        if len(self.seconds) != len(self.sizes) or any(
+            len(row) != len(self.contexts) for row in self.seconds
+        ):
+            raise ValueError("seconds must have a row for each size, with a number for each context")
+        if not all(math.isfinite(value) and value > 0 for row in self.seconds for value in row):
+            raise ValueError("seconds must be above 0")
+
+    def at(self, size: float, context: float) -> float:
+        below, above, share = _between(self.sizes, size)
+        at_below = self._along(below, context)
+        if share == 0.0:
+            return max(at_below, LEAST_STEP_S)
+        return max(at_below + share * (self._along(above, context) - at_below), LEAST_STEP_S)
+
+    def _along(self, row: int, context: float) -> float:
+        seconds = self.seconds[row]
+        below, above, share = _between(self.contexts, context)
+        return seconds[below] + share * (seconds[above] - seconds[below])
+
+    def piece(self, size: float, context: float) -> tuple[float, float, float]:
+        """Around that context: the seconds at it, what each further token adds, and the context up to which that holds."""
+        index = bisect.bisect_right(self.contexts, context)
+        end = self.contexts[index] if index < len(self.contexts) - 1 else math.inf
+        here = self.at(size, context)
+        further = min(end, context + 1024.0)
+        return here, (self.at(size, further) - here) / (further - context), end
+
+
+def _between(places: Sequence[float], value: float) -> tuple[int, int, float]:
+    """The two places around a value, and how far it is from the first to the second; beyond the ends, the last two."""
+    if len(places) == 1:
+        return 0, 0, 0.0
+    above = min(max(bisect.bisect_right(places, value), 1), len(places) - 1)
+    below = above - 1
+    return below, above, (value - places[below]) / (places[above] - places[below])
+
+
+class TransferCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    handover_s: NotNegativeNumber = 0.0  # after the last forward pass, however little is left to send
+    bytes_per_s: Positive = 1e10
+
+
+class RequestCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a request takes outside of the engines."""
+
+    arrive_s: NotNegativeNumber = 0.0  # from the client to the node's line
+    arrive_per_token_s: NotNegativeNumber = 0.0  # of the prompt: read, tokenized, sent
+    answer_s: NotNegativeNumber = 0.0  # from the step's end to the client
+
+
+class FitError(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """At points that were measured and not used: how far the model is from them, as a share."""
+
+    points: int
+    median: float
+    worst: float
+
+    @classmethod
+    def of(cls, pairs: Iterable[tuple[float, float]]) -> FitError:
+        """Of (what the model says, what was measured)."""
+        errors = sorted(abs(said / measured - 1) for said, measured in pairs)
+        if not errors:
+            return cls(0, 0.0, 0.0)
+        return cls(len(errors), errors[len(errors) // 2], errors[-1])
+
+
+class CostModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One kind of node, with one model loaded."""
+
+    name: str
+    max_model_len: Annotated[int, Meta(ge=2)]
+    blocks: Annotated[int, Meta(ge=2)]  # of the KV cache
+    block_size: Annotated[int, Meta(ge=1)]
+    kv_bytes_per_token: NotNegativeNumber
+    prefill: CostTable
+    decode: CostTable
+    transfer: TransferCost = TransferCost()
+    request: RequestCost = RequestCost()
+    mixed_saved_s: NotNegativeNumber = 0.0  # a step with prompts and decodes is shorter than the two by this
+    start_s: NotNegativeNumber = 30.0  # until a new node of this kind serves
+    fit: dict[str, FitError] = {}
+
+    def step_s(
+        self, chunks: Sequence[tuple[int, int]], num_decodes: int = 0, decode_context: float = 0.0
+    ) -> float:
+        """`chunks`: (tokens, tokens before them) of each prompt; `decode_context`: of all that decode, together."""
+        seconds = 0.0
+        if chunks:
+            tokens = sum(count for count, _ in chunks)
+            pairs = sum(count * (context + count / 2) for count, context in chunks)
+            seconds = self.prefill.at(tokens, max(pairs / tokens - tokens / 2, 0.0))
+        if num_decodes:
+            decoding = self.decode.at(num_decodes, decode_context / num_decodes)
+            seconds = max(seconds + decoding - self.mixed_saved_s, seconds, decoding) if chunks else decoding
+        return seconds
+
+    def transfer_s(self, tokens: int) -> float:
+        return tokens * self.kv_bytes_per_token / self.transfer.bytes_per_s
+
+
+class DecodeRun:
+    """Steps in which the same requests get a token each: when each of them ends, without going through them."""
+
+    __slots__ = ("_context", "_costs", "_firsts", "_growths", "_size", "_starts", "_steps", "steps")
+
+    def __init__(self, costs: CostModel, num_decodes: int, decode_context: float, steps: int) -> None:
+        """`decode_context`: of all of them, in the first step."""
+        self._costs = costs.decode
+        self._size = num_decodes
+        self._context = decode_context / num_decodes
+        self.steps = steps
+        # Pieces, made as far as they are asked for: the steps before each, its first step's seconds, what each further one takes
+        # more, and the seconds at its start.
+        self._steps: list[int] = [0]
+        self._firsts: list[float] = []
+        self._growths: list[float] = []
+        self._starts: list[float] = [0.0]
+
+    def _add_piece(self) -> None:
+        begun = self._steps[-1]
+        context = self._context + begun
+        first, growth, end = self._costs.piece(self._size, context)
+        count = self.steps - begun
+        if context + count > end:
+            count = max(min(count, math.ceil(end - context)), 1)
+        self._firsts.append(first)
+        self._growths.append(growth)
+        self._steps.append(begun + count)
+        self._starts.append(self._starts[-1] + _series(first, growth, count))
+
+    def seconds(self, steps: int) -> float:
+        """Of the first so many."""
+        while self._steps[-1] < steps:
+            self._add_piece()
+        index = bisect.bisect_left(self._steps, steps, 1) - 1
+        if index >= len(self._firsts):
+            return 0.0
+        count = steps - self._steps[index]
+        return self._starts[index] + _series(self._firsts[index], self._growths[index], count)
+
+    def ended_by(self, seconds: float) -> int:
+        """How many have ended by then."""
+        while self._starts[-1] <= seconds and self._steps[-1] < self.steps:
+            self._add_piece()
+        index = min(max(bisect.bisect_right(self._starts, seconds) - 1, 0), len(self._firsts) - 1)
+        left = seconds - self._starts[index]
+        first, growth = self._firsts[index], self._growths[index]
+        if growth:
+            half = first / growth - 0.5
+            guess = math.sqrt(max(half * half + 2 * left / growth, 0.0))
+            count = guess - half if growth > 0 else -half - guess
+        else:
+            count = left / first
+        steps = min(max(self._steps[index] + int(count), 0), self.steps)
+        while steps > 0 and self.seconds(steps) > seconds:
+            steps -= 1
+        while steps < self.steps and self.seconds(steps + 1) <= seconds:
+            steps += 1
+        return steps
+
+    def gaps(self, first: int, last: int) -> Iterable[tuple[float, float, int]]:
+        """Of the steps from `first` to before `last`, in pieces: the seconds of the first and the last one, and how many they are."""
+        while self._steps[-1] < last:
+            self._add_piece()
+        for index, seconds in enumerate(self._firsts):
+            begin, end = max(first, self._steps[index]), min(last, self._steps[index + 1])
+            if begin < end:
+                growth, before = self._growths[index], self._steps[index]
+                yield seconds + growth * (begin - before), seconds + growth * (end - 1 - before), end - begin
+
+
+def _series(first: float, growth: float, count: int) -> float:
+    return count * first + growth * (count * (count - 1) // 2)
+
+
+def read_costs(file: Path) -> CostModel:
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=CostModel)
+    except OSError as error:
+        raise ConfigurationError(f"the costs in {file} cannot be read: {error.strerror}") from error
+    except msgspec.MsgspecError as error:
+        raise ConfigurationError(f"{file} is no file that `tandem profile` writes: {error}") from error

@@ -1,0 +1,431 @@
+"""A node whose engine computes nothing: its scheduler and its blocks are real, a step takes what the costs say.
+
+Steps in which every running request gets its next token are taken at once, as far as nothing else happens. When something does
+(a request comes, KV arrives, a router asks how it stands) the node catches up: the steps that are over are booked together, and
+the one under way is planned as it was when it began. So the scheduler is, at every moment at which it is looked at, what it
+would be after single steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+from collections.abc import Callable
+
+from tandem.engine.cache.groups import AttentionKind, KVCacheGroup
+from tandem.engine.config import CacheConfig, SchedulerConfig
+from tandem.engine.request import Request, RequestStatus
+from tandem.engine.scheduling.output import ModelOutput, SchedulerOutput
+from tandem.engine.scheduling.scheduler import Scheduler
+from tandem.node.service import RoleRules
+from tandem.node.status import node_counters, node_status
+from tandem.simulator.costs import CostModel, DecodeRun
+from tandem.simulator.network import Network, Port, SimulatedConnector
+from tandem.simulator.outcome import AnswerLog, NodeLoad
+from tandem.simulator.traffic import ANSWERS, NameHasher
+from tandem.wire.errors import RequestError
+from tandem.wire.nodes import NodeInfo, NodeState, Role
+from tandem.wire.requests import (
+    Cancel,
+    NodeStatus,
+    Submit,
+    TokenBatch,
+    TokenChunk,
+)
+from tandem.wire.sampling import FinishReason
+
+# A router hears of an answer's beginning and of its end at once, of what lies between at least this often.
+REPORT_S = 5.0
+# A scheduler that could do nothing although it has work is asked again after this time, as in life.
+ASK_AGAIN_S = 0.005
+
+
+@dataclasses.dataclass(slots=True)
+class _LiveRequest:
+    request: Request
+    submit: Submit
+    reported: int = 0
+    reported_at: float = 0.0
+
+
+class SimulatedNode:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        info: NodeInfo,
+        rules: RoleRules,
+        costs: CostModel,
+        scheduler: SchedulerConfig,
+        cache: CacheConfig,
+        network: Network,
+        outcome: AnswerLog,
+        tell: Callable[[TokenBatch], None],
+        *,
+        by_steps: bool = False,
+    ) -> None:
+        """`by_steps`: every step is taken alone, however alike they are."""
+        self.info = info
+        self.state = NodeState.READY
+        self.born_at = loop.time()
+        self._loop = loop
+        self._rules = rules
+        self._costs = costs
+        self._outcome = outcome
+        self._network = network
+        self._tell = tell
+        self._by_steps = by_steps
+        self._port = Port(self._wake)
+        self._connector = (
+            SimulatedConnector(network, self._port) if rules.role is not Role.AGGREGATED else None
+        )
+        self.scheduler = Scheduler(
+            scheduler,
+            cache,
+            (KVCacheGroup(AttentionKind.FULL, info.block_size, (0,)),),
+            costs.blocks,
+            info.max_model_len,
+            connector=self._connector,
+            clock=loop.time,
+        )
+        self._hasher = NameHasher(info.block_size)
+        self._live: dict[str, _LiveRequest] = {}
+        self._inbox: list[Submit | Cancel] = []
+        self._plan: SchedulerOutput | None = None  # of the step under way
+        self._plan_s = 0.0
+        self._run: DecodeRun | None = None  # many steps under way, none of which has been planned
+        self._run_began = 0.0
+        self._plan_began = 0.0
+        self._run_taken = 0
+        self._stats = self.scheduler.stats()  # as the step under way began
+        self._timer: asyncio.Handle | None = None
+        self._is_turning = False
+        self._status: NodeStatus | None = None  # as long as nothing has happened since
+        self._steps = 0
+        self._busy_s = 0.0
+        self._requests = 0
+        self._most_blocks = 0.0
+        self._last_arrival = 0.0
+
+    # --- what comes in
+
+    def deliver(self, message: Submit | Cancel) -> None:
+        self._inbox.append(message)
+        self._wake()
+
+    def _wake(self) -> None:
+        self._status = None
+        if self._is_turning:
+            return  # it looks again before it rests
+        if self._run is not None:
+            self.catch_up()
+        elif self._timer is None:
+            self._timer = self._loop.call_soon(self._go_on)
+
+    def catch_up(self) -> None:
+        """The scheduler becomes what single steps would have made of it by now."""
+        run = self._run
+        if run is None:
+            return
+        over = self._take_over_steps(run)
+        if over < run.steps:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._run = None
+            began = self._run_began + run.seconds(over)
+            plan = self._planned()
+            self._begin(plan, began, run.seconds(over + 1) - run.seconds(over))
+
+    def _take_over_steps(self, run: DecodeRun) -> int:
+        """Books those of the run's steps that have ended; returns how many that is."""
+        over = run.ended_by(self._loop.time() - self._run_began)
+        self._take(run, over)
+        return over
+
+    def _take(self, run: DecodeRun, over: int) -> None:
+        steps = over - self._run_taken
+        if steps:
+            ids = [request.request_id for request in self.scheduler.running]
+            self._outcome.on_run(ids, self._run_began, run, self._run_taken, over)
+            self.scheduler.take_unchanged_steps(steps)
+            self._steps += steps
+            self._busy_s += run.seconds(over) - run.seconds(self._run_taken)
+            self._run_taken = over
+            self._status = None
+
+    # --- steps
+
+    def _go_on(self, ended: SchedulerOutput | None = None) -> None:
+        """Books the step that has ended, and begins the next, if there is anything to do."""
+        self._timer, self._is_turning = None, True
+        if ended is not None:
+            self._end_step(ended)
+        while self._begin_next():
+            pass
+        self._is_turning = False
+
+    def _begin_next(self) -> bool:
+        """False when a step is under way, or the node has nothing to do."""
+        inbox, self._inbox = self._inbox, []
+        for message in inbox:
+            if isinstance(message, Submit):
+                self._add(message)
+            else:
+                self._cancel(message)
+        now = self._loop.time()
+        if not self._by_steps and self._port.output.is_empty:
+            steps = self.scheduler.num_unchanged_steps()
+            if steps > 1:
+                self._begin_run(steps, now)
+                return False
+        plan = self._planned()
+        if plan.total_num_scheduled_tokens:
+            self._begin(plan, now, self._seconds_of(plan))
+            return False
+        progressed = self._book(plan, ModelOutput({}))
+        if not (progressed or self._inbox) and self.scheduler.has_work():
+            self._timer = self._loop.call_later(ASK_AGAIN_S, self._go_on)
+            return False
+        return progressed or bool(self._inbox)
+
+    def _planned(self) -> SchedulerOutput:
+        """Between two steps a node notes how it stands, which is what it answers to routers during the next."""
+        self._stats = self.scheduler.stats()
+        return self.scheduler.schedule()
+
+    def _begin_run(self, steps: int, now: float) -> None:
+        requests = self.scheduler.running
+        context = sum(request.num_computed_tokens for request in requests)
+        self._run = run = DecodeRun(self._costs, len(requests), context, steps)
+        self._run_began, self._run_taken = now, 0
+        self._timer = self._loop.call_at(now + run.seconds(steps), self._on_run_end)
+
+    def _on_run_end(self) -> None:
+        self._timer = None
+        run, self._run = self._run, None
+        if run is not None:
+            self._take(run, run.steps)
+            self._report_quiet()
+        self._go_on()
+
+    def _begin(self, plan: SchedulerOutput, began: float, seconds: float) -> None:
+        self._plan, self._plan_began, self._plan_s = plan, began, seconds
+        self._status = None
+        self._timer = self._loop.call_at(began + seconds, self._go_on, plan)
+
+    def _seconds_of(self, plan: SchedulerOutput) -> float:
+        chunks: list[tuple[int, int]] = []
+        decodes, context = 0, 0
+        requests = self.scheduler.requests
+        for request_id, count in plan.num_scheduled_tokens.items():
+            before = requests[request_id].num_computed_tokens - count
+            if count == 1 and before + 1 > requests[request_id].num_prompt_tokens:
+                decodes += 1
+                context += before
+            else:
+                chunks.append((count, before))
+        return self._costs.step_s(chunks, decodes, context)
+
+    def _end_step(self, plan: SchedulerOutput) -> None:
+        self._plan = None
+        requests = self.scheduler.requests
+        sampled = {
+            request_id: [_next_token(request)]
+            for request_id in plan.num_scheduled_tokens
+            if (request := requests.get(request_id)) is not None
+            and request.num_computed_tokens == request.num_tokens
+        }
+        self._steps += 1
+        self._busy_s += self._plan_s
+        self.scheduler.took(plan, self._plan_s)
+        self._book(plan, ModelOutput(sampled))
+
+    def _book(self, plan: SchedulerOutput, output: ModelOutput) -> bool:
+        """Whether anything has changed."""
+        transfers = self._port.take()
+        sending = self._sending_of(plan)
+        updates = self.scheduler.update_from_output(plan, output, transfers)
+        for request_id, (name, tokens) in sending.items():
+            first = output.sampled_token_ids.get(request_id)
+            self._network.computed(name, self._port, request_id, tokens, first[0] if first else None)
+        self._publish(updates)
+        self._status = None
+        return bool(
+            plan.total_num_scheduled_tokens or plan.preempted_req_ids or updates or not transfers.is_empty
+        )
+
+    def _sending_of(self, plan: SchedulerOutput) -> dict[str, tuple[str, int]]:
+        if self._connector is None:
+            return {}
+        requests = self.scheduler.requests
+        return {
+            request_id: (name, requests[request_id].num_computed_tokens)
+            for request_id in plan.num_scheduled_tokens
+            if request_id in requests and (name := self._connector.sending(request_id)) is not None
+        }
+
+    # --- requests
+
+    def _add(self, submit: Submit) -> None:
+        request = Request(
+            submit.request_id,
+            submit.prompt_token_ids,
+            self._rules.sampling_for(submit),
+            output_token_ids=submit.output_token_ids,
+            priority=submit.priority,
+            arrival_time=self._arrival_time(),
+            transfer=submit.transfer,
+            block_hasher=self._hasher,
+        )
+        try:
+            self.scheduler.add_request(request)
+        except RequestError as error:
+            chunk = TokenChunk(
+                submit.request_id,
+                len(submit.output_token_ids),
+                [],
+                FinishReason.ERROR,
+                error=error.to_wire(),
+            )
+            self._send([chunk])
+            return
+        self._requests += 1
+        self._live[submit.request_id] = _LiveRequest(
+            request, submit, len(submit.output_token_ids), self._loop.time()
+        )
+
+    def _arrival_time(self) -> float:
+        """No two are equal: the schedulers' order would depend on the requests' ids, which are drawn by chance."""
+        self._last_arrival = max(self._loop.time(), math.nextafter(self._last_arrival, math.inf))
+        return self._last_arrival
+
+    def _cancel(self, cancel: Cancel) -> None:
+        for request_id in self.scheduler.finish_requests(cancel.request_ids, RequestStatus.FINISHED_ABORTED):
+            self._live.pop(request_id, None)
+
+    def _publish(self, updates: list[TokenChunk]) -> None:
+        now = self._loop.time()
+        chunks: list[TokenChunk] = []
+        for update in updates:
+            live = self._live.get(update.request_id)
+            if live is None:
+                continue
+            finish = self._rules.finish_of(live.submit, update)
+            hears = (
+                update.cached_tokens is not None or finish is not None or now - live.reported_at > REPORT_S
+            )
+            if update.token_ids and not (self._rules.role is Role.DECODE and self._is_handoff(live, update)):
+                for _ in update.token_ids:
+                    self._outcome.on_token(update.request_id, now)
+            if hears:
+                chunks.append(self._chunk(live, update, finish, now))
+            if finish is not None:
+                del self._live[update.request_id]
+        if chunks:
+            self._send(chunks)
+
+    @staticmethod
+    def _is_handoff(live: _LiveRequest, update: TokenChunk) -> bool:
+        """The decode node begins from a token that the prefill node has sent to the client already."""
+        return update.cached_tokens is not None and live.submit.transfer is not None
+
+    @staticmethod
+    def _chunk(live: _LiveRequest, update: TokenChunk, finish: FinishReason | None, now: float) -> TokenChunk:
+        request, start = live.request, live.reported
+        tokens = request.all_token_ids[request.num_prompt_tokens + start : request.num_tokens]
+        live.reported, live.reported_at = start + len(tokens), now
+        return TokenChunk(
+            update.request_id,
+            start,
+            tokens,
+            finish,
+            stop_token=update.stop_token,
+            error=update.error,
+            cached_tokens=update.cached_tokens,
+        )
+
+    def _report_quiet(self) -> None:
+        """Of answers that were under way for long in steps that were taken at once."""
+        now = self._loop.time()
+        chunks = [
+            self._chunk(live, TokenChunk(request_id, live.reported, []), None, now)
+            for request_id, live in self._live.items()
+            if now - live.reported_at > REPORT_S and live.request.num_output_tokens > live.reported
+        ]
+        if chunks:
+            self._send(chunks)
+
+    def _send(self, chunks: list[TokenChunk]) -> None:
+        self._tell(TokenBatch(self.info.node_id, self.info.epoch, chunks))
+
+    # --- how it stands
+
+    @property
+    def is_idle(self) -> bool:
+        return not (
+            self._live or self._inbox or self._port.under_way or self.scheduler.has_unfinished_requests()
+        )
+
+    def held(self) -> dict[str, int]:
+        """The requests that are here, those it has not looked at yet included, and how many tokens of each it has reported."""
+        come = {message.request_id: 0 for message in self._inbox if isinstance(message, Submit)}
+        return come | {request_id: live.reported for request_id, live in self._live.items()}
+
+    def status(self) -> NodeStatus:
+        """As the node answers a router's ping."""
+        if self._run is not None:
+            self._take_over_steps(self._run)
+        if self._status is not None:
+            return self._status
+        self._report_quiet()
+        stats = self._stats if self._plan is not None else self.scheduler.stats()
+        self._status = status = node_status(
+            self.info.node_id,
+            self.info.role,
+            self.info.epoch,
+            self.state,
+            stats,
+            transfers=self._port.under_way,
+            now=self._loop.time(),
+            step_age_s=0.0 if self._plan is None else self._loop.time() - self._plan_began,
+            counters=node_counters(
+                stats,
+                None,
+                steps=self._steps,
+                step_seconds=self._busy_s,
+                malformed_frames=0,
+                line_gaps=0,
+                kv_checks=0,
+                wrong_kv={},
+            ),
+            detail="",
+            tiers=[],
+        )
+        self._most_blocks = max(self._most_blocks, 1 - stats.free_blocks / stats.total_blocks)
+        if self._plan is not None:
+            self._status = None  # its step grows older
+        return status
+
+    def load(self) -> NodeLoad:
+        self.catch_up()
+        stats = self.scheduler.stats()
+        seconds = self._loop.time() - self.born_at
+        return NodeLoad(
+            node_id=self.info.node_id,
+            role=self.info.role.value,
+            seconds=seconds,
+            busy=min(1.0, self._busy_s / seconds) if seconds > 0 else 0.0,
+            requests=self._requests,
+            prompt_tokens_computed=stats.prompt_tokens_computed,
+            prompt_tokens_cached=stats.prompt_tokens_cached,
+            output_tokens=stats.output_tokens,
+            preemptions=stats.preemptions,
+            most_blocks=self._most_blocks,
+        )
+
+
+def _next_token(request: Request) -> int:
+    """An answer is one token, again and again: no other answer has it, and so no other answer's blocks are taken for its own."""
+    if request.num_output_tokens:
+        return request.all_token_ids[-1]
+    return ANSWERS + (request.sampling.seed or 0)

@@ -1,0 +1,133 @@
+"""What the three commands are told."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from tandem.cluster.config import TandemConfig
+from tandem.loadgen.metrics import ServiceLevel, parse_service_level
+from tandem.loadgen.traces import read_trace
+from tandem.simulator.costs import CostModel, read_costs
+from tandem.simulator.traffic import PlayedTraffic, RecordedTraffic, SyntheticTraffic
+from tandem.wire.errors import ConfigurationError
+from tandem.wire.nodes import Role
+
+
+def add_costs(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("nodes")
+    group.add_argument(
+        "--costs", type=Path, required=True, metavar="FILE", help="of a node, as `tandem profile` writes them"
+    )
+    group.add_argument("--prefill-costs", type=Path, metavar="FILE", help="of prefill nodes, if they differ")
+    group.add_argument("--decode-costs", type=Path, metavar="FILE", help="of decode nodes, if they differ")
+
+
+def costs_of(options: argparse.Namespace) -> dict[Role, CostModel]:
+    costs = dict.fromkeys(Role, read_costs(options.costs))
+    for role, file in ((Role.PREFILL, options.prefill_costs), (Role.DECODE, options.decode_costs)):
+        if file is not None:
+            costs[role] = read_costs(file)
+    return costs
+
+
+def add_traffic(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("traffic: a trace, or requests by chance")
+    group.add_argument("--trace", type=Path, metavar="FILE", help="Mooncake's JSONL or Azure's CSV")
+    group.add_argument(
+        "--requests", type=int, metavar="N", help="the first N of the trace (default: all of them)"
+    )
+    group.add_argument(
+        "--trace-speed", type=float, default=1.0, metavar="X", help="play it X times as fast (%(default)s)"
+    )
+    group.add_argument(
+        "--trace-scale", type=float, default=1.0, metavar="X", help="multiply all lengths by X (%(default)s)"
+    )
+    group.add_argument(
+        "--copies",
+        type=int,
+        default=1,
+        metavar="N",
+        help="so many such crowds at once, each with prompts of its own (%(default)s)",
+    )
+    group.add_argument("--rate", type=float, metavar="R", help="by chance, R requests a second")
+    group.add_argument(
+        "--duration", type=float, default=60.0, metavar="S", help="by chance, for S seconds (%(default)s)"
+    )
+    group.add_argument("--input", type=int, default=512, metavar="TOKENS", help="of a prompt (%(default)s)")
+    group.add_argument("--output", type=int, default=64, metavar="TOKENS", help="of an answer (%(default)s)")
+    group.add_argument(
+        "--spread", type=float, default=0.0, metavar="R", help="lengths within ±R of these (%(default)s)"
+    )
+    group.add_argument(
+        "--prefix",
+        type=int,
+        default=0,
+        metavar="TOKENS",
+        help="that prompts share, before --input (%(default)s)",
+    )
+    group.add_argument("--prefixes", type=int, default=1, metavar="N", help="different ones (%(default)s)")
+    group.add_argument(
+        "--traffic-seed", type=int, default=0, metavar="N", help="of everything by chance (%(default)s)"
+    )
+
+
+def traffic_of(options: argparse.Namespace) -> PlayedTraffic:
+    if (options.trace is None) == (options.rate is None):
+        raise ConfigurationError("give the traffic by --trace FILE or by --rate R, one of the two")
+    if options.traffic_seed < 0:
+        raise ConfigurationError(f"--traffic-seed must not be negative, not {options.traffic_seed}")
+    if options.trace is None:
+        return SyntheticTraffic(
+            options.rate,
+            options.duration,
+            options.input,
+            options.output,
+            options.spread,
+            options.prefix,
+            options.prefixes,
+        ).make(options.traffic_seed)
+    if options.requests is not None and options.requests < 1:
+        raise ConfigurationError(f"--requests must be at least 1, not {options.requests}")
+    played = RecordedTraffic(options.trace_speed, options.trace_scale, options.copies)
+    return played.of(read_trace(options.trace, options.requests), options.traffic_seed)
+
+
+def service_level(text: str) -> ServiceLevel:
+    try:
+        return parse_service_level(text)
+    except ConfigurationError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def slo_of(options: argparse.Namespace, config: TandemConfig) -> tuple[TandemConfig, ServiceLevel]:
+    """What was asked for, which the autoscaler then keeps, or what the settings say."""
+    asked: ServiceLevel | None = options.slo
+    if asked is None:
+        return config, ServiceLevel(ttft=config.slo.ttft_s, itl=config.slo.inter_token_s)
+    slo = config.slo
+    if asked.ttft is not None:
+        slo = msgspec.structs.replace(slo, ttft_s=asked.ttft)
+    if (gap := asked.itl or asked.tpot) is not None:
+        slo = msgspec.structs.replace(slo, inter_token_s=gap)
+    return msgspec.structs.replace(config, slo=slo), asked
+
+
+def money(text: str) -> Mapping[str, float]:
+    """`prefill=2.5,decode=1`: what a node of each role costs in an hour."""
+    costs: dict[str, float] = {}
+    roles = [role.value for role in Role]
+    for pair in text.split(","):
+        name, _, value = pair.strip().partition("=")
+        try:
+            costs[name] = float(value)
+        except ValueError:
+            costs[name] = -1.0
+        if name not in roles or not 0 < costs[name] < float("inf"):
+            raise argparse.ArgumentTypeError(
+                f"{pair.strip()!r} must be what a node of one of {', '.join(roles)} costs in an hour, such as prefill=2.5"
+            )
+    return costs

@@ -1,0 +1,215 @@
+"""When every answer's tokens came, and what that adds up to."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from array import array
+from collections import defaultdict
+from collections.abc import Iterable
+
+import msgspec
+
+from tandem.loadgen.metrics import Distribution, ServiceLevel
+from tandem.simulator.costs import DecodeRun
+from tandem.wire.errors import InternalError
+
+# Gaps between tokens are counted in classes that are this much apart: there are a hundred million of them in an hour.
+_CLASS = math.log(1.002)
+# A request meets its inter-token limit if no more than this share of its gaps is longer.
+_SLOW_SHARE = 0.01
+
+
+@dataclasses.dataclass(slots=True)
+class AnswerTimes:
+    asked_at: float
+    prompt_tokens: int
+    first_at: float | None = None
+    last_at: float = 0.0
+    tokens: int = 0
+    slow_gaps: int = 0
+
+
+class GapCounts:
+    def __init__(self) -> None:
+        self._counts: defaultdict[int, int] = defaultdict(int)
+
+    def add(self, seconds: float, count: int = 1) -> None:
+        self._counts[_class_of(seconds)] += count
+
+    def add_piece(self, first: float, last: float, steps: int, count: int) -> None:
+        """`steps` gaps that grow evenly from `first` to `last`, each `count` times."""
+        begin, end = sorted((first, last))
+        low, high = _class_of(begin), _class_of(end)
+        if low == high or end == begin:
+            self._counts[low] += steps * count
+            return
+        passed = 0
+        for place in range(low, high):
+            below = min(
+                int((math.exp((place + 1) * _CLASS) - begin) / (end - begin) * (steps - 1)) + 1, steps
+            )
+            self._counts[place] += max(below - passed, 0) * count
+            passed = max(passed, below)
+        self._counts[high] += (steps - passed) * count
+
+    def distribution(self) -> Distribution | None:
+        total = sum(self._counts.values())
+        if not total:
+            return None
+        ascending = [(_middle(place), count) for place, count in sorted(self._counts.items())]
+        mean = math.fsum(seconds * count for seconds, count in ascending) / total
+
+        def at(percent: float) -> float:
+            left = percent / 100 * (total - 1)
+            for seconds, count in ascending:
+                if left < count:
+                    return seconds * 1e3
+                left -= count
+            return ascending[-1][0] * 1e3
+
+        return Distribution(mean * 1e3, at(50), at(90), at(95), at(99), ascending[-1][0] * 1e3)
+
+
+def _class_of(seconds: float) -> int:
+    return math.floor(math.log(max(seconds, 1e-9)) / _CLASS)
+
+
+def _middle(place: int) -> float:
+    return math.exp((place + 0.5) * _CLASS)
+
+
+class NodeLoad(msgspec.Struct, frozen=True):
+    node_id: str
+    role: str
+    seconds: float  # that it was there
+    busy: float  # share of these in which it computed
+    requests: int
+    prompt_tokens_computed: int
+    prompt_tokens_cached: int
+    output_tokens: int
+    preemptions: int
+    most_blocks: float  # share of its blocks that were taken when they were most, as it told routers
+
+
+class SizeChange(msgspec.Struct, frozen=True):
+    at: float
+    role: str
+    size: int
+    why: str
+
+
+class SimulationReport(msgspec.Struct, frozen=True):
+    requests: int
+    served: int
+    refused: int
+    failed: int
+    seconds: float  # from the first arrival to the last token
+    prompt_tokens: int
+    cached_tokens: int  # of these, found where they were wanted
+    output_tokens: int
+    requests_per_s: float
+    ttft_ms: Distribution | None
+    itl_ms: Distribution | None
+    tpot_ms: Distribution | None
+    e2e_ms: Distribution | None
+    slo: str | None
+    attainment: float | None  # share of all requests that were within the service level
+    goodput_per_s: float | None
+    bytes_moved: float
+    nodes: list[NodeLoad]
+    node_seconds: dict[str, float]  # by role
+    changes: list[SizeChange]
+    role_changes: int
+    refusals: dict[str, int]  # by the error's code: the router took them not
+    failures: dict[str, int]
+
+    @property
+    def hit_rate(self) -> float:
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+
+class AnswerLog:
+    """`answer_s`: what a token takes from the node to the client."""
+
+    def __init__(self, slo: ServiceLevel | None, answer_s: float) -> None:
+        self._slo = slo
+        self._answer_s = answer_s
+        self._slow_s = slo.itl if slo is not None and slo.itl is not None else math.inf
+        self.live: dict[str, AnswerTimes] = {}  # by the id that nodes know it by
+        self.gaps = GapCounts()
+        self.ttft, self.tpot, self.e2e = array("d"), array("d"), array("d")
+        self.good = 0
+        self.served = 0
+        self.refusals: defaultdict[str, int] = defaultdict(int)
+        self.failures: defaultdict[str, int] = defaultdict(int)
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.output_tokens = 0
+        self.last_at = 0.0
+
+    def on_token(self, request_id: str, now: float) -> None:
+        times = self.live.get(request_id)
+        if times is None:
+            return
+        if times.first_at is None:
+            times.first_at = now
+        else:
+            gap = now - times.last_at
+            self.gaps.add(gap)
+            times.slow_gaps += gap > self._slow_s
+        times.last_at = now
+        times.tokens += 1
+
+    def on_run(self, request_ids: Iterable[str], began: float, run: DecodeRun, first: int, last: int) -> None:
+        """Each of these requests got a token in each of the run's steps from `first` to before `last`. The first gap may be longer than
+        its step: a token may have come before the steps began."""
+        listed = [times for request_id in request_ids if (times := self.live.get(request_id)) is not None]
+        slow = 0
+        for begin, end, count in run.gaps(first + 1, last):
+            self.gaps.add_piece(begin, end, count, len(listed))
+            slow += _num_above(self._slow_s, begin, end, count)
+        first_at, last_at = began + run.seconds(first + 1), began + run.seconds(last)
+        for times in listed:
+            gap = first_at - times.last_at
+            self.gaps.add(gap)
+            times.slow_gaps += slow + (gap > self._slow_s)
+            times.last_at = last_at
+            times.tokens += last - first
+
+    def on_end(self, request_id: str, cached_tokens: int) -> None:
+        times = self.live.pop(request_id)
+        if times.first_at is None:
+            raise InternalError(f"{request_id} has ended and no token of it was seen")
+        self.served += 1
+        ttft = times.first_at - times.asked_at + self._answer_s
+        e2e = times.last_at - times.asked_at + self._answer_s
+        tpot = (times.last_at - times.first_at) / (times.tokens - 1) if times.tokens > 1 else None
+        self.ttft.append(ttft)
+        self.e2e.append(e2e)
+        if tpot is not None:
+            self.tpot.append(tpot)
+        self.prompt_tokens += times.prompt_tokens
+        self.cached_tokens += cached_tokens
+        self.output_tokens += times.tokens
+        self.last_at = max(self.last_at, times.last_at)
+        self.good += self._is_good(times, ttft, tpot or 0.0, e2e)
+
+    def _is_good(self, times: AnswerTimes, ttft: float, tpot: float, e2e: float) -> bool:
+        slo = self._slo
+        return slo is None or (
+            (slo.ttft is None or ttft <= slo.ttft)
+            and (slo.tpot is None or tpot <= slo.tpot)
+            and (slo.e2e is None or e2e <= slo.e2e)
+            and times.slow_gaps <= _SLOW_SHARE * (times.tokens - 1)
+        )
+
+
+def _num_above(limit: float, first: float, last: float, steps: int) -> int:
+    """Of `steps` gaps that grow evenly from `first` to `last`."""
+    low, high = min(first, last), max(first, last)
+    if high <= limit:
+        return 0
+    if low > limit or steps == 1:
+        return steps
+    return steps - 1 - math.floor((limit - low) / (high - low) * (steps - 1))

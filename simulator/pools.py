@@ -1,0 +1,195 @@
+"""The simulated nodes by role, and the machines that they stand on: how a pool grows and shrinks."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from tandem.cluster.config import TandemConfig
+from tandem.cluster.pools.autoscaler import Autoscaler
+from tandem.cluster.pools.autoscaling import PoolBounds, Resize
+from tandem.cluster.tasks import Clock
+from tandem.decode_node.node import DecodeRules
+from tandem.node.service import RoleRules
+from tandem.prefill_node.node import PrefillRules
+from tandem.simulator.costs import CostModel
+from tandem.simulator.network import Network
+from tandem.simulator.node import SimulatedNode
+from tandem.simulator.outcome import AnswerLog, NodeLoad, SizeChange
+from tandem.wire.nodes import NodeInfo, NodeState, Role
+from tandem.wire.requests import NodeStatus, TokenBatch
+
+_RULES: Mapping[Role, Callable[[], RoleRules]] = {
+    Role.PREFILL: PrefillRules,
+    Role.DECODE: lambda: DecodeRules(Role.DECODE),
+    Role.AGGREGATED: lambda: DecodeRules(Role.AGGREGATED),
+}
+
+
+class VirtualClock(Clock):
+    def now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+
+@dataclasses.dataclass(slots=True)
+class _SimulatedPool:
+    role: Role
+    wanted: int
+    nodes: list[SimulatedNode] = dataclasses.field(default_factory=list)
+    going: list[SimulatedNode] = dataclasses.field(default_factory=list)
+    starting: int = 0
+
+
+class SimulatedPools:
+    def __init__(
+        self,
+        config: TandemConfig,
+        costs: Mapping[Role, CostModel],
+        network: Network,
+        outcome: AnswerLog,
+        tell: Callable[[TokenBatch], None],
+        on_members: Callable[[], None],
+        *,
+        machines: int | None = None,
+        by_steps: bool = False,
+    ) -> None:
+        """`machines`: how many there are for all pools; None: one for every node that is wanted."""
+        self._config = config
+        self._costs = costs
+        self._network = network
+        self._outcome = outcome
+        self._tell = tell
+        self._on_members = on_members
+        self._by_steps = by_steps
+        self._machines_left = machines
+        self._free: list[Role] = []  # machines that had a node of this role
+        self._count = 0
+        self._loop = asyncio.get_running_loop()
+        self._pools = {role: _SimulatedPool(role, config.pools.of(role).first_size) for role in Role}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._gone: list[NodeLoad] = []
+        self.changes: list[SizeChange] = []
+        self.role_changes = 0
+        self.by_id: dict[str, SimulatedNode] = {}
+        for pool in self._pools.values():
+            for _ in range(pool.wanted):
+                self._take_machine(pool.role)
+                self._add(pool)
+
+    @property
+    def nodes(self) -> list[SimulatedNode]:
+        """All that routers know."""
+        return list(self.by_id.values())
+
+    def statuses(self) -> list[NodeStatus]:
+        return [node.status() for pool in self._pools.values() for node in pool.nodes]
+
+    def _add(self, pool: _SimulatedPool) -> None:
+        costs, scheduler, cache = self._costs[pool.role], self._config.scheduler, self._config.cache
+        self._count += 1
+        name = f"{pool.role.value}-{self._count}"
+        blocks = costs.blocks * costs.block_size // cache.block_size
+        longest = min(costs.max_model_len, scheduler.max_model_len or costs.max_model_len)
+        model = self._config.router.model_name
+        info = NodeInfo(
+            name, pool.role, self._count, f"sim://{name}", f"sim://{name}", model, longest, cache.block_size
+        )
+        node = SimulatedNode(
+            self._loop,
+            info,
+            _RULES[pool.role](),
+            msgspec.structs.replace(costs, blocks=blocks, block_size=cache.block_size),
+            scheduler,
+            cache,
+            self._network,
+            self._outcome,
+            self._tell,
+            by_steps=self._by_steps,
+        )
+        pool.nodes.append(node)
+        self.by_id[name] = node
+
+    # --- as the autoscaler asks
+
+    def bounds(self) -> list[PoolBounds]:
+        return [
+            PoolBounds(
+                role=role,
+                wanted=pool.wanted,
+                min_nodes=limits.min,
+                max_nodes=limits.max,
+                is_settled=not pool.starting and not pool.going,
+                is_waiting=len(pool.nodes) + pool.starting < pool.wanted,
+            )
+            for role, pool in self._pools.items()
+            if (limits := self._config.pools.of(role)).max is not None
+        ]
+
+    async def resize(self, resize: Resize) -> None:
+        pool = self._pools[resize.role]
+        self.changes.append(SizeChange(self._loop.time(), resize.role.value, resize.size, resize.why))
+        pool.wanted = resize.size
+        while len(pool.nodes) > pool.wanted:
+            node = min(pool.nodes, key=lambda node: (len(node.held()), node.info.node_id))
+            pool.nodes.remove(node)
+            pool.going.append(node)
+            node.state = NodeState.DRAINING
+        self._fill()
+
+    def _fill(self) -> None:
+        for pool in self._pools.values():
+            while len(pool.nodes) + pool.starting < pool.wanted and self._take_machine(pool.role):
+                pool.starting += 1
+                task = self._loop.create_task(self._start(pool))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+
+    def _take_machine(self, role: Role) -> bool:
+        if self._free:
+            self.role_changes += self._free.pop() is not role
+            return True
+        if self._machines_left is None:
+            return True
+        if self._machines_left == 0:
+            return False
+        self._machines_left -= 1
+        return True
+
+    async def _start(self, pool: _SimulatedPool) -> None:
+        await asyncio.sleep(self._costs[pool.role].start_s)
+        pool.starting -= 1
+        self._add(pool)
+        self._on_members()
+
+    def retire(self) -> None:
+        """Nodes that are to go and have nothing left to do are gone. To be called now and then."""
+        for pool in self._pools.values():
+            for node in [node for node in pool.going if node.is_idle]:
+                pool.going.remove(node)
+                del self.by_id[node.info.node_id]
+                self._gone.append(node.load())
+                self._free.append(pool.role)
+                self._on_members()
+        self._fill()
+
+    def autoscaler(self, say: Callable[[str], None]) -> Autoscaler | None:
+        """The product's own; None when no pool may change."""
+        if not self.bounds():
+            return None
+        return Autoscaler(self._config, VirtualClock(), self.statuses, self.bounds, self.resize, say)
+
+    async def stop(self) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    @property
+    def bytes_moved(self) -> float:
+        return self._network.bytes_moved
+
+    def loads(self) -> list[NodeLoad]:
+        return [*self._gone, *(node.load() for node in self.by_id.values())]

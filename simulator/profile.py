@@ -1,0 +1,390 @@
+"""What a node's steps, transfers and requests take, measured on a cluster that serves: one node of each role.
+
+Every figure is read from traces: the nodes themselves say when each step began and ended, and what it held. So this measures any node
+that Tandem runs, on any device, from anywhere, through the router's public API. Nothing else should ask the cluster meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+import msgspec
+
+from tandem.router.tracing.record import NodePart, TraceRecord
+from tandem.simulator.costs import CostModel, CostTable, FitError, RequestCost, TransferCost
+from tandem.wire.errors import ConfigurationError, TandemError, Unavailable
+from tandem.wire.nodes import Role
+from tandem.wire.tracing import TracePhase
+
+REPEATS = 5
+STEPS = 40  # of each measured batch
+FEWEST_BESIDE = 64  # of a prompt's tokens in a step that also writes
+_TRACE_WITHIN_S = 5.0
+_ASK_AGAIN_S = 0.05
+_ANSWER_S = 600.0
+
+Say = Callable[[str, float], None]
+"""What is being measured, and how much of all is done."""
+
+
+class _ClusterNode(msgspec.Struct):
+    role: Role
+    max_model_len: int
+    block_size: int
+    total_blocks: int = 0
+
+
+class _RouterFacts(msgspec.Struct):
+    model: str
+
+
+class _ClusterFacts(msgspec.Struct):
+    router: _RouterFacts
+    nodes: list[_ClusterNode]
+
+
+class _Completion(msgspec.Struct):
+    id: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Grid:
+    """What is measured. At the points `between` it is measured too, and not used: how wrong the costs are there."""
+
+    prompts: tuple[int, ...] = (1, 16, 64, 128, 256, 512, 1024, 2048)
+    prompts_between: tuple[int, ...] = (48, 192, 384, 768, 1536)
+    before: tuple[int, ...] = (0, 1024, 3072)
+    batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+    batches_between: tuple[int, ...] = (3, 6, 12, 24)
+    contexts: tuple[int, ...] = (64, 1024, 3072)
+
+
+QUICK = Grid((1, 64, 512, 1024), (256,), (0, 1024), (1, 4, 16), (8,), (64, 1024))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WorkStep:
+    """One step of a node, as a request that was in it tells."""
+
+    began: float
+    ended: float
+    tokens: int
+    beside: int
+    reads: bool
+    role: str
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.began
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TracedRequest:
+    """One request: its trace, and how long its client waited."""
+
+    record: TraceRecord
+    seconds: float
+
+    @property
+    def steps(self) -> list[WorkStep]:
+        return sorted(
+            (step for part in self.record.nodes for step in _steps_of(part)), key=lambda step: step.began
+        )
+
+
+def _steps_of(part: NodePart) -> Iterator[WorkStep]:
+    for step, work in pairwise(part.spans):
+        if step.phase is TracePhase.STEP and work.phase in (TracePhase.PREFILL, TracePhase.DECODE):
+            reads = work.phase is TracePhase.PREFILL
+            yield WorkStep(step.start, step.end, step.tokens, step.beside, reads, part.role)
+
+
+class ProfileClient:
+    def __init__(self, url: str, key: str | None, transport: httpx.AsyncBaseTransport | None = None) -> None:
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self.url = url.rstrip("/")
+        if not self.url.startswith(("http://", "https://")):
+            raise ConfigurationError(f"{url!r} is no URL: it must be one such as http://127.0.0.1:8000")
+        self._http = httpx.AsyncClient(
+            base_url=self.url, headers=headers, timeout=_ANSWER_S, transport=transport, trust_env=False
+        )
+        self._model = ""
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def facts(self) -> list[_ClusterNode]:
+        facts = msgspec.json.decode((await self._send("GET", "/cluster")).content, type=_ClusterFacts)
+        self._model = facts.router.model
+        return facts.nodes
+
+    async def ask(self, prompt: Sequence[int], tokens: int, *, traced: bool = True) -> TracedRequest | None:
+        body = {
+            "model": self._model,
+            "prompt": prompt,
+            "max_tokens": tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
+        headers = {"x-tandem-trace": "1"} if traced else {}
+        began = time.perf_counter()
+        answer = await self._send("POST", "/v1/completions", json=body, headers=headers)
+        seconds = time.perf_counter() - began
+        if not traced:
+            return None
+        name = msgspec.json.decode(answer.content, type=_Completion).id
+        return TracedRequest(await self._trace(name), seconds)
+
+    async def asked(self, prompt: Sequence[int], tokens: int) -> TracedRequest:
+        found = await self.ask(prompt, tokens)
+        if found is None:
+            raise Unavailable("the request was not traced")
+        return found
+
+    async def _trace(self, name: str) -> TraceRecord:
+        """A prefill node tells of its part a moment after the answer's end."""
+        deadline = time.monotonic() + _TRACE_WITHIN_S
+        while True:
+            found = await self._send("GET", f"/traces/{quote(name, safe='')}")
+            record = msgspec.json.decode(found.content, type=TraceRecord)
+            if record.ended is not None and not record.missing:
+                return record
+            if time.monotonic() > deadline:
+                raise Unavailable(f"{', '.join(record.missing)} did not tell of its part in {name}")
+            await asyncio.sleep(_ASK_AGAIN_S)
+
+    async def _send(self, method: str, path: str, **what: Any) -> httpx.Response:
+        try:
+            answer = await self._http.request(method, path, **what)
+        except httpx.HTTPError as error:
+            raise Unavailable(
+                f"{self.url} does not answer ({error}): is `tandem serve` running there?"
+            ) from error
+        if answer.is_error:
+            raise Unavailable(f"{self.url}{path} answered {answer.status_code}: {answer.text[:200]}")
+        return answer
+
+
+class Profiler:
+    def __init__(
+        self, client: ProfileClient, say: Say, *, repeats: int = REPEATS, grid: Grid | None = None
+    ) -> None:
+        self._client = client
+        self._grid = grid or Grid()
+        self._say = say
+        self._repeats = repeats
+        self._rng = random.Random(0)
+        self._longest = 0
+        self._arrivals: list[tuple[int, float]] = []  # (prompt tokens, seconds until the first step)
+        self._answers: list[float] = []
+
+    async def measure(self, name: str) -> CostModel:
+        nodes = await self._client.facts()
+        roles = sorted(node.role.value for node in nodes)
+        if roles not in (["aggregated"], ["decode", "prefill"]):
+            raise ConfigurationError(
+                "profile a cluster of one aggregated node, or of one prefill node and one decode node, not of "
+                f"{', '.join(roles) or 'none'}"
+            )
+        self._longest = min(node.max_model_len for node in nodes)
+        blocks = min(node.total_blocks for node in nodes) + 1  # and the null block
+        block_size = nodes[0].block_size
+        await self._client.ask(self._prompt(64), 8)  # what is made at the first request
+        room = (blocks - 1) * block_size
+        prefill, prefill_fit = await self._measure_prefill()
+        decode, decode_fit = await self._measure_decode(room)
+        fit = {"prefill": prefill_fit, "decode": decode_fit}
+        transfer, bytes_per_token, mixed = TransferCost(), 0.0, 0.0
+        if len(nodes) == 2:
+            transfer, bytes_per_token, fit["handover"] = await self._measure_transfer()
+        else:
+            mixed, fit["mixed"] = await self._measure_mixed(prefill, decode)
+        arrive, per_token = line_through(self._arrivals)
+        return CostModel(
+            name=name,
+            max_model_len=self._longest,
+            blocks=blocks,
+            block_size=block_size,
+            kv_bytes_per_token=bytes_per_token,
+            prefill=prefill,
+            decode=decode,
+            transfer=transfer,
+            request=RequestCost(arrive, per_token, max(0.0, statistics.median(self._answers))),
+            mixed_saved_s=mixed,
+            fit=fit,
+        )
+
+    def _prompt(self, tokens: int) -> list[int]:
+        # Ids that every vocabulary has, and no control tokens among them, which stand at its beginning.
+        return [self._rng.randrange(1000, 30_000) for _ in range(tokens)]
+
+    # --- reading
+
+    async def _measure_prefill(self) -> tuple[CostTable, FitError]:
+        sizes = [size for size in self._grid.prompts if size + 2 <= self._longest]
+        contexts = [context for context in self._grid.before if context + sizes[-1] + 2 <= self._longest]
+        between = [(size, 0) for size in self._grid.prompts_between if size < sizes[-1]]
+        points = [(size, context) for context in contexts for size in sizes]
+        found: dict[tuple[int, int], float] = {}
+        for index, (size, context) in enumerate([*points, *between]):
+            self._say(f"reads {size} tokens after {context}", 0.5 * index / (len(points) + len(between)))
+            found[size, context] = await self._read(size, context)
+        table = CostTable(
+            [float(size) for size in sizes],
+            [float(context) for context in contexts],
+            _never_less([[found[size, context] for context in contexts] for size in sizes]),
+        )
+        return table, FitError.of((table.at(*point), found[point]) for point in between)
+
+    async def _read(self, size: int, context: int) -> float:
+        """Of a prompt that ends with `size` tokens after a cached part: the step that reads them. A longer one than a step may hold
+        is read in several, and stands for their sum."""
+        taken = []
+        for _ in range(self._repeats):
+            before = self._prompt(context)
+            if before:
+                await self._client.ask([*before, *self._prompt(1)], 1, traced=False)
+            asked = await self._client.asked([*before, *self._prompt(size)], 1)
+            steps = [step for step in asked.steps if step.reads]
+            if not steps:
+                raise Unavailable("a trace has no step that read its prompt")
+            taken.append(sum(step.seconds for step in steps))
+            self._arrivals.append((context + size, steps[0].began - asked.record.began))
+            self._answers.append(asked.seconds - (steps[-1].ended - asked.record.began))
+        return statistics.median(taken)
+
+    # --- writing
+
+    async def _measure_decode(self, room: int) -> tuple[CostTable, FitError]:
+        contexts = [context for context in self._grid.contexts if context + STEPS + 8 <= self._longest]
+        batches = [batch for batch in self._grid.batches if batch * (contexts[-1] + 2 * STEPS) <= 0.8 * room]
+        between = [
+            (batch, contexts[len(contexts) // 2])
+            for batch in self._grid.batches_between
+            if batch < batches[-1]
+        ]
+        points = [(batch, context) for context in contexts for batch in batches]
+        found: dict[tuple[int, int], float] = {}
+        for index, (batch, context) in enumerate([*points, *between]):
+            share = 0.5 + 0.4 * index / (len(points) + len(between))
+            self._say(f"writes {batch} answers after {context} tokens", share)
+            found[batch, context] = await self._write(batch, context)
+        middle = STEPS / 2
+        table = CostTable(
+            [float(batch) for batch in batches],
+            [context + middle for context in contexts],
+            _never_less([[found[batch, context] for context in contexts] for batch in batches]),
+        )
+        pairs = ((table.at(batch, context + middle), found[batch, context]) for batch, context in between)
+        return table, FitError.of(pairs)
+
+    async def _write(self, batch: int, context: int) -> float:
+        """From one step's beginning to the next one's, of those in which the whole batch got a token."""
+        prompts = [self._prompt(context) for _ in range(batch)]
+        for prompt in prompts:  # cached then, so that all begin together
+            await self._client.ask(prompt, 1, traced=False)
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(self._client.ask(prompt, STEPS + 2 * batch, traced=not index))
+                for index, prompt in enumerate(prompts)
+            ]
+        asked = tasks[0].result()
+        steps = [step for step in asked.steps if not step.reads] if asked is not None else []
+        periods = [
+            following.began - step.began
+            for step, following in pairwise(steps)
+            if step.tokens == 1 and step.beside == batch - 1 and following.beside == batch - 1
+        ]
+        if len(periods) < 4:
+            raise Unavailable(
+                f"{batch} answers were not written together: does another client ask this cluster, or is "
+                "scheduler.max_num_seqs lower?"
+            )
+        return statistics.median(periods)
+
+    # --- both
+
+    async def _measure_mixed(self, prefill: CostTable, decode: CostTable) -> tuple[float, FitError]:
+        """A stream, and prompts that come beside it."""
+        self._say("reads prompts beside an answer", 0.92)
+        stream = asyncio.create_task(self._client.asked(self._prompt(64), 400))
+        for size in (128, 256, 512) * 2:
+            await self._client.ask(self._prompt(size), 1, traced=False)
+        mixed = [step for step in (await stream).steps if not step.reads and step.beside >= FEWEST_BESIDE]
+        saved = [prefill.at(step.beside, 0) + decode.at(1, 200) - step.seconds for step in mixed]
+        less = max(0.0, statistics.median(saved)) if saved else 0.0
+        return less, FitError.of(
+            (max(prefill.at(step.beside, 0) + decode.at(1, 200) - less, 1e-9), step.seconds) for step in mixed
+        )
+
+    # --- sending
+
+    async def _measure_transfer(self) -> tuple[TransferCost, float, FitError]:
+        """From the end of the prompt's last step to the beginning of the answer's next one."""
+        waits: list[tuple[int, float]] = []
+        per_token = 0.0
+        sizes = [size for size in (256, 512, 1024, 2048) if size + 8 <= self._longest]
+        for index, size in enumerate(sizes):
+            self._say(f"sends {size} tokens", 0.94 + 0.06 * index / len(sizes))
+            for _ in range(self._repeats):
+                asked = await self._client.asked(self._prompt(size), 4)
+                reads = [step for step in asked.steps if step.reads and step.role == Role.PREFILL]
+                writes = [step for step in asked.steps if not step.reads and step.role == Role.DECODE]
+                moved = [part.transfer for part in asked.record.nodes if part.transfer is not None]
+                if not reads or not writes or not moved:
+                    continue  # the decode node read it itself
+                waits.append((reads[-1].tokens, max(0.0, writes[0].began - reads[-1].ended)))
+                per_token = max(per_token, moved[0].num_bytes / size)
+        if not waits:
+            raise Unavailable("no prompt was sent from the prefill node to the decode node")
+        fixed, slope = line_through(waits)
+        speed = per_token / slope if slope > 0 else 1e12
+        pairs = ((fixed + slope * tokens, wait) for tokens, wait in waits if wait > 0)
+        return TransferCost(fixed, speed), per_token, FitError.of(pairs)
+
+
+def line_through(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """What does not grow, and what each unit adds, both at least 0: through the medians at each place, by Theil and Sen."""
+    by_place: dict[int, list[float]] = {}
+    for place, value in points:
+        by_place.setdefault(place, []).append(value)
+    medians = sorted((place, statistics.median(values)) for place, values in by_place.items())
+    slopes = [
+        (there - here) / (far - near)
+        for index, (near, here) in enumerate(medians)
+        for far, there in medians[index + 1 :]
+    ]
+    slope = max(0.0, statistics.median(slopes)) if slopes else 0.0
+    fixed = statistics.median(value - slope * place for place, value in medians) if medians else 0.0
+    return max(0.0, fixed), slope
+
+
+def _never_less(rows: list[list[float]]) -> list[list[float]]:
+    """More work takes no less time: where it was measured so, that was chance."""
+    for i, row in enumerate(rows):
+        for j in range(len(row)):
+            before = [rows[i - 1][j]] if i else []
+            row[j] = max([row[j], *before, *row[max(0, j - 1) : j]])
+    return rows
+
+
+async def profile(
+    url: str, key: str | None, name: str, say: Say, *, repeats: int = REPEATS, grid: Grid | None = None
+) -> CostModel:
+    client = ProfileClient(url, key)
+    try:
+        return await Profiler(client, say, repeats=repeats, grid=grid).measure(name)
+    except BaseExceptionGroup as group:
+        errors = [error for error in group.exceptions if isinstance(error, TandemError)]
+        raise errors[0] if errors else group from None
+    finally:
+        await client.close()

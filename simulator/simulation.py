@@ -1,0 +1,308 @@
+"""One run: the traffic through the product's own router, schedulers and autoscaler, on a clock that jumps."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from tandem.cluster.config import TandemConfig
+from tandem.loadgen.metrics import Distribution, ServiceLevel
+from tandem.router.dispatch import Dispatcher, SequenceSpec
+from tandem.router.metrics import RouterMetrics
+from tandem.router.policy import make_policy
+from tandem.router.pool import NodePool
+from tandem.simulator.clock import VirtualLoop
+from tandem.simulator.costs import CostModel
+from tandem.simulator.network import Network
+from tandem.simulator.outcome import AnswerLog, AnswerTimes, SimulationReport
+from tandem.simulator.pools import SimulatedPools
+from tandem.simulator.traffic import PlayedTraffic
+from tandem.wire.errors import ConfigurationError, InternalError, TandemError
+from tandem.wire.lines import Position
+from tandem.wire.nodes import NodeInfo, Role
+from tandem.wire.requests import Cancel, Holding, Submit, TokenBatch
+from tandem.wire.sampling import SamplingParams
+
+TENANT = "simulation"
+OnProgress = Callable[[float, float, int], None]
+"""Share of the requests that have come, the simulated seconds, requests under way."""
+PROGRESS_S = 0.2
+
+
+class SimulatedLinks:
+    """Where the router's sockets are in life. A message is there at once, none is lost."""
+
+    def __init__(self, on_holding: Callable[[Holding], None], on_joined: Callable[[NodeInfo], None]) -> None:
+        self.endpoint = "sim://router"
+        self.pools: SimulatedPools | None = None
+        self.on_submit: Callable[[Submit], None] = lambda submit: None
+        self._on_holding = on_holding
+        self._on_joined = on_joined
+        self._sent = 0
+
+    def submit(self, node: NodeInfo, submit: Submit) -> Position:
+        self._sent += 1
+        self.on_submit(submit)
+        if self.pools is not None and (there := self.pools.by_id.get(node.node_id)) is not None:
+            there.deliver(submit)
+        return Position(0, self._sent)
+
+    def cancel(self, node: NodeInfo, request_id: str) -> None:
+        there = self.pools.by_id.get(node.node_id) if self.pools is not None else None
+        if there is not None and request_id in there.held():
+            there.deliver(Cancel(self.endpoint, [request_id]))
+
+    def ask(self, node: NodeInfo) -> None:
+        there = self.pools.by_id.get(node.node_id) if self.pools is not None else None
+        if there is not None:
+            holding = Holding(node.node_id, node.epoch, 0, self._sent, there.held())
+            asyncio.get_running_loop().call_soon(self._on_holding, holding)
+
+    def has_heard(self, node: NodeInfo, message: Position) -> bool:
+        return True
+
+    def deaf_for(self, node: NodeInfo) -> float:
+        return 0.0
+
+    def ping(self, node: NodeInfo) -> None:
+        self._on_joined(node)
+
+    def meet(self, node: NodeInfo) -> None: ...
+    def begin_anew(self, node: NodeInfo) -> None: ...
+    def forget(self, node: NodeInfo) -> None: ...
+
+    def recall(self, node: NodeInfo, answer_id: str) -> None:
+        raise InternalError("no answer is kept in a simulation")
+
+    def follow(self, node: NodeInfo, request_id: str, answer_id: str, after: int) -> None:
+        raise InternalError("no answer is kept in a simulation")
+
+    def end_answer(self, node: NodeInfo, answer_id: str, *, forget: bool) -> None:
+        raise InternalError("no answer is kept in a simulation")
+
+
+class SimulationSetup(msgspec.Struct, frozen=True):
+    config: TandemConfig
+    costs: Mapping[Role, CostModel]
+    traffic: PlayedTraffic
+    slo: ServiceLevel | None = None
+    machines: int | None = None
+    by_steps: bool = False
+
+    def check(self) -> None:
+        if not self.config.pools.total:
+            raise ConfigurationError(
+                "there must be at least 1 node: --prefill N and --decode N, or --aggregated N"
+            )
+        if not self.config.pools.decode.first_size and not self.config.pools.aggregated.first_size:
+            raise ConfigurationError(
+                "without a decode node or an aggregated one no answer is written: --decode N"
+            )
+        if self.machines is not None and self.machines < self.config.pools.total:
+            raise ConfigurationError(
+                f"--machines must be at least {self.config.pools.total}, the nodes at the beginning, not {self.machines}"
+            )
+        for role in Role:
+            if self.config.pools.of(role).last_size and role not in self.costs:
+                raise ConfigurationError(f"there are no costs for {role.value} nodes")
+            costs = self.costs.get(role)
+            size = self.config.cache.block_size
+            if costs is not None and costs.blocks * costs.block_size // size < 2:
+                raise ConfigurationError(f"{costs.name} has no room for two blocks of {size} tokens")
+
+
+def simulate(setup: SimulationSetup, on_progress: OnProgress | None = None) -> SimulationReport:
+    setup.check()
+    loop = VirtualLoop()
+    try:
+        return loop.run_until_complete(_Simulation(setup, on_progress).run())
+    finally:
+        loop.close()
+
+
+class _Simulation:
+    def __init__(self, setup: SimulationSetup, on_progress: OnProgress | None) -> None:
+        self._setup = setup
+        self._config = setup.config
+        self._on_progress = on_progress
+        self._shown_at = 0.0
+        self._came = 0
+
+    def _assemble(self) -> None:
+        setup, config = self._setup, self._config.router
+        self._loop = loop = asyncio.get_running_loop()
+        any_costs = next(iter(setup.costs.values()))
+        self._request_cost = any_costs.request
+        self._outcome = AnswerLog(setup.slo, self._request_cost.answer_s)
+        self._router_pool = NodePool(
+            config.model_name,
+            config.heartbeat,
+            loop.time,
+            on_lost=lambda node, why: self._dispatcher.on_node_lost(node, why),
+            on_change=lambda: self._dispatcher.on_pool_change(),
+        )
+        links = SimulatedLinks(lambda holding: self._dispatcher.on_holding(holding), self._on_ping)
+        links.on_submit = self._on_submit
+        self._dispatcher = Dispatcher(
+            config,
+            links,
+            self._router_pool,
+            make_policy(config.policy, config.local_prefill),
+            RouterMetrics(),
+            loop.time,
+        )
+        self._pools = SimulatedPools(
+            self._config,
+            setup.costs,
+            Network(loop, setup.costs.get(Role.PREFILL, any_costs)),
+            self._outcome,
+            self._on_tokens,
+            self._on_members,
+            machines=setup.machines,
+            by_steps=setup.by_steps,
+        )
+        links.pools = self._pools
+
+    async def run(self) -> SimulationReport:
+        self._assemble()
+        self._on_members()
+        background = [self._loop.create_task(self._heartbeat())]
+        autoscaler = self._pools.autoscaler(lambda text: None)
+        if autoscaler is not None:
+            background.append(self._loop.create_task(autoscaler.run()))
+        try:
+            async with asyncio.TaskGroup() as requests:
+                guard = requests.create_task(self._guard(background))
+                await self._arrive(requests, guard)
+        finally:
+            for task in background:
+                task.cancel()
+            await asyncio.gather(*background, return_exceptions=True)
+            await self._pools.stop()
+        return self._report()
+
+    async def _guard(self, background: list[asyncio.Task[None]]) -> None:
+        """A background task that dies ends the run."""
+        await asyncio.wait(background, return_when=asyncio.FIRST_COMPLETED)
+        for task in background:
+            if task.done():
+                task.result()
+
+    async def _arrive(self, requests: asyncio.TaskGroup, guard: asyncio.Task[None]) -> None:
+        rows, cost = self._setup.traffic.rows, self._request_cost
+        under_way: set[asyncio.Task[None]] = set()
+        for index, row in enumerate(rows):
+            at = row.arrival_s
+            if at > self._loop.time():
+                await asyncio.sleep(at - self._loop.time())
+            delay = cost.arrive_s + cost.arrive_per_token_s * row.input_tokens
+            task = requests.create_task(self._ask(index, delay))
+            under_way.add(task)
+            task.add_done_callback(under_way.discard)
+            self._came += 1
+            self._show()
+        while under_way:
+            await asyncio.wait(under_way, timeout=60.0)
+            self._show()
+        guard.cancel()
+
+    def _show(self) -> None:
+        now = time.monotonic()
+        if self._on_progress is not None and now - self._shown_at > PROGRESS_S:
+            self._shown_at = now
+            share = self._came / len(self._setup.traffic.rows)
+            self._on_progress(share, self._loop.time(), self._dispatcher.running)
+
+    async def _ask(self, index: int, delay: float) -> None:
+        row = self._setup.traffic.rows[index]
+        if delay:
+            await asyncio.sleep(delay)
+        # The seed tells the nodes which request it is: an answer's token follows from it.
+        sampling = SamplingParams(temperature=0.0, max_tokens=row.output_tokens, ignore_eos=True, seed=index)
+        spec = SequenceSpec(
+            label=f"request {index}",
+            prompt_token_ids=self._setup.traffic.prompt(index),
+            sampling=sampling,
+            deadline=self._loop.time() + self._config.router.timeouts.total,
+        )
+        try:
+            generation = await self._dispatcher.generate([spec], TENANT, eager=False)
+        except TandemError as error:
+            self._outcome.refusals[error.code] += 1
+            return
+        (life,) = generation.lives
+        while not life.ended:
+            await generation.news()
+        if life.error is not None:
+            self._outcome.live.pop(life.request_ids[-1], None)
+            self._outcome.failures[life.error.code] += 1
+        else:
+            self._outcome.on_end(life.request_ids[-1], life.cached_tokens or 0)
+
+    # --- between the router and the nodes
+
+    def _on_submit(self, submit: Submit) -> None:
+        index = submit.sampling.seed or 0
+        times = AnswerTimes(self._setup.traffic.rows[index].arrival_s, len(submit.prompt_token_ids))
+        self._outcome.live.setdefault(submit.request_id, times)
+
+    def _on_tokens(self, batch: TokenBatch) -> None:
+        self._dispatcher.on_tokens(batch)
+
+    def _on_ping(self, node: NodeInfo) -> None:
+        if (there := self._pools.by_id.get(node.node_id)) is not None:
+            self._dispatcher.on_status(there.status())
+
+    def _on_members(self) -> None:
+        came, went = self._router_pool.set_members([node.info for node in self._pools.nodes])
+        for info in went:
+            self._dispatcher.on_node_left(info)
+        for info in came:
+            self._dispatcher.on_node_joined(info)
+
+    async def _heartbeat(self) -> None:
+        while True:
+            await asyncio.sleep(self._config.router.heartbeat.ping_interval)
+            for node in self._pools.nodes:
+                self._dispatcher.on_status(node.status())
+            self._pools.retire()
+
+    # --- what came of it
+
+    def _report(self) -> SimulationReport:
+        outcome, slo = self._outcome, self._setup.slo
+        seconds = max(outcome.last_at, self._setup.traffic.seconds)
+        per_second = 1.0 / seconds if seconds > 0 else 0.0
+        loads = self._pools.loads()
+        by_role: dict[str, float] = {}
+        for load in loads:
+            by_role[load.role] = by_role.get(load.role, 0.0) + load.seconds
+        total = len(self._setup.traffic.rows)
+        return SimulationReport(
+            requests=total,
+            served=outcome.served,
+            refused=sum(outcome.refusals.values()),
+            failed=sum(outcome.failures.values()),
+            refusals=dict(outcome.refusals),
+            failures=dict(outcome.failures),
+            seconds=seconds,
+            prompt_tokens=outcome.prompt_tokens,
+            cached_tokens=outcome.cached_tokens,
+            output_tokens=outcome.output_tokens,
+            requests_per_s=outcome.served * per_second,
+            ttft_ms=Distribution.of(outcome.ttft),
+            itl_ms=outcome.gaps.distribution(),
+            tpot_ms=Distribution.of(outcome.tpot),
+            e2e_ms=Distribution.of(outcome.e2e),
+            slo=str(slo) if slo is not None else None,
+            attainment=outcome.good / total if slo is not None and total else None,
+            goodput_per_s=outcome.good * per_second if slo is not None else None,
+            bytes_moved=self._pools.bytes_moved,
+            nodes=loads,
+            node_seconds=by_role,
+            changes=self._pools.changes,
+            role_changes=self._pools.role_changes,
+        )

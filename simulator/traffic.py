@@ -1,0 +1,128 @@
+"""Who asks what when: a recorded trace, or requests by chance. Prompts are made of the names of their blocks: equal names are
+equal text with equal text before it, so the trace's hash ids are the hashes by which caches and routers know blocks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Annotated
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from tandem.engine.cache.hashing import BlockHasher, HashedContent
+from tandem.loadgen.load import poisson
+from tandem.loadgen.traces import MOONCAKE_BLOCK_TOKENS, TraceRow
+from tandem.loadgen.workload import Lengths
+from tandem.wire.errors import ConfigurationError
+
+# Tokens of texts that no other request has: after all ids of a trace, prompts and answers apart.
+OWN_TEXT = 1 << 40
+ANSWERS = 1 << 41
+COPY_SHIFT_S = 60.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlayedTraffic:
+    rows: Sequence[TraceRow]  # in order of arrival
+    block_tokens: int = MOONCAKE_BLOCK_TOKENS  # that one name of a row's blocks stands for
+
+    @property
+    def seconds(self) -> float:
+        return self.rows[-1].arrival_s if self.rows else 0.0
+
+    def prompt(self, index: int) -> list[int]:
+        """Its tokens: each the name of the block that it lies in."""
+        row, size = self.rows[index], self.block_tokens
+        tokens: list[int] = []
+        for name in row.blocks:
+            tokens += [name] * size
+        if len(tokens) < row.input_tokens:
+            tokens += [OWN_TEXT + index] * (row.input_tokens - len(tokens))
+        del tokens[row.input_tokens :]
+        return tokens
+
+
+class NameHasher(BlockHasher):
+    """A block's hash is the name of its last token, which stands for all before it, and the block's place. What an answer adds has
+    a name of its own."""
+
+    def __init__(self, block_size: int) -> None:
+        super().__init__(block_size, bytes, b"")
+
+    def extend(self, chain: list[bytes], request: HashedContent) -> None:
+        size, tokens = self.block_size, request.all_token_ids
+        for index in range(len(chain), len(tokens) // size):
+            chain.append((tokens[(index + 1) * size - 1] << 32 | index).to_bytes(10, "little"))
+
+
+class RecordedTraffic(msgspec.Struct, frozen=True):
+    """How a trace is played. `copies` play beside each other, each with prompts of its own, shifted by up to a minute."""
+
+    speed: Annotated[float, Meta(gt=0)] = 1.0
+    scale: Annotated[float, Meta(gt=0)] = 1.0
+    copies: Annotated[int, Meta(ge=1)] = 1
+
+    def __post_init__(self) -> None:
+        if self.speed <= 0 or self.scale <= 0 or self.copies < 1:
+            raise ConfigurationError(
+                "a trace is played with a --trace-speed and a --trace-scale above 0, in at least 1 of its --copies, not "
+                f"{self.speed:g}, {self.scale:g} and {self.copies}"
+            )
+
+    def of(self, rows: Sequence[TraceRow], seed: int = 0) -> PlayedTraffic:
+        if wrong := [row for row in rows if row.input_tokens < 1 or row.output_tokens < 0]:
+            raise ConfigurationError(
+                f"the trace has a request with a prompt of {wrong[0].input_tokens} tokens and an answer of "
+                f"{wrong[0].output_tokens}: a prompt has at least 1, an answer at least 0"
+            )
+        names = 1 + max((max(row.blocks, default=0) for row in rows), default=0)
+        shifts = np.random.default_rng(seed).uniform(0.0, COPY_SHIFT_S, size=(self.copies, len(rows)))
+        played = [
+            TraceRow(
+                (row.arrival_s + (float(shifts[copy, index]) if copy else 0.0)) / self.speed,
+                max(1, round(row.input_tokens * self.scale)),
+                max(1, round(row.output_tokens * self.scale)),
+                tuple(name + copy * names for name in row.blocks),
+            )
+            for copy in range(self.copies)
+            for index, row in enumerate(rows)
+        ]
+        played.sort(key=lambda row: row.arrival_s)
+        return PlayedTraffic(played, max(1, round(MOONCAKE_BLOCK_TOKENS * self.scale)))
+
+
+class SyntheticTraffic(msgspec.Struct, frozen=True):
+    """Requests that come by chance. Their first `prefix` tokens are one of `prefixes` texts."""
+
+    rate: float
+    seconds: float
+    input: int = 512
+    output: int = 64
+    spread: float = 0.0
+    prefix: int = 0
+    prefixes: int = 1
+
+    def __post_init__(self) -> None:
+        if self.rate <= 0 or self.seconds <= 0:
+            raise ConfigurationError(
+                f"--rate and --duration must be above 0, not {self.rate:g} requests a second and {self.seconds:g} s"
+            )
+        if self.prefix < 0 or self.prefixes < 1:
+            raise ConfigurationError(
+                f"--prefix must be at least 0 tokens, and --prefixes at least 1, not {self.prefix} and {self.prefixes}"
+            )
+
+    def make(self, seed: int = 0) -> PlayedTraffic:
+        rng, lengths = np.random.default_rng(seed), Lengths(self.input, self.output, self.spread)
+        count = max(1, round(self.rate * self.seconds))
+        size = 16
+        blocks = self.prefix // size
+        rows = []
+        for index, at in enumerate(poisson(rng, count, self.rate)):
+            first = index % self.prefixes * blocks
+            names = tuple(range(first, first + blocks))
+            tokens = blocks * size + lengths.draw_input(rng)
+            rows.append(TraceRow(at, tokens, lengths.draw_output(rng), names))
+        return PlayedTraffic(rows, size)

@@ -1,0 +1,162 @@
+"""Costs that are measured on a cluster whose costs are known come out as they are."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from pathlib import Path
+
+import httpx
+import msgspec
+import pytest
+
+from tandem.router.tracing.record import NodePart, TraceRecord
+from tandem.simulator.costs import CostModel, read_costs
+from tandem.simulator.profile import STEPS, ProfileClient, Profiler, line_through
+from tandem.wire.errors import ConfigurationError, Unavailable
+from tandem.wire.tracing import Span, TracePhase, TransferRecord
+from tests.simulator.worlds import node_costs
+
+TRUE = node_costs(blocks=20_000, max_model_len=8192)
+
+
+class TracedCluster:
+    """Answers as a router does, with traces of steps that take what `TRUE` says."""
+
+    def __init__(self, *roles: str) -> None:
+        self.roles = roles
+        self.traces: dict[str, TraceRecord] = {}
+        self.cached: dict[tuple[int, ...], int] = {}
+        self._names = (f"cmpl-{number}" for number in itertools.count())
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/cluster":
+            nodes = [
+                {
+                    "role": role,
+                    "max_model_len": TRUE.max_model_len,
+                    "block_size": 16,
+                    "total_blocks": TRUE.blocks - 1,
+                }
+                for role in self.roles
+            ]
+            return httpx.Response(200, json={"router": {"model": "m"}, "nodes": nodes})
+        if request.url.path.startswith("/traces/"):
+            return httpx.Response(
+                200, content=msgspec.json.encode(self.traces[request.url.path.rpartition("/")[2]])
+            )
+        body = json.loads(request.content)
+        name = next(self._names)
+        if "x-tandem-trace" in request.headers:
+            self.traces[name] = self.trace(body["prompt"], body["max_tokens"])
+        self.cached[tuple(body["prompt"][:64])] = len(body["prompt"]) // 16 * 16
+        return httpx.Response(200, json={"id": name})
+
+    def trace(self, prompt: list[int], tokens: int) -> TraceRecord:
+        # One token is always computed; of a prompt that was there as it is, no more than that is cached.
+        known = (
+            min(self.cached.get(tuple(prompt[:64]), 0), (len(prompt) - 1) // 16 * 16)
+            if len(prompt) > 64
+            else 0
+        )
+        now = TRUE.request.arrive_s
+        end = now + TRUE.step_s([(len(prompt) - known, known)])
+        reading = pair(now, end, len(prompt) - known, 0, reads=True)
+        batch = max(1, (tokens - STEPS) // 2)
+        split = len(self.roles) == 2
+        now = end + (TRUE.transfer.handover_s + TRUE.transfer_s(len(prompt) - known) if split else 0.0)
+        writing: list[Span] = []
+        for place in range(tokens - 1):
+            seconds = TRUE.step_s([], batch, batch * (len(prompt) + place))
+            writing += pair(now, now + seconds, 1, batch - 1, reads=False)
+            now += seconds
+        moved = TransferRecord("r", "sent", int(len(prompt) * TRUE.kv_bytes_per_token), 1) if split else None
+        parts = [part(self.roles[-1], reading, moved), part(self.roles[0], writing, None)]
+        return TraceRecord(
+            "r",
+            "c",
+            "t",
+            "s",
+            None,
+            "",
+            "",
+            "m",
+            0.0,
+            0.0,
+            now,
+            200,
+            len(prompt),
+            tokens,
+            [],
+            [],
+            [],
+            parts,
+            [],
+        )
+
+
+def pair(begin: float, end: float, tokens: int, beside: int, *, reads: bool) -> list[Span]:
+    work = TracePhase.PREFILL if reads else TracePhase.DECODE
+    return [Span(TracePhase.STEP, begin, end, tokens, beside), Span(work, begin, end, tokens, beside)]
+
+
+def part(role: str, spans: list[Span], moved: TransferRecord | None) -> NodePart:
+    return NodePart(role, role, "r", spans, 0.0, None, 0, moved)
+
+
+async def measured(*roles: str) -> CostModel:
+    client = ProfileClient("http://cluster", None, httpx.MockTransport(TracedCluster(*roles)))
+    try:
+        return await Profiler(client, lambda what, share: None, repeats=1).measure("known")
+    finally:
+        await client.close()
+
+
+@pytest.mark.parametrize("roles", [("aggregated",), ("decode", "prefill")])
+def test_the_costs_of_a_known_cluster_are_found(roles: tuple[str, ...]) -> None:
+    costs = asyncio.run(measured(*roles))
+    assert (costs.blocks, costs.max_model_len) == (TRUE.blocks, TRUE.max_model_len)
+    for size in (16, 512, 2048):
+        assert costs.prefill.at(size, 0) == pytest.approx(TRUE.step_s([(size, 0)]), rel=1e-6)
+    for batch, context in ((1, 1044), (8, 1044), (32, 84)):
+        assert costs.decode.at(batch, context) == pytest.approx(
+            TRUE.step_s([], batch, batch * context), rel=0.01
+        )
+    assert costs.request.arrive_s == pytest.approx(TRUE.request.arrive_s)
+    assert costs.fit["prefill"].worst < 1e-6
+    assert costs.fit["decode"].worst < 0.05
+    if len(roles) == 2:
+        assert costs.transfer.handover_s == pytest.approx(TRUE.transfer.handover_s, rel=1e-3)
+        assert costs.transfer_s(1000) == pytest.approx(TRUE.transfer_s(1000), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "roles", [(), ("decode",), ("decode", "decode", "prefill"), ("aggregated", "prefill")]
+)
+def test_a_cluster_with_more_than_one_node_of_a_role_is_not_profiled(roles: tuple[str, ...]) -> None:
+    with pytest.raises(
+        ConfigurationError, match="one aggregated node, or of one prefill node and one decode"
+    ):
+        asyncio.run(measured(*roles))
+
+
+def test_a_server_that_is_away_is_one_sentence() -> None:
+    async def ask() -> None:
+        await ProfileClient("http://127.0.0.1:9", None).facts()
+
+    with pytest.raises(Unavailable, match="does not answer"):
+        asyncio.run(ask())
+
+
+def test_what_is_written_can_be_read(tmp_path: Path) -> None:
+    file = tmp_path / "node.json"
+    file.write_bytes(msgspec.json.encode(TRUE))
+    assert read_costs(file) == TRUE
+
+
+def test_a_line_is_found_beside_single_values_that_are_far_off() -> None:
+    points = [(place, 3.0 + 0.5 * place) for place in range(1, 9)]
+    assert line_through([*points, (4, 90.0), (4, 91.0), (4, 5.0)]) == pytest.approx((3.0, 0.5), rel=0.2)
+    assert line_through([]) == (0.0, 0.0)
+    assert line_through([(5, 2.0)]) == (2.0, 0.0)

@@ -1,0 +1,145 @@
+"""`tandem simulate` as its user meets it: what it prints, and one sentence for what cannot be meant."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tandem.cluster.cli import main
+from tests.simulator.worlds import node_costs
+
+
+@pytest.fixture
+def costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "node.json"
+    file.write_bytes(msgspec.json.encode(node_costs()))
+    return file
+
+
+def write(folder: Path, text: str) -> str:
+    (folder / "trace").write_text(text)
+    return str(folder / "trace")
+
+
+MOONCAKE = '{"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [0, 1]}\n'
+AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,480,10\n"
+
+
+@pytest.mark.parametrize("trace", [MOONCAKE, AZURE])
+def test_both_formats_are_read(costs: Path, capsys: pytest.CaptureFixture[str], trace: str) -> None:
+    file = write(costs.parent, trace)
+    assert main(["simulate", "--costs", str(costs), "--trace", file, "-o", "json"]) == 0
+    report = json.loads(capsys.readouterr().out)["report"]
+    assert (report["served"], report["requests"]) == (1, 1)
+
+
+def test_it_shows_what_users_would_feel(costs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = [
+        "--rate",
+        "5",
+        "--duration",
+        "4",
+        "--input",
+        "200",
+        "--output",
+        "20",
+        "--slo",
+        "ttft=1s,itl=50ms",
+    ]
+    assert main(["simulate", "--costs", str(costs), *given]) == 0
+    said = capsys.readouterr().out
+    for words in (
+        "time to first token",
+        "prefill-1",
+        "20 of 20 requests served",
+        "100.0% of the requests had",
+    ):
+        assert words in said
+
+
+def test_the_same_traffic_gives_the_same_answer(costs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = []
+    for _ in range(2):
+        main(
+            [
+                "simulate",
+                "--costs",
+                str(costs),
+                "--rate",
+                "3",
+                "--duration",
+                "9",
+                "--spread",
+                "0.5",
+                "-o",
+                "json",
+            ]
+        )
+        said.append(json.loads(capsys.readouterr().out)["report"])
+    assert said[0] == said[1]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ([], "give the traffic by --trace FILE or by --rate R"),
+        (["--rate", "-1"], "--rate and --duration must be above 0, not -1"),
+        (["--rate", "1", "--duration", "0"], "--rate and --duration must be above 0"),
+        (["--rate", "1", "--input", "0"], "at least 1 token"),
+        (["--rate", "1", "--spread", "2"], "spread must be at least 0 and below 1"),
+        (["--rate", "1", "--prefill", "0", "--decode", "0"], "node"),
+        (["--rate", "1", "--machines", "0"], "--machines must be at least 1"),
+        (["--rate", "1", "--traffic-seed", "-1"], "--traffic-seed must not be negative"),
+        (["--trace", "nowhere.jsonl"], "--trace nowhere.jsonl cannot be read"),
+        (["--trace", "node.json"], "node.json, line 1"),
+        (["--rate", "1", "--decode-costs", "nowhere.json"], "nowhere.json cannot be read"),
+        (
+            ["--rate", "1", "--decode-costs", "broken.json"],
+            "broken.json is no file that `tandem profile` writes",
+        ),
+    ],
+)
+def test_what_cannot_be_meant_is_one_sentence(
+    costs: Path, capsys: pytest.CaptureFixture[str], given: list[str], words: str
+) -> None:
+    (costs.parent / "broken.json").write_text('{"name": "x"}')
+    assert main(["simulate", "--costs", str(costs), *given]) == 1
+    said = capsys.readouterr().err
+    assert words in said
+    assert len(said.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('{"timestamp": 0, "input_length": 5}\n', "output_length"),
+        ('{"timestamp": 0, "input_length": -5, "output_length": 3}\n', "a prompt of -5 tokens"),
+        ('{"timestamp": 0, "input_length": 5, "output_length": "x"}\n', "line 1"),
+        ("TIMESTAMP,ContextTokens\n2023-11-16 18:17:03,480\n", "GeneratedTokens missing"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,480,10\n", "line 2"),
+        ("\n", "neither a JSONL trace nor a CSV"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "has no requests in it"),
+    ],
+)
+def test_a_broken_trace_is_one_sentence(
+    costs: Path, capsys: pytest.CaptureFixture[str], line: str, words: str
+) -> None:
+    assert main(["simulate", "--costs", str(costs), "--trace", write(costs.parent, line)]) == 1
+    said = capsys.readouterr().err
+    assert words in said
+    assert len(said.strip().splitlines()) == 1
+
+
+def test_a_trace_is_played_faster_longer_and_by_more(costs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write(costs.parent, MOONCAKE + MOONCAKE.replace('"timestamp": 0', '"timestamp": 8000'))
+    given = ["--trace-speed", "2", "--trace-scale", "0.5", "--copies", "3"]
+    main(["simulate", "--costs", str(costs), "--trace", file, *given, "-o", "json"])
+    report = json.loads(capsys.readouterr().out)["report"]
+    assert report["requests"] == 6
+    assert report["prompt_tokens"] == 6 * 300
+    assert report["output_tokens"] == 6 * 2
+    assert 4 < report["seconds"] < 4 + 35

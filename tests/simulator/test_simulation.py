@@ -1,0 +1,112 @@
+"""What a simulated cluster does: as many tokens as were asked for, when the costs say, on the nodes that the router chose."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from tandem.cluster.config import PoolConfig
+from tandem.loadgen.metrics import ServiceLevel
+from tandem.loadgen.traces import TraceRow
+from tandem.simulator.outcome import NodeLoad, SimulationReport
+from tandem.simulator.simulation import simulate
+from tandem.wire.errors import ConfigurationError
+from tests.simulator.worlds import a_setup, apart, node_costs
+
+
+def load_of(report: SimulationReport, role: str) -> NodeLoad:
+    (load,) = [load for load in report.nodes if load.role == role]
+    return load
+
+
+def test_a_lone_request_takes_what_its_parts_take() -> None:
+    costs = node_costs()
+    report = simulate(a_setup(apart([(0.0, 512, 5)]), costs=costs))
+    reading = costs.step_s([(512, 0)])
+    expected = costs.request.arrive_s + reading + costs.request.answer_s
+    assert report.ttft_ms is not None
+    assert report.ttft_ms.p50 == pytest.approx(1e3 * expected)
+    # The handover stands between the first token and the second, which the decode node's first step makes.
+    handover = costs.transfer_s(512) + costs.transfer.handover_s
+    steps = [costs.step_s([], 1, context) for context in range(512, 516)]
+    assert report.tpot_ms is not None
+    assert report.tpot_ms.p50 == pytest.approx(1e3 * (handover + sum(steps)) / 4)
+    assert report.itl_ms is not None
+    assert report.itl_ms.max == pytest.approx(1e3 * (handover + steps[0]), rel=0.002)
+    assert report.bytes_moved == 512 * costs.kv_bytes_per_token
+
+
+def test_prompts_are_read_on_one_node_and_answered_on_the_other() -> None:
+    report = simulate(a_setup(apart([(0.1 * index, 300, 20) for index in range(30)])))
+    prefill, decode = load_of(report, "prefill"), load_of(report, "decode")
+    assert (report.served, report.output_tokens) == (30, 600)
+    assert (prefill.prompt_tokens_computed, prefill.output_tokens) == (9000, 30)
+    # The router may have a short prompt read where it is answered, when that costs less.
+    assert decode.prompt_tokens_computed == 0
+    assert decode.output_tokens == 600
+
+
+def test_equal_names_are_found_in_the_cache() -> None:
+    rows = [TraceRow(float(index), 320, 4, tuple(range(20))) for index in range(4)]
+    alone = simulate(a_setup(rows, prefill=0, decode=0, aggregated=1))
+    # All but the last block: one token is always computed.
+    assert alone.cached_tokens == 3 * 304
+    assert alone.hit_rate == pytest.approx(0.7125)
+    other = [TraceRow(row.arrival_s, 320, 4, tuple(range(20 * i, 20 * i + 20))) for i, row in enumerate(rows)]
+    assert simulate(a_setup(other, prefill=0, decode=0, aggregated=1)).cached_tokens == 0
+
+
+def test_what_does_not_fit_waits_and_what_can_never_fit_fails() -> None:
+    rows = apart([(0.0, 700, 200), (0.0, 700, 200), (1.0, 5000, 10)])
+    report = simulate(a_setup(rows, prefill=0, decode=0, aggregated=1, costs=node_costs(blocks=70)))
+    assert (report.served, report.failed) == (2, 1)
+    assert report.e2e_ms is not None
+    assert report.e2e_ms.max > 1.5 * report.e2e_ms.p50 / 2, "the second waits for the blocks of the first"
+
+
+def test_a_crowd_is_refused_as_the_router_refuses() -> None:
+    rows = apart([(0.0, 100, 10)] * 1500)
+    report = simulate(a_setup(rows, prefill=0, decode=0, aggregated=1, costs=node_costs(blocks=20)))
+    assert report.refusals == {"overloaded": report.refused}
+    assert report.served + report.refused == 1500
+    assert report.refused > 0
+
+
+def test_attainment_is_the_share_of_requests_within_their_limits() -> None:
+    rows = apart([(0.0, 1024, 4), (0.0, 1024, 4), (5.0, 1024, 4)])
+    costs = node_costs()
+    limit = costs.request.arrive_s + 1.5 * costs.step_s([(1024, 0)])
+    report = simulate(a_setup(rows, slo=ServiceLevel(ttft=limit), max_num_batched_tokens=1024))
+    assert report.attainment == pytest.approx(2 / 3), "the second waits until the first was read"
+
+
+SLOW = node_costs(prefill_ticks=65536)  # about 0.3 s for a prompt of 512
+
+
+def test_pools_grow_and_shrink_with_the_load() -> None:
+    """By the product's own autoscaler: a quiet time, a busy one that one node cannot serve, a quiet one."""
+    busy = apart([(20.0 + 0.2 * index, 512, 8) for index in range(500)])
+    rows = [*apart([(2.0, 100, 8)]), *busy, *apart([(125.0 + 15.0 * index, 100, 8) for index in range(20)])]
+    report = simulate(a_setup(rows, prefill=PoolConfig(nodes=1, min=1, max=4), decode=1, costs=SLOW))
+    sizes = [change.size for change in report.changes if change.role == "prefill"]
+    assert max(sizes) > 1
+    assert sizes[-1] == 1
+    assert all(change.why.startswith("prefill: from") for change in report.changes)
+    assert sum(load.role == "prefill" for load in report.nodes) == max(sizes)
+
+
+def test_machines_that_are_all_taken_let_no_pool_grow() -> None:
+    rows = apart([(0.2 * index, 512, 8) for index in range(250)])
+    setup = a_setup(rows, prefill=PoolConfig(nodes=1, min=1, max=4), decode=1, costs=SLOW)
+    report = simulate(msgspec.structs.replace(setup, machines=2))
+    assert sum(load.role == "prefill" for load in report.nodes) == 1
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [((0, 0, 0), "at least 1 node"), ((1, 0, 0), "without a decode node")],
+)
+def test_a_cluster_that_answers_nothing_is_refused(sizes: tuple[int, int, int], words: str) -> None:
+    prefill, decode, aggregated = sizes
+    with pytest.raises(ConfigurationError, match=words):
+        simulate(a_setup(apart([(0.0, 10, 1)]), prefill=prefill, decode=decode, aggregated=aggregated))

@@ -1,0 +1,186 @@
+"""Steps that are taken at once leave behind what single steps leave behind."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tandem.engine.cache.groups import AttentionKind, KVCacheGroup
+from tandem.engine.config import CacheConfig, SchedulerConfig
+from tandem.engine.request import Request
+from tandem.engine.scheduling.output import ModelOutput
+from tandem.engine.scheduling.scheduler import Scheduler
+from tandem.loadgen.metrics import ServiceLevel
+from tandem.loadgen.traces import TraceRow
+from tandem.simulator.costs import DecodeRun
+from tandem.simulator.simulation import simulate
+from tandem.wire.sampling import SamplingParams
+from tests.simulator.worlds import TICK, a_setup, node_costs
+
+BLOCK = 4
+
+
+def a_scheduler(num_blocks: int, window: int | None, caching: bool) -> Scheduler:
+    groups = [KVCacheGroup(AttentionKind.FULL, BLOCK, (0,))]
+    if window is not None:
+        groups.append(KVCacheGroup(AttentionKind.SLIDING, BLOCK, (1,), window))
+    return Scheduler(
+        SchedulerConfig(max_num_batched_tokens=64),
+        CacheConfig(block_size=BLOCK, prefix_caching=caching, hash_seed="tests"),
+        groups,
+        num_blocks,
+        200,
+        clock=lambda: 0.0,
+    )
+
+
+def one_step(scheduler: Scheduler) -> None:
+    plan = scheduler.schedule()
+    requests = scheduler.requests
+    sampled = {
+        name: [requests[name].all_token_ids[-1]]
+        for name in plan.num_scheduled_tokens
+        if requests[name].num_computed_tokens == requests[name].num_tokens
+    }
+    scheduler.update_from_output(plan, ModelOutput(sampled))
+
+
+def all_of(scheduler: Scheduler) -> object:
+    state = scheduler._state
+    cache, pool = state.cache, state.cache.pool
+    return (
+        [
+            (
+                r.request_id,
+                r.status,
+                r.num_computed_tokens,
+                r.num_tokens,
+                r.all_token_ids,
+                r.allocation_horizon,
+            )
+            for r in state.running
+        ],
+        [cache.block_ids(name) for name in state.requests],
+        list(pool.free_queue),
+        pool.hashes,
+        list(pool.ref_counts),
+        state.settled,
+        state.finished_req_ids,
+        scheduler.stats(),
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    requests=st.lists(
+        st.tuples(st.integers(1, 40), st.integers(1, 60), st.integers(0, 2)), min_size=1, max_size=6
+    ),
+    at_once=st.lists(st.integers(1, 40), min_size=1, max_size=12),
+    num_blocks=st.integers(12, 120),
+    window=st.sampled_from([None, 6]),
+    caching=st.booleans(),
+)
+def test_a_scheduler_is_left_as_by_single_steps(
+    requests: list[tuple[int, int, int]],
+    at_once: list[int],
+    num_blocks: int,
+    window: int | None,
+    caching: bool,
+) -> None:
+    together, alone = (a_scheduler(num_blocks, window, caching) for _ in range(2))
+    for scheduler in (together, alone):
+        for index, (prompt, answer, text) in enumerate(requests):
+            sampling = SamplingParams(max_tokens=answer, ignore_eos=True)
+            request = Request(f"r{index}", [text] * prompt, sampling, arrival_time=float(index))
+            if prompt + answer < scheduler.max_model_len:
+                scheduler.add_request(request)
+    for wanted in at_once:
+        one_step(together)
+        one_step(alone)
+        steps = min(together.num_unchanged_steps(), wanted)
+        if steps:
+            together.take_unchanged_steps(steps)
+            for _ in range(steps):
+                one_step(alone)
+        assert all_of(together) == all_of(alone)
+        together.check_integrity()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    size=st.integers(1, 90),
+    context=st.integers(0, 3000),
+    steps=st.integers(1, 2500),
+    places=st.lists(st.floats(0, 1), min_size=1, max_size=5),
+)
+def test_a_run_of_steps_takes_what_its_steps_take(
+    size: int, context: int, steps: int, places: list[float]
+) -> None:
+    costs = node_costs()
+    run = DecodeRun(costs, size, context * size, steps)
+    ends = [0.0]
+    for step in range(steps):
+        ends.append(ends[-1] + costs.step_s([], size, (context + step) * size))
+    for place in places:
+        count = int(place * steps)
+        assert run.seconds(count) == pytest.approx(ends[count], rel=1e-9)
+        between = (ends[count] + ends[min(count + 1, steps)]) / 2
+        assert run.ended_by(between) == count
+    assert sum(count for _, _, count in run.gaps(0, steps)) == steps
+
+
+SOME_ROWS = st.lists(
+    st.tuples(
+        st.integers(0, 3_000_000),
+        st.integers(1, 900),
+        st.integers(1, 300),
+        st.lists(st.integers(0, 3), max_size=20),
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    rows=SOME_ROWS,
+    nodes=st.sampled_from([(1, 1, 0), (2, 1, 0), (1, 2, 0), (0, 0, 1), (0, 0, 2)]),
+    blocks=st.sampled_from([90, 400]),
+)
+def test_a_cluster_answers_as_by_single_steps(
+    rows: list[tuple[int, int, int, list[int]]], nodes: tuple[int, int, int], blocks: int
+) -> None:
+    """Whole: the router hears what it would have heard, so that everything after it is the same too."""
+    traffic = sorted(
+        # An odd number of quarter ticks: never at the end of a step.
+        (TraceRow((at + 0.25) * TICK, prompt, answer, tuple(names)) for at, prompt, answer, names in rows),
+        key=lambda row: row.arrival_s,
+    )
+    prefill, decode, aggregated = nodes
+    reports = [
+        simulate(
+            a_setup(
+                traffic,
+                prefill=prefill,
+                decode=decode,
+                aggregated=aggregated,
+                costs=node_costs(blocks=blocks, max_model_len=1400),
+                slo=ServiceLevel(ttft=0.1, itl=0.0085),
+                by_steps=by_steps,
+            )
+        )
+        for by_steps in (False, True)
+    ]
+    together, alone = (rounded(msgspec.to_builtins(report)) for report in reports)
+    assert together == alone
+
+
+def rounded(value: object) -> object:
+    """Sums in another order differ in their last digits."""
+    if isinstance(value, float):
+        return float(f"{value:.9g}")
+    if isinstance(value, dict):
+        return {name: rounded(part) for name, part in value.items() if name != "itl_ms"}
+    return [rounded(part) for part in value] if isinstance(value, list) else value
