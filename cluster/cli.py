@@ -8,7 +8,7 @@ import logging
 import os
 import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from tandem.cluster.commands.output import add_output, print_json, wants_json
 from tandem.cluster.vllm_flags import add_flags, read_flags, translated
 
 if TYPE_CHECKING:
+    from tandem.cluster.config import TandemConfig
     from tandem.cluster.setting_layers import Layer
     from tandem.cluster.settings import Settings
 
@@ -148,6 +149,14 @@ def _describe_profile(parser: argparse.ArgumentParser) -> None:
     add_output(parser)
 
 
+def _describe_plan(parser: argparse.ArgumentParser) -> None:
+    from tandem.simulator.plan_command import add_arguments
+
+    add_arguments(parser)
+    _add_settings(parser)
+    add_output(parser)
+
+
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tandem", description="Serve language models with prefill and decode on separate machines."
@@ -247,6 +256,13 @@ def make_parser() -> argparse.ArgumentParser:
         "simulate", help="how a cluster would serve a traffic, without one", describe=_describe_simulate
     )
     simulate.set_defaults(run=_simulate)
+
+    plan = commands.add_parser(
+        "plan",
+        help="how many nodes of each kind a traffic needs, and what they cost",
+        describe=_describe_plan,
+    )
+    plan.set_defaults(run=_plan)
 
     config = commands.add_parser("config", help="print the configuration that these settings make")
     _add_settings(config)
@@ -393,6 +409,20 @@ def _simulate(options: argparse.Namespace) -> int:
     if wants_json(options):
         print_json(result)
     return 0
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from tandem.simulator.plan_command import run
+
+    def configure(more: Mapping[str, str]) -> TandemConfig:
+        given = argparse.Namespace(**vars(options))
+        given.set = [*options.set, *(f"{name}={value}" for name, value in more.items())]
+        return read_settings(given).config
+
+    plan = run(options, configure, as_json=wants_json(options))
+    if wants_json(options):
+        print_json(plan)
+    return 0 if plan.chosen is not None else 1
 
 
 def _chaos(options: argparse.Namespace) -> int:

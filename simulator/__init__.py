@@ -12,5 +12,6 @@ a transfer and a request take comes from a file of costs, which was measured on 
     outcome     when tokens came, and what that adds up to
     simulation  one run of it all
     profile     the costs, measured on a cluster that serves; profile_command: `tandem profile`
+    planner     the least of what is enough, by simulations; picture: goodput against cost; plan_command: `tandem plan`
     command     `tandem simulate`; options: what it and its like are told; show: what they print
 """

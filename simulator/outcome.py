@@ -6,7 +6,7 @@ import dataclasses
 import math
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
@@ -123,6 +123,8 @@ class SimulationReport(msgspec.Struct, frozen=True):
     role_changes: int
     refusals: dict[str, int]  # by the error's code: the router took them not
     failures: dict[str, int]
+    misses: dict[str, int]  # by the limit that was not kept, "refused" and "failed"
+    given_up: bool  # ended before its end: too many requests were not within the limits
 
     @property
     def hit_rate(self) -> float:
@@ -143,6 +145,7 @@ class AnswerLog:
         self.served = 0
         self.refusals: defaultdict[str, int] = defaultdict(int)
         self.failures: defaultdict[str, int] = defaultdict(int)
+        self.misses: defaultdict[str, int] = defaultdict(int)
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.output_tokens = 0
@@ -193,16 +196,33 @@ class AnswerLog:
         self.cached_tokens += cached_tokens
         self.output_tokens += times.tokens
         self.last_at = max(self.last_at, times.last_at)
-        self.good += self._is_good(times, ttft, tpot or 0.0, e2e)
+        missed = [name for name, is_kept in self._kept(times, ttft, tpot or 0.0, e2e) if not is_kept]
+        self.good += not missed
+        for name in missed:
+            self.misses[name] += 1
 
-    def _is_good(self, times: AnswerTimes, ttft: float, tpot: float, e2e: float) -> bool:
+    def _kept(self, times: AnswerTimes, ttft: float, tpot: float, e2e: float) -> Iterator[tuple[str, bool]]:
         slo = self._slo
-        return slo is None or (
-            (slo.ttft is None or ttft <= slo.ttft)
-            and (slo.tpot is None or tpot <= slo.tpot)
-            and (slo.e2e is None or e2e <= slo.e2e)
-            and times.slow_gaps <= _SLOW_SHARE * (times.tokens - 1)
-        )
+        if slo is None:
+            return
+        yield "ttft", slo.ttft is None or ttft <= slo.ttft
+        yield "tpot", slo.tpot is None or tpot <= slo.tpot
+        yield "e2e", slo.e2e is None or e2e <= slo.e2e
+        yield "itl", times.slow_gaps <= _SLOW_SHARE * (times.tokens - 1)
+
+    def on_refused(self, code: str) -> None:
+        self.refusals[code] += 1
+        self.misses["refused"] += 1
+
+    def on_failed(self, request_id: str, code: str) -> None:
+        self.live.pop(request_id, None)
+        self.failures[code] += 1
+        self.misses["failed"] += 1
+
+    @property
+    def bad(self) -> int:
+        """Requests that are over and were not within the service level."""
+        return self.served - self.good + sum(self.refusals.values()) + sum(self.failures.values())
 
 
 def _num_above(limit: float, first: float, last: float, steps: int) -> int:

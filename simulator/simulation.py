@@ -30,6 +30,8 @@ TENANT = "simulation"
 OnProgress = Callable[[float, float, int], None]
 """Share of the requests that have come, the simulated seconds, requests under way."""
 PROGRESS_S = 0.2
+# Simulated seconds between two looks at whether the run is worth going on with.
+LOOK_S = 10.0
 
 
 class SimulatedLinks:
@@ -91,6 +93,8 @@ class SimulationSetup(msgspec.Struct, frozen=True):
     slo: ServiceLevel | None = None
     machines: int | None = None
     by_steps: bool = False
+    # The run may end when it is certain that a smaller share of the requests than this will be within the service level.
+    give_up_below: float = 0.0
 
     def check(self) -> None:
         if not self.config.pools.total:
@@ -204,10 +208,17 @@ class _Simulation:
             task.add_done_callback(under_way.discard)
             self._came += 1
             self._show()
-        while under_way:
-            await asyncio.wait(under_way, timeout=60.0)
+            if self._is_hopeless():
+                break
+        while under_way and not self._is_hopeless():
+            await asyncio.wait(under_way, timeout=LOOK_S)
             self._show()
+        for task in under_way:
+            task.cancel()
         guard.cancel()
+
+    def _is_hopeless(self) -> bool:
+        return self._outcome.bad > (1.0 - self._setup.give_up_below) * len(self._setup.traffic.rows)
 
     def _show(self) -> None:
         now = time.monotonic()
@@ -231,14 +242,13 @@ class _Simulation:
         try:
             generation = await self._dispatcher.generate([spec], TENANT, eager=False)
         except TandemError as error:
-            self._outcome.refusals[error.code] += 1
+            self._outcome.on_refused(error.code)
             return
         (life,) = generation.lives
         while not life.ended:
             await generation.news()
         if life.error is not None:
-            self._outcome.live.pop(life.request_ids[-1], None)
-            self._outcome.failures[life.error.code] += 1
+            self._outcome.on_failed(life.request_ids[-1], life.error.code)
         else:
             self._outcome.on_end(life.request_ids[-1], life.cached_tokens or 0)
 
@@ -288,6 +298,8 @@ class _Simulation:
             failed=sum(outcome.failures.values()),
             refusals=dict(outcome.refusals),
             failures=dict(outcome.failures),
+            misses=dict(outcome.misses),
+            given_up=self._is_hopeless(),
             seconds=seconds,
             prompt_tokens=outcome.prompt_tokens,
             cached_tokens=outcome.cached_tokens,

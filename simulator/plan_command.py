@@ -1,0 +1,193 @@
+"""`tandem plan`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import msgspec
+from rich.console import Console, Group, RenderableType
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from tandem.cluster.config import PoolConfig, PoolsConfig, TandemConfig
+from tandem.loadgen.metrics import ServiceLevel
+from tandem.loadgen.traces import TraceRow
+from tandem.simulator.costs import CostModel
+from tandem.simulator.options import (
+    add_costs,
+    add_traffic,
+    costs_of,
+    money,
+    service_level,
+    slo_of,
+    traffic_of,
+)
+from tandem.simulator.outcome import SimulationReport
+from tandem.simulator.picture import draw
+from tandem.simulator.planner import Evaluate, Layout, Plan, Planner, Trial, least_nodes
+from tandem.simulator.simulation import OnProgress, SimulationSetup, simulate
+from tandem.simulator.traffic import PlayedTraffic
+from tandem.wire.errors import ConfigurationError
+from tandem.wire.nodes import Role
+
+MOST_ROWS = 16
+Configure = Callable[[Mapping[str, str]], TandemConfig]
+"""The settings that were given, with some more."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_costs(parser)
+    add_traffic(parser)
+    asked = parser.add_argument_group("what is asked for")
+    asked.add_argument(
+        "--slo",
+        type=service_level,
+        metavar="LIMITS",
+        help="such as ttft=2s,itl=100ms (default: the settings' slo)",
+    )
+    asked.add_argument(
+        "--cost",
+        type=money,
+        required=True,
+        metavar="PRICES",
+        help="of a node in an hour, such as prefill=2.5,decode=2 (aggregated: the dearer of these, unless it is named)",
+    )
+    asked.add_argument(
+        "--attainment",
+        type=float,
+        default=0.99,
+        metavar="SHARE",
+        help="of the requests that must be within the limits (%(default)s)",
+    )
+    asked.add_argument(
+        "--most-nodes", type=int, default=64, metavar="N", help="of a role that are tried (%(default)s)"
+    )
+    asked.add_argument("--picture", type=Path, metavar="FILE", help="goodput against cost, as .svg")
+
+
+def run(options: argparse.Namespace, configure: Configure, *, as_json: bool) -> Plan:
+    if not 0.0 < options.attainment <= 1.0:
+        raise ConfigurationError(f"--attainment must be above 0 and at most 1, not {options.attainment:g}")
+    if options.most_nodes < 1:
+        raise ConfigurationError(f"--most-nodes must be at least 1, not {options.most_nodes}")
+    if options.picture is not None and options.picture.suffix != ".svg":
+        raise ConfigurationError(f"--picture must end in .svg, not {options.picture.name}")
+    prices = dict(options.cost)
+    if missing := [role for role in ("prefill", "decode") if role not in prices]:
+        raise ConfigurationError(f"--cost must name what a {' and a '.join(missing)} node costs")
+    prices.setdefault("aggregated", max(prices.values()))
+    costs, traffic = costs_of(options), traffic_of(options)
+    _, slo = slo_of(options, configure({}))
+    console = Console(stderr=as_json)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as shown:
+        row = shown.add_task("planning", total=1.0)
+
+        def say(what: str) -> OnProgress:
+            shown.update(row, description=what, completed=0.0)
+            return lambda share, seconds, running: shown.update(row, completed=share)
+
+        evaluate = evaluator(configure, costs, traffic, slo, options.attainment, say)
+        planner = Planner(
+            evaluate,
+            prices,
+            options.attainment,
+            options.most_nodes,
+            least_nodes(least_work(costs, traffic), traffic.seconds),
+        )
+        plan = planner.plan()
+    if options.picture is not None:
+        title = f"within {slo}, by cost"
+        try:
+            options.picture.write_text(draw(plan.trials, plan.chosen, title), encoding="utf-8")
+        except OSError as error:
+            raise ConfigurationError(f"{options.picture} cannot be written: {error.strerror}") from error
+    if not as_json:
+        console.print(render(plan, slo))
+    return plan
+
+
+def evaluator(
+    configure: Configure,
+    costs: Mapping[Role, CostModel],
+    traffic: PlayedTraffic,
+    slo: ServiceLevel,
+    target: float,
+    say: Callable[[str], OnProgress],
+) -> Evaluate:
+    def evaluate(layout: Layout, settings: Mapping[str, str], faster: float) -> SimulationReport:
+        prefill, decode, aggregated = (PoolConfig(nodes=layout.of(role)) for role in Role)
+        pools = PoolsConfig(prefill=prefill, decode=decode, aggregated=aggregated)
+        config = msgspec.structs.replace(configure(settings), pools=pools)
+        rows = [
+            TraceRow(row.arrival_s / faster, row.input_tokens, row.output_tokens, row.blocks)
+            for row in traffic.rows
+        ]
+        played = PlayedTraffic(rows, traffic.block_tokens)
+        what = " ".join(
+            [str(layout), *settings.values(), *([f"{faster:g} times as fast"] if faster != 1 else [])]
+        )
+        setup = SimulationSetup(config, costs, played, slo, give_up_below=target)
+        return simulate(setup, say(what))
+
+    return evaluate
+
+
+def least_work(costs: Mapping[Role, CostModel], traffic: PlayedTraffic) -> dict[Role, float]:
+    """Seconds that the traffic takes of nodes of each role at the very least: each text is read once, in the best of batches."""
+    seen: set[int] = set()
+    to_read = to_write = 0
+    for row in traffic.rows:
+        new = [name for name in row.blocks if name not in seen]
+        seen.update(new)
+        known = (len(row.blocks) - len(new)) * traffic.block_tokens
+        to_read += max(1, row.input_tokens - known)
+        to_write += max(0, row.output_tokens - 1)
+    reading = {role: to_read * _best_rate(costs[role], reads=True) for role in Role}
+    writing = {role: to_write * _best_rate(costs[role], reads=False) for role in Role}
+    return {
+        Role.PREFILL: reading[Role.PREFILL],
+        Role.DECODE: writing[Role.DECODE],
+        Role.AGGREGATED: max(reading[Role.AGGREGATED], writing[Role.AGGREGATED]),
+    }
+
+
+def _best_rate(costs: CostModel, *, reads: bool) -> float:
+    table = costs.prefill if reads else costs.decode
+    return min(min(row) / size for size, row in zip(table.sizes, table.seconds, strict=True) if size > 0)
+
+
+def render(plan: Plan, slo: ServiceLevel) -> RenderableType:
+    table = Table(title=f"for {slo}", title_justify="left")
+    for name in ("nodes", "settings", "an hour", "within", "goodput/s", "TTFT p99 ms", "ITL p99 ms"):
+        is_text = name in ("nodes", "settings")
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=name == "nodes")
+    shown = sorted(plan.trials, key=lambda trial: (trial != plan.chosen, trial.given_up, trial.cost))
+    for trial in shown[:MOST_ROWS]:
+        table.add_row(*_cells(trial), style="bold" if trial == plan.chosen else "")
+    lines = [f"{len(plan.trials)} clusters were simulated"]
+    if plan.chosen is not None:
+        lines.append(f"take {plan.chosen.layout}: {plan.chosen.cost:.2f} an hour")
+    lines += plan.why
+    if plan.breaks_first:
+        lines.append(f"what gives way first: {plan.breaks_first}")
+    return Group(table, *(Text(line) for line in lines))
+
+
+def _cells(trial: Trial) -> list[str]:
+    settings = " ".join(f"{name.rpartition('.')[2]}={value}" for name, value in trial.settings.items())
+    if trial.given_up:
+        return [str(trial.layout), settings, f"{trial.cost:.2f}", "too few", "", "", ""]
+    report = trial.report
+    return [
+        str(trial.layout),
+        settings,
+        f"{trial.cost:.2f}",
+        f"{trial.attainment:.1%}",
+        f"{trial.goodput_per_s:.2f}",
+        f"{report.ttft_ms.p99:.0f}" if report.ttft_ms else "–",
+        f"{report.itl_ms.p99:.1f}" if report.itl_ms else "–",
+    ]

@@ -1,0 +1,247 @@
+"""How many nodes of each kind serve a traffic within its limits for the least money, with what settings, and what gives way first.
+
+Every answer is a simulation's. A size that cannot keep the limits is given up as soon as that is certain, so most of the sizes that
+are tried cost little.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import msgspec
+
+from tandem.simulator.outcome import SimulationReport
+from tandem.wire.errors import ConfigurationError
+from tandem.wire.nodes import Role
+
+# Settings that may serve a traffic better than the defaults do, one after another on top of what has won so far.
+VARIANTS: tuple[Mapping[str, str], ...] = (
+    {"router.policy": "prefix_affinity"},
+    {"scheduler.max_num_batched_tokens": "8192"},
+    {"scheduler.max_num_batched_tokens": "1024"},
+    {"scheduler.step_target_ms": "40"},
+    {"scheduler.step_target_ms": "160"},
+)
+# So much more of the requests must be within the limits for a setting to be worth changing.
+WORTH = 0.002
+# Of the traffic: how much faster it is played to see what gives way.
+FASTER = (1.1, 1.25, 1.5, 2.0, 3.0, 4.0)
+
+_BREAKS = {
+    "ttft": "the first token comes too late",
+    "itl": "tokens come too slowly",
+    "tpot": "tokens come too slowly on average",
+    "e2e": "the whole answer comes too late",
+    "refused": "the router refuses requests",
+    "failed": "requests fail",
+}
+
+
+class Layout(msgspec.Struct, frozen=True, order=True):
+    prefill: int = 0
+    decode: int = 0
+    aggregated: int = 0
+
+    def of(self, role: Role) -> int:
+        return int(getattr(self, role.value))
+
+    def with_size(self, role: Role, size: int) -> Layout:
+        return msgspec.structs.replace(self, **{role.value: size})
+
+    def cost(self, money: Mapping[str, float]) -> float:
+        return math.fsum(self.of(role) * money[role.value] for role in Role)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{self.of(role)} {role.value}" for role in Role if self.of(role))
+
+
+class Trial(msgspec.Struct, frozen=True):
+    """One cluster that was simulated."""
+
+    layout: Layout
+    settings: dict[str, str]
+    cost: float  # of an hour
+    attainment: float  # at most this, when it was given up
+    goodput_per_s: float
+    given_up: bool
+    report: SimulationReport
+
+    @property
+    def busy(self) -> dict[str, float]:
+        """Of each role's nodes, on average."""
+        shares: dict[str, list[float]] = {}
+        for load in self.report.nodes:
+            shares.setdefault(load.role, []).append(load.busy)
+        return {role: math.fsum(values) / len(values) for role, values in shares.items()}
+
+
+class Plan(msgspec.Struct, frozen=True):
+    chosen: Trial | None
+    trials: list[Trial]
+    why: list[str]
+    breaks_first: str
+
+
+Evaluate = Callable[[Layout, Mapping[str, str], float], SimulationReport]
+"""Simulates the layout with these settings, the traffic played so many times as fast."""
+
+
+class Planner:
+    def __init__(
+        self,
+        evaluate: Evaluate,
+        money: Mapping[str, float],
+        target: float,
+        most_nodes: int,
+        least: Mapping[Role, int],
+    ) -> None:
+        """`target`: the share of the requests that must be within the limits. `least`: fewer nodes than these cannot have the time for
+        the traffic's work."""
+        self._evaluate = evaluate
+        self._money = money
+        self._target = target
+        self._most = most_nodes
+        self._least = least
+        self._trials: dict[tuple[Layout, tuple[tuple[str, str], ...]], Trial] = {}
+
+    def plan(self) -> Plan:
+        best = [trial for trial in (self._aggregated(), self._separate()) if trial is not None]
+        if not best:
+            return Plan(None, list(self._trials.values()), [self._why_none()], "")
+        chosen = self._with_settings(min(best, key=lambda trial: trial.cost))
+        why = list(self._why(chosen, best))
+        return Plan(chosen, list(self._trials.values()), why, self._breaks_first(chosen))
+
+    def _try(self, layout: Layout, settings: Mapping[str, str] | None = None) -> Trial:
+        settings = dict(settings or {})
+        key = layout, tuple(sorted(settings.items()))
+        found = self._trials.get(key)
+        if found is None:
+            report = self._evaluate(layout, settings, 1.0)
+            found = self._trials[key] = Trial(
+                layout,
+                settings,
+                layout.cost(self._money),
+                report.attainment or 0.0,
+                report.goodput_per_s or 0.0,
+                report.given_up,
+                report,
+            )
+        return found
+
+    def _is_enough(self, trial: Trial) -> bool:
+        return not trial.given_up and trial.attainment >= self._target
+
+    def _fewest(self, layout: Layout, role: Role, settings: Mapping[str, str] | None = None) -> Layout | None:
+        """The layout with as few nodes of the role as are enough: doubled until they are, then halved in between."""
+        low = high = max(self._least[role], 1)
+        while not self._is_enough(self._try(layout.with_size(role, high), settings)):
+            if high >= self._most:
+                return None
+            low, high = high + 1, min(2 * high, self._most)
+        while low < high:
+            middle = (low + high) // 2
+            if self._is_enough(self._try(layout.with_size(role, middle), settings)):
+                high = middle
+            else:
+                low = middle + 1
+        return layout.with_size(role, high)
+
+    def _aggregated(self) -> Trial | None:
+        """Prompts stand in the way of answers here, so other settings may be enough where the defaults are not."""
+        for settings in ({}, *VARIANTS):
+            found = self._fewest(Layout(), Role.AGGREGATED, settings)
+            if found is not None:
+                return self._try(found, settings)
+        return None
+
+    def _separate(self) -> Trial | None:
+        """First both pools together, in proportion to their work, until they are enough; then each as small as it may be."""
+        prefill, decode = (max(self._least[role], 1) for role in (Role.PREFILL, Role.DECODE))
+        layout = Layout(prefill, decode)
+        while not self._is_enough(self._try(layout)):
+            if max(layout.prefill, layout.decode) >= self._most:
+                return None
+            layout = Layout(
+                *(min(self._most, math.ceil(1.5 * size)) for size in (layout.prefill, layout.decode))
+            )
+        for role in sorted((Role.PREFILL, Role.DECODE), key=lambda role: -self._money[role.value]):
+            layout = self._fewest(layout, role) or layout
+        return self._try(layout)
+
+    def _with_settings(self, trial: Trial) -> Trial:
+        """Settings that serve more of the requests, and then fewer nodes if these are enough with them."""
+        for variant in VARIANTS:
+            if variant.items() <= trial.settings.items():
+                continue
+            other = self._try(trial.layout, {**trial.settings, **variant})
+            if self._is_enough(other) and other.attainment > trial.attainment + WORTH:
+                trial = other
+        if trial.settings:
+            for role in Role:
+                while (size := trial.layout.of(role)) > 1:
+                    fewer = self._try(trial.layout.with_size(role, size - 1), trial.settings)
+                    if not self._is_enough(fewer):
+                        break
+                    trial = fewer
+        return trial
+
+    # --- in words
+
+    def _why_none(self) -> str:
+        nearest = max(self._trials.values(), key=lambda trial: trial.attainment)
+        return (
+            f"no cluster of up to {self._most} nodes of a role keeps the limits for {self._target:.0%} of the requests; "
+            f"nearest: {nearest.layout}, {nearest.attainment:.1%} at most. {_worst_of(nearest.report)}"
+        )
+
+    def _why(self, chosen: Trial, best: Sequence[Trial]) -> Iterator[str]:
+        for trial in best:
+            if trial.layout != chosen.layout and bool(trial.layout.aggregated) != bool(
+                chosen.layout.aggregated
+            ):
+                yield (
+                    f"{trial.layout} keep the limits too, for {trial.cost:.2f} an hour, not {chosen.cost:.2f}"
+                )
+        kinds = {bool(trial.layout.aggregated) for trial in best}
+        if len(kinds) == 1:
+            other = "separate pools" if chosen.layout.aggregated else "aggregated nodes"
+            yield f"{other} do not keep the limits at any size up to {self._most}"
+        for role in Role:
+            size = chosen.layout.of(role)
+            fewer = self._trials.get(
+                (chosen.layout.with_size(role, size - 1), tuple(sorted(chosen.settings.items())))
+            )
+            if size and fewer is not None:
+                yield f"with {size - 1} {role.value} node{'s' * (size != 2)}: {_worst_of(fewer.report)}"
+        shown = ", ".join(f"{role} nodes {share:.0%}" for role, share in chosen.busy.items())
+        yield f"on average {shown} of the time are computing"
+        if chosen.settings:
+            names = ", ".join(f"{name}: {value}" for name, value in chosen.settings.items())
+            yield f"with {names} more of the requests are within the limits than without"
+
+    def _breaks_first(self, chosen: Trial) -> str:
+        for factor in FASTER:
+            report = self._evaluate(chosen.layout, chosen.settings, factor)
+            if report.given_up or (report.attainment or 0.0) < self._target:
+                return f"at {factor:g} times the traffic: {_worst_of(report)}"
+        return f"nothing, up to {FASTER[-1]:g} times the traffic"
+
+
+def _worst_of(report: SimulationReport) -> str:
+    if not report.misses:
+        return "too few of the requests are within the limits"
+    cause, count = max(report.misses.items(), key=lambda miss: miss[1])
+    fullest = max(report.nodes, key=lambda load: load.most_blocks, default=None)
+    text = f"{_BREAKS[cause]} for {count} requests"
+    if fullest is not None and fullest.most_blocks > 0.95:
+        text += f" (the blocks of {fullest.node_id} were all taken)"
+    return text
+
+
+def least_nodes(seconds_of_work: Mapping[Role, float], seconds: float) -> dict[Role, int]:
+    """Of each role, so many that their time is as much as the work."""
+    if seconds <= 0:
+        raise ConfigurationError("the traffic must last longer than one moment to plan for it")
+    return {role: max(1, math.ceil(work / seconds)) for role, work in seconds_of_work.items()}

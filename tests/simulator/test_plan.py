@@ -1,0 +1,174 @@
+"""The planner finds the least that is enough, says why, and draws it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from xml.etree import ElementTree
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tandem.cluster.cli import main
+from tandem.simulator.outcome import NodeLoad, SimulationReport
+from tandem.simulator.planner import Layout, Plan, Planner
+from tandem.wire.nodes import Role
+from tests.simulator.worlds import node_costs
+
+LEAST = dict.fromkeys(Role, 1)
+
+
+def a_report(attainment: float, misses: Mapping[str, int]) -> SimulationReport:
+    load = NodeLoad("node-1", "decode", 1.0, 0.5, 1, 0, 0, 1, 0, 0.2)
+    return SimulationReport(
+        100, 100, 0, 0, 1.0, 1, 0, 1, 1.0, None, None, None, None, "", attainment, attainment, 0.0, [load], {}, [], 0,
+        {}, {}, dict(misses), given_up=attainment < 0.99,
+    )  # fmt: skip
+
+
+class NeedyTraffic:
+    """Is served well by at least so many nodes of each kind."""
+
+    def __init__(self, prefill: int, decode: int, aggregated: int) -> None:
+        self.needs = Layout(prefill, decode, aggregated)
+        self.asked: list[Layout] = []
+
+    def __call__(self, layout: Layout, settings: Mapping[str, str], faster: float) -> SimulationReport:
+        self.asked.append(layout)
+        if layout.aggregated:
+            return self.answer(layout.aggregated, self.needs.aggregated, faster, "itl")
+        if layout.prefill < self.needs.prefill * faster:
+            return self.answer(layout.prefill, self.needs.prefill, faster, "ttft")
+        return self.answer(layout.decode, self.needs.decode, faster, "itl")
+
+    @staticmethod
+    def answer(size: int, need: int, faster: float, cause: str) -> SimulationReport:
+        share = min(1.0, size / (need * faster))
+        return a_report(share, {} if share == 1.0 else {cause: 7})
+
+
+def plan_for(traffic: NeedyTraffic, money: Mapping[str, float], most: int = 64) -> Plan:
+    return Planner(traffic, money, 0.99, most, LEAST).plan()
+
+
+SIZES = st.integers(1, 40)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    prefill=SIZES,
+    decode=SIZES,
+    aggregated=SIZES,
+    prices=st.tuples(st.floats(0.5, 5), st.floats(0.5, 5), st.floats(0.5, 5)),
+)
+def test_the_cheapest_cluster_that_is_enough_is_found(
+    prefill: int, decode: int, aggregated: int, prices: tuple[float, float, float]
+) -> None:
+    money = dict(zip(("prefill", "decode", "aggregated"), prices, strict=True))
+    traffic = NeedyTraffic(prefill, decode, aggregated)
+    chosen = plan_for(traffic, money).chosen
+    assert chosen is not None
+    separate, together = Layout(prefill, decode), Layout(aggregated=aggregated)
+    assert chosen.cost == pytest.approx(min(separate.cost(money), together.cost(money)))
+    assert len(traffic.asked) < 60
+
+
+def test_it_says_why_and_what_gives_way_first() -> None:
+    plan = plan_for(NeedyTraffic(3, 2, 9), {"prefill": 2.0, "decode": 1.0, "aggregated": 2.0})
+    assert plan.chosen is not None
+    assert plan.chosen.layout == Layout(3, 2)
+    said = " | ".join(plan.why)
+    assert "9 aggregated keep the limits too, for 18.00 an hour, not 8.00" in said
+    assert "with 2 prefill nodes: the first token comes too late for 7 requests" in said
+    assert "with 1 decode node: tokens come too slowly for 7 requests" in said
+    assert plan.breaks_first == "at 1.1 times the traffic: the first token comes too late for 7 requests"
+
+
+def test_limits_that_no_size_keeps_are_said_to_be_so() -> None:
+    plan = plan_for(NeedyTraffic(100, 100, 100), {"prefill": 1.0, "decode": 1.0, "aggregated": 1.0}, most=8)
+    assert plan.chosen is None
+    (why,) = plan.why
+    assert why.startswith("no cluster of up to 8 nodes of a role keeps the limits for 99% of the requests")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "node.json").write_bytes(msgspec.json.encode(node_costs()))
+    return tmp_path
+
+
+TRAFFIC = [
+    "--rate",
+    "6",
+    "--duration",
+    "15",
+    "--input",
+    "700",
+    "--output",
+    "15",
+    "--slo",
+    "ttft=150ms,itl=40ms",
+]
+PRICES = ["--cost", "prefill=2,decode=1"]
+
+
+def test_the_command_plans_and_draws(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = [
+        *TRAFFIC,
+        *PRICES,
+        "--attainment",
+        "0.9",
+        "--most-nodes",
+        "8",
+        "--picture",
+        "plan.svg",
+        "-o",
+        "json",
+    ]
+    assert main(["plan", "--costs", "node.json", *given]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["chosen"]["attainment"] >= 0.9
+    smaller = [trial for trial in plan["trials"] if trial["cost"] < plan["chosen"]["cost"]]
+    assert all(trial["given_up"] or trial["attainment"] < 0.9 for trial in smaller)
+    drawn = ElementTree.parse(folder / "plan.svg").getroot()
+    whole = [trial for trial in plan["trials"] if not trial["given_up"]]
+    circles = drawn.findall(".//{http://www.w3.org/2000/svg}circle")
+    assert len(circles) == 2 + len(whole), "one for each, and two that explain the colours"
+
+
+def test_the_command_says_what_to_take(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--costs", "node.json", *TRAFFIC, *PRICES, "--most-nodes", "8"]) == 0
+    said = capsys.readouterr().out
+    for words in ("take ", "an hour", "what gives way first", "clusters were simulated"):
+        assert words in said
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ([*PRICES, "--attainment", "0"], "--attainment must be above 0"),
+        ([*PRICES, "--most-nodes", "0"], "--most-nodes must be at least 1"),
+        ([*PRICES, "--picture", "plan.png"], "--picture must end in .svg"),
+        (["--cost", "decode=1"], "--cost must name what a prefill node costs"),
+    ],
+)
+def test_what_cannot_be_meant_is_one_sentence(
+    folder: Path, capsys: pytest.CaptureFixture[str], given: list[str], words: str
+) -> None:
+    assert main(["plan", "--costs", "node.json", *TRAFFIC, *given]) == 1
+    said = capsys.readouterr().err
+    assert words in said
+    assert len(said.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "prices", ["prefill=0,decode=1", "prefill=-2", "router=1", "prefill=cheap", "prefill=inf"]
+)
+def test_prices_are_numbers_above_0(folder: Path, capsys: pytest.CaptureFixture[str], prices: str) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--costs", "node.json", *TRAFFIC, "--cost", prices])
+    assert "costs in an hour, such as prefill=2.5" in capsys.readouterr().err
