@@ -10,9 +10,9 @@ import msgspec
 
 from tandem.cluster.config import TandemConfig
 from tandem.loadgen.metrics import Distribution, ServiceLevel
+from tandem.router.choosing import Chooser
 from tandem.router.dispatch import Dispatcher, SequenceSpec
 from tandem.router.metrics import RouterMetrics
-from tandem.router.policy import make_policy
 from tandem.router.pool import NodePool
 from tandem.simulator.clock import VirtualLoop
 from tandem.simulator.costs import CostModel
@@ -73,6 +73,7 @@ class SimulatedLinks:
         self._on_joined(node)
 
     def meet(self, node: NodeInfo) -> None: ...
+    def list_cache(self, node: NodeInfo) -> None: ...
     def begin_anew(self, node: NodeInfo) -> None: ...
     def forget(self, node: NodeInfo) -> None: ...
 
@@ -154,7 +155,7 @@ class _Simulation:
             config,
             links,
             self._router_pool,
-            make_policy(config.policy, config.local_prefill),
+            Chooser(self._router_pool, config.policy, config.local_prefill, config.limits.cached_blocks),
             RouterMetrics(),
             loop.time,
         )

@@ -17,9 +17,9 @@ from tandem.loadgen.traces import MOONCAKE_BLOCK_TOKENS, TraceRow
 from tandem.loadgen.workload import Lengths
 from tandem.wire.errors import ConfigurationError
 
-# Tokens of texts that no other request has: after all ids of a trace, prompts and answers apart.
-OWN_TEXT = 1 << 40
-ANSWERS = 1 << 41
+# Tokens of texts that no other request has: after all ids of a trace, prompts and answers apart. A token has 32 bits.
+OWN_TEXT = 1 << 30
+ANSWERS = 1 << 31
 COPY_SHIFT_S = 60.0
 
 
@@ -78,6 +78,10 @@ class RecordedTraffic(msgspec.Struct, frozen=True):
                 f"{wrong[0].output_tokens}: a prompt has at least 1, an answer at least 0"
             )
         names = 1 + max((max(row.blocks, default=0) for row in rows), default=0)
+        if names * self.copies > OWN_TEXT or any(min(row.blocks, default=0) < 0 for row in rows):
+            raise ConfigurationError(
+                f"the trace's hash ids must be from 0 to {OWN_TEXT // self.copies - 1}, with {self.copies} of its --copies"
+            )
         shifts = np.random.default_rng(seed).uniform(0.0, COPY_SHIFT_S, size=(self.copies, len(rows)))
         played = [
             TraceRow(

@@ -121,6 +121,8 @@ def test_what_cannot_be_meant_is_one_sentence(
         ('{"timestamp": 0, "input_length": 5, "output_length": "x"}\n', "line 1"),
         ("TIMESTAMP,ContextTokens\n2023-11-16 18:17:03,480\n", "GeneratedTokens missing"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,480,10\n", "line 2"),
+        (MOONCAKE.replace("[0, 1]", "[0, -1]"), "hash ids must be from 0 to"),
+        (MOONCAKE.replace("[0, 1]", "[0, 9876543210]"), "hash ids must be from 0 to"),
         ("\n", "neither a JSONL trace nor a CSV"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "has no requests in it"),
     ],

@@ -10,6 +10,7 @@ from tandem.loadgen.metrics import ServiceLevel
 from tandem.loadgen.traces import TraceRow
 from tandem.simulator.outcome import NodeLoad, SimulationReport
 from tandem.simulator.simulation import simulate
+from tandem.simulator.traffic import PlayedTraffic
 from tandem.wire.errors import ConfigurationError
 from tests.simulator.worlds import a_setup, apart, node_costs
 
@@ -110,3 +111,12 @@ def test_a_cluster_that_answers_nothing_is_refused(sizes: tuple[int, int, int], 
     prefill, decode, aggregated = sizes
     with pytest.raises(ConfigurationError, match=words):
         simulate(a_setup(apart([(0.0, 10, 1)]), prefill=prefill, decode=decode, aggregated=aggregated))
+
+
+def test_an_error_of_a_part_ends_the_run() -> None:
+    """An answer without the request that broke would be wrong, and one that waits for it never comes."""
+    rows = [TraceRow(0.0, 32, 4, (2**40, 1)), *apart([(1.0, 100, 10)])]
+    setup = msgspec.structs.replace(a_setup(rows), traffic=PlayedTraffic(rows, 16))
+    with pytest.raises(ExceptionGroup) as broken:
+        simulate(setup)
+    assert broken.group_contains(OverflowError)
