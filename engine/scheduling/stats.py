@@ -38,9 +38,9 @@ class Totals(msgspec.Struct):
     loads_failed: int = 0
     model_errors: int = 0  # requests that the model failed: its logits were no numbers
 
-    def step_of(self, num_tokens: int) -> None:
-        self.step_tokens[bisect.bisect_left(STEP_TOKEN_BOUNDS, num_tokens)] += 1
-        self.tokens_scheduled += num_tokens
+    def step_of(self, num_tokens: int, steps: int = 1) -> None:
+        self.step_tokens[bisect.bisect_left(STEP_TOKEN_BOUNDS, num_tokens)] += steps
+        self.tokens_scheduled += steps * num_tokens
 
     def drafts_settled(self, num_drafts: int, num_accepted: int) -> None:
         self.speculative_steps += 1

@@ -72,6 +72,7 @@ def take_unchanged_steps(state: SchedulerState, steps: int) -> None:
     state.cache.take_fresh_blocks()
     state.finished_req_ids, state.preempted_req_ids = set(), set()
     state.totals.steps += steps
+    state.totals.step_of(len(running), steps)
     state.totals.output_tokens += steps * len(running)
     state.settled = False
 

@@ -6,6 +6,7 @@ case: when a node's queue is full, the pool says that the node is lost, and the 
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
