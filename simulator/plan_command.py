@@ -27,7 +27,7 @@ from tandem.simulator.options import (
 )
 from tandem.simulator.outcome import SimulationReport
 from tandem.simulator.picture import draw
-from tandem.simulator.planner import Evaluate, Layout, Plan, Planner, Trial, least_nodes
+from tandem.simulator.planner import Evaluate, Plan, Planner, PoolSizes, Trial, least_nodes
 from tandem.simulator.simulation import OnProgress, SimulationSetup, simulate
 from tandem.simulator.traffic import PlayedTraffic
 from tandem.wire.errors import ConfigurationError
@@ -118,7 +118,7 @@ def evaluator(
     target: float,
     say: Callable[[str], OnProgress],
 ) -> Evaluate:
-    def evaluate(layout: Layout, settings: Mapping[str, str], faster: float) -> SimulationReport:
+    def evaluate(layout: PoolSizes, settings: Mapping[str, str], faster: float) -> SimulationReport:
         prefill, decode, aggregated = (PoolConfig(nodes=layout.of(role)) for role in Role)
         pools = PoolsConfig(prefill=prefill, decode=decode, aggregated=aggregated)
         config = msgspec.structs.replace(configure(settings), pools=pools)

@@ -38,7 +38,7 @@ _BREAKS = {
 }
 
 
-class Layout(msgspec.Struct, frozen=True, order=True):
+class PoolSizes(msgspec.Struct, frozen=True, order=True):
     prefill: int = 0
     decode: int = 0
     aggregated: int = 0
@@ -46,7 +46,7 @@ class Layout(msgspec.Struct, frozen=True, order=True):
     def of(self, role: Role) -> int:
         return int(getattr(self, role.value))
 
-    def with_size(self, role: Role, size: int) -> Layout:
+    def with_size(self, role: Role, size: int) -> PoolSizes:
         return msgspec.structs.replace(self, **{role.value: size})
 
     def cost(self, money: Mapping[str, float]) -> float:
@@ -59,7 +59,7 @@ class Layout(msgspec.Struct, frozen=True, order=True):
 class Trial(msgspec.Struct, frozen=True):
     """One cluster that was simulated."""
 
-    layout: Layout
+    layout: PoolSizes
     settings: dict[str, str]
     cost: float  # of an hour
     attainment: float  # at most this, when it was given up
@@ -83,7 +83,7 @@ class Plan(msgspec.Struct, frozen=True):
     breaks_first: str
 
 
-Evaluate = Callable[[Layout, Mapping[str, str], float], SimulationReport]
+Evaluate = Callable[[PoolSizes, Mapping[str, str], float], SimulationReport]
 """Simulates the layout with these settings, the traffic played so many times as fast."""
 
 
@@ -103,7 +103,7 @@ class Planner:
         self._target = target
         self._most = most_nodes
         self._least = least
-        self._trials: dict[tuple[Layout, tuple[tuple[str, str], ...]], Trial] = {}
+        self._trials: dict[tuple[PoolSizes, tuple[tuple[str, str], ...]], Trial] = {}
 
     def plan(self) -> Plan:
         best = [trial for trial in (self._aggregated(), self._separate()) if trial is not None]
@@ -113,7 +113,7 @@ class Planner:
         why = list(self._why(chosen, best))
         return Plan(chosen, list(self._trials.values()), why, self._breaks_first(chosen))
 
-    def _try(self, layout: Layout, settings: Mapping[str, str] | None = None) -> Trial:
+    def _try(self, layout: PoolSizes, settings: Mapping[str, str] | None = None) -> Trial:
         settings = dict(settings or {})
         key = layout, tuple(sorted(settings.items()))
         found = self._trials.get(key)
@@ -133,7 +133,9 @@ class Planner:
     def _is_enough(self, trial: Trial) -> bool:
         return not trial.given_up and trial.attainment >= self._target
 
-    def _fewest(self, layout: Layout, role: Role, settings: Mapping[str, str] | None = None) -> Layout | None:
+    def _fewest(
+        self, layout: PoolSizes, role: Role, settings: Mapping[str, str] | None = None
+    ) -> PoolSizes | None:
         """The layout with as few nodes of the role as are enough: doubled until they are, then halved in between."""
         low = high = max(self._least[role], 1)
         while not self._is_enough(self._try(layout.with_size(role, high), settings)):
@@ -151,7 +153,7 @@ class Planner:
     def _aggregated(self) -> Trial | None:
         """Prompts stand in the way of answers here, so other settings may be enough where the defaults are not."""
         for settings in ({}, *VARIANTS):
-            found = self._fewest(Layout(), Role.AGGREGATED, settings)
+            found = self._fewest(PoolSizes(), Role.AGGREGATED, settings)
             if found is not None:
                 return self._try(found, settings)
         return None
@@ -159,11 +161,11 @@ class Planner:
     def _separate(self) -> Trial | None:
         """First both pools together, in proportion to their work, until they are enough; then each as small as it may be."""
         prefill, decode = (max(self._least[role], 1) for role in (Role.PREFILL, Role.DECODE))
-        layout = Layout(prefill, decode)
+        layout = PoolSizes(prefill, decode)
         while not self._is_enough(self._try(layout)):
             if max(layout.prefill, layout.decode) >= self._most:
                 return None
-            layout = Layout(
+            layout = PoolSizes(
                 *(min(self._most, math.ceil(1.5 * size)) for size in (layout.prefill, layout.decode))
             )
         for role in sorted((Role.PREFILL, Role.DECODE), key=lambda role: -self._money[role.value]):

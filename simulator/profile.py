@@ -88,7 +88,7 @@ class WorkStep:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class TracedRequest:
+class ProfiledRequest:
     """One request: its trace, and how long its client waited."""
 
     record: TraceRecord
@@ -127,7 +127,7 @@ class ProfileClient:
         self._model = facts.router.model
         return facts.nodes
 
-    async def ask(self, prompt: Sequence[int], tokens: int, *, traced: bool = True) -> TracedRequest | None:
+    async def ask(self, prompt: Sequence[int], tokens: int, *, traced: bool = True) -> ProfiledRequest | None:
         body = {
             "model": self._model,
             "prompt": prompt,
@@ -142,9 +142,9 @@ class ProfileClient:
         if not traced:
             return None
         name = msgspec.json.decode(answer.content, type=_Completion).id
-        return TracedRequest(await self._trace(name), seconds)
+        return ProfiledRequest(await self._trace(name), seconds)
 
-    async def asked(self, prompt: Sequence[int], tokens: int) -> TracedRequest:
+    async def asked(self, prompt: Sequence[int], tokens: int) -> ProfiledRequest:
         found = await self.ask(prompt, tokens)
         if found is None:
             raise Unavailable("the request was not traced")

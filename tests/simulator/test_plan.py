@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tandem.cluster.cli import main
 from tandem.simulator.outcome import NodeLoad, SimulationReport
-from tandem.simulator.planner import Layout, Plan, Planner
+from tandem.simulator.planner import Plan, Planner, PoolSizes
 from tandem.wire.nodes import Role
 from tests.simulator.worlds import node_costs
 
@@ -33,10 +33,10 @@ class NeedyTraffic:
     """Is served well by at least so many nodes of each kind."""
 
     def __init__(self, prefill: int, decode: int, aggregated: int) -> None:
-        self.needs = Layout(prefill, decode, aggregated)
-        self.asked: list[Layout] = []
+        self.needs = PoolSizes(prefill, decode, aggregated)
+        self.asked: list[PoolSizes] = []
 
-    def __call__(self, layout: Layout, settings: Mapping[str, str], faster: float) -> SimulationReport:
+    def __call__(self, layout: PoolSizes, settings: Mapping[str, str], faster: float) -> SimulationReport:
         self.asked.append(layout)
         if layout.aggregated:
             return self.answer(layout.aggregated, self.needs.aggregated, faster, "itl")
@@ -71,7 +71,7 @@ def test_the_cheapest_cluster_that_is_enough_is_found(
     traffic = NeedyTraffic(prefill, decode, aggregated)
     chosen = plan_for(traffic, money).chosen
     assert chosen is not None
-    separate, together = Layout(prefill, decode), Layout(aggregated=aggregated)
+    separate, together = PoolSizes(prefill, decode), PoolSizes(aggregated=aggregated)
     assert chosen.cost == pytest.approx(min(separate.cost(money), together.cost(money)))
     assert len(traffic.asked) < 60
 
@@ -79,7 +79,7 @@ def test_the_cheapest_cluster_that_is_enough_is_found(
 def test_it_says_why_and_what_gives_way_first() -> None:
     plan = plan_for(NeedyTraffic(3, 2, 9), {"prefill": 2.0, "decode": 1.0, "aggregated": 2.0})
     assert plan.chosen is not None
-    assert plan.chosen.layout == Layout(3, 2)
+    assert plan.chosen.layout == PoolSizes(3, 2)
     said = " | ".join(plan.why)
     assert "9 aggregated keep the limits too, for 18.00 an hour, not 8.00" in said
     assert "with 2 prefill nodes: the first token comes too late for 7 requests" in said
