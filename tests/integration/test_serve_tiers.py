@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
+from benchmarks.failover import listener
 from tests.integration.cluster_lab import END_S, START_S
 
 # Room for some 1,050 tokens on the device: the third prompt pushes the first out.
@@ -66,21 +67,6 @@ def until(holds: Callable[[], bool], what: str) -> None:
     while not holds():
         assert time.monotonic() < deadline, f"still not: {what}"
         time.sleep(0.1)
-
-
-def listener(endpoint: str) -> int:
-    """The process that listens there."""
-    wanted = f"{int(endpoint.rpartition(':')[2]):04X}"
-    rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    inodes = {row[9] for row in rows if row[1].endswith(f":{wanted}") and row[3] == "0A"}
-    for folder in Path("/proc").glob("[0-9]*/fd/*"):
-        try:
-            target = os.readlink(folder)
-        except OSError:
-            continue  # it was closed meanwhile
-        if target.startswith("socket:[") and target[8:-1] in inodes:
-            return int(folder.parts[2])
-    pytest.fail(f"no process listens at {endpoint}")
 
 
 @pytest.mark.parametrize(
