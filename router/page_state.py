@@ -67,4 +67,3 @@ class PageState(msgspec.Struct, frozen=True):
     moments: list[Moment]
     latest: list[RequestAccount]
     slowest: list[SlowRequest]
-    admin: list[str]  # the calls that this router offers to operators

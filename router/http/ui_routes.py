@@ -70,7 +70,6 @@ async def state(services: Services, exchange: HttpExchange) -> None:
             moments=recent.moments(),
             latest=recent.latest(),
             slowest=recent.slowest(_SLOWEST),
-            admin=[],
         ),
         headers=((b"cache-control", b"no-store"),),
     )

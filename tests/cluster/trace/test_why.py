@@ -141,7 +141,7 @@ def client_of(answers: dict[str, object]) -> TraceClient:
 def state() -> PageState:
     router = RouterState("m", "1", "least_wait", None, False, 0, 0, 9, 9, 0, 0.0, None)
     slow = SlowRequest(msgspec.structs.replace(QUICK, request_id="slow"), 2.0, "a node's line")
-    return PageState(1.0, router, 2.0, 0.1, [], [], [], [QUICK], [slow], [])
+    return PageState(1.0, router, 2.0, 0.1, [], [], [], [QUICK], [slow])
 
 
 def test_it_is_found_where_it_is_known() -> None:
