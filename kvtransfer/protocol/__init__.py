@@ -23,16 +23,16 @@ The producer, which has computed a prompt:
     registrations   what consumers ask of it before anything moves, and what its leases are counted from
     outgoing        which transfers it knows, and their life from the plan to the end; here its blocks become free
     sending         one transfer: which blocks are due, in flight, arrived for good
-    writing         push: one transfer's writes
-    pushing         push: all transfers that move, how far forward passes have brought them, connections that break
+    pushing         push: one transfer's writes, all transfers that move, how far forward passes have brought them, connections
+                    that break
 
 The consumer, which decodes:
 
     consumer        what it is told, by its engine and by producers; here a handoff is accepted or refused
     producer_links  the producers that it knows: handshake, stamps, silence; registrations and leases
-    incoming        the life of its transfers, until they are handed over or have failed; those that it will not take
+    incoming        the life of its transfers, until they are handed over or have failed; those that it will not take; when
+                    nothing can write any more to the blocks of one that failed
     receiving       one transfer
-    quarantine      when nothing can write any more to the blocks of one that failed
     pulling         pull: one transfer's reads, all transfers that are read, and connections that break
 
 Around both:

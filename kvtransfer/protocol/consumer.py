@@ -9,11 +9,15 @@ from tandem.kvtransfer.base import MAX_LEASE_S, Handoff, LoadFailure
 from tandem.kvtransfer.protocol import commands
 from tandem.kvtransfer.protocol.cache_map import Mapping
 from tandem.kvtransfer.protocol.identity import PeerKey, key_of
-from tandem.kvtransfer.protocol.incoming import DeclinedTransfers, IncomingTransfers, Verifier
+from tandem.kvtransfer.protocol.incoming import (
+    DeclinedTransfers,
+    IncomingTransfers,
+    Quarantine,
+    Verifier,
+)
 from tandem.kvtransfer.protocol.pace import LinkPace, Patience
 from tandem.kvtransfer.protocol.producer_links import ProducerLink, ProducerLinks, Registrar
 from tandem.kvtransfer.protocol.pulling import PullLoop
-from tandem.kvtransfer.protocol.quarantine import Quarantine
 from tandem.kvtransfer.protocol.receiving import IncomingTransfer, ReceivePhase
 from tandem.kvtransfer.protocol.side import Answers, NodeSide
 from tandem.kvtransfer.protocol.statistics import Outcome

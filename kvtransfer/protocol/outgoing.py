@@ -16,12 +16,11 @@ from collections.abc import Callable, Iterator
 
 from tandem.kvtransfer.protocol.consumer_links import ConsumerLink, ConsumerLinks
 from tandem.kvtransfer.protocol.identity import BoundedMemory, Clock, PeerKey
-from tandem.kvtransfer.protocol.sending import DestinationBlocks, OutgoingTransfer, SendPhase
+from tandem.kvtransfer.protocol.sending import DestinationBlocks, MissingBlocks, OutgoingTransfer, SendPhase
 from tandem.kvtransfer.protocol.settings import ProtocolSettings
 from tandem.kvtransfer.protocol.side import Answers, NodeSide, TransferEnd
 from tandem.kvtransfer.protocol.statistics import Outcome, Recorder
 from tandem.kvtransfer.protocol.transport import Direction
-from tandem.kvtransfer.protocol.writing import MissingBlocks, Writer
 from tandem.wire.handoff import Envelope, HandoffNotice, KVArrived, RefusalCode, TransferClosed
 
 
@@ -105,7 +104,6 @@ class OutgoingTransfers:
         ledger: Ledger,
         links: ConsumerLinks,
         answers: Answers,
-        writer: Writer,
         *,
         finished_sending: Callable[[str], None],
         unwanted: Callable[[str], None],
@@ -114,7 +112,6 @@ class OutgoingTransfers:
         self._ledger = ledger
         self._links = links
         self._answers = answers
-        self._writer = writer
         self._writes = side.direction is Direction.PUSH
         self._finished_sending = finished_sending
         self._unwanted = unwanted
@@ -150,7 +147,7 @@ class OutgoingTransfers:
         ):
             if not self._writes and sending.destination is not None:
                 try:
-                    self._writer.sum_up(sending, sending.destination.order)
+                    sending.sum_up(sending.destination.order, self._side.checksums)
                 except MissingBlocks as error:
                     self.close(sending, Outcome.MISMATCHED, str(error))
                     return

@@ -11,13 +11,12 @@ from tandem.kvtransfer.protocol.commands import count_blocks
 from tandem.kvtransfer.protocol.consumer_links import ConsumerLink, ConsumerLinks
 from tandem.kvtransfer.protocol.identity import PeerKey, key_of
 from tandem.kvtransfer.protocol.outgoing import Ledger, OutgoingTransfers
-from tandem.kvtransfer.protocol.pushing import Progress, PushLoop
+from tandem.kvtransfer.protocol.pushing import Progress, PushLoop, Writer
 from tandem.kvtransfer.protocol.registrations import Registrations
 from tandem.kvtransfer.protocol.sending import OutgoingTransfer, SendPhase
 from tandem.kvtransfer.protocol.side import Answers, NodeSide, TransferEnd
 from tandem.kvtransfer.protocol.statistics import Outcome
 from tandem.kvtransfer.protocol.transport import Activity, Direction
-from tandem.kvtransfer.protocol.writing import Writer
 from tandem.wire.handoff import CancelTransfer, HandoffAccepted, RefusalCode
 
 logger = logging.getLogger(__name__)
@@ -50,7 +49,6 @@ class Producer:
             self._ledger,
             self._links,
             self._answers,
-            writer,
             finished_sending=finished_sending,
             unwanted=unwanted,
         )

@@ -13,12 +13,13 @@ from collections.abc import Sequence
 
 from tandem.kvtransfer.base import NULL_BLOCK_ID
 from tandem.kvtransfer.protocol.cache_map import GrainPlace, Mapping
-from tandem.kvtransfer.protocol.checksums import ChecksumSample, pack
+from tandem.kvtransfer.protocol.checksums import Checksums, ChecksumSample, pack
 from tandem.kvtransfer.protocol.commands import BlockTable, PlanSend, count_blocks
 from tandem.kvtransfer.protocol.consumer_links import ConsumerLink
 from tandem.kvtransfer.protocol.identity import PeerKey, key_of
 from tandem.kvtransfer.protocol.statistics import Outcome
 from tandem.kvtransfer.protocol.transport import HandleId
+from tandem.wire.errors import TransferError
 from tandem.wire.handoff import RegisterDestination
 from tandem.wire.tracing import Span, TracePhase, TransferRecord, TransferTrace
 
@@ -139,6 +140,10 @@ class Layers:
     positions: list[Position]  # of which something is still to be posted
     computed: int  # slots that may be posted
     posted: int = 0
+
+
+class MissingBlocks(TransferError):
+    """The consumer asked for blocks that the request does not keep."""
 
 
 class OutgoingTransfer:
@@ -395,6 +400,21 @@ class OutgoingTransfer:
         if self.destination is None:
             return b""
         return pack([self.sums[place] for place in self.destination.sample.between(start, end)])
+
+    def sum_up(self, positions: Sequence[Position], checksums: Checksums) -> None:
+        """Take the checksums of what has been computed, which for a push is while it is on its way. Raises MissingBlocks."""
+        carrying = self.carrying(positions)
+        if not carrying or self.destination is None:
+            return
+        places = self.places([position for _, position in carrying])
+        if places is None:
+            raise MissingBlocks("the consumer asked for blocks that are not kept here")
+        sums = checksums.of(
+            [place.our_block for place in places],
+            [place.our_part for place in places],
+            self.destination.mapping,
+        )
+        self.sums.update(zip((place for place, _ in carrying), sums, strict=True))
 
     def trace(self, now: float) -> TransferTrace:
         """At its end."""
