@@ -143,6 +143,7 @@ class LeaseRenewed(msgspec.Struct, frozen=True, tag="renewed", forbid_unknown_fi
     stamp: int
     unknown: list[str]
     waiting: list[str] = []
+    tokens_per_s: float | None = None  # of prompts, as the producer computes them; None: not known yet
 
 
 class KVArrived(msgspec.Struct, frozen=True, tag="arrived", forbid_unknown_fields=True):
@@ -168,7 +169,6 @@ class TransferPace(msgspec.Struct, frozen=True, tag="pace", forbid_unknown_field
     bytes_per_s: float
     due: dict[str, int]
     others: int
-    tokens_per_s: float | None  # of prompts, as the producer computes them; None: not known yet
 
 
 class HandoffNotice(msgspec.Struct, frozen=True, tag="notice", forbid_unknown_fields=True):

@@ -169,6 +169,7 @@ class Consumer:
         if link is None:
             return
         link.take_stamp(message.stamp, self._side.clock())
+        link.tokens_per_s = message.tokens_per_s
         for transfer_id in message.waiting:
             if (receiving := self._mine(transfer_id, link.key)) is not None:
                 receiving.deadline = self._side.clock() + self._side.settings.timeout_s
@@ -205,7 +206,6 @@ class Consumer:
         link = self._hear(message)
         if link is None or self._reads or not message.bytes_per_s > 0:
             return
-        link.tokens_per_s = message.tokens_per_s
         link.pace = LinkPace(message.bytes_per_s, message.due, message.others, self._side.clock())
 
     def on_notice(self, message: HandoffNotice) -> None:

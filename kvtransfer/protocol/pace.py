@@ -110,7 +110,7 @@ class Patience:
 
     def is_over(self, expected_s: float, num_tokens: int, tokens_per_s: float | None) -> bool:
         """`expected_s`: until all of it is here; `num_tokens` are missing. True counts them as given up."""
-        if tokens_per_s is None:
+        if tokens_per_s is None or not tokens_per_s > 0:
             return False
         now = self._clock()
         computed_at = max(now, self._computing_until) + num_tokens / tokens_per_s

@@ -117,7 +117,7 @@ class Producer:
         self._progress.preempted(command)
 
     def computes_at(self, command: commands.ComputesAt) -> None:
-        self._pushing.tokens_per_s = command.tokens_per_s
+        self.registrations.tokens_per_s = command.tokens_per_s
 
     def finish(self, command: commands.FinishSend) -> None:
         sending = self._ledger.of_request(command.request_id)

@@ -146,7 +146,6 @@ class PushLoop:
         self._links = links
         self._outgoing = outgoing
         self._writer = writer
-        self.tokens_per_s: float | None = None  # at which our engine computes prompts
         # Most transfers only wait, and are not looked at.
         self._moving: dict[str, OutgoingTransfer] = {}
 
@@ -203,7 +202,7 @@ class PushLoop:
             if LinkPace(pace, due, others, now).longest_s > settings.pace_s:
                 link.pace_told_at = now
                 envelope = self._side.me.envelope(link.key.epoch)
-                self._side.send(link.endpoint, TransferPace(envelope, pace, due, others, self.tokens_per_s))
+                self._side.send(link.endpoint, TransferPace(envelope, pace, due, others))
 
     def close_idle_links(self) -> None:
         """Whose last write has ended. Transfers that waited for that can end now."""

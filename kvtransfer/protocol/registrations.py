@@ -49,6 +49,7 @@ class Registrations:
         self._stamps = LeaseStamps(settings.lease_s, clock)
         self._to_write = to_write
         self._registered = registered
+        self.tokens_per_s: float | None = None  # at which our engine computes prompts
 
     def on_hello(self, message: Hello) -> None:
         rejection = self._links.welcome(message)
@@ -166,7 +167,13 @@ class Registrations:
                 destination.lease_until = max(destination.lease_until, lease_until)
         self._answers.say(
             message.envelope,
-            LeaseRenewed(self._answers.back_to(message.envelope), self._stamps.issue(), unknown, waiting),
+            LeaseRenewed(
+                self._answers.back_to(message.envelope),
+                self._stamps.issue(),
+                unknown,
+                waiting,
+                self.tokens_per_s,
+            ),
         )
 
 

@@ -128,8 +128,7 @@ def test_without_any_word_of_how_fast_prompts_are_computed_a_transfer_is_waited_
     assert link.outcomes() == {"received": 1}
 
 
-def test_a_consumer_that_has_computed_no_prompt_takes_the_producers_word() -> None:
-    link = Link()
+def test_a_consumer_that_has_computed_no_prompt_takes_the_producers_word(link: Link) -> None:
     link.computes(link.producer, 1e4)
     link.blocks_per_s = 2.0
     receive, _ = link.request(20)
@@ -312,6 +311,7 @@ def test_what_was_given_up_before_is_computed_first() -> None:
     now = 100.0
     patience = Patience(1.0, lambda: now)
     assert not patience.is_over(1e9, 10, None)
+    assert not patience.is_over(1e9, 10, 0.0), "a peer may say anything"
     assert not patience.is_over(1.9, 100, 100.0)
     assert patience.is_over(2.1, 100, 100.0)
     assert not patience.is_over(2.9, 100, 100.0)
