@@ -14,6 +14,7 @@
     failover         a long conversation whose decode node is killed, with a mirror of its KV and without
     transfer         KV through a connector, beside the transport alone (transfer_nodes)
     checksums        what checksums cost a handover, also over a link of some rate (transfer_link)
+    slow_link        how long requests wait for their KV when a link becomes slow
     router, router_crowds, router_worst, router_peers
                      the router alone, beside clients that behave badly, beside others'
                      (router_engines, router_load, router_relay)

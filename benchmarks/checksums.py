@@ -95,7 +95,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
     with ExitStack() as stack:
-        places = stack.enter_context(Link(options.link)) if options.link else ()
+        places = stack.enter_context(Link(options.link)).names if options.link else ()
         benchmark = Benchmark(options.tokens, options.chunks, places)
         stack.callback(benchmark.close)
         figures = benchmark.run(options.repeats)

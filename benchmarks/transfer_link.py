@@ -12,14 +12,19 @@ _ENDS = {"tdm_bench_p": "10.79.0.1", "tdm_bench_c": "10.79.0.2"}
 
 
 class Link:
-    """`with Link("10gbit") as (here, there):` the namespaces' names."""
+    names = tuple(_ENDS)  # of the namespaces
 
     def __init__(self, rate: str) -> None:
         self._rate = rate
 
-    def __enter__(self) -> tuple[str, ...]:
+    def limit(self, rate: str) -> None:
+        for name in self.names:
+            _run("tc", "-n", name, "qdisc", "replace", "dev", "eth0", "root", "tbf", "rate", rate,
+                 "burst", "1mb", "latency", "200ms")  # fmt: skip
+
+    def __enter__(self) -> Link:
         self._remove()
-        names = tuple(_ENDS)
+        names = self.names
         for name in names:
             _run("ip", "netns", "add", name)
         _run("ip", "link", "add", "eth0", "netns", names[0], "type", "veth",
@@ -28,9 +33,8 @@ class Link:
             for device in ("lo", "eth0"):
                 _run("ip", "-n", name, "link", "set", device, "up")
             _run("ip", "-n", name, "address", "add", f"{address}/24", "dev", "eth0")
-            _run("tc", "-n", name, "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", self._rate,
-                 "burst", "1mb", "latency", "200ms")  # fmt: skip
-        return names
+        self.limit(self._rate)
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -141,6 +141,19 @@ class TransferNode:
                 raise TimeoutError(f"{len(missing)} transfers did not arrive")
         return time.monotonic()
 
+    def receive_or_fail(self, names: list[str], tokens: int, peer: PeerAddress) -> list[float]:
+        """When the scheduler knew what became of each."""
+        self._admit(names, tokens, TransferRole.CONSUME, peer)
+        ended_at: list[float] = []
+        while len(ended_at) < len(names):
+            self.wake.clear()
+            output, _ = self.step()
+            now = time.monotonic()
+            ended_at += [now] * (len(output.finished_recving) + len(output.failed_recving))
+            if len(ended_at) < len(names) and not self.wake.wait(120):
+                raise TimeoutError(f"of {len(names)} transfers {len(ended_at)} ended")
+        return ended_at
+
     def send(
         self, names: list[str], tokens: int, peer: PeerAddress, chunks: int = 1, compute_s: float = 0.0
     ) -> float:
@@ -162,6 +175,13 @@ class TransferNode:
             if missing and not self.wake.wait(60):
                 raise TimeoutError(f"{len(missing)} transfers were not confirmed")
         return computed_at
+
+    def learn_rate(self, tokens_per_s: float) -> None:
+        """As if this node had computed prompts."""
+        self.scheduler_half.step_took(int(tokens_per_s), 1.0)
+
+    def outcomes(self) -> dict[str, int]:
+        return self.worker_half.stats().outcomes
 
     def idle_cpu_percent(self, seconds: float) -> float:
         began = time.process_time()
@@ -266,4 +286,9 @@ class Remote:
 
     def close(self) -> None:
         self.call("close")
+        self._process.join(10)
+
+    def kill(self) -> None:
+        """For one that would still wait for a link."""
+        self._process.kill()
         self._process.join(10)
