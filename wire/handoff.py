@@ -161,14 +161,14 @@ class KVArrived(msgspec.Struct, frozen=True, tag="arrived", forbid_unknown_field
 
 
 class TransferPace(msgspec.Struct, frozen=True, tag="pace", forbid_unknown_fields=True):
-    """Push: the link to the consumer has lately moved so many bytes a second. So many bytes of these transfers are computed and have
-    not arrived, and `others` are on their way before them. Said while that takes long. The consumer may find it faster to
-    compute the rest."""
+    """Push: the link to the consumer has lately moved so many bytes a second. `in_flight` are on their way; of these transfers, which
+    go on after that in turn, so many bytes are computed and not on their way. Said while that takes long. The consumer may
+    find it faster to compute the rest."""
 
     envelope: Envelope
     bytes_per_s: float
-    due: dict[str, int]
-    others: int
+    in_flight: int
+    waiting: dict[str, int]
 
 
 class HandoffNotice(msgspec.Struct, frozen=True, tag="notice", forbid_unknown_fields=True):

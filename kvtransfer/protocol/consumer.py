@@ -94,7 +94,7 @@ class Consumer:
             if link.pace is not None:
                 # It was slow a moment ago, and may be still.
                 num_bytes = receiving.num_blocks * self._side.geometry.memory.block_bytes
-                link.pace.due[receiving.transfer_id] = num_bytes
+                link.pace.waiting[receiving.transfer_id] = num_bytes
                 self._give_up_slow(link)
             self._registrar.advance(receiving)
         else:
@@ -206,7 +206,7 @@ class Consumer:
         link = self._hear(message)
         if link is None or self._reads or not message.bytes_per_s > 0:
             return
-        link.pace = LinkPace(message.bytes_per_s, message.due, message.others, self._side.clock())
+        link.pace = LinkPace(message.bytes_per_s, message.in_flight, message.waiting, self._side.clock())
 
     def on_notice(self, message: HandoffNotice) -> None:
         key = key_of(message.envelope)
@@ -354,32 +354,32 @@ class Consumer:
     # ── slow links ──
 
     def _give_up_slow(self, link: ProducerLink) -> None:
-        """Transfers for which waiting takes longer than computing the rest here, the largest first. What is given up leaves
-        the link to the others."""
+        """Transfers for which waiting takes longer than computing the rest here."""
         now, pace = self._side.clock(), link.pace
         if pace is None or now >= pace.at + self._side.settings.keep_pace_s:
             link.pace = None
             return
-        waiting = {}
-        for transfer_id in pace.due:
-            receiving = self._mine(transfer_id, link.key)
-            if receiving is not None and receiving.stage is not ReceivePhase.CLOSING:
-                waiting[transfer_id] = receiving
-        pace.due = {transfer_id: pace.due[transfer_id] for transfer_id in waiting}
-        for transfer_id in sorted(waiting, key=pace.due.__getitem__, reverse=True):
-            receiving, expected_s = waiting[transfer_id], pace.expected_s(transfer_id, now)
-            missing = receiving.command.num_tokens - receiving.valid_tokens(self._side.geometry.block_size)
-            if self._patience.is_over(expected_s, missing, self._tokens_per_s or link.tokens_per_s):
-                del pace.due[transfer_id]
-                self._leave_link(
-                    receiving, f"its link is slow: {expected_s:.1f} s, and less to compute the rest"
-                )
+        waiting = {
+            transfer_id: receiving
+            for transfer_id in pace.waiting
+            if (receiving := self._mine(transfer_id, link.key)) is not None
+            and receiving.stage is not ReceivePhase.CLOSING
+        }
+        pace.waiting = {transfer_id: pace.waiting[transfer_id] for transfer_id in waiting}
+        rate = self._tokens_per_s or link.tokens_per_s
 
-    def _leave_link(self, receiving: IncomingTransfer, reason: str) -> None:
-        logger.warning("%s from %s: %s", receiving.command.request_id, receiving.peer.node_id, reason)
-        self._incoming.give_up(receiving, Outcome.TOO_SLOW, reason)
-        if receiving in self._incoming:
-            self._incoming.stop_waiting(receiving)
+        def is_over(transfer_id: str, expected_s: float) -> bool:
+            receiving = waiting[transfer_id]
+            missing = receiving.command.num_tokens - receiving.valid_tokens(self._side.geometry.block_size)
+            return self._patience.is_over(expected_s, missing, rate)
+
+        for transfer_id in pace.leave(now, is_over):
+            receiving = waiting[transfer_id]
+            reason = "its link is so slow that computing the rest takes less"
+            logger.warning("%s from %s: %s", receiving.command.request_id, link.key.node_id, reason)
+            self._incoming.give_up(receiving, Outcome.TOO_SLOW, reason)
+            if receiving in self._incoming:
+                self._incoming.stop_waiting(receiving)
 
     # ── the loop's turn ──
 

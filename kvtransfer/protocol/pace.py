@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import deque
+from collections.abc import Callable
 
 from tandem.kvtransfer.protocol.identity import Clock
 
@@ -68,19 +69,28 @@ class LinkPace:
     """A slow link as it was `at` some moment: what it moves, and what it has to move."""
 
     bytes_per_s: float
-    due: dict[str, int]  # bytes of each transfer, which are served in turn
-    others: int  # bytes that are on their way before all of them
+    in_flight: int  # goes first, and cannot be taken back
+    waiting: dict[str, int]  # the rest of each transfer, which are served in turn
     at: float
 
-    def expected_s(self, transfer_id: str, now: float) -> float:
-        """Until the last byte of this transfer has arrived."""
-        mine = self.due[transfer_id]
-        ahead = self.others + sum(min(mine, theirs) for theirs in self.due.values())
-        return ahead / self.bytes_per_s - (now - self.at)
+    def leave(self, now: float, is_over: Callable[[str, float], bool]) -> list[str]:
+        """Transfers that leave the link to the others, the largest first. `is_over` is asked about each, with the seconds until
+        its last byte has arrived: a part of every larger one that stays, and all of every smaller one, goes through the link
+        before that."""
+        rest, larger, left = sum(self.waiting.values()), 0, []
+        for transfer_id, mine in sorted(self.waiting.items(), key=lambda item: item[1], reverse=True):
+            ahead = self.in_flight + rest + larger * mine
+            rest -= mine
+            if is_over(transfer_id, ahead / self.bytes_per_s - (now - self.at)):
+                del self.waiting[transfer_id]
+                left.append(transfer_id)
+            else:
+                larger += 1
+        return left
 
     @property
     def longest_s(self) -> float:
-        return (self.others + sum(self.due.values())) / self.bytes_per_s if self.due else 0.0
+        return (self.in_flight + sum(self.waiting.values())) / self.bytes_per_s if self.waiting else 0.0
 
 
 class ComputeRate:

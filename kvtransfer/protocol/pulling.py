@@ -187,18 +187,14 @@ class PullLoop:
         for link in self._links:
             meter = self._reader.meters.get(link.key)
             pace = meter.bytes_per_s(now) if meter is not None else None
-            if pace is None or link.mapping is None:
+            if meter is None or pace is None or link.mapping is None:
                 continue
-            due: dict[str, int] = {}
-            others = 0
-            for receiving in self._incoming.with_peer(link.key):
-                in_flight = sum(receiving.in_flight.values())
-                if receiving.stage is ReceivePhase.READING:
-                    unread = len(receiving.unread) * link.mapping.grain_bytes
-                    due[receiving.transfer_id] = unread + in_flight
-                else:
-                    others += in_flight
-            measured = LinkPace(pace, due, others, now)
+            waiting = {
+                receiving.transfer_id: len(receiving.unread) * link.mapping.grain_bytes
+                for receiving in self._incoming.with_peer(link.key)
+                if receiving.stage is ReceivePhase.READING
+            }
+            measured = LinkPace(pace, meter.in_flight, waiting, now)
             if measured.longest_s > self._settings.pace_s:
                 link.pace = measured
 

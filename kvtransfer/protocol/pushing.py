@@ -187,22 +187,16 @@ class PushLoop:
             pace = link.meter.bytes_per_s(now)
             if pace is None or now < link.pace_told_at + settings.tell_pace_s:
                 continue
-            transfers = self._ledger.through(link)
-            due = {
-                sending.transfer_id: num_bytes
-                for sending in transfers
-                if sending.phase is SendPhase.OPEN and (num_bytes := sending.due_bytes)
+            waiting = {
+                sending.transfer_id: sending.waiting_bytes
+                for sending in self._ledger.through(link)
+                if sending.phase is SendPhase.OPEN and (sending.in_flight or sending.has_due)
             }
-            others = sum(
-                write.num_bytes
-                for sending in transfers
-                if sending.transfer_id not in due
-                for write in sending.in_flight
-            )
-            if LinkPace(pace, due, others, now).longest_s > settings.pace_s:
+            in_flight = link.meter.in_flight
+            if LinkPace(pace, in_flight, waiting, now).longest_s > settings.pace_s:
                 link.pace_told_at = now
                 envelope = self._side.me.envelope(link.key.epoch)
-                self._side.send(link.endpoint, TransferPace(envelope, pace, due, others))
+                self._side.send(link.endpoint, TransferPace(envelope, pace, in_flight, waiting))
 
     def close_idle_links(self) -> None:
         """Whose last write has ended. Transfers that waited for that can end now."""

@@ -262,15 +262,13 @@ class OutgoingTransfer:
         return self._end_of(self.source.computed) if self.source is not None else 0
 
     @property
-    def due_bytes(self) -> int:
-        """What is computed and has not arrived."""
+    def waiting_bytes(self) -> int:
+        """What is computed and was not posted."""
         if self.destination is None:
             return 0
-        end, waiting = self._due_end, len(self.layers.positions) if self.layers is not None else 0
-        waiting += sum(index < end for _, index in self._unsent)
-        return waiting * self.destination.mapping.grain_bytes + sum(
-            write.num_bytes for write in self.in_flight
-        )
+        end, grains = self._due_end, len(self.layers.positions) if self.layers is not None else 0
+        grains += sum(index < end for _, index in self._unsent)
+        return grains * self.destination.mapping.grain_bytes
 
     def take_due(self, limit: int) -> list[Position]:
         return self._take_below(self._due_end, limit)

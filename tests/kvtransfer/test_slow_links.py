@@ -293,10 +293,24 @@ def test_a_link_is_measured_from_one_end_of_a_move_to_another() -> None:
 
 
 def test_what_is_served_in_turn_waits_for_as_much_of_the_others_as_it_has_itself() -> None:
-    pace = LinkPace(10.0, {"a": 10, "b": 100, "c": 40}, others=50, at=7.0)
-    assert {name: pace.expected_s(name, 7.0) for name in pace.due} == {"a": 8.0, "b": 20.0, "c": 14.0}
-    assert pace.expected_s("b", 8.5) == 18.5
-    assert pace.longest_s == 20.0
+    def heard(now: float, leaving: str = "") -> dict[str, float]:
+        pace = LinkPace(10.0, 50, {"a": 10, "b": 100, "c": 40}, at=7.0)
+        expected: dict[str, float] = {}
+
+        def is_over(name: str, seconds: float) -> bool:
+            expected[name] = seconds
+            return name == leaving
+
+        assert pace.leave(now, is_over) == ([leaving] if leaving else [])
+        assert (leaving in pace.waiting) is False
+        return expected
+
+    assert heard(7.0) == {"b": 20.0, "c": 14.0, "a": 8.0}
+    assert heard(8.5) == {"b": 18.5, "c": 12.5, "a": 6.5}
+    assert heard(7.0, leaving="b") == {"b": 20.0, "c": 10.0, "a": 7.0}, (
+        "the others have the link to themselves"
+    )
+    assert LinkPace(10.0, 50, {"a": 150}, at=7.0).longest_s == 20.0
 
 
 def test_longer_steps_say_more_about_how_fast_prompts_are_computed() -> None:
