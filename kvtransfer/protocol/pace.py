@@ -26,7 +26,7 @@ class LinkMeter:
 
     def __init__(self, over_s: float) -> None:
         self.in_flight = 0
-        self.last_measured: float | None = None
+        self.last_measured: float | None = None  # also while nothing is in flight
         self._over_s = over_s
         self._since = self._last_end = -math.inf  # counted from one to the other
         self._moved: deque[tuple[float, int]] = deque()  # when, and how many bytes
@@ -46,6 +46,13 @@ class LinkMeter:
         self._last_end = now
         self._moved.append((now, num_bytes))
         self._forget_before(now - self._over_s)
+        if self.last_measured is not None and not self.in_flight and now > self._since:
+            # Too short to be measured, and yet it moved so much: a link that was slow once is not taken for slow for ever.
+            self.last_measured = max(self.last_measured, self._bytes_moved / (now - self._since))
+
+    @property
+    def _bytes_moved(self) -> int:
+        return sum(num_bytes for _, num_bytes in self._moved)
 
     def bytes_per_s(self, now: float) -> float | None:
         """None: not known yet. If no move has ended for a while, all that is in flight may be about to arrive: the rate is
@@ -53,7 +60,7 @@ class LinkMeter:
         self._forget_before(now - self._over_s)
         if not self.in_flight or now - self._since < self._over_s:
             return None
-        moved = sum(num_bytes for _, num_bytes in self._moved)
+        moved = self._bytes_moved
         self.last_measured = (moved + self.in_flight) / (now - self._since)
         if moved and self._last_end > self._since:
             self.last_measured = min(self.last_measured, moved / (self._last_end - self._since))

@@ -290,6 +290,9 @@ def test_a_link_is_measured_from_one_end_of_a_move_to_another() -> None:
     meter.posted(100, 20.0)
     assert meter.bytes_per_s(20.2) is None, "what it moved before it was idle says nothing"
     assert meter.last_measured is not None
+    assert meter.last_measured < 1000
+    meter.moved(100, 20.01)
+    assert meter.last_measured == pytest.approx(10_000), "a short move shows that it is no longer slow"
 
 
 def test_what_is_served_in_turn_waits_for_as_much_of_the_others_as_it_has_itself() -> None:
