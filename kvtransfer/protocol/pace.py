@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from tandem.kvtransfer.protocol.identity import Clock
 
-_PAUSE_S = 0.05  # a shorter one between two moves is our own
+_PAUSE_S = 0.005  # a shorter one between two moves is our own
 _KEPT_OF_STEPS = 0.9  # an earlier step counts that much less with each later one
 
 

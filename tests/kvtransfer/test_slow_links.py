@@ -284,7 +284,7 @@ def test_a_link_is_measured_from_one_end_of_a_move_to_another() -> None:
     meter.moved(100, 14.0)
     meter.withdrawn(100)
     assert meter.bytes_per_s(14.0) is None
-    meter.posted(100, 14.01)
+    meter.posted(100, 14.002)
     assert meter.bytes_per_s(14.1) is not None, "so short a pause is none"
     meter.withdrawn(100)
     meter.posted(100, 20.0)
@@ -293,6 +293,17 @@ def test_a_link_is_measured_from_one_end_of_a_move_to_another() -> None:
     assert meter.last_measured < 1000
     meter.moved(100, 20.01)
     assert meter.last_measured == pytest.approx(10_000), "a short move shows that it is no longer slow"
+
+
+def test_a_link_that_waits_for_what_is_computed_is_not_slow() -> None:
+    """A few layers at a time, each of which moves at once."""
+    meter, now = LinkMeter(over_s=0.5), 5.0
+    for _ in range(100):
+        meter.posted(1000, now)
+        assert meter.bytes_per_s(now + 0.0005) is None
+        meter.moved(1000, now + 0.001)
+        now += 0.03
+    assert meter.last_measured is None
 
 
 def test_what_is_served_in_turn_waits_for_as_much_of_the_others_as_it_has_itself() -> None:
