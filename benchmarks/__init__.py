@@ -7,6 +7,7 @@
     scheduler, scheduler_parity    its speed; whether it decides as the one that it follows
     reserve          what `scheduler.reserve` costs and saves under memory pressure
     engine           the engine alone (engine_work, engine_tandem, engine_vllm, engine_costs)
+    hybrid           what recurrent layers cost, beside a dense model and beside transformers
     native_kernels   where a step's time goes in the native library
     gpu              the engine on a GPU (gpu_models, gpu_parity)
     tiers            what tiers of the cache cost and save

@@ -33,7 +33,7 @@ from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.machine.resources import usable_cores
 
 VOCAB = 32_000
-DECODES = 24  # tokens
+CONTEXT, DECODES = 256, 24  # tokens
 FLOOR = 1.5  # a hybrid's prompt beside a dense model's
 SHARED: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -86,7 +86,7 @@ def main() -> None:
         for _ in range(arguments.rounds + 1):  # the first warms up
             for name in paths:
                 prefills.setdefault(name, []).append(benches[name].prefill(prompt))
-                decodes.setdefault(name, []).append(benches[name].decode([prompt[:256]], DECODES))
+                decodes.setdefault(name, []).append(benches[name].decode([prompt[:CONTEXT]], DECODES))
                 torch.set_num_threads(threads)
                 taken = _transformers(peers[name], prompt)
                 prefills.setdefault(f"{name}, transformers", []).append(taken[0])
@@ -128,9 +128,9 @@ def _transformers(model: Any, prompt: list[int]) -> tuple[float, float]:
         )
         whole = time.perf_counter() - start
         cache = DynamicCache(config=model.config)
-        model(input_ids=torch.tensor([prompt[:256]]), logits_to_keep=1, past_key_values=cache)
+        model(input_ids=torch.tensor([prompt[:CONTEXT]]), logits_to_keep=1, past_key_values=cache)
         taken = []
-        for token in prompt[256 : 256 + DECODES]:
+        for token in prompt[:DECODES]:
             start = time.perf_counter()
             model(input_ids=torch.tensor([[token]]), past_key_values=cache)
             taken.append(time.perf_counter() - start)

@@ -133,9 +133,11 @@ def load_general(
     probed = probe_attention(model)
     parts = probed.parts
     mixers = parts.mixers
-    # Where rows are taken apart, or layers share keys, the pieces cannot be tried with all of them together.
-    apart = mixers is not None or bool(parts.own) or any(layer.reads_of is not None for layer in parts.layers)
-    pieces = pieces_for(device, model.dtype, threads) if not apart else None
+    # Where a layer attends by its own code, or reads another's keys, the pieces cannot be tried with all of them together. Those of a
+    # GPU want a step's rows in one sequence, and mixers take them apart.
+    alone = bool(parts.own) or any(layer.reads_of is not None for layer in parts.layers)
+    fusable = not alone and (mixers is None or device.type == "cpu")
+    pieces = pieces_for(device, model.dtype, threads) if fusable else None
     if pieces is not None:
         fused = fuse(model, pieces)
         if fused is None:
@@ -144,12 +146,17 @@ def load_general(
             )
             model, pieces = load_model(source, config, dtype, device, progress), None
             parts = probe_attention(model).parts
-        elif pieces.copies and fused.left * 10 < sum(weight.numel() for weight in model.parameters()):
+            mixers = parts.mixers
+        elif (
+            mixers is None
+            and pieces.copies
+            and fused.left * 10 < sum(weight.numel() for weight in model.parameters())
+        ):
             # The kernels have threads of their own, on the same cores; torch does little beside them.
             torch.set_num_threads(1)
 
     def use_cache(kv_cache: torch.Tensor, plan: CachePlan, shape: ForwardShape) -> Forward:
-        if apart:
+        if alone or mixers is not None:
             # The other ways count layers that attend without a gap. Each step takes its rows apart by itself, so it is not recorded.
             states = LayerStates(kv_cache, mixers.layout) if mixers is not None else None
             return TransformersForward(model, gathering(kv_cache, plan, parts.expansions), parts, states)
