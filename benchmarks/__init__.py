@@ -21,6 +21,7 @@
                      (router_engines, router_load, router_relay)
     recompute        many long prompts at once, at a running cluster: what is computed twice
     policies         routing policies in a simulator
+    simulation       the simulator beside real runs, with a thousand nodes, and with the autoscaler
     routing          what a decision costs by the number of nodes, and what knowing their caches costs
     tokenizing       a long chat's text to tokens, the first time and its next turn
     load_generator   whether `tandem bench` measures right (paced_server)

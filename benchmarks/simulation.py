@@ -1,0 +1,230 @@
+"""Whether the simulator says what happens, how fast it is with a thousand nodes, and how the autoscaler does in it.
+
+    python -m benchmarks.simulation validate --url URL --costs FILE [--loads N] [--json FILE]
+    python -m benchmarks.simulation scale --costs FILE --trace FILE [--requests N] [--json FILE]
+    python -m benchmarks.simulation autoscaler --costs FILE --trace FILE [--most N] [--json FILE]
+
+`validate` plays ten loads, twice each, at a cluster that serves (one node of each role, or one aggregated node), with `tandem bench`, and
+simulates the same arrivals and lengths on as many nodes with the costs that `tandem profile` measured there. It compares the medians of the time
+to the first token and of the time per token: the simulator's error beside the difference of the two real runs. Prompts are token
+ids without a common prefix; nothing else may ask the cluster.
+
+`scale` plays thirty copies of a trace (Mooncake's conversation trace makes 100 requests a second) on 500 prefill and 500 decode nodes.
+
+`autoscaler` lets the product's autoscaler size both pools for a trace, and compares it with the smallest constant sizes that keep the
+same limits, which only knowledge of the whole trace finds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from datetime import datetime, timedelta
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from tandem.cluster.config import PoolConfig, PoolsConfig, TandemConfig
+from tandem.engine.config import CacheConfig
+from tandem.loadgen.metrics import ServiceLevel
+from tandem.loadgen.traces import read_trace
+from tandem.simulator.costs import read_costs
+from tandem.simulator.outcome import SimulationReport
+from tandem.simulator.plan_command import evaluator, least_work
+from tandem.simulator.planner import Planner, least_nodes
+from tandem.simulator.show import progress
+from tandem.simulator.simulation import SimulationSetup, simulate
+from tandem.simulator.traffic import RecordedTraffic, SyntheticTraffic
+from tandem.wire.nodes import Role
+
+# (requests a second, tokens of a prompt, of an answer), each for so many seconds.
+LOADS = (
+    (0.5, 256, 64), (1.0, 256, 64), (2.0, 256, 64), (0.5, 1024, 64), (1.0, 1024, 64),
+    (0.5, 512, 128), (1.0, 512, 128), (1.5, 512, 32), (3.0, 128, 64), (0.3, 2048, 32),
+)  # fmt: skip
+LOAD_S = 60.0
+SPREAD = 0.3
+COPIES = 30
+LIMITS = ServiceLevel(ttft=2.0, itl=0.1)
+console = Console(stderr=True)
+
+
+def write_trace(load: tuple[float, int, int], seed: int, file: Path) -> None:
+    """In Azure's format, so that both sides read the same arrivals and lengths."""
+    rate, prompt, answer = load
+    began = datetime(2024, 1, 1)
+    lines = ["TIMESTAMP,ContextTokens,GeneratedTokens"]
+    for row in SyntheticTraffic(rate, LOAD_S, prompt, answer, SPREAD).make(seed).rows:
+        lines.append(f"{began + timedelta(seconds=row.arrival_s)},{row.input_tokens},{row.output_tokens}")
+    file.write_text("\n".join(lines) + "\n")
+
+
+def real_run(url: str, trace: Path, seed: int, folder: Path) -> dict[str, Any]:
+    answer = folder / "bench.json"
+    subprocess.run(
+        [
+            Path(sys.executable).parent / "tandem", "bench", "--url", url, "--workload", "trace", "--trace", trace,
+            "--prompt-format", "ids", "--seed", str(seed), "--json", answer,
+        ],
+        check=True, stdout=subprocess.DEVNULL, timeout=900,
+    )  # fmt: skip
+    (summary,) = json.loads(answer.read_text())["summaries"]
+    return dict(summary)
+
+
+def medians(of: Mapping[str, Any]) -> tuple[float, float, float]:
+    """Of the time to the first token and of the time per token, and the 99th percentile of the first."""
+    return of["ttft_ms"]["p50"], of["tpot_ms"]["p50"], of["ttft_ms"]["p99"]
+
+
+def validate(options: argparse.Namespace) -> list[dict[str, Any]]:
+    roles = [Role(node["role"]) for node in httpx.get(f"{options.url}/cluster").json()["nodes"]]
+    prefill, decode, aggregated = (PoolConfig(nodes=roles.count(role)) for role in Role)
+    config = TandemConfig(pools=PoolsConfig(prefill=prefill, decode=decode, aggregated=aggregated))
+    costs = dict.fromkeys(Role, read_costs(options.costs))
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for number, load in enumerate(LOADS[: options.loads]):
+            console.print(f"load {number + 1} of {options.loads}: {load}")
+            trace = Path(folder) / "trace.csv"
+            write_trace(load, number, trace)
+            first, second = (
+                medians(real_run(options.url, trace, 2 * number + run, Path(folder))) for run in (0, 1)
+            )
+            traffic = RecordedTraffic().of(read_trace(trace))
+            report = msgspec.to_builtins(simulate(SimulationSetup(config, costs, traffic)))
+            said = medians(report)
+            rows.append({"load": load, "first": first, "second": second, "simulated": said})
+    return rows
+
+
+def show_validation(rows: list[dict[str, Any]]) -> None:
+    table = Table(title="the simulator beside two real runs of each load", title_justify="left")
+    for name in (
+        "load",
+        "TTFT p50 ms: real",
+        "again",
+        "simulated",
+        "TPOT p50 ms: real",
+        "again",
+        "simulated",
+    ):
+        table.add_column(name, justify="right")
+    for row in rows:
+        cells = [f"{row[run][which]:.1f}" for which in (0, 1) for run in ("first", "second", "simulated")]
+        rate, prompt, answer = row["load"]
+        table.add_row(f"{rate:g}/s {prompt}+{answer}", *cells)
+    Console().print(table)
+    for which, name in enumerate(("TTFT p50", "TPOT p50", "TTFT p99")):
+        errors, noise = [], []
+        for row in rows:
+            first, second, said = (row[run][which] for run in ("first", "second", "simulated"))
+            errors.append(abs(said / statistics.fmean((first, second)) - 1))
+            noise.append(abs(second / first - 1))
+        print(
+            f"{name}: simulated {statistics.median(errors):.1%} off in the median, two real runs {statistics.median(noise):.1%}"
+        )
+
+
+def scale(options: argparse.Namespace) -> dict[str, Any]:
+    traffic = RecordedTraffic(copies=COPIES).of(read_trace(options.trace, options.requests))
+    pools = PoolsConfig(prefill=PoolConfig(nodes=500), decode=PoolConfig(nodes=500))
+    config = TandemConfig(pools=pools, cache=CacheConfig(block_size=512))
+    setup = SimulationSetup(config, dict.fromkeys(Role, read_costs(options.costs)), traffic, LIMITS)
+    began = time.process_time()
+    with progress(console, "1,000 nodes") as on_progress:
+        report = simulate(setup, on_progress)
+    return {
+        "requests": report.requests,
+        "simulated_s": report.seconds,
+        "cpu_s": time.process_time() - began,
+        "attainment": report.attainment,
+        "ttft_ms": msgspec.to_builtins(report.ttft_ms),
+    }
+
+
+def turns(report: SimulationReport, role: str) -> int:
+    """How often a pool that grew shrinks next, or the other way round."""
+    sizes = [change.size for change in report.changes if change.role == role]
+    steps = [there - here for here, there in pairwise(sizes)]
+    return sum((one > 0) != (other > 0) for one, other in pairwise(steps))
+
+
+def autoscaler(options: argparse.Namespace) -> list[dict[str, Any]]:
+    costs = dict.fromkeys(Role, read_costs(options.costs))
+    traffic = RecordedTraffic().of(read_trace(options.trace, options.requests))
+    pool = PoolConfig(nodes=options.begin, min=1, max=options.most)
+    config = TandemConfig(pools=PoolsConfig(prefill=pool, decode=pool))
+    with progress(console, "scaled by its load") as on_progress:
+        scaled = simulate(SimulationSetup(config, costs, traffic, LIMITS), on_progress)
+    rows = [_row("the autoscaler", scaled)]
+    with progress(console, "constant sizes") as on_progress:
+        evaluate = evaluator(
+            lambda settings: TandemConfig(),
+            costs,
+            traffic,
+            LIMITS,
+            options.attainment,
+            lambda what: on_progress,
+        )
+        least = least_nodes(least_work(costs, traffic), traffic.seconds)
+        prices = {"prefill": 1.0, "decode": 1.0, "aggregated": 1e6}  # of two roles, as the autoscaler's are
+        plan = Planner(evaluate, prices, options.attainment, options.most, least).plan()
+    if plan.chosen is not None:
+        rows.append(_row(f"{plan.chosen.layout} all the time", plan.chosen.report))
+    return rows
+
+
+def _row(name: str, report: SimulationReport) -> dict[str, Any]:
+    return {
+        "name": name,
+        "attainment": report.attainment,
+        "node_hours": sum(report.node_seconds.values()) / 3600,
+        "changes": len(report.changes),
+        "turns": {role: turns(report, role) for role in ("prefill", "decode")},
+        "sizes": [(round(change.at), change.role, change.size) for change in report.changes],
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.simulation", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("what", choices=("validate", "scale", "autoscaler"))
+    parser.add_argument("--costs", type=Path, required=True)
+    parser.add_argument("--url", default="http://127.0.0.1:8000")
+    parser.add_argument("--loads", type=int, default=len(LOADS))
+    parser.add_argument("--trace", type=Path)
+    parser.add_argument("--requests", type=int, help="the first of the trace")
+    parser.add_argument("--begin", type=int, default=2, help="nodes of each pool at the beginning")
+    parser.add_argument("--most", type=int, default=32, help="nodes of each pool")
+    parser.add_argument("--attainment", type=float, default=0.95, help="that the constant sizes must keep")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    if options.what != "validate" and options.trace is None:
+        parser.error(f"{options.what} needs --trace FILE")
+    found: Any
+    if options.what == "validate":
+        found = validate(options)
+        show_validation(found)
+    else:
+        found = scale(options) if options.what == "scale" else autoscaler(options)
+        print(json.dumps(found, indent=1))
+    if options.json is not None:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
