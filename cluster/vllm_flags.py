@@ -85,6 +85,9 @@ def _keys(values: list[str]) -> list[Assignment]:
     return [("router.api_keys", json.dumps(keys))]
 
 
+_RUNNER = (
+    "a model generates, and makes vectors where its files or model.pooling say how; nothing is classified"
+)
 _ONE_DEVICE = (
     "one node is one device here, and the model must fit into it: for more throughput give a pool more nodes, "
     "with --prefill N and --decode N, or --aggregated N"
@@ -153,7 +156,7 @@ VLLM: tuple[Flag, ...] = (
     Flag(("--load-format",), StandingFlag("weights are read from safetensors or GGUF files", ("auto", "safetensors", "gguf"))),
     Flag(("--download-dir",), UnsupportedFlag("set HF_HOME for models of the Hugging Face hub, TANDEM_CACHE for the others")),
     Flag(("--hf-token",), UnsupportedFlag("set HF_TOKEN in the environment"), "?"),
-    Flag(("--runner", "--task"), StandingFlag("models generate text; there are no embeddings", ("auto", "generate"))),
+    Flag(("--runner", "--task"), StandingFlag(_RUNNER, ("auto", "generate", "pooling", "embed"))),
     Flag(("--enable-lora",), UnsupportedFlag("there are no LoRA adapters yet: merge one into a model's weights first"), 0),
     Flag(("--limit-mm-per-prompt",), UnsupportedFlag("models are served with text alone: there are no images or sound yet")),
     Flag(("--language-model-only",), StandingFlag("models are served with text alone"), 0),

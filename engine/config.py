@@ -67,6 +67,13 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         "auto"
     )
     threads: Annotated[NotNegative, about("CPU threads that compute; 0: as many as the node has cores")] = 0
+    pooling: Annotated[
+        Literal["auto", "none", "mean", "last", "cls"],
+        about(
+            "how `/v1/embeddings` makes one vector of a text: the `mean` of its tokens, its `last` or its first (`cls`), normalized; "
+            "`none`: it does not; `auto`: as sentence-transformers' files beside the checkpoint say, and none without them"
+        ),
+    ] = "auto"
 
 
 class EventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

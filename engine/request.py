@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import msgspec
 
 from tandem.engine.cache.hashing import BlockHasher
+from tandem.wire.pooling import Pooling, PoolingKind
 from tandem.wire.requests import CachePeers, KVTransferParams
 from tandem.wire.sampling import FinishReason, SamplingParams
 
@@ -98,6 +99,7 @@ class Request:
         "num_preemptions",
         "num_prompt_tokens",
         "num_tokens",
+        "pooling",
         "priority",
         "queue_seconds",
         "request_id",
@@ -124,6 +126,7 @@ class Request:
         media: Sequence[MediaFeature] = (),
         transfer: KVTransferParams | None = None,
         cache_peers: CachePeers | None = None,
+        pooling: Pooling | None = None,
         eos_token_ids: frozenset[int] = frozenset(),
         block_hasher: BlockHasher | None = None,
     ) -> None:
@@ -137,6 +140,7 @@ class Request:
         self.media = media
         self.transfer = transfer
         self.cache_peers = cache_peers
+        self.pooling = pooling  # it ends with a vector of its prompt, and samples nothing
         self.eos_token_ids = eos_token_ids
 
         self.all_token_ids = [*prompt_token_ids, *output_token_ids]
@@ -178,10 +182,15 @@ class Request:
 
     def limit(self, context: int, eos_token_ids: frozenset[int]) -> None:
         """Fixes how the request ends: which tokens stop it, and at how many it is full."""
-        self.length_limit = min(self.num_prompt_tokens + self.sampling.max_tokens, context)
+        self.length_limit = min(self.num_prompt_tokens + self.room_wanted, context)
         self.stop_token_ids = frozenset(self.sampling.stop_token_ids)
         if not self.sampling.ignore_eos:
             self.stop_token_ids |= self.eos_token_ids | eos_token_ids
+
+    @property
+    def room_wanted(self) -> int:
+        """Tokens beyond its prompt, at most."""
+        return self.sampling.max_tokens if self.pooling is None else 0
 
     @property
     def prompt_token_ids(self) -> list[int]:
@@ -209,7 +218,10 @@ class Request:
 
     @property
     def skip_reading_prefix_cache(self) -> bool:
-        """Log-probabilities of the prompt come only from computing it."""
+        """Log-probabilities of the prompt come only from computing it. So do the hidden states of its first token, or of all, that a
+        vector is made of: a cached block holds keys and values alone."""
+        if self.pooling is not None and self.pooling.kind is not PoolingKind.LAST:
+            return True
         return self.sampling.prompt_logprobs is not None
 
     @property

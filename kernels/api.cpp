@@ -78,6 +78,14 @@ int tandem_logits(tandem_model* m, float* out, int64_t stride) {
   return guarded([&] { m->model.logits(out, stride); });
 }
 
+int tandem_logits_of(tandem_model* m, const int64_t* places, int32_t count, float* out, int64_t stride) {
+  return guarded([&] { m->model.logits_of(places, count, out, stride); });
+}
+
+int tandem_hidden_of(tandem_model* m, const int64_t* places, int32_t count, float* out, int64_t stride) {
+  return guarded([&] { m->model.hidden_of(places, count, out, stride); });
+}
+
 int tandem_profile(tandem_model* m, int32_t on, int64_t* out) {
   return guarded([&] { m->model.profile(on != 0, out); });
 }

@@ -135,6 +135,10 @@ TANDEM_API int tandem_use_cache(tandem_model*, const tandem_cache*);
 TANDEM_API int tandem_begin(tandem_model*, const tandem_batch*);
 TANDEM_API int tandem_run_layers(tandem_model*, int32_t first, int32_t last);
 TANDEM_API int tandem_logits(tandem_model*, float* out, int64_t stride);
+// Of a step whose logit rows are more than those whose logits are wanted: the logits of some, and what the head reads of some.
+// Both name their rows by their places among the logit rows.
+TANDEM_API int tandem_logits_of(tandem_model*, const int64_t* places, int32_t count, float* out, int64_t stride);
+TANDEM_API int tandem_hidden_of(tandem_model*, const int64_t* places, int32_t count, float* out, int64_t stride);
 
 // Adds up nanoseconds per phase from now on, if `on`; `out` (TANDEM_TIME_COUNT numbers) gets what was added so far.
 TANDEM_API int tandem_profile(tandem_model*, int32_t on, int64_t* out);

@@ -121,6 +121,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "tandem_begin": (c_int32, [c_void_p, POINTER(StepBatch)]),
     "tandem_run_layers": (c_int32, [c_void_p, c_int32, c_int32]),
     "tandem_logits": (c_int32, [c_void_p, c_void_p, c_int64]),
+    "tandem_logits_of": (c_int32, [c_void_p, c_void_p, c_int32, c_void_p, c_int64]),
+    "tandem_hidden_of": (c_int32, [c_void_p, c_void_p, c_int32, c_void_p, c_int64]),
     "tandem_profile": (c_int32, [c_void_p, c_int32, POINTER(c_int64)]),
     "tandem_operations_create": (c_void_p, [c_int32, POINTER(c_int32), c_int32, c_char_p]),
     "tandem_operations_destroy": (None, [c_void_p]),

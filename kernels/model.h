@@ -43,6 +43,8 @@ class Model {
   void begin(const tandem_batch& batch);
   void run_layers(int first, int last);
   void logits(float* out, int64_t stride);
+  void logits_of(const int64_t* places, int count, float* out, int64_t stride);
+  void hidden_of(const int64_t* places, int count, float* out, int64_t stride);
 
   void profile(bool on, int64_t* out);
 
@@ -54,6 +56,12 @@ class Model {
   };
 
   class Stopwatch;
+
+  // What the last layer has left of the logit rows.
+  const float* last_rows() const;
+  const float* last_row(int64_t place) const;
+  // By the last norm and the head.
+  void project(const float* x, int rows, float* out, int64_t stride);
 
   Linear& linear(int which, int layer);
   std::vector<float>& vector(int which, int layer);
@@ -98,7 +106,7 @@ class Model {
 
   tandem_batch batch_{};
   int next_layer_ = -1;  // that run_layers expects; -1: no step has begun
-  Region x_, qkv_, normed_, attended_, gated_, sampled_x_, sampled_attended_, partials_, scratch_;
+  Region x_, qkv_, normed_, attended_, gated_, sampled_x_, sampled_attended_, picked_x_, partials_, scratch_;
   int64_t scratch_stride_ = 0;
 
   bool profiling_ = false;

@@ -309,13 +309,37 @@ void Model::run_layers(int first, int last) {
   next_layer_ = last;
 }
 
-void Model::logits(float* out, int64_t stride) {
-  require(next_layer_ == spec_.layers, "logits come after the last layer");
-  const int rows = batch_.num_logit_rows;
+const float* Model::last_rows() const {
+  require(next_layer_ == spec_.layers, "a step's results come after the last layer");
+  const Region& x = batch_.num_logit_rows < batch_.tokens ? sampled_x_ : x_;
+  return reinterpret_cast<const float*>(x.data());
+}
+
+const float* Model::last_row(int64_t place) const {
+  require(place >= 0 && place < batch_.num_logit_rows, "a row is not among the step's logit rows");
+  return last_rows() + place * spec_.hidden;
+}
+
+void Model::logits(float* out, int64_t stride) { project(last_rows(), batch_.num_logit_rows, out, stride); }
+
+void Model::logits_of(const int64_t* places, int count, float* out, int64_t stride) {
+  const size_t row = static_cast<size_t>(spec_.hidden) * sizeof(float);
+  picked_x_.reserve(static_cast<size_t>(count) * row);
+  for (int i = 0; i < count; i++) memcpy(picked_x_.data() + static_cast<size_t>(i) * row, last_row(places[i]), row);
+  project(reinterpret_cast<const float*>(picked_x_.data()), count, out, stride);
+}
+
+void Model::hidden_of(const int64_t* places, int count, float* out, int64_t stride) {
+  for (int i = 0; i < count; i++) {
+    float* to = out + i * stride;
+    memcpy(to, last_row(places[i]), static_cast<size_t>(spec_.hidden) * sizeof(float));
+    kernels_->norm_row(to, final_norm_.data(), spec_.hidden, spec_.eps);
+  }
+}
+
+void Model::project(const float* x, int rows, float* out, int64_t stride) {
   if (rows == 0) return;
-  const Region& x = rows < batch_.tokens ? sampled_x_ : x_;
-  const Norm norm{reinterpret_cast<const float*>(x.data()), spec_.hidden, spec_.hidden, final_norm_.data(), spec_.eps,
-                  normed_.data()};
+  const Norm norm{x, spec_.hidden, spec_.hidden, final_norm_.data(), spec_.eps, normed_.data()};
   Gemm g = product(normed_.data(), rows, head_, GemmOut::store);
   g.out = out;
   g.out_stride = stride;

@@ -175,6 +175,7 @@ class Node:
             state_blocks=info.state_blocks,
             tier_endpoint=worker_half.tier_endpoint if worker_half is not None else "",
             mirrors=config.engine.cache.mirror,
+            vectors=info.vectors,
         )
 
     def _news(

@@ -387,6 +387,7 @@ class NodeService:
                 f"node {self._config.node_id} has no peers and cannot take part in a transfer"
             )
         self._check_vocabulary(submit)
+        self._check_pooling(submit)
         self._canary.stand_aside()
         now = self._clock()
         request = Request(
@@ -400,6 +401,7 @@ class NodeService:
             lora=submit.lora,
             transfer=submit.transfer,
             cache_peers=submit.cache_peers,
+            pooling=submit.pooling,
             eos_token_ids=self._eos,
             block_hasher=self._block_hasher,
         )
@@ -438,6 +440,21 @@ class NodeService:
                 raise InvalidRequest(
                     f"token {wrong} of the {name} is not among the model's {vocabulary}", f"{name}_token_ids"
                 )
+
+    def _check_pooling(self, submit: Submit) -> None:
+        vectors, pooling = self._engine.runner.info.vectors, submit.pooling
+        if pooling is None:
+            if vectors is not None and not vectors.generates:
+                raise InvalidRequest("this node's model makes vectors only: ask for /v1/embeddings")
+            return
+        if vectors is None:
+            raise InvalidRequest("this node's model makes no vectors (model.pooling)")
+        if pooling.dimensions is not None and not 0 < pooling.dimensions <= vectors.size:
+            raise InvalidRequest(
+                f"dimensions: must be from 1 to {vectors.size}, not {pooling.dimensions}", "dimensions"
+            )
+        if submit.transfer is not None or submit.output_token_ids or submit.keep is not None:
+            raise InvalidRequest("a vector is made of a prompt alone, on one node")
 
     def _refuse(self, submit: Submit, error: TandemError) -> None:
         self._send_chunks(submit.reply_to, [_error_chunk(submit, error.to_wire())])

@@ -43,7 +43,9 @@ class Chooser:
         nodes, request = self._known(request, hashes)
         decode = self._pool.shortlist.decode
         decision = at_mirror(request, decode.views) or self._policy(nodes, request)
-        decision = with_cache_peers(decision, nodes, request.cached, decode.views, decode.names)
+        # A vector is computed again sooner than a copy of its prompt's KV would be of use.
+        names = decode.names if not request.makes_vector else ()
+        decision = with_cache_peers(decision, nodes, request.cached, decode.views, names)
         for node in (decision.prefill, decision.decode):
             if node is not None:
                 self._record.sent(node.node_id, hashes.of(node.block_size))
@@ -94,6 +96,13 @@ class Chooser:
     def has_room(self, tokens: int, promised: int) -> bool:
         """Whether a decode node has the blocks for a sequence of `tokens`, beside all those that were let in and are not sent yet."""
         return self._pool.shortlist.room.has_room(tokens, promised)
+
+    def has_room_for_vector(self, tokens: int, promised: int) -> bool:
+        """The same of the nodes that make vectors."""
+        readers = self._pool.snapshot().prompt_readers
+        if not any(view.has_room(tokens) for view in readers):
+            return False
+        return promised == 0 or promised + tokens <= sum(view.room_tokens for view in readers)
 
     def answered(self, node: NodeInfo, hashes: PromptHashes, output: Sequence[int]) -> None:
         """What a chat's next turn begins with is now cached where it was decoded."""

@@ -131,6 +131,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     json_members: Annotated[AtLeastOne, about("names in its objects")] = 100_000
     connections: Annotated[AtLeastOne, about("open at once")] = 4096
     prompts_per_request: Annotated[AtLeastOne, about("prompts in one request")] = 128
+    inputs_per_request: Annotated[AtLeastOne, about("texts in one request for vectors or scores")] = 1024
     choices_per_request: Annotated[AtLeastOne, about("prompts times `n` or `best_of`")] = 128
     inflight_per_node: Annotated[AtLeastOne, about("sequences at once, for every node that decodes")] = 256
     queued: Annotated[AtLeastOne, about("sequences that wait beyond those")] = 1024

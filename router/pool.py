@@ -20,6 +20,7 @@ from tandem.router.policy.types import NodeSnapshot, PoolSnapshot
 from tandem.router.rates import Average, NodeRateMeter
 from tandem.wire.listening import Listener
 from tandem.wire.nodes import NodeInfo, NodeSighting, NodeState, Role
+from tandem.wire.pooling import VectorModel
 from tandem.wire.requests import NodeStatus
 
 logger = logging.getLogger(__name__)
@@ -120,6 +121,12 @@ class NodePool:
             self._max_model_len = min((info.max_model_len for info in infos), default=None)
             self._knows_max_model_len = True
         return self._max_model_len
+
+    def vectors(self) -> VectorModel | None:
+        """What the members' model makes vectors by: nodes that work together have one model."""
+        views = self.snapshot().prompt_readers
+        infos = [view.info for view in views] or [member.info for member in self._members.values()]
+        return next((info.vectors for info in infos), None)
 
     def member(self, node_id: str) -> Member | None:
         return self._members.get(node_id)

@@ -129,7 +129,7 @@ class RouterServer:
         chooser = Chooser(pool, config.policy, config.local_prefill, config.limits.cached_blocks)
         dispatcher = Dispatcher(config, links, pool, chooser, metrics)
         metrics.running.set_function(lambda: dispatcher.running)
-        metrics.waiting.set_function(lambda: dispatcher.admission.queued)
+        metrics.waiting.set_function(lambda: dispatcher.queued)
         metrics.places.set_function(lambda: dispatcher.admission.capacity)
         metrics.places_held.set_function(lambda: dispatcher.admission.held)
         metrics.queue_limit.set(config.limits.queued)
@@ -138,7 +138,9 @@ class RouterServer:
         metrics.registry.register(EngineCollector(pool))
         return Services(
             config=config,
-            model=ServedModel(config, tokenizer, template, pool.max_model_len, int(time.time())),
+            model=ServedModel(
+                config, tokenizer, template, pool.max_model_len, int(time.time()), pool.vectors
+            ),
             dispatcher=dispatcher,
             pool=pool,
             links=links,
@@ -176,9 +178,7 @@ class RouterServer:
             for member in services.pool.members:
                 services.links.ping(member.info)
             services.kept.measure()
-            services.dispatcher.recent.sample(
-                services.dispatcher.running, services.dispatcher.admission.queued
-            )
+            services.dispatcher.recent.sample(services.dispatcher.running, services.dispatcher.queued)
             for _ in range(3):
                 await asyncio.sleep(interval / 3)
                 services.dispatcher.check_nodes()

@@ -33,6 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "wire.errors",
         "wire.kv_events",
         "wire.nodes",
+        "wire.pooling",
         "wire.requests",
         "wire.sampling",
         "wire.settings",

@@ -35,7 +35,7 @@ EVENTS = {
     "Recalled",
     "Unauthorized",
 }
-NOUNS = {"Finding", "Mapping", "Ping", "Reasoning"}
+NOUNS = {"Embedding", "Finding", "Mapping", "Ping", "Pooling", "Ranking", "Reasoning"}
 OF_FUSION = {"Fused"}  # engine/model/fused
 
 

@@ -8,6 +8,8 @@ import secrets
 
 import msgspec
 
+from tandem.wire.pooling import VectorModel
+
 
 class Role(enum.StrEnum):
     PREFILL = "prefill"
@@ -44,6 +46,7 @@ class NodeInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ""  # where other nodes ask for what its tier in host memory has; "" when they may not
     )
     mirrors: bool = False  # nodes copy the blocks of each other's running requests
+    vectors: VectorModel | None = None  # None: its model makes none
 
     def blocks_for(self, tokens: int) -> int:
         """About how many a request of so many tokens takes."""

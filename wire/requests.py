@@ -15,6 +15,7 @@ import msgspec
 
 from tandem.wire.errors import WireError
 from tandem.wire.nodes import NodeState, PeerAddress, Role
+from tandem.wire.pooling import Pooling
 from tandem.wire.sampling import FinishReason, SamplingParams, TokenLogprobs
 from tandem.wire.tracing import ClockReading, NodeTrace
 
@@ -64,6 +65,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", omit_defaults=True, forb
     trace: bool = False  # send a NodeTrace when it is over
     keep: KeepAnswer | None = None
     cache_peers: CachePeers | None = None
+    pooling: Pooling | None = None  # a vector of the prompt is wanted, and no token
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel", forbid_unknown_fields=True):
@@ -139,6 +141,7 @@ class TokenChunk(msgspec.Struct, omit_defaults=True, gc=False):
     cached_tokens: int | None = None  # prompt tokens found in the prefix cache; once, on the first chunk
     queue_s: float = 0.0  # on the first chunk: from its arrival at the node to its first step
     preemptions: int = 0  # with the end: how often it lost its blocks and went back in line
+    vector: bytes | None = None  # what was asked for with `Submit.pooling`: float32, the lowest byte first
 
 
 class TokenBatch(msgspec.Struct, frozen=True, tag="tokens"):

@@ -59,6 +59,8 @@ class Batch:
     # The same as query_start and context_lens, in host memory: reading them never waits for the device.
     host_query_start: np.ndarray  # int32 [R + 1]
     host_context_lens: np.ndarray  # int32 [R]
+    # int64, ascending: the rows whose last hidden states are wanted, for vectors; None where no request wants any
+    hidden_rows: torch.Tensor | None = None
     # What the tensors were made from, for who plans on the host; a batch made by hand may lack it.
     host: HostBatch | None = None
 

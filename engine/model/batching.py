@@ -9,7 +9,8 @@ import numpy.typing as npt
 import torch
 
 from tandem.engine.model.batch import Batch, HostBatch
-from tandem.engine.model.staging import to_device_together
+from tandem.engine.model.pooler import PooledRows, Pooler
+from tandem.engine.model.staging import to_device, to_device_together
 from tandem.engine.model.states import RequestRows
 from tandem.wire.errors import InternalError
 
@@ -35,6 +36,7 @@ class ScheduledTokens:
     first_sample: npt.NDArray[np.int64]  # where its logits begin among the batch's; it has num_drafts + 1
     query_start: npt.NDArray[np.int32]
     logit_rows: npt.NDArray[np.int64]  # the batch's, in host memory
+    pooled: list[PooledRows]  # of requests that want a vector
 
 
 def build_batch(
@@ -45,9 +47,11 @@ def build_batch(
     block_size: int,
     device: torch.device,
     unread: UnreadTokens | None = None,
+    pooler: Pooler | None = None,
 ) -> tuple[Batch, ScheduledTokens]:
     """`wants_prompt_logprobs` are rows of requests whose prompt positions need logits, too. With `unread` tokens there
-    are no drafts, and whatever follows the known tokens is one of those."""
+    are no drafts, and whatever follows the known tokens is one of those. Rows that `pooler` knows end in a vector, and none
+    of their tokens is sampled."""
     req_ids = list(num_scheduled)
     rows = requests.rows(req_ids)
     lengths = np.fromiter(num_scheduled.values(), np.int64, len(req_ids))
@@ -81,6 +85,14 @@ def build_batch(
     tables += tuple(table[rows] for table in of_states)
 
     samples = contexts - num_drafts >= requests.num_tokens[rows]
+    names = [req_ids[i] for i in order]
+    pooled: list[PooledRows] = []
+    hidden_rows: torch.Tensor | None = None
+    if pooler:
+        pooled = pooler.rows_of(names, rows, query_start, contexts, requests.num_tokens)
+        samples &= ~np.isin(rows, [one.row for one in pooled])
+        kept = [row for one in pooled for row in one.wanted]
+        hidden_rows = to_device(np.array(kept, np.int64), device) if kept else None
     wanted = np.zeros(total, np.bool_)
     sampled = np.flatnonzero(samples)
     first = query_start[1:] - 1 - num_drafts
@@ -116,16 +128,18 @@ def build_batch(
         max_context_len=int(contexts.max()),
         host_query_start=query_start,
         host_context_lens=host.context_lens,
+        hidden_rows=hidden_rows,
         host=host,
     )
     scheduled = ScheduledTokens(
-        req_ids=[req_ids[i] for i in order],
+        req_ids=names,
         rows=rows,
         num_drafts=num_drafts,
         samples=samples,
         first_sample=logit_index[first],
         query_start=query_start,
         logit_rows=logit_rows,
+        pooled=pooled,
     )
     return batch, scheduled
 

@@ -47,6 +47,9 @@ class GraphForward(Protocol):
     @property
     def num_layers(self) -> int: ...
 
+    @property
+    def hidden(self) -> torch.Tensor: ...
+
     def __call__(self, batch: Batch, hooks: LayerHooks | None) -> torch.Tensor: ...
     def compute(
         self, token_ids: torch.Tensor, positions: torch.Tensor, step: AttentionStep
@@ -144,8 +147,13 @@ class DecodeGraphs:
             hooks.save_kv_layer(layer)  # type: ignore[union-attr]
         return logits if batch.logit_rows.shape[0] == batch.num_tokens else logits[batch.logit_rows]
 
+    @property
+    def hidden(self) -> torch.Tensor:
+        return self._forward.hidden
+
     def _recorded_for(self, batch: Batch) -> _Recording | None:
-        if self._gave_up or batch.host is None:
+        # A recorded step leaves logits, and no hidden states.
+        if self._gave_up or batch.host is None or batch.hidden_rows is not None:
             return None
         size = bucket_of(self._buckets, batch.num_tokens)
         columns = 0

@@ -10,11 +10,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from tandem.engine.model.attention.interface import PAGED
 from tandem.engine.model.checkpoint import translated_errors
+from tandem.engine.model.content import weight_files
 from tandem.engine.model.leftovers import refuse_leftovers
 from tandem.engine.model.quantized.formats import read_checkpoint
 from tandem.engine.model.recurrent.adapters import adapt
@@ -23,9 +25,16 @@ from tandem.wire.errors import ConfigurationError
 
 
 def load_model(
-    source: ModelSource, config: Any, dtype: torch.dtype, device: torch.device, progress: Progress
+    source: ModelSource,
+    config: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress,
+    *,
+    may_lack_head: bool = False,
 ) -> PreTrainedModel:
-    """Weights are mapped from their files and copied once, shard by shard, straight into place."""
+    """Weights are mapped from their files and copied once, shard by shard, straight into place. With `may_lack_head` the weights by
+    which a model chooses tokens may be missing: `holds_head`."""
     options: dict[str, Any] = {"use_safetensors": True}
     if source.gguf_file is not None:
         # Imported here because most models need nothing of it.
@@ -60,7 +69,7 @@ def load_model(
             f"{source.name} cannot be served: {key} is {tuple(held)} in its checkpoint, and {tuple(wanted)} by its "
             "configuration"
         )
-    absent = sorted(report["missing_keys"])
+    absent = sorted(set(report["missing_keys"]) - (_head_names(model) if may_lack_head else set()))
     if absent:
         some = ", ".join(absent[:4]) + (f" and {len(absent) - 4} more" if len(absent) > 4 else "")
         raise ConfigurationError(f"{source.name} cannot be served: its checkpoint lacks {some}")
@@ -74,6 +83,24 @@ def load_model(
     keep_rotary_constant(model)
     adapt(model)
     return model
+
+
+def _head_names(model: PreTrainedModel) -> set[str]:
+    head: Any = model.get_output_embeddings()
+    own = {id(parameter) for parameter in head.parameters()} if head is not None else set()
+    return {name for name, found in model.named_parameters(remove_duplicate=False) if id(found) in own}
+
+
+def holds_head(source: ModelSource, model: PreTrainedModel) -> bool:
+    """Whether the checkpoint has what the model chooses tokens by."""
+    if source.gguf_file is not None or getattr(model.config.get_text_config(), "tie_word_embeddings", False):
+        return True
+    names = _head_names(model)
+    for file in weight_files(source):
+        with safe_open(file, framework="pt") as tensors:
+            if not names.isdisjoint(tensors.keys()):
+                return True
+    return False
 
 
 def keep_rotary_constant(model: PreTrainedModel) -> None:

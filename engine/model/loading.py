@@ -22,6 +22,7 @@ from tandem.engine.model.checkpoint import (
 from tandem.engine.model.content import ModelContent, content_of
 from tandem.engine.model.memory import allocate_cache, size_block_pool
 from tandem.engine.model.paths import ForwardShape, load_general, load_native
+from tandem.engine.model.pooling import find_pooling
 from tandem.engine.model.runner import ModelInfo
 from tandem.engine.model.source import ModelSource, Progress, find_source
 from tandem.engine.model.staging import on
@@ -29,6 +30,7 @@ from tandem.engine.model.torch_runner import TorchRunner
 from tandem.engine.structured.grammars import Grammars, tokenizer_json
 from tandem.machine.resources import usable_cores
 from tandem.wire.errors import ConfigurationError
+from tandem.wire.pooling import VectorModel
 
 
 def load_runner(
@@ -55,9 +57,13 @@ def load_runner(
     content = _read_content(source)
     # The native library keeps KV in the model's own dtype.
     own_kv = cache.dtype == "auto"
-    loaded = load_native(source, config, dtype, device, threads, tell) if native and own_kv else None
+    pooling = find_pooling(model.pooling, source, config)
+    headless = pooling is not None
+    loaded = (
+        load_native(source, config, dtype, device, threads, tell, headless) if native and own_kv else None
+    )
     if loaded is None:
-        loaded = load_general(source, config, dtype, device, threads, tell)
+        loaded = load_general(source, config, dtype, device, threads, tell, headless)
     if loaded.states is not None and scheduler.num_speculative_tokens:
         raise ConfigurationError(
             f"{source.name} keeps recurrent states, and a state cannot go back to the token before a wrong draft: set "
@@ -105,6 +111,7 @@ def load_runner(
         head_dim=plan.head_dim,
         groups=plan.all_groups,
         num_blocks=num_blocks,
+        vectors=VectorModel(pooling, loaded.vector_size, loaded.generates) if pooling is not None else None,
     )
     runner = TorchRunner(
         info,

@@ -51,6 +51,8 @@ class LoadedModel:
     # come and go.
     beside_cache: Callable[[ForwardShape, int], int] | None = None
     states: StateLayout | None = None  # what layers keep of a request that do not attend
+    vector_size: int = 0  # numbers in a hidden state
+    generates: bool = True  # False: its checkpoint has no head, so its logits mean nothing
 
 
 def load_native(
@@ -60,6 +62,7 @@ def load_native(
     device: torch.device,
     threads: int,
     progress: Progress,
+    may_lack_head: bool = False,
 ) -> LoadedModel | None:
     """None, and a line in the log, where the library doesn't know the model or cannot be compiled."""
     quantized = source.gguf_file is None and read_checkpoint(source.name, source.folder, config) is not None
@@ -77,7 +80,7 @@ def load_native(
 
     if source.gguf_file is None and not quantized:
         forward = NativeLlamaForward.from_checkpoint(
-            source.folder, config, dtype=dtype, threads=threads, progress=tell
+            source.folder, config, dtype=dtype, threads=threads, progress=tell, may_lack_head=may_lack_head
         )
     else:
         from tandem.engine.model.general import load_model
@@ -91,7 +94,14 @@ def load_native(
         forward.use_cache(kv_cache, plan.groups)
         return forward
 
-    return LoadedModel(_native_layers(plain), plain.vocab_size, dtype, use_cache)
+    return LoadedModel(
+        _native_layers(plain),
+        plain.vocab_size,
+        dtype,
+        use_cache,
+        vector_size=plain.hidden_size,
+        generates=forward.generates,
+    )
 
 
 def _native_layers(config: Any) -> tuple[AttentionLayer, ...]:
@@ -119,16 +129,18 @@ def load_general(
     device: torch.device,
     threads: int,
     progress: Progress,
+    may_lack_head: bool = False,
 ) -> LoadedModel:
     # Imported here because it costs seconds that the native path need not wait for.
     from tandem.engine.model.attention.latents import gathering
     from tandem.engine.model.fused.find import fuse
-    from tandem.engine.model.general import load_model
+    from tandem.engine.model.general import holds_head, load_model
     from tandem.engine.model.probe import probe_attention
     from tandem.engine.model.recurrent.layout import LayerStates
     from tandem.engine.model.transformers_forward import TransformersForward
 
-    model = load_model(source, config, dtype, device, progress)
+    model = load_model(source, config, dtype, device, progress, may_lack_head=may_lack_head)
+    generates = not may_lack_head or holds_head(source, model)
     progress("checking the model's attention", 0.0)
     probed = probe_attention(model)
     parts = probed.parts
@@ -144,8 +156,8 @@ def load_general(
             log.warning(
                 "%s is computed as it is, and slower for it: its parts do not fit together", source.name
             )
-            model, pieces = load_model(source, config, dtype, device, progress), None
-            parts = probe_attention(model).parts
+            model = load_model(source, config, dtype, device, progress, may_lack_head=may_lack_head)
+            pieces, parts = None, probe_attention(model).parts
             mixers = parts.mixers
         elif (
             mixers is None
@@ -192,7 +204,16 @@ def load_general(
 
     on_device = beside_cache if device.type == "cuda" else None
     layout = mixers.layout if mixers is not None else None
-    return LoadedModel(parts.layers, probed.vocab_size, model.dtype, use_cache, on_device, layout)
+    return LoadedModel(
+        parts.layers,
+        probed.vocab_size,
+        model.dtype,
+        use_cache,
+        on_device,
+        layout,
+        vector_size=int(model.config.get_text_config().hidden_size),
+        generates=generates,
+    )
 
 
 def pieces_for(device: torch.device, dtype: torch.dtype, threads: int) -> Pieces | None:

@@ -9,6 +9,7 @@ import msgspec
 
 from tandem.engine.cache.groups import KVCacheGroup
 from tandem.engine.scheduling.output import ModelOutput, SchedulerOutput
+from tandem.wire.pooling import VectorModel
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +34,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     num_blocks: int
     content: str = ""  # what identifies the model: engine.model.content
     tokenizer: str = ""
+    vectors: VectorModel | None = None  # None: it makes none
 
     @property
     def keeps_tokens(self) -> bool:
@@ -107,4 +109,10 @@ class Forward(Protocol):
         batch's KV of layer l is written, for every layer, in order. A batch whose `logit_rows` is empty returns
         an empty tensor and skips what only logits need.
         """
+        ...
+
+    @property
+    def hidden(self) -> torch.Tensor:
+        """[N, hidden size], what the head would read of `batch.hidden_rows` of the last call; valid until the next. To be asked for
+        only where that batch has some."""
         ...

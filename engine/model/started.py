@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tandem.engine.model.batching import UnreadTokens
+from tandem.engine.model.pooler import PooledVector
 from tandem.engine.model.sampling.logprobs import ComputedLogprobs
 from tandem.engine.model.staging import DeviceMark, HostCopy
 from tandem.engine.scheduling.output import ModelOutput
@@ -47,6 +48,7 @@ class StepOnDevice:
     sampled: SampledTokens | None = None
     unread: UnreadTokens | None = None  # the same tokens, for the next step
     pieces: list[PromptPiece] = dataclasses.field(default_factory=list)
+    vectors: list[PooledVector] = dataclasses.field(default_factory=list)
     # Where the step ends on the device, if reading its tokens does not wait for that: it has none to read.
     end: DeviceMark | None = None
 

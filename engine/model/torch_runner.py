@@ -11,6 +11,7 @@ from tandem.engine.model.batch import Batch
 from tandem.engine.model.batching import ScheduledTokens, UnreadTokens, build_batch
 from tandem.engine.model.ngram import propose
 from tandem.engine.model.passes import cut_for_logits, hooks_of_pass
+from tandem.engine.model.pooler import PooledVector, Pooler, read_vector
 from tandem.engine.model.runner import Forward, LayerHooks, ModelInfo
 from tandem.engine.model.sampling.logprobs import ComputedLogprobs
 from tandem.engine.model.sampling.sampler import Sampler
@@ -22,6 +23,7 @@ from tandem.engine.scheduling.output import ModelOutput, SchedulerOutput
 from tandem.engine.structured.grammars import Grammars
 from tandem.engine.structured.masks import GrammarMasks
 from tandem.wire.errors import InvalidLogits
+from tandem.wire.pooling import Pooling
 from tandem.wire.sampling import SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -59,8 +61,10 @@ class TorchRunner:
         self._grammars = grammars
         masks = GrammarMasks(grammars) if grammars is not None else None
         self._sampler = Sampler(info.vocab_size, info.eos_token_ids, self._device, masks)
-        self._preempted: dict[str, tuple[SamplingParams, int]] = {}
+        self._pooler = Pooler()
+        self._preempted: dict[str, tuple[SamplingParams, Pooling | None, int]] = {}
         self._prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
+        self._no_hidden = torch.empty(0, 0, device=self._device)
         self._unfinished: StepOnDevice | None = None  # the newest step, until its tokens are read
 
     @property
@@ -100,9 +104,18 @@ class TorchRunner:
                 last = index + 1 == len(passes)
                 drafts = step.spec_token_ids if last else {}
                 batch, scheduled = build_batch(
-                    self._requests, counts, drafts, unreported, self._block_size, self._device, unread
+                    self._requests,
+                    counts,
+                    drafts,
+                    unreported,
+                    self._block_size,
+                    self._device,
+                    unread,
+                    self._pooler,
                 )
                 logits = self._forward(batch, hooks_of_pass(hooks, index == 0, last))
+                if scheduled.pooled:
+                    started.vectors += self._pooled(batch, scheduled)
                 if unreported:
                     started.pieces += self._pieces_of_prompts(unreported, batch, scheduled, logits)
                 if scheduled.samples.any():
@@ -113,6 +126,11 @@ class TorchRunner:
                 started.end = DeviceMark(self._device)
             self._unfinished = started
             return started
+
+    def _pooled(self, batch: Batch, scheduled: ScheduledTokens) -> list[PooledVector]:
+        # A chunk may hold no row that counts: the last token's vector wants none of the others.
+        hidden = self._forward.hidden if batch.hidden_rows is not None else self._no_hidden
+        return self._pooler.take(scheduled.pooled, hidden, self._requests.tenancies)
 
     def _unreported_prompts(self) -> set[int]:
         """Rows whose prompt's log-probabilities are still to come. With the first token they have been reported, even if
@@ -129,6 +147,7 @@ class TorchRunner:
                 row = self._requests.row(req_id)
                 self._preempted[req_id] = (
                     self._table.params[row],
+                    self._pooler.pooling(row),
                     int(self._requests.num_prompt_tokens[row]),
                 )
                 self._forget(req_id)
@@ -138,6 +157,7 @@ class TorchRunner:
             if self.pages is not None:
                 self.pages.reached(max((max(ids) for ids in new.block_ids if ids), default=0))
             self._table.set(row, new.sampling)
+            self._pooler.set(row, new.pooling)
         cached = step.cached_reqs
         for req_id, num_computed, blocks in zip(
             cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
@@ -154,10 +174,12 @@ class TorchRunner:
         if req_id in self._requests:
             row = self._requests.row(req_id)
             params, num_prompt = self._table.params[row], int(self._requests.num_prompt_tokens[row])
+            pooling = self._pooler.pooling(row)
         else:
-            params, num_prompt = self._preempted.pop(req_id)
+            params, pooling, num_prompt = self._preempted.pop(req_id)
         row = self._requests.add(req_id, token_ids, num_prompt, block_ids)
         self._table.set(row, params)
+        self._pooler.set(row, pooling)
         self._prompt_logprobs.pop(req_id, None)
         return row
 
@@ -165,6 +187,7 @@ class TorchRunner:
         row = self._requests.remove(req_id)
         if row is not None:
             self._table.clear(row)
+            self._pooler.clear(row)
         self._prompt_logprobs.pop(req_id, None)
 
     def _sample(
@@ -210,6 +233,7 @@ class TorchRunner:
             started.end.wait()
         output = ModelOutput({})
         self._read_prompts(started.pieces, output)
+        self._read_vectors(started.vectors, output)
         if started.sampled is not None:
             self._read_sampled(started.sampled, output)
         return output
@@ -244,6 +268,18 @@ class TorchRunner:
                 drafts = self._propose(row)
                 if drafts:
                     output.draft_token_ids[req_id] = drafts
+
+    def _read_vectors(self, vectors: list[PooledVector], output: ModelOutput) -> None:
+        for one in vectors:
+            vector = read_vector(one)
+            if self._requests.tenancies[one.row] != one.tenancy:
+                continue
+            if vector is None:
+                output.errors[one.req_id] = InvalidLogits(
+                    "the model's output is no number: a part of the vector is infinite or undefined"
+                )
+            else:
+                output.vectors[one.req_id] = vector
 
     def _accepted(self, row: int, sampled: list[int]) -> int:
         """How many drafts are what was sampled in their place.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -67,6 +68,7 @@ class TransformersForward:
         self._picks_rows = "logits_to_keep" in parameters
         self._takes_positions = "position_ids" in parameters
         self._cache_name = cache_parameter(parameters)
+        self._hidden: torch.Tensor | None = None
 
     def __call__(self, batch: Batch, hooks: LayerHooks | None) -> torch.Tensor:
         step = self.attention.begin(batch)
@@ -78,8 +80,35 @@ class TransformersForward:
             if not isinstance(self.attention, GatheredAttention):
                 raise InternalError("layers that attend by their own code read what is gathered")
             attending = OwnStep(self.attention.kept, self.parts.own, batch, hooks, cache, self._model.dtype)
-        with mixing_through(mixing), own_attention_through(attending):
+        with (
+            mixing_through(mixing),
+            own_attention_through(attending),
+            self._noting_hidden(batch.hidden_rows),
+        ):
             return self.compute(batch.token_ids, batch.positions, step, hooks, batch.logit_rows, cache)
+
+    @property
+    def hidden(self) -> torch.Tensor:
+        if self._hidden is None:
+            raise InternalError("hidden states are asked for that were not kept")
+        return self._hidden
+
+    @contextmanager
+    def _noting_hidden(self, rows: torch.Tensor | None) -> Iterator[None]:
+        """What leaves the model below its head, which is what transformers' own model without a head returns."""
+        self._hidden = None
+        if rows is None:
+            yield
+            return
+
+        def note(_module: Any, _inputs: Any, output: Any) -> None:
+            self._hidden = output[0][0][rows]
+
+        hook = self._model.base_model.register_forward_hook(note)
+        try:
+            yield
+        finally:
+            hook.remove()
 
     def compute(
         self,

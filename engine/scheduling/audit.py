@@ -49,7 +49,10 @@ def _check_counters(state: SchedulerState, request: Request) -> None:
     most = request.num_tokens_with_spec + request.num_output_placeholders
     if not 0 <= request.num_computed_tokens <= most:
         raise InternalError(f"{request!r} is computed further than it reaches")
-    if request.num_tokens >= request.length_limit or request.num_tokens > state.max_model_len:
+    if (
+        request.num_tokens + (request.pooling is None) > request.length_limit
+        or request.num_tokens > state.max_model_len
+    ):
         raise InternalError(f"{request!r} goes on after its end")
     if request.spec_token_ids and request.status is not RequestStatus.RUNNING:
         raise InternalError(f"{request!r} has drafts and does not run")

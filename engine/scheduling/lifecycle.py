@@ -42,6 +42,9 @@ class Lifecycle:
                 f"has {request.num_output_tokens} output tokens already",
                 "max_tokens",
             )
+        if request.pooling is not None:
+            self._check_pooled(request)
+            return
         if request.num_tokens >= self._context:
             raise ContextLengthExceeded(
                 f"{request.num_tokens} tokens leave no room to answer in a context of {self._context}"
@@ -50,6 +53,19 @@ class Lifecycle:
             raise InvalidRequest(
                 f"{request.num_tokens} tokens do not fit: the KV cache of this node has room "
                 f"for {state.max_model_len - 1} and one to answer",
+                "prompt",
+            )
+
+    def _check_pooled(self, request: Request) -> None:
+        """A vector needs no room for an answer."""
+        if request.num_tokens > self._context:
+            raise ContextLengthExceeded(
+                f"{request.num_tokens} tokens are more than the model's context of {self._context}"
+            )
+        if request.num_tokens > self._state.max_model_len:
+            raise InvalidRequest(
+                f"{request.num_tokens} tokens do not fit: the KV cache of this node has room "
+                f"for {self._state.max_model_len}",
                 "prompt",
             )
 
@@ -123,7 +139,8 @@ class Lifecycle:
         del state.requests[request_id]
         state.finished_req_ids.add(request_id)
         state.settled = False
-        if status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED):
+        answered = status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+        if answered and request.pooling is None:
             state.answers.ended(request.num_output_tokens)
         if (reason := request.finish_reason) is not None:
             state.totals.requests_finished[reason.value] += 1

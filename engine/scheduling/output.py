@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from tandem.kvtransfer.base import ConnectorMetadata
 from tandem.wire.errors import TandemError
+from tandem.wire.pooling import Pooling
 from tandem.wire.sampling import SamplingParams, TokenLogprobs
 
 BlockIds = list[list[int]]
@@ -30,6 +31,7 @@ class NewRequestData:
     block_ids: BlockIds
     num_computed_tokens: int  # before this step
     lora: str | None = None
+    pooling: Pooling | None = None  # its vector is wanted, and no token
 
 
 @dataclasses.dataclass(slots=True)
@@ -96,5 +98,7 @@ class ModelOutput:
     draft_token_ids: dict[str, list[int]] = dataclasses.field(
         default_factory=dict
     )  # proposals for the next step
-    # Those that can have no next token, and why.
+    # Of requests with `pooling` whose tokens are all computed: float32, the lowest byte first.
+    vectors: dict[str, bytes] = dataclasses.field(default_factory=dict)
+    # Those that can have no next token, or no vector, and why.
     errors: dict[str, TandemError] = dataclasses.field(default_factory=dict)

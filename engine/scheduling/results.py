@@ -64,6 +64,15 @@ class ModelResults:
                 ended = True
                 self._end(request, status, update)
             updates.append(update)
+        for request_id, vector in output.vectors.items():
+            request = requests.get(request_id)
+            if request is None or request_id in void:
+                continue
+            update = TokenChunk(request_id, 0, [], vector=vector, cached_tokens=request.num_cached_tokens)
+            update.queue_s = request.queue_seconds
+            self._end(request, RequestStatus.FINISHED_STOPPED, update)
+            ended = True
+            updates.append(update)
         state.totals.output_tokens += num_tokens
         if ended:
             state.running = [request for request in state.running if request.status is _RUNNING]
@@ -113,7 +122,7 @@ class ModelResults:
         self._lifecycle.end(request, status)
         update.finish = request.finish_reason
         update.preemptions = request.num_preemptions
-        if status is RequestStatus.FINISHED_STOPPED:
+        if status is RequestStatus.FINISHED_STOPPED and update.token_ids:
             update.stop_token = update.token_ids[-1]
 
 

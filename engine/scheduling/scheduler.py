@@ -219,6 +219,7 @@ class Scheduler:
             block_ids=self._state.cache.block_ids(request.request_id),
             num_computed_tokens=request.num_computed_tokens,
             lora=request.lora,
+            pooling=request.pooling,
         )
 
     def _advance(self, step: StepPlan) -> None:

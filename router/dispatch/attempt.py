@@ -94,6 +94,7 @@ class Attempt:
                 trace=spec.trace is not None,
                 keep=keep,
                 cache_peers=cache_peers,
+                pooling=spec.pooling,
             )
 
         if prefill is None or decode is None:

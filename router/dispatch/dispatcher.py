@@ -71,9 +71,31 @@ class Dispatcher:
             self._tell_if_idle,
             self._placement.has_room,
         )
+        # Vectors wait for other nodes than answers do, so in a line of their own: neither keeps the other waiting.
+        self.vectors = Admission(
+            self._vector_capacity,
+            config.limits.queued,
+            config.timeouts.queue,
+            self._clock,
+            metrics,
+            self._tell_if_idle,
+            self._placement.has_room_for_vector,
+        )
 
     def _capacity(self) -> int:
         return self._pool.decode_count * self.config.limits.inflight_per_node
+
+    def _vector_capacity(self) -> int:
+        return len(self._pool.snapshot().prompt_readers) * self.config.limits.inflight_per_node
+
+    @property
+    def queued(self) -> int:
+        """Sequences in line, for an answer or a vector."""
+        return self.admission.queued + self.vectors.queued
+
+    @property
+    def held(self) -> int:
+        return self.admission.held + self.vectors.held
 
     # --- requests ---------------------------------------------------------------------------------------------
 
@@ -107,12 +129,15 @@ class Dispatcher:
 
         `eager`: its reader wants tokens as they come, not only the end.
         """
-        if not self._pool.decode_count:
+        makes_vectors = specs[0].pooling is not None
+        if makes_vectors and not self._pool.snapshot().prompt_readers:
+            raise Unavailable(self.why_unavailable("prefill or aggregated"))
+        if not makes_vectors and not self._pool.decode_count:
             raise Unavailable(self.why_unavailable())
         trace = specs[0].trace
         came = self._clock()
         hashes = await self._hashed(specs)
-        slots = await self.admission.acquire(
+        slots = await (self.vectors if makes_vectors else self.admission).acquire(
             tenant,
             len(specs),
             min(spec.deadline for spec in specs),
@@ -137,6 +162,8 @@ class Dispatcher:
 
     def _note_generation(self, lives: list[RequestLife]) -> None:
         self.metrics.request_choices.observe(len(lives))
+        if lives[0].spec.pooling is not None:
+            return
         self.metrics.request_longest_answer.observe(max(len(life.ledger.tokens) for life in lives))
 
     async def _hashed(self, specs: list[SequenceSpec]) -> dict[_Prompt, PromptHashes]:
@@ -150,9 +177,9 @@ class Dispatcher:
                         await asyncio.to_thread(made.of, size)
         return hashes
 
-    def why_unavailable(self) -> str:
+    def why_unavailable(self, role: str = "decode") -> str:
         reasons = [f"{m.info.node_id}: {why}" for m in self._pool.members if (why := self._pool.unusable(m))]
-        return "no decode node is ready" + (f" ({'; '.join(sorted(reasons))})" if reasons else "")
+        return f"no {role} node is ready" + (f" ({'; '.join(sorted(reasons))})" if reasons else "")
 
     async def wait_idle(self, deadline: float) -> bool:
         """Whether everything that is running or queued ended before the deadline."""
@@ -166,12 +193,13 @@ class Dispatcher:
         return True
 
     def _tell_if_idle(self) -> None:
-        if self._idle is not None and self.admission.held == 0 and self.admission.queued == 0:
+        if self._idle is not None and self.held == 0 and self.queued == 0:
             self._idle.set()
 
     def fail_all(self, error: TandemError) -> None:
         """This router ends. Nodes go on with the answers that they keep."""
         self.admission.refuse_all(error)
+        self.vectors.refuse_all(error)
         for life in self._placement.lives():
             life.leave(error)
         self.recalls.leave_all(error)
@@ -275,3 +303,5 @@ class Dispatcher:
             self._tell(waiting, RequestLife.try_again)
         if self.admission.queued:
             self.admission.pump()
+        if self.vectors.queued:
+            self.vectors.pump()

@@ -67,6 +67,7 @@ class RequestLife:
         self.node_wait_s = 0.0  # in the line of the node that read the prompt
         self.handover_s = 0.0
         self.preemptions = 0
+        self.vector: bytes | None = None  # where `spec.pooling` asks for one, once it has ended well
         self.attempt: Attempt | None = None
         self.decisions: list[RoutingDecision] = []
         self.request_ids: list[str] = []  # its names on the nodes, one per attempt
@@ -131,6 +132,11 @@ class RequestLife:
             self._note_tokens(attempt, len(self.ledger.tokens) - had)
             if self.spec.trace is not None:
                 self.spec.trace.arrived(self._clock(), node_id, len(self.ledger.tokens) - had)
+        if chunk.vector is not None:
+            self.vector = chunk.vector
+        elif self.spec.pooling is not None and self.ledger.finish is not None:
+            self.fail(InternalError("the node ended a request for a vector without one"))
+            return
         if self.ledger.finish is not None:
             self._end(self.ledger.finish, None, ended_at=attempt.node(source))
         elif merged is MergedChunk.NEWS:
@@ -347,6 +353,7 @@ class RequestLife:
             session=self.spec.session,
             avoid=avoid,
             mirror=self._mirror,
+            makes_vector=self.spec.pooling is not None,
         )
 
     def _attempt(self, decision: RoutingDecision) -> None:

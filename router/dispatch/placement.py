@@ -162,12 +162,18 @@ class Placement(Generic[L]):
     # --- what is known of the nodes' work
 
     def expected_tokens(self, spec: SequenceSpec) -> int:
-        """How many tokens' blocks a sequence may take on its decode node."""
+        """How many tokens' blocks a sequence may take on its decode node, or where its vector is made."""
+        if spec.pooling is not None:
+            return len(spec.prompt_token_ids)
         return len(spec.prompt_token_ids) + self._answers.expected(spec.sampling.max_tokens)
 
     def has_room(self, tokens: int, promised: int) -> bool:
         """As `Chooser.has_room`."""
         return self._chooser.has_room(tokens, promised)
+
+    def has_room_for_vector(self, tokens: int, promised: int) -> bool:
+        """As `Chooser.has_room_for_vector`."""
+        return self._chooser.has_room_for_vector(tokens, promised)
 
     def has_heard(self, node: NodeInfo, attempt: Attempt) -> bool:
         """Whether the node has acknowledged the attempt's Submit."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from tandem.router.tracing.trace import RequestTrace
+from tandem.wire.pooling import Pooling
 from tandem.wire.sampling import SamplingParams
 
 
@@ -26,3 +27,4 @@ class SequenceSpec(msgspec.Struct, frozen=True):
     trace: RequestTrace | None = None
     arrived: float | None = None  # when the HTTP request came; None: now
     keep: KeptAnswer | None = None
+    pooling: Pooling | None = None  # a vector of the prompt is wanted, and no token

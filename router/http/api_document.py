@@ -19,17 +19,21 @@ from tandem.router.openai.answer_types import (
     ClusterDescription,
     Completion,
     DetokenizeResponse,
+    EmbeddingList,
     ErrorBody,
     Health,
     ModelCard,
     ModelList,
+    Ranking,
     RouterLoad,
+    ScoreList,
     TokenizeResponse,
     Version,
 )
 from tandem.router.openai.chat_request import ChatRequest
 from tandem.router.openai.completion_request import CompletionRequest
 from tandem.router.openai.fields import ACCEPTED
+from tandem.router.openai.vector_request import EmbeddingRequest, RerankRequest, ScoreRequest
 from tandem.router.responses.answer_types import ResponseAnswer, ResponseDeleted
 from tandem.router.responses.responses_request import ResponsesRequest
 from tandem.router.tracing.record import TraceList, TraceRecord
@@ -46,7 +50,7 @@ _EVENT: dict[str, Any] = {
 _TYPES: tuple[type[msgspec.Struct], ...] = (
     CompletionRequest, ChatRequest, ResponsesRequest, ResponseAnswer, ResponseDeleted, MessagesRequest, CountRequest, MessageAnswer, TokenCount, MessagesError, TokenizeRequest, DetokenizeRequest, Completion, ChatCompletion,
     ChatCompletionChunk, ModelCard, ModelList, TokenizeResponse, DetokenizeResponse, Health, Version, RouterLoad, ErrorBody, ClusterDescription, TraceList,
-    TraceRecord,
+    TraceRecord, EmbeddingRequest, EmbeddingList, ScoreRequest, ScoreList, RerankRequest, Ranking,
 )  # fmt: skip
 
 
@@ -78,6 +82,20 @@ def _paths() -> dict[str, Any]:
         },
         "/v1/chat/completions": {
             "post": _generation("Answer a chat", ChatRequest, ChatCompletion, ChatCompletionChunk),
+        },
+        "/v1/embeddings": {
+            "post": _operation("Make vectors of texts", EmbeddingRequest, EmbeddingList, _GENERATION_ERRORS)
+        },
+        "/v1/score": {
+            "post": _operation("Compare texts by their vectors", ScoreRequest, ScoreList, _GENERATION_ERRORS)
+        },
+        "/v1/rerank": {
+            "post": _operation(
+                "Sort documents by their vectors' nearness to a query's",
+                RerankRequest,
+                Ranking,
+                _GENERATION_ERRORS,
+            )
         },
         "/v1/responses": {"post": _responses()},
         "/v1/responses/{response_id}/cancel": {"post": _of_response("End it", ResponseAnswer)},

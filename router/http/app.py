@@ -16,6 +16,7 @@ from tandem.router.http import (
     status_routes,
     text_routes,
     ui_routes,
+    vector_routes,
 )
 from tandem.router.http.exchange import HttpExchange, exchange_of
 from tandem.router.http.gate import HttpGate
@@ -80,6 +81,9 @@ def make_app(services: Services) -> ASGIApp:
     table: list[tuple[str, Handler, list[str]]] = [
         ("/v1/completions", generate_routes.completions, ["POST"]),
         ("/v1/chat/completions", generate_routes.chat_completions, ["POST"]),
+        ("/v1/embeddings", vector_routes.embeddings, ["POST"]),
+        ("/v1/score", vector_routes.score, ["POST"]),
+        ("/v1/rerank", vector_routes.rerank, ["POST"]),
         ("/v1/messages", generate_routes.messages, ["POST"]),
         ("/v1/messages/count_tokens", text_routes.count_tokens, ["POST"]),
         ("/v1/responses", partial(responses_routes.create_response, desk), ["POST"]),

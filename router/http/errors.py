@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 
 from tandem.router.dispatch.admission import QueueFull
 from tandem.router.keys import QuotaExceeded
-from tandem.router.openai.plan import PromptTooLong
+from tandem.router.openai.prompts import PromptTooLong
 from tandem.wire.errors import (
     InvalidRequest,
     RequestError,

@@ -33,7 +33,6 @@ from tandem.router.openai.chat_request import ChatRequest
 from tandem.router.openai.choice import Choice
 from tandem.router.openai.completion_answer import CompletionStream, whole_completion
 from tandem.router.openai.completion_request import CompletionRequest
-from tandem.router.openai.fields import SamplingFields
 from tandem.router.openai.plan import Caller, GenerationPlan, ServedModel, plan_chat, plan_completion
 from tandem.router.openai.reading import ReadChoice, read_all
 from tandem.router.text.tokenizer import Tokenizer
@@ -123,7 +122,7 @@ async def _run(
         if generation is not None:
             generation.cancel()
             answers = [len(life.ledger.tokens) for life in generation.lives]
-            exchange.notes += _notes(generation, plan.prompt_tokens + sum(answers))
+            exchange.notes += notes_of(generation, plan.prompt_tokens + sum(answers))
             services.metrics.e2e_latency.observe(time.monotonic() - arrived)
         if reservation is not None:
             reservation.settle(plan.prompt_tokens if generation is not None else 0, answers)
@@ -166,17 +165,17 @@ async def _answer(
         trace.answer_id = head.id
     if request.stream:
         answer = endpoint.stream(head, plan, request, choices, tokenizer)
-        stream = EventStream(exchange, _routing_headers(generation))
+        stream = EventStream(exchange, routing_headers(generation))
         await Delivery(generation, choices, answer, stream, trace).run()
         return
     read = await read_all(generation, choices)
     pieces = endpoint.whole(head, plan, request, read, tokenizer)
-    await send_pieces(exchange.send, pieces, _routing_headers(generation))
+    await send_pieces(exchange.send, pieces, routing_headers(generation))
     if trace is not None:
         trace.flushed(time.monotonic())
 
 
-def caller_of(services: Services, exchange: HttpExchange, request: SamplingFields, arrived: float) -> Caller:
+def caller_of(services: Services, exchange: HttpExchange, request: object, arrived: float) -> Caller:
     tenant = exchange.tenant
     session = next((v.decode("latin-1") for n, v in exchange.headers if n == b"x-session-id"), None)
     if session is None and isinstance(request, ChatRequest):
@@ -207,7 +206,7 @@ def asked_tokens(plan: GenerationPlan) -> list[int | None]:
     return [spec.sampling.max_tokens for spec in plan.specs]
 
 
-def _notes(generation: Generation, tokens: int) -> str:
+def notes_of(generation: Generation, tokens: int) -> str:
     """For the request's line in the log."""
     failovers = sum(life.failovers for life in generation.lives)
     return f" nodes={_nodes(generation)} tokens={tokens} failovers={failovers} requests={_node_requests(generation)}"
@@ -226,7 +225,7 @@ def _nodes(generation: Generation) -> str:
     return ";".join(ways)
 
 
-def _routing_headers(generation: Generation) -> list[tuple[bytes, bytes]]:
+def routing_headers(generation: Generation) -> list[tuple[bytes, bytes]]:
     reasons = {life.decisions[-1].reason: None for life in generation.lives if life.decisions}
     return [
         (b"x-tandem-nodes", _header_value(_nodes(generation))),

@@ -69,7 +69,7 @@ async def version(services: Services, exchange: HttpExchange) -> None:
 async def load(services: Services, exchange: HttpExchange) -> None:
     """Requests that this router is working on, as vLLM's servers count them for load balancers."""
     dispatcher = services.dispatcher
-    await send_json(exchange.send, {"server_load": dispatcher.running + dispatcher.admission.queued})
+    await send_json(exchange.send, {"server_load": dispatcher.running + dispatcher.queued})
 
 
 async def metrics(services: Services, exchange: HttpExchange) -> None:

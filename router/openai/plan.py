@@ -14,24 +14,20 @@ from tandem.router.formats.pieces import AnswerReader, ToolSchemas
 from tandem.router.openai.chat_prompt import render_chat
 from tandem.router.openai.chat_request import ChatRequest, Tool, template_variables
 from tandem.router.openai.choice import Choice
-from tandem.router.openai.completion_request import CompletionRequest, prompts_of
+from tandem.router.openai.completion_request import CompletionRequest
 from tandem.router.openai.constraint import chat_grammar, completion_grammar, grammar_of_tokens
 from tandem.router.openai.fields import SamplingFields
+from tandem.router.openai.prompts import PromptTooLong, encoded, prompt_ids, prompts_of
 from tandem.router.openai.sampling import bad_word_ids, sampling_params, seed_of_choice, stop_strings
 from tandem.router.openai.sampling_defaults import defaults_of
 from tandem.router.text.chat_template import ChatTemplate
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.router.tracing.trace import RequestTrace
-from tandem.wire.errors import ContextLengthExceeded, InvalidRequest, UnknownModel
+from tandem.wire.errors import InvalidRequest, UnknownModel
+from tandem.wire.pooling import VectorModel
 from tandem.wire.sampling import SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16
-
-
-class PromptTooLong(ContextLengthExceeded):
-    def __init__(self, message: str, param: str) -> None:
-        super().__init__(message)
-        self.param = param
 
 
 class ServedModel:
@@ -44,6 +40,7 @@ class ServedModel:
         template: ChatTemplate | None,
         max_model_len: Callable[[], int | None],
         created: int,
+        vectors: Callable[[], VectorModel | None] = lambda: None,
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
@@ -53,11 +50,17 @@ class ServedModel:
         self.format = format_of(config.tool_format, config.reasoning_format, template)
         self.names = (config.model_name, *config.model_aliases)
         self._max_model_len = max_model_len
+        self._vectors = vectors
 
     @property
     def max_model_len(self) -> int | None:
         """The shortest of the nodes': any of them may get the request. None while there is no node."""
         return self._max_model_len()
+
+    @property
+    def vectors(self) -> VectorModel | None:
+        """None where the nodes' model makes none, or while there is no node."""
+        return self._vectors()
 
     def name_of(self, name: str | None) -> str:
         """As an answer gives it: what the request called it, which may be nothing."""
@@ -149,10 +152,21 @@ async def plan_completion(request: CompletionRequest, model: ServedModel, caller
     if max_tokens == 0 and not echo:
         raise InvalidRequest("max_tokens: must be at least 1, unless echo is set", "max_tokens")
     _check_stream_options(request)
-    prompts = prompts_of(request)
+    prompts = prompts_of(request.prompt, "prompt")
     _check_counts(len(prompts), best_of, model.config)
     token_ids = [
-        _truncated(await _prompt_ids(prompt, request, model), request, max_tokens, model)
+        _truncated(
+            await prompt_ids(
+                prompt,
+                "prompt",
+                model.tokenizer,
+                _context_for(request, model),
+                special=request.add_special_tokens is not False,
+            ),
+            request,
+            max_tokens,
+            model,
+        )
         for prompt in prompts
     ]
     shows = request.logprobs is not None
@@ -220,7 +234,7 @@ async def plan_chat(request: ChatRequest, model: ServedModel, caller: Caller) ->
     if grammar is not None:
         grammar = model.format.after_reasoning(grammar, text, model.tokenizer)
     # The template writes the special tokens itself.
-    token_ids = await _encode(text, "messages", model, request, special=False)
+    token_ids = await encoded(text, "messages", model.tokenizer, _context_for(request, model), special=False)
     if not token_ids:
         raise InvalidRequest("messages: the chat template makes an empty prompt of them", "messages")
     max_tokens = (
@@ -378,21 +392,6 @@ def _check_stream_options(request: SamplingFields) -> None:
         raise InvalidRequest("stream_options: only with stream", "stream_options")
 
 
-async def _prompt_ids(prompt: str | list[int], request: CompletionRequest, model: ServedModel) -> list[int]:
-    if isinstance(prompt, str):
-        ids = await _encode(prompt, "prompt", model, request, special=request.add_special_tokens is not False)
-        if not ids:
-            raise InvalidRequest("prompt: must not be empty", "prompt")
-        return ids
-    unknown = model.tokenizer.first_unknown(prompt)
-    if unknown is not None:
-        size = model.tokenizer.vocab_size
-        raise InvalidRequest(
-            f"prompt: token id {unknown} is outside the vocabulary of {size} tokens", "prompt"
-        )
-    return prompt
-
-
 def _truncated(
     token_ids: list[int], request: SamplingFields, max_tokens: int | None, model: ServedModel
 ) -> list[int]:
@@ -410,17 +409,9 @@ def _truncated(
     return token_ids[-keep:]
 
 
-async def _encode(
-    text: str, param: str, model: ServedModel, request: SamplingFields, *, special: bool
-) -> list[int]:
-    """What cannot fit into the context is not tokenized to find out by how much."""
-    context = model.max_model_len if request.truncate_prompt_tokens is None else None
-    if context is not None and len(text) > model.tokenizer.most_characters(context):
-        raise PromptTooLong(
-            f"{param}: {len(text)} characters are more than the model's context of {context} tokens can hold",
-            param,
-        )
-    return await model.tokenizer.encode_async(text, special=special)
+def _context_for(request: SamplingFields, model: ServedModel) -> int | None:
+    """How long a prompt may be; None where any may come, to be cut to length."""
+    return model.max_model_len if request.truncate_prompt_tokens is None else None
 
 
 async def _echo_text(prompt: str | list[int], model: ServedModel) -> str:

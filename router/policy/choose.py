@@ -111,6 +111,15 @@ def decide(
     prefill_nodes = [node for node in pools.prefill if node.node_id not in request.avoid]
     decode_nodes = [node for node in pools.decode if node.node_id not in request.avoid]
 
+    if request.makes_vector:
+        readers = [node for node in pools.prompt_readers if node.node_id not in request.avoid]
+        if not readers:
+            raise Unavailable("no prefill node and no aggregated node is ready, and vectors are made there")
+        node, why = rank(readers, request, False)
+        alone = f"{name}: a vector, so {node.node_id} alone ({why})"
+        if node.info.role is Role.AGGREGATED:
+            return RoutingDecision(None, node.info, alone)
+        return RoutingDecision(node.info, None, alone)
     if request.max_new_tokens == 1 and prefill_nodes:
         node, why = rank(prefill_nodes, request, False)
         return RoutingDecision(node.info, None, f"{name}: one token, so {node.node_id} alone ({why})")

@@ -57,6 +57,11 @@ class PoolSnapshot(msgspec.Struct, frozen=True):
     decode: tuple[NodeSnapshot, ...]  # decode nodes, and those that do both
     handover_s: float | None = None  # measured: from the first token to the decode node's start
 
+    @property
+    def prompt_readers(self) -> tuple[NodeSnapshot, ...]:
+        """Where vectors are made: a decode node is kept free of prompts that end on another's account."""
+        return (*self.prefill, *(node for node in self.decode if node.info.role is Role.AGGREGATED))
+
 
 class RoutingRequest(msgspec.Struct, frozen=True):
     prompt_tokens: int  # with the output it already has, when it moves
@@ -67,6 +72,7 @@ class RoutingRequest(msgspec.Struct, frozen=True):
     turn: int = 0  # counts requests, for policies that take turns
     avoid: frozenset[str] = frozenset()  # nodes that failed this request before
     mirror: NodeInfo | None = None  # copied its blocks from a node that is gone
+    makes_vector: bool = False  # nothing is decoded: only nodes that read prompts for others take it
 
     def uncached(self, node: NodeSnapshot) -> int:
         """At least one token is always computed: the last one's output is what is asked for."""

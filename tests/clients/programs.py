@@ -80,6 +80,32 @@ def openai_chat(url: str, model: str) -> None:
     assert refused, "an unknown model was answered"
 
 
+def openai_embeddings(url: str, model: str) -> None:
+    client = openai_client(url)
+    texts = ["The cat sat on the mat.", "A cat is sitting on a mat.", "Stock prices fell on Monday."]
+    made = client.embeddings.create(model=model, input=texts)  # it asks for base64, and decodes it
+    assert [one.index for one in made.data] == [0, 1, 2]
+    assert made.usage.prompt_tokens == made.usage.total_tokens > 0
+    floats = client.embeddings.create(model=model, input=texts[0], encoding_format="float", dimensions=64)
+    assert len(floats.data[0].embedding) == 64
+    assert abs(sum(number**2 for number in floats.data[0].embedding) - 1) < 1e-4
+
+    def nearness(first: int, second: int) -> float:
+        return sum(
+            a * b for a, b in zip(made.data[first].embedding, made.data[second].embedding, strict=True)
+        )
+
+    assert nearness(0, 1) > nearness(0, 2)
+    import openai
+
+    refused = ""
+    try:
+        client.embeddings.create(model=model, input=texts, dimensions=100_000)
+    except openai.BadRequestError as error:
+        refused = error.message
+    assert "dimensions" in refused
+
+
 def openai_extras(url: str, model: str) -> None:
     """What vLLM's users send besides, in the official client's `extra_body`."""
     client = openai_client(url)
@@ -244,6 +270,7 @@ def instructor(url: str, model: str) -> None:
 
 PROGRAMS: list[Callable[[str, str], None]] = [
     openai_chat,
+    openai_embeddings,
     openai_extras,
     openai_responses,
     anthropic,

@@ -12,6 +12,7 @@ from tandem.wire.errors import TandemError
 
 EOS = 2
 BLOCK_SIZE = 4
+VECTOR = bytes(range(32))
 
 
 def token_at(position: int) -> int:
@@ -39,6 +40,7 @@ class FakeRunner:
         self.error: Exception | None = None
         self.failing: dict[str, TandemError] = {}  # requests that the model can make nothing of
         self.preempted: list[str] = []  # as it was told
+        self.pooled: set[str] = set()  # request ids that want a vector
 
     def forget_requests(self) -> None:
         self.tokens.clear()
@@ -56,18 +58,25 @@ class FakeRunner:
         for new in step.new_reqs:
             self.tokens[new.req_id] = len(new.token_ids)
             computed[new.req_id] = new.num_computed_tokens
+            if new.pooling is not None:
+                self.pooled.add(new.req_id)
         cached = step.cached_reqs
         for req_id, before in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
             if req_id in cached.resumed_req_ids:
                 self.tokens[req_id] = len(cached.resumed_token_ids[req_id])
             computed[req_id] = before
         sampled: dict[str, list[int]] = {}
+        vectors: dict[str, bytes] = {}
         for req_id, count in step.num_scheduled_tokens.items():
-            if computed[req_id] + count == self.tokens[req_id] and req_id not in self.failing:
+            if computed[req_id] + count < self.tokens[req_id] or req_id in self.failing:
+                continue
+            if req_id in self.pooled:
+                vectors[req_id] = VECTOR
+            else:
                 sampled[req_id] = [token_at(self.tokens[req_id])]
                 self.tokens[req_id] += 1
         errors = {id: error for id, error in self.failing.items() if id in step.num_scheduled_tokens}
-        return ModelOutput(sampled, errors=errors)
+        return ModelOutput(sampled, errors=errors, vectors=vectors)
 
 
 def make_scheduler(

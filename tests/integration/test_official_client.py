@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 from pydantic import BaseModel
@@ -62,7 +63,9 @@ def taught(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 @pytest.fixture(scope="module")
 def server(deploy: Deploy, taught: Path, expected: list[ExpectedAnswer]) -> Iterator[RunningDeployment]:
     """One prefill node and one decode node. `expected` is asked for first: it wants both cores."""
-    with deploy(float32_config(taught, prefill=1, decode=1)) as running:
+    config = float32_config(taught, prefill=1, decode=1)
+    replace = msgspec.structs.replace
+    with deploy(replace(config, model=replace(config.model, pooling="mean"))) as running:
         yield running
         running.until_quiet()
 
@@ -345,6 +348,41 @@ class TestErrors:
         with pytest.raises(openai.BadRequestError) as caught:
             client.completions.create(model=model, prompt=[5] * 9000)
         assert caught.value.code == "context_length_exceeded"
+
+
+class TestVectors:
+    TEXTS = ("The quick brown fox jumps over the lazy dog.", "A fox jumps.", "Stock prices fell " * 60)
+
+    def test_they_are_transformers_own_pooled(
+        self, client: openai.OpenAI, model: str, server: RunningDeployment, taught: Path
+    ) -> None:
+        """The prefill node makes them beside an answer, twice: the second time its cache has the prompts."""
+        import torch
+        from transformers import AutoModel, AutoTokenizer
+
+        for _ in range(2):
+            raw = client.embeddings.with_raw_response.create(model=model, input=list(self.TEXTS))
+            assert raw.headers["x-tandem-nodes"].startswith("prefill=")
+            assert "decode=" not in raw.headers["x-tandem-nodes"]
+        made = raw.parse()
+        reference = AutoModel.from_pretrained(taught, dtype=torch.float32).eval()
+        tokenizer = AutoTokenizer.from_pretrained(taught)
+        for text, found in zip(self.TEXTS, made.data, strict=True):
+            with torch.inference_mode():
+                hidden = reference(**tokenizer(text, return_tensors="pt")).last_hidden_state[0]
+            expected = torch.nn.functional.normalize(hidden.mean(dim=0), dim=0)
+            assert found.embedding == pytest.approx(expected.tolist(), abs=1e-3)
+        server.until_quiet()
+
+    def test_texts_are_sorted_by_them(self, server: RunningDeployment, model: str) -> None:
+        body = {"model": model, "query": self.TEXTS[0], "documents": list(self.TEXTS)}
+        results = server.http.post("/v1/rerank", json=body).raise_for_status().json()["results"]
+        assert results[0]["index"] == 0
+        assert results[0]["relevance_score"] == pytest.approx(1.0, abs=1e-5)
+        body = {"model": model, "text_1": self.TEXTS[0], "text_2": list(self.TEXTS)}
+        scores = server.http.post("/v1/score", json=body).raise_for_status().json()["data"]
+        by_index = {result["index"]: result["relevance_score"] for result in results}
+        assert [item["score"] for item in scores] == pytest.approx([by_index[index] for index in range(3)])
 
 
 def test_the_document_and_its_page_are_there(server: RunningDeployment) -> None:

@@ -19,6 +19,7 @@ from tandem.prefill_node.node import PrefillRules
 from tandem.wire.errors import InvalidLogits, NodeLost
 from tandem.wire.lines import Position
 from tandem.wire.nodes import NodeState, PeerAddress, Role
+from tandem.wire.pooling import Pooling, PoolingKind, VectorModel
 from tandem.wire.requests import (
     Ask,
     Cancel,
@@ -37,7 +38,7 @@ from tandem.wire.requests import (
     TransferRole,
 )
 from tandem.wire.sampling import FinishReason, SamplingParams
-from tests.engine.engine_fakes import FakeRunner, make_scheduler, token_at
+from tests.engine.engine_fakes import VECTOR, FakeRunner, make_scheduler, token_at
 from tests.waiting import until
 
 PATIENCE_S = 5.0
@@ -418,3 +419,59 @@ def test_a_request_that_the_model_fails_ends_alone_and_is_counted(node: Node) ->
     node.service.receive(Ping(reply_to=ROUTER))
     status = node.outgoing.status_where(lambda status: status.counters.model_errors == 1)
     assert status.state is NodeState.READY
+
+
+VECTORS = VectorModel(Pooling(PoolingKind.LAST), size=8)
+
+
+def with_vectors(node: Node, vectors: VectorModel = VECTORS) -> Node:
+    node.runner.info = msgspec.structs.replace(node.runner.info, vectors=vectors)
+    return node
+
+
+@pytest.mark.parametrize("rules", [PrefillRules(), DecodeRules(Role.AGGREGATED)])
+def test_a_vector_comes_alone_and_frees_its_blocks(rules) -> None:
+    node = with_vectors(Node(rules))
+    try:
+        node.submit("text", prompt=70)
+        node.submit("r", prompt=150, pooling=Pooling(PoolingKind.MEAN, dimensions=8))
+        [chunk] = node.outgoing.until_finished("r")
+        assert (chunk.finish, chunk.token_ids, chunk.vector) == (FinishReason.STOP, [], VECTOR)
+        assert node.service.drain(PATIENCE_S)
+    finally:
+        node.service.stop()
+
+
+@pytest.mark.parametrize(
+    ("vectors", "fields", "says"),
+    [
+        (None, {"pooling": Pooling(PoolingKind.MEAN)}, "makes no vectors"),
+        (VECTORS, {"pooling": Pooling(PoolingKind.MEAN, dimensions=9)}, "from 1 to 8, not 9"),
+        (VECTORS, {"pooling": Pooling(PoolingKind.MEAN), "output_token_ids": [10]}, "of a prompt alone"),
+        (VectorModel(Pooling(PoolingKind.LAST), 8, generates=False), {}, "makes vectors only"),
+    ],
+)
+def test_what_the_model_is_not_for_is_refused(node: Node, vectors, fields, says: str) -> None:
+    node.runner.info = msgspec.structs.replace(node.runner.info, vectors=vectors)
+    node.submit(**fields)
+    [chunk] = node.outgoing.until_finished("r")
+    assert chunk.error is not None
+    assert chunk.error.code == "invalid_request"
+    assert says in chunk.error.message
+
+
+def test_a_vectors_deadline_and_its_cancel(node: Node) -> None:
+    with_vectors(node)
+    for request_id in ("late", "gone"):
+        node.submit(
+            request_id,
+            prompt=90_000,
+            timeout_s=0.001 if request_id == "late" else 60.0,
+            pooling=VECTORS.pooling,
+        )
+    node.service.receive(Cancel(ROUTER, ["gone"]))
+    [chunk] = node.outgoing.until_finished("late")
+    assert chunk.error is not None
+    assert chunk.error.code == "deadline_exceeded"
+    node.service.receive(Ping(reply_to=ROUTER))
+    node.outgoing.status_where(lambda status: status.free_blocks == status.total_blocks)

@@ -21,6 +21,7 @@ from tandem.router.config import Heartbeat, LocalPrefill, RouterConfig, UnknownF
 from tandem.router.server import RouterServer
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.wire.nodes import Role
+from tandem.wire.pooling import VectorModel
 from tests.router.event_reader import EventReader
 from tests.router.fake_node import Board, FakeNode, TokenRule, hashed_token
 
@@ -186,7 +187,7 @@ class RunningRouter:
 
     def idle(self) -> bool:
         dispatcher = self.server.services.dispatcher
-        return dispatcher.running == 0 and dispatcher.admission.held == 0 and dispatcher.admission.queued == 0
+        return dispatcher.running == 0 and dispatcher.held == 0 and dispatcher.queued == 0
 
     def close(self) -> None:
         self.client.close()
@@ -241,7 +242,12 @@ def start_router(model_folder: str, end_token: int, request: pytest.FixtureReque
     started: list[RunningRouter] = []
 
     def start(
-        prefill: int = 1, decode: int = 1, aggregated: int = 0, rule: TokenRule | None = None, **settings: Any
+        prefill: int = 1,
+        decode: int = 1,
+        aggregated: int = 0,
+        rule: TokenRule | None = None,
+        vectors: VectorModel | None = None,
+        **settings: Any,
     ) -> RunningRouter:
         config = RouterConfig(tokenizer_path=model_folder, model_name="fake", port=0)
         defaults = {
@@ -258,7 +264,7 @@ def start_router(model_folder: str, end_token: int, request: pytest.FixtureReque
             (aggregated, "a", Role.AGGREGATED),
         ):
             for index in range(count):
-                running.add(f"{name}{index}", role)
+                running.add(f"{name}{index}", role, vectors=vectors)
         running.wait_ready()
         return running
 

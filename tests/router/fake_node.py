@@ -7,6 +7,7 @@ can say what text any request must give, whatever nodes it went over.
 from __future__ import annotations
 
 import hashlib
+import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from tandem.node.config import AnswersConfig
 from tandem.wire.errors import Cancelled, WireError
 from tandem.wire.lines import NumberedChannel
 from tandem.wire.nodes import NodeInfo, NodeState, Role, new_epoch
+from tandem.wire.pooling import Pooling, VectorModel
 from tandem.wire.requests import (
     Ask,
     Cancel,
@@ -88,6 +90,7 @@ class FakeNode:
         model: str = "fake",
         max_model_len: int = 2048,
         mirrors: bool = False,
+        vectors: VectorModel | None = None,
     ) -> None:
         self.role = role
         self.board = board
@@ -111,6 +114,7 @@ class FakeNode:
         self.preemptions = 0
         self.clock_ahead = 0.0  # of all other clocks
         self.hide_traces = False
+        self.forget_vectors = False  # a request for a vector ends without one
         self._lock = self.board.changed
         self._running: dict[str, _Running] = {}
         self.answers = KeptAnswers(AnswersConfig(), self._send, time.monotonic)
@@ -128,6 +132,7 @@ class FakeNode:
             block_size=4,
             tier_endpoint=f"tier://{node_id}" if mirrors else "",
             mirrors=mirrors,
+            vectors=vectors,
         )
         self._channel.listen(self._on_message, begun=self._list_requests, replaced=lambda endpoint: None)
         self._thread = threading.Thread(target=self._work, name=f"{node_id}-steps", daemon=True)
@@ -343,6 +348,12 @@ class FakeNode:
                 return None
             running.started, running.next = True, index + 1
             return TokenChunk(submit.request_id, index, [first])  # as its connector told it: without logprobs
+        if submit.pooling is not None:
+            vector = None if self.forget_vectors else fake_vector(submit.prompt_token_ids, submit.pooling)
+            cached = self._start(running)
+            return TokenChunk(
+                submit.request_id, 0, [], FinishReason.STOP, cached_tokens=cached, vector=vector
+            )
         token = self.board.rule(submit.prompt_token_ids, submit.sampling.seed, index)
         if self.report_first_token_as is not None and index == 0:
             token = self.report_first_token_as
@@ -389,6 +400,19 @@ class FakeNode:
         if wanted is None:
             return None
         return [None, *(fake_logprobs(token, wanted) for token in submit.prompt_token_ids[1:])]
+
+
+VECTOR_SIZE = 8
+
+
+def fake_vector(prompt: Sequence[int], pooling: Pooling) -> bytes:
+    """How often each token is in the prompt, by its remainder: texts that share words are near to each other."""
+    counts = [0.0] * VECTOR_SIZE
+    for token in prompt:
+        counts[token % VECTOR_SIZE] += 1
+    counts = counts[: pooling.dimensions]
+    length = sum(count * count for count in counts) ** 0.5 or 1.0
+    return struct.pack(f"<{len(counts)}f", *(count / length for count in counts))
 
 
 def fake_logprobs(token: int, alternatives: int) -> TokenLogprobs:

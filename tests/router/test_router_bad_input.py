@@ -72,7 +72,7 @@ def test_a_refusal_is_short_however_long_the_mistake_is(router: RunningRouter) -
         ("POST", "/v1/chat", 404),
         ("GET", "/v1/completions/", 404),
         ("GET", "/v1/models/none", 404),
-        ("POST", "/v1/embeddings", 404),
+        ("POST", "/v1/images/generations", 404),
         ("GET", "/v1/../etc/passwd", 404),
         ("GET", "/%00%ff", 404),
         ("GET", "/v1/completions", 405),

@@ -10,6 +10,7 @@ from ctypes import c_int32, c_int64, c_void_p
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from tandem.engine.cache.groups import KVCacheGroup
@@ -60,11 +61,13 @@ class NativeLlamaForward:
 
         `instruction_set` forbids everything better than the one named.
         """
+        self.generates = True  # False: there is no head, so its logits mean nothing
         self._architecture = describe(config)
         self._dtype = dtype
         self._cache: torch.Tensor | None = None
         self._groups = 0
         self._logits = torch.empty(0, self._architecture.vocab)
+        self._hidden = torch.empty(0, self._architecture.hidden)
         native = library.load()
         cores = cores_for(threads)
         a = self._architecture
@@ -103,10 +106,15 @@ class NativeLlamaForward:
         dtype: torch.dtype,
         threads: int,
         progress: Callable[[float], None] = lambda share: None,
+        may_lack_head: bool = False,
     ) -> NativeLlamaForward:
-        """Straight from safetensors files, without a torch model."""
+        """Straight from safetensors files, without a torch model. One that `may_lack_head` makes vectors without it, and its logits
+        mean nothing then."""
         files = Checkpoint(Path(folder))
-        forward = cls(config, files.take, dtype=dtype, threads=threads, progress=progress)
+        generates = config.tie_word_embeddings or files.holds_head or not may_lack_head
+        take = files.take if generates else files.take_embedding_for_head
+        forward = cls(config, take, dtype=dtype, threads=threads, progress=progress)
+        forward.generates = generates
         refuse_leftovers("the model", files.left, config)
         return forward
 
@@ -179,7 +187,8 @@ class NativeLlamaForward:
             raise InternalError("the native model is closed")
         native, model, layers = self._native, self._model, self._architecture.layers
         # The library keeps the pointers until the step's last call, so what they lead to must outlive this line.
-        step = step_batch(batch, self._groups)
+        wanted = last_rows(batch)
+        step = step_batch(batch, self._groups, wanted)
         checked(native.tandem_begin(model, step))
         if hooks is None:
             checked(native.tandem_run_layers(model, 0, layers))
@@ -189,9 +198,31 @@ class NativeLlamaForward:
         if rows > self._logits.shape[0]:
             self._logits = torch.empty(rows, self._architecture.vocab)
         logits = self._logits[:rows]
-        checked(native.tandem_logits(model, logits.data_ptr(), self._architecture.vocab))
+        vocab, hidden = self._architecture.vocab, self._architecture.hidden
+        if batch.hidden_rows is None:
+            checked(native.tandem_logits(model, logits.data_ptr(), vocab))
+        else:
+            found = torch.empty(batch.hidden_rows.shape[0], hidden)
+            logit_places, hidden_places = (
+                torch.searchsorted(wanted, rows) for rows in (batch.logit_rows, batch.hidden_rows)
+            )
+            checked(
+                native.tandem_logits_of(
+                    model, logit_places.data_ptr(), len(logit_places), logits.data_ptr(), vocab
+                )
+            )
+            checked(
+                native.tandem_hidden_of(
+                    model, hidden_places.data_ptr(), len(hidden_places), found.data_ptr(), hidden
+                )
+            )
+            self._hidden = found
         del step
         return logits
+
+    @property
+    def hidden(self) -> torch.Tensor:
+        return self._hidden
 
     def close(self) -> None:
         """Ends the threads and gives the memory back. Nothing may be computed afterwards. Idempotent."""
@@ -225,8 +256,16 @@ class NativeLlamaForward:
         )
 
 
-def step_batch(batch: Batch, groups: int) -> library.StepBatch:
-    """Points into the batch's tensors, which must outlive the step."""
+def last_rows(batch: Batch) -> torch.Tensor:
+    """The rows that leave the last layer."""
+    if batch.hidden_rows is None:
+        return batch.logit_rows
+    return torch.from_numpy(np.union1d(batch.logit_rows.numpy(), batch.hidden_rows.numpy()))
+
+
+def step_batch(batch: Batch, groups: int, rows: torch.Tensor | None = None) -> library.StepBatch:
+    """Points into the batch's tensors, and into `rows`, if others leave the last layer than `logit_rows`: all must outlive the step."""
+    rows = batch.logit_rows if rows is None else rows
     tables = batch.block_tables
     if len(tables) != groups:
         raise InternalError(f"a batch of {len(tables)} cache groups for a cache of {groups}")
@@ -241,8 +280,8 @@ def step_batch(batch: Batch, groups: int) -> library.StepBatch:
         slot_mapping=pointers(*(slots.data_ptr() for slots in batch.slot_mapping)),
         block_tables=pointers(*(table.data_ptr() for table in tables)),
         block_table_strides=(c_int64 * groups)(*(table.stride(0) for table in tables)),
-        logit_rows=batch.logit_rows.data_ptr(),
-        num_logit_rows=batch.logit_rows.shape[0],
+        logit_rows=rows.data_ptr(),
+        num_logit_rows=rows.shape[0],
     )
 
 

@@ -18,6 +18,10 @@ from tandem.wire.errors import ConfigurationError, InternalError
 Take = Callable[[str], torch.Tensor | None]
 """A tensor by its name in the checkpoint. It is read once, and need not stay."""
 
+_BODY = "model."
+EMBEDDING = f"{_BODY}embed_tokens.weight"
+HEAD = "lm_head.weight"
+
 
 def checked(status: int) -> None:
     """A call that the library refuses is a mistake of ours."""
@@ -48,8 +52,19 @@ class Checkpoint:
         except (OSError, ValueError, KeyError, SafetensorError) as error:
             raise ConfigurationError(f"the weights in {folder} cannot be read: {error}") from error
         self._left = set(self._files)
+        # A model that was saved without the head that chooses tokens: its tensors' names lack what stands for the model in it.
+        self._is_bare = EMBEDDING not in self._files and EMBEDDING.removeprefix(_BODY) in self._files
+
+    @property
+    def holds_head(self) -> bool:
+        return HEAD in self._files
+
+    def take_embedding_for_head(self, name: str) -> torch.Tensor | None:
+        return self.take(EMBEDDING if name == HEAD else name)
 
     def take(self, name: str) -> torch.Tensor | None:
+        if self._is_bare:
+            name = name.removeprefix(_BODY)
         file = self._files.get(name)
         self._left.discard(name)
         return None if file is None else file.get_tensor(name)
@@ -97,7 +112,7 @@ def load_weights(
         linear(library.DOWN, layer, a.intermediate, {f"{mlp}.down_proj": a.hidden}, a.mlp_bias)
         progress((layer + 1) / (a.layers + 1))
     vector(library.FINAL_NORM, 0, "model.norm.weight", a.hidden)
-    embedding = _required(take, "model.embed_tokens.weight", (a.vocab, a.hidden))
+    embedding = _required(take, EMBEDDING, (a.vocab, a.hidden))
     head = _head(take, a, embedding)
     checked(native.tandem_load_linear(model, library.HEAD, 0, _parts([head]), None, 1))
     checked(native.tandem_use_embedding(model, library.part(embedding)))
@@ -107,7 +122,7 @@ def load_weights(
 
 def _head(take: Take, a: Architecture, embedding: torch.Tensor) -> torch.Tensor:
     """A checkpoint that holds a head of its own is not tied, whatever its configuration says: so transformers has it."""
-    name, shape = "lm_head.weight", (a.vocab, a.hidden)
+    name, shape = HEAD, (a.vocab, a.hidden)
     if not a.tied:
         return _required(take, name, shape)
     own = _usable(take, name, shape)

@@ -9,9 +9,12 @@ from __future__ import annotations
 import dataclasses
 import random
 
+import numpy as np
+
 from tandem.engine.model.runner import LayerHooks
 from tandem.engine.model.torch_runner import TorchRunner
 from tandem.engine.scheduling.output import CachedRequestData, ModelOutput, NewRequestData, SchedulerOutput
+from tandem.wire.pooling import Pooling
 from tandem.wire.sampling import SamplingParams, TokenLogprobs
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -25,6 +28,8 @@ class DrivenRequest:
     sampling: SamplingParams
     computed: int
     blocks: list[list[int]]  # per group; 0 where a block was given back or never needed
+    pooling: Pooling | None = None  # a vector is wanted, and no token
+    vector: list[float] | None = None
     borrowed: int = 0  # leading blocks of every group that belong to another request
     known: bool = False  # the runner has seen it
     resumed: bool = False
@@ -63,12 +68,13 @@ class Driver:
         sampling: SamplingParams = GREEDY,
         *,
         output: list[int] | None = None,
+        pooling: Pooling | None = None,
         prefix_of: str | None = None,
         shared_tokens: int = 0,
     ) -> DrivenRequest:
         """With `prefix_of`, the first tokens are a prefix hit: the other request's blocks are shared."""
         request = DrivenRequest(
-            req_id, prompt + (output or []), len(prompt), sampling, 0, [[] for _ in self.groups]
+            req_id, prompt + (output or []), len(prompt), sampling, 0, [[] for _ in self.groups], pooling
         )
         if prefix_of is not None:
             hit = shared_tokens // self.block_size
@@ -142,6 +148,7 @@ class Driver:
                         request.sampling,
                         blocks,
                         request.computed,
+                        pooling=request.pooling,
                     )
                 )
                 request.known = True
@@ -177,6 +184,13 @@ class Driver:
             if req_id in output.errors:
                 continue
             sampled = output.sampled_token_ids.get(req_id, [])
+            if request.pooling is not None:
+                assert not sampled
+                assert (req_id in output.vectors) == (req_id in reached)
+                if req_id in reached:
+                    request.vector = np.frombuffer(output.vectors[req_id], "<f4").tolist()
+                self._slide(request)
+                continue
             if proposed:
                 accepted = len(sampled) - 1
                 assert sampled[:accepted] == proposed[:accepted]

@@ -1,0 +1,154 @@
+"""Vectors of prompts: what the model's last layer makes of their tokens, chunk by chunk, until a vector is whole.
+
+A mean is summed up over the chunks in float32, on the device. Nothing of it is kept over a preemption: the prompt is computed again
+from its first token, and so is the sum.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tandem.engine.model.staging import HostCopy
+from tandem.wire.errors import InternalError
+from tandem.wire.pooling import Pooling, PoolingKind
+
+
+@dataclasses.dataclass(slots=True)
+class _Part:
+    """Of one request: what its tokens so far have come to."""
+
+    pooling: Pooling
+    tokens: int = 0
+    hidden: torch.Tensor | None = None  # their sum, or the one that counts
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PooledVector:
+    """A vector on its way to the host."""
+
+    req_id: str
+    row: int
+    tenancy: int
+    vector: HostCopy
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PooledRows:
+    """Of one request in one batch: tokens `first` .. `last` of its prompt, in rows of which those in `wanted` leave the model."""
+
+    row: int  # of RequestRows
+    req_id: str
+    first: int
+    last: int
+    is_whole: bool  # the prompt's last token is among them
+    wanted: range  # rows of the batch
+
+
+class Pooler:
+    def __init__(self) -> None:
+        self._parts: dict[int, _Part] = {}
+
+    def __bool__(self) -> bool:
+        """Whether any request that is known wants a vector."""
+        return bool(self._parts)
+
+    def __contains__(self, row: int) -> bool:
+        return row in self._parts
+
+    def set(self, row: int, pooling: Pooling | None) -> None:
+        if pooling is None:
+            self._parts.pop(row, None)
+        else:
+            self._parts[row] = _Part(pooling)
+
+    def pooling(self, row: int) -> Pooling | None:
+        part = self._parts.get(row)
+        return part.pooling if part is not None else None
+
+    def clear(self, row: int) -> None:
+        self._parts.pop(row, None)
+
+    def rows_of(
+        self,
+        req_ids: list[str],
+        rows: npt.NDArray[np.int64],
+        query_start: npt.NDArray[np.int32],
+        contexts: npt.NDArray[np.int64],
+        num_tokens: npt.NDArray[np.int32],
+    ) -> list[PooledRows]:
+        """For each request of the batch that wants a vector, in the batch's order."""
+        if not self._parts:
+            return []
+        found: list[PooledRows] = []
+        for index, row in enumerate(rows.tolist()):
+            part = self._parts.get(row)
+            if part is None:
+                continue
+            start, end, last = int(query_start[index]), int(query_start[index + 1]), int(contexts[index])
+            first = last - (end - start)
+            is_whole = last >= int(num_tokens[row])
+            match part.pooling.kind:
+                case PoolingKind.MEAN:
+                    wanted = range(start, end)
+                case PoolingKind.LAST:
+                    wanted = range(end - 1, end) if is_whole else range(0)
+                case PoolingKind.CLS:
+                    wanted = range(start, start + 1) if first == 0 else range(0)
+            found.append(PooledRows(row, req_ids[index], first, last, is_whole, wanted))
+        return found
+
+    def take(
+        self, pooled: list[PooledRows], hidden: torch.Tensor, tenancies: npt.NDArray[np.int64]
+    ) -> list[PooledVector]:
+        """`hidden` are the rows that `pooled` wants, one request after the other. Returns the vectors that are whole."""
+        vectors: list[PooledVector] = []
+        begin = 0
+        for rows in pooled:
+            part = self._parts[rows.row]
+            own = hidden[begin : begin + len(rows.wanted)]
+            begin += len(rows.wanted)
+            self._add(part, rows, own)
+            if rows.is_whole:
+                copy = HostCopy(_finished(part, rows.req_id))
+                vectors.append(PooledVector(rows.req_id, rows.row, int(tenancies[rows.row]), copy))
+                part.hidden = None
+        return vectors
+
+    def _add(self, part: _Part, rows: PooledRows, own: torch.Tensor) -> None:
+        if rows.first == 0:
+            part.tokens, part.hidden = 0, None
+        if part.pooling.kind is not PoolingKind.LAST and rows.first != part.tokens:
+            raise InternalError(
+                f"the vector of {rows.req_id} has {part.tokens} of its tokens, and goes on at {rows.first}"
+            )
+        part.tokens = rows.last
+        if not len(own):
+            return
+        if part.pooling.kind is PoolingKind.MEAN:
+            total = own.sum(dim=0, dtype=torch.float32)
+            part.hidden = total if part.hidden is None else part.hidden + total
+        else:
+            part.hidden = own[0].float()
+
+
+def _finished(part: _Part, req_id: str) -> torch.Tensor:
+    vector = part.hidden
+    if vector is None:
+        raise InternalError(f"the vector of {req_id} lacks its token")
+    if part.pooling.kind is PoolingKind.MEAN:
+        vector = vector / part.tokens
+    if part.pooling.dimensions is not None:
+        vector = vector[: part.pooling.dimensions]
+    if part.pooling.normalize:
+        vector = torch.nn.functional.normalize(vector, dim=0)
+    return vector.contiguous()
+
+
+def read_vector(vector: PooledVector) -> bytes | None:
+    """None where the model has computed something that is no number."""
+    numbers = vector.vector.read().numpy()
+    return numbers.astype("<f4").tobytes() if np.isfinite(numbers).all() else None

@@ -1,0 +1,123 @@
+"""POST /v1/embeddings, /v1/score and /v1/rerank: what prompts come to, and no token of an answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from tandem.router.dispatch import Generation
+from tandem.router.http.body import read_body
+from tandem.router.http.errors import RouterDraining
+from tandem.router.http.exchange import HttpExchange
+from tandem.router.http.generate_routes import caller_of, notes_of, routing_headers
+from tandem.router.http.memory import PARSED_TIMES, SEQUENCE_BYTES, TOKEN_BYTES, BodyShare
+from tandem.router.http.respond import send_pieces
+from tandem.router.http.services import Services
+from tandem.router.openai.answer import AnswerHead
+from tandem.router.openai.pieces import json_pieces
+from tandem.router.openai.plan import Caller, ServedModel
+from tandem.router.openai.vector_request import EmbeddingRequest, RerankRequest, ScoreRequest
+from tandem.router.openai.vectors import (
+    VectorPlan,
+    plan_embeddings,
+    plan_rerank,
+    plan_scores,
+    read_vectors,
+    vector_bytes,
+    whole_embeddings,
+    whole_rerank,
+    whole_scores,
+)
+from tandem.wire.errors import Unavailable
+from tandem.wire.tracing import TracePhase
+
+
+class VectorEndpoint(msgspec.Struct, frozen=True):
+    """What is one path's own."""
+
+    id_prefix: str
+    request_type: Any
+    plan: Callable[[Any, ServedModel, Caller], Awaitable[VectorPlan]]
+    whole: Callable[[AnswerHead, VectorPlan, Any, Sequence[bytes]], Awaitable[dict[str, Any]]]
+
+
+EMBEDDINGS = VectorEndpoint("embd", EmbeddingRequest, plan_embeddings, whole_embeddings)
+SCORE = VectorEndpoint("score", ScoreRequest, plan_scores, whole_scores)
+RERANK = VectorEndpoint("rerank", RerankRequest, plan_rerank, whole_rerank)
+
+
+async def embeddings(services: Services, exchange: HttpExchange) -> None:
+    await _make(EMBEDDINGS, services, exchange)
+
+
+async def score(services: Services, exchange: HttpExchange) -> None:
+    await _make(SCORE, services, exchange)
+
+
+async def rerank(services: Services, exchange: HttpExchange) -> None:
+    await _make(RERANK, services, exchange)
+
+
+async def _make(endpoint: VectorEndpoint, services: Services, exchange: HttpExchange) -> None:
+    arrived = time.monotonic()
+    if services.draining:
+        raise RouterDraining("this router is shutting down; another takes new requests")
+    tenant = exchange.tenant
+    reservation = tenant.enter() if tenant is not None else None
+    generation: Generation | None = None
+    plan: VectorPlan | None = None
+    try:
+        with services.bodies.share() as share:
+            request, plan = await _read(endpoint, services, exchange, share, arrived)
+            kept_of_body = share.size * PARSED_TIMES
+        if reservation is not None:
+            reservation.take_tokens(plan.prompt_tokens, [])
+        inputs = kept_of_body + TOKEN_BYTES * plan.prompt_tokens + SEQUENCE_BYTES * len(plan.specs)
+        specs = plan.specs
+
+        async def work() -> None:
+            nonlocal generation
+            generation = await services.dispatcher.generate(specs, exchange.owner, eager=False)
+            kept.grows_with(generation, inputs)
+            head = AnswerHead.new(endpoint.id_prefix, int(time.time()), services.model.name_of(request.model))
+            answer = await endpoint.whole(head, plan, request, await read_vectors(generation))
+            await send_pieces(exchange.send, json_pieces(answer), routing_headers(generation))
+            if exchange.trace is not None:
+                exchange.trace.answer_id = head.id
+                exchange.trace.flushed(time.monotonic())
+
+        with services.kept.share(inputs + vector_bytes(plan)) as kept:
+            await exchange.until_disconnect(work)
+    finally:
+        if generation is not None and plan is not None:
+            generation.cancel()
+            exchange.notes += notes_of(generation, plan.prompt_tokens)
+            services.metrics.e2e_latency.observe(time.monotonic() - arrived)
+            if reservation is not None:
+                reservation.settle(plan.prompt_tokens, [])
+        if reservation is not None:
+            reservation.void()
+
+
+async def _read(
+    endpoint: VectorEndpoint, services: Services, exchange: HttpExchange, share: BodyShare, arrived: float
+) -> tuple[Any, VectorPlan]:
+    request = await read_body(exchange, endpoint.request_type, services.config, share)
+    services.model.check_name(request.model)
+    if services.model.max_model_len is None:  # nothing is known of the model while there is no node
+        raise Unavailable(services.dispatcher.why_unavailable("prefill or aggregated"))
+    tenant = exchange.tenant
+    trace = exchange.trace = services.traces.begin(
+        exchange.request_id, exchange.headers, tenant.name if tenant is not None else None
+    )
+    read_at = time.monotonic()
+    plan = await endpoint.plan(request, services.model, caller_of(services, exchange, request, arrived))
+    if trace is not None:
+        trace.began = arrived
+        trace.span(TracePhase.READ, arrived, read_at)
+        trace.prompt_tokens = plan.prompt_tokens
+        trace.span(TracePhase.TOKENIZE, read_at, time.monotonic(), plan.prompt_tokens)
+    return request, plan

@@ -1,0 +1,61 @@
+"""Prompts as requests give them: text or token ids, one or several."""
+
+from __future__ import annotations
+
+from typing import Annotated, cast
+
+from msgspec import Meta
+
+from tandem.router.openai.fields import TokenId
+from tandem.router.text.tokenizer import Tokenizer
+from tandem.wire.errors import ContextLengthExceeded, InvalidRequest
+
+PromptTokens = Annotated[list[TokenId], Meta(min_length=1)]
+# A string, a list of strings, one list of token ids, or several: `prompts_of` tells them apart.
+Prompts = str | Annotated[list[str | TokenId | PromptTokens], Meta(min_length=1)]
+
+
+class PromptTooLong(ContextLengthExceeded):
+    def __init__(self, message: str, param: str) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+def prompts_of(given: Prompts, param: str) -> list[str | list[int]]:
+    """One entry per prompt: text, or token ids. Raises InvalidRequest for a mixture."""
+    if isinstance(given, str):
+        return [given]
+    if all(isinstance(item, str) for item in given) or all(isinstance(item, list) for item in given):
+        return cast("list[str | list[int]]", given)
+    if all(isinstance(item, int) for item in given):
+        return [cast("list[int]", given)]
+    raise InvalidRequest(
+        f"{param}: must be text, or token ids, or a list of one of them, not a mixture", param
+    )
+
+
+async def prompt_ids(
+    prompt: str | list[int], param: str, tokenizer: Tokenizer, context: int | None, *, special: bool
+) -> list[int]:
+    if isinstance(prompt, str):
+        ids = await encoded(prompt, param, tokenizer, context, special=special)
+        if not ids:
+            raise InvalidRequest(f"{param}: must not be empty", param)
+        return ids
+    unknown = tokenizer.first_unknown(prompt)
+    if unknown is not None:
+        size = tokenizer.vocab_size
+        raise InvalidRequest(f"{param}: token id {unknown} is outside the vocabulary of {size} tokens", param)
+    return prompt
+
+
+async def encoded(
+    text: str, param: str, tokenizer: Tokenizer, context: int | None, *, special: bool
+) -> list[int]:
+    """What cannot fit into the context is not tokenized to find out by how much. `context` is None where any length may come."""
+    if context is not None and len(text) > tokenizer.most_characters(context):
+        raise PromptTooLong(
+            f"{param}: {len(text)} characters are more than the model's context of {context} tokens can hold",
+            param,
+        )
+    return await tokenizer.encode_async(text, special=special)

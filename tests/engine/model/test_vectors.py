@@ -1,0 +1,282 @@
+"""Vectors equal what transformers' model without a head leaves, pooled as sentence-transformers does, however prompts are cut."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from transformers import AutoModel
+
+from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
+from tandem.engine.model.loading import load_runner
+from tandem.engine.model.torch_runner import TorchRunner
+from tandem.wire.errors import ConfigurationError
+from tandem.wire.pooling import Pooling, PoolingKind, VectorModel
+from tests.engine.model import tiny
+from tests.engine.model.driver import Driver
+
+LENGTHS = (1, 5, 23, 37)
+SIZE = 32
+TOLERANCE = 1e-3
+KINDS = tuple(PoolingKind)
+# As the files beside a checkpoint name them.
+MODES = {
+    PoolingKind.CLS: "pooling_mode_cls_token",
+    PoolingKind.MEAN: "pooling_mode_mean_tokens",
+    PoolingKind.LAST: "pooling_mode_lasttoken",
+}
+
+Vector = npt.NDArray[np.float64]
+
+
+def write_pooling(
+    folder: Path, kind: PoolingKind, *, normalize: bool = True, further: tuple[str, ...] = (), **config: Any
+) -> None:
+    """The files that sentence-transformers writes."""
+    names = ["Transformer", "Pooling", *further, *(["Normalize"] if normalize else [])]
+    modules = [
+        {"idx": index, "name": str(index), "path": f"{index}_{name}" if index else "", "type": f"sentence_transformers.models.{name}"}
+        for index, name in enumerate(names)
+    ]  # fmt: skip
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir(exist_ok=True)
+    modes = dict.fromkeys(MODES.values(), False) | {"pooling_mode_max_tokens": False, MODES[kind]: True}
+    content = {"word_embedding_dimension": SIZE, **modes, "include_prompt": True} | config
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(content))
+
+
+def reference(path: Path, prompts: list[list[int]]) -> list[Vector]:
+    """The last hidden states of each prompt, [tokens, size]."""
+    model = AutoModel.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.inference_mode():
+        return [
+            model(input_ids=torch.tensor([prompt])).last_hidden_state[0].double().numpy()
+            for prompt in prompts
+        ]
+
+
+def pooled(
+    hidden: Vector, kind: PoolingKind, *, normalize: bool = True, dimensions: int | None = None
+) -> Vector:
+    """sentence-transformers' `Pooling`, its truncation, and `Normalize`."""
+    match kind:
+        case PoolingKind.MEAN:
+            vector = hidden.mean(axis=0)
+        case PoolingKind.LAST:
+            vector = hidden[-1]
+        case PoolingKind.CLS:
+            vector = hidden[0]
+    vector = vector[:dimensions]
+    return vector / np.linalg.norm(vector) if normalize else vector
+
+
+def load(path: Path, *, native: bool = True, pooling: str = "auto") -> TorchRunner:
+    return load_runner(
+        ModelConfig(path=str(path), dtype="float32", device="cpu", threads=1, pooling=pooling),  # type: ignore[arg-type]
+        CacheConfig(block_size=4, memory_bytes=8 << 20),
+        SchedulerConfig(max_num_seqs=4),
+        native=native,
+    )
+
+
+class Case:
+    def __init__(self, architecture: str, native: bool, folder: Path) -> None:
+        self.path = tiny.save(architecture, folder)
+        write_pooling(self.path, PoolingKind.LAST)
+        rng = random.Random(architecture)
+        self.prompts = [[rng.randrange(3, tiny.VOCAB) for _ in range(length)] for length in LENGTHS]
+        self.hidden = reference(self.path, self.prompts)
+        self.runner = load(self.path, native=native)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[("qwen3", True), ("llama", True), ("llama", False), ("mistral-window", True), ("gemma3", False), ("gpt2", False)],
+    ids=lambda v: v[0] if v[1] else f"{v[0]}-by-transformers",
+)  # fmt: skip
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return Case(*request.param, tmp_path_factory.mktemp("models"))
+
+
+def close(driver: Driver) -> None:
+    for req_id in list(driver.requests):
+        driver.finish(req_id)
+    driver.step({})
+
+
+def finish(driver: Driver, most: int = 1 << 30) -> None:
+    """Every vector, in chunks of random size."""
+    while unfinished := [r for r in driver.requests.values() if r.pooling and r.vector is None]:
+        driver.step({r.req_id: driver.random.randint(1, min(most, r.pending)) for r in unfinished})
+
+
+def test_the_model_says_what_it_makes(case: Case) -> None:
+    assert case.runner.info.vectors == VectorModel(Pooling(PoolingKind.LAST), SIZE)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_in_chunks_of_any_size(case: Case, kind: PoolingKind) -> None:
+    driver = Driver(case.runner, seed=3)
+    for index, prompt in enumerate(case.prompts):
+        driver.add(f"r{index}", prompt, pooling=Pooling(kind))
+    finish(driver, most=9)
+    for index, hidden in enumerate(case.hidden):
+        assert driver.requests[f"r{index}"].vector == pytest.approx(pooled(hidden, kind), abs=TOLERANCE)
+    close(driver)
+
+
+def test_vectors_and_answers_share_steps(case: Case) -> None:
+    """Neither changes the other's: the same tokens, and the same vectors, as alone."""
+    alone = Driver(case.runner)
+    alone.add("text", case.prompts[2])
+    tokens = alone.generate(6)["text"]
+    close(alone)
+    driver = Driver(case.runner, seed=5)
+    driver.add("text", case.prompts[2])
+    for index, kind in enumerate(KINDS):
+        driver.add(f"v{index}", case.prompts[3], pooling=Pooling(kind, normalize=False))
+    while (text := driver.requests["text"]) and len(text.output) < 6:
+        live = [r for r in driver.requests.values() if r.vector is None]
+        driver.step({r.req_id: driver.random.randint(1, min(11, r.pending)) for r in live})
+    finish(driver)
+    assert driver.requests["text"].output == tokens
+    for index, kind in enumerate(KINDS):
+        expected = pooled(case.hidden[3], kind, normalize=False)
+        assert driver.requests[f"v{index}"].vector == pytest.approx(expected, abs=TOLERANCE)
+    close(driver)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_preempted_one_begins_again(case: Case, kind: PoolingKind) -> None:
+    driver = Driver(case.runner, seed=1)
+    driver.add("r", case.prompts[3], pooling=Pooling(kind))
+    driver.step({"r": 20})
+    driver.preempt("r")
+    driver.step({})
+    finish(driver, most=9)
+    assert driver.requests["r"].vector == pytest.approx(pooled(case.hidden[3], kind), abs=TOLERANCE)
+    close(driver)
+
+
+def test_the_last_tokens_vector_may_begin_with_a_cached_prefix(case: Case) -> None:
+    driver = Driver(case.runner)
+    driver.add("first", case.prompts[3])
+    driver.step({"first": 33})  # a window forgets no more than the second needs
+    driver.add(
+        "second", case.prompts[3], pooling=Pooling(PoolingKind.LAST), prefix_of="first", shared_tokens=32
+    )
+    finish(driver)
+    expected = pooled(case.hidden[3], PoolingKind.LAST)
+    assert driver.requests["second"].vector == pytest.approx(expected, abs=TOLERANCE)
+    close(driver)
+
+
+@pytest.mark.parametrize("dimensions", [1, 7, SIZE])
+def test_fewer_dimensions_are_cut_before_the_length_is_made_one(case: Case, dimensions: int) -> None:
+    driver = Driver(case.runner)
+    driver.add("r", case.prompts[2], pooling=Pooling(PoolingKind.MEAN, dimensions=dimensions))
+    finish(driver)
+    expected = pooled(case.hidden[2], PoolingKind.MEAN, dimensions=dimensions)
+    assert driver.requests["r"].vector == pytest.approx(expected, abs=TOLERANCE)
+    close(driver)
+
+
+def test_what_is_no_number_is_an_error(case: Case) -> None:
+    driver = Driver(case.runner)
+    driver.add("r", case.prompts[2], pooling=Pooling(PoolingKind.LAST))
+    driver.step({"r": 8})
+    driver.runner.kv_cache[driver.requests["r"].blocks[-1][-1]] = float("nan")
+    driver.failing.add("r")
+    driver.step({"r": driver.requests["r"].pending})
+    assert driver.last.errors["r"].code == "invalid_logits"
+    close(driver)
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
+def test_a_checkpoint_without_a_head(tmp_path: Path, architecture: str, native: bool) -> None:
+    """As embedding models are saved: names without what stands for the body, and, where it is not tied, no head."""
+    path = tmp_path / "bare"
+    tiny.build(architecture).base_model.save_pretrained(path)
+    write_pooling(path, PoolingKind.LAST)
+    runner = load(path, native=native)
+    assert runner.info.vectors is not None
+    assert runner.info.vectors.generates == (architecture == "llama")  # which is tied
+    prompt = list(range(3, 30))
+    driver = Driver(runner)
+    driver.add("r", prompt, pooling=Pooling(PoolingKind.LAST))
+    finish(driver)
+    (hidden,) = reference(path, [prompt])
+    assert driver.requests["r"].vector == pytest.approx(pooled(hidden, PoolingKind.LAST), abs=TOLERANCE)
+    # For text it lacks something, where it does.
+    if architecture == "qwen3":
+        with pytest.raises(ConfigurationError, match=r"lacks lm_head\.weight"):
+            load(path, native=native, pooling="none")
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save("qwen3", tmp_path_factory.mktemp("plain"))
+
+
+def told(path: Path, pooling: str = "auto") -> Pooling | None:
+    vectors = load(path, pooling=pooling).info.vectors
+    return vectors.pooling if vectors is not None else None
+
+
+def test_the_files_say_it_and_the_setting_overrides_them(plain: Path) -> None:
+    assert told(plain) is None
+    assert told(plain, "mean") == Pooling(PoolingKind.MEAN)
+    for kind in KINDS:
+        write_pooling(plain, kind, normalize=False)
+        assert told(plain) == Pooling(kind, normalize=False)
+    assert told(plain, "none") is None
+    assert told(plain, "last") == Pooling(PoolingKind.LAST)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"further": ("Dense",)}, "a Dense, which is not computed here"),
+        ({"pooling_mode_max_tokens": True}, "its pooling is"),
+        ({"pooling_mode_lasttoken": False}, "its pooling is not given"),
+    ],
+)
+def test_what_is_not_computed_is_refused(plain: Path, change: dict[str, Any], why: str) -> None:
+    write_pooling(plain, PoolingKind.LAST, **change)
+    with pytest.raises(ConfigurationError, match=why) as caught:
+        load(plain)
+    assert "model.pooling" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("written", "why"),
+    [
+        ({"is_causal": False}, "attend to those after them"),
+        ({"use_bidirectional_attention": True}, "attend to those after them"),
+        (
+            {"architectures": ["Qwen3ForSequenceClassification"]},
+            "scores pairs of texts with a head of its own",
+        ),
+    ],
+)
+def test_other_attention_and_other_heads_are_refused(
+    tmp_path: Path, written: dict[str, Any], why: str
+) -> None:
+    path = tiny.save("qwen3", tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | written))
+    with pytest.raises(ConfigurationError, match=why):
+        load(path, pooling="mean")
+
+
+def test_a_list_of_modules_that_is_none(plain: Path) -> None:
+    (plain / "modules.json").write_text("{}")
+    with pytest.raises(ConfigurationError, match="no list of modules"):
+        load(plain)
