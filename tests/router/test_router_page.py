@@ -1,0 +1,253 @@
+"""The page at /ui, in a real browser: every view of it, by mouse, keys and screen reader."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tandem.router.config import ApiKey
+from tandem.wire.requests import TierStatus
+from tests.browser import Browser
+from tests.router.conftest import RunningRouter, StartRouter
+
+pytestmark = pytest.mark.slow  # a browser starts in a second or two, once for all of them
+
+PAGE = (Path(__file__).resolve().parents[2] / "router" / "http" / "ui.html").read_text(encoding="utf-8")
+DRAWN = "typeof state !== 'undefined' && state !== null && document.querySelectorAll('.tile').length > 0"
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    browser = Browser(tmp_path_factory.mktemp("profile"))
+    yield browser
+    browser.close()
+
+
+@pytest.fixture
+def router(start_router: StartRouter) -> RunningRouter:
+    router = start_router(prefill=1, decode=2)
+    router.nodes["d0"].set(
+        status_fields={
+            "free_blocks": 250,
+            "running": 3,
+            "waiting": 2,
+            "tiers": [TierStatus("cpu", 1, 4, 0, 0, 0, 0, 0)],
+        }
+    )
+
+    def reported() -> bool:
+        member = router.server.services.pool.member("d0")
+        return member is not None and member.status is not None and member.status.running == 3
+
+    router.wait_for(reported, "the status is here")
+    for number in range(3):
+        headers = {"x-request-id": f"ask-{number}", "x-tandem-trace": "1"}
+        body = {"model": "fake", "prompt": "the fox", "max_tokens": 4}
+        assert router.client.post("/v1/completions", json=body, headers=headers).status_code == 200
+    return router
+
+
+def shown(browser: Browser, css: str) -> str:
+    return str(browser.run(f"document.querySelector({json.dumps(css)}).innerText"))
+
+
+def test_everything_is_there(browser: Browser, router: RunningRouter) -> None:
+    browser.open(f"{router.url}/ui")
+    browser.until(DRAWN, "it is drawn")
+    assert shown(browser, "#health") == "serving"
+    assert "3 of 3 take requests" in shown(browser, "#nodes-note")
+    assert browser.run("[...document.querySelectorAll('.pool b')].map(b => b.innerText)") == [
+        "prefill",
+        "decode",
+    ]
+    row = browser.run(
+        "[...document.querySelectorAll('.grid-row')].map(r => r.innerText).find(t => t.startsWith('d0'))"
+    )
+    assert "750 of 1000" in row
+    assert "cpu 25.0 %" in row
+    assert browser.run("document.querySelectorAll('#lanes .lane').length") == 3
+    assert browser.run("document.querySelectorAll('#slow tr').length") == 3
+    assert browser.run("document.querySelectorAll('#past svg').length") == 2
+    assert not browser.complaints
+
+
+def test_what_happens_is_shown_while_it_happens(browser: Browser, router: RunningRouter) -> None:
+    for node in router.nodes.values():
+        node.set(pause_at=0)
+    browser.open(f"{router.url}/ui")
+    browser.until(DRAWN, "it is drawn")
+    stream = router.stream(max_tokens=4)
+    browser.until("document.querySelectorAll('#moving path').length === 1", "a transfer is under way")
+    assert "p0 to d" in browser.run("document.querySelector('#moving svg').getAttribute('aria-label')")
+    for node in router.nodes.values():
+        node.resume()
+    stream.rest()
+    browser.until("document.querySelectorAll('#moving path').length === 0", "it is over")
+    browser.until(
+        "document.querySelectorAll('#lanes .lane').length === 4", "the request is among the last ones"
+    )
+
+
+def test_a_request_opens_into_its_parts_and_its_trace(browser: Browser, router: RunningRouter) -> None:
+    browser.open(f"{router.url}/ui")
+    browser.until(DRAWN, "it is drawn")
+    browser.run("document.querySelector('#lanes .lane').click()")
+    browser.until(
+        "document.querySelector('#detail').innerText.includes('Every step, on one clock')", "its trace"
+    )
+    text = shown(browser, "#detail")
+    assert text.startswith("ask-2")
+    assert "router read" in text
+    assert re.search(r"^d\d \w+", text, re.MULTILINE), "the node's steps are there"
+    browser.press("Escape")
+    assert browser.run("document.querySelector('#detail').open") is False
+
+
+def test_nodes_are_reached_by_keys(browser: Browser, router: RunningRouter) -> None:
+    browser.open(f"{router.url}/ui")
+    browser.until(DRAWN, "it is drawn")
+    browser.run("document.querySelector('#rows').focus()")
+    browser.press("ArrowDown")
+    assert browser.run("document.querySelector('#rows').getAttribute('aria-activedescendant')") == "row-1"
+    browser.press("Enter")
+    assert shown(browser, "#detail-title") == browser.run("rows[1].id")
+    browser.press("Escape")
+    browser.press("End")
+    assert browser.run("chosen") == 2
+
+
+def test_a_screen_reader_finds_a_name_for_everything_that_can_be_used(
+    browser: Browser, router: RunningRouter
+) -> None:
+    browser.open(f"{router.url}/ui")
+    browser.until(DRAWN, "it is drawn")
+    found = browser.accessible()
+    assert {"button", "textbox", "combobox", "grid", "heading", "image"} <= {role for role, _ in found}
+    usable = ("button", "textbox", "combobox", "grid", "image", "link", "columnheader")
+    assert not [role for role, name in found if role in usable and not name]
+    assert ("status", "") in found or any(role == "status" for role, _ in found)
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_texts_can_be_read_in_both_themes(browser: Browser, router: RunningRouter, theme: str) -> None:
+    browser.open(f"{router.url}/ui", dark=theme == "dark")
+    browser.until(DRAWN, "it is drawn")
+    colors = browser.run(
+        "Object.fromEntries(['--card', '--bg', '--text', '--soft', '--good', '--bad', '--focus'].map(n => [n, color(n)]))"
+    )
+    assert luminance(colors["--card"]) < 0.1 if theme == "dark" else luminance(colors["--card"]) > 0.9
+    for ground in ("--card", "--bg"):
+        for text in ("--text", "--soft", "--good", "--bad", "--focus"):
+            assert contrast(colors[text], colors[ground]) >= 4.5, (text, ground)
+    browser.run("setTheme('dark'); setTheme('light')")
+    assert browser.run("color('--card')") == "#fff", "what is chosen goes before the system's"
+
+
+def luminance(code: str) -> float:
+    digits = code.removeprefix("#")
+    digits = "".join(2 * digit for digit in digits) if len(digits) == 3 else digits
+    parts = [int(digits[at : at + 2], 16) / 255 for at in (0, 2, 4)]
+    red, green, blue = (
+        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+    )
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def contrast(one: str, other: str) -> float:
+    light, dark = sorted((luminance(one), luminance(other)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+def test_a_thousand_nodes_are_no_more_elements_than_thirty(browser: Browser, router: RunningRouter) -> None:
+    browser.open(f"{router.url}/ui")
+    browser.until(DRAWN, "it is drawn")
+    browser.run("document.querySelector('#pause').click()")
+    few = browser.run("document.querySelectorAll('*').length")
+    browser.run(
+        "const all = Array.from({length: 1000}, (_, i) => ({...state.nodes[0], id: 'node-' + i, role: i % 4 ? 'decode' : 'prefill'}));"
+        "measure({...state, nodes: all}); state.nodes = all; draw(); 0"
+    )
+    assert browser.run("document.querySelectorAll('*').length") < few + 500
+    assert browser.run("document.querySelector('#rows').getAttribute('aria-rowcount')") == "1001"
+    browser.run("document.querySelector('#rows').focus()")
+    browser.press("End")
+    assert browser.run("document.querySelector('#row-999').innerText.startsWith('node-999')")
+    assert not browser.complaints
+
+
+def test_where_keys_are_set_it_asks_for_an_operators(browser: Browser, start_router: StartRouter) -> None:
+    router = start_router(
+        api_keys=(
+            ApiKey(name="ops", key="operator-key", operator=True),
+            ApiKey(name="guest", key="guest-key"),
+        )
+    )
+    assert router.client.get("/ui").status_code == 200
+    assert router.client.get("/ui/state").status_code == 401
+    guest = {"Authorization": "Bearer guest-key"}
+    assert router.client.get("/ui/state", headers=guest).status_code == 403
+    browser.open(f"{router.url}/ui")
+    browser.until("!document.querySelector('#keys').hidden", "it asks for a key")
+    for key in ("guest-key", "operator-key"):
+        browser.run("document.querySelector('#key').value = ''; document.querySelector('#key').focus()")
+        browser.type(key)
+        browser.press("Enter")
+        if key == "guest-key":
+            browser.until("document.querySelector('#health').innerText.includes('operator')", "it is refused")
+    browser.until(DRAWN, "it is drawn")
+    assert browser.run("document.querySelector('#keys').hidden") is True
+
+
+def test_where_operators_may_change_the_cluster_it_has_buttons_for_that(
+    browser: Browser, router: RunningRouter
+) -> None:
+    """The cluster's door is played here: what the page asks of it, and what it does with the answers."""
+    browser.open(f"{router.url}/ui")
+    browser.until(DRAWN, "it is drawn")
+    assert browser.run("document.querySelectorAll('#admin button').length") == 0
+    browser.run(
+        "window.asked = []; window.confirm = () => true; const through = window.fetch;"
+        "window.fetch = (path, options) => { if (!String(path).startsWith('/admin/')) return through(path, options);"
+        " asked.push([path, options.body]);"
+        " const told = path === '/admin/view' ? {decisions: [{unix_time: 1, text: 'decode: from 1 to 2, 3 requests wait'}]} : {changes: ['done']};"
+        " return Promise.resolve(new Response(JSON.stringify(told), {status: 200})); };"
+        "key = 'operator-key'; viewedAt = -1e9; 0"
+    )
+    browser.until("document.querySelector('#decisions').innerText.includes('3 requests wait')", "decisions")
+    browser.run(
+        "document.querySelector('#admin select').value = 'decode'; document.querySelector('#admin input').value = 3; 0"
+    )
+    browser.run("document.querySelector('#admin button').click()")
+    browser.until("document.querySelector('#detail').innerText.includes('done')", "what the cluster answered")
+    browser.press("Escape")
+    browser.run("showNode(state.nodes.find(node => node.id === 'd0'))")
+    browser.run(
+        "[...document.querySelectorAll('#detail-body button')].find(one => one.innerText === 'Drain').click()"
+    )
+    browser.until("asked.some(([path]) => path === '/admin/drain')", "it asks")
+    browser.run("showNode(state.nodes.find(node => node.id === 'd0'))")
+    browser.run(
+        "[...document.querySelectorAll('#detail-body button')].find(one => one.innerText === 'Make it prefill').click()"
+    )
+    browser.until("asked.some(([path]) => path === '/admin/role')", "it asks")
+    bodies = {path: json.loads(body) for path, body in browser.run("asked")}
+    assert bodies["/admin/scale"] == {"pools": {"decode": 3}}
+    assert bodies["/admin/drain"] == {"node": "d0"}
+    assert bodies["/admin/role"] == {"node": "d0", "role": "prefill"}
+
+
+def test_it_asks_nothing_of_anyone_else(router: RunningRouter) -> None:
+    answer = router.client.get("/ui")
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+    assert not re.search(r"""(?:src|href)\s*=\s*["'](?!#|data:)""", PAGE)
+    assert not re.findall(r"https?://(?!www\.w3\.org/)", PAGE)
+
+
+def test_what_it_is_told_is_small(router: RunningRouter) -> None:
+    state = router.client.get("/ui/state").json()
+    assert len(json.dumps(state["nodes"])) / len(state["nodes"]) < 250
+    assert "epoch" not in json.dumps(state)
