@@ -23,9 +23,11 @@ from tandem.engine.core import Engine
 from tandem.engine.model.loading import load_runner
 from tandem.engine.request import Request
 from tandem.engine.scheduling.scheduler import Scheduler
+from tandem.wire.endpoints import key_of
 from tandem.wire.nodes import PeerAddress
 from tandem.wire.requests import KVTransferParams, TransferRole
 from tandem.wire.sampling import SamplingParams
+from tandem.wire.sockets import admit
 
 _PATIENCE_S = 300.0
 _LONGEST_WAIT_S = 0.2
@@ -121,6 +123,7 @@ def serve(name: str, epoch: int, plan: Plan, pipe: Connection) -> None:
     engine = Engine(scheduler, runner, mover, ahead=config.plans_ahead(info.device))
     pipe.send(PeerAddress(name, epoch, mover.peer_endpoint))
     peer: PeerAddress = pipe.recv()
+    admit([key_of(peer.endpoint)])
     while (asks := pipe.recv()) is not None:
         mine = [msgspec.structs.replace(ask, tokens=1 if name == "prefill" else ask.tokens) for ask in asks]
         transfers = {ask.name: KVTransferParams(f"t-{ask.name}", role, peer) for ask in mine}

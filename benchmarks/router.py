@@ -36,17 +36,18 @@ from rich.console import Console
 from rich.table import Table
 from tokenizers import decoders, models, pre_tokenizers
 
-from benchmarks.router_engines import MODEL, serve_engines
+from benchmarks.router_engines import MODEL, Engines, serve_engines
 from benchmarks.router_load import RouterAnswer, requests, streams
 from benchmarks.router_relay import read_relay, serve_relay
 from tandem.loadgen.metrics import percentile
 from tandem.router.config import Limits, LocalPrefill, RouterConfig
 from tandem.router.hosting import RouterHost
+from tandem.wire.endpoints import key_of
 from tandem.wire.lines import LetterToRouter, Lines
-from tandem.wire.nodes import NodeInfo
+from tandem.wire.nodes import NodeInfo, RouterInfo
 from tandem.wire.requests import Submit, TokenBatch, ToRouter
 from tandem.wire.sampling import SamplingParams
-from tandem.wire.sockets import Inbox, Outbox
+from tandem.wire.sockets import Inbox, Outbox, admit, public_key
 
 IDLE_S = 3.0
 START_S = 10.0
@@ -74,6 +75,8 @@ def main() -> int:
 def measure(tokens: int, profile: str | None) -> dict[str, Any]:
     figures: dict[str, Any] = {"streams": []}
     with running_engines(step_s=0.02) as nodes:
+        nodes.admit(public_key())
+        admit(key_of(node.request_endpoint) for node in nodes)
         bare = statistics.median(bare_first_token_s(nodes[0]) for _ in range(200)) * 1000
         with running_router(nodes, profile) as (url, cpu_s):
             asyncio.run(streams(url, 4, 8, PROMPT))  # everything has been used once
@@ -85,7 +88,7 @@ def measure(tokens: int, profile: str | None) -> dict[str, Any]:
             figures["idle_ms_per_s"] = idle * 1000
             for count in (1, 64, 512):
                 row = measure_streams(url, cpu_s, count, tokens, idle)
-                row["relay_us_per_token"] = relay_us_per_token(nodes[1], count, tokens)
+                row["relay_us_per_token"] = relay_us_per_token(nodes, count, tokens)
                 row["added_us_per_token"] = row["cpu_us_per_token"] - row["relay_us_per_token"]
                 figures["streams"].append(row)
             before = cpu_s()
@@ -126,9 +129,10 @@ def measure_streams(url: str, cpu_s: Any, count: int, tokens: int, idle: float) 
     }
 
 
-def relay_us_per_token(decode: NodeInfo, count: int, tokens: int) -> float:
-    with child(serve_relay, decode, tokens) as pipe:
-        port = pipe.recv()
+def relay_us_per_token(nodes: Engines, count: int, tokens: int) -> float:
+    with child(serve_relay, nodes[1], tokens) as pipe:
+        port, key = pipe.recv()
+        nodes.admit(key)
         costs = []
         for _ in range(2):  # the first time is for warming up
             pipe.send("cpu")
@@ -171,17 +175,19 @@ def bare_first_token_s(node: NodeInfo) -> float:
 
 
 @contextmanager
-def running_engines(step_s: float) -> Iterator[list[NodeInfo]]:
+def running_engines(step_s: float) -> Iterator[Engines]:
     with child(serve_engines, step_s) as pipe:
-        yield pipe.recv()
+        yield Engines(pipe)
 
 
 @contextmanager
-def running_router(nodes: list[NodeInfo], profile: str | None) -> Iterator[tuple[str, Any]]:
+def running_router(nodes: Engines, profile: str | None) -> Iterator[tuple[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         make_tokenizer(folder)
-        with child(serve_router, folder, nodes, profile) as pipe:
-            url = pipe.recv()
+        with child(serve_router, folder, list(nodes), profile) as pipe:
+            info: RouterInfo = pipe.recv()
+            url, nodes.router_inbox = info.url, info.inbox_endpoint
+            nodes.admit(key_of(info.inbox_endpoint))
             until_ready(url)
 
             def probe(what: str = "cpu") -> float:
@@ -252,9 +258,9 @@ async def _serve_router(pipe: Connection, folder: str, nodes: list[NodeInfo]) ->
         limits=Limits(inflight_per_node=4096),
     )
     host = RouterHost(msgspec.msgpack.encode(config))
-    url = await host.start()
+    info = msgspec.msgpack.decode(await host.start(), type=RouterInfo)
     await host.set_members(msgspec.msgpack.encode(nodes))
-    pipe.send(url)
+    pipe.send(info)
     while True:
         try:
             asked = await asyncio.to_thread(pipe.recv)

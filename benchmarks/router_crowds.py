@@ -3,7 +3,8 @@
     python -m benchmarks.router_crowds [--seconds 6] [--json FILE]
 
 32 streams at 20 ms a token are read as they come. Beside them, one after the other: no others; 100 readers that stop
-reading; a storm of clients that ask and hang up; 500 connections whose headers never end. For each: the gaps at the
+reading; a storm of clients that ask and hang up; 500 connections whose headers never end; 1,000 strangers a second who knock at
+the decode node's and the router's internal ports, and begin CURVE's handshake there. For each: the gaps at the
 50th and 99th percentile, the latter against the quiet run, and what the router's memory grew by.
 """
 
@@ -13,11 +14,13 @@ import argparse
 import asyncio
 import itertools
 import json
+import os
 import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -25,14 +28,15 @@ from urllib.parse import urlsplit
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.router import PROMPT, running_engines, running_router
+from benchmarks.router import PROMPT, child, running_engines, running_router
 from tandem.loadgen.metrics import percentile
+from tandem.wire.endpoints import parse_endpoint
 
-STREAMS, STALLED, SLOW = 32, 100, 500
+STREAMS, STALLED, SLOW, STRANGERS = 32, 100, 500, 1_000
 STEP_S = 0.02
 MOST_TIMES = 2.0
 
-Crowd = Callable[[str], AbstractAsyncContextManager[None]]
+Crowd = Callable[[str, list[str]], AbstractAsyncContextManager[None]]
 
 
 def main() -> int:
@@ -56,12 +60,14 @@ def measure(tokens: int) -> list[dict[str, Any]]:
         f"{STALLED} readers that stop": stalled,
         "a storm that hangs up": storm,
         f"{SLOW} headers without an end": slow_headers,
+        f"{STRANGERS} strangers a second at internal ports": strangers,
     }
     with running_engines(step_s=STEP_S) as nodes, running_router(nodes, None) as (url, probe):
-        asyncio.run(gaps(url, 20, no_others))  # everything has been used once
+        asyncio.run(gaps(url, 20, no_others, []))  # everything has been used once
         for name, crowd in crowds.items():
             before = probe("memory")
-            found = sorted(asyncio.run(gaps(url, tokens, crowd)))
+            doors = [nodes[1].request_endpoint, nodes.router_inbox]
+            found = sorted(asyncio.run(gaps(url, tokens, crowd, doors)))
             p50, p99 = percentile(found, 50), percentile(found, 99)
             quiet = rows[0]["gap_ms_p99"] if rows else p99 * 1000
             rows.append(
@@ -76,9 +82,9 @@ def measure(tokens: int) -> list[dict[str, Any]]:
     return rows
 
 
-async def gaps(url: str, tokens: int, crowd: Crowd) -> list[float]:
-    """Between two events of one stream, over all streams, while the crowd is there."""
-    async with crowd(url):
+async def gaps(url: str, tokens: int, crowd: Crowd, doors: list[str]) -> list[float]:
+    """Between two events of one stream, over all streams, while the crowd is there. `doors`: the decode node's and the router's own."""
+    async with crowd(url, doors):
         found = await asyncio.gather(*(read(url, tokens) for _ in range(STREAMS)))
     return list(itertools.chain.from_iterable(found))
 
@@ -113,12 +119,12 @@ async def ask(
 
 
 @asynccontextmanager
-async def no_others(url: str) -> AsyncIterator[None]:
+async def no_others(url: str, doors: list[str]) -> AsyncIterator[None]:
     yield
 
 
 @asynccontextmanager
-async def stalled(url: str) -> AsyncIterator[None]:
+async def stalled(url: str, doors: list[str]) -> AsyncIterator[None]:
     """Their buffers hold a few events; the rest waits in the router."""
     found = [await ask(url, 2_000, receive_buffer=4096) for _ in range(STALLED)]
     for _, writer in found:
@@ -129,7 +135,7 @@ async def stalled(url: str) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def storm(url: str) -> AsyncIterator[None]:
+async def storm(url: str, doors: list[str]) -> AsyncIterator[None]:
     async def come_and_go(index: int) -> None:
         while True:
             _, writer = await ask(url, 1_000)
@@ -144,7 +150,7 @@ async def storm(url: str) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def slow_headers(url: str) -> AsyncIterator[None]:
+async def slow_headers(url: str, doors: list[str]) -> AsyncIterator[None]:
     parts = urlsplit(url)
     writers = []
     for _ in range(SLOW):
@@ -163,6 +169,42 @@ async def slow_headers(url: str) -> AsyncIterator[None]:
     task.cancel()
     for writer in writers:
         writer.transport.abort()
+
+
+@asynccontextmanager
+async def strangers(url: str, doors: list[str]) -> AsyncIterator[None]:
+    """From a process of their own. They begin as a member would, and have no key."""
+    with child(come_as_strangers, doors) as pipe:
+        await asyncio.to_thread(pipe.recv)
+        yield
+
+
+def come_as_strangers(pipe: Connection, doors: list[str]) -> None:
+    addresses = [(door.host, door.port) for door in map(parse_endpoint, doors) if door is not None]
+    asyncio.run(_come(pipe, addresses))
+
+
+async def _come(pipe: Connection, addresses: list[tuple[str, int]]) -> None:
+    # ZMTP 3.1's greeting for CURVE, and a HELLO whose box nobody has closed.
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
+    hello = b"\x04\xc8" + b"\x05HELLO\x01\x00" + bytes(72) + os.urandom(32) + bytes(8) + os.urandom(80)
+
+    async def come(address: tuple[str, int]) -> None:
+        _, writer = await asyncio.open_connection(*address)
+        writer.write(greeting + hello)
+        await asyncio.sleep(0.2)
+        writer.transport.abort()
+
+    loop, tasks = asyncio.get_running_loop(), set[asyncio.Task[None]]()
+    began, came = loop.time(), 0
+    pipe.send("coming")
+    while not pipe.poll():
+        while came < (loop.time() - began) * STRANGERS:
+            task = asyncio.create_task(come(addresses[came % len(addresses)]))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+            came += 1
+        await asyncio.sleep(0.005)
 
 
 def show(rows: list[dict[str, Any]]) -> None:

@@ -25,6 +25,7 @@ from tandem.wire.requests import (
     TransferRole,
 )
 from tandem.wire.sampling import FinishReason, TokenLogprobs
+from tandem.wire.sockets import admit
 
 MODEL = "instant"
 TOKEN = 70
@@ -124,10 +125,27 @@ def _logprobs(submit: Submit, index: int) -> list[TokenLogprobs] | None:
 
 
 def serve_engines(pipe: Connection, step_s: float) -> None:
-    """A process of its own: says who the nodes are, and lives until the pipe is closed."""
+    """A process of its own: says who the nodes are, admits whom it is told to, and lives until the pipe is closed."""
     nodes = [InstantNode("p0", Role.PREFILL, step_s), InstantNode("d0", Role.DECODE, step_s)]
     pipe.send([node.info for node in nodes])
-    try:
-        pipe.recv()
-    except EOFError:
-        return
+    keys: set[str] = set()
+    while True:
+        try:
+            keys.add(pipe.recv())
+        except EOFError:
+            return
+        admit(keys)
+        pipe.send("admitted")
+
+
+class Engines(list[NodeInfo]):
+    """The nodes of one process of engines."""
+
+    def __init__(self, pipe: Connection) -> None:
+        super().__init__(pipe.recv())
+        self._pipe = pipe
+        self.router_inbox = ""  # once there is a router
+
+    def admit(self, key: str) -> None:
+        self._pipe.send(key)
+        self._pipe.recv()

@@ -13,9 +13,11 @@ from typing import cast
 import uvloop
 
 from tandem.router.links import NodeLinks
+from tandem.wire.endpoints import key_of
 from tandem.wire.nodes import NodeInfo
 from tandem.wire.requests import Submit, TokenBatch
 from tandem.wire.sampling import SamplingParams
+from tandem.wire.sockets import admit, public_key
 
 ANSWER_S = 60.0
 EVENT = b"data: " + b"x" * 150 + b"\n\n"
@@ -26,6 +28,7 @@ class Relay:
         self._decode = decode
         self._tokens = tokens
         self._clients: dict[str, asyncio.Transport] = {}
+        admit([key_of(decode.request_endpoint)])
         self._links = NodeLinks("127.0.0.1")
         self._links.meet(decode)
 
@@ -64,7 +67,7 @@ async def _serve(pipe: Connection, decode: NodeInfo, tokens: int) -> None:
     relay = Relay(decode, tokens)
     await relay.listen()
     server = await asyncio.get_running_loop().create_server(lambda: _Client(relay), "127.0.0.1", 0)
-    pipe.send(server.sockets[0].getsockname()[1])
+    pipe.send((server.sockets[0].getsockname()[1], public_key()))
     while True:
         try:
             await asyncio.to_thread(pipe.recv)

@@ -32,11 +32,12 @@ from rich.table import Table
 
 from benchmarks.router import PROMPT, child, make_tokenizer, running_engines, running_router, until_ready
 from benchmarks.router_crowds import ask
-from benchmarks.router_engines import MODEL
+from benchmarks.router_engines import MODEL, Engines
 from tandem.loadgen.metrics import percentile
 from tandem.router.config import Limits, LocalPrefill, RouterConfig
 from tandem.router.hosting import RouterHost
-from tandem.wire.nodes import NodeInfo
+from tandem.wire.nodes import RouterInfo
+from tandem.wire.sockets import public_key
 
 STREAMS, WIDE, TOP = 32, 128, 20
 STEP_S = 0.02
@@ -112,7 +113,7 @@ def measure_holds(tokens: int, only: str) -> list[dict[str, Any]]:
         return asyncio.run(_measure_holds(folder, nodes, tokens, only))
 
 
-async def _measure_holds(folder: str, nodes: list[NodeInfo], tokens: int, only: str) -> list[dict[str, Any]]:
+async def _measure_holds(folder: str, nodes: Engines, tokens: int, only: str) -> list[dict[str, Any]]:
     """On asyncio's own loop, whose every turn goes through one method."""
     held: list[float] = []
     run = asyncio.Handle._run
@@ -130,8 +131,9 @@ async def _measure_holds(folder: str, nodes: list[NodeInfo], tokens: int, only: 
         limits=Limits(inflight_per_node=4096),
     )
     host = RouterHost(msgspec.msgpack.encode(config))
-    url = await host.start()
-    await host.set_members(msgspec.msgpack.encode(nodes))
+    url = msgspec.msgpack.decode(await host.start(), type=RouterInfo).url
+    nodes.admit(public_key())
+    await host.set_members(msgspec.msgpack.encode(list(nodes)))
     await asyncio.to_thread(until_ready, url)
     rows: list[dict[str, Any]] = []
     asyncio.Handle._run = timed  # type: ignore[method-assign]

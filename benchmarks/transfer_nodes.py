@@ -20,9 +20,11 @@ from tandem.kvtransfer.nixl.options import NixlOptions
 from tandem.kvtransfer.nixl.transport import NixlTransport
 from tandem.kvtransfer.protocol.transport import Move, Operation
 from tandem.kvtransfer.registry import find_connector
+from tandem.wire.endpoints import key_of
 from tandem.wire.handoff import CacheMemory
 from tandem.wire.nodes import PeerAddress
 from tandem.wire.requests import KVTransferParams, TransferRole
+from tandem.wire.sockets import admit
 
 LAYERS, KV_HEADS, BLOCK_SIZE, HEAD_DIM = 30, 3, 16, 64
 BLOCK_BYTES = LAYERS * 2 * KV_HEADS * BLOCK_SIZE * HEAD_DIM * 2
@@ -72,6 +74,7 @@ class TransferNode:
         address = enter(namespace) if namespace else "127.0.0.1"
         self.node_id = node_id
         self.raw: RawMover | None = None
+        self._peers: set[str] = set()
         self.cache = torch.empty(
             num_blocks, LAYERS, 2, KV_HEADS, BLOCK_SIZE, HEAD_DIM, dtype=torch.bfloat16, device=device
         )
@@ -113,6 +116,8 @@ class TransferNode:
     def _admit(
         self, names: list[str], tokens: int, role: TransferRole, peer: PeerAddress
     ) -> list[TransferJob]:
+        self._peers.add(key_of(peer.endpoint))
+        admit(self._peers)
         requests = []
         blocks = -(-tokens // BLOCK_SIZE)
         for index, name in enumerate(names):

@@ -17,7 +17,7 @@ import msgspec
 from tandem.cluster.config import TandemConfig
 from tandem.node.config import NodeConfig
 from tandem.router.config import RouterConfig
-from tandem.wire.nodes import NodeInfo, NodeSighting, Role
+from tandem.wire.nodes import NodeInfo, NodeSighting, Role, RouterInfo
 from tandem.wire.requests import NodeStatus
 
 Report = Callable[[str, float], None]
@@ -45,6 +45,10 @@ class Handle(Protocol[Ready]):
 
 
 class NodeHandle(Handle[NodeInfo], Protocol):
+    async def admit(self, keys: list[str]) -> None:
+        """The public keys of all processes that may speak to it, every time."""
+        ...
+
     async def status(self) -> NodeStatus: ...
 
     async def routers_heard(self) -> list[str]:
@@ -61,11 +65,9 @@ class NodeHandle(Handle[NodeInfo], Protocol):
         ...
 
 
-class RouterHandle(Handle[str], Protocol):
-    """`start` returns the URL that clients use."""
-
+class RouterHandle(Handle[RouterInfo], Protocol):
     async def set_members(self, members: list[NodeInfo]) -> None:
-        """The nodes that there are, all of them. A node that is missing is gone."""
+        """The nodes that there are, all of them. A node that is missing is gone. No other process may speak to the router."""
         ...
 
     async def nodes_heard(self) -> list[NodeSighting]:

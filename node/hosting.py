@@ -19,6 +19,7 @@ from tandem.node.node import Node
 from tandem.wire.errors import InternalError, TandemError, Unavailable
 from tandem.wire.logs import begin_logging
 from tandem.wire.nodes import NodeInfo
+from tandem.wire.sockets import admit, raise_descriptor_limit
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ class NodeHost:
     ) -> None:
         settings = msgspec.msgpack.decode(config, type=NodeConfig)
         begin_logging(settings.logs, settings.node_id)
+        raise_descriptor_limit()
         sys.setswitchinterval(_SWITCH_S)
         self._config = config
         self._model = settings.engine.model.path
@@ -113,6 +115,10 @@ class NodeHost:
         with self._progress:
             self._progress.wait_for(lambda: self._steps[0] > seen or self._stopped.is_set(), timeout_s)
             return self._steps
+
+    def admit(self, keys: list[str]) -> None:
+        """The public keys of all processes that may speak to this one, every time."""
+        admit(keys)
 
     def status(self) -> bytes:
         return _encode(self._node.status())

@@ -16,11 +16,12 @@ from collections.abc import Callable
 import msgspec
 
 from tandem.router.config import RouterConfig
-from tandem.router.http.serving import listen, raise_descriptor_limit
+from tandem.router.http.serving import listen
 from tandem.router.server import RouterServer
 from tandem.wire.errors import Unavailable
 from tandem.wire.logs import LogsConfig, begin_logging
-from tandem.wire.nodes import NodeInfo
+from tandem.wire.nodes import NodeInfo, RouterInfo
+from tandem.wire.sockets import raise_descriptor_limit
 
 _SWITCH_S = 0.001
 _GARBAGE_OBJECTS = 10_000
@@ -45,7 +46,7 @@ class RouterHost:
         sys.setswitchinterval(_SWITCH_S)
         self._config = config
         self._find_model = find_model
-        self._starting: asyncio.Task[str] | None = None
+        self._starting: asyncio.Task[RouterInfo] | None = None
         self._server: RouterServer | None = None
         self._stopped = asyncio.Event()
 
@@ -53,13 +54,13 @@ class RouterHost:
         """What it was made with, for a controller that comes back and asks whether this is its router."""
         return self._config
 
-    async def start(self) -> str:
-        """Returns the base URL, once it answers. A second call returns the same URL."""
+    async def start(self) -> bytes:
+        """The router's RouterInfo, once it answers. A second call returns the same."""
         if self._starting is None:
             self._starting = asyncio.create_task(self._start(), name="start")
-        return await asyncio.shield(self._starting)
+        return msgspec.msgpack.encode(await asyncio.shield(self._starting))
 
-    async def _start(self) -> str:
+    async def _start(self) -> RouterInfo:
         config = msgspec.msgpack.decode(self._config, type=RouterConfig)
         if self._find_model is not None:
             listen(config.host, config.port).close()  # a taken port is found before anything is fetched
@@ -72,7 +73,7 @@ class RouterHost:
         gc.freeze()
         # The default looks for garbage after every request or two, and finds none: what a request makes is freed as it ends.
         gc.set_threshold(_GARBAGE_OBJECTS)
-        return url
+        return RouterInfo(url, self._server.services.links.endpoint)
 
     def _serving(self) -> RouterServer:
         if self._server is None:

@@ -31,9 +31,11 @@ from tandem.router.supervision import TaskSupervisor
 from tandem.router.text.chat_template import ChatTemplate
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.router.tracing.traces import Traces
+from tandem.wire.endpoints import key_of, parse_endpoint, shown
 from tandem.wire.errors import ConfigurationError, InternalError, Unavailable
 from tandem.wire.listening import ListenerProbe
 from tandem.wire.nodes import NodeInfo
+from tandem.wire.sockets import admit
 
 if TYPE_CHECKING:
     from tandem.router.tracing.otlp import OtlpExporter
@@ -104,7 +106,7 @@ class RouterServer:
         logger.info(
             "the router listens at %s for clients and at %s for nodes",
             self.base_url,
-            self._services.links.endpoint,
+            shown(self._services.links.endpoint),
         )
         return self.base_url
 
@@ -186,18 +188,19 @@ class RouterServer:
     def set_members(self, infos: list[NodeInfo]) -> None:
         """The whole membership, every time. Who is not in it any more is lost; a new epoch is a new node."""
         services = self.services
+        admit(key_of(info.request_endpoint) for info in infos)
         came, went = services.pool.set_members(infos)
         for info in went:
             logger.info("node %s left", info.node_id)
             services.dispatcher.on_node_left(info)
             services.traces.clocks.forget(info.node_id, info.epoch)
         for info in came:
-            logger.info("node %s (%s, %s) joined", info.node_id, info.role, info.request_endpoint)
+            logger.info("node %s (%s, %s) joined", info.node_id, info.role, shown(info.request_endpoint))
             if _is_loopback(services.links.endpoint) and not _is_loopback(info.request_endpoint):
                 logger.error(
                     "node %s is at %s and is told to answer at %s, which it cannot reach: "
                     "set router.inbox_host to an address of this machine",
-                    info.node_id, info.request_endpoint, services.links.endpoint,
+                    info.node_id, shown(info.request_endpoint), shown(services.links.endpoint),
                 )  # fmt: skip
             services.dispatcher.on_node_joined(info)
 
@@ -232,11 +235,8 @@ class RouterServer:
 
 
 def _is_loopback(endpoint: str) -> bool:
-    host = endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    parsed = parse_endpoint(endpoint)
+    return parsed is not None and ipaddress.ip_address(parsed.host).is_loopback
 
 
 def _digest(file: Path) -> str:

@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from tandem.wire.endpoints import parse_endpoint
+
 logger = logging.getLogger(__name__)
 
 AGAIN_S = 1.0  # one that has accepted is asked again
@@ -100,14 +102,14 @@ class _Attempt(NamedTuple):
 
 
 def address_of(endpoint: str) -> tuple[socket.AddressFamily, tuple[Any, ...]] | None:
-    """None for what is no address, and for a name: resolving it might wait."""
-    if not endpoint.startswith("tcp://"):
+    """None for what is no endpoint."""
+    parsed = parse_endpoint(endpoint)
+    if parsed is None:
         return None
-    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     try:
         family, _, _, _, where = socket.getaddrinfo(
-            host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
+            parsed.host, parsed.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
         )[0]
-    except (OSError, ValueError):
+    except OSError:
         return None
     return family, where

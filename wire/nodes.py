@@ -30,7 +30,9 @@ class NodeInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     node_id: str
     role: Role
     epoch: int
-    request_endpoint: str  # where routers send Submit, Cancel and Ping
+    request_endpoint: (
+        str  # where routers send Submit, Cancel and Ping; its key is the node's in every connection
+    )
     peer_endpoint: str  # where other nodes send handoff messages; "" when there is no connector
     model: str
     max_model_len: int
@@ -56,6 +58,13 @@ class NodeInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def incarnation(self) -> str:
         """Tells one start of the node from another. Public, and the epoch does not follow from it."""
         return hashlib.sha256(self.epoch.to_bytes(8, "big")).hexdigest()[:16]
+
+
+class RouterInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A router as its process announces it to the controller."""
+
+    url: str  # where clients reach it
+    inbox_endpoint: str  # where nodes answer it; its key is the router's in every connection
 
 
 class NodeSighting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -6,25 +6,25 @@ thread may send. High-water marks are explicit, and a message that cannot be que
 never a silent drop.
 
 There are two kinds of inbox. `Inbox` has a thread, for processes whose work is a thread. `LoopInbox` is read by an asyncio event loop.
-All sockets of a process share one ZMQ context, and with it one I/O thread. Every socket is made by `_bind_pull_socket` or
-`Outbox._connect`: what a socket needs to be secure is set there.
+All sockets of a process share one ZMQ context, and with it one I/O thread, one key pair and one doorkeeper (`wire.curve`): only
+processes that were admitted by `admit` are heard.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
+import resource
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
-from urllib.parse import urlsplit
 
 import msgspec
 import zmq
 
+from tandem.wire.curve import Context, Doorkeeper, ProcessKeys
 from tandem.wire.errors import ConfigurationError, InternalError, NodeLost
 
 logger = logging.getLogger(__name__)
@@ -43,8 +43,6 @@ MAX_SOCKETS = 8192
 KEEPALIVE_IDLE_S = 60
 KEEPALIVE_PROBES = 3
 KEEPALIVE_INTERVAL_S = 10
-# A connection that has not introduced itself as a ZMQ socket by then is closed.
-HANDSHAKE_S = 30.0
 # Between two attempts to reach an endpoint, doubling from the first value to the second.
 RECONNECT_S = 0.05
 RECONNECT_MAX_S = 1.0
@@ -53,19 +51,43 @@ MESSAGES_PER_TURN = 256
 TURN_S = 0.005
 
 
-class _ProcessContext:
-    """The ZMQ context of this process. It begins with the first user and ends with the last one."""
+def raise_descriptor_limit() -> None:
+    """To what the system allows. Every connection is a descriptor, a stranger's too until it is closed, and many systems begin with 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+class _Process:
+    """What all sockets of this process share. The ZMQ context begins with the first user and ends with the last one; the keys stay."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._users = 0
-        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._keys: ProcessKeys | None = None
+        self._context: Context | None = None
+        self._doorkeeper: Doorkeeper | None = None
 
-    def enter(self) -> zmq.Context[zmq.Socket[bytes]]:
+    @property
+    def keys(self) -> ProcessKeys:
+        with self._lock:
+            if self._keys is None:
+                self._keys = ProcessKeys()
+            return self._keys
+
+    @property
+    def deaf(self) -> str | None:
+        """Why no new connection is admitted any more."""
+        doorkeeper = self._doorkeeper
+        return doorkeeper.died if doorkeeper is not None else None
+
+    def enter(self) -> Context:
+        keys = self.keys
         with self._lock:
             if self._context is None:
                 self._context = zmq.Context()
                 self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
+                self._doorkeeper = Doorkeeper(self._context, keys)
             self._users += 1
             return self._context
 
@@ -73,27 +95,37 @@ class _ProcessContext:
         """The last user waits here until lingering messages have left."""
         with self._lock:
             self._users -= 1
-            if self._users == 0 and self._context is not None:
+            if self._users == 0 and self._context is not None and self._doorkeeper is not None:
                 context, self._context = self._context, None
+                doorkeeper, self._doorkeeper = self._doorkeeper, None
+                doorkeeper.close()
                 context.term()
 
 
-_process = _ProcessContext()
+_process = _Process()
 
 
-def _bind_pull_socket(
-    context: zmq.Context[zmq.Socket[bytes]], host: str, port: int, name: str
-) -> zmq.Socket[bytes]:
+def public_key() -> str:
+    """By which other processes admit this one. The secret half of the pair never leaves the process."""
+    return _process.keys.public
+
+
+def admit(keys: Iterable[str]) -> None:
+    """The public keys of all processes that may speak to this one, every time; its own need not be among them."""
+    _process.keys.admit(keys)
+
+
+def _bind_pull_socket(context: Context, host: str, port: int, name: str) -> zmq.Socket[bytes]:
     socket = context.socket(zmq.PULL)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.RCVHWM, RECEIVE_QUEUE_FRAMES)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-    socket.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE_S * 1000))
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_IDLE_S)
     socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, KEEPALIVE_PROBES)
     socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE_INTERVAL_S)
     socket.setsockopt(zmq.IPV6, ":" in host)
+    _process.keys.protect_listener(socket)
     address = f"[{host}]" if ":" in host else host
     try:
         socket.bind(f"tcp://{address}:{port or '*'}")
@@ -124,7 +156,7 @@ class _Reader(Generic[M]):
         except BaseException:
             _process.leave()
             raise
-        self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.endpoint: str = _process.keys.endpoint_of(self._socket)
 
     def _handle(self, frames: list[bytes]) -> None:
         try:
@@ -146,7 +178,7 @@ class _Reader(Generic[M]):
 class Inbox(_Reader[M]):
     """Receives messages of one type in a thread of its own, and hands each to `on_message` there.
 
-    It has its address at once; what arrives before `listen` waits, unless it `listens` from the start. `died` says why the thread ended, if it ended although nothing closed the Inbox.
+    It has its address at once; what arrives before `listen` waits, unless it `listens` from the start.
     """
 
     def __init__(
@@ -160,7 +192,7 @@ class Inbox(_Reader[M]):
         listens: bool = True,
     ) -> None:
         super().__init__(host, message_type, on_message, name=name, port=port)
-        self.died: str | None = None
+        self._died: str | None = None
         # An inproc pair, so that close() wakes the thread instead of a timeout polling for it.
         stop_address = f"inproc://stop-{id(self)}"
         self._stop_receiver = self._context.socket(zmq.PAIR)
@@ -172,6 +204,11 @@ class Inbox(_Reader[M]):
         if listens:
             self.listen()
 
+    @property
+    def died(self) -> str | None:
+        """Why the thread ended although nothing closed the Inbox, or why no new peer is heard; None while it serves."""
+        return self._died or _process.deaf
+
     def listen(self) -> None:
         self._thread.start()
 
@@ -180,7 +217,7 @@ class Inbox(_Reader[M]):
             self._receive_until_closed()
         except Exception as error:
             # The owner looks at `died`: an end that goes unnoticed would leave everything waiting.
-            self.died = f"{type(error).__name__}: {error}"
+            self._died = f"{type(error).__name__}: {error}"
             logger.exception("%s: the receiving thread died", self._name)
 
     def _receive_until_closed(self) -> None:
@@ -263,18 +300,6 @@ class LoopInbox(_Reader[M]):
         _process.leave()
 
 
-def _check_address(endpoint: str) -> None:
-    """Raises NodeLost. Names of hosts are refused: ZMQ would look them up in its I/O thread, and every other link would wait."""
-    try:
-        parts = urlsplit(endpoint)
-        if parts.scheme == "tcp" and parts.hostname and parts.port and not (parts.path or parts.query):
-            ipaddress.ip_address(parts.hostname)
-            return
-    except ValueError:
-        pass
-    raise NodeLost(f"cannot connect to {endpoint!r}: it must be tcp://ADDRESS:PORT, with an IP address")
-
-
 class Outbox:
     """Sends messages to named endpoints, without blocking, from any thread.
 
@@ -313,7 +338,6 @@ class Outbox:
                 ) from None
 
     def _connect(self, endpoint: str) -> zmq.Socket[bytes]:
-        _check_address(endpoint)
         try:
             socket = self._context.socket(zmq.PUSH)
         except zmq.ZMQError as error:  # there are too many already, or no descriptor is left
@@ -324,9 +348,11 @@ class Outbox:
         socket.setsockopt(zmq.RECONNECT_IVL, int(RECONNECT_S * 1000))
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, int(RECONNECT_MAX_S * 1000))
         try:
-            socket.connect(endpoint)
-        except zmq.ZMQError as error:
+            socket.connect(_process.keys.protect_caller(socket, endpoint))
+        except (zmq.ZMQError, NodeLost) as error:
             socket.close(linger=0)
+            if isinstance(error, NodeLost):
+                raise
             raise NodeLost(f"cannot connect to {endpoint!r}: {error}") from error
         self._sockets[endpoint] = socket
         return socket
@@ -338,7 +364,7 @@ class Outbox:
         if socket is not None:
             # Closing alone is done by another thread, which a successor at the same address could overtake.
             with contextlib.suppress(zmq.ZMQError):  # it was never connected
-                socket.disconnect(endpoint)
+                socket.disconnect(socket.getsockopt_string(zmq.LAST_ENDPOINT))
             socket.close(linger=0)
 
     def close(self, linger_ms: int = 200) -> None:

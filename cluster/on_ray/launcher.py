@@ -24,7 +24,7 @@ from tandem.cluster.tasks import cancel
 from tandem.node.config import NodeConfig
 from tandem.router.config import RouterConfig
 from tandem.wire.errors import NodeLost, TandemError, Unavailable
-from tandem.wire.nodes import NodeInfo, NodeSighting, Role
+from tandem.wire.nodes import NodeInfo, NodeSighting, Role, RouterInfo
 from tandem.wire.requests import NodeStatus
 
 logger = logging.getLogger(__name__)
@@ -190,6 +190,9 @@ class RayNode(RayHandle):
                 seen = number
                 report(what, fraction)
 
+    async def admit(self, keys: list[str]) -> None:
+        await answer((await self.actor()).admit.remote(keys))
+
     async def status(self) -> NodeStatus:
         return msgspec.msgpack.decode(await answer((await self.actor()).status.remote()), type=NodeStatus)
 
@@ -204,11 +207,12 @@ class RayNode(RayHandle):
 class RayRouter(RayHandle):
     _url = ""
 
-    async def start(self, report: Report) -> str:
+    async def start(self, report: Report) -> RouterInfo:
         report("loading the tokenizer", 0.0)
-        self._url = str(await answer((await self.actor()).start.remote()))
+        info = msgspec.msgpack.decode(await answer((await self.actor()).start.remote()), type=RouterInfo)
+        self._url = info.url
         self._serves = True
-        return self._url
+        return info
 
     async def set_members(self, members: list[NodeInfo]) -> None:
         await answer((await self.actor()).set_members.remote(msgspec.msgpack.encode(members)))

@@ -14,7 +14,7 @@ from tandem.cluster.events import Events
 from tandem.cluster.launcher import Host, Launcher
 from tandem.cluster.pools.node_supervisor import Admit, KeepLeftOut, NodeSupervisor
 from tandem.cluster.pools.placement import node_config, router_config
-from tandem.cluster.pools.router_supervisor import RouterSupervisor
+from tandem.cluster.pools.router_supervisor import AdmitRouter, RouterSupervisor
 from tandem.cluster.pools.state import Membership, NodePlacement, NodeRecord
 from tandem.cluster.pools.supervisor import ProcessPhase, Surroundings
 from tandem.cluster.pools.witnesses import Witnesses
@@ -36,6 +36,7 @@ class Fleet:
         changed: Wakeup,
         admit: Admit,
         keep_left_out: KeepLeftOut,
+        admit_router: AdmitRouter,
     ) -> None:
         self.config = config  # the model's name in it may become one commit, before anything is launched
         self._clock = clock
@@ -44,6 +45,7 @@ class Fleet:
         self._admit = admit
         self._keep_left_out = keep_left_out
         self._unseen: dict[str, asyncio.Event] = {}  # machines that were never seen, and when they are
+        self._admit_router = admit_router
         self.membership = Membership()
         self.nodes: dict[str, NodeSupervisor] = {}
         self.routers: dict[str, RouterSupervisor] = {}
@@ -167,7 +169,7 @@ class Fleet:
                 and not (host and host.name in self._unseen)
             ):
                 config = self.config.router if host is None else router_config(self.config.router, host)
-                self.routers[name] = RouterSupervisor(name, config, host, self._around)
+                self.routers[name] = RouterSupervisor(name, config, host, self._around, self._admit_router)
                 self._run(self.routers[name])
 
     def _router_hosts(self, hosts: Sequence[Host]) -> Mapping[str, Host | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 
@@ -10,12 +11,16 @@ from tandem.cluster.describe import ranges
 from tandem.cluster.launcher import Host, NodeHandle
 from tandem.cluster.pools.supervisor import ProcessPhase, ProcessSupervisor, Surroundings
 from tandem.cluster.pools.unseen_node import UnseenNode
+from tandem.cluster.tasks import first_of
 from tandem.node.config import NodeConfig
 from tandem.wire.errors import TandemError, Unavailable
 from tandem.wire.nodes import NodeInfo, NodeState, Role
 from tandem.wire.requests import NodeStatus
 
 logger = logging.getLogger(__name__)
+
+# Every change of the keys is a call to every node, so changes are gathered: so long for each node that there is.
+_GATHER_S = 0.001
 
 Admit = Callable[[NodeInfo], Awaitable[None]]
 """Keeps what will be announced, for the next controller. Raises ConfigurationError for a node that must not join."""
@@ -47,6 +52,7 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
         self._admit = admit
         self._keep_left_out = keep_left_out
         self._unseen = UnseenNode(info, seen, self._launch_now) if info and seen else None
+        self._told = -1  # the revision of the membership whose keys it has
         self._role_change = (
             asyncio.Event()
         )  # the process is drained, `config` is for another role than it has
@@ -68,7 +74,14 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
             if not await handle.drain(self._timeouts.nodes.drain_s):
                 raise Unavailable(f"it still works as a {info.role.value} node")
             info = await handle.change_role(self.config)
+        with contextlib.suppress(TandemError):  # it is told again when it answers
+            await self._tell_keys(handle)  # before a router or another node speaks to it
         return await self._announce(info)
+
+    async def _tell_keys(self, handle: NodeHandle) -> None:
+        revision = self._around.membership.revision
+        await handle.admit(self._around.membership.keys)
+        self._told = revision
 
     async def _announce(self, info: NodeInfo) -> NodeInfo:
         await self._admit(info)
@@ -107,7 +120,7 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
                     return f"it did not become a {self.config.role.value} node: {error}"
             try:
                 status = await self._clock.within(
-                    timeouts.silence_s, handle.status(), f"{self.name}'s status"
+                    timeouts.silence_s, self._ask(handle), f"{self.name}'s status"
                 )
             except TandemError as error:
                 if not silence.seconds:
@@ -146,11 +159,22 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
             if what:
                 self._events.trouble(self.name, what)
 
+    async def _ask(self, handle: NodeHandle) -> NodeStatus:
+        if self._told != self._around.membership.revision:
+            await self._tell_keys(handle)
+        return await handle.status()
+
     async def _beat(self) -> None:
-        try:
-            await self._clock.within(self._timeouts.heartbeat_s, self._role_change.wait(), "a heartbeat")
-        except TandemError:
-            return  # nothing was asked for; it is time to look after the node
+        """Until it is time to look after the node, or there is something to tell it."""
+        membership = self._around.membership
+        with contextlib.suppress(TandemError):
+            await self._clock.within(
+                self._timeouts.heartbeat_s,
+                first_of(self._role_change.wait(), membership.newer_than(self._told)),
+                "a heartbeat",
+            )
+        if not self._role_change.is_set() and self._told != membership.revision:
+            await self._clock.sleep(_GATHER_S * len(membership.members))
 
     async def _in_its_role(self, handle: NodeHandle, info: NodeInfo) -> NodeInfo:
         if info.role is self.config.role:

@@ -23,7 +23,7 @@ from tandem.cluster.pools.state import ClusterState, NodeRecord
 from tandem.cluster.pools.supervisor import ProcessPhase
 from tandem.cluster.tasks import Clock, Tasks, Wakeup, first_of, has_ended
 from tandem.wire.errors import ConfigurationError, DeadlineExceeded, TandemError
-from tandem.wire.nodes import NodeInfo
+from tandem.wire.nodes import NodeInfo, RouterInfo
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,15 @@ class Reconciler:
         self.retiring: dict[str, asyncio.Task[bool]] = {}
         self.decisions: deque[ControllerDecision] = deque(maxlen=_DECISIONS_KEPT)
         self.fleet = Fleet(
-            config, launcher, events, clock, tasks, self.changed, self._admit, self._keep_left_out
+            config,
+            launcher,
+            events,
+            clock,
+            tasks,
+            self.changed,
+            self._admit,
+            self._keep_left_out,
+            self._admit_router,
         )
 
     async def take_over(self) -> None:
@@ -77,6 +85,8 @@ class Reconciler:
             await self._fix_the_model()
             if kept is None:
                 return
+            for name, router in self.state.routers.items():
+                await self.fleet.membership.announce_router(name, router)
             machines = {host.name: host for host in await self._machines_of(self.state)}
             self.machines = self.state.unseen_machines(machines)
             unseen = {host.name: host for host in self.machines}
@@ -171,6 +181,13 @@ class Reconciler:
         except TandemError as error:
             # Until it is kept, the next controller tries it again.
             logger.warning("%s is left out, but that could not be kept: %s", node_id, error)
+
+    async def _admit_router(self, name: str, info: RouterInfo) -> None:
+        try:
+            await self._update(lambda current: current.with_router(name, info, self.fleet.routers))
+        except TandemError as error:
+            # Until it is kept, nodes would be told by the next controller, for a moment, that it is a stranger.
+            logger.warning("%s serves, but that could not be kept: %s", name, error)
 
     def note(self, text: str) -> None:
         logger.info("%s", text)

@@ -3,44 +3,57 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Awaitable, Callable
 
 from tandem.cluster.launcher import Host, RouterHandle
 from tandem.cluster.pools.supervisor import ProcessPhase, ProcessSupervisor, Surroundings
 from tandem.router.config import RouterConfig
 from tandem.wire.errors import TandemError
+from tandem.wire.nodes import RouterInfo
 
 logger = logging.getLogger(__name__)
 
+AdmitRouter = Callable[[str, RouterInfo], Awaitable[None]]
+"""Keeps what the router with this name announced, for the next controller."""
 
-class RouterSupervisor(ProcessSupervisor[RouterHandle, str]):
+
+class RouterSupervisor(ProcessSupervisor[RouterHandle, RouterInfo]):
     def __init__(
         self,
         name: str,
         config: RouterConfig,
         host: Host | None,  # None: the head
         around: Surroundings,
+        admit: AdmitRouter,
     ) -> None:
         super().__init__(name, around)
         self.config = config
         self.host = host
         self.url = ""
+        self._admit = admit
 
     def _launch(self) -> RouterHandle:
         return self._around.launcher.launch_router(self.name, self.config, self.host)
 
-    async def _start(self, handle: RouterHandle) -> str:
-        self.url = await handle.start(self.report)
-        return self.url
+    async def _start(self, handle: RouterHandle) -> RouterInfo:
+        info = await handle.start(self.report)
+        self.url = info.url
+        await self._admit(self.name, info)
+        await self._around.membership.announce_router(self.name, info)
+        return info
+
+    async def _lost(self) -> None:
+        await self._around.membership.withdraw_router(self.name)
 
     def _may_leave_out(self) -> bool:
         """Without a router no request is served. One that has worked will work again, when its port is let go or the
         machine has memory again; one that never did is a mistake to be told of."""
         return not self.url
 
-    def _describe(self, url: str) -> str:
-        return url
+    def _describe(self, info: RouterInfo) -> str:
+        return info.url
 
-    async def _watch(self, handle: RouterHandle, url: str) -> str:
+    async def _watch(self, handle: RouterHandle, info: RouterInfo) -> str:
         """Sends the membership whenever it changes, and again every few seconds: the answer is the heartbeat. A router
         that does not answer is left alone while clients or nodes hear it."""
         timeouts, membership = self._timeouts, self._around.membership

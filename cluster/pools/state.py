@@ -1,7 +1,7 @@
-"""What the controller keeps in its `StateStore`, enough for the next one to find every node again under its id, and the
-nodes that routers may use.
+"""What the controller keeps in its `StateStore`, enough for the next one to find every node again under its id; the nodes
+that routers may use, and the keys by which all processes admit each other.
 
-Both are values that are only ever replaced as a whole: a router that missed ten changes needs only the last one, and so does
+Each is a value that is only ever replaced as a whole: a router that missed ten changes needs only the last one, and so does
 a new router.
 """
 
@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Container
+from collections.abc import Collection, Container
 
 import msgspec
 
 from tandem.cluster.config import PoolsConfig
 from tandem.cluster.launcher import Host
-from tandem.wire.nodes import NodeInfo, Role
+from tandem.wire.endpoints import key_of
+from tandem.wire.nodes import NodeInfo, Role, RouterInfo
 
 
 class NodePlacement(msgspec.Struct, frozen=True):
@@ -60,6 +61,7 @@ class ClusterState(msgspec.Struct, frozen=True):
     closed: list[ClosedSlot] = []
     commit: str = ""  # of a model from the hub: what its name stood for when the cluster started
     content: str = ""  # the model's, as the first node announced it: no node with another one joins
+    routers: dict[str, RouterInfo] = {}  # as they last announced themselves, by name
 
     def find(self, node_id: str) -> NodeRecord | None:
         return next((node for node in self.nodes if node.node_id == node_id), None)
@@ -94,6 +96,11 @@ class ClusterState(msgspec.Struct, frozen=True):
     def without(self, node_id: str) -> ClusterState:
         return msgspec.structs.replace(self, nodes=[node for node in self.nodes if node.node_id != node_id])
 
+    def with_router(self, name: str, info: RouterInfo, running: Collection[str]) -> ClusterState:
+        """The others stay as far as they are `running`."""
+        others = {other: kept for other, kept in self.routers.items() if other in running}
+        return msgspec.structs.replace(self, routers={**others, name: info})
+
     def with_sizes(self, sizes: dict[Role, int]) -> ClusterState:
         closed = [slot for slot in self.closed if slot.role not in sizes]
         return msgspec.structs.replace(self, sizes={**self.sizes, **sizes}, closed=closed)
@@ -117,14 +124,33 @@ def decode(data: bytes) -> ClusterState:
 
 
 class Membership:
+    """A process that has ended is in neither `members` nor `keys`, one that drains is in both."""
+
     def __init__(self) -> None:
         self._members: dict[str, NodeInfo] = {}
+        self._routers: dict[str, RouterInfo] = {}
         self._changed = asyncio.Condition()
         self.revision = 0
 
     @property
     def members(self) -> list[NodeInfo]:
         return list(self._members.values())
+
+    @property
+    def keys(self) -> list[str]:
+        """The public keys of all nodes and routers: what any of them must admit."""
+        nodes = [info.request_endpoint for info in self._members.values()]
+        routers = [info.inbox_endpoint for info in self._routers.values()]
+        return sorted(map(key_of, nodes + routers))
+
+    async def announce_router(self, name: str, info: RouterInfo) -> None:
+        if self._routers.get(name) != info:
+            self._routers[name] = info
+            await self._publish()
+
+    async def withdraw_router(self, name: str) -> None:
+        if self._routers.pop(name, None) is not None:
+            await self._publish()
 
     async def announce(self, info: NodeInfo) -> None:
         if self._members.get(info.node_id) != info:

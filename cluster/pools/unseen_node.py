@@ -29,6 +29,9 @@ class UnseenNode:
         await self._seen.wait()
         return await (await self._node()).ended()
 
+    async def admit(self, keys: list[str]) -> None:
+        await (await self._node()).admit(keys)
+
     async def status(self) -> NodeStatus:
         return await (await self._node()).status()
 

@@ -18,6 +18,7 @@ from tandem.kvtransfer.nccl.options import NcclOptions
 from tandem.kvtransfer.nccl.pair import PairCallee, PairCaller, PairContext
 from tandem.kvtransfer.nccl.pool import BlockGate, CacheUnits
 from tandem.kvtransfer.protocol.transport import HandleId, Move, RemoteId, Transport
+from tandem.wire.endpoints import parse_endpoint
 from tandem.wire.errors import InternalError, NodeLost, TransferError
 from tandem.wire.handoff import CacheMemory
 from tandem.wire.sockets import Inbox, Outbox
@@ -77,7 +78,7 @@ class NcclTransport(Transport):
             peer = msgspec.msgpack.decode(memory.agent_metadata, type=Rendezvous)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise TransferError(f"this peer cannot be reached by torch.distributed: {error}") from error
-        if not peer.endpoint.startswith("tcp://") or peer.backend != node.backend:
+        if parse_endpoint(peer.endpoint) is None or peer.backend != node.backend:
             raise TransferError(
                 f"this peer is reached by {peer.backend!r} at {peer.endpoint!r}, here by {node.backend!r}"
             )

@@ -1,6 +1,7 @@
 """The NIXL connector: KV blocks move between the nodes' memory by RDMA, shared memory or TCP, whatever UCX finds.
 
 agent      NIXL's interface and errors, translated into ours
+interfaces on which network devices UCX listens
 lanes      which way UCX moves them, from its own log
 transport  the agent as a `kvtransfer.protocol.transport.Transport`
 staging    the same by way of host memory, for a cache on a GPU
@@ -24,7 +25,7 @@ from tandem.wire.errors import ConfigurationError
 def create(context: ConnectorContext) -> tuple[SchedulerConnector, WorkerConnector]:
     options = NixlOptions.parse(context.config.options)
     direction = parse_direction(context.config.direction)
-    agent = NixlAgent(f"{context.node_id}-{context.epoch:x}", options)
+    agent = NixlAgent(f"{context.node_id}-{context.epoch:x}", options, context.host)
     transport: Transport = NixlTransport(agent)
     if options.staging == "host":
         if direction is Direction.PULL:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tandem.kvtransfer.nixl.interfaces import listening_at
 from tandem.kvtransfer.nixl.lanes import LANE_LOG
 from tandem.kvtransfer.nixl.options import NixlOptions
 from tandem.kvtransfer.protocol.transport import UnitIds
@@ -52,10 +53,12 @@ def _load_bindings() -> Any:
 class NixlAgent:
     """One agent with one backend. To be used from one thread at a time."""
 
-    def __init__(self, name: str, options: NixlOptions) -> None:
+    def __init__(self, name: str, options: NixlOptions, host: str = "127.0.0.1") -> None:
+        """`host`: the node's address, where alone UCX listens."""
         self._nixl = _load_bindings()
         self.name = name
         self.options = options
+        self.host = host
         config = self._nixl.nixlAgentConfig()
         config.useProgThread = True
         config.pthrDelay = options.progress_ms * 1000
@@ -67,7 +70,7 @@ class NixlAgent:
             raise ConfigurationError(
                 f"transfer.options.backend: NIXL has no {options.backend!r} here, only {', '.join(sorted(plugins))}"
             )
-        with _translated(f"making the backend {options.backend}"):
+        with _translated(f"making the backend {options.backend}"), listening_at(host):
             self._backend = self._agent.createBackend(options.backend, {})
         LANE_LOG.after_loading()
         self._memory_types = {"DRAM": self._nixl.DRAM_SEG, "VRAM": self._nixl.VRAM_SEG}

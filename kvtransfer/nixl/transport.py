@@ -97,7 +97,9 @@ class NixlTransport(Transport):
         if self._mine is None:
             raise InternalError("another way to a KV cache that was not registered")
         self._enter_device()
-        agent = NixlAgent(f"{self._agent.name}-{next(self._way_numbers)}", self._agent.options)
+        agent = NixlAgent(
+            f"{self._agent.name}-{next(self._way_numbers)}", self._agent.options, self._agent.host
+        )
         try:
             described = self._reachable_through(agent, self._mine)
         except TransferError:

@@ -24,13 +24,6 @@ BACKLOG = 2048
 OTHER_DESCRIPTORS = 512
 
 
-def raise_descriptor_limit() -> None:
-    """To what the system allows. Every connection is a descriptor, and many systems begin with 1024."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
 def limits_that_fit(limits: Limits) -> Limits:
     """With no more connections than there are descriptors for, those left out that nodes and files need: clients that
     idle must not keep the router from its nodes."""

@@ -13,6 +13,7 @@ from tandem.router.http.respond import send_bytes, send_json
 from tandem.router.http.services import Services
 from tandem.router.metrics import CONTENT_TYPE
 from tandem.router.pool import Member
+from tandem.wire.endpoints import shown
 from tandem.wire.errors import RequestError, UnknownModel
 
 VERSION = importlib.metadata.version("tandem-serve")
@@ -116,7 +117,7 @@ async def cluster(services: Services, exchange: HttpExchange) -> None:
                 "places_held": admission.held,
                 "handover_s": services.pool.handover.value,
                 "unhealthy": services.why_unhealthy(),
-                "inbox": services.links.endpoint,
+                "inbox": shown(services.links.endpoint),
             },
             "nodes": [_node(services, member) for member in services.pool.members],
         },
@@ -130,8 +131,8 @@ def _node(services: Services, member: Member) -> dict[str, Any]:
         "role": info.role,
         "incarnation": info.incarnation,
         "model": info.model,
-        "request_endpoint": info.request_endpoint,
-        "peer_endpoint": info.peer_endpoint,
+        "request_endpoint": shown(info.request_endpoint),
+        "peer_endpoint": shown(info.peer_endpoint),
         "max_model_len": info.max_model_len,
         "block_size": info.block_size,
         "state": "lost" if member.lost else "unknown" if status is None else status.state,

@@ -10,7 +10,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from tandem.kvtransfer.base import TransferConfig
+from tandem.wire.endpoints import key_of
 from tandem.wire.nodes import PeerAddress
+from tandem.wire.sockets import admit
 
 CALL_TIMEOUT_S = 40.0
 
@@ -46,11 +48,16 @@ def _serve(calls: Connection, connector: str, node_id: str, epoch: int, config: 
     )
     engine.layer_s = layer_s
     calls.send(engine.endpoint())
+    peers: set[str] = set()
     while True:
         try:
             name, args, kwargs = calls.recv()
         except EOFError:
             name, args, kwargs = "close", (), {}
+        peers.update(
+            key_of(peer.endpoint) for peer in (*args, *kwargs.values()) if isinstance(peer, PeerAddress)
+        )
+        admit(peers)
         try:
             asked = pulse if name == "lost_s" else engine
             result, error = getattr(asked, name)(*args, **kwargs), None

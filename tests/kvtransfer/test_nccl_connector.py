@@ -28,6 +28,7 @@ from tandem.kvtransfer.protocol.transport import HandleId, Move, Operation, Remo
 from tandem.wire.errors import ConfigurationError, TransferError
 from tandem.wire.handoff import CacheMemory
 from tests.waiting import until
+from tests.wire.members import endpoint_at
 
 pytestmark = pytest.mark.slow  # each makes groups, and some wait for a deadline to pass
 
@@ -149,7 +150,7 @@ def test_nodes_join_and_leave_while_others_work(sides: tuple[Side, Side]) -> Non
 
 def test_a_peer_that_cannot_be_reached_fails_the_move_in_time(sides: tuple[Side, Side]) -> None:
     here, there = sides
-    gone = msgspec.msgpack.encode(Rendezvous("tcp://127.0.0.1:9", b"k" * 16, "gloo"))
+    gone = msgspec.msgpack.encode(Rendezvous(endpoint_at(9), b"k" * 16, "gloo"))
     remote = here.transport.connect(msgspec.structs.replace(there.memory, agent_metadata=gone))
     handle = here.transport.post(remote, here.move(Operation.WRITE, [3], [5]))
     with pytest.raises(TransferError, match=r"torch\.distributed"):
@@ -301,7 +302,7 @@ def test_nothing_is_left_behind() -> None:
 
 def test_who_does_not_have_the_key_gets_no_pair(sides: tuple[Side, Side]) -> None:
     _, there = sides
-    there.transport._on_message(Open("p", b"wrong", "x", "tcp://127.0.0.1:9", "127.0.0.1", 9))
+    there.transport._on_message(Open("p", b"wrong", "x", endpoint_at(9), "127.0.0.1", 9))
     there.transport._on_message(Announce("no such pair", 1, Operation.READ, "t", 64, [1]))
     assert there.transport.refused == 2
     assert pair_threads() == 0

@@ -32,6 +32,8 @@ from tandem.wire.lines import Letter, LetterToNode, LetterToRouter
 from tandem.wire.nodes import NodeState, Role
 from tandem.wire.requests import NodeCounters, NodeStatus, Ping
 from tandem.wire.sockets import Inbox, LoopInbox
+from tests.kvtransfer.listening import listening_addresses
+from tests.wire.members import connect_as_member
 
 pytestmark = pytest.mark.slow
 
@@ -157,7 +159,7 @@ def test_random_frames_are_counted_and_nothing_else_happens(
         listening.before = FRAMES
         sender = context.socket(zmq.PUSH)
         sender.setsockopt(zmq.SNDHWM, 0)
-        sender.connect(listening.endpoint)
+        connect_as_member(sender, listening.endpoint)
         for number in range(FRAMES):
             if number % 2:
                 frame = chance.randbytes(chance.randrange(1, 40))
@@ -194,31 +196,16 @@ def test_bytes_that_are_no_frames_harm_nobody(name: str) -> None:
         for _ in range(CONNECTIONS):
             knock(int(listening.endpoint.rpartition(":")[2]), chance)
         sender = context.socket(zmq.PUSH)
-        sender.connect(listening.endpoint)
+        connect_as_member(sender, listening.endpoint)
         sender.send(msgspec.msgpack.encode(listening.whole))
         assert listening.arrived.wait(10)
         sender.close(linger=0)
     context.term()
 
 
-def listening_ports() -> set[int]:
-    """Ports on which this process listens."""
-    sockets = set()
-    for number in os.listdir("/proc/self/fd"):
-        try:
-            sockets.add(os.readlink(f"/proc/self/fd/{number}"))
-        except FileNotFoundError:
-            continue
-    with open("/proc/self/net/tcp") as table:
-        rows = [line.split() for line in table.readlines()[1:]]
-    return {
-        int(row[1].split(":")[1], 16) for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets
-    }
-
-
 def test_bytes_at_the_sockets_of_torch_distributed_harm_no_pair() -> None:
     chance = random.Random(5)
-    before = listening_ports()
+    before = listening_addresses()
     here, there = _nccl("a"), _nccl("b")
     try:
         there.expect("t", [5])
@@ -231,9 +218,9 @@ def test_bytes_at_the_sockets_of_torch_distributed_harm_no_pair() -> None:
                 threading.Event().wait(0.002)
 
         write()
-        opened = listening_ports() - before
+        opened = listening_addresses() - before
         assert opened
-        for port in opened:
+        for _, port in opened:
             for _ in range(CONNECTIONS):
                 knock(port, chance)
         write()
@@ -248,7 +235,7 @@ def test_a_message_of_another_channel_is_refused_too() -> None:
     context = zmq.Context()
     with pairs() as listening:
         sender = context.socket(zmq.PUSH)
-        sender.connect(listening.endpoint)
+        connect_as_member(sender, listening.endpoint)
         sender.send(msgspec.msgpack.encode(CancelTransfer(Envelope("n", 1, 2, "tcp://x"), "t")))
         sender.send(msgspec.msgpack.encode(listening.whole))
         assert listening.arrived.wait(10)

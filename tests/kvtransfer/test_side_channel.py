@@ -9,6 +9,7 @@ from tandem.kvtransfer.protocol import channel
 from tandem.kvtransfer.protocol.channel import SideChannel
 from tandem.wire.handoff import CancelTransfer, Envelope, HandoffMessage
 from tests.waiting import until
+from tests.wire.members import endpoint_at
 
 
 def cancel(name: str = "t") -> CancelTransfer:
@@ -56,7 +57,7 @@ def test_an_endpoint_that_cannot_be_is_counted_and_harms_nobody(receiver: Receiv
 def test_the_number_of_connections_is_bounded(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channel, "MAX_ENDPOINTS", 3)
     for port in range(9000, 9010):
-        receiver.channel.send(f"tcp://127.0.0.1:{port}", cancel())
+        receiver.channel.send(endpoint_at(port), cancel())
     assert len(receiver.channel._used) == 3
     receiver.channel.send(receiver.channel.endpoint, cancel())
     receiver.wait_for(1)
@@ -64,7 +65,7 @@ def test_the_number_of_connections_is_bounded(receiver: Receiver, monkeypatch: p
 
 def test_as_many_connections_as_are_kept_can_be_made(receiver: Receiver) -> None:
     for port in range(20_000, 20_000 + channel.MAX_ENDPOINTS):
-        receiver.channel.send(f"tcp://127.0.0.1:{port}", cancel())
+        receiver.channel.send(endpoint_at(port), cancel())
     assert receiver.channel.undeliverable == 0
     assert len(receiver.channel._used) == channel.MAX_ENDPOINTS
 
@@ -84,7 +85,7 @@ def test_peers_that_nothing_is_sent_to_any_more_keep_no_descriptor() -> None:
         before = descriptors()
         for port in range(20000, 20060):
             now[0] += channel.IDLE_S / 2
-            sender.send(f"tcp://127.0.0.1:{port}", cancel())
+            sender.send(endpoint_at(port), cancel())
             sender.send(receiver.channel.endpoint, cancel(f"t{port}"))
         receiver.wait_for(61)
         assert len(sender._used) <= 4

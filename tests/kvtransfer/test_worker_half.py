@@ -6,6 +6,7 @@ from tandem.kvtransfer.base import ConnectorContext, KVCacheMemory, TransferConf
 from tandem.kvtransfer.protocol.transport import Direction, HandleId, Move, RemoteId, Transport
 from tandem.kvtransfer.protocol.worker_half import WorkerHalf
 from tandem.wire.handoff import CacheMemory
+from tests.wire.members import address_of
 
 
 class ClosingTransport(Transport):
@@ -16,7 +17,7 @@ class ClosingTransport(Transport):
     was_reachable = False
 
     def close(self) -> None:
-        host, _, port = self.endpoint.removeprefix("tcp://").rpartition(":")
+        host, port = address_of(self.endpoint)
         with socket.create_connection((host, int(port)), timeout=5):
             self.was_reachable = True
 

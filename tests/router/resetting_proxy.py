@@ -7,6 +7,8 @@ import socket
 import struct
 import threading
 
+from tandem.wire.endpoints import Endpoint, parse_endpoint
+
 _ABORT = struct.pack("ii", 1, 0)  # SO_LINGER with no time: close() sends RST and drops what is queued
 
 
@@ -14,14 +16,15 @@ class ResettingProxy:
     """Passes bytes on in both directions. After every `reset_after` bytes it drops what it has just read and resets both ends."""
 
     def __init__(self, target: str, reset_after: int) -> None:
-        host, port = target.removeprefix("tcp://").rsplit(":", 1)
-        self._target = (host, int(port))
+        inside = parse_endpoint(target)
+        assert inside is not None
+        self._target = (inside.host, inside.port)
         self._reset_after = reset_after
         self._passed = 0
         self._lock = threading.Lock()
         self._pairs: set[tuple[socket.socket, socket.socket]] = set()
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self.endpoint = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.endpoint = str(Endpoint(inside.key, "127.0.0.1", self._listener.getsockname()[1]))
         self.resets = 0
         threading.Thread(target=self._accept, daemon=True).start()
 

@@ -11,6 +11,7 @@ from tandem.router.links import NodeLinks
 from tandem.wire.nodes import NodeInfo, Role
 from tandem.wire.requests import Cancel
 from tandem.wire.tracing import ClockReading
+from tests.wire.members import endpoint_at
 
 
 def test_a_node_is_deaf_by_the_pings_that_it_answered_and_not_by_how_late_the_router_reads() -> None:
@@ -21,7 +22,7 @@ def test_a_node_is_deaf_by_the_pings_that_it_answered_and_not_by_how_late_the_ro
             node_id="d0",
             role=Role.DECODE,
             epoch=7,
-            request_endpoint="tcp://127.0.0.1:9",
+            request_endpoint=endpoint_at(9),
             peer_endpoint="",
             model="m",
             max_model_len=10,

@@ -11,6 +11,7 @@ import time
 import pytest
 
 from tandem.wire.listening import AGAIN_S, ANSWER_S, PATIENCE_S, Listener, ListenerProbe
+from tests.wire.members import endpoint_at
 
 
 def ask(probe: ListenerProbe, endpoint: str) -> Listener:
@@ -25,7 +26,7 @@ def ask(probe: ListenerProbe, endpoint: str) -> Listener:
 
 def test_an_address_that_refuses_is_known_to_be_dead_and_one_that_accepts_is_not() -> None:
     listening = socket.create_server(("127.0.0.1", 0))
-    endpoint = f"tcp://127.0.0.1:{listening.getsockname()[1]}"
+    endpoint = endpoint_at(listening.getsockname()[1])
     now = [0.0]
     probe = ListenerProbe(lambda: now[0])
     assert ask(probe, endpoint) is Listener.ACCEPTS
@@ -37,7 +38,8 @@ def test_an_address_that_refuses_is_known_to_be_dead_and_one_that_accepts_is_not
 
 
 @pytest.mark.parametrize(
-    "endpoint", ["tcp://some-host-name:80", "tcp://", "nonsense", "tcp://[::1", "tcp://1.2.3.4:x"]
+    "endpoint",
+    ["tcp://some-host-name:80", "tcp://", "nonsense", "tcp://[::1", "tcp://1.2.3.4:x", "tcp://1.2.3.4:80"],
 )
 def test_an_address_that_cannot_be_asked_without_waiting_is_not_called_dead(endpoint: str) -> None:
     probe = ListenerProbe()
@@ -48,7 +50,7 @@ def test_an_address_that_cannot_be_asked_without_waiting_is_not_called_dead(endp
 def test_an_address_is_asked_whatever_number_the_connection_gets() -> None:
     """A node with many connections has descriptors that select() does not take."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        endpoint = f"tcp://127.0.0.1:{listening.getsockname()[1]}"
+        endpoint = endpoint_at(listening.getsockname()[1])
     probe = ListenerProbe()
     taken = [os.dup(0) for _ in range(1100)]
     try:
@@ -68,11 +70,11 @@ def test_a_stopped_process_still_listens() -> None:
     try:
         probe = ListenerProbe()
         until = time.monotonic() + 20
-        while ask(probe, f"tcp://127.0.0.1:{port}") is not Listener.ACCEPTS:
+        while ask(probe, endpoint_at(port)) is not Listener.ACCEPTS:
             assert time.monotonic() < until
         assert process.pid is not None
         os.kill(process.pid, signal.SIGSTOP)
-        assert ask(ListenerProbe(), f"tcp://127.0.0.1:{port}") is Listener.ACCEPTS
+        assert ask(ListenerProbe(), endpoint_at(port)) is Listener.ACCEPTS
     finally:
         process.kill()
         process.join(10)
@@ -95,7 +97,7 @@ def test_an_address_that_never_answers_costs_no_descriptor_for_ever() -> None:
     listening = socket.socket()
     listening.bind(("127.0.0.1", 0))
     listening.listen(0)
-    lost = f"tcp://127.0.0.1:{listening.getsockname()[1]}"
+    lost = endpoint_at(listening.getsockname()[1])
     waiting: list[socket.socket] = []
     while not probe._attempts:  # until its queue is full, and more is not even refused
         assert probe.look(lost) in (Listener.UNKNOWN, Listener.ACCEPTS)

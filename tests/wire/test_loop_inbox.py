@@ -12,6 +12,7 @@ import zmq
 from tandem.wire.errors import ConfigurationError
 from tandem.wire.requests import Cancel, Ping, ToNode
 from tandem.wire.sockets import MAX_FRAME_BYTES, MESSAGES_PER_TURN, LoopInbox, Outbox
+from tests.wire.members import address_of, connect_as_member
 from tests.wire.tcp_timers import KEEPALIVE, timers_of
 
 
@@ -137,7 +138,7 @@ def test_others_on_the_loop_have_their_turn_under_a_flood() -> None:
 def test_nothing_that_a_peer_sends_ends_the_stream(frames: list[bytes]) -> None:
     async def work(listener: Listener) -> None:
         with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
-            socket.connect(listener.inbox.endpoint)
+            connect_as_member(socket, listener.inbox.endpoint)
             socket.send_multipart(frames)
             while listener.inbox.malformed == 0:  # noqa: ASYNC110 (a counter has no event)
                 await asyncio.sleep(0)
@@ -177,8 +178,8 @@ _OPENING = (b"\xff" + bytes(8) + b"\x7f\x03\x00NULL").ljust(64, b"\0") + (
 )
 def test_a_peer_that_breaks_the_protocol_does_not_disturb_the_others(said: bytes) -> None:
     async def work(listener: Listener) -> None:
-        host, _, port = listener.inbox.endpoint.removeprefix("tcp://").rpartition(":")
-        _, writer = await asyncio.open_connection(host, int(port))
+        host, port = address_of(listener.inbox.endpoint)
+        _, writer = await asyncio.open_connection(host, port)
         writer.write(said)
         await writer.drain()
         listener.outbox.send(listener.inbox.endpoint, Ping("after"))
@@ -191,8 +192,8 @@ def test_a_peer_that_breaks_the_protocol_does_not_disturb_the_others(said: bytes
 
 def test_a_peer_that_sends_a_frame_too_large_loses_its_connection() -> None:
     async def work(listener: Listener) -> None:
-        host, _, port = listener.inbox.endpoint.removeprefix("tcp://").rpartition(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
+        host, port = address_of(listener.inbox.endpoint)
+        reader, writer = await asyncio.open_connection(host, port)
         writer.write(_OPENING + b"\x02" + (MAX_FRAME_BYTES + 1).to_bytes(8, "big"))
         with contextlib.suppress(ConnectionError):
             await reader.read()
@@ -203,11 +204,11 @@ def test_a_peer_that_sends_a_frame_too_large_loses_its_connection() -> None:
 
 
 def test_a_peer_that_never_greets_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.wire.sockets.HANDSHAKE_S", 0.01)
+    monkeypatch.setattr("tandem.wire.curve.HANDSHAKE_S", 0.01)
 
     async def work(listener: Listener) -> None:
-        host, _, port = listener.inbox.endpoint.removeprefix("tcp://").rpartition(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
+        host, port = address_of(listener.inbox.endpoint)
+        reader, writer = await asyncio.open_connection(host, port)
         with contextlib.suppress(ConnectionError):
             while await reader.read(1 << 16):  # its own greeting; then the end
                 pass

@@ -13,7 +13,8 @@ import zmq
 from tandem.wire import sockets
 from tandem.wire.errors import ConfigurationError, NodeLost
 from tandem.wire.requests import Cancel, Ping, ToNode
-from tandem.wire.sockets import Inbox, Outbox
+from tandem.wire.sockets import Inbox, Outbox, public_key
+from tests.wire.members import connect_as_member, endpoint_at
 from tests.wire.tcp_timers import KEEPALIVE, timers_of
 
 DEADLINE_S = 10.0
@@ -71,7 +72,7 @@ def raw(inbox: Inbox[Any]) -> Iterator[Callable[[list[bytes]], None]]:
     """Sends frames as they are, as a peer would that does not speak our protocol."""
     context = zmq.Context()
     socket = context.socket(zmq.PUSH)
-    socket.connect(inbox.endpoint)
+    connect_as_member(socket, inbox.endpoint)
     yield socket.send_multipart
     socket.close(linger=1000)
     context.term()
@@ -172,7 +173,7 @@ def test_a_queue_that_nobody_reads_is_an_error_to_the_sender(monkeypatch: pytest
             outbox.send(endpoint, Ping("x"))
 
     try:
-        for endpoint in ("tcp://127.0.0.1:9", "tcp://127.0.0.1:10"):
+        for endpoint in (endpoint_at(9), endpoint_at(10)):
             with pytest.raises(NodeLost, match="has not read"):
                 send_often(endpoint)
             outbox.forget(endpoint)
@@ -193,7 +194,7 @@ def test_a_connection_that_nothing_comes_through_is_asked_after(
 @pytest.mark.parametrize(
     "endpoint",
     [
-        "", "nonsense", "tcp://", "tcp://127.0.0.1", "http://x:1", "tcp://127.0.0.1:port", "ipc:///tmp/x", "inproc://x",
+        "", "nonsense", "tcp://", "tcp://127.0.0.1", "http://x:1", "tcp://127.0.0.1:port", "tcp://127.0.0.1:1", "tcp://nokey@127.0.0.1:1", "ipc:///tmp/x", "inproc://x",
         "tcp://no-such-host.invalid:1", "tcp://127.0.0.1:1;127.0.0.1:2",
     ],
 )  # fmt: skip
@@ -224,15 +225,15 @@ def test_what_was_sent_while_the_other_was_away_arrives_when_it_is_back(outbox: 
 def test_one_endpoint_too_many_is_lost_and_the_others_go_on(
     heard: Heard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All sockets of a process count: here the inbox's three, and one more."""
-    monkeypatch.setattr(sockets, "MAX_SOCKETS", 4)
-    monkeypatch.setattr(sockets, "_process", sockets._ProcessContext())
+    """All sockets of a process count: here the inbox's three, the doorkeeper's three, and one more."""
+    monkeypatch.setattr(sockets, "MAX_SOCKETS", 7)
+    monkeypatch.setattr(sockets, "_process", sockets._Process())
     inbox: Inbox[Any] = Inbox("127.0.0.1", ToNode, heard, name="test")
     outbox = Outbox()
     try:
         outbox.send(inbox.endpoint, Cancel("tcp://x:1", ["a"]))
         with pytest.raises(NodeLost, match="cannot connect to 'tcp://"):
-            outbox.send("tcp://127.0.0.1:9", Cancel("tcp://x:1", []))
+            outbox.send(endpoint_at(9), Cancel("tcp://x:1", []))
         outbox.send(inbox.endpoint, Cancel("tcp://x:1", ["b"]))
         assert [message.request_ids for message in heard.wait(2)] == [["a"], ["b"]]
     finally:
@@ -243,15 +244,15 @@ def test_one_endpoint_too_many_is_lost_and_the_others_go_on(
 def test_all_sockets_of_a_process_share_one_context_that_ends_with_the_last(
     heard: Heard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    process = sockets._ProcessContext()
+    process = sockets._Process()
     monkeypatch.setattr(sockets, "_process", process)
     before = len(os.listdir("/proc/self/task"))
     pairs = [(Inbox("127.0.0.1", ToNode, heard, name=f"inbox {index}"), Outbox()) for index in range(3)]
     for inbox, outbox in pairs:
         outbox.send(inbox.endpoint, Ping("x"))
     heard.wait(3)
-    assert len(os.listdir("/proc/self/task")) - before == 3 + 2, (
-        "a thread per Inbox, ZMQ's reaper and its one I/O thread"
+    assert len(os.listdir("/proc/self/task")) - before == 3 + 3, (
+        "a thread per Inbox, the doorkeeper, ZMQ's reaper and its one I/O thread"
     )
     for inbox, outbox in pairs:
         assert process._context is not None
@@ -307,7 +308,7 @@ def test_ipv6(heard: Heard, outbox: Outbox) -> None:
     except ConfigurationError as error:
         pytest.skip(f"this machine has no IPv6: {error}")
     try:
-        assert inbox.endpoint.startswith("tcp://[::1]:")
+        assert inbox.endpoint.startswith(f"tcp://{public_key()}@[::1]:")
         outbox.send(inbox.endpoint, Ping("x"))
         assert heard.wait(1) == [Ping("x")]
     finally:

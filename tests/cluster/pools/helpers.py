@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import hashlib
 import heapq
 import itertools
 from collections import Counter, defaultdict
@@ -18,8 +19,9 @@ from tandem.cluster.pools.controller import Controller
 from tandem.cluster.tasks import Clock
 from tandem.node.config import NodeConfig, NodeTimeouts
 from tandem.router.config import RouterConfig
+from tandem.wire.endpoints import Endpoint, key_text
 from tandem.wire.errors import NodeLost, TandemError, Unavailable
-from tandem.wire.nodes import NodeInfo, NodeSighting, NodeState, Role
+from tandem.wire.nodes import NodeInfo, NodeSighting, NodeState, Role, RouterInfo
 from tandem.wire.requests import NodeCounters, NodeStatus
 from tests.cluster.pools.memory_store import MemoryStore
 
@@ -146,12 +148,20 @@ class FakeProcess:
             self.died.set_result("it was stopped")
 
 
+def key_of_fake(name: str, incarnation: int) -> str:
+    return key_text(hashlib.sha256(f"{name}/{incarnation}".encode()).digest())
+
+
+def endpoint_of(name: str, incarnation: int) -> str:
+    return str(Endpoint(key_of_fake(name, incarnation), "10.0.0.1", 1000 + incarnation))
+
+
 def node_info(config: NodeConfig, epoch: int) -> NodeInfo:
     return NodeInfo(
         node_id=config.node_id,
         role=config.role,
         epoch=epoch,
-        request_endpoint=f"tcp://{config.node_id}:{epoch}",
+        request_endpoint=endpoint_of(config.node_id, epoch),
         peer_endpoint="",
         model="fake",
         max_model_len=100,
@@ -171,12 +181,17 @@ class FakeNode(FakeProcess):
         self.free_blocks = 90
         self.heard: list[str] = []  # where routers listen
         self.silent_s: float | None = None  # to routers; None: as to the controller
+        self.admitted: list[list[str]] = []  # keys, each time that it was told
         self._epochs = epochs
         self._begin_epoch()
 
     def _begin_epoch(self) -> None:
         self.info = node_info(self.config, next(self._epochs))
         self.epoch_in_status = self.info.epoch
+
+    async def admit(self, keys: list[str]) -> None:
+        await self._answer()
+        self.admitted.append(keys)
 
     async def routers_heard(self) -> list[str]:
         await self._answer()
@@ -220,9 +235,10 @@ class FakeNode(FakeProcess):
 
 
 class FakeRouter(FakeProcess):
-    def __init__(self, name: str, config: RouterConfig, host: Host | None) -> None:
+    def __init__(self, name: str, config: RouterConfig, host: Host | None, incarnation: int) -> None:
         super().__init__()
         self.name = name
+        self.incarnation = incarnation
         self.config = config
         self.host = host
         self.hears: Callable[[NodeInfo], NodeSighting] = lambda info: NodeSighting(
@@ -232,9 +248,11 @@ class FakeRouter(FakeProcess):
         self.memberships: list[list[NodeInfo]] = []
         self.on_members: Callable[[], None] = lambda: None
 
-    async def start(self, report: Report) -> str:
+    async def start(self, report: Report) -> RouterInfo:
         await self._begin()
-        return f"http://{self.config.host}:{self.config.port}"
+        return RouterInfo(
+            f"http://{self.config.host}:{self.config.port}", endpoint_of(self.name, self.incarnation)
+        )
 
     async def set_members(self, members: list[NodeInfo]) -> None:
         await self._answer()
@@ -280,7 +298,7 @@ class FakeLauncher:
         earlier = [router for router in self.routers if router.name == name]
         if earlier and not earlier[-1].died.done():
             return earlier[-1]
-        router = FakeRouter(name, config, host)
+        router = FakeRouter(name, config, host, len(earlier))
         router.hears = self._heard_by_routers
         self._prepare(name, router, len(earlier))
         self.routers.append(router)

@@ -1,0 +1,83 @@
+"""On which network devices UCX listens. By itself it takes every one that there is, and what listens there cannot tell a peer from a
+stranger: so no interface but the one with the node's own address. RDMA devices stay, for no stranger gets in by those without
+being told how.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import fcntl
+import ipaddress
+import logging
+import os
+import socket
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+DEVICES = "UCX_NET_DEVICES"
+_SIOCGIFCONF = 0x8912
+_ROOM = 64 << 10
+_RECORD = struct.Struct("16s2s2s4s16x")  # struct ifreq: the interface's name, then a sockaddr_in
+
+
+def addresses() -> dict[str, str]:
+    """Every address of this machine, and the interface that has it."""
+    return {**_ipv4(), **_ipv6()}
+
+
+def _ipv4() -> dict[str, str]:
+    buffer = array.array("B", bytes(_ROOM))
+    where, _ = buffer.buffer_info()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        answer = fcntl.ioctl(any_socket, _SIOCGIFCONF, struct.pack("iP", _ROOM, where))
+    filled, _ = struct.unpack("iP", answer)
+    found = {}
+    for name, _, _, address in _RECORD.iter_unpack(buffer.tobytes()[:filled]):
+        found[socket.inet_ntoa(address)] = name.rstrip(b"\0").decode().partition(":")[0]
+    return found
+
+
+def _ipv6() -> dict[str, str]:
+    table = Path("/proc/net/if_inet6")
+    if not table.exists():
+        return {}
+    rows = [line.split() for line in table.read_text().splitlines()]
+    return {str(ipaddress.IPv6Address(bytes.fromhex(row[0]))): row[5] for row in rows}
+
+
+def devices_for(host: str) -> str | None:
+    """The value of UCX_NET_DEVICES for a node that is reached at this address; None: all of them, as nothing is known of the address."""
+    where = addresses()
+    if (own := where.get(host)) is None:
+        return None
+    if ipaddress.ip_address(host).is_loopback:
+        return own
+    others = sorted({name for _, name in socket.if_nameindex()} - {own})
+    return "^" + ",".join(others) if others else None
+
+
+@contextlib.contextmanager
+def listening_at(host: str) -> Iterator[None]:
+    """UCX reads its settings when a backend is made. What the operator has set is obeyed."""
+    if DEVICES in os.environ:
+        yield
+        return
+    devices = devices_for(host)
+    if devices is None:
+        if host not in addresses():
+            logger.warning(
+                "no interface has this node's address %s: UCX listens on every interface unless %s names one",
+                host,
+                DEVICES,
+            )
+        yield
+        return
+    os.environ[DEVICES] = devices
+    try:
+        yield
+    finally:
+        del os.environ[DEVICES]

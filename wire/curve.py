@@ -1,0 +1,209 @@
+"""Who may speak to this process. Every connection between Tandem's processes is ZMQ's CURVE: encrypted, and both sides prove who they are.
+
+A process makes a key pair of its own, and its secret half never leaves it. Its public half stands in its endpoints
+(`wire.endpoints`), which travel by Ray in the records of nodes and routers. The controller tells each process the keys of all others;
+`admit` takes them. A connection of any other key ends before a message of it is read.
+
+An admitted key is a member of the cluster: what a member says is believed as far as each protocol says. Nothing here tells a router's
+key from a node's.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import zmq
+from zmq.utils import z85
+
+from tandem.wire.endpoints import Endpoint, key_bytes, key_text, parse_endpoint
+from tandem.wire.errors import ConfigurationError, NodeLost
+
+logger = logging.getLogger(__name__)
+
+Context = zmq.Context[zmq.Socket[bytes]]
+
+# A connection that has not proved by then that it is a member's is closed.
+HANDSHAKE_S = 3.0
+# A new process may speak before others have been told of it: so many connections with keys that are not known wait for that, until they
+# are closed.
+MAX_HELD = 1024
+# Strangers may come by the thousand: so many lines of the log tell of them.
+LOG_PERIOD_S = 60.0
+_ZAP_ADDRESS = "inproc://zeromq.zap.01"
+_ZAP_DOMAIN = b"tandem"
+
+
+class ProcessKeys:
+    """The key pair of this process, and the keys that it admits. Its own is one of them."""
+
+    def __init__(self) -> None:
+        if not zmq.has("curve"):
+            raise ConfigurationError(
+                "this pyzmq was built without CURVE, which protects every connection between Tandem's processes: "
+                "install pyzmq's wheel, or build it with libsodium"
+            )
+        public, secret = zmq.curve_keypair()
+        self._public = z85.decode(public)
+        self._secret = z85.decode(secret)
+        self._admitted = frozenset({self._public})
+        self.on_change: Callable[[], None] = lambda: None
+
+    @property
+    def public(self) -> str:
+        return key_text(self._public)
+
+    def admit(self, keys: Iterable[str]) -> None:
+        """All of them, every time. A connection that stands is not ended when its key is missing: it cannot be made again."""
+        admitted = frozenset({self._public, *map(key_bytes, keys)})
+        if admitted != self._admitted:
+            self._admitted = admitted
+            self.on_change()
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._admitted
+
+    def protect_listener(self, socket: zmq.Socket[bytes]) -> None:
+        """Before it is bound."""
+        socket.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE_S * 1000))
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, self._secret)
+        socket.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a doorkeeper no key is admitted
+
+    def protect_caller(self, socket: zmq.Socket[bytes], endpoint: str) -> str:
+        """Before it is connected to the address that is returned. Raises NodeLost for what is no endpoint. (Names of hosts are none: ZMQ
+        would look them up in its I/O thread, and every other link would wait.)"""
+        parsed = parse_endpoint(endpoint)
+        if parsed is None:
+            raise NodeLost(
+                f"cannot connect to {endpoint!r}: it must be tcp://KEY@ADDRESS:PORT, with an IP address"
+            )
+        socket.setsockopt(zmq.CURVE_SERVERKEY, key_bytes(parsed.key))
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, self._public)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, self._secret)
+        return f"tcp://{parsed.address}"
+
+    def endpoint_of(self, socket: zmq.Socket[bytes]) -> str:
+        """Of a listener of this process that is bound."""
+        host, _, port = socket.getsockopt_string(zmq.LAST_ENDPOINT).removeprefix("tcp://").rpartition(":")
+        return str(Endpoint(self.public, host.strip("[]"), int(port)))
+
+
+class _Question(NamedTuple):
+    route: bytes
+    request_id: bytes
+    address: str
+    key: bytes
+    asked_at: float
+
+
+class Doorkeeper:
+    """Answers ZMQ's question whether a connection may be made (ZAP, ZeroMQ's RFC 27), in a thread of its own. One for each context.
+
+    A stranger gets no answer: ZMQ closes its connection when the time for the handshake is over. A process that becomes a member in that time
+    is answered then, and one that becomes a member later tries again by itself.
+    """
+
+    def __init__(
+        self, context: Context, keys: ProcessKeys, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._keys = keys
+        self._clock = clock
+        self._held: deque[_Question] = deque()
+        self._dropped_since_logged = 0
+        self._logged_at: float | None = None
+        self.died: str | None = None
+        self._zap = context.socket(zmq.ROUTER)
+        self._zap.bind(_ZAP_ADDRESS)
+        # An inproc pair, so that a change wakes the thread instead of a timeout polling for it.
+        self._bell = context.socket(zmq.PAIR)
+        self._bell.bind(f"inproc://doorbell-{id(self)}")
+        self._button = context.socket(zmq.PAIR)
+        self._button.connect(f"inproc://doorbell-{id(self)}")
+        self._lock = threading.Lock()  # of the button
+        self._closed = False
+        keys.on_change = self._ring
+        self._thread = threading.Thread(target=self._run, name="doorkeeper", daemon=True)
+        self._thread.start()
+
+    def _ring(self) -> None:
+        with self._lock:
+            if not self._closed:
+                self._button.send(b"")
+
+    def close(self) -> None:
+        """Returns when the thread has ended and its sockets are closed."""
+        with self._lock:
+            self._closed = True
+            self._button.send(b"close")
+        self._thread.join()
+        self._keys.on_change = lambda: None
+        for socket in (self._zap, self._bell, self._button):
+            socket.close(linger=0)
+
+    def _run(self) -> None:
+        try:
+            poller = zmq.Poller()
+            poller.register(self._zap, zmq.POLLIN)
+            poller.register(self._bell, zmq.POLLIN)
+            while True:
+                ready = dict(poller.poll(self._poll_ms()))
+                if self._bell in ready and self._bell.recv() == b"close":
+                    return
+                if self._zap in ready:
+                    self._take(self._zap.recv_multipart())
+                self._look_again()
+        except Exception as error:
+            # Without it no connection is admitted; those that stand go on. The owner of an inbox looks at `died`.
+            self.died = f"{type(error).__name__}: {error}"
+            logger.exception("the doorkeeper's thread died: no new connection is admitted")
+
+    def _poll_ms(self) -> int | None:
+        if not self._held:
+            return None
+        left_s = self._held[0].asked_at + HANDSHAKE_S - self._clock()
+        return math.ceil(max(0.0, left_s) * 1000)
+
+    def _take(self, frames: list[bytes]) -> None:
+        # route, "", version, request id, domain, address, identity, mechanism, credentials
+        route, _, _, request_id, _, address, _, mechanism, *credentials = frames
+        key = credentials[0] if mechanism == b"CURVE" and len(credentials) == 1 else b""
+        question = _Question(route, request_id, address.decode("ascii", "replace"), key, self._clock())
+        if key in self._keys:
+            self._let_in(question)
+        else:
+            self._held.append(question)
+            if len(self._held) > MAX_HELD:
+                self._drop(self._held.popleft())
+
+    def _look_again(self) -> None:
+        if not self._held:
+            return
+        now, held, self._held = self._clock(), self._held, deque()
+        for question in held:
+            if question.key in self._keys:
+                self._let_in(question)
+            elif now - question.asked_at < HANDSHAKE_S:
+                self._held.append(question)
+            else:
+                self._drop(question)
+
+    def _let_in(self, question: _Question) -> None:
+        self._zap.send_multipart([question.route, b"", b"1.0", question.request_id, b"200", b"", b"", b""])
+
+    def _drop(self, question: _Question) -> None:
+        self._dropped_since_logged += 1
+        now = self._clock()
+        if self._logged_at is None or now - self._logged_at >= LOG_PERIOD_S:
+            logger.warning(
+                "%d connections came with keys that are none of this cluster's, the last from %s",
+                self._dropped_since_logged,
+                question.address,
+            )
+            self._logged_at, self._dropped_since_logged = now, 0
