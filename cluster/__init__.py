@@ -7,7 +7,8 @@
                   settings, rules, describe: put together, checked, its mistakes named at once;
                   changes: what of it a cluster that runs can take on
     control, launcher, events   the contracts between what follows; tasks, saving: what
-                  several of them need; api_client: a router, asked by a command
+                  several of them need; api_client: a router, asked by a command; admin: what an
+                  operator may ask of a running cluster, one table for every door
     pools/        keeps every pool what it should be: controller, placement, supervision, scaling. Knows no Ray
     on_ray/       those contracts on Ray: machines, processes, memory, and the controller as an actor
     static_hosts/ machines that one has, as pools for `ray up`

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import ssl
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +22,12 @@ def key_from_environment(environ: Mapping[str, str] = os.environ) -> str | None:
     return key
 
 
+def trusted(url: str) -> ssl.SSLContext | bool:
+    """Which certificates are believed: those that this machine believes, and those of SSL_CERT_FILE. To read them all takes long, so
+    only where they are needed."""
+    return ssl.create_default_context() if url.startswith("https://") else False
+
+
 class ApiClient:
     def __init__(
         self,
@@ -35,7 +42,12 @@ class ApiClient:
             if httpx.URL(self.url).scheme not in ("http", "https"):
                 raise httpx.InvalidURL("it does not begin with http:// or https://")
             self.http = httpx.Client(
-                base_url=self.url, headers=headers, timeout=timeout, transport=transport, trust_env=False
+                base_url=self.url,
+                headers=headers,
+                timeout=timeout,
+                transport=transport,
+                trust_env=False,
+                verify=trusted(self.url),
             )
         except httpx.InvalidURL as error:
             raise ConfigurationError(
@@ -52,7 +64,23 @@ class ApiClient:
             raise self.refused(response)
         return response
 
+    def post(self, path: str, body: bytes, timeout: httpx.Timeout) -> httpx.Response:
+        """Raises the same."""
+        headers = {"content-type": "application/json"}
+        try:
+            response = self.http.post(path, content=body, headers=headers, timeout=timeout)
+        except httpx.HTTPError as error:
+            raise self.unreachable(error) from error
+        if response.is_error:
+            raise self.refused(response)
+        return response
+
     def unreachable(self, error: httpx.HTTPError) -> Unavailable:
+        if "CERTIFICATE_VERIFY_FAILED" in str(error):
+            return Unavailable(
+                f"{self.url} has a certificate that is not believed here ({error}): name the address that it was made for with "
+                "--url, or its authority's file in SSL_CERT_FILE"
+            )
         return Unavailable(
             f"{self.url} does not answer ({error}): is `tandem serve` running there? Name another with --url"
         )

@@ -11,6 +11,8 @@ import msgspec
 from tandem.wire.nodes import Role
 from tandem.wire.requests import NodeStatus
 
+DRAIN_S = 60.0  # for a node to finish what it has, unless the operator says otherwise
+
 
 class SupervisedNode(msgspec.Struct, frozen=True):
     """A node as its supervisor knows it; also one that is starting, being drained or left out."""

@@ -215,9 +215,12 @@ VLLM: tuple[Flag, ...] = (
     Flag(("--api-key",), SettingFlag(("router.api_keys",), _keys, "each key is a tenant: key-1, key-2 …"), "+"),
     Flag(("--allowed-origins",), sets("router.cors_origins")),
     Flag(("--api-server-count",), UnsupportedFlag("one router runs on each machine with `--set router.placement=every_host`")),
+    Flag(("--ssl-certfile",), sets("router.tls_certificate")),
+    Flag(("--ssl-keyfile",), sets("router.tls_key")),
+    Flag(("--enable-ssl-refresh",), StandingFlag("a changed certificate is loaded while the router serves"), 0),
     Flag(
-        ("--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs"),
-        UnsupportedFlag("the router speaks plain HTTP: put a proxy that ends TLS in front of it"),
+        ("--ssl-ca-certs", "--ssl-cert-reqs"),
+        UnsupportedFlag("clients show keys, not certificates of their own: put a proxy that asks for those in front of the router"),
     ),
     Flag(
         ("--enable-log-requests", "--disable-log-requests", "--no-enable-log-requests"),

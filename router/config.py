@@ -229,6 +229,7 @@ class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None  # prompt and output together
     concurrent_requests: int | None = None
+    priority: int = 0  # the most urgent, which is the lowest, that its requests may ask for, and have where they ask for none
     operator: bool = False  # may read the cluster's state, and all traces
 
     def mistake(self) -> str | None:
@@ -240,6 +241,8 @@ class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 "key must be of letters, digits and signs in ASCII, without spaces: "
                 "clients send it in an HTTP header, which carries nothing else"
             )
+        if not -(2**31) <= self.priority < 2**31:
+            return f"priority must be from {-(2**31)} to {2**31 - 1}, not {self.priority}"
         for name in ("requests_per_minute", "tokens_per_minute", "concurrent_requests"):
             limit = getattr(self, name)
             if limit is not None and limit < 1:
@@ -318,6 +321,14 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # The cluster's `logs`.
     log_level: LogLevel = "info"
     log_format: LogFormat = "text"
+    tls_certificate: Annotated[
+        str | None,
+        about(
+            "a file with a certificate and its chain: clients must speak TLS. A changed file is read while the router serves: "
+            "[security](security.md#tls)"
+        ),
+    ] = None
+    tls_key: Annotated[str | None, about("the file with its key")] = None
     limits: Limits = Limits()
     timeouts: Timeouts = Timeouts()
     heartbeat: Heartbeat = Heartbeat()
@@ -332,6 +343,9 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for key in self.api_keys:
             if mistake := key.mistake():
                 raise ConfigurationError(f"router.api_keys: {key.name}: {mistake}")
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            given, missing = ("certificate", "key") if self.tls_key is None else ("key", "certificate")
+            raise ConfigurationError(f"router.tls_{missing} must be set, because router.tls_{given} is")
         for group in (self.limits, self.timeouts, self.heartbeat):
             check_fields(group, f"router.{type(group).__name__.lower()}")
         if self.limits.body_bytes_at_once < self.limits.body_bytes:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 import msgspec
 
 from tandem.router.config import RouterConfig
+from tandem.router.http.admin_routes import ClusterControl
 from tandem.router.http.serving import listen
 from tandem.router.server import RouterServer
 from tandem.wire.errors import Unavailable
@@ -33,7 +34,9 @@ FindModel = Callable[[str, Callable[[str, float], None]], str]
 class RouterHost:
     """Made inside a running event loop."""
 
-    def __init__(self, config: bytes, find_model: FindModel | None = None) -> None:
+    def __init__(
+        self, config: bytes, find_model: FindModel | None = None, control: ClusterControl | None = None
+    ) -> None:
         # As nodes and the controller do. Ray's actors write this to a file of their own.
         settings = msgspec.msgpack.decode(config, type=RouterConfig)
         begin_logging(LogsConfig(settings.log_level, settings.log_format), "router")
@@ -46,6 +49,7 @@ class RouterHost:
         sys.setswitchinterval(_SWITCH_S)
         self._config = config
         self._find_model = find_model
+        self._control = control
         self._starting: asyncio.Task[RouterInfo] | None = None
         self._server: RouterServer | None = None
         self._stopped = asyncio.Event()
@@ -66,7 +70,7 @@ class RouterHost:
             listen(config.host, config.port).close()  # a taken port is found before anything is fetched
             path = await asyncio.to_thread(self._find_model, config.tokenizer_path, _say_nothing)
             config = msgspec.structs.replace(config, tokenizer_path=path)
-        self._server = RouterServer(config)
+        self._server = RouterServer(config, self._control)
         url = await self._server.start()
         # A collection that walked over what was imported would keep every stream waiting.
         gc.collect()

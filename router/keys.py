@@ -102,6 +102,7 @@ class Tenant:
     def __init__(self, key: ApiKey, clock: Callable[[], float]) -> None:
         self.name = key.name
         self.is_operator = key.operator
+        self.most_urgent = key.priority
         # Derived from the key, so that every router has the same and no client can guess it.
         self.salt = hashlib.sha256(b"tandem cache salt\0" + key.key.encode()).hexdigest()[:32]
         self.digest = hashlib.sha256(key.key.encode()).digest()

@@ -16,6 +16,7 @@ from tandem.router.choosing import Chooser
 from tandem.router.config import RouterConfig, TracingConfig
 from tandem.router.dispatch import Dispatcher
 from tandem.router.engine_metrics import EngineCollector
+from tandem.router.http.admin_routes import ClusterControl
 from tandem.router.http.app import make_app
 from tandem.router.http.memory import BodyBudget, KeptMemory
 from tandem.router.http.services import Services
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 5.0
+CERTIFICATE_LOOK_S = 2.0  # whether its files have changed
 
 
 def _exporter_of(config: TracingConfig, metrics: RouterMetrics) -> OtlpExporter | None:
@@ -63,8 +65,9 @@ def _exporter_of(config: TracingConfig, metrics: RouterMetrics) -> OtlpExporter 
 class RouterServer:
     """start() → set_members() as often as the cluster changes → drain() → stop(). All on one event loop."""
 
-    def __init__(self, config: RouterConfig) -> None:
+    def __init__(self, config: RouterConfig, control: ClusterControl | None = None) -> None:
         self._config = config
+        self._control = control
         self._services: Services | None = None
         self._http: HttpServer | None = None
         self._exporter: OtlpExporter | None = None
@@ -83,7 +86,8 @@ class RouterServer:
         if self._port is None:
             raise InternalError("RouterServer has no address before start()")
         host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
-        return f"http://{host}:{self._port}"
+        scheme = "http" if self._config.tls_certificate is None else "https"
+        return f"{scheme}://{host}:{self._port}"
 
     async def start(self) -> str:
         """Returns the base URL, once it answers. A taken port is found before anything is loaded."""
@@ -153,6 +157,7 @@ class RouterServer:
             kept=KeptMemory(config.limits.kept_bytes, metrics.refusals.labels(reason="memory").inc),
             traces=traces,
             responses=ResponseStore(config.limits.responses_bytes),
+            control=self._control,
         )
 
     def _listen_to_nodes(self) -> None:
@@ -172,6 +177,8 @@ class RouterServer:
         self._http = HttpServer(make_app(services), self._config, services.metrics.slow_readers_cut.inc)
         await self._http.begin(listener)
         services.supervisor.run("heartbeat", self._heartbeat)
+        if self._config.tls_certificate is not None:
+            services.supervisor.run("certificate", self._renew_certificate)
 
     async def _heartbeat(self) -> None:
         """Pings every node, and notices the silent ones no later than a third of an interval after they are."""
@@ -184,6 +191,11 @@ class RouterServer:
             for _ in range(3):
                 await asyncio.sleep(interval / 3)
                 services.dispatcher.check_nodes()
+
+    async def _renew_certificate(self) -> None:
+        while self._http is not None:
+            await asyncio.sleep(CERTIFICATE_LOOK_S)
+            self._http.look_at_certificate()
 
     def set_members(self, infos: list[NodeInfo]) -> None:
         """The whole membership, every time. Who is not in it any more is lost; a new epoch is a new node."""

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import msgspec
 
+from tandem.cluster.api_client import trusted
 from tandem.wire.errors import Unavailable
 
 _WORDS = [
@@ -114,7 +115,12 @@ class Probes:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         timeout = httpx.Timeout(_A_REQUEST_S, connect=10.0)
         return httpx.AsyncClient(
-            headers=self._headers, limits=limits, timeout=timeout, trust_env=False, transport=self._transport
+            headers=self._headers,
+            limits=limits,
+            timeout=timeout,
+            trust_env=False,
+            transport=self._transport,
+            verify=trusted(self._url()),
         )
 
     async def learn(self) -> int:

@@ -1,4 +1,5 @@
-"""Commands that change a running cluster: scale, drain, role, down. They talk to its controller through Ray."""
+"""Commands that change a running cluster: scale, drain, role, down. They talk to its controller through Ray, or, from anywhere,
+through one of its routers."""
 
 from __future__ import annotations
 
@@ -8,11 +9,13 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from tandem.cluster.admin import OperatedCluster, role_patience
+from tandem.cluster.api_client import key_from_environment
 from tandem.cluster.commands.address import choose_address
+from tandem.cluster.commands.http_control import HttpControl
 from tandem.cluster.commands.output import OtherPeoplesOutput
 from tandem.cluster.config import MOST_NODES
 from tandem.cluster.on_ray.runtime import connect_to_ray, stop_ray
-from tandem.cluster.pools.supervisor import MAX_START_FAILURES
 from tandem.wire.errors import ConfigurationError, TandemError
 from tandem.wire.nodes import Role
 from tandem.wire.settings import LONGEST_S
@@ -28,8 +31,18 @@ T = TypeVar("T")
 Say = Callable[[str], None]
 
 
-def with_controller(address: str | None, work: Callable[[RemoteController], Awaitable[T]]) -> T:
-    """Joins the cluster for as long as the work takes."""
+def with_controller(
+    address: str | None, work: Callable[[OperatedCluster], Awaitable[T]], url: str | None = None
+) -> T:
+    """Joins the cluster for as long as the work takes, unless the URL of a router is named."""
+    if url is not None:
+        if address is not None:
+            raise ConfigurationError("--url and --address name two ways to the cluster: leave one out")
+        control = HttpControl(url, key_from_environment())
+        try:
+            return asyncio.run(_awaited(work(control)))
+        finally:
+            control.close()
     with joined(address):
         from tandem.cluster.on_ray.remote_controller import the_controller
 
@@ -37,6 +50,10 @@ def with_controller(address: str | None, work: Callable[[RemoteController], Awai
             return await work(the_controller())
 
         return asyncio.run(run())
+
+
+async def _awaited(work: Awaitable[T]) -> T:
+    return await work
 
 
 @contextmanager
@@ -92,24 +109,26 @@ def say_aside(line: str) -> None:
     print(line, file=sys.__stderr__, flush=True)
 
 
-def scale(address: str | None, words: Sequence[str], say: Say = _say) -> list[str]:
+def scale(address: str | None, words: Sequence[str], say: Say = _say, url: str | None = None) -> list[str]:
     """What will be done, a line each."""
     sizes = parse_sizes(words)
-    lines = with_controller(address, lambda controller: controller.scale(sizes))
+    lines = with_controller(address, lambda cluster: cluster.scale(sizes), url)
     for line in lines:
         say(line)
     return lines
 
 
-def drain(address: str | None, names: Sequence[str], timeout_s: float, say: Say = _say) -> dict[str, bool]:
+def drain(
+    address: str | None, names: Sequence[str], timeout_s: float, say: Say = _say, url: str | None = None
+) -> dict[str, bool]:
     """Nodes by their names, or all nodes of a machine by its address. Whether each finished all that it had."""
     if not 0 <= timeout_s <= LONGEST_S:
         raise ConfigurationError(f"--timeout must be seconds from 0 to {LONGEST_S:.0f}, not {timeout_s:g}")
-    return with_controller(address, lambda controller: drain_nodes(controller, names, timeout_s, say))
+    return with_controller(address, lambda cluster: drain_nodes(cluster, names, timeout_s, say), url)
 
 
 async def drain_nodes(
-    controller: RemoteController, names: Sequence[str], timeout_s: float, say: Say
+    controller: OperatedCluster, names: Sequence[str], timeout_s: float, say: Say
 ) -> dict[str, bool]:
     nodes = (await controller.view()).nodes
     chosen = [node.node_id for node in nodes if any(name in (node.node_id, node.host) for name in names)]
@@ -129,20 +148,20 @@ async def drain_nodes(
     return dict(zip(chosen, await asyncio.gather(*map(one, chosen)), strict=True))
 
 
-def change_role(address: str | None, node_id: str, role_name: str, say: Say = _say) -> Role:
+def change_role(
+    address: str | None, node_id: str, role_name: str, say: Say = _say, url: str | None = None
+) -> Role:
     role = parse_role(role_name)
-    with_controller(address, lambda controller: change_role_of(controller, node_id, role, say))
+    with_controller(address, lambda cluster: change_role_of(cluster, node_id, role, say), url)
     say(f"{node_id} is ready as a {role.value} node")
     return role
 
 
-async def change_role_of(controller: RemoteController, node_id: str, role: Role, say: Say) -> None:
-    timeouts = (await controller.configuration()).timeouts
+async def change_role_of(controller: OperatedCluster, node_id: str, role: Role, say: Say) -> None:
+    timeouts = await controller.timeouts()
     limit = timeouts.nodes.drain_s
-    # One that does not come to rest is replaced by a process that starts in the new role.
-    patience = limit + MAX_START_FAILURES * timeouts.start_s
     await told_of(
-        controller.change_role(node_id, role, patience),
+        controller.change_role(node_id, role, role_patience(timeouts)),
         lambda: say(f"{node_id}: finishing what it has (up to {limit:.0f} s), to become a {role.value} node"),
     )
 

@@ -8,11 +8,11 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from tandem.cluster.commands.output import add_output, print_json, wants_json
+from tandem.cluster.control import DRAIN_S
 
 if TYPE_CHECKING:
-    from tandem.cluster.on_ray.remote_controller import RemoteController
+    from tandem.cluster.admin import OperatedCluster
 
-DRAIN_S = 60.0
 LEAST_WATCH_S, MOST_WATCH_S = 0.2, 3600.0
 
 
@@ -34,6 +34,7 @@ def add_commands(commands: Any) -> None:
     scale = commands.add_parser("scale", help="change how many nodes the pools have")
     scale.add_argument("sizes", nargs="+", metavar="POOL=N", help="such as prefill=3 decode=2")
     add_address(scale)
+    add_router(scale)
     add_output(scale)
     scale.set_defaults(run=_scale)
 
@@ -45,6 +46,7 @@ def add_commands(commands: Any) -> None:
         "--timeout", type=float, default=DRAIN_S, metavar="S", help=f"seconds (default {DRAIN_S:.0f})"
     )
     add_address(drain)
+    add_router(drain)
     add_output(drain)
     drain.set_defaults(run=_drain)
 
@@ -52,6 +54,7 @@ def add_commands(commands: Any) -> None:
     role.add_argument("node", metavar="NODE")
     role.add_argument("role", metavar="ROLE", help="prefill, decode or aggregated")
     add_address(role)
+    add_router(role)
     add_output(role)
     role.set_defaults(run=_role)
 
@@ -60,6 +63,12 @@ def add_commands(commands: Any) -> None:
     add_address(down)
     add_output(down)
     down.set_defaults(run=_down)
+
+
+def add_router(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--url", help="through this router, with an operator's key in TANDEM_API_KEY: from anywhere"
+    )
 
 
 def add_address(parser: argparse.ArgumentParser) -> None:
@@ -131,7 +140,7 @@ def _watch_status(options: argparse.Namespace, key: str | None) -> int:
 
         return asyncio.run(watch(look_at_router))
 
-    async def watch_cluster(controller: RemoteController) -> int:
+    async def watch_cluster(controller: OperatedCluster) -> int:
         async def look() -> Callable[[], int]:
             view = await controller.view()
             return lambda: show_overview(view, key, console)
@@ -150,7 +159,7 @@ def _aside(options: argparse.Namespace) -> dict[str, Any]:
 def _scale(options: argparse.Namespace) -> int:
     from tandem.cluster.commands.operate import scale
 
-    lines = scale(options.address, options.sizes, **_aside(options))
+    lines = scale(options.address, options.sizes, url=options.url, **_aside(options))
     if wants_json(options):
         print_json({"changes": lines})
     return 0
@@ -159,7 +168,7 @@ def _scale(options: argparse.Namespace) -> int:
 def _drain(options: argparse.Namespace) -> int:
     from tandem.cluster.commands.operate import drain
 
-    finished = drain(options.address, options.nodes, options.timeout, **_aside(options))
+    finished = drain(options.address, options.nodes, options.timeout, url=options.url, **_aside(options))
     if wants_json(options):
         print_json({"finished": finished})
     return 0 if all(finished.values()) else 1
@@ -168,7 +177,7 @@ def _drain(options: argparse.Namespace) -> int:
 def _role(options: argparse.Namespace) -> int:
     from tandem.cluster.commands.operate import change_role
 
-    role = change_role(options.address, options.node, options.role, **_aside(options))
+    role = change_role(options.address, options.node, options.role, url=options.url, **_aside(options))
     if wants_json(options):
         print_json({"node": options.node, "role": role})
     return 0

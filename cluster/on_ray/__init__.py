@@ -4,6 +4,6 @@ runtime             a Ray of our own, or one that runs already; the only place t
 hosts, launcher, state_store, errors    `cluster.launcher` and `cluster.launcher` as Ray has them
 deploying           a deployment put together out of these
 controller_actor, node_actor, router_actor   shells without logic
-remote_controller   the controller from another process
+remote_controller   the controller from another process; operating: the door to it that a router holds open
 processes           which process is which, and signals to them, for `tandem chaos`
 """

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 import ray
 
-from tandem.cluster.config import TandemConfig
+from tandem.cluster.config import ClusterTimeouts, TandemConfig
 from tandem.cluster.control import ClusterEnd, ClusterView
 from tandem.cluster.on_ray.controller_actor import ControllerActor
 from tandem.cluster.on_ray.deploying import CONTROLLER, DeploymentPlace, clear_away, ending_store, left_behind
@@ -168,6 +168,9 @@ class RemoteController:
     async def configuration(self) -> TandemConfig:
         config = await self._ask(_ANSWER_S, "say what it runs", lambda actor: actor.configuration.remote())
         return msgspec.msgpack.decode(config, type=TandemConfig)
+
+    async def timeouts(self) -> ClusterTimeouts:
+        return (await self.configuration()).timeouts
 
     async def configure(self, config: TandemConfig) -> ConfigChange:
         encoded = msgspec.msgpack.encode(config)

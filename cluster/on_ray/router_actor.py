@@ -5,10 +5,11 @@ from __future__ import annotations
 import ray
 
 from tandem.cluster.models.store import find_model_here
+from tandem.cluster.on_ray.operating import RayControl
 from tandem.router.hosting import RouterHost
 
 
 @ray.remote(max_restarts=0)
 class RouterActor(RouterHost):
     def __init__(self, config: bytes) -> None:
-        super().__init__(config, find_model_here)
+        super().__init__(config, find_model_here, RayControl())

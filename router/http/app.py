@@ -10,6 +10,7 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tandem.router.http import (
+    admin_routes,
     api_document,
     generate_routes,
     responses_routes,
@@ -99,6 +100,7 @@ def make_app(services: Services) -> ASGIApp:
         ("/load", status_routes.load, ["GET"]),
         ("/metrics", status_routes.metrics, ["GET"]),
         ("/cluster", status_routes.cluster, ["GET"]),
+        ("/admin/{action}", admin_routes.admin, ["POST"]),
         ("/traces", status_routes.traces, ["GET"]),
         ("/traces/{request_id}", status_routes.trace, ["GET"]),
         ("/openapi.json", api_document.document, ["GET"]),

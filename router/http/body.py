@@ -37,6 +37,12 @@ async def read_body(
     return request
 
 
+async def read_bytes(exchange: HttpExchange, config: RouterConfig, share: BodyShare) -> bytes | bytearray:
+    """A body of JSON that is parsed elsewhere."""
+    _check_type(exchange)
+    return await _read(exchange, config.limits, config.timeouts, share)
+
+
 def _request_of(body: bytes | bytearray, request_type: type[R], config: RouterConfig) -> tuple[R, list[str]]:
     value = parse_object(body, config.limits)
     return read_request(value, request_type, config.unknown_fields)

@@ -185,6 +185,7 @@ def caller_of(services: Services, exchange: HttpExchange, request: object, arriv
         deadline=arrived + services.config.timeouts.total,
         cache_salt=tenant.salted if tenant is not None else _unsalted,
         session=session[:256] if session else None,
+        most_urgent=tenant.most_urgent if tenant is not None else None,
         trace=exchange.trace,
         arrived=arrived,
     )

@@ -265,10 +265,8 @@ class HttpConnection(asyncio.Protocol):
         self._stop_timer()
         if self._call is not None and not self._call.complete:
             self._call.hang_up()  # nothing can be said any more
-        if not self.transport.can_write_eof():
-            self.transport.close()
-            return
-        self.transport.write_eof()
+        if self.transport.can_write_eof():  # TLS cannot
+            self.transport.write_eof()
         self.resume_reading()
         self._timer = self._loop.call_later(LINGER_S, self.transport.close)
 

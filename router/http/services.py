@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 from tandem.router.config import RouterConfig
 from tandem.router.dispatch import Dispatcher
@@ -15,6 +16,9 @@ from tandem.router.pool import NodePool
 from tandem.router.responses.response_store import ResponseStore
 from tandem.router.supervision import TaskSupervisor
 from tandem.router.tracing.traces import Traces
+
+if TYPE_CHECKING:
+    from tandem.router.http.admin_routes import ClusterControl
 
 
 @dataclasses.dataclass
@@ -31,6 +35,7 @@ class Services:
     kept: KeptMemory
     traces: Traces
     responses: ResponseStore
+    control: ClusterControl | None = None  # of the cluster that it belongs to
     draining: bool = False
 
     def why_unhealthy(self) -> str | None:

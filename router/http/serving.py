@@ -9,11 +9,13 @@ import socket
 import time
 from collections.abc import Callable
 from email.utils import formatdate
+from typing import Any
 
 import msgspec
 from starlette.types import ASGIApp
 
 from tandem.router.config import Limits, RouterConfig
+from tandem.router.http.certificate import Certificate
 from tandem.router.http.protocol import HttpConnection
 from tandem.wire.errors import ConfigurationError
 
@@ -73,6 +75,8 @@ class HttpServer:
         self.tasks: set[asyncio.Task[None]] = set()
         self.stopping = False
         self._on_cut = on_cut
+        tls = config.tls_certificate, config.tls_key
+        self._certificate = Certificate(tls[0], tls[1]) if tls[0] is not None and tls[1] is not None else None
         self._server: asyncio.Server | None = None
         self._date = (0, b"")  # of this second
 
@@ -87,9 +91,19 @@ class HttpServer:
 
     async def begin(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
+        certificate = self._certificate
+        tls: dict[str, Any] = {}
+        if certificate is not None:
+            # A client that does not come to an end with its handshake has as long as one with its header.
+            tls = {"ssl": certificate.context, "ssl_handshake_timeout": self.timeouts.header}
         self._server = await loop.create_server(
-            lambda: HttpConnection(self, loop), sock=listener, backlog=BACKLOG
+            lambda: HttpConnection(self, loop), sock=listener, backlog=BACKLOG, **tls
         )
+
+    def look_at_certificate(self) -> None:
+        """To be called every few seconds."""
+        if self._certificate is not None:
+            self._certificate.reload_if_changed()
 
     async def end(self, grace_s: float) -> None:
         """Answers that are under way have `grace_s` to be sent; clients that do not read them by then are cut off."""

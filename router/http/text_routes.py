@@ -91,6 +91,7 @@ async def _rendered(model: ServedModel, request: TokenizeRequest) -> str:
     continues = bool(request.continue_final_message)
     return await render_chat(
         model.template,
+        model.guard,
         request.messages,
         request.tools,
         add_generation_prompt=not continues and request.add_generation_prompt is not False,

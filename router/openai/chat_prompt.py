@@ -10,6 +10,7 @@ from typing import Any
 from tandem.router.formats.plain_tools import told_in_words
 from tandem.router.openai.chat_request import ChatMessage, Tool, messages_for_template, tool_for_template
 from tandem.router.text.chat_template import ChatTemplate
+from tandem.router.text.special_text import SpecialTextGuard
 
 # Rendering more takes milliseconds, and is worth a hop to a thread.
 INLINE_ITEMS = 50
@@ -17,6 +18,7 @@ INLINE_ITEMS = 50
 
 async def render_chat(
     template: ChatTemplate,
+    guard: SpecialTextGuard,
     messages: Sequence[ChatMessage],
     tools: Sequence[Tool] | None,
     *,
@@ -29,11 +31,12 @@ async def render_chat(
     render = functools.partial(
         _render,
         template,
+        guard,
         messages,
         tools or (),
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final_message,
-        documents=documents,
+        documents=guard.plain_value(documents),
         extra=extra,
     )
     if len(messages) + len(tools or ()) <= INLINE_ITEMS:
@@ -42,9 +45,13 @@ async def render_chat(
 
 
 def _render(
-    template: ChatTemplate, messages: Sequence[ChatMessage], tools: Sequence[Tool], **options: Any
+    template: ChatTemplate,
+    guard: SpecialTextGuard,
+    messages: Sequence[ChatMessage],
+    tools: Sequence[Tool],
+    **options: Any,
 ) -> str:
-    plain: Sequence[Mapping[str, Any]] = messages_for_template(messages)
+    plain: Sequence[Mapping[str, Any]] = [guard.plain_message(one) for one in messages_for_template(messages)]
     offered = [tool_for_template(tool) for tool in tools]
     if offered and not template.mentions_tools:
         plain, offered = told_in_words(plain, offered, has_system=template.takes_system), []

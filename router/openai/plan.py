@@ -21,6 +21,7 @@ from tandem.router.openai.prompts import PromptTooLong, encoded, prompt_ids, pro
 from tandem.router.openai.sampling import bad_word_ids, sampling_params, seed_of_choice, stop_strings
 from tandem.router.openai.sampling_defaults import defaults_of
 from tandem.router.text.chat_template import ChatTemplate
+from tandem.router.text.special_text import SpecialTextGuard
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.router.tracing.trace import RequestTrace
 from tandem.wire.errors import InvalidRequest, UnknownModel
@@ -45,6 +46,7 @@ class ServedModel:
         self.config = config
         self.tokenizer = tokenizer
         self.template = template
+        self.guard = SpecialTextGuard(tokenizer)
         self.created = created
         self.defaults = defaults_of(config)
         self.format = format_of(config.tool_format, config.reasoning_format, template)
@@ -80,8 +82,13 @@ class Caller(msgspec.Struct, frozen=True):
     deadline: float
     cache_salt: Callable[[str | None], str | None]
     session: str | None
+    most_urgent: int | None = None  # the lowest priority that it may ask for; None: any
     trace: RequestTrace | None = None
     arrived: float | None = None
+
+    def priority(self, asked: int | None) -> int:
+        wanted = asked or 0
+        return wanted if self.most_urgent is None else max(wanted, self.most_urgent)
 
 
 class GenerationPlan(msgspec.Struct, frozen=True):
@@ -199,6 +206,7 @@ async def chat_prompt(request: ChatRequest, model: ServedModel) -> str:
         )
     return await render_chat(
         model.template,
+        model.guard,
         request.messages,
         _tools_to_call(request),
         add_generation_prompt=not continues and request.add_generation_prompt is not False,
@@ -318,7 +326,7 @@ def _plan(
                     prompt_token_ids=prompt,
                     sampling=msgspec.structs.replace(sampling, seed=seed_of_choice(sampling.seed, index)),
                     deadline=caller.deadline,
-                    priority=request.priority or 0,
+                    priority=caller.priority(request.priority),
                     cache_salt=caller.cache_salt(request.cache_salt),
                     session=caller.session,
                     trace=caller.trace,

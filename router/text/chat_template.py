@@ -158,8 +158,8 @@ class ChatTemplate:
         try:
             text = template.render(
                 {
-                    **self._variables,
                     **(extra or {}),
+                    **self._variables,  # the model's special tokens, whatever a client calls its own
                     "messages": messages,
                     "tools": tools,
                     "documents": documents,

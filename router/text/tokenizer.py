@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,10 @@ class Tokenizer:
         backend.no_padding()
         self.settings = settings
         added = backend.get_added_tokens_decoder()
-        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        special = {token_id: token for token_id, token in added.items() if token.special}
+        self.special_ids = frozenset(special)
+        self.special_texts = [token.content for token in special.values()]
+        self._finds_normalized = any(token.normalized for token in special.values())
         self.end_ids = self._end_ids()
         vocabulary = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
@@ -85,6 +88,12 @@ class Tokenizer:
         text = declared.get("content") if isinstance(declared, dict) else declared
         token_id = self._backend.token_to_id(text) if isinstance(text, str) else None
         return frozenset() if token_id is None else frozenset({token_id})
+
+    @property
+    def normalize_for_special(self) -> Callable[[str], str] | None:
+        """What is done with a text before special tokens are looked for in it; None: nothing."""
+        normalizer = self._backend.normalizer
+        return normalizer.normalize_str if self._finds_normalized and normalizer is not None else None
 
     def is_special(self, text: str) -> bool:
         return self._backend.token_to_id(text) in self.special_ids

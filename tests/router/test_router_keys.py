@@ -76,6 +76,32 @@ def test_tenants_never_share_a_prefix_cache(start_router: StartRouter) -> None:
     assert all(salt and "secret" not in salt for salt in salts)
 
 
+def test_no_request_is_more_urgent_than_its_key_allows(start_router: StartRouter) -> None:
+    keys = (ApiKey("a", "batch", priority=10), ApiKey("b", "plain"), ApiKey("c", "urgent", priority=-5))
+    router = start_router(prefill=0, api_keys=keys)
+    expected = {
+        "batch": {None: 10, -7: 10, 10: 10, 12: 12},
+        "plain": {None: 0, -7: 0, 12: 12},
+        "urgent": {None: 0, -7: -5, -5: -5, 12: 12},
+    }
+    for key, cases in expected.items():
+        for asked, runs_with in cases.items():
+            body = {"model": "fake", "prompt": "x", "max_tokens": 1} | (
+                {} if asked is None else {"priority": asked}
+            )
+            answer = router.client.post(
+                "/v1/completions", json=body, headers={"authorization": f"Bearer {key}"}
+            )
+            assert answer.status_code == 200
+            assert router.nodes["d0"].submits[-1].priority == runs_with
+
+
+def test_without_keys_a_request_is_as_urgent_as_it_says(start_router: StartRouter) -> None:
+    router = start_router(prefill=0)
+    assert router.complete(max_tokens=1, priority=-7).status_code == 200
+    assert router.nodes["d0"].submits[-1].priority == -7
+
+
 def test_quotas(start_router: StartRouter) -> None:
     router = start_router(api_keys=(ApiKey("a", "secret-a", requests_per_minute=2), ApiKey("b", "secret-b")))
     assert [ask(router, "secret-a").status_code for _ in range(3)] == [200, 200, 429]

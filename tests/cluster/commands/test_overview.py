@@ -20,6 +20,7 @@ from tandem.cluster.commands.operate import (
     parse_sizes,
 )
 from tandem.cluster.commands.overview import answers_now, overview, show_overview
+from tandem.cluster.config import ClusterTimeouts
 from tandem.cluster.control import ClusterView, ControllerDecision, PoolView, RouterView, SupervisedNode
 from tandem.cluster.describe import describe_left_out, format_blocks
 from tandem.wire.errors import ConfigurationError, DeadlineExceeded, Unavailable
@@ -174,6 +175,12 @@ class FakeController:
             raise DeadlineExceeded("the controller did not say what it runs")
         return TandemConfig()
 
+    async def timeouts(self) -> ClusterTimeouts:
+        return ClusterTimeouts()
+
+    async def scale(self, wanted: dict[Role, int]) -> list[str]:
+        return [f"{role.value}: to {size}" for role, size in wanted.items()]
+
     async def drain(self, timeout_s: float) -> bool:
         await self.may_finish.wait()
         return self.finishes
@@ -186,14 +193,14 @@ class FakeController:
 async def test_nodes_are_drained_by_name_or_by_the_address_of_their_machine() -> None:
     controller = FakeController()
     said: list[str] = []
-    assert await drain_nodes(controller, ["decode-1", "10.0.0.3"], 5, said.append) == {  # type: ignore[arg-type]
+    assert await drain_nodes(controller, ["decode-1", "10.0.0.3"], 5, said.append) == {
         "decode-0": True,
         "decode-1": True,
     }
     assert sorted(controller.drained) == ["decode-0", "decode-1"]
     assert "decode-0: everything was finished" in said
     controller.finishes = False
-    assert await drain_nodes(controller, ["decode-0"], 5, said.append) == {"decode-0": False}  # type: ignore[arg-type]
+    assert await drain_nodes(controller, ["decode-0"], 5, said.append) == {"decode-0": False}
 
 
 @in_loop
@@ -209,10 +216,10 @@ async def test_what_takes_longer_than_a_moment_is_said_while_it_lasts(
         controller.may_finish.set()
 
     controller.may_finish.clear()
-    await drain_nodes(controller, ["decode-1"], 5, say)  # type: ignore[arg-type]
+    await drain_nodes(controller, ["decode-1"], 5, say)
     assert said[0] == "decode-1: finishing what it has (up to 5 s)"
     controller.may_finish.clear()
-    await change_role_of(controller, "decode-1", Role.PREFILL, say)  # type: ignore[arg-type]
+    await change_role_of(controller, "decode-1", Role.PREFILL, say)
     assert said[-1] == "decode-1: finishing what it has (up to 60 s), to become a prefill node"
 
 
@@ -235,7 +242,7 @@ async def test_a_node_that_is_not_there_is_said_and_nothing_is_drained() -> None
     with pytest.raises(
         ConfigurationError, match="no node or machine decode-9: the nodes are prefill-0, decode-0"
     ):
-        await drain_nodes(controller, ["decode-0", "decode-9"], 5, print)  # type: ignore[arg-type]
+        await drain_nodes(controller, ["decode-0", "decode-9"], 5, print)
     assert controller.drained == []
 
 

@@ -1,0 +1,97 @@
+"""What an operator may ask of a running cluster, in JSON: one table for every door. The router's `/admin` is one, and commands with
+`--url` come through it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Protocol
+
+import msgspec
+from msgspec import Meta
+
+from tandem.cluster.config import ClusterTimeouts, NodeCount
+from tandem.cluster.control import DRAIN_S, ClusterView
+from tandem.cluster.pools.supervisor import MAX_START_FAILURES
+from tandem.wire.errors import ConfigurationError, InvalidRequest, RequestError
+from tandem.wire.nodes import Role
+from tandem.wire.settings import LONGEST_S
+
+
+class UnknownAction(RequestError):
+    code = "not_found"
+    http_status = 404
+
+
+class OperatedCluster(Protocol):
+    """A running cluster as commands use it: through Ray, or through a router. Raises errors of `wire.errors` only."""
+
+    async def view(self) -> ClusterView: ...
+    async def timeouts(self) -> ClusterTimeouts: ...
+    async def scale(self, wanted: dict[Role, int]) -> list[str]: ...
+    async def drain_node(self, node_id: str, timeout_s: float) -> bool: ...
+    async def change_role(self, node_id: str, role: Role, timeout_s: float) -> None: ...
+
+
+class ViewAction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The cluster as its controller sees it."""
+
+    async def act(self, cluster: OperatedCluster) -> Any:
+        return await cluster.view()
+
+
+class TimeoutsAction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How long it waits for what."""
+
+    async def act(self, cluster: OperatedCluster) -> Any:
+        return await cluster.timeouts()
+
+
+class ScaleAction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    pools: dict[Role, NodeCount]
+
+    async def act(self, cluster: OperatedCluster) -> Any:
+        return {"changes": await cluster.scale(self.pools)}
+
+
+class DrainAction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    node: str
+    timeout_s: Annotated[float, Meta(ge=0, le=LONGEST_S)] = DRAIN_S
+
+    async def act(self, cluster: OperatedCluster) -> Any:
+        return {"finished": await cluster.drain_node(self.node, self.timeout_s)}
+
+
+class RoleAction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    node: str
+    role: Role
+
+    async def act(self, cluster: OperatedCluster) -> Any:
+        await cluster.change_role(self.node, self.role, role_patience(await cluster.timeouts()))
+        return {"node": self.node, "role": self.role}
+
+
+def role_patience(timeouts: ClusterTimeouts) -> float:
+    """A node that does not come to rest is replaced by a process that starts in the new role."""
+    return timeouts.nodes.drain_s + MAX_START_FAILURES * timeouts.start_s
+
+
+ACTIONS: dict[str, type[ViewAction | TimeoutsAction | ScaleAction | DrainAction | RoleAction]] = {
+    "view": ViewAction,
+    "timeouts": TimeoutsAction,
+    "scale": ScaleAction,
+    "drain": DrainAction,
+    "role": RoleAction,
+}
+
+
+async def act(cluster: OperatedCluster, action: str, body: bytes) -> bytes:
+    """JSON in and out. What the cluster refuses is a mistake of the request here."""
+    if action not in ACTIONS:
+        raise UnknownAction(f"there is no action {action[:100]!r}: it must be one of {', '.join(ACTIONS)}")
+    try:
+        asked = msgspec.json.decode(body or b"{}", type=ACTIONS[action])
+    except msgspec.DecodeError as error:
+        raise InvalidRequest(f"{action}: {error}") from error
+    try:
+        return msgspec.json.encode(await asked.act(cluster))
+    except ConfigurationError as error:
+        raise InvalidRequest(str(error)) from error

@@ -1,0 +1,57 @@
+"""A running cluster through one of its routers: what commands with `--url` work with. Implements `cluster.admin.OperatedCluster`."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, TypeVar
+
+import httpx
+import msgspec
+
+from tandem.cluster.admin import DrainAction, RoleAction, ScaleAction
+from tandem.cluster.api_client import ANSWER_S, ApiClient
+from tandem.cluster.config import ClusterTimeouts
+from tandem.cluster.control import ClusterView
+from tandem.wire.errors import InternalError
+from tandem.wire.nodes import Role
+
+# What the controller has for an answer, through a router that waits for it.
+_DECIDE_S = 45.0
+
+T = TypeVar("T")
+
+
+class HttpControl:
+    def __init__(self, url: str, key: str | None, transport: httpx.BaseTransport | None = None) -> None:
+        self._api = ApiClient(url, key, transport)
+
+    def close(self) -> None:
+        self._api.close()
+
+    async def view(self) -> ClusterView:
+        return await self._act("view", None, ClusterView, _DECIDE_S)
+
+    async def timeouts(self) -> ClusterTimeouts:
+        return await self._act("timeouts", None, ClusterTimeouts, _DECIDE_S)
+
+    async def scale(self, wanted: dict[Role, int]) -> list[str]:
+        answer = await self._act("scale", ScaleAction(wanted), dict[str, list[str]], _DECIDE_S)
+        return answer["changes"]
+
+    async def drain_node(self, node_id: str, timeout_s: float) -> bool:
+        asked = DrainAction(node_id, timeout_s)
+        return (await self._act("drain", asked, dict[str, bool], timeout_s + _DECIDE_S))["finished"]
+
+    async def change_role(self, node_id: str, role: Role, timeout_s: float) -> None:
+        await self._act("role", RoleAction(node_id, role), dict[str, Any], timeout_s + _DECIDE_S)
+
+    async def _act(self, action: str, asked: msgspec.Struct | None, kind: type[T], timeout_s: float) -> T:
+        body = msgspec.json.encode(asked if asked is not None else {})
+        timeout = httpx.Timeout(ANSWER_S, read=timeout_s)
+        answer = await asyncio.to_thread(self._api.post, f"/admin/{action}", body, timeout)
+        try:
+            return msgspec.json.decode(answer.content, type=kind)
+        except msgspec.DecodeError as error:
+            raise InternalError(
+                f"{self._api.url}/admin/{action} does not answer as a Tandem router: {error}"
+            ) from error

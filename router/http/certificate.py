@@ -1,0 +1,65 @@
+"""The router's TLS: one context for all connections, into which a new certificate is loaded while it serves."""
+
+from __future__ import annotations
+
+import logging
+import os
+import ssl
+
+from tandem.wire.errors import ConfigurationError
+
+logger = logging.getLogger(__name__)
+
+_Stamp = tuple[tuple[int, int, int], ...]
+
+
+class Certificate:
+    """Files in PEM: the certificate with its chain, and its key without a passphrase. Raises ConfigurationError where they do not
+    make a pair."""
+
+    def __init__(self, certificate_file: str, key_file: str) -> None:
+        self._files = certificate_file, key_file
+        self._stamp = self._look()
+        self.context = _context()
+        self._load_into(self.context)
+
+    def reload_if_changed(self) -> None:
+        """Connections from now on get the new one, those that stand keep theirs. A pair that is not right, or not written to its end,
+        is said, and the old one goes on; it is tried again when a file changes again."""
+        try:
+            stamp = self._look()
+            if stamp == self._stamp:
+                return
+            self._stamp = stamp
+            self._load_into(_context())  # a pair that does not fit would leave half of itself in the context
+            self._load_into(self.context)
+        except ConfigurationError as error:
+            logger.error("the certificate is not renewed, the one before is still used: %s", error)
+        else:
+            logger.info("the certificate in %s was loaded", self._files[0])
+
+    def _look(self) -> _Stamp:
+        """What every new version of a file has of its own: also where a link is set to another folder, as Kubernetes does with Secrets."""
+        try:
+            found = [os.stat(file) for file in self._files]
+        except OSError as error:
+            raise ConfigurationError(f"router.tls_certificate and router.tls_key: {error}") from error
+        return tuple((one.st_ino, one.st_size, one.st_mtime_ns) for one in found)
+
+    def _load_into(self, context: ssl.SSLContext) -> None:
+        certificate, key = self._files
+        try:
+            # A key with a passphrase would be asked for on a terminal.
+            context.load_cert_chain(certificate, key, password=lambda: "")
+        except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+            raise ConfigurationError(
+                f"router.tls_certificate {certificate} and router.tls_key {key} must be a certificate with its chain, and its "
+                f"key without a passphrase, both in PEM: {error}"
+            ) from error
+
+
+def _context() -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    return context

@@ -1,0 +1,164 @@
+"""The actions of `/admin`, and the commands that come through it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from tandem.cluster.admin import ACTIONS, UnknownAction, act
+from tandem.cluster.commands import operate
+from tandem.cluster.commands.http_control import HttpControl
+from tandem.cluster.commands.operate import change_role_of, drain_nodes, with_controller
+from tandem.cluster.config import ClusterTimeouts
+from tandem.cluster.control import ClusterView, PoolView, SupervisedNode
+from tandem.wire.errors import ConfigurationError, InvalidRequest, RequestError, TandemError, Unavailable
+from tandem.wire.nodes import Role
+
+VIEW = ClusterView(
+    "model",
+    [PoolView(Role.DECODE, 2, 1, 0, 0)],
+    [SupervisedNode("decode-0", Role.DECODE, "10.0.0.2", "ready", "", 0)],
+    [],
+    [],
+)
+
+
+class FakeCluster:
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+        self.error: TandemError | None = None
+
+    def _note(self, *what: Any) -> None:
+        if self.error is not None:
+            raise self.error
+        self.asked.append(what)
+
+    async def view(self) -> ClusterView:
+        return VIEW
+
+    async def timeouts(self) -> ClusterTimeouts:
+        return ClusterTimeouts(start_s=7.0)
+
+    async def scale(self, wanted: dict[Role, int]) -> list[str]:
+        self._note("scale", wanted)
+        return ["decode: from 1 to 2"]
+
+    async def drain_node(self, node_id: str, timeout_s: float) -> bool:
+        self._note("drain", node_id, timeout_s)
+        return False
+
+    async def change_role(self, node_id: str, role: Role, timeout_s: float) -> None:
+        self._note("role", node_id, role, timeout_s)
+
+
+@pytest.fixture
+def cluster() -> FakeCluster:
+    return FakeCluster()
+
+
+def acted(cluster: FakeCluster, action: str, body: Any = None) -> Any:
+    return json.loads(
+        asyncio.run(act(cluster, action, json.dumps(body).encode() if body is not None else b""))
+    )
+
+
+def test_every_action_does_what_it_says(cluster: FakeCluster) -> None:
+    assert acted(cluster, "view")["pools"][0]["wanted"] == 2
+    assert acted(cluster, "timeouts")["start_s"] == 7.0
+    assert acted(cluster, "scale", {"pools": {"decode": 2}}) == {"changes": ["decode: from 1 to 2"]}
+    assert acted(cluster, "drain", {"node": "decode-0"}) == {"finished": False}
+    assert acted(cluster, "role", {"node": "decode-0", "role": "prefill"}) == {
+        "node": "decode-0",
+        "role": "prefill",
+    }
+    assert cluster.asked == [
+        ("scale", {Role.DECODE: 2}),
+        ("drain", "decode-0", 60.0),
+        ("role", "decode-0", Role.PREFILL, 60.0 + 3 * 7.0),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("action", "body"),
+    [
+        ("scale", None),
+        ("scale", {"pools": {"decoder": 1}}),
+        ("scale", {"pools": {"decode": -1}}),
+        ("scale", {"pools": {"decode": 1}, "now": True}),
+        ("drain", {"node": "decode-0", "timeout_s": -1}),
+        ("role", {"node": "decode-0", "role": "router"}),
+        ("view", {"x": 1}),
+        ("view", []),
+    ],
+)
+def test_what_cannot_be_meant_is_a_mistake_of_the_request(
+    cluster: FakeCluster, action: str, body: Any
+) -> None:
+    with pytest.raises(InvalidRequest, match=action):
+        acted(cluster, action, body)
+    assert cluster.asked == []
+
+
+def test_an_action_that_there_is_not(cluster: FakeCluster) -> None:
+    with pytest.raises(UnknownAction, match="one of view, timeouts, scale, drain, role"):
+        acted(cluster, "down")
+
+
+def test_what_the_cluster_refuses_is_a_mistake_too_and_its_absence_is_not(cluster: FakeCluster) -> None:
+    cluster.error = ConfigurationError("pools.decode.max is 1")
+    with pytest.raises(InvalidRequest, match=r"pools\.decode\.max is 1"):
+        acted(cluster, "scale", {"pools": {"decode": 2}})
+    cluster.error = Unavailable("it is away")
+    with pytest.raises(Unavailable):
+        acted(cluster, "scale", {"pools": {"decode": 2}})
+
+
+def through_http(cluster: FakeCluster) -> HttpControl:
+    def answer(request: httpx.Request) -> httpx.Response:
+        assert request.headers["authorization"] == "Bearer key"
+        try:
+            done = asyncio.run(act(cluster, request.url.path.removeprefix("/admin/"), request.content))
+        except TandemError as error:
+            return httpx.Response(error.http_status, json={"error": {"message": str(error)}})
+        return httpx.Response(200, content=done)
+
+    return HttpControl("http://router", "key", httpx.MockTransport(answer))
+
+
+def test_commands_do_the_same_through_a_router(cluster: FakeCluster) -> None:
+    async def work() -> None:
+        control = through_http(cluster)
+        assert await control.view() == VIEW
+        assert await control.scale({Role.DECODE: 2}) == ["decode: from 1 to 2"]
+        assert await drain_nodes(control, ["10.0.0.2"], 5.0, lambda line: None) == {"decode-0": False}
+        await change_role_of(control, "decode-0", Role.PREFILL, lambda line: None)
+        cluster.error = ConfigurationError("pools.decode.max is 1")
+        with pytest.raises(RequestError, match=r"pools\.decode\.max is 1"):
+            await control.scale({Role.DECODE: 3})
+        control.close()
+
+    asyncio.run(work())
+    assert [what[0] for what in cluster.asked] == ["scale", "drain", "role"]
+
+
+def test_a_command_takes_one_way_to_the_cluster(
+    monkeypatch: pytest.MonkeyPatch, cluster: FakeCluster
+) -> None:
+    monkeypatch.setattr(operate, "HttpControl", lambda url, key: through_http(cluster))
+    assert with_controller(None, lambda known: known.view(), "http://router") == VIEW
+    with pytest.raises(ConfigurationError, match="leave one out"):
+        with_controller("10.0.0.1:6379", lambda known: known.view(), "http://router")
+
+
+def test_the_page_lists_every_action() -> None:
+    from tests.test_documents import PAGES
+
+    page = PAGES["operations.md"].partition("### From anywhere")[2].partition("## Lose a node")[0]
+    for action, kind in ACTIONS.items():
+        row = next(line for line in page.splitlines() if line.startswith(f"| `{action}` |"))
+        for field in kind.__struct_fields__:
+            assert f'"{field}"' in row

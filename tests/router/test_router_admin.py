@@ -1,0 +1,92 @@
+"""/admin is a door for operators alone."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+
+from tandem.router.config import ApiKey
+from tandem.wire.errors import InvalidRequest, Unavailable
+from tests.router.conftest import RunningRouter, StartRouter
+
+KEYS = (ApiKey("tenant", "tenant-key"), ApiKey("ops", "ops-key", operator=True))
+
+
+class FakeControl:
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, bytes]] = []
+
+    async def act(self, action: str, body: bytes) -> bytes:
+        self.asked.append((action, body))
+        if action == "refused":
+            raise InvalidRequest("no such pool")
+        if action == "away":
+            raise Unavailable("the controller does not answer")
+        return b'{"done": true}'
+
+
+@pytest.fixture
+def control() -> FakeControl:
+    return FakeControl()
+
+
+@pytest.fixture
+def router(start_router: StartRouter, control: FakeControl) -> RunningRouter:
+    running = start_router(prefill=0, api_keys=KEYS)
+    running.server.services.control = control
+    return running
+
+
+def ask(
+    router: RunningRouter, key: str | None, action: str = "scale", body: bytes = b'{"x": 1}'
+) -> httpx.Response:
+    headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
+    return router.client.post(f"/admin/{action}", content=body, headers=headers)
+
+
+def test_an_operator_is_let_through_with_what_it_sent(router: RunningRouter, control: FakeControl) -> None:
+    answer = ask(router, "ops-key")
+    assert (answer.status_code, answer.json()) == (200, {"done": True})
+    assert control.asked == [("scale", b'{"x": 1}')]
+
+
+@pytest.mark.parametrize(("key", "status"), [(None, 401), ("wrong", 401), ("tenant-key", 403)])
+def test_no_one_else_is(router: RunningRouter, control: FakeControl, key: str | None, status: int) -> None:
+    assert ask(router, key).status_code == status
+    assert control.asked == []
+
+
+def test_without_keys_no_one_is(start_router: StartRouter, control: FakeControl) -> None:
+    router = start_router(prefill=0)
+    router.server.services.control = control
+    answer = ask(router, None)
+    assert answer.status_code == 403
+    assert "set one in router.api_keys" in answer.json()["error"]["message"]
+    assert control.asked == []
+
+
+@pytest.mark.parametrize(("action", "status"), [("refused", 400), ("away", 503)])
+def test_what_the_cluster_says_is_the_answer(router: RunningRouter, action: str, status: int) -> None:
+    answer = ask(router, "ops-key", action)
+    assert answer.status_code == status
+    assert answer.json()["error"]["message"]
+
+
+def test_a_router_without_a_cluster_says_so(router: RunningRouter) -> None:
+    router.server.services.control = None
+    assert ask(router, "ops-key").status_code == 503
+
+
+def test_a_body_is_bounded_and_must_be_json(router: RunningRouter, control: FakeControl) -> None:
+    answer = router.client.post(
+        "/admin/scale",
+        content=b"x=1",
+        headers={"authorization": "Bearer ops-key", "content-type": "text/plain"},
+    )
+    assert answer.status_code == 415
+    assert ask(router, "ops-key", body=b"x" * (router.config.limits.body_bytes + 1)).status_code == 413
+    assert control.asked == []
+
+
+def test_it_is_asked_by_post_alone(router: RunningRouter) -> None:
+    assert router.client.get("/admin/view", headers={"authorization": "Bearer ops-key"}).status_code == 405
