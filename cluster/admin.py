@@ -28,6 +28,7 @@ class OperatedCluster(Protocol):
     async def timeouts(self) -> ClusterTimeouts: ...
     async def scale(self, wanted: dict[Role, int]) -> list[str]: ...
     async def drain_node(self, node_id: str, timeout_s: float) -> bool: ...
+    async def evacuate(self, address: str, timeout_s: float) -> dict[str, bool]: ...
     async def change_role(self, node_id: str, role: Role, timeout_s: float) -> None: ...
 
 
@@ -60,6 +61,14 @@ class DrainAction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return {"finished": await cluster.drain_node(self.node, self.timeout_s)}
 
 
+class EvacuateAction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    machine: str
+    timeout_s: Annotated[float, Meta(ge=0, le=LONGEST_S)] = DRAIN_S
+
+    async def act(self, cluster: OperatedCluster) -> Any:
+        return {"finished": await cluster.evacuate(self.machine, self.timeout_s)}
+
+
 class RoleAction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     node: str
     role: Role
@@ -74,11 +83,14 @@ def role_patience(timeouts: ClusterTimeouts) -> float:
     return timeouts.nodes.drain_s + MAX_START_FAILURES * timeouts.start_s
 
 
-ACTIONS: dict[str, type[ViewAction | TimeoutsAction | ScaleAction | DrainAction | RoleAction]] = {
+AdminAction = ViewAction | TimeoutsAction | ScaleAction | DrainAction | EvacuateAction | RoleAction
+
+ACTIONS: dict[str, type[AdminAction]] = {
     "view": ViewAction,
     "timeouts": TimeoutsAction,
     "scale": ScaleAction,
     "drain": DrainAction,
+    "evacuate": EvacuateAction,
     "role": RoleAction,
 }
 

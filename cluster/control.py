@@ -81,6 +81,11 @@ class Control(Protocol):
         work ended in time."""
         ...
 
+    async def evacuate(self, address: str, timeout_s: float) -> dict[str, bool]:
+        """The machine with this address is about to go: nothing is placed there any more, its nodes are drained and go, others take
+        their places on other machines, and its router takes nothing new. Whether each node finished all that it had."""
+        ...
+
     async def change_role(self, node_id: str, role: Role) -> None:
         """Drains the node and brings it back in another pool with the weights that it has loaded. The two pools'
         sizes change by one. Returns when it is ready in its new role."""

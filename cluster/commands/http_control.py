@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import httpx
 import msgspec
 
-from tandem.cluster.admin import DrainAction, RoleAction, ScaleAction
+from tandem.cluster.admin import DrainAction, EvacuateAction, RoleAction, ScaleAction
 from tandem.cluster.api_client import ANSWER_S, ApiClient
 from tandem.cluster.config import ClusterTimeouts
 from tandem.cluster.control import ClusterView
@@ -41,6 +41,11 @@ class HttpControl:
     async def drain_node(self, node_id: str, timeout_s: float) -> bool:
         asked = DrainAction(node_id, timeout_s)
         return (await self._act("drain", asked, dict[str, bool], timeout_s + _DECIDE_S))["finished"]
+
+    async def evacuate(self, address: str, timeout_s: float) -> dict[str, bool]:
+        asked = EvacuateAction(address, timeout_s)
+        answer = await self._act("evacuate", asked, dict[str, dict[str, bool]], 2 * timeout_s + _DECIDE_S)
+        return answer["finished"]
 
     async def change_role(self, node_id: str, role: Role, timeout_s: float) -> None:
         await self._act("role", RoleAction(node_id, role), dict[str, Any], timeout_s + _DECIDE_S)

@@ -122,8 +122,7 @@ def drain(
     address: str | None, names: Sequence[str], timeout_s: float, say: Say = _say, url: str | None = None
 ) -> dict[str, bool]:
     """Nodes by their names, or all nodes of a machine by its address. Whether each finished all that it had."""
-    if not 0 <= timeout_s <= LONGEST_S:
-        raise ConfigurationError(f"--timeout must be seconds from 0 to {LONGEST_S:.0f}, not {timeout_s:g}")
+    _check_timeout(timeout_s)
     return with_controller(address, lambda cluster: drain_nodes(cluster, names, timeout_s, say), url)
 
 
@@ -146,6 +145,30 @@ async def drain_nodes(
         return finished
 
     return dict(zip(chosen, await asyncio.gather(*map(one, chosen)), strict=True))
+
+
+def evacuate(
+    address: str | None, machine: str, timeout_s: float, say: Say = _say, url: str | None = None
+) -> dict[str, bool]:
+    """Whether each of the machine's nodes finished all that it had."""
+    _check_timeout(timeout_s)
+    finished = with_controller(
+        address,
+        lambda cluster: told_of(
+            cluster.evacuate(machine, timeout_s),
+            lambda: say(f"{machine}: its nodes finish what they have (up to {timeout_s:.0f} s)"),
+        ),
+        url,
+    )
+    for node_id, done in finished.items():
+        say(f"{node_id}: {'everything was finished' if done else 'ended before everything was finished'}")
+    say(f"{machine} can go")
+    return finished
+
+
+def _check_timeout(timeout_s: float) -> None:
+    if not 0 <= timeout_s <= LONGEST_S:
+        raise ConfigurationError(f"--timeout must be seconds from 0 to {LONGEST_S:.0f}, not {timeout_s:g}")
 
 
 def change_role(

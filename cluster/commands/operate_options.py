@@ -50,6 +50,18 @@ def add_commands(commands: Any) -> None:
     add_output(drain)
     drain.set_defaults(run=_drain)
 
+    evacuate = commands.add_parser(
+        "evacuate", help="empty a machine that is about to go: others take over for it"
+    )
+    evacuate.add_argument("machine", metavar="ADDRESS")
+    evacuate.add_argument(
+        "--timeout", type=float, default=DRAIN_S, metavar="S", help=f"seconds (default {DRAIN_S:.0f})"
+    )
+    add_address(evacuate)
+    add_router(evacuate)
+    add_output(evacuate)
+    evacuate.set_defaults(run=_evacuate)
+
     role = commands.add_parser("role", help="make a node one of another pool, with the weights it has loaded")
     role.add_argument("node", metavar="NODE")
     role.add_argument("role", metavar="ROLE", help="prefill, decode or aggregated")
@@ -169,6 +181,15 @@ def _drain(options: argparse.Namespace) -> int:
     from tandem.cluster.commands.operate import drain
 
     finished = drain(options.address, options.nodes, options.timeout, url=options.url, **_aside(options))
+    if wants_json(options):
+        print_json({"finished": finished})
+    return 0 if all(finished.values()) else 1
+
+
+def _evacuate(options: argparse.Namespace) -> int:
+    from tandem.cluster.commands.operate import evacuate
+
+    finished = evacuate(options.address, options.machine, options.timeout, url=options.url, **_aside(options))
     if wants_json(options):
         print_json({"finished": finished})
     return 0 if all(finished.values()) else 1

@@ -196,6 +196,15 @@ class RemoteController:
             )
         )
 
+    async def evacuate(self, address: str, timeout_s: float) -> dict[str, bool]:
+        return dict(
+            await self._ask(
+                2 * timeout_s + _LONGER_THAN_ASKED_S,
+                f"evacuate {address}",
+                lambda actor: actor.evacuate.remote(address, timeout_s),
+            )
+        )
+
     async def change_role(self, node_id: str, role: Role, timeout_s: float) -> None:
         await self._ask(
             timeout_s, f"change {node_id}", lambda actor: actor.change_role.remote(node_id, role.value)

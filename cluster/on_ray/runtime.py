@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import ipaddress
 import os
 import socket
 import sys
@@ -37,6 +38,11 @@ _ENVIRONMENT = {
 }
 
 
+# With "0" Ray takes 127.0.0.1 for this machine's address, and all its processes listen there alone: as it does by itself on systems on
+# which it makes no clusters. It is read when Ray is imported.
+_LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+
+
 class _ForkGroups:
     """Processes that are forked meanwhile get process groups of their own: a signal to our whole group, as `timeout`
     and service managers send it, would end Ray before it is told to stop, and every process that needs it would wait."""
@@ -64,6 +70,7 @@ def start_ray() -> Path:
 
     Call it from the main thread: Ray's processes end when the thread that started them does.
     """
+    _stay_on_loopback()
     ray = import_ray()
 
     try:
@@ -86,6 +93,28 @@ def start_ray() -> Path:
     return Path(context.address_info["session_dir"]) / "logs"
 
 
+def _stay_on_loopback() -> None:
+    if "ray" not in sys.modules:
+        os.environ.setdefault(_LOOPBACK_ONLY, "0")
+
+
+def _listens_on_loopback_only(address: str) -> bool:
+    """Whether that is a Ray such as `start_ray` starts. One of several machines can be named by its loopback address, too, on its head."""
+    host, _, port = address.rpartition(":")
+    try:
+        if not ipaddress.ip_address(host.strip("[]")).is_loopback:
+            return False
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+            asked.connect(("192.0.2.1", 9))  # sends nothing; the system says which address it would take
+            beyond = asked.getsockname()[0]
+        socket.create_connection((beyond, int(port)), _REACH_S).close()
+    except ValueError:
+        return False
+    except OSError:
+        return True
+    return bool(ipaddress.ip_address(beyond).is_loopback)
+
+
 def _job_config() -> Any:
     """Ray puts the folder that a command is typed in first on every worker's path, unless the job has a working_dir of
     its own: a `tandem.py` or `yaml.py` that lies there would be imported in place of the package."""
@@ -100,6 +129,8 @@ def _job_config() -> Any:
 
 def connect_to_ray(address: str) -> None:
     """To a cluster that runs already. Call it from the main thread. Fails within seconds where nothing answers."""
+    if _listens_on_loopback_only(address):
+        _stay_on_loopback()
     ray = import_ray()
     if address == AUTO:
         address = _address_here()

@@ -7,6 +7,8 @@ that the next controller must know is kept before it is done.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import logging
 from collections.abc import Coroutine
 from typing import Any
@@ -30,7 +32,7 @@ from tandem.cluster.pools.state import ClosedSlot, ClusterState, NodeRecord
 from tandem.cluster.pools.supervisor import ProcessPhase
 from tandem.cluster.pools.view import cluster_view, scaled_pool
 from tandem.cluster.tasks import Clock, Tasks, first_of, has_ended
-from tandem.wire.errors import ConfigurationError, InternalError, TandemError, Unavailable
+from tandem.wire.errors import ConfigurationError, DeadlineExceeded, InternalError, TandemError, Unavailable
 from tandem.wire.nodes import NodeInfo, Role
 
 logger = logging.getLogger(__name__)
@@ -232,6 +234,45 @@ class Controller:
             task = self._pools.retiring[node_id]
         self._pools.wake()
         return await asyncio.shield(task)
+
+    async def evacuate(self, address: str, timeout_s: float) -> dict[str, bool]:
+        async with self._pools.writing:
+            hosts = [host for host in self._pools.machines if host.address == address]
+            if not hosts:
+                there = ", ".join(host.address for host in self._pools.machines) or "none"
+                raise ConfigurationError(f"there is no machine {address}; there are: {there}")
+            names = [host.name for host in hosts]
+            new = self._pools.state.evacuating(names, [host.name for host in self._pools.machines])
+            await self._pools.keep(new)
+            going = [n for n in new.nodes if n.placement is not None and n.placement.host in names]
+            self._pools.note(f"{address} is evacuated, as asked: {counted(len(going), 'node')}")
+            for node in going:
+                if node.node_id not in self._pools.retiring:
+                    self._pools.begin_to_retire(
+                        node.node_id,
+                        timeout_s,
+                        functools.partial(self._until_others_write, node, timeout_s / 2),
+                    )
+            retiring = {node.node_id: self._pools.retiring[node.node_id] for node in going}
+            routers = [r for r in self._fleet.routers.values() if r.runs_on(hosts)]
+        self._pools.wake()
+        finished = await asyncio.gather(*map(asyncio.shield, retiring.values()))
+        # Last: the streams of these nodes may go through them.
+        await asyncio.gather(*(router.drain(timeout_s) for router in routers))
+        return dict(zip(retiring, finished, strict=True))
+
+    async def _until_others_write(self, node: NodeRecord, limit_s: float) -> None:
+        """The last node that can write answers goes on until another one can, which may be starting for it."""
+
+        async def another() -> None:
+            while not any(
+                other.name != node.node_id and other.phase is ProcessPhase.READY for other in self._writers()
+            ):
+                await self._pools.changed.wait()
+
+        if node.role is not Role.PREFILL:
+            with contextlib.suppress(DeadlineExceeded):
+                await self._clock.within(limit_s, another(), "starting another node that writes answers")
 
     def _without_its_place(self, record: NodeRecord) -> ClusterState:
         new = self._pools.state.with_node(msgspec.structs.replace(record, leaving=True))

@@ -219,6 +219,9 @@ class ControllerHost:
     async def drain_node(self, node_id: str, timeout_s: float) -> bool:
         return await self._control().drain_node(node_id, timeout_s)
 
+    async def evacuate(self, address: str, timeout_s: float) -> dict[str, bool]:
+        return await self._control().evacuate(address, timeout_s)
+
     async def change_role(self, node_id: str, role: str) -> None:
         await self._control().change_role(node_id, Role(role))
 

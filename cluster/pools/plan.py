@@ -69,6 +69,9 @@ def next_change(
     for node in state.nodes:
         if node.placement is not None and node.placement.host not in present:
             return LoseNode(node)
+    hosts = [
+        msgspec.structs.replace(host, slots={}) if host.name in state.evacuated else host for host in hosts
+    ]
     for role in Role:
         staying = state.staying(role)
         wanted = wanted_size(state, hosts, role)

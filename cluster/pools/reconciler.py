@@ -275,13 +275,20 @@ class Reconciler:
 
     # --- nodes that go
 
-    def begin_to_retire(self, node_id: str, limit_s: float) -> asyncio.Task[bool]:
-        task = self._tasks.spawn(self._retire(node_id, limit_s), f"retire {node_id}")
+    def begin_to_retire(
+        self, node_id: str, limit_s: float, wait: Callable[[], Awaitable[None]] | None = None
+    ) -> asyncio.Task[bool]:
+        """`wait`: what it still serves for. It is part of the limit."""
+        task = self._tasks.spawn(self._retire(node_id, limit_s, wait), f"retire {node_id}")
         self.retiring[node_id] = task
         task.add_done_callback(lambda _: self.retiring.pop(node_id, None))
         return task
 
-    async def _retire(self, node_id: str, limit_s: float) -> bool:
+    async def _retire(self, node_id: str, limit_s: float, wait: Callable[[], Awaitable[None]] | None) -> bool:
+        deadline = self._clock.now() + limit_s
+        if wait is not None:
+            await wait()
+        limit_s = max(0.0, deadline - self._clock.now())
         supervisor = self.fleet.nodes.get(node_id)
         finished = supervisor is None or await supervisor.leave(limit_s)
         await self.fleet.end_node(node_id)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from tandem.cluster.launcher import Host, RouterHandle
 from tandem.cluster.pools.supervisor import ProcessPhase, ProcessSupervisor, Surroundings
@@ -94,6 +94,9 @@ class RouterSupervisor(ProcessSupervisor[RouterHandle, RouterInfo]):
             )
         except TandemError:
             return  # nothing changed; it is time for a heartbeat all the same
+
+    def runs_on(self, hosts: Sequence[Host]) -> bool:
+        return any(host.head if self.host is None else host.name == self.host.name for host in hosts)
 
     async def drain(self, limit_s: float) -> bool:
         """It takes nothing new. True when everything that it had was finished."""

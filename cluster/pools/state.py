@@ -61,6 +61,7 @@ class ClusterState(msgspec.Struct, frozen=True):
     closed: list[ClosedSlot] = []
     commit: str = ""  # of a model from the hub: what its name stood for when the cluster started
     content: str = ""  # the model's, as the first node announced it: no node with another one joins
+    evacuated: list[str] = []  # machines that are about to go, by name: nothing is placed there
     routers: dict[str, RouterInfo] = {}  # as they last announced themselves, by name
 
     def find(self, node_id: str) -> NodeRecord | None:
@@ -95,6 +96,17 @@ class ClusterState(msgspec.Struct, frozen=True):
 
     def without(self, node_id: str) -> ClusterState:
         return msgspec.structs.replace(self, nodes=[node for node in self.nodes if node.node_id != node_id])
+
+    def evacuating(self, hosts: Collection[str], present: Collection[str]) -> ClusterState:
+        """The nodes on these machines go, and their pools keep their sizes. Machines that are no longer there are forgotten."""
+        nodes = [
+            msgspec.structs.replace(node, leaving=True)
+            if node.placement is not None and node.placement.host in hosts
+            else node
+            for node in self.nodes
+        ]
+        known = [name for name in self.evacuated if name in present and name not in hosts]
+        return msgspec.structs.replace(self, nodes=nodes, evacuated=[*known, *hosts])
 
     def with_router(self, name: str, info: RouterInfo, running: Collection[str]) -> ClusterState:
         """The others stay as far as they are `running`."""

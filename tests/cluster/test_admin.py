@@ -51,6 +51,10 @@ class FakeCluster:
         self._note("drain", node_id, timeout_s)
         return False
 
+    async def evacuate(self, address: str, timeout_s: float) -> dict[str, bool]:
+        self._note("evacuate", address, timeout_s)
+        return {"decode-0": True}
+
     async def change_role(self, node_id: str, role: Role, timeout_s: float) -> None:
         self._note("role", node_id, role, timeout_s)
 
@@ -71,6 +75,9 @@ def test_every_action_does_what_it_says(cluster: FakeCluster) -> None:
     assert acted(cluster, "timeouts")["start_s"] == 7.0
     assert acted(cluster, "scale", {"pools": {"decode": 2}}) == {"changes": ["decode: from 1 to 2"]}
     assert acted(cluster, "drain", {"node": "decode-0"}) == {"finished": False}
+    assert acted(cluster, "evacuate", {"machine": "10.0.0.2", "timeout_s": 9}) == {
+        "finished": {"decode-0": True}
+    }
     assert acted(cluster, "role", {"node": "decode-0", "role": "prefill"}) == {
         "node": "decode-0",
         "role": "prefill",
@@ -78,6 +85,7 @@ def test_every_action_does_what_it_says(cluster: FakeCluster) -> None:
     assert cluster.asked == [
         ("scale", {Role.DECODE: 2}),
         ("drain", "decode-0", 60.0),
+        ("evacuate", "10.0.0.2", 9.0),
         ("role", "decode-0", Role.PREFILL, 60.0 + 3 * 7.0),
     ]
 
@@ -104,7 +112,7 @@ def test_what_cannot_be_meant_is_a_mistake_of_the_request(
 
 
 def test_an_action_that_there_is_not(cluster: FakeCluster) -> None:
-    with pytest.raises(UnknownAction, match="one of view, timeouts, scale, drain, role"):
+    with pytest.raises(UnknownAction, match="one of view, timeouts, scale, drain, evacuate, role"):
         acted(cluster, "down")
 
 
@@ -135,6 +143,7 @@ def test_commands_do_the_same_through_a_router(cluster: FakeCluster) -> None:
         assert await control.view() == VIEW
         assert await control.scale({Role.DECODE: 2}) == ["decode: from 1 to 2"]
         assert await drain_nodes(control, ["10.0.0.2"], 5.0, lambda line: None) == {"decode-0": False}
+        assert await control.evacuate("10.0.0.2", 5.0) == {"decode-0": True}
         await change_role_of(control, "decode-0", Role.PREFILL, lambda line: None)
         cluster.error = ConfigurationError("pools.decode.max is 1")
         with pytest.raises(RequestError, match=r"pools\.decode\.max is 1"):
@@ -142,7 +151,7 @@ def test_commands_do_the_same_through_a_router(cluster: FakeCluster) -> None:
         control.close()
 
     asyncio.run(work())
-    assert [what[0] for what in cluster.asked] == ["scale", "drain", "role"]
+    assert [what[0] for what in cluster.asked] == ["scale", "drain", "evacuate", "role"]
 
 
 def test_a_command_takes_one_way_to_the_cluster(

@@ -43,6 +43,7 @@ OWN_CLUSTERS = {
     "test_head_away.py",
     "test_killed_controllers.py",
     "test_monitoring.py",
+    "test_ports.py",
     "test_scaling.py",
     "test_serve_command.py",
     "test_serve_tiers.py",

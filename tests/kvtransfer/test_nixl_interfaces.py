@@ -11,7 +11,7 @@ from tandem.kvtransfer.nixl import interfaces
 from tandem.kvtransfer.nixl.agent import NixlAgent
 from tandem.kvtransfer.nixl.interfaces import DEVICES, addresses, devices_for, listening_at
 from tandem.kvtransfer.nixl.options import NixlOptions
-from tests.kvtransfer.listening import listening_addresses
+from tests.listening import listening_addresses
 
 LAB = {"127.0.0.1": "lo", "::1": "lo", "10.0.0.5": "eth1", "10.9.0.5": "eth0", "fd00::5": "eth1"}
 

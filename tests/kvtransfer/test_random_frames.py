@@ -32,7 +32,7 @@ from tandem.wire.lines import Letter, LetterToNode, LetterToRouter
 from tandem.wire.nodes import NodeState, Role
 from tandem.wire.requests import NodeCounters, NodeStatus, Ping
 from tandem.wire.sockets import Inbox, LoopInbox
-from tests.kvtransfer.listening import listening_addresses
+from tests.listening import listening_addresses
 from tests.wire.members import connect_as_member
 
 pytestmark = pytest.mark.slow

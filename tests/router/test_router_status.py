@@ -13,6 +13,7 @@ from tandem.wire.nodes import NodeState, Role
 from tandem.wire.requests import NodeCounters, TierStatus, WaitHistogram
 from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.fake_node import FakeNode
+from tests.wire.members import endpoint_at
 
 
 def test_cluster_shows_every_node(start_router: StartRouter) -> None:
@@ -154,7 +155,7 @@ def test_a_node_elsewhere_that_cannot_answer_is_said(
     router = start_router(prefill=0, decode=1)
     here = router.nodes["d0"].info
     assert "inbox_host" not in caplog.text
-    there = msgspec.structs.replace(here, node_id="d1", request_endpoint="tcp://10.0.0.7:5000")
+    there = msgspec.structs.replace(here, node_id="d1", request_endpoint=endpoint_at(5000, "10.0.0.7"))
     router.look(lambda: router.server.set_members([here, there]))
     assert "set router.inbox_host" in caplog.text
 

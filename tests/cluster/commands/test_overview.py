@@ -165,6 +165,9 @@ class FakeController:
         await self.may_finish.wait()
         return self.finishes
 
+    async def evacuate(self, address: str, timeout_s: float) -> dict[str, bool]:
+        return {}
+
     async def change_role(self, node_id: str, role: Role, timeout_s: float) -> None:
         await self.may_finish.wait()
 

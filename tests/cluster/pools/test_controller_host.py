@@ -43,6 +43,9 @@ class FakeControl:
         self.drained.append((node_id, timeout_s))
         return True
 
+    async def evacuate(self, address: str, timeout_s: float) -> dict[str, bool]:
+        return {}
+
     async def change_role(self, node_id: str, role: Role) -> None:
         self.roles.append((node_id, role))
 

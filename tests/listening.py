@@ -1,4 +1,4 @@
-"""Where this process listens."""
+"""Where a process listens."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import os
 import socket
 
 
-def listening_addresses() -> set[tuple[str, int]]:
+def listening_addresses(pid: int | str = "self") -> set[tuple[str, int]]:
     own = set()
-    for number in os.listdir("/proc/self/fd"):
+    for number in os.listdir(f"/proc/{pid}/fd"):
         try:
-            own.add(os.readlink(f"/proc/self/fd/{number}"))
+            own.add(os.readlink(f"/proc/{pid}/fd/{number}"))
         except FileNotFoundError:
             continue
     found = set()
     for family, table in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
-        with open(f"/proc/self/net/{table}") as rows:
+        with open(f"/proc/{pid}/net/{table}") as rows:
             for row in [line.split() for line in rows.readlines()[1:]]:
                 if row[3] == "0A" and f"socket:[{row[9]}]" in own:
                     address, port = row[1].split(":")

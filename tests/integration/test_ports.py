@@ -1,0 +1,70 @@
+"""On one machine nothing listens beyond loopback, and what listens is in the table of docs/security.md; an operator with a key
+changes the cluster through the router."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.integration.cluster_lab import END_S, START_S, Serve
+from tests.listening import listening_addresses
+
+PAGE = Path(__file__).parents[2] / "docs/security.md"
+KEYS = [{"name": "tenant", "key": "tenant-key"}, {"name": "ops", "key": "ops-key", "operator": True}]
+
+
+def named_in_the_table() -> set[str]:
+    """The beginnings of processes' command lines."""
+    table = PAGE.read_text().partition("## Ports")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    return {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
+
+
+def program_of(command: str) -> str:
+    program = command.split()[0]
+    return program if program.startswith("ray::") else Path(program).name
+
+
+def tandem(url: str, key: str, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "tandem.cluster.cli", *words, "--url", url],
+        capture_output=True, text=True, timeout=60, env={**os.environ, "TANDEM_API_KEY": key},
+    )  # fmt: skip
+
+
+def test_what_listens_is_what_the_page_says_and_an_operator_comes_by_the_router(serve: Any) -> None:
+    running: Serve = serve("--set", f"router.api_keys={json.dumps(KEYS)}")
+    url = running.until(r"(http://127\.0\.0\.1:\d+)/v1", START_S)[1]
+    headers = {"authorization": "Bearer tenant-key"}
+    body = {"model": "SmolLM2-135M-Instruct", "prompt": "Once upon a time " * 40, "max_tokens": 8}
+    answer = httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=60, trust_env=False)
+    assert answer.status_code == 200, answer.text  # keys and values have moved: every socket is there
+
+    found = {
+        (program_of(command), host)
+        for pid, command in running.processes().items()
+        for host, _ in listening_addresses(pid)
+    }
+    beyond = {(name, host) for name, host in found if not ipaddress.ip_address(host).is_loopback}
+    assert not beyond, "beyond loopback"
+    names = named_in_the_table()
+    assert {"ray::RouterActor", "ray::PrefillActor", "ray::DecodeActor"} <= {
+        name for name, _ in found
+    } & names
+    assert {name for name, _ in found} <= names
+
+    scaled = tandem(url, "ops-key", "scale", "decode=1")
+    assert scaled.stdout.strip() == "decode: stays at 1", scaled.stderr
+    refused = tandem(url, "tenant-key", "scale", "decode=2")
+    assert refused.returncode != 0
+    assert "needs an operator's key" in refused.stderr + refused.stdout
+    running.process.terminate()
+    running.process.wait(END_S)
