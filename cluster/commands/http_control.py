@@ -44,7 +44,7 @@ class HttpControl:
 
     async def evacuate(self, address: str, timeout_s: float) -> dict[str, bool]:
         asked = EvacuateAction(address, timeout_s)
-        answer = await self._act("evacuate", asked, dict[str, dict[str, bool]], 2 * timeout_s + _DECIDE_S)
+        answer = await self._act("evacuate", asked, dict[str, dict[str, bool]], timeout_s + _DECIDE_S)
         return answer["finished"]
 
     async def change_role(self, node_id: str, role: Role, timeout_s: float) -> None:

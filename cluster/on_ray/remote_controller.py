@@ -199,7 +199,7 @@ class RemoteController:
     async def evacuate(self, address: str, timeout_s: float) -> dict[str, bool]:
         return dict(
             await self._ask(
-                2 * timeout_s + _LONGER_THAN_ASKED_S,
+                timeout_s + _LONGER_THAN_ASKED_S,
                 f"evacuate {address}",
                 lambda actor: actor.evacuate.remote(address, timeout_s),
             )

@@ -236,6 +236,7 @@ class Controller:
         return await asyncio.shield(task)
 
     async def evacuate(self, address: str, timeout_s: float) -> dict[str, bool]:
+        deadline = self._clock.now() + timeout_s
         async with self._pools.writing:
             hosts = [host for host in self._pools.machines if host.address == address]
             if not hosts:
@@ -258,7 +259,8 @@ class Controller:
         self._pools.wake()
         finished = await asyncio.gather(*map(asyncio.shield, retiring.values()))
         # Last: the streams of these nodes may go through them.
-        await asyncio.gather(*(router.drain(timeout_s) for router in routers))
+        left_s = max(0.0, deadline - self._clock.now())
+        await asyncio.gather(*(router.drain(left_s) for router in routers))
         return dict(zip(retiring, finished, strict=True))
 
     async def _until_others_write(self, node: NodeRecord, limit_s: float) -> None:

@@ -18,9 +18,11 @@ import jsonschema
 import pytest
 import yaml
 
+from tandem.cluster.cli import make_parser
 from tandem.cluster.on_ray.runtime import import_ray
 from tandem.cluster.setting_layers import read_file
 from tandem.cluster.settings import resolve
+from tandem.router.config import RouterPlacement
 
 import_ray()  # Ray reads its environment when it is first imported
 from ray import __version__ as ray_version  # noqa: E402
@@ -36,7 +38,8 @@ Document = dict[str, Any]
 
 
 def load(file: Path) -> Document:
-    document: Document = yaml.safe_load(file.read_text(encoding="utf-8"))
+    # Through JSON: what stands once in the file and is referred to is a value of its own in each place.
+    document: Document = json.loads(json.dumps(yaml.safe_load(file.read_text(encoding="utf-8"))))
     return document
 
 
@@ -134,6 +137,11 @@ def test_no_container_has_rights_that_it_does_not_need(raycluster: Document) -> 
         assert context["capabilities"] == {"drop": ["ALL"]}
 
 
+def containers(raycluster: Document) -> list[Document]:
+    groups = [raycluster["spec"]["headGroupSpec"], *raycluster["spec"]["workerGroupSpecs"]]
+    return [container for group in groups for container in group["template"]["spec"]["containers"]]
+
+
 # --- the head
 
 
@@ -145,14 +153,15 @@ def head_container(raycluster: Document) -> Document:
 def test_the_head_is_ready_when_the_router_answers_and_is_found_before(raycluster: Document) -> None:
     container = head_container(raycluster)
     (port,) = [port for port in container["ports"] if port["name"] == "http"]
-    assert container["readinessProbe"]["httpGet"] == {"path": "/health", "port": "http"}
     assert raycluster["spec"]["headGroupSpec"]["headService"]["spec"]["publishNotReadyAddresses"] is True
     service = load(BASE / "service.yaml")
     assert service["spec"]["ports"] == [{"name": "http", "port": port["containerPort"], "targetPort": "http"}]
-    assert service["spec"]["selector"] == {
-        "ray.io/cluster": raycluster["metadata"]["name"],
-        "ray.io/node-type": "head",
-    }
+    assert service["spec"]["selector"] == {"ray.io/cluster": raycluster["metadata"]["name"]}
+    for one in containers(raycluster):  # a router in each, and clients reach those that answer
+        assert port in one["ports"]
+        assert one["readinessProbe"]["httpGet"] == {"path": "/health", "port": "http"}
+    config = resolve([read_file(BASE / "tandem.yaml")]).config
+    assert config.router.placement is RouterPlacement.EVERY_HOST
 
 
 @pytest.mark.parametrize(
@@ -222,6 +231,43 @@ trap 'touch {told}; exit 0' TERM; echo >{up}; sleep 60 & wait""",
         assert told.exists()
     finally:
         subprocess.run(["pkill", "-KILL", "--session", str(head.pid)], check=False)
+
+
+# --- a pod that goes
+
+
+def test_every_pod_is_evacuated_within_its_grace(raycluster: Document, tmp_path: Path) -> None:
+    """The hook runs as it stands, with a Tandem of ours on the PATH; its arguments are ones that the command takes."""
+    said = tmp_path / "said"
+    (tmp_path / "tandem").write_text(f'#!/bin/sh\necho "$@" >{said}; exit 1\n')
+    (tmp_path / "tandem").chmod(0o755)
+    grace = {
+        group["template"]["spec"]["terminationGracePeriodSeconds"]
+        for group in [raycluster["spec"]["headGroupSpec"], *raycluster["spec"]["workerGroupSpecs"]]
+    }
+    for container in containers(raycluster):
+        assert "POD_IP" in {entry["name"] for entry in container["env"]}
+        hook = container["lifecycle"]["preStop"]["exec"]["command"]
+        environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "POD_IP": "10.0.0.7"}
+        done = subprocess.run(hook, env=environment, timeout=20, check=False)
+        assert done.returncode == 0, "a controller that is away keeps no pod"
+        options = make_parser().parse_args(said.read_text().split())
+        assert said.read_text().startswith("evacuate ")
+        assert options.machine == "10.0.0.7"
+        assert options.timeout + 15 < min(grace)
+
+
+def test_a_disruption_leaves_a_pod_of_each_pool(raycluster: Document) -> None:
+    budgets = [*yaml.safe_load_all((BASE / "disruption.yaml").read_text(encoding="utf-8"))]
+    for budget, group in zip(budgets, raycluster["spec"]["workerGroupSpecs"], strict=True):
+        assert budget["spec"]["selector"]["matchLabels"] == {
+            "ray.io/cluster": raycluster["metadata"]["name"],
+            "ray.io/group": group["groupName"],
+        }
+        assert budget["spec"]["minAvailable"] < group["replicas"]
+        assert "maxUnavailable" not in budget["spec"], (
+            "Kubernetes takes it for its own controllers' pods alone"
+        )
 
 
 # --- what is beside it
@@ -303,7 +349,13 @@ def test_kustomize_renders_it(validator: jsonschema.Draft202012Validator, folder
     )
     assert done.returncode == 0, done.stderr
     rendered = {document["kind"]: document for document in yaml.safe_load_all(done.stdout)}
-    assert set(rendered) == {"ConfigMap", "NetworkPolicy", "RayCluster", "Service"}
+    assert set(rendered) == {
+        "ConfigMap",
+        "NetworkPolicy",
+        "PodDisruptionBudget",
+        "RayCluster",
+        "Service",
+    }
     raycluster = rendered["RayCluster"]
     assert mistakes(validator, raycluster) == []
     images = {
