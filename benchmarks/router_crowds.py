@@ -185,7 +185,7 @@ def come_as_strangers(pipe: Connection, doors: list[str]) -> None:
 
 
 async def _come(pipe: Connection, addresses: list[tuple[str, int]]) -> None:
-    # ZMTP 3.1's greeting for CURVE, and a HELLO whose box nobody has closed.
+    # ZMTP 3.1's greeting for CURVE, and a HELLO whose box no one has closed.
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
     hello = b"\x04\xc8" + b"\x05HELLO\x01\x00" + bytes(72) + os.urandom(32) + bytes(8) + os.urandom(80)
 

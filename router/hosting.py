@@ -16,7 +16,7 @@ from collections.abc import Callable
 import msgspec
 
 from tandem.router.config import RouterConfig
-from tandem.router.http.admin_routes import ClusterControl
+from tandem.router.http.services import ClusterControl
 from tandem.router.http.serving import listen
 from tandem.router.server import RouterServer
 from tandem.wire.errors import Unavailable

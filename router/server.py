@@ -16,10 +16,9 @@ from tandem.router.choosing import Chooser
 from tandem.router.config import RouterConfig, TracingConfig
 from tandem.router.dispatch import Dispatcher
 from tandem.router.engine_metrics import EngineCollector
-from tandem.router.http.admin_routes import ClusterControl
 from tandem.router.http.app import make_app
 from tandem.router.http.memory import BodyBudget, KeptMemory
-from tandem.router.http.services import Services
+from tandem.router.http.services import ClusterControl, Services
 from tandem.router.http.serving import HttpServer, listen
 from tandem.router.keys import KeyRing, load_keys
 from tandem.router.links import NodeLinks

@@ -17,7 +17,7 @@ from tandem.cluster.launcher import Hosts
 from tandem.cluster.models.resolved import fix_model
 from tandem.cluster.on_ray.hosts import RayHosts
 from tandem.cluster.on_ray.launcher import RayLauncher
-from tandem.cluster.on_ray.runtime import NAMESPACE, has_job_ended
+from tandem.cluster.on_ray.runtime import CONTROLLER, NAMESPACE, has_job_ended
 from tandem.cluster.on_ray.state_store import RayStateStore
 from tandem.cluster.pools.deployment import Deployment
 from tandem.cluster.pools.placement import ThisMachine, this_machine
@@ -26,7 +26,6 @@ from tandem.wire.errors import TandemError
 from tandem.wire.logs import begin_logging
 
 LOCAL_HOST = "127.0.0.1"  # where routers and nodes of one machine reach each other
-CONTROLLER = "controller"
 STATE = "controller"
 MACHINES = "machines"
 _OWNER_PERIOD_S = 1.0

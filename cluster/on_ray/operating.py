@@ -1,17 +1,30 @@
-"""The door to the controller that a router holds open for operators."""
+"""The way to the controller that a router holds open for operators."""
 
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
-from tandem.cluster.admin import act
+import ray
+from ray.exceptions import RayError
+
+from tandem.cluster.on_ray.errors import answer, translated
+from tandem.cluster.on_ray.runtime import CONTROLLER, NAMESPACE
+from tandem.wire.errors import Unavailable
 
 
 class RayControl:
-    """Implements `router.http.admin_routes.ClusterControl`. The controller is looked for each time: it may be another one by now."""
+    """Implements `router.http.services.ClusterControl`. The controller is looked for each time: it may be another one by now."""
 
     async def act(self, action: str, body: bytes) -> bytes:
-        # Imported when an operator comes: it takes long, and a router has other things to do.
-        from tandem.cluster.on_ray.remote_controller import the_controller
+        controller = await asyncio.to_thread(_controller)
+        return bytes(await answer(controller.act.remote(action, body)))
 
-        return await act(await asyncio.to_thread(the_controller), action, body)
+
+def _controller() -> Any:
+    try:
+        return ray.get_actor(CONTROLLER, NAMESPACE)
+    except ValueError:
+        raise Unavailable("the cluster has no controller just now: what serves goes on") from None
+    except RayError as error:
+        raise translated(error) from error

@@ -16,9 +16,9 @@ import ray
 from tandem.cluster.config import ClusterTimeouts, TandemConfig
 from tandem.cluster.control import ClusterEnd, ClusterView
 from tandem.cluster.on_ray.controller_actor import ControllerActor
-from tandem.cluster.on_ray.deploying import CONTROLLER, DeploymentPlace, clear_away, ending_store, left_behind
+from tandem.cluster.on_ray.deploying import DeploymentPlace, clear_away, ending_store, left_behind
 from tandem.cluster.on_ray.errors import answer
-from tandem.cluster.on_ray.runtime import HEAD_ONLY, NAMESPACE, own_job
+from tandem.cluster.on_ray.runtime import CONTROLLER, HEAD_ONLY, NAMESPACE, own_job
 from tandem.cluster.on_ray.state_store import RayStateStore
 from tandem.cluster.pools.controller_host import ClusterAccount, ClusterStage, ConfigChange
 from tandem.wire.errors import DeadlineExceeded, NodeLost, TandemError, Unavailable

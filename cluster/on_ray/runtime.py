@@ -15,6 +15,7 @@ from typing import Any
 from tandem.wire.errors import ConfigurationError, InternalError, Unavailable
 
 NAMESPACE = "tandem"
+CONTROLLER = "controller"  # the name of its actor: one in a cluster
 # Ray gives this to the head of every cluster: what asks for a little of it runs there, also when the head was replaced.
 HEAD_ONLY = {"node:__internal_head__": 0.001}
 AUTO = "auto"  # the cluster that this machine is part of

@@ -13,8 +13,9 @@ from typing import Protocol
 
 import msgspec
 
+from tandem.cluster.admin import act
 from tandem.cluster.changes import compare, with_sizes
-from tandem.cluster.config import TandemConfig
+from tandem.cluster.config import ClusterTimeouts, TandemConfig
 from tandem.cluster.control import ClusterEnd, Control
 from tandem.cluster.events import Events, LoggedEvents
 from tandem.cluster.launcher import StateStore
@@ -98,6 +99,26 @@ class Platform(Protocol):
     async def end(self) -> None:
         """Ends what is left of the deployment, then this process for good."""
         ...
+
+
+class _Operated:
+    """The cluster for `act`."""
+
+    def __init__(self, control: Control, timeouts: ClusterTimeouts, clock: Clock) -> None:
+        self._timeouts = timeouts
+        self._clock = clock
+        self._control = control
+        self.view = control.view
+        self.scale = control.scale
+        self.drain_node = control.drain_node
+        self.evacuate = control.evacuate
+
+    async def timeouts(self) -> ClusterTimeouts:
+        return self._timeouts
+
+    async def change_role(self, node_id: str, role: Role, timeout_s: float) -> None:
+        changing = self._control.change_role(node_id, role)
+        await self._clock.within(timeout_s, changing, f"changing the role of {node_id}")
 
 
 class ControllerHost:
@@ -224,6 +245,10 @@ class ControllerHost:
 
     async def change_role(self, node_id: str, role: str) -> None:
         await self._control().change_role(node_id, Role(role))
+
+    async def act(self, action: str, body: bytes) -> bytes:
+        """What an operator asks through a router, in JSON."""
+        return await act(_Operated(self._control(), self._config.timeouts, self._clock), action, body)
 
     def _control(self) -> Control:
         if self._stage is ClusterStage.STOPPED:

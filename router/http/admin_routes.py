@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from tandem.router.http.body import read_bytes
 from tandem.router.http.errors import Forbidden
 from tandem.router.http.exchange import HttpExchange
 from tandem.router.http.respond import send_bytes
 from tandem.router.http.services import Services
 from tandem.wire.errors import Unavailable
-
-
-class ClusterControl(Protocol):
-    async def act(self, action: str, body: bytes) -> bytes:
-        """JSON in and out. Raises errors of `wire.errors`, an unknown action's too."""
-        ...
 
 
 async def admin(services: Services, exchange: HttpExchange) -> None:

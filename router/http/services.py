@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from tandem.router.config import RouterConfig
 from tandem.router.dispatch import Dispatcher
@@ -17,8 +17,13 @@ from tandem.router.responses.response_store import ResponseStore
 from tandem.router.supervision import TaskSupervisor
 from tandem.router.tracing.traces import Traces
 
-if TYPE_CHECKING:
-    from tandem.router.http.admin_routes import ClusterControl
+
+class ClusterControl(Protocol):
+    """The way to what changes the cluster that a router belongs to."""
+
+    async def act(self, action: str, body: bytes) -> bytes:
+        """JSON in and out. Raises errors of `wire.errors`, an unknown action's too."""
+        ...
 
 
 @dataclasses.dataclass

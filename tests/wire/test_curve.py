@@ -1,4 +1,4 @@
-"""Who may speak: a member is heard, a stranger gets nothing, whatever it sends and whoever it says that it is."""
+"""Who may speak: a member is heard, a stranger gets nothing, whatever it sends and says that it is."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_another_process_at_an_address_does_not_pass_for_the_one_that_was_meant(
 def test_a_message_that_never_ends_ends_with_its_first_frame(
     inbox: Inbox[Any], outbox: Outbox, heard: Heard, mechanism: bytes
 ) -> None:
-    """libzmq bounds a frame and not the number of a message's frames. Nobody who is not a member gets as far as a message."""
+    """libzmq bounds a frame and not the number of a message's frames. Only a member gets as far as a message."""
     greeting = (GREETING + mechanism.ljust(20, b"\0")).ljust(64, b"\0")
     sent = 0
     with (

@@ -255,6 +255,10 @@ async def test_what_is_asked_reaches_the_controller() -> None:
         await rig.host.change_role("prefill-0", "decode")
         assert control.drained == [("decode-0", 5.0)]
         assert control.roles == [("prefill-0", Role.DECODE)]
+        changes = await rig.host.act("scale", b'{"pools": {"decode": 3}}')
+        assert changes == b'{"changes":["decode: 3"]}'
+        await rig.host.act("role", b'{"node": "prefill-1", "role": "decode"}')
+        assert control.roles[1:] == [("prefill-1", Role.DECODE)]
         view = decode(await rig.host.view(), type=ClusterView)
         assert {pool.role: pool.wanted for pool in view.pools}[Role.DECODE] == 3
         assert not await rig.host.drain(), "it does not serve yet"
