@@ -17,7 +17,7 @@ import msgspec
 from tandem.cluster.config import TandemConfig
 from tandem.node.config import NodeConfig
 from tandem.router.config import RouterConfig
-from tandem.wire.nodes import NodeInfo, NodeSighting, Role, RouterInfo
+from tandem.wire.nodes import NodeInfo, NodeSighting, Role, RouterInfo, RouterLoad
 from tandem.wire.requests import NodeStatus
 
 Report = Callable[[str, float], None]
@@ -66,8 +66,9 @@ class NodeHandle(Handle[NodeInfo], Protocol):
 
 
 class RouterHandle(Handle[RouterInfo], Protocol):
-    async def set_members(self, members: list[NodeInfo]) -> None:
-        """The nodes that there are, all of them. A node that is missing is gone. No other process may speak to the router."""
+    async def set_members(self, members: list[NodeInfo]) -> RouterLoad:
+        """The nodes that there are, all of them. A node that is missing is gone. No other process may speak to the router. Answers with
+        what waits there."""
         ...
 
     async def nodes_heard(self) -> list[NodeSighting]:

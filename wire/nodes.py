@@ -67,6 +67,13 @@ class RouterInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     inbox_endpoint: str  # where nodes answer it; its key is the router's in every connection
 
 
+class RouterLoad(msgspec.Struct, frozen=True):
+    """What a router has in line, for the controller, which decides how many nodes there are."""
+
+    queued: int = 0  # sequences that no node has room for
+    oldest_wait_s: float = 0.0  # of these, how long ago the first came
+
+
 class NodeSighting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a router knows of a node, for a controller that the node does not answer."""
 

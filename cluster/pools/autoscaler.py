@@ -22,6 +22,7 @@ class Autoscaler:
         config: TandemConfig,
         clock: Clock,
         measure: Callable[[], Sequence[NodeStatus]],
+        waits: Callable[[], float],  # how long requests wait in routers until a node has room
         pools: Callable[[], list[PoolBounds]],
         resize: Callable[[Resize], Awaitable[None]],
         say: Callable[[str], None],
@@ -30,6 +31,7 @@ class Autoscaler:
         self._slo = config.slo
         self._clock = clock
         self._measure = measure
+        self._waits = waits
         self._pools = pools
         self._resize = resize
         self._say = say
@@ -44,7 +46,7 @@ class Autoscaler:
     async def run(self) -> None:
         while True:
             await self._clock.sleep(self._config.period_s)
-            self._meter.look(self._clock.now(), self._measure())
+            self._meter.look(self._clock.now(), self._measure(), self._waits())
             pools = self._pools()
             if not all(pool.is_settled for pool in pools):
                 self.changed()  # still; it counts from when all of it is done

@@ -1,7 +1,7 @@
 """When a pool grows or shrinks by itself. Pure: what was measured goes in, at most one decision comes out.
 
-A pool grows when it keeps breaking what the operator asked for: prompts wait too long before they are read, tokens
-come too slowly, or blocks run out. It shrinks when the nodes that would be left had room to spare all the time.
+A pool grows when it keeps breaking what the operator asked for: prompts wait too long before they are read, requests wait too long
+for room, in its nodes or in routers before them, tokens come too slowly, or blocks run out. It shrinks when the nodes that would be left had room to spare all the time.
 
 Why it does not swing under a steady load: what breaks with k nodes is remembered with the load that broke it, and the
 pool does not go back to k before the load is clearly lower. So every size can prove too small once, and never again.
@@ -36,6 +36,8 @@ class PoolLoad(msgspec.Struct, frozen=True):
     queue_s: float = 0.0  # until what waits would be read, if nothing more came
     busy: float = 0.0  # share of the time that its engines computed
     blocks: float = 0.0  # share of the blocks that are taken
+    # Of pools that write tokens: how long requests wait for room, in routers (the longest) or in the nodes' lines (on average).
+    wait_s: float = 0.0
     step_s: float = 0.0  # one step of an engine: what a running answer waits for its next token
 
 
@@ -142,7 +144,10 @@ def _shrinking(
         return None
     # The worst stretch counts, as long as one that makes a pool grow.
     demand = _highest_mean([_demand(load, slo) for load in window], config)
-    if max(_queue_pressure(load, slo) for load in window) > 1 or demand > ROOM_TO_SPARE * size:
+    if (
+        max(max(_queue_pressure(load, slo), _wait_pressure(load, slo)) for load in window) > 1
+        or demand > ROOM_TO_SPARE * size
+    ):
         return None
     if any(size <= breach.nodes and demand > CLEARLY_LOWER * breach.demand for breach in breaches):
         return None
@@ -165,8 +170,12 @@ def _pressure(load: PoolLoad, slo: SloConfig) -> float:
     if load.reads_prompts:
         pressure = max(pressure, _queue_pressure(load, slo))
     if load.writes_tokens:
-        pressure = max(pressure, load.step_s / slo.inter_token_s)
+        pressure = max(pressure, load.step_s / slo.inter_token_s, _wait_pressure(load, slo))
     return pressure
+
+
+def _wait_pressure(load: PoolLoad, slo: SloConfig) -> float:
+    return load.wait_s / (QUEUE_SHARE * slo.ttft_s) if load.writes_tokens else 0.0
 
 
 def _queue_pressure(load: PoolLoad, slo: SloConfig) -> float:
@@ -178,6 +187,9 @@ def _why(load: PoolLoad, slo: SloConfig) -> str:
     if pressure == _queue_pressure(load, slo):
         limit = QUEUE_SHARE * slo.ttft_s
         return f"prompts wait {load.queue_s:.1f} s, {limit:.1f} s of slo.ttft_s ({slo.ttft_s:g} s) may be waiting"
+    if pressure == _wait_pressure(load, slo):
+        limit = QUEUE_SHARE * slo.ttft_s
+        return f"requests wait {load.wait_s:.1f} s for room, {limit:.1f} s of slo.ttft_s ({slo.ttft_s:g} s) may be waiting"
     if pressure == load.blocks / BLOCKS_LIMIT:
         return f"{load.blocks:.0%} of its blocks are taken, {BLOCKS_LIMIT:.0%} may be"
     return (

@@ -63,6 +63,7 @@ class Controller:
             config,
             self._clock,
             self._fleet.statuses,
+            self._fleet.longest_wait_s,
             self._scaled_pools,
             self._scale_by_itself,
             self._pools.note,

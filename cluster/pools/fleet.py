@@ -74,6 +74,10 @@ class Fleet:
             if node.phase is ProcessPhase.READY and node.status is not None
         ]
 
+    def longest_wait_s(self) -> float:
+        """Of the requests that wait in routers until a node has room for them."""
+        return max((router.load.oldest_wait_s for router in self.routers.values()), default=0.0)
+
     # --- nodes
 
     def launch_node(

@@ -40,17 +40,20 @@ class LoadMeter:
         self._keep = keep
         self.history: dict[Role, deque[PoolLoad]] = {}
 
-    def look(self, now: float, statuses: Sequence[NodeStatus]) -> None:
+    def look(self, now: float, statuses: Sequence[NodeStatus], router_wait_s: float = 0.0) -> None:
+        """`router_wait_s`: the longest wait in routers, for room on a node that writes answers."""
         alone = not any(status.role is Role.PREFILL for status in statuses)
         for role in Role:
             mine = [status for status in statuses if status.role is role]
             if mine:
-                load = self._load(now, role, mine, alone)
+                load = self._load(now, role, mine, alone, router_wait_s)
                 self.history.setdefault(role, deque(maxlen=self._keep)).append(load)
         known = {status.node_id for status in statuses}
         self._seen = {node_id: seen for node_id, seen in self._seen.items() if node_id in known}
 
-    def _load(self, now: float, role: Role, statuses: Sequence[NodeStatus], alone: bool) -> PoolLoad:
+    def _load(
+        self, now: float, role: Role, statuses: Sequence[NodeStatus], alone: bool, router_wait_s: float
+    ) -> PoolLoad:
         works = [work for status in statuses if (work := self._work(now, status)) is not None]
         for work in works:
             if work.tokens_per_s is not None:
@@ -68,6 +71,7 @@ class LoadMeter:
             busy=_mean(work.busy for work in works),
             blocks=_mean(1 - status.free_blocks / max(1, status.total_blocks) for status in statuses),
             step_s=_mean(stepping),
+            wait_s=0.0 if role is Role.PREFILL else max(router_wait_s, _mean(map(_wait_for_room, statuses))),
         )
 
     def _work(self, now: float, status: NodeStatus) -> _Work | None:
@@ -90,3 +94,8 @@ class LoadMeter:
 def _mean(values: Iterable[float]) -> float:
     listed = list(values)
     return sum(listed) / len(listed) if listed else 0.0
+
+
+def _wait_for_room(status: NodeStatus) -> float:
+    """A request whose KV is on its way waits for the prefill pool, not for this one."""
+    return status.oldest_wait_s if status.waiting > status.loading else 0.0

@@ -9,7 +9,7 @@ from tandem.cluster.launcher import Host, RouterHandle
 from tandem.cluster.pools.supervisor import ProcessPhase, ProcessSupervisor, Surroundings
 from tandem.router.config import RouterConfig
 from tandem.wire.errors import TandemError
-from tandem.wire.nodes import RouterInfo
+from tandem.wire.nodes import RouterInfo, RouterLoad
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +30,7 @@ class RouterSupervisor(ProcessSupervisor[RouterHandle, RouterInfo]):
         self.config = config
         self.host = host
         self.url = ""
+        self.load = RouterLoad()  # as it last said
         self._admit = admit
 
     def _launch(self) -> RouterHandle:
@@ -43,6 +44,7 @@ class RouterSupervisor(ProcessSupervisor[RouterHandle, RouterInfo]):
         return info
 
     async def _lost(self) -> None:
+        self.load = RouterLoad()
         await self._around.membership.withdraw_router(self.name)
 
     def _may_leave_out(self) -> bool:
@@ -62,7 +64,7 @@ class RouterSupervisor(ProcessSupervisor[RouterHandle, RouterInfo]):
         while True:
             revision = membership.revision
             try:
-                await self._clock.within(
+                self.load = await self._clock.within(
                     timeouts.silence_s,
                     handle.set_members(membership.members),
                     f"telling {self.name} its nodes",

@@ -12,6 +12,7 @@ import pytest
 from tandem.router.config import RouterConfig
 from tandem.router.hosting import RouterHost
 from tandem.wire.errors import ConfigurationError, Unavailable
+from tandem.wire.nodes import RouterLoad
 
 PATIENCE_S = 10.0
 
@@ -26,7 +27,10 @@ def test_a_controller_that_comes_back_finds_the_router_that_has_started(model_fo
         url = await host.start()
         assert await host.start() == url
         assert host.configuration() == encoded(model_folder)
-        await host.set_members(msgspec.msgpack.encode([]))
+        assert (
+            msgspec.msgpack.decode(await host.set_members(msgspec.msgpack.encode([])), type=RouterLoad).queued
+            == 0
+        )
         assert not await host.hold(0.001)
         held = asyncio.create_task(host.hold(PATIENCE_S))
         await host.stop()

@@ -21,7 +21,7 @@ from tandem.node.config import NodeConfig, NodeTimeouts
 from tandem.router.config import RouterConfig
 from tandem.wire.endpoints import Endpoint, key_text
 from tandem.wire.errors import NodeLost, TandemError, Unavailable
-from tandem.wire.nodes import NodeInfo, NodeSighting, NodeState, Role, RouterInfo
+from tandem.wire.nodes import NodeInfo, NodeSighting, NodeState, Role, RouterInfo, RouterLoad
 from tandem.wire.requests import NodeCounters, NodeStatus
 from tests.cluster.pools.memory_store import MemoryStore
 
@@ -245,6 +245,7 @@ class FakeRouter(FakeProcess):
             info.node_id, info.epoch, 0.0
         )
         self.serves = False  # at its URL
+        self.load = RouterLoad()
         self.memberships: list[list[NodeInfo]] = []
         self.on_members: Callable[[], None] = lambda: None
 
@@ -254,10 +255,11 @@ class FakeRouter(FakeProcess):
             f"http://{self.config.host}:{self.config.port}", endpoint_of(self.name, self.incarnation)
         )
 
-    async def set_members(self, members: list[NodeInfo]) -> None:
+    async def set_members(self, members: list[NodeInfo]) -> RouterLoad:
         await self._answer()
         self.memberships.append(members)
         self.on_members()
+        return self.load
 
     async def nodes_heard(self) -> list[NodeSighting]:
         await self._answer()

@@ -98,8 +98,15 @@ class Simulation:
         slo = slo or SloConfig(ttft_s=2.0, inter_token_s=0.06)
         config = TandemConfig(slo=slo, autoscaling=AutoscalingConfig())
         self.said: list[str] = []
+        self.router_wait_s = 0.0
         self.autoscaler = Autoscaler(
-            config, self.clock, self.statuses, self.view, self.resize, self.said.append
+            config,
+            self.clock,
+            self.statuses,
+            lambda: self.router_wait_s,
+            self.view,
+            self.resize,
+            self.said.append,
         )
 
     def statuses(self) -> list[NodeStatus]:

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from tandem.cluster.config import AutoscalingConfig, SloConfig
 from tandem.cluster.pools.autoscaling import Breach, PoolBounds, PoolLoad, decide
+from tandem.cluster.pools.load_meter import LoadMeter
 from tandem.cluster.tasks import cancel
-from tandem.wire.nodes import Role
+from tandem.wire.nodes import NodeState, Role
+from tandem.wire.requests import NodeCounters, NodeStatus
 from tests.cluster.pools.helpers import in_loop
 from tests.cluster.pools.pool_simulation import PROMPT, READS_PER_S, Simulation
 
@@ -170,6 +172,12 @@ def decided(
             "aggregated: from 2 to 3: prompts wait 1.5 s, 1.0 s of slo.ttft_s (2 s) may be waiting",
         ),
         (
+            Role.DECODE,
+            {"blocks": 0.6, "step_s": 0.03, "wait_s": 1.2},
+            "decode: from 2 to 3: requests wait 1.2 s for room, 1.0 s of slo.ttft_s (2 s) may be waiting",
+        ),
+        (Role.PREFILL, {"busy": 0.5, "wait_s": 9.0}, None),  # it is not this pool that they wait for
+        (
             Role.PREFILL,
             {"busy": 0.5},
             None,
@@ -184,6 +192,48 @@ def decided(
 def test_every_decision_says_why(role: Role, measured: dict[str, float], why: str | None) -> None:
     resize = decided(pool(role), loads(role, **measured))
     assert (resize.why if resize else None) == why
+
+
+@in_loop
+async def test_requests_that_wait_in_routers_make_the_pool_grow_that_writes_answers() -> None:
+    """Its nodes take no more requests at once, and say of themselves that there is time and room."""
+    simulation = Simulation(lambda _: 2.0, seed=None)
+    await pass_time(simulation, 60)
+    assert simulation.decisions == []
+    simulation.router_wait_s = 3.0
+    await pass_time(simulation, 60)
+    (_, resize, before), *_ = simulation.decisions
+    assert (resize.role, before) == (Role.DECODE, 1)
+    assert "requests wait 3.0 s for room" in resize.why
+    simulation.router_wait_s = 0.0
+    await pass_time(simulation, 600)
+    assert simulation.turns(Role.DECODE) <= 1
+
+
+def status(**fields: float) -> NodeStatus:
+    known = {
+        "free_blocks": 50,
+        "total_blocks": 100,
+        "running": 1,
+        "waiting": 0,
+        "waiting_tokens": 0,
+        "transfers": 0,
+    }
+    given = {**known, "held_blocks": 0, "step_age_s": 0.0, **fields}
+    return NodeStatus("d", Role.DECODE, 1, NodeState.READY, counters=NodeCounters(), **given)  # type: ignore[arg-type]
+
+
+def test_requests_wait_for_a_node_unless_their_kv_is_on_its_way() -> None:
+    meter = LoadMeter(10)
+    for seen, waits_s in [
+        ({"waiting": 2, "loading": 2}, 0.0),
+        ({"waiting": 2, "loading": 1}, 4.0),
+        ({}, 0.0),
+    ]:
+        meter.look(1.0, [status(oldest_wait_s=4.0, **seen)])
+        assert meter.history[Role.DECODE][-1].wait_s == waits_s
+    meter.look(1.0, [status()], router_wait_s=7.0)
+    assert meter.history[Role.DECODE][-1].wait_s == 7.0
 
 
 def test_what_a_decode_pool_computes_all_the_time_is_no_load() -> None:
