@@ -17,7 +17,7 @@ import msgspec
 from tandem.cluster.config import TandemConfig
 from tandem.node.config import NodeConfig
 from tandem.router.config import RouterConfig
-from tandem.wire.nodes import NodeInfo, NodeSighting, Role, RouterInfo, RouterLoad
+from tandem.wire.nodes import NodeInfo, NodeSighting, Role, RouterInfo, RouterQueue
 from tandem.wire.requests import NodeStatus
 
 Report = Callable[[str, float], None]
@@ -66,7 +66,7 @@ class NodeHandle(Handle[NodeInfo], Protocol):
 
 
 class RouterHandle(Handle[RouterInfo], Protocol):
-    async def set_members(self, members: list[NodeInfo]) -> RouterLoad:
+    async def set_members(self, members: list[NodeInfo]) -> RouterQueue:
         """The nodes that there are, all of them. A node that is missing is gone. No other process may speak to the router. Answers with
         what waits there."""
         ...

@@ -21,7 +21,7 @@ from tandem.router.http.serving import listen
 from tandem.router.server import RouterServer
 from tandem.wire.errors import Unavailable
 from tandem.wire.logs import LogsConfig, begin_logging
-from tandem.wire.nodes import NodeInfo, RouterInfo, RouterLoad
+from tandem.wire.nodes import NodeInfo, RouterInfo, RouterQueue
 from tandem.wire.sockets import raise_descriptor_limit
 
 _SWITCH_S = 0.001
@@ -85,11 +85,11 @@ class RouterHost:
         return self._server
 
     async def set_members(self, members: bytes) -> bytes:
-        """`members` is a list of NodeInfo: the whole membership, every time. Answers with its RouterLoad."""
+        """`members` is a list of NodeInfo: the whole membership, every time. Answers with its RouterQueue."""
         serving = self._serving()
         serving.set_members(msgspec.msgpack.decode(members, type=list[NodeInfo]))
         admission = serving.services.dispatcher.admission
-        return msgspec.msgpack.encode(RouterLoad(admission.queued, admission.oldest_wait_s()))
+        return msgspec.msgpack.encode(RouterQueue(admission.queued, admission.oldest_wait_s()))
 
     async def nodes_heard(self) -> bytes:
         """What this router knows of each node, for a controller that one of them does not answer."""

@@ -67,7 +67,7 @@ class RouterInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     inbox_endpoint: str  # where nodes answer it; its key is the router's in every connection
 
 
-class RouterLoad(msgspec.Struct, frozen=True):
+class RouterQueue(msgspec.Struct, frozen=True):
     """What a router has in line, for the controller, which decides how many nodes there are."""
 
     queued: int = 0  # sequences that no node has room for

@@ -24,7 +24,7 @@ from tandem.cluster.tasks import cancel
 from tandem.node.config import NodeConfig
 from tandem.router.config import RouterConfig
 from tandem.wire.errors import NodeLost, TandemError, Unavailable
-from tandem.wire.nodes import NodeInfo, NodeSighting, Role, RouterInfo, RouterLoad
+from tandem.wire.nodes import NodeInfo, NodeSighting, Role, RouterInfo, RouterQueue
 from tandem.wire.requests import NodeStatus
 
 logger = logging.getLogger(__name__)
@@ -214,9 +214,9 @@ class RayRouter(RayHandle):
         self._serves = True
         return info
 
-    async def set_members(self, members: list[NodeInfo]) -> RouterLoad:
+    async def set_members(self, members: list[NodeInfo]) -> RouterQueue:
         load = await answer((await self.actor()).set_members.remote(msgspec.msgpack.encode(members)))
-        return msgspec.msgpack.decode(load, type=RouterLoad)
+        return msgspec.msgpack.decode(load, type=RouterQueue)
 
     async def nodes_heard(self) -> list[NodeSighting]:
         heard = await answer((await self.actor()).nodes_heard.remote())

@@ -9,7 +9,7 @@ from tandem.cluster.launcher import Host, RouterHandle
 from tandem.cluster.pools.supervisor import ProcessPhase, ProcessSupervisor, Surroundings
 from tandem.router.config import RouterConfig
 from tandem.wire.errors import TandemError
-from tandem.wire.nodes import RouterInfo, RouterLoad
+from tandem.wire.nodes import RouterInfo, RouterQueue
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class RouterSupervisor(ProcessSupervisor[RouterHandle, RouterInfo]):
         self.config = config
         self.host = host
         self.url = ""
-        self.load = RouterLoad()  # as it last said
+        self.load = RouterQueue()  # as it last said
         self._admit = admit
 
     def _launch(self) -> RouterHandle:
@@ -44,7 +44,7 @@ class RouterSupervisor(ProcessSupervisor[RouterHandle, RouterInfo]):
         return info
 
     async def _lost(self) -> None:
-        self.load = RouterLoad()
+        self.load = RouterQueue()
         await self._around.membership.withdraw_router(self.name)
 
     def _may_leave_out(self) -> bool:

@@ -352,3 +352,22 @@ def test_a_new_node_lets_in_those_who_wait() -> None:
         slots.release_all()
 
     run(work)
+
+
+def test_how_long_the_first_in_line_has_waited_is_known() -> None:
+    async def scenario() -> None:
+        clock = [100.0]
+        admission = Admission(lambda: 1, 10, 60.0, lambda: clock[0], RouterMetrics(), lambda: None)
+        assert admission.oldest_wait_s() == 0.0
+        first = await admission.acquire("a", 1, 200.0)
+        waiting = [asyncio.create_task(admission.acquire(name, 1, 200.0)) for name in ("a", "b")]
+        await asyncio.sleep(0)
+        clock[0] += 7.0
+        assert admission.oldest_wait_s() == 7.0
+        first.release_all()
+        second = await waiting[0]
+        second.release_all()
+        (await waiting[1]).release_all()
+        assert admission.oldest_wait_s() == 0.0
+
+    asyncio.run(scenario())

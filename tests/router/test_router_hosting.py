@@ -12,7 +12,7 @@ import pytest
 from tandem.router.config import RouterConfig
 from tandem.router.hosting import RouterHost
 from tandem.wire.errors import ConfigurationError, Unavailable
-from tandem.wire.nodes import RouterLoad
+from tandem.wire.nodes import RouterQueue
 
 PATIENCE_S = 10.0
 
@@ -28,7 +28,9 @@ def test_a_controller_that_comes_back_finds_the_router_that_has_started(model_fo
         assert await host.start() == url
         assert host.configuration() == encoded(model_folder)
         assert (
-            msgspec.msgpack.decode(await host.set_members(msgspec.msgpack.encode([])), type=RouterLoad).queued
+            msgspec.msgpack.decode(
+                await host.set_members(msgspec.msgpack.encode([])), type=RouterQueue
+            ).queued
             == 0
         )
         assert not await host.hold(0.001)

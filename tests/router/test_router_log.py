@@ -19,7 +19,9 @@ import msgspec
 import pytest
 
 from tandem.router.config import ApiKey, Heartbeat, Limits, LocalPrefill, RouterConfig
-from tandem.wire.nodes import Role
+from tandem.wire.endpoints import key_of, shown
+from tandem.wire.nodes import Role, RouterInfo
+from tandem.wire.sockets import admit
 from tests.router.conftest import LETTERS
 from tests.router.fake_node import Board, FakeNode
 
@@ -30,7 +32,7 @@ from tandem.router.hosting import RouterHost
 
 async def main():
     host = RouterHost(bytes.fromhex(sys.argv[1]))
-    print(await host.start(), flush=True)
+    print((await host.start()).hex(), flush=True)
     while line := await asyncio.to_thread(sys.stdin.readline):
         await host.set_members(bytes.fromhex(line))
         print("told", flush=True)
@@ -62,8 +64,11 @@ class LoggedRouter:
                 preexec_fn=before,
             )
         assert self._process.stdout is not None
-        self.url = self._process.stdout.readline().strip()
-        assert self.url, self.text()
+        started = self._process.stdout.readline().strip()
+        assert started, self.text()
+        info = msgspec.msgpack.decode(bytes.fromhex(started), type=RouterInfo)
+        self.url = info.url
+        admit([key_of(info.inbox_endpoint)])
         self.client = httpx.Client(base_url=self.url, timeout=20, trust_env=False, headers=KEY)
 
     @property
@@ -153,7 +158,7 @@ def test_every_answer_has_a_line_with_its_id(logged: LoggedRouter) -> None:
 
 def test_nodes_that_come_and_go_are_told_of_and_probes_are_not(logged: LoggedRouter) -> None:
     node = logged.add("d1", Role.DECODE)
-    assert len(logged.lines_with(f"node d1 (decode, {node.info.request_endpoint}) joined")) == 1
+    assert len(logged.lines_with(f"node d1 (decode, {shown(node.info.request_endpoint)}) joined")) == 1
     logged.lose(node)
     logged.until(lambda: bool(logged.lines_with("node d1 left")), "the node's end is told")
     assert logged.lines_with("GET /health 200") == []

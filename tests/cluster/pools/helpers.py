@@ -21,7 +21,7 @@ from tandem.node.config import NodeConfig, NodeTimeouts
 from tandem.router.config import RouterConfig
 from tandem.wire.endpoints import Endpoint, key_text
 from tandem.wire.errors import NodeLost, TandemError, Unavailable
-from tandem.wire.nodes import NodeInfo, NodeSighting, NodeState, Role, RouterInfo, RouterLoad
+from tandem.wire.nodes import NodeInfo, NodeSighting, NodeState, Role, RouterInfo, RouterQueue
 from tandem.wire.requests import NodeCounters, NodeStatus
 from tests.cluster.pools.memory_store import MemoryStore
 
@@ -245,7 +245,7 @@ class FakeRouter(FakeProcess):
             info.node_id, info.epoch, 0.0
         )
         self.serves = False  # at its URL
-        self.load = RouterLoad()
+        self.load = RouterQueue()
         self.memberships: list[list[NodeInfo]] = []
         self.on_members: Callable[[], None] = lambda: None
 
@@ -255,7 +255,7 @@ class FakeRouter(FakeProcess):
             f"http://{self.config.host}:{self.config.port}", endpoint_of(self.name, self.incarnation)
         )
 
-    async def set_members(self, members: list[NodeInfo]) -> RouterLoad:
+    async def set_members(self, members: list[NodeInfo]) -> RouterQueue:
         await self._answer()
         self.memberships.append(members)
         self.on_members()
