@@ -116,7 +116,7 @@ def _shared(context: ConnectorContext, memory: KVCacheMemory, tier: Tier, spec: 
 
     is_nixl = context.config.connector == "nixl"
     options = NixlOptions.parse(context.config.options) if is_nixl else NixlOptions()
-    transport = NixlTransport(NixlAgent(f"{context.node_id}-{context.epoch:x}-tier", options))
+    transport = NixlTransport(NixlAgent(f"{context.node_id}-{context.epoch:x}-tier", options, context.host))
     exchange = Exchange(context.node_id, context.epoch, context.host, transport, context.wake)
     exchange.open(msgspec.structs.replace(memory, tensor=spec.places()))
     return TierSharing(
