@@ -12,6 +12,7 @@ from typing import Any
 from tandem.kvtransfer.base import TransferConfig
 from tandem.wire.endpoints import key_of
 from tandem.wire.nodes import PeerAddress
+from tandem.wire.requests import KVTransferParams
 from tandem.wire.sockets import admit
 
 CALL_TIMEOUT_S = 40.0
@@ -54,9 +55,8 @@ def _serve(calls: Connection, connector: str, node_id: str, epoch: int, config: 
             name, args, kwargs = calls.recv()
         except EOFError:
             name, args, kwargs = "close", (), {}
-        peers.update(
-            key_of(peer.endpoint) for peer in (*args, *kwargs.values()) if isinstance(peer, PeerAddress)
-        )
+        transfers = [one for one in (*args, *kwargs.values()) if isinstance(one, KVTransferParams)]
+        peers.update(key_of(transfer.peer.endpoint) for transfer in transfers)
         admit(peers)
         try:
             asked = pulse if name == "lost_s" else engine
