@@ -179,7 +179,10 @@ class SimulatedPools:
         """The product's own; None when no pool may change."""
         if not self.bounds():
             return None
-        return Autoscaler(self._config, VirtualClock(), self.statuses, self.bounds, self.resize, say)
+        # The pools do not know the router's line yet: what waits there is not told.
+        return Autoscaler(
+            self._config, VirtualClock(), self.statuses, lambda: 0.0, self.bounds, self.resize, say
+        )
 
     async def stop(self) -> None:
         tasks = list(self._tasks)
