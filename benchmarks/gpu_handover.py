@@ -27,7 +27,6 @@ from tandem.wire.endpoints import key_of
 from tandem.wire.nodes import PeerAddress
 from tandem.wire.requests import KVTransferParams, TransferRole
 from tandem.wire.sampling import SamplingParams
-from tandem.wire.sockets import admit
 
 _PATIENCE_S = 300.0
 _LONGEST_WAIT_S = 0.2
@@ -123,6 +122,8 @@ def serve(name: str, epoch: int, plan: Plan, pipe: Connection) -> None:
     engine = Engine(scheduler, runner, mover, ahead=config.plans_ahead(info.device))
     pipe.send(PeerAddress(name, epoch, mover.peer_endpoint))
     peer: PeerAddress = pipe.recv()
+    from tandem.wire.sockets import admit  # needs ZMQ, which is there where a connector is
+
     admit([key_of(peer.endpoint)])
     while (asks := pipe.recv()) is not None:
         mine = [msgspec.structs.replace(ask, tokens=1 if name == "prefill" else ask.tokens) for ask in asks]

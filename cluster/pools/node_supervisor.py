@@ -53,6 +53,7 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
         self._keep_left_out = keep_left_out
         self._unseen = UnseenNode(info, seen, self._launch_now) if info and seen else None
         self._told = -1  # the revision of the membership whose keys it has
+        self._offered = -1  # the last one that it was told, whether or not it answered
         self._role_change = (
             asyncio.Event()
         )  # the process is drained, `config` is for another role than it has
@@ -79,7 +80,7 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
         return await self._announce(info)
 
     async def _tell_keys(self, handle: NodeHandle) -> None:
-        revision = self._around.membership.revision
+        revision = self._offered = self._around.membership.revision
         await handle.admit(self._around.membership.keys)
         self._told = revision
 
@@ -165,15 +166,16 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
         return await handle.status()
 
     async def _beat(self) -> None:
-        """Until it is time to look after the node, or there is something to tell it."""
+        """Until it is time to look after the node, or there is something new to tell it. One that did not answer is told
+        again with the next look."""
         membership = self._around.membership
         with contextlib.suppress(TandemError):
             await self._clock.within(
                 self._timeouts.heartbeat_s,
-                first_of(self._role_change.wait(), membership.newer_than(self._told)),
+                first_of(self._role_change.wait(), membership.newer_than(self._offered)),
                 "a heartbeat",
             )
-        if not self._role_change.is_set() and self._told != membership.revision:
+        if not self._role_change.is_set() and self._offered != membership.revision:
             await self._clock.sleep(_GATHER_S * len(membership.members))
 
     async def _in_its_role(self, handle: NodeHandle, info: NodeInfo) -> NodeInfo:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.clients.programs import PROGRAMS
-from tests.integration.test_serve_command import START_S, Serve
+from tests.integration.cluster_lab import START_S, Serve
 
 ROOT = Path(__file__).resolve().parents[2]
 PLACES = Path(os.environ.get("TANDEM_CLIENTS", ROOT / "build"))

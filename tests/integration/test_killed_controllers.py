@@ -15,10 +15,8 @@ from typing import Any
 
 import pytest
 
-from tests.integration.cluster_lab import MODEL, Load, RayNodes, Tandem, free_port
-from tests.integration.test_serve_command import START_S, Serve, epochs, serve
-
-__all__ = ["serve"]  # a fixture
+from tests.integration.cluster_lab import MODEL, START_S, Load, RayNodes, Serve, Tandem, free_port
+from tests.integration.test_serve_command import epochs
 
 KILLS = int(os.environ.get("TANDEM_CONTROLLER_KILLS", "2"))
 STOP_S = 3.0

@@ -16,6 +16,7 @@ from tandem.kvtransfer.base import TierConfig
 from tandem.kvtransfer.multi import create_connector
 from tandem.node.config import NodeConfig
 from tandem.node.node import Node
+from tandem.wire.endpoints import parse_endpoint
 from tandem.wire.errors import ConfigurationError
 from tandem.wire.nodes import PeerAddress, Role
 from tandem.wire.requests import KVTransferParams, Submit, TransferRole
@@ -105,7 +106,8 @@ def test_a_node_says_where_others_read_its_tier(tmp_path: Path) -> None:
         )
         info = node.start(runner=runner_of("llama", tmp_path))
         try:
-            assert (info.tier_endpoint.startswith("tcp://127.0.0.1:"), info.mirrors) == (shares, shares)
+            there = parse_endpoint(info.tier_endpoint)
+            assert (there is not None and there.host == "127.0.0.1", info.mirrors) == (shares, shares)
         finally:
             node.stop()
     node, _ = node_with([TierConfig(cpu=1 << 20)], shares=True)

@@ -17,6 +17,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 from tandem.router.openai.chat_prompt import INLINE_ITEMS, render_chat
 from tandem.router.openai.chat_request import ChatMessage
 from tandem.router.text.chat_template import ChatTemplate
+from tandem.router.text.special_text import SpecialTextGuard
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.wire.nodes import Role
 from tests.router.conftest import StartRouter
@@ -49,7 +50,7 @@ def test_a_long_answer_is_decoded_beside_everything_else(tokenizer: Tokenizer) -
     assert pause < took / 2
 
 
-def test_a_long_chat_is_rendered_beside_everything_else() -> None:
+def test_a_long_chat_is_rendered_beside_everything_else(tokenizer: Tokenizer) -> None:
     loop_went_on = threading.Event()
 
     class WaitingTemplate(ChatTemplate):
@@ -61,6 +62,7 @@ def test_a_long_chat_is_rendered_beside_everything_else() -> None:
         asyncio.get_running_loop().call_soon(loop_went_on.set)
         return await render_chat(
             WaitingTemplate({"default": "{{ messages | length }}"}, {}),
+            SpecialTextGuard(tokenizer),
             [ChatMessage("user", "x")] * (INLINE_ITEMS + 1),
             None,
             add_generation_prompt=True,

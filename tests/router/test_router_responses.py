@@ -94,8 +94,9 @@ def test_a_stream_is_the_whole_answer_in_numbered_events(router: RunningRouter) 
     assert call.type == "function_call"
     assert json.loads(call.arguments) == PARIS[1]
     kinds = [event.type for event in events]
-    assert kinds.count("response.function_call_arguments.delta") > 1
-    assert kinds.count("response.reasoning_text.delta") > 1
+    # What comes at once may be one delta.
+    assert kinds.count("response.function_call_arguments.delta") >= 1
+    assert kinds.count("response.reasoning_text.delta") >= 1
     assert kinds.count("response.output_item.added") == kinds.count("response.output_item.done") == 3
 
 
