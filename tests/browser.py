@@ -53,6 +53,9 @@ class Browser:
             self.call(f"{domain}.enable")
         self.look(width, height, dark)
         self.call("Page.navigate", url=url)
+        self.until(
+            "location.href !== 'about:blank' && document.readyState === 'complete'", "the page is there"
+        )
 
     def look(self, width: int, height: int, dark: bool = False) -> None:
         self.call(

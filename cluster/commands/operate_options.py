@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from tandem.cluster.commands.output import add_output, print_json, wants_json
-from tandem.cluster.control import DRAIN_S
 
 if TYPE_CHECKING:
     from tandem.cluster.admin import OperatedCluster
@@ -42,9 +41,7 @@ def add_commands(commands: Any) -> None:
     drain.add_argument(
         "nodes", nargs="+", metavar="NODE", help="a node's name, or the address of its machine"
     )
-    drain.add_argument(
-        "--timeout", type=float, default=DRAIN_S, metavar="S", help=f"seconds (default {DRAIN_S:.0f})"
-    )
+    add_limit(drain)
     add_address(drain)
     add_router(drain)
     add_output(drain)
@@ -54,9 +51,7 @@ def add_commands(commands: Any) -> None:
         "evacuate", help="empty a machine that is about to go: others take over for it"
     )
     evacuate.add_argument("machine", metavar="ADDRESS")
-    evacuate.add_argument(
-        "--timeout", type=float, default=DRAIN_S, metavar="S", help=f"seconds (default {DRAIN_S:.0f})"
-    )
+    add_limit(evacuate)
     add_address(evacuate)
     add_router(evacuate)
     add_output(evacuate)
@@ -162,6 +157,16 @@ def _watch_status(options: argparse.Namespace, key: str | None) -> int:
     return with_controller(options.address, watch_cluster)
 
 
+def add_limit(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--timeout", type=float, metavar="S", help="seconds that nodes may take for it (60)")
+
+
+def _limit_s(options: argparse.Namespace) -> float:
+    from tandem.cluster.control import DRAIN_S
+
+    return DRAIN_S if options.timeout is None else float(options.timeout)
+
+
 def _aside(options: argparse.Namespace) -> dict[str, Any]:
     from tandem.cluster.commands.operate import say_aside
 
@@ -180,7 +185,7 @@ def _scale(options: argparse.Namespace) -> int:
 def _drain(options: argparse.Namespace) -> int:
     from tandem.cluster.commands.operate import drain
 
-    finished = drain(options.address, options.nodes, options.timeout, url=options.url, **_aside(options))
+    finished = drain(options.address, options.nodes, _limit_s(options), url=options.url, **_aside(options))
     if wants_json(options):
         print_json({"finished": finished})
     return 0 if all(finished.values()) else 1
@@ -189,7 +194,9 @@ def _drain(options: argparse.Namespace) -> int:
 def _evacuate(options: argparse.Namespace) -> int:
     from tandem.cluster.commands.operate import evacuate
 
-    finished = evacuate(options.address, options.machine, options.timeout, url=options.url, **_aside(options))
+    finished = evacuate(
+        options.address, options.machine, _limit_s(options), url=options.url, **_aside(options)
+    )
     if wants_json(options):
         print_json({"finished": finished})
     return 0 if all(finished.values()) else 1
