@@ -143,7 +143,8 @@ SOME_ROWS = st.lists(
 )
 
 
-@settings(max_examples=25, deadline=None)
+# Always the same examples: one in some thousands takes minutes by single steps.
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(
     rows=SOME_ROWS,
     nodes=st.sampled_from([(1, 1, 0), (2, 1, 0), (1, 2, 0), (0, 0, 1), (0, 0, 2)]),
