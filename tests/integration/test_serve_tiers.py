@@ -103,7 +103,8 @@ def test_a_second_turn_comes_from_a_tier_also_when_the_node_was_killed(
     assert client.metric(f"tandem_node_tier_found_tokens_total{labels}") == PROMPT
     assert client.metric(f"tandem_node_tier_used_bytes{labels}") > 0
     labels = f'{{node="{reader}",role="{role}"}}'
-    assert client.metric(f"tandem_node_prompt_tokens_loaded_total{labels}") == PROMPT
+    loaded = f"tandem_node_prompt_tokens_loaded_total{labels}"
+    until(lambda: client.metric(loaded) == PROMPT, "the node has told that it loaded them")
     said = subprocess.run(
         [sys.executable, "-m", "tandem.cluster.cli", "status", "--url", str(client.http.base_url)],
         check=True, text=True, capture_output=True, timeout=60,
