@@ -143,8 +143,7 @@ SOME_ROWS = st.lists(
 )
 
 
-# Always the same examples: one in some thousands takes minutes by single steps.
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25, deadline=None)
 @given(
     rows=SOME_ROWS,
     nodes=st.sampled_from([(1, 1, 0), (2, 1, 0), (1, 2, 0), (0, 0, 1), (0, 0, 2)]),
@@ -155,8 +154,12 @@ def test_a_cluster_answers_as_by_single_steps(
 ) -> None:
     """Whole: the router hears what it would have heard, so that everything after it is the same too."""
     traffic = sorted(
-        # An odd number of quarter ticks: never at the end of a step.
-        (TraceRow((at + 0.25) * TICK, prompt, answer, tuple(names)) for at, prompt, answer, names in rows),
+        # A step takes whole ticks. With a fraction of its own none comes at the end of a step, and two nodes that begin with two of them
+        # never end a step at the same moment: which of the two is first then is not said.
+        (
+            TraceRow((at + (2 * index + 1) / 32) * TICK, prompt, answer, tuple(names))
+            for index, (at, prompt, answer, names) in enumerate(rows)
+        ),
         key=lambda row: row.arrival_s,
     )
     prefill, decode, aggregated = nodes
