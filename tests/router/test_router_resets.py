@@ -82,7 +82,8 @@ def proxied(start_router: StartRouter) -> Iterator[tuple[RunningRouter, RealNode
     links = router.server.services.links
     inbox = ResettingProxy(links.endpoint, reset_after=150_000)
     links.lines.endpoint = inbox.endpoint
-    node = RealNode("n0", reset_after=4_000)
+    # The handshake and all six requests pass before it resets. A link that resets before that lets nothing through, however often it is tried.
+    node = RealNode("n0", reset_after=10_000)
     router.nodes["n0"] = node  # type: ignore[assignment]
     router.announce()
     router.wait_ready()
