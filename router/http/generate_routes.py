@@ -35,12 +35,13 @@ from tandem.router.openai.completion_answer import CompletionStream, whole_compl
 from tandem.router.openai.completion_request import CompletionRequest
 from tandem.router.openai.plan import Caller, GenerationPlan, ServedModel, plan_chat, plan_completion
 from tandem.router.openai.reading import ReadChoice, read_all
+from tandem.router.openai.vectors import VectorPlan
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.wire.tracing import TracePhase
 
 LOGGED_IDS = 8
 
-R = TypeVar("R", CompletionRequest, ChatRequest)
+P = TypeVar("P", GenerationPlan, VectorPlan)
 
 
 class GenerateEndpoint(msgspec.Struct, frozen=True):
@@ -73,10 +74,7 @@ async def messages(services: Services, exchange: HttpExchange) -> None:
 
 async def _generate(endpoint: GenerateEndpoint, services: Services, exchange: HttpExchange) -> None:
     arrived = time.monotonic()
-    if services.draining:
-        raise RouterDraining("this router is shutting down; another takes new requests")
-    tenant = exchange.tenant
-    reservation = tenant.enter() if tenant is not None else None
+    reservation = enter(services, exchange)
     try:
         with services.bodies.share() as share:
             request, plan = await _read(endpoint, services, exchange, share, arrived)
@@ -135,18 +133,7 @@ async def _read(
     if endpoint.translate is not None:
         request = endpoint.translate(request)
     services.model.check_name(request.model)
-    tenant = exchange.tenant
-    trace = exchange.trace = services.traces.begin(
-        exchange.request_id, exchange.headers, tenant.name if tenant is not None else None
-    )
-    read_at = time.monotonic()
-    plan = await endpoint.plan(request, services.model, caller_of(services, exchange, request, arrived))
-    if trace is not None:
-        trace.began = arrived
-        trace.span(TracePhase.READ, arrived, read_at)
-        trace.prompt_tokens = plan.prompt_tokens
-        trace.span(TracePhase.TOKENIZE, read_at, time.monotonic(), plan.prompt_tokens)
-    return request, plan
+    return request, await planned(endpoint.plan, services, exchange, request, arrived)
 
 
 async def _answer(
@@ -173,6 +160,35 @@ async def _answer(
     await send_pieces(exchange.send, pieces, routing_headers(generation))
     if trace is not None:
         trace.flushed(time.monotonic())
+
+
+def enter(services: Services, exchange: HttpExchange) -> Reservation | None:
+    """The tenant's, whose owner settles or voids it. None without tenants."""
+    if services.draining:
+        raise RouterDraining("this router is shutting down; another takes new requests")
+    return exchange.tenant.enter() if exchange.tenant is not None else None
+
+
+async def planned(
+    make_plan: Callable[[Any, ServedModel, Caller], Awaitable[P]],
+    services: Services,
+    exchange: HttpExchange,
+    request: object,
+    arrived: float,
+) -> P:
+    """The plan for a request that has been read, in the request's trace, which begins here."""
+    tenant = exchange.tenant
+    trace = exchange.trace = services.traces.begin(
+        exchange.request_id, exchange.headers, tenant.name if tenant is not None else None
+    )
+    read_at = time.monotonic()
+    plan = await make_plan(request, services.model, caller_of(services, exchange, request, arrived))
+    if trace is not None:
+        trace.began = arrived
+        trace.span(TracePhase.READ, arrived, read_at)
+        trace.prompt_tokens = plan.prompt_tokens
+        trace.span(TracePhase.TOKENIZE, read_at, time.monotonic(), plan.prompt_tokens)
+    return plan
 
 
 def caller_of(services: Services, exchange: HttpExchange, request: object, arrived: float) -> Caller:

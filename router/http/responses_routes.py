@@ -10,10 +10,9 @@ from urllib.parse import parse_qs
 
 from tandem.router.dispatch import LeftBehind
 from tandem.router.http.body import read_body
-from tandem.router.http.errors import RouterDraining
 from tandem.router.http.event_stream import EventStream
 from tandem.router.http.exchange import HttpExchange
-from tandem.router.http.generate_routes import asked_tokens, caller_of
+from tandem.router.http.generate_routes import asked_tokens, caller_of, enter
 from tandem.router.http.respond import send_json
 from tandem.router.http.response_desk import ResponseDesk, conversation
 from tandem.router.http.services import Services
@@ -25,9 +24,7 @@ from tandem.wire.errors import InvalidRequest
 
 async def create_response(desk: ResponseDesk, services: Services, exchange: HttpExchange) -> None:
     arrived = time.monotonic()
-    if services.draining:
-        raise RouterDraining("this router is shutting down; another takes new requests")
-    reservation = exchange.tenant.enter() if exchange.tenant is not None else None
+    reservation = enter(services, exchange)
     try:
         request, plan, before = await _read(desk, services, exchange, arrived)
         if reservation is not None:

@@ -10,9 +10,8 @@ import msgspec
 
 from tandem.router.dispatch import Generation
 from tandem.router.http.body import read_body
-from tandem.router.http.errors import RouterDraining
 from tandem.router.http.exchange import HttpExchange
-from tandem.router.http.generate_routes import caller_of, notes_of, routing_headers
+from tandem.router.http.generate_routes import enter, notes_of, planned, routing_headers
 from tandem.router.http.memory import PARSED_TIMES, SEQUENCE_BYTES, TOKEN_BYTES, BodyShare
 from tandem.router.http.respond import send_pieces
 from tandem.router.http.services import Services
@@ -32,7 +31,6 @@ from tandem.router.openai.vectors import (
     whole_scores,
 )
 from tandem.wire.errors import Unavailable
-from tandem.wire.tracing import TracePhase
 
 
 class VectorEndpoint(msgspec.Struct, frozen=True):
@@ -63,10 +61,7 @@ async def rerank(services: Services, exchange: HttpExchange) -> None:
 
 async def _make(endpoint: VectorEndpoint, services: Services, exchange: HttpExchange) -> None:
     arrived = time.monotonic()
-    if services.draining:
-        raise RouterDraining("this router is shutting down; another takes new requests")
-    tenant = exchange.tenant
-    reservation = tenant.enter() if tenant is not None else None
+    reservation = enter(services, exchange)
     generation: Generation | None = None
     plan: VectorPlan | None = None
     try:
@@ -109,15 +104,4 @@ async def _read(
     services.model.check_name(request.model)
     if services.model.max_model_len is None:  # nothing is known of the model while there is no node
         raise Unavailable(services.dispatcher.why_unavailable("prefill or aggregated"))
-    tenant = exchange.tenant
-    trace = exchange.trace = services.traces.begin(
-        exchange.request_id, exchange.headers, tenant.name if tenant is not None else None
-    )
-    read_at = time.monotonic()
-    plan = await endpoint.plan(request, services.model, caller_of(services, exchange, request, arrived))
-    if trace is not None:
-        trace.began = arrived
-        trace.span(TracePhase.READ, arrived, read_at)
-        trace.prompt_tokens = plan.prompt_tokens
-        trace.span(TracePhase.TOKENIZE, read_at, time.monotonic(), plan.prompt_tokens)
-    return request, plan
+    return request, await planned(endpoint.plan, services, exchange, request, arrived)
