@@ -90,7 +90,7 @@ class ProcessKeys:
         return f"tcp://{parsed.address}"
 
     def endpoint_of(self, socket: zmq.Socket[bytes]) -> str:
-        """Of a listener of this process that is bound."""
+        """Where a listener of this process, which is bound, is reached."""
         host, _, port = socket.getsockopt_string(zmq.LAST_ENDPOINT).removeprefix("tcp://").rpartition(":")
         return str(Endpoint(self.public, host.strip("[]"), int(port)))
 
@@ -154,11 +154,13 @@ class Doorkeeper:
             poller.register(self._bell, zmq.POLLIN)
             while True:
                 ready = dict(poller.poll(self._poll_ms()))
-                if self._bell in ready and self._bell.recv() == b"close":
-                    return
+                if self._bell in ready:
+                    if self._bell.recv() == b"close":
+                        return
+                    self._let_in_members()
                 if self._zap in ready:
                     self._take(self._zap.recv_multipart())
-                self._look_again()
+                self._drop_late()
         except Exception as error:
             # Without it no connection is admitted; those that stand go on. The owner of an inbox looks at `died`.
             self.died = f"{type(error).__name__}: {error}"
@@ -182,17 +184,20 @@ class Doorkeeper:
             if len(self._held) > MAX_HELD:
                 self._drop(self._held.popleft())
 
-    def _look_again(self) -> None:
-        if not self._held:
-            return
-        now, held, self._held = self._clock(), self._held, deque()
+    def _let_in_members(self) -> None:
+        """Once the keys have changed. Not with each question: with many strangers each would take as long as all of them."""
+        held, self._held = self._held, deque()
         for question in held:
             if question.key in self._keys:
                 self._let_in(question)
-            elif now - question.asked_at < HANDSHAKE_S:
-                self._held.append(question)
             else:
-                self._drop(question)
+                self._held.append(question)
+
+    def _drop_late(self) -> None:
+        """They are held in the order in which they asked."""
+        now = self._clock()
+        while self._held and now - self._held[0].asked_at >= HANDSHAKE_S:
+            self._drop(self._held.popleft())
 
     def _let_in(self, question: _Question) -> None:
         self._zap.send_multipart([question.route, b"", b"1.0", question.request_id, b"200", b"", b"", b""])
