@@ -84,7 +84,7 @@ def real_run(url: str, trace: Path, seed: int, folder: Path) -> dict[str, Any]:
 
 
 def medians(of: Mapping[str, Any]) -> tuple[float, float, float]:
-    """Of the time to the first token and of the time per token, and the 99th percentile of the first."""
+    """The medians of the time to the first token and of the time per token, and the 99th percentile of the first."""
     return of["ttft_ms"]["p50"], of["tpot_ms"]["p50"], of["ttft_ms"]["p99"]
 
 

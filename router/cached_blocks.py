@@ -19,7 +19,7 @@ from tandem.wire.requests import CacheNews
 
 logger = logging.getLogger(__name__)
 
-# Of one prompt, so many lengths that nodes have are told apart.
+# Nodes have a prompt cached up to different lengths. So many lengths are told apart.
 MOST_LEVELS = 8
 
 

@@ -32,7 +32,7 @@ class Chooser:
         self._pool = pool
         self._name = policy
         self._policy = make_policy(policy, local_prefill)
-        # Of a node that tells what it has cached only the last prompts: they are not computed yet.
+        # For a node that tells what it has cached, only the last prompts are here: they are not computed yet.
         self._record = PrefixRecord()
         self.cached = CachedBlocks(self._record.bits, cached_blocks)
         self._turn = 0

@@ -343,7 +343,7 @@ class NodePool:
 
     @property
     def block_sizes(self) -> tuple[int, ...]:
-        """Of all members."""
+        """Those that the members have."""
         return self._block_sizes
 
     def snapshot(self) -> PoolSnapshot:
@@ -385,7 +385,7 @@ class NodePool:
         return None
 
     def _changed(self, member: Member | None = None) -> None:
-        """Of one node, or of all, it may have changed whether requests go there."""
+        """Whether requests go to this node, or to any, may have changed."""
         for each in self._members.values() if member is None else (member,):
             self._look_at(each)
         self._snapshot = None

@@ -133,7 +133,7 @@ class RecentRequests:
         moment.queued = max(moment.queued, queued)
 
     def moments(self) -> list[Moment]:
-        """Of the last ten minutes, the oldest first. Times without any request are there, too."""
+        """The last ten minutes, the oldest first. Times without any request are there, too."""
         self._moment()
         return list(self._moments)
 

@@ -166,7 +166,7 @@ class DecodeRun:
         self._starts.append(self._starts[-1] + _series(first, growth, count))
 
     def seconds(self, steps: int) -> float:
-        """Of the first so many."""
+        """What the first `steps` steps take."""
         while self._steps[-1] < steps:
             self._add_piece()
         index = bisect.bisect_left(self._steps, steps, 1) - 1
@@ -196,7 +196,7 @@ class DecodeRun:
         return steps
 
     def gaps(self, first: int, last: int) -> Iterable[tuple[float, float, int]]:
-        """Of the steps from `first` to before `last`, in pieces: the seconds of the first and the last one, and how many they are."""
+        """The steps from `first` to before `last`, in pieces: the seconds of a piece's first and last step, and how many steps it has."""
         while self._steps[-1] < last:
             self._add_piece()
         for index, seconds in enumerate(self._firsts):

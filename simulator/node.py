@@ -345,7 +345,7 @@ class SimulatedNode:
         )
 
     def _report_quiet(self) -> None:
-        """Of answers that were under way for long in steps that were taken at once."""
+        """Tells routers of answers that were under way for long in steps that were taken at once."""
         now = self._loop.time()
         chunks = [
             self._chunk(live, TokenChunk(request_id, live.reported, []), None, now)

@@ -25,7 +25,7 @@ VARIANTS: tuple[Mapping[str, str], ...] = (
 )
 # So much more of the requests must be within the limits for a setting to be worth changing.
 WORTH = 0.002
-# Of the traffic: how much faster it is played to see what gives way.
+# The traffic is played so much faster to see what gives way.
 FASTER = (1.1, 1.25, 1.5, 2.0, 3.0, 4.0)
 
 _BREAKS = {
@@ -69,7 +69,7 @@ class Trial(msgspec.Struct, frozen=True):
 
     @property
     def busy(self) -> dict[str, float]:
-        """Of each role's nodes, on average."""
+        """The share of the time that each role's nodes compute, on average."""
         shares: dict[str, list[float]] = {}
         for load in self.report.nodes:
             shares.setdefault(load.role, []).append(load.busy)
@@ -243,7 +243,7 @@ def _worst_of(report: SimulationReport) -> str:
 
 
 def least_nodes(seconds_of_work: Mapping[Role, float], seconds: float) -> dict[Role, int]:
-    """Of each role, so many that their time is as much as the work."""
+    """So many nodes of each role that their time is as much as the work."""
     if seconds <= 0:
         raise ConfigurationError("the traffic must last longer than one moment to plan for it")
     return {role: max(1, math.ceil(work / seconds)) for role, work in seconds_of_work.items()}

@@ -246,7 +246,7 @@ class Profiler:
         return table, FitError.of((table.at(*point), found[point]) for point in between)
 
     async def _read(self, size: int, context: int) -> float:
-        """Of a prompt that ends with `size` tokens after a cached part: the step that reads them. A longer one than a step may hold
+        """The step that reads the last `size` tokens of a prompt whose beginning is cached. More than a step may hold
         is read in several, and stands for their sum."""
         taken = []
         for _ in range(self._repeats):

@@ -150,7 +150,7 @@ class TokenBatch(msgspec.Struct, frozen=True, tag="tokens"):
     chunks: list[TokenChunk]
 
 
-# Of a step, as vLLM counts them.
+# A step's tokens, in vLLM's buckets.
 STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 WAIT_BOUNDS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0, 20.0)
 

@@ -21,7 +21,7 @@ import msgspec
 from tandem.wire.handoff import CacheMemory, Envelope
 
 LEASE_S = 10.0
-# Of a lease, what the reader does not use: clocks do not run at quite the same speed.
+# The reader does not use this share of a lease: clocks do not run at quite the same speed.
 SAFETY = 0.1
 
 

@@ -36,7 +36,7 @@ class PoolLoad(msgspec.Struct, frozen=True):
     queue_s: float = 0.0  # until what waits would be read, if nothing more came
     busy: float = 0.0  # share of the time that its engines computed
     blocks: float = 0.0  # share of the blocks that are taken
-    # Of pools that write tokens: how long requests wait for room, in routers (the longest) or in the nodes' lines (on average).
+    # How long requests wait for room, in routers (the longest) or in the nodes' lines (on average). Only pools that write tokens have it.
     wait_s: float = 0.0
     step_s: float = 0.0  # one step of an engine: what a running answer waits for its next token
 

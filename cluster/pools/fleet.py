@@ -75,7 +75,7 @@ class Fleet:
         ]
 
     def longest_wait_s(self) -> float:
-        """Of the requests that wait in routers until a node has room for them."""
+        """How long the oldest request waits in a router until a node has room for it."""
         return max((router.load.oldest_wait_s for router in self.routers.values()), default=0.0)
 
     # --- nodes

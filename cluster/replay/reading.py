@@ -89,7 +89,7 @@ class TraceReader:
         return (self[place] for place in range(len(self)))
 
     def place_of(self, step: int) -> int:
-        """Of the step with this number; of several, after a restart, the last. Raises ConfigurationError."""
+        """Where the step with this number stands; the last one if a restart has made several. Raises ConfigurationError."""
         for place in reversed(range(len(self))):
             if self._places[place].step == step:
                 return place

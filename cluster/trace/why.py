@@ -144,7 +144,7 @@ def explain_account(account: RequestAccount, targets: Targets) -> Explanation:
 
 
 def _reasons(record: TraceRecord, start: float, end: float) -> list[Reason]:
-    """Of the time from `start` to `end`, in the order in which each first had a part of it."""
+    """What took the time from `start` to `end`, in the order in which each first had a part of it."""
     spans = [
         (rank, where, span) for rank, where, span in _ranked(record) if span.start < end and span.end > start
     ]

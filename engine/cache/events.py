@@ -9,7 +9,7 @@ from tandem.wire.kv_events import DEVICE_MEDIUM, AllBlocksCleared, BlockRemoved,
 
 
 class CacheEvents:
-    """Of one pool. With several copies of a block, the first that is cached is told of, and the last that vanishes."""
+    """What a pool begins to cache and what it drops. With several copies of a block it tells of the first, and of the last one's end."""
 
     def __init__(self, num_groups: int) -> None:
         self._events: list[KVEvent] = []

@@ -19,7 +19,7 @@ from tandem.wire.pooling import Pooling, PoolingKind
 
 @dataclasses.dataclass(slots=True)
 class _Part:
-    """Of one request: what its tokens so far have come to."""
+    """What one request's tokens have come to so far."""
 
     pooling: Pooling
     tokens: int = 0
@@ -38,7 +38,7 @@ class PooledVector:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PooledRows:
-    """Of one request in one batch: tokens `first` .. `last` of its prompt, in rows of which those in `wanted` leave the model."""
+    """Tokens `first` .. `last` of one request's prompt, in one batch. The rows in `wanted` leave the model."""
 
     row: int  # of RequestRows
     req_id: str

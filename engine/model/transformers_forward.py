@@ -42,7 +42,7 @@ class ModelParts(msgspec.Struct, frozen=True):
 
     @property
     def num_layers(self) -> int:
-        """Of all kinds, as transformers counts them."""
+        """All kinds together, as transformers counts them."""
         last = max((layer.index for layer in self.layers), default=-1)
         return max(last + 1, self.mixers.num_layers if self.mixers is not None else 0)
 

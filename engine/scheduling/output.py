@@ -98,7 +98,7 @@ class ModelOutput:
     draft_token_ids: dict[str, list[int]] = dataclasses.field(
         default_factory=dict
     )  # proposals for the next step
-    # Of requests with `pooling` whose tokens are all computed: float32, the lowest byte first.
+    # For requests with `pooling` whose tokens are all computed: float32, the lowest byte first.
     vectors: dict[str, bytes] = dataclasses.field(default_factory=dict)
     # Those that can have no next token, or no vector, and why.
     errors: dict[str, TandemError] = dataclasses.field(default_factory=dict)

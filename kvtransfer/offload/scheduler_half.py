@@ -314,7 +314,7 @@ class TierScheduler(SchedulerConnector):
         self._look_at(entry, self._step + max(missing, 1))
 
     def _full_chunks(self, entry: _Entry, full: int) -> list[_Part]:
-        """Of the groups that keep every token, what was not offered yet."""
+        """What was not offered yet of the groups that keep every token."""
         first, factor = entry.cursor, self._factor
         return [
             _Part(group, first * factor, full * factor, self._keys(entry.request, group, first, full))

@@ -309,7 +309,7 @@ class TierSharing:
         )
 
     def _leave_out(self, fetch: _Fetch, first: int) -> None:
-        """Of what was asked for, the chunks from `first` on do not come."""
+        """The chunks from `first` on were asked for and do not come."""
         absent = StoreRoom(fetch.room.keys[first:], fetch.room.slots[first:])
         fetch.room = StoreRoom(fetch.room.keys[:first], fetch.room.slots[:first])
         self._manager.complete_store(absent, written=False)

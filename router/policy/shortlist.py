@@ -20,7 +20,7 @@ from tandem.router.policy.room import Room
 from tandem.router.policy.types import NodeSnapshot, PoolSnapshot, RoutingRequest, first_by_rendezvous
 from tandem.wire.nodes import NodeInfo, Role
 
-# Of every class of speeds, and of the nodes that have equally much of the prompt cached.
+# So many nodes are taken from every class of speeds, and from the nodes that have equally much of the prompt cached.
 SHORTEST_WAITS, MOST_CACHED = 5, 3
 # So many lengths of cached prefixes are looked at, and so many nodes in search of those that have one and little to do.
 MOST_LENGTHS, MOST_LOOKS = 4, 48

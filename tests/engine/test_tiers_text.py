@@ -109,7 +109,7 @@ class Conversations:
 
 @pytest.fixture(scope="module")
 def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
-    """Of a kind, by the native library or by the general path."""
+    """One for a kind of model, by the native library or by the general path."""
     kind, native = request.param
     model = tiny.save(kind, tmp_path_factory.mktemp("model"))
     config = SchedulerConfig(max_num_seqs=AT_ONCE, max_num_batched_tokens=48, max_model_len=120)

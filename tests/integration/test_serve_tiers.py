@@ -57,7 +57,7 @@ class Client:
         return {tier["name"]: tier for tier in self.nodes()[node_id]["tiers"]}
 
     def metric(self, line: str) -> float:
-        """Of a line without the model's name, which all of them have."""
+        """The value on a line, which is given without the model's name that all lines have."""
         text = re.sub(r'model_name="[^"]*",?', "", self.http.get("/metrics").raise_for_status().text)
         (found,) = re.findall(rf"^{re.escape(line)} (\S+)$", text, re.MULTILINE)
         return float(found)

@@ -498,7 +498,7 @@ class World:
         self.forgotten: list[str] = []
         self.move_s: Callable[[], float] = lambda: SETTINGS.margin_s / 4
         self.stalled = False  # nothing that was posted gets any further
-        # Of each link; then what was posted first arrives first. None: each move takes `move_s`.
+        # A link's rate: what was posted first arrives first. None: each move takes `move_s`.
         self.bytes_per_s: Callable[[], float] | None = None
         self.ways_can_be_closed = True
         self.late_writes_are_refused = False

@@ -59,7 +59,7 @@ class Pair:
             self.desk.turn()
 
     def check(self) -> None:
-        """Of every prompt there was, the router knows what the node would find."""
+        """The router knows what the node would find, for every prompt there was."""
         assert self.blocks.knows("n")
         for prompt in self.prompts:
             found = len(self.cache.pool.lookup_run(0, request("x", prompt).block_hashes))

@@ -116,7 +116,7 @@ class FlashInferLatents:
         return _FixedSteps(self, inputs, wrappers)
 
     def pages_of(self, host: HostBatch, kind: _Kind, count: int) -> Pages:
-        """Of the first `count` requests, which have one row each."""
+        """The pages of the first `count` requests, which have one row each."""
         first = dataclasses.replace(
             host,
             query_start=host.query_start[: count + 1],
