@@ -180,8 +180,9 @@ class OneModel:
     def first_token(self, prompt: list[int]) -> float:
         """Seconds; when it returns no block is held, and the device's cache is empty."""
         seconds = self.serve(prompt)
-        while not self.scheduler._state.cache.reset_prefix_cache():
+        while self.scheduler.stats().free_blocks < self.scheduler.stats().total_blocks:
             self.step()
+        self.scheduler._state.cache.reset_prefix_cache()
         return seconds
 
     def serve(self, prompt: list[int], peer: OneModel | None = None) -> float:

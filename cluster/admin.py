@@ -30,6 +30,9 @@ class OperatedCluster(Protocol):
     async def drain_node(self, node_id: str, timeout_s: float) -> bool: ...
     async def evacuate(self, address: str, timeout_s: float) -> dict[str, bool]: ...
     async def change_role(self, node_id: str, role: Role, timeout_s: float) -> None: ...
+    async def pause(self, names: list[str]) -> list[str]: ...
+    async def resume(self, names: list[str]) -> list[str]: ...
+    async def reset_cache(self, names: list[str]) -> list[str]: ...
 
 
 class ViewAction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -78,12 +81,45 @@ class RoleAction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return {"node": self.node, "role": self.role}
 
 
+class PauseAction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`names`: of pools and nodes; none: all."""
+
+    names: list[str] = []
+
+    async def act(self, cluster: OperatedCluster) -> Any:
+        return {"paused": await cluster.pause(self.names)}
+
+
+class ResumeAction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    names: list[str] = []
+
+    async def act(self, cluster: OperatedCluster) -> Any:
+        return {"paused": await cluster.resume(self.names)}
+
+
+class ResetCacheAction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    names: list[str] = []
+
+    async def act(self, cluster: OperatedCluster) -> Any:
+        return {"reset": await cluster.reset_cache(self.names)}
+
+
 def role_patience(timeouts: ClusterTimeouts) -> float:
     """A node that does not come to rest is replaced by a process that starts in the new role."""
     return timeouts.nodes.drain_s + MAX_START_FAILURES * timeouts.start_s
 
 
-AdminAction = ViewAction | TimeoutsAction | ScaleAction | DrainAction | EvacuateAction | RoleAction
+AdminAction = (
+    ViewAction
+    | TimeoutsAction
+    | ScaleAction
+    | DrainAction
+    | EvacuateAction
+    | RoleAction
+    | PauseAction
+    | ResumeAction
+    | ResetCacheAction
+)
 
 ACTIONS: dict[str, type[AdminAction]] = {
     "view": ViewAction,
@@ -92,6 +128,9 @@ ACTIONS: dict[str, type[AdminAction]] = {
     "drain": DrainAction,
     "evacuate": EvacuateAction,
     "role": RoleAction,
+    "pause": PauseAction,
+    "resume": ResumeAction,
+    "reset_prefix_cache": ResetCacheAction,
 }
 
 

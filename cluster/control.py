@@ -64,6 +64,7 @@ class ClusterView(msgspec.Struct, frozen=True):
     routers: list[RouterView]
     decisions: list[ControllerDecision]  # the latest ones, oldest first
     failure: str = ""  # why this cluster is not mended any more
+    paused: list[str] = []  # pools and nodes that get no new requests
 
 
 class Control(Protocol):
@@ -84,6 +85,20 @@ class Control(Protocol):
     async def evacuate(self, address: str, timeout_s: float) -> dict[str, bool]:
         """The machine with this address is about to go: nothing is placed there any more, its nodes are drained and go, others take
         their places on other machines, and its router takes nothing new. Whether each node finished all that it had."""
+        ...
+
+    async def pause(self, names: list[str]) -> list[str]:
+        """These pools and nodes, by name, get no new requests until they are resumed; no name: all pools. What runs there goes on. When
+        all nodes that write answers are paused, requests wait in the routers' lines. Returns all that are paused now."""
+        ...
+
+    async def resume(self, names: list[str]) -> list[str]:
+        """Ends a pause of the same names; no name: every pause. Returns what is still paused."""
+        ...
+
+    async def reset_cache(self, names: list[str]) -> list[str]:
+        """Nodes of these pools, or by their own names, empty their prefix caches, in every tier; no name: all. Requests that run keep
+        their blocks. Returns the nodes that did; raises Unavailable when one did not answer."""
         ...
 
     async def change_role(self, node_id: str, role: Role) -> None:

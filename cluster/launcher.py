@@ -9,7 +9,7 @@ Every method raises errors of `wire.errors` only; `stop` raises nothing.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol, TypeVar
 
 import msgspec
@@ -59,6 +59,10 @@ class NodeHandle(Handle[NodeInfo], Protocol):
         """Takes nothing new; True when everything under way has ended in time."""
         ...
 
+    async def reset_cache(self, timeout_s: float) -> bool:
+        """No request that comes from now on begins from KV that is cached there now, in any tier. False: not in time."""
+        ...
+
     async def change_role(self, config: NodeConfig) -> NodeInfo:
         """The same process, with the weights that it has loaded, as another node: a new epoch, new addresses. Only
         after a `drain` that was finished; raises Unavailable otherwise."""
@@ -66,9 +70,13 @@ class NodeHandle(Handle[NodeInfo], Protocol):
 
 
 class RouterHandle(Handle[RouterInfo], Protocol):
-    async def set_members(self, members: list[NodeInfo]) -> RouterQueue:
-        """The nodes that there are, all of them. A node that is missing is gone. No other process may speak to the router. Answers with
-        what waits there."""
+    async def set_members(self, members: list[NodeInfo], paused: Sequence[str]) -> RouterQueue:
+        """The nodes that there are, all of them. A node that is missing is gone. No other process may speak to the router. `paused`:
+        the pools and nodes that get no new requests, by name. Answers with what waits there."""
+        ...
+
+    async def forget_prefixes(self, node_ids: Sequence[str]) -> None:
+        """These nodes have nothing cached any more."""
         ...
 
     async def nodes_heard(self) -> list[NodeSighting]:

@@ -130,6 +130,9 @@ class NodeHost:
     def drain(self, timeout_s: float) -> bool:
         return self._node.drain(timeout_s)
 
+    def reset_cache(self, timeout_s: float) -> bool:
+        return self._node.reset_cache(timeout_s)
+
     def stop(self) -> None:
         self._node.stop()
         self._stopped.set()

@@ -273,6 +273,10 @@ class Node:
     def drain(self, timeout_s: float) -> bool:
         return self._service.drain(timeout_s) if self._service is not None else True
 
+    def reset_cache(self, timeout_s: float) -> bool:
+        """As `NodeService.reset_cache`. A node that has not started has nothing cached."""
+        return self._service.reset_cache(timeout_s) if self._service is not None else True
+
     def stop(self) -> None:
         """Idempotent. A request that has not ended gets no answer: drain first."""
         if self._service is not None:

@@ -107,7 +107,14 @@ class Drain:
     """Refuse what is new from now on."""
 
 
-Item = ToNode | RouterLost | ListRequests | Drain | GrammarReady
+@dataclasses.dataclass(slots=True, frozen=True)
+class ResetCache:
+    """Forget all cached KV, in every tier."""
+
+    done: threading.Event
+
+
+Item = ToNode | RouterLost | ListRequests | Drain | ResetCache | GrammarReady
 
 
 class NodeService:
@@ -265,6 +272,12 @@ class NodeService:
             self._quiet.set()
         return self._quiet.wait(timeout_s) and self._state is not NodeState.FAILED
 
+    def reset_cache(self, timeout_s: float) -> bool:
+        """No request that comes from now on begins from KV that is cached now. False: the step under way takes longer."""
+        done = threading.Event()
+        self._mailbox.put(ResetCache(done))
+        return done.wait(timeout_s)
+
     def stop(self) -> None:
         if not self.loop.stop():
             logger.error("%s: the step thread did not end in time", self._config.node_id)
@@ -308,6 +321,9 @@ class NodeService:
                     self._go_on(item)
             case Drain():
                 self._canary.close()
+            case ResetCache():
+                self._engine.scheduler.reset_prefix_cache()
+                item.done.set()
             case Ping() | Ask() | ListCache():
                 pass  # a turn of the loop follows, and that is all they ask for
 

@@ -122,6 +122,10 @@ class Chooser:
             node_id, min(blocks, RECENT_BLOCKS) if self.cached.knows(node_id) else blocks
         )
 
+    def forget_prompts(self, node_id: str) -> None:
+        """The node has emptied its cache. What it tells of that, it tells itself."""
+        self._record.emptied(node_id)
+
     def forget(self, node_id: str) -> None:
         """What it had cached is gone, or is another node's now."""
         self.cached.forget(node_id)

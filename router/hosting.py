@@ -11,7 +11,7 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -84,12 +84,17 @@ class RouterHost:
             raise Unavailable("the router has not started")
         return self._server
 
-    async def set_members(self, members: bytes) -> bytes:
-        """`members` is a list of NodeInfo: the whole membership, every time. Answers with its RouterQueue."""
+    async def set_members(self, members: bytes, paused: Sequence[str] = ()) -> bytes:
+        """`members` is a list of NodeInfo: the whole membership, every time. `paused`: the pools and nodes that get no new requests, by
+        name. Answers with its RouterQueue."""
         serving = self._serving()
-        serving.set_members(msgspec.msgpack.decode(members, type=list[NodeInfo]))
+        serving.set_members(msgspec.msgpack.decode(members, type=list[NodeInfo]), paused)
         admission = serving.services.dispatcher.admission
         return msgspec.msgpack.encode(RouterQueue(admission.queued, admission.oldest_wait_s()))
+
+    async def forget_prefixes(self, node_ids: list[str]) -> None:
+        """These nodes have nothing cached any more."""
+        self._serving().forget_prefixes(node_ids)
 
     async def nodes_heard(self) -> bytes:
         """What this router knows of each node, for a controller that one of them does not answer."""

@@ -55,6 +55,7 @@ class RouterState(msgspec.Struct, frozen=True):
     places_held: int
     oldest_wait_s: float
     handover_s: float | None
+    paused: list[str] = []  # pools and nodes that get no new requests
 
 
 class PageState(msgspec.Struct, frozen=True):

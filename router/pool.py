@@ -104,6 +104,8 @@ class NodePool:
         self._accusers: dict[
             str, list[str]
         ] = {}  # decode nodes where a prefill node's KV arrived wrong, by its id
+        self.paused: frozenset[str] = frozenset()  # pools and nodes that get no new requests, by name
+        self.is_paused = False  # all that could write an answer are
         self.foreign_messages = 0  # from a node or an epoch that is not a member
 
     @property
@@ -154,6 +156,19 @@ class NodePool:
             if member.lost is None:
                 self._on_lost(member.info, "it left the cluster")
         return came, [member.info for member in gone]
+
+    def set_paused(self, names: Iterable[str]) -> None:
+        """Their requests go on. When all nodes that write answers are paused, all stay in view, for requests that move: then it is the
+        line that holds new ones back."""
+        names = frozenset(names)
+        if names != self.paused:
+            self.paused = names
+            self._changed()
+
+    def _is_held_back(self, member: Member) -> bool:
+        return bool(self.paused) and (
+            member.info.node_id in self.paused or member.info.role.value in self.paused
+        )
 
     def sightings(self) -> list[NodeSighting]:
         now = self._clock()
@@ -377,6 +392,8 @@ class NodePool:
             return "it has not reported its status yet"
         if member.status.state is not NodeState.READY:
             return f"it is {member.status.state.value}"
+        if not self.is_paused and self._is_held_back(member):
+            return "it is paused"
         accusers = self._accusers.get(member.info.node_id, ()) if self._accusers else ()
         if len(accusers) > 1:  # one alone may have a broken network card itself
             return f"its KV arrived wrong at {', '.join(sorted(accusers))}"
@@ -386,6 +403,9 @@ class NodePool:
 
     def _changed(self, member: Member | None = None) -> None:
         """Whether requests go to this node, or to any, may have changed."""
+        if member is None:
+            writers = [each for each in self._members.values() if each.info.role is not Role.PREFILL]
+            self.is_paused = bool(self.paused and writers) and all(map(self._is_held_back, writers))
         for each in self._members.values() if member is None else (member,):
             self._look_at(each)
         self._snapshot = None

@@ -181,11 +181,15 @@ class PrefixRecord:
         bit = self.bits.of(node_id)
         return next((blocks for blocks, nodes in self.levels(hashes) if nodes & bit), 0)
 
-    def forget(self, node_id: str) -> None:
+    def emptied(self, node_id: str) -> None:
+        """The node has nothing any more, and goes on."""
         bit = self.bits.of(node_id)
         for value in self._marks.pop(node_id, ()):
             self._remove(value, bit)
         self._held.pop(node_id, None)
+
+    def forget(self, node_id: str) -> None:
+        self.emptied(node_id)
         self._capacity.pop(node_id, None)
         self.bits.forget(node_id)
 

@@ -9,6 +9,7 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -196,9 +197,16 @@ class RouterServer:
             await asyncio.sleep(CERTIFICATE_LOOK_S)
             self._http.look_at_certificate()
 
-    def set_members(self, infos: list[NodeInfo]) -> None:
-        """The whole membership, every time. Who is not in it any more is lost; a new epoch is a new node."""
+    def forget_prefixes(self, node_ids: Iterable[str]) -> None:
+        """These nodes have nothing cached any more."""
+        for node_id in node_ids:
+            self.services.dispatcher.forget_prompts(node_id)
+
+    def set_members(self, infos: list[NodeInfo], paused: Iterable[str] = ()) -> None:
+        """The whole membership, every time. Who is not in it any more is lost; a new epoch is a new node. `paused`: the pools and nodes
+        that get no new requests, by name."""
         services = self.services
+        services.pool.set_paused(paused)
         admit(key_of(info.request_endpoint) for info in infos)
         came, went = services.pool.set_members(infos)
         for info in went:

@@ -8,7 +8,15 @@ from typing import Any, TypeVar
 import httpx
 import msgspec
 
-from tandem.cluster.admin import DrainAction, EvacuateAction, RoleAction, ScaleAction
+from tandem.cluster.admin import (
+    DrainAction,
+    EvacuateAction,
+    PauseAction,
+    ResetCacheAction,
+    ResumeAction,
+    RoleAction,
+    ScaleAction,
+)
 from tandem.cluster.api_client import ANSWER_S, ApiClient
 from tandem.cluster.config import ClusterTimeouts
 from tandem.cluster.control import ClusterView
@@ -49,6 +57,16 @@ class HttpControl:
 
     async def change_role(self, node_id: str, role: Role, timeout_s: float) -> None:
         await self._act("role", RoleAction(node_id, role), dict[str, Any], timeout_s + _DECIDE_S)
+
+    async def pause(self, names: list[str]) -> list[str]:
+        return (await self._act("pause", PauseAction(names), dict[str, list[str]], _DECIDE_S))["paused"]
+
+    async def resume(self, names: list[str]) -> list[str]:
+        return (await self._act("resume", ResumeAction(names), dict[str, list[str]], _DECIDE_S))["paused"]
+
+    async def reset_cache(self, names: list[str]) -> list[str]:
+        asked = ResetCacheAction(names)
+        return (await self._act("reset_prefix_cache", asked, dict[str, list[str]], _DECIDE_S))["reset"]
 
     async def _act(self, action: str, asked: msgspec.Struct | None, kind: type[T], timeout_s: float) -> T:
         body = msgspec.json.encode(asked if asked is not None else {})

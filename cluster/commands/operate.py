@@ -1,4 +1,4 @@
-"""Commands that change a running cluster: scale, drain, role, down. They talk to its controller through Ray, or, from anywhere,
+"""Commands that change a running cluster: scale, drain, role, pause, reset, down. They talk to its controller through Ray, or, from anywhere,
 through one of its routers."""
 
 from __future__ import annotations
@@ -187,6 +187,31 @@ async def change_role_of(controller: OperatedCluster, node_id: str, role: Role, 
         controller.change_role(node_id, role, role_patience(timeouts)),
         lambda: say(f"{node_id}: finishing what it has (up to {limit:.0f} s), to become a {role.value} node"),
     )
+
+
+def pause(address: str | None, names: Sequence[str], say: Say = _say, url: str | None = None) -> list[str]:
+    return _say_paused(with_controller(address, lambda cluster: cluster.pause(list(names)), url), say)
+
+
+def resume(address: str | None, names: Sequence[str], say: Say = _say, url: str | None = None) -> list[str]:
+    return _say_paused(with_controller(address, lambda cluster: cluster.resume(list(names)), url), say)
+
+
+def _say_paused(paused: list[str], say: Say) -> list[str]:
+    say(f"no new requests: {', '.join(paused)}" if paused else "nothing is paused")
+    return paused
+
+
+def reset_cache(
+    address: str | None, names: Sequence[str], say: Say = _say, url: str | None = None
+) -> list[str]:
+    done = with_controller(address, lambda cluster: cluster.reset_cache(list(names)), url)
+    say(
+        f"the prefix cache is empty: {', '.join(done)}"
+        if done
+        else "no node serves: there was nothing to empty"
+    )
+    return done
 
 
 def down(address: str | None, *, now: bool, say: Say = _say) -> bool:

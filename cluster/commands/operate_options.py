@@ -65,6 +65,23 @@ def add_commands(commands: Any) -> None:
     add_output(role)
     role.set_defaults(run=_role)
 
+    for name, what, run in (
+        ("pause", "let no new requests begin; what runs goes on", _pause),
+        ("resume", "end a pause", _resume),
+        ("reset-cache", "empty prefix caches, in every tier; what runs keeps its blocks", _reset_cache),
+    ):
+        command = commands.add_parser(name, help=what)
+        command.add_argument(
+            "names",
+            nargs="*",
+            metavar="NAME",
+            help="a pool (prefill, decode, aggregated) or a node; none: all",
+        )
+        add_address(command)
+        add_router(command)
+        add_output(command)
+        command.set_defaults(run=run)
+
     down = commands.add_parser("down", help="end everything that `tandem serve` started on a Ray cluster")
     down.add_argument("--now", action="store_true", help="without finishing what is running")
     add_address(down)
@@ -208,6 +225,33 @@ def _role(options: argparse.Namespace) -> int:
     role = change_role(options.address, options.node, options.role, url=options.url, **_aside(options))
     if wants_json(options):
         print_json({"node": options.node, "role": role})
+    return 0
+
+
+def _pause(options: argparse.Namespace) -> int:
+    from tandem.cluster.commands.operate import pause
+
+    return _print_paused(pause(options.address, options.names, url=options.url, **_aside(options)), options)
+
+
+def _resume(options: argparse.Namespace) -> int:
+    from tandem.cluster.commands.operate import resume
+
+    return _print_paused(resume(options.address, options.names, url=options.url, **_aside(options)), options)
+
+
+def _print_paused(paused: list[str], options: argparse.Namespace) -> int:
+    if wants_json(options):
+        print_json({"paused": paused})
+    return 0
+
+
+def _reset_cache(options: argparse.Namespace) -> int:
+    from tandem.cluster.commands.operate import reset_cache
+
+    done = reset_cache(options.address, options.names, url=options.url, **_aside(options))
+    if wants_json(options):
+        print_json({"reset": done})
     return 0
 
 

@@ -31,6 +31,8 @@ def show_overview(view: ClusterView, key: str | None, console: Console, fetch: F
         line, serves = _router_line(router, key, fetch)
         answers += serves
         console.print(line, highlight=False, soft_wrap=True)
+    if view.paused:
+        console.print(f"[yellow]paused[/]: {escape(', '.join(view.paused))}", highlight=False)
     for pool in view.pools:
         console.print(_pool_line(pool), highlight=False)
     console.print(_node_table(view.nodes))

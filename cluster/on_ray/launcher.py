@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -199,6 +199,9 @@ class RayNode(RayHandle):
     async def routers_heard(self) -> list[str]:
         return list(await answer((await self.actor()).routers_heard.remote()))
 
+    async def reset_cache(self, timeout_s: float) -> bool:
+        return bool(await answer((await self.actor()).reset_cache.remote(timeout_s)))
+
     async def change_role(self, config: NodeConfig) -> NodeInfo:
         changed = (await self.actor()).change_role.remote(msgspec.msgpack.encode(config))
         return msgspec.msgpack.decode(await answer(changed), type=NodeInfo)
@@ -214,9 +217,13 @@ class RayRouter(RayHandle):
         self._serves = True
         return info
 
-    async def set_members(self, members: list[NodeInfo]) -> RouterQueue:
-        load = await answer((await self.actor()).set_members.remote(msgspec.msgpack.encode(members)))
+    async def set_members(self, members: list[NodeInfo], paused: Sequence[str]) -> RouterQueue:
+        actor = await self.actor()
+        load = await answer(actor.set_members.remote(msgspec.msgpack.encode(members), list(paused)))
         return msgspec.msgpack.decode(load, type=RouterQueue)
+
+    async def forget_prefixes(self, node_ids: Sequence[str]) -> None:
+        await answer((await self.actor()).forget_prefixes.remote(list(node_ids)))
 
     async def nodes_heard(self) -> list[NodeSighting]:
         heard = await answer((await self.actor()).nodes_heard.remote())

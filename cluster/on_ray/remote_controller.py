@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 FOLLOW_S = 10.0
 _ANSWER_S = 30.0  # a controller that Ray is just starting again answers in less
+_RESET_S = 60.0  # a node does it between two steps
 _ASK_AGAIN_S = 0.2
 _LONGER_THAN_ASKED_S = 15.0
 _LATEST = RayStateStore("deployment")  # the id of the one that runs on this cluster, or ran last
@@ -203,6 +204,17 @@ class RemoteController:
                 f"evacuate {address}",
                 lambda actor: actor.evacuate.remote(address, timeout_s),
             )
+        )
+
+    async def pause(self, names: list[str]) -> list[str]:
+        return list(await self._ask(_ANSWER_S, "decide", lambda actor: actor.pause.remote(names)))
+
+    async def resume(self, names: list[str]) -> list[str]:
+        return list(await self._ask(_ANSWER_S, "decide", lambda actor: actor.resume.remote(names)))
+
+    async def reset_cache(self, names: list[str]) -> list[str]:
+        return list(
+            await self._ask(_RESET_S, "empty the prefix cache", lambda actor: actor.reset_cache.remote(names))
         )
 
     async def change_role(self, node_id: str, role: Role, timeout_s: float) -> None:

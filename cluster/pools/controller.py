@@ -38,6 +38,9 @@ from tandem.wire.nodes import NodeInfo, Role
 logger = logging.getLogger(__name__)
 
 
+_POOLS = tuple(role.value for role in Role)
+
+
 class Controller:
     """`start`, then `failed` for as long as it serves, then `drain` if there is time, then `stop`. Implements
     `cluster.control.Control`. Made inside a running event loop."""
@@ -204,7 +207,9 @@ class Controller:
         return [
             scaled_pool(role, self._config.pools.of(role), self._pools.state, self._fleet)
             for role in Role
-            if self._config.pools.of(role).max is not None and self._pools.state.sizes[role]
+            if self._config.pools.of(role).max is not None
+            and self._pools.state.sizes[role]
+            and not self._pools.state.paused  # what waits then is no load
         ]
 
     async def _scale_by_itself(self, resize: Resize) -> None:
@@ -263,6 +268,54 @@ class Controller:
         left_s = max(0.0, deadline - self._clock.now())
         await asyncio.gather(*(router.drain(left_s) for router in routers))
         return dict(zip(retiring, finished, strict=True))
+
+    async def pause(self, names: list[str]) -> list[str]:
+        async with self._pools.writing:
+            self._check_names(names)
+            return await self._keep_paused({*self._pools.state.paused, *(names or _POOLS)})
+
+    async def resume(self, names: list[str]) -> list[str]:
+        async with self._pools.writing:
+            paused = set(self._pools.state.paused)
+            if names:
+                self._check_names(names)
+            for name in names:
+                record = self._pools.state.find(name)
+                if record is not None and record.role.value in paused - {*names}:
+                    raise ConfigurationError(f"{name} is paused with its pool: resume {record.role.value}")
+            return await self._keep_paused(paused - {*names} if names else set())
+
+    async def _keep_paused(self, names: set[str]) -> list[str]:
+        """Holding `writing`. The autoscaler is told: what it measured meanwhile was no load."""
+        paused = sorted(names)
+        if paused != self._pools.state.paused:
+            await self._pools.keep(msgspec.structs.replace(self._pools.state, paused=paused))
+            await self._fleet.membership.pause(paused)
+            self._autoscaler.changed()
+            self._pools.note(
+                f"paused, as asked: {', '.join(paused)}" if paused else "nothing is paused any more"
+            )
+        return paused
+
+    async def reset_cache(self, names: list[str]) -> list[str]:
+        self._check_names(names)
+        chosen = [
+            node
+            for node in self._fleet.nodes.values()
+            if node.serves and (not names or node.name in names or node.config.role.value in names)
+        ]
+        answers = await asyncio.gather(*(node.reset_cache() for node in chosen))
+        done = sorted(node.name for node, reset in zip(chosen, answers, strict=True) if reset)
+        await asyncio.gather(*(router.forget_prefixes(done) for router in self._fleet.routers.values()))
+        self._pools.note(f"the prefix cache was emptied, as asked: {', '.join(done) or 'of no node'}")
+        if silent := sorted({node.name for node in chosen} - {*done}):
+            raise Unavailable(f"{', '.join(silent)} did not say that the prefix cache is empty: ask again")
+        return done
+
+    def _check_names(self, names: list[str]) -> None:
+        for name in names:
+            if name not in _POOLS:
+                self._known(name)
 
     async def _until_others_write(self, node: NodeRecord, limit_s: float) -> None:
         """The last node that can write answers goes on until another one can, which may be starting for it."""

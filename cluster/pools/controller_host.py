@@ -112,6 +112,9 @@ class _Operated:
         self.scale = control.scale
         self.drain_node = control.drain_node
         self.evacuate = control.evacuate
+        self.pause = control.pause
+        self.resume = control.resume
+        self.reset_cache = control.reset_cache
 
     async def timeouts(self) -> ClusterTimeouts:
         return self._timeouts
@@ -242,6 +245,15 @@ class ControllerHost:
 
     async def evacuate(self, address: str, timeout_s: float) -> dict[str, bool]:
         return await self._control().evacuate(address, timeout_s)
+
+    async def pause(self, names: list[str]) -> list[str]:
+        return await self._control().pause(names)
+
+    async def resume(self, names: list[str]) -> list[str]:
+        return await self._control().resume(names)
+
+    async def reset_cache(self, names: list[str]) -> list[str]:
+        return await self._control().reset_cache(names)
 
     async def change_role(self, node_id: str, role: str) -> None:
         await self._control().change_role(node_id, Role(role))

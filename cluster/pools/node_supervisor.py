@@ -237,6 +237,21 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
         if self.phase is not ProcessPhase.READY:
             raise Unavailable(f"{self.name} did not start as a {config.role.value} node: {self.detail}")
 
+    async def reset_cache(self) -> bool:
+        """False when it does not answer, or not in time."""
+        handle, limit_s = self.handle, self._timeouts.unresponsive_s
+        if handle is None:
+            return False
+        try:
+            return await self._clock.within(
+                limit_s + self._timeouts.silence_s,
+                handle.reset_cache(limit_s),
+                f"emptying {self.name}'s cache",
+            )
+        except TandemError as error:
+            logger.warning("%s", error)
+            return False
+
     async def _withdraw(self, info: NodeInfo | None) -> None:
         if info is not None:
             await self._around.membership.withdraw(info)

@@ -85,6 +85,7 @@ class Reconciler:
             await self._fix_the_model()
             if kept is None:
                 return
+            await self.fleet.membership.pause(self.state.paused)
             for name, router in self.state.routers.items():
                 await self.fleet.membership.announce_router(name, router)
             machines = {host.name: host for host in await self._machines_of(self.state)}

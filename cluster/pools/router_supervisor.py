@@ -66,7 +66,7 @@ class RouterSupervisor(ProcessSupervisor[RouterHandle, RouterInfo]):
             try:
                 self.load = await self._clock.within(
                     timeouts.silence_s,
-                    handle.set_members(membership.members),
+                    handle.set_members(membership.members, membership.paused),
                     f"telling {self.name} its nodes",
                 )
             except TandemError as error:
@@ -99,6 +99,17 @@ class RouterSupervisor(ProcessSupervisor[RouterHandle, RouterInfo]):
 
     def runs_on(self, hosts: Sequence[Host]) -> bool:
         return any(host.head if self.host is None else host.name == self.host.name for host in hosts)
+
+    async def forget_prefixes(self, node_ids: Sequence[str]) -> None:
+        """One that does not answer sends some prompts where their beginnings were, and learns better."""
+        if self.phase is not ProcessPhase.READY or self.handle is None:
+            return
+        try:
+            await self._clock.within(
+                self._timeouts.silence_s, self.handle.forget_prefixes(node_ids), f"telling {self.name}"
+            )
+        except TandemError as error:
+            logger.warning("%s", error)
 
     async def drain(self, limit_s: float) -> bool:
         """It takes nothing new. True when everything that it had was finished."""

@@ -62,6 +62,7 @@ class ClusterState(msgspec.Struct, frozen=True):
     commit: str = ""  # of a model from the hub: what its name stood for when the cluster started
     content: str = ""  # the model's, as the first node announced it: no node with another one joins
     evacuated: list[str] = []  # machines that are about to go, by name: nothing is placed there
+    paused: list[str] = []  # pools and nodes that get no new requests, by name
     routers: dict[str, RouterInfo] = {}  # as they last announced themselves, by name
 
     def find(self, node_id: str) -> NodeRecord | None:
@@ -95,7 +96,11 @@ class ClusterState(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(state, next_index=self.next_index | {role: index + 1})
 
     def without(self, node_id: str) -> ClusterState:
-        return msgspec.structs.replace(self, nodes=[node for node in self.nodes if node.node_id != node_id])
+        return msgspec.structs.replace(
+            self,
+            nodes=[node for node in self.nodes if node.node_id != node_id],
+            paused=[name for name in self.paused if name != node_id],
+        )
 
     def evacuating(self, hosts: Collection[str], present: Collection[str]) -> ClusterState:
         """The nodes on these machines go, and their pools keep their sizes. Machines that are no longer there are forgotten."""
@@ -142,6 +147,7 @@ class Membership:
         self._members: dict[str, NodeInfo] = {}
         self._routers: dict[str, RouterInfo] = {}
         self._changed = asyncio.Condition()
+        self.paused: list[str] = []  # pools and nodes that get no new requests, by name
         self.revision = 0
 
     @property
@@ -154,6 +160,11 @@ class Membership:
         nodes = [info.request_endpoint for info in self._members.values()]
         routers = [info.inbox_endpoint for info in self._routers.values()]
         return sorted(map(key_of, nodes + routers))
+
+    async def pause(self, names: list[str]) -> None:
+        if self.paused != names:
+            self.paused = names
+            await self._publish()
 
     async def announce_router(self, name: str, info: RouterInfo) -> None:
         if self._routers.get(name) != info:

@@ -41,6 +41,9 @@ class UnseenNode:
     async def drain(self, timeout_s: float) -> bool:
         return await (await self._node()).drain(timeout_s)
 
+    async def reset_cache(self, timeout_s: float) -> bool:
+        return await (await self._node()).reset_cache(timeout_s)
+
     async def change_role(self, config: NodeConfig) -> NodeInfo:
         return await (await self._node()).change_role(config)
 

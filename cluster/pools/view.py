@@ -37,6 +37,7 @@ def cluster_view(
         ],
         decisions=decisions,
         failure=failure,
+        paused=state.paused,
     )
 
 

@@ -232,8 +232,8 @@ class KVCacheManager:
         fresh, self._fresh = self._fresh, []
         return fresh
 
-    def reset_prefix_cache(self) -> bool:
-        return self.pool.reset()
+    def reset_prefix_cache(self) -> None:
+        self.pool.reset()
 
     def check_integrity(self, owners: dict[str, Request]) -> None:
         """`owners` are the requests that should have blocks. Besides the pool's own invariants: no other

@@ -154,16 +154,13 @@ class BlockPool:
         """Blocks in the prefix cache, in use or free."""
         return len(self.hashes)
 
-    def reset(self) -> bool:
-        """Empties the prefix cache, if no block is in use. Called when cached content is no longer valid."""
-        if self.num_free != self.num_usable:
-            return False
+    def reset(self) -> None:
+        """Empties the prefix cache. Blocks in use stay in their tables, and are found by no other request."""
         self.hashes.clear()
         for cached in self._cached:
             cached.clear()
         if self.events is not None:
             self.events.cleared()
-        return True
 
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
         """`tables` are all there are. Each block is in exactly one place: null, free, in quarantine, or in as many

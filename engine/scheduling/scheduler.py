@@ -327,13 +327,12 @@ class Scheduler:
         self._state.pause = pause
         self._state.settled = False
 
-    def reset_prefix_cache(self) -> bool:
-        """Forgets all cached KV, as after new weights; False, and nothing done, while any block is in use."""
-        if not self._state.cache.reset_prefix_cache():
-            return False
+    def reset_prefix_cache(self) -> None:
+        """No request that comes from now on begins from KV that is cached now, in any tier. What runs keeps its blocks."""
+        self._state.cache.reset_prefix_cache()
+        self._state.settled = False
         if self._state.connector is not None:
             self._state.connector.reset_cache()
-        return True
 
     def tell_cache_events(self) -> None:
         """From now on what is cached is noted, to be taken. To be called before the first request."""

@@ -115,8 +115,10 @@ class Admission:
         metrics: RouterMetrics,
         on_release: Callable[[], None],
         has_room: Callable[[int, int], bool] = lambda tokens, promised: True,
+        is_paused: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`has_room`: whether a node has the blocks for a sequence of so many tokens, beside so many that were promised."""
+        """`has_room`: whether a node has the blocks for a sequence of so many tokens, beside so many that were promised. `is_paused`:
+        an operator holds all of them back; then there is no place."""
         self._capacity = capacity
         self._max_queued = max_queued
         self._timeout_s = timeout_s
@@ -124,6 +126,7 @@ class Admission:
         self._metrics = metrics
         self._on_release = on_release
         self._has_room = has_room
+        self._is_paused = is_paused
         self._queues: OrderedDict[str, deque[Slots]] = OrderedDict()  # in the order of their turns
         self._between_ends = Average()
         self._last_end: float | None = None
@@ -161,7 +164,8 @@ class Admission:
         except TimeoutError:
             slots.release_all()
             self._metrics.deadlines.labels(phase="queue").inc()
-            why = f"no node had room for the request within {timeout:.0f} s"
+            what = "requests are paused" if self._is_paused() else "no node had room for the request"
+            why = f"{what}, and it waited for {timeout:.0f} s"
             if self._timeout_s < deadline - began:
                 raise QueueFull(why, self.retry_after_s()) from None
             raise DeadlineExceeded(why) from None

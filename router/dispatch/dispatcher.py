@@ -70,6 +70,7 @@ class Dispatcher:
             metrics,
             self._tell_if_idle,
             self._placement.has_room,
+            lambda: pool.is_paused,
         )
         # Vectors wait for other nodes than answers do, so in a line of their own: neither keeps the other waiting.
         self.vectors = Admission(
@@ -80,13 +81,18 @@ class Dispatcher:
             metrics,
             self._tell_if_idle,
             self._placement.has_room_for_vector,
+            lambda: pool.is_paused,
         )
 
     def _capacity(self) -> int:
-        return self._pool.decode_count * self.config.limits.inflight_per_node
+        return 0 if self._pool.is_paused else self._pool.decode_count * self.config.limits.inflight_per_node
 
     def _vector_capacity(self) -> int:
-        return len(self._pool.snapshot().prompt_readers) * self.config.limits.inflight_per_node
+        return (
+            0
+            if self._pool.is_paused
+            else len(self._pool.snapshot().prompt_readers) * self.config.limits.inflight_per_node
+        )
 
     @property
     def queued(self) -> int:
@@ -195,6 +201,9 @@ class Dispatcher:
     def _tell_if_idle(self) -> None:
         if self._idle is not None and self.held == 0 and self.queued == 0:
             self._idle.set()
+
+    def forget_prompts(self, node_id: str) -> None:
+        self._placement.forget_prompts(node_id)
 
     def fail_all(self, error: TandemError) -> None:
         """This router ends. Nodes go on with the answers that they keep."""

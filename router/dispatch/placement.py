@@ -235,5 +235,8 @@ class Placement(Generic[L]):
     def on_cache_news(self, news: CacheNews) -> bool:
         return self._chooser.on_cache_news(news)
 
+    def forget_prompts(self, node_id: str) -> None:
+        self._chooser.forget_prompts(node_id)
+
     def forget_prefixes(self, node: NodeInfo) -> None:
         self._chooser.forget(node.node_id)

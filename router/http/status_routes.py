@@ -111,6 +111,7 @@ async def cluster(services: Services, exchange: HttpExchange) -> None:
                 "policy": services.config.policy,
                 "local_prefill": services.config.local_prefill,
                 "draining": services.draining,
+                "paused": sorted(services.pool.paused),
                 "running": services.dispatcher.running,
                 "queued": admission.queued,
                 "queue_limit": services.config.limits.queued,

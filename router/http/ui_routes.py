@@ -55,6 +55,7 @@ async def state(services: Services, exchange: HttpExchange) -> None:
                 policy=config.policy.value,
                 unhealthy=services.why_unhealthy(),
                 draining=services.draining,
+                paused=sorted(services.pool.paused),
                 running=dispatcher.running,
                 queued=admission.queued,
                 queue_limit=config.limits.queued,

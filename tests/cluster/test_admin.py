@@ -58,6 +58,18 @@ class FakeCluster:
     async def change_role(self, node_id: str, role: Role, timeout_s: float) -> None:
         self._note("role", node_id, role, timeout_s)
 
+    async def pause(self, names: list[str]) -> list[str]:
+        self._note("pause", names)
+        return names
+
+    async def resume(self, names: list[str]) -> list[str]:
+        self._note("resume", names)
+        return []
+
+    async def reset_cache(self, names: list[str]) -> list[str]:
+        self._note("reset", names)
+        return ["decode-0"]
+
 
 @pytest.fixture
 def cluster() -> FakeCluster:
@@ -82,11 +94,17 @@ def test_every_action_does_what_it_says(cluster: FakeCluster) -> None:
         "node": "decode-0",
         "role": "prefill",
     }
+    assert acted(cluster, "pause", {"names": ["decode"]}) == {"paused": ["decode"]}
+    assert acted(cluster, "resume") == {"paused": []}
+    assert acted(cluster, "reset_prefix_cache", {}) == {"reset": ["decode-0"]}
     assert cluster.asked == [
         ("scale", {Role.DECODE: 2}),
         ("drain", "decode-0", 60.0),
         ("evacuate", "10.0.0.2", 9.0),
         ("role", "decode-0", Role.PREFILL, 60.0 + 3 * 7.0),
+        ("pause", ["decode"]),
+        ("resume", []),
+        ("reset", []),
     ]
 
 
@@ -112,7 +130,7 @@ def test_what_cannot_be_meant_is_a_mistake_of_the_request(
 
 
 def test_an_action_that_there_is_not(cluster: FakeCluster) -> None:
-    with pytest.raises(UnknownAction, match="one of view, timeouts, scale, drain, evacuate, role"):
+    with pytest.raises(UnknownAction, match="one of view, timeouts, scale, drain, evacuate, role, pause"):
         acted(cluster, "down")
 
 
@@ -145,13 +163,24 @@ def test_commands_do_the_same_through_a_router(cluster: FakeCluster) -> None:
         assert await drain_nodes(control, ["10.0.0.2"], 5.0, lambda line: None) == {"decode-0": False}
         assert await control.evacuate("10.0.0.2", 5.0) == {"decode-0": True}
         await change_role_of(control, "decode-0", Role.PREFILL, lambda line: None)
+        assert await control.pause(["decode"]) == ["decode"]
+        assert await control.resume([]) == []
+        assert await control.reset_cache([]) == ["decode-0"]
         cluster.error = ConfigurationError("pools.decode.max is 1")
         with pytest.raises(RequestError, match=r"pools\.decode\.max is 1"):
             await control.scale({Role.DECODE: 3})
         control.close()
 
     asyncio.run(work())
-    assert [what[0] for what in cluster.asked] == ["scale", "drain", "evacuate", "role"]
+    assert [what[0] for what in cluster.asked] == [
+        "scale",
+        "drain",
+        "evacuate",
+        "role",
+        "pause",
+        "resume",
+        "reset",
+    ]
 
 
 def test_a_command_takes_one_way_to_the_cluster(

@@ -191,6 +191,16 @@ def test_a_deadline_ends_a_request_with_a_typed_error(node: Node) -> None:
     assert chunk.error.code == "deadline_exceeded"
 
 
+def test_an_emptied_cache_serves_no_later_request(node: Node) -> None:
+    node.submit("a", prompt=200)
+    node.outgoing.until_finished("a")
+    node.submit("b", prompt=200)
+    assert node.outgoing.until_finished("b")[0].cached_tokens > 0
+    assert node.service.reset_cache(PATIENCE_S)
+    node.submit("c", prompt=200)
+    assert node.outgoing.until_finished("c")[0].cached_tokens == 0
+
+
 def test_a_failed_step_answers_everybody_and_marks_the_node(node: Node) -> None:
     node.runner.error = RuntimeError("boom")
     node.service.receive(Ping(reply_to=ROUTER))

@@ -245,3 +245,28 @@ def test_the_time_to_the_first_token_begins_with_the_request(start_router: Start
     waited = router.metric("tandem_request_queue_time_seconds_sum")
     assert waited > 0
     assert router.metric("tandem_time_to_first_token_seconds_sum") - before >= waited
+
+
+def test_while_everything_is_paused_new_requests_wait_and_running_ones_end(start_router: StartRouter) -> None:
+    router = start_router(prefill=0)
+    infos = [node.info for node in router.nodes.values()]
+    with occupy(router) as running, ThreadPoolExecutor(1) as pool:
+        router.look(lambda: router.server.set_members(infos, ["decode"]))
+        waiting = pool.submit(router.complete, max_tokens=2)
+        router.wait_for(lambda: router.server.services.dispatcher.admission.queued == 1, "it waits")
+        router.nodes["d0"].resume()
+        assert running.rest(), "it goes on to its end"
+        assert router.client.get("/cluster").json()["router"]["paused"] == ["decode"]
+        assert router.client.get("/health").status_code == 200
+        router.look(lambda: router.server.set_members(infos, []))
+        assert waiting.result(10).status_code == 200
+
+
+def test_a_pause_that_lasts_is_told_with_the_time_to_come_back(start_router: StartRouter) -> None:
+    router = start_router(prefill=0, timeouts=Timeouts(queue=0.2))
+    infos = [node.info for node in router.nodes.values()]
+    router.look(lambda: router.server.set_members(infos, ["prefill", "decode", "aggregated"]))
+    refused = router.complete(max_tokens=2)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
+    assert "requests are paused" in refused.json()["error"]["message"]
+    assert int(refused.headers["retry-after"]) >= 1

@@ -369,3 +369,22 @@ def test_what_is_kept_between_two_looks_is_what_a_fresh_look_would_find(
             assert view.pending_requests == len(pending)
             assert view.pending_tokens == sum(tokens for _, tokens, _ in pending)
             assert view.pending_blocks == sum(blocks for _, _, blocks in pending)
+
+
+def test_a_paused_node_gets_nothing_new_while_another_is_there(world: World) -> None:
+    nodes = [info("p0", role=Role.PREFILL), info("d0"), info("d1")]
+    world.pool.set_members(nodes)
+    for node in nodes:
+        world.say(node)
+    world.pool.set_paused(["d0", "prefill"])
+    assert (world.in_view, world.pool.is_paused) == ({"d1"}, False)
+    assert world.lost == [], "its requests go on"
+    world.pool.set_paused(["decode"])
+    assert world.pool.is_paused
+    assert world.in_view == {"p0", "d0", "d1"}, "requests that move find them; the line holds new ones back"
+    late = info("x0", role=Role.AGGREGATED)
+    world.pool.set_members([*nodes, late])
+    world.say(late)
+    assert (world.in_view, world.pool.is_paused) == ({"p0", "x0"}, False)
+    world.pool.set_paused([])
+    assert world.in_view == {"p0", "d0", "d1", "x0"}

@@ -8,7 +8,7 @@ import hashlib
 import heapq
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -179,6 +179,7 @@ class FakeNode(FakeProcess):
         self.state = NodeState.READY
         self.step_age_s = 0.0
         self.free_blocks = 90
+        self.resets = 0
         self.heard: list[str] = []  # where routers listen
         self.silent_s: float | None = None  # to routers; None: as to the controller
         self.admitted: list[list[str]] = []  # keys, each time that it was told
@@ -200,6 +201,11 @@ class FakeNode(FakeProcess):
     async def drain(self, timeout_s: float) -> bool:
         self.state = NodeState.DRAINING
         return await super().drain(timeout_s)
+
+    async def reset_cache(self, timeout_s: float) -> bool:
+        await self._answer()
+        self.resets += 1
+        return True
 
     async def change_role(self, config: NodeConfig) -> NodeInfo:
         await self._answer()
@@ -247,6 +253,8 @@ class FakeRouter(FakeProcess):
         self.serves = False  # at its URL
         self.load = RouterQueue()
         self.memberships: list[list[NodeInfo]] = []
+        self.paused: list[str] = []
+        self.forgot: list[list[str]] = []  # nodes that had emptied their caches
         self.on_members: Callable[[], None] = lambda: None
 
     async def start(self, report: Report) -> RouterInfo:
@@ -255,11 +263,16 @@ class FakeRouter(FakeProcess):
             f"http://{self.config.host}:{self.config.port}", endpoint_of(self.name, self.incarnation)
         )
 
-    async def set_members(self, members: list[NodeInfo]) -> RouterQueue:
+    async def set_members(self, members: list[NodeInfo], paused: Sequence[str]) -> RouterQueue:
         await self._answer()
         self.memberships.append(members)
+        self.paused = list(paused)
         self.on_members()
         return self.load
+
+    async def forget_prefixes(self, node_ids: Sequence[str]) -> None:
+        await self._answer()
+        self.forgot.append(list(node_ids))
 
     async def nodes_heard(self) -> list[NodeSighting]:
         await self._answer()

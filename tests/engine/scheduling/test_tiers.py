@@ -199,7 +199,7 @@ PROMPT = list(range(100, 100 + 6 * BLOCK + 1))
 
 def push_out(world: TierWorld) -> None:
     """Empties the device's prefix cache."""
-    assert world.scheduler._state.cache.reset_prefix_cache()
+    world.scheduler._state.cache.reset_prefix_cache()
 
 
 @pytest.mark.parametrize("ahead", [False, True])

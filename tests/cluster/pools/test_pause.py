@@ -1,0 +1,84 @@
+"""Pools and nodes that get no new requests for a while, and prefix caches that are emptied."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tandem.cluster.config import AutoscalingConfig, PoolConfig, TandemConfig
+from tandem.router.config import RouterConfig
+from tandem.wire.errors import ConfigurationError, Unavailable
+from tandem.wire.nodes import Role, RouterQueue
+from tests.cluster.pools.helpers import TIMEOUTS, Rig, in_loop, settle
+from tests.cluster.pools.pools_rig import PD, pool_of, pools
+
+
+@in_loop
+async def test_routers_are_told_what_is_paused_and_the_next_controller_knows_it() -> None:
+    async with Rig(*PD) as rig:
+        await rig.controller.start()
+        assert await rig.controller.pause(["decode-0"]) == ["decode-0"]
+        await settle()
+        assert rig.launcher.router.paused == ["decode-0"]
+        assert (await rig.controller.view()).paused == ["decode-0"]
+        await rig.kill_controller()
+        await rig.controller.start()
+        assert rig.launcher.router.paused == ["decode-0"]
+        assert await rig.controller.pause([]) == ["aggregated", "decode", "decode-0", "prefill"]
+        assert await rig.controller.resume([]) == []
+        await settle()
+        assert rig.launcher.router.paused == []
+        assert rig.routed == {"prefill-0", "decode-0"}, "a paused node stays a member"
+
+
+@in_loop
+async def test_a_node_is_resumed_as_it_was_paused() -> None:
+    async with Rig(*PD) as rig:
+        await rig.controller.start()
+        await rig.controller.pause(["decode"])
+        with pytest.raises(ConfigurationError, match="paused with its pool: resume decode"):
+            await rig.controller.resume(["decode-0"])
+        with pytest.raises(ConfigurationError, match="no node decode-7"):
+            await rig.controller.pause(["decode-7"])
+        assert await rig.controller.resume(["decode"]) == []
+
+
+@in_loop
+async def test_what_waits_for_the_end_of_a_pause_makes_no_pool_grow() -> None:
+    config = TandemConfig(
+        router=RouterConfig(tokenizer_path="model", model_name="fake"),
+        autoscaling=AutoscalingConfig(grow_after_s=3.0, settle_s=1.0),
+    )
+    limits = pools(1, PoolConfig(nodes=1, min=1, max=3))
+    async with Rig(pools=limits, config=config) as rig:
+        await rig.controller.start()
+        rig.launcher.router.load = RouterQueue(9, 60.0)
+        await rig.controller.pause([])
+        await rig.clock.advance(60.0)
+        assert (await pool_of(rig, Role.DECODE)).wanted == 1
+        await rig.controller.resume([])
+        await rig.clock.advance(30.0)
+        assert (await pool_of(rig, Role.DECODE)).wanted > 1
+
+
+@in_loop
+async def test_caches_are_emptied_and_routers_forget_what_was_there() -> None:
+    async with Rig(*PD) as rig:
+        await rig.controller.start()
+        assert await rig.controller.reset_cache([]) == ["decode-0", "prefill-0"]
+        assert await rig.controller.reset_cache(["prefill"]) == ["prefill-0"]
+        assert [rig.launcher.node(name).resets for name in ("prefill-0", "decode-0")] == [2, 1]
+        assert rig.launcher.router.forgot == [["decode-0", "prefill-0"], ["prefill-0"]]
+
+
+@in_loop
+async def test_a_node_that_does_not_say_that_it_is_empty_is_named() -> None:
+    async with Rig(*PD) as rig:
+        await rig.controller.start()
+        rig.launcher.node("decode-0").mute.set()
+        waiting = asyncio.create_task(rig.controller.reset_cache([]))
+        await rig.clock.advance(TIMEOUTS.unresponsive_s + TIMEOUTS.silence_s)
+        with pytest.raises(Unavailable, match="decode-0 did not say"):
+            await waiting
+        assert rig.launcher.router.forgot == [["prefill-0"]]
