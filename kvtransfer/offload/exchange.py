@@ -17,9 +17,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from tandem.kvtransfer.base import KVCacheMemory
-from tandem.kvtransfer.protocol.channel import SideChannel
+from tandem.kvtransfer.channel import SideChannel
+from tandem.kvtransfer.protocol.endpoint import POLL_MAX_S, POLL_MIN_S
 from tandem.kvtransfer.protocol.identity import Clock, Identity, PeerKey
-from tandem.kvtransfer.protocol.loop import POLL_MAX_S, POLL_MIN_S
 from tandem.kvtransfer.protocol.transport import HandleId, Move, Operation, RemoteId, Transport
 from tandem.wire.errors import InternalError, TransferError
 from tandem.wire.handoff import CacheMemory, Envelope

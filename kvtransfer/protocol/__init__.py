@@ -1,7 +1,7 @@
 """One KV transfer as both nodes see it, whatever moves the bytes.
 
 State machines without threads, sockets or clocks of their own: messages and commands go in, messages and
-outcomes come out, a `Transport` moves bytes. `loop` gives them their one thread, two halves make a connector of
+outcomes come out, a `Transport` moves bytes. `ProtocolLoop` gives them their one thread, two halves make a connector of
 them; a test drives them with a clock and a network that it made up.
 
 What both sides know:
@@ -15,30 +15,27 @@ What both sides know:
     pace        how fast a link moves and a node computes, and whether a transfer is worth its wait
     statistics  how transfers ended, and what they moved
     side        what both sides of one node have in common, and what is said to a message that cannot be acted on
+    links       the nodes on the other side, as each side knows them: handshake, stamps, silence; how a consumer registers its
+                blocks and renews its leases
 
 The producer, which has computed a prompt:
 
-    producer        what it is told, by its engine and by consumers
-    consumer_links  the consumers that it knows
-    registrations   what consumers ask of it before anything moves, and what its leases are counted from
-    outgoing        which transfers it knows, and their life from the plan to the end; here its blocks become free
-    sending         one transfer: which blocks are due, in flight, arrived for good
-    pushing         push: one transfer's writes, all transfers that move, how far forward passes have brought them, connections
-                    that break
+    producer    what it is told, by its engine and by consumers: here a destination is registered or refused
+    outgoing    which transfers it knows, and their life from the plan to the end; here its blocks become free
+    sending     one transfer: which blocks are due, in flight, arrived for good
+    pushing     push: one transfer's writes, all transfers that move, how far forward passes have brought them, connections
+                that break
 
 The consumer, which decodes:
 
-    consumer        what it is told, by its engine and by producers; here a handoff is accepted or refused
-    producer_links  the producers that it knows: handshake, stamps, silence; registrations and leases
-    incoming        the life of its transfers, until they are handed over or have failed; those that it will not take; when
-                    nothing can write any more to the blocks of one that failed
-    receiving       one transfer
-    pulling         pull: one transfer's reads, all transfers that are read, and connections that break
+    consumer    what it is told, by its engine and by producers; here a handoff is accepted or refused
+    incoming    the life of its transfers, until they are handed over or have failed; those that it will not take; when
+                nothing can write any more to the blocks of one that failed
+    receiving   one transfer
+    pulling     pull: one transfer's reads, all transfers that are read, and connections that break
 
 Around both:
 
-    endpoint    producer and consumer of one node at one address
-    loop        the thread that runs an endpoint
-    channel     the sockets between endpoints
+    endpoint    producer and consumer of one node at one address, and the thread that runs them
     scheduler_half, worker_half   the two halves of a connector
 """

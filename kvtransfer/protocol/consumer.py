@@ -15,8 +15,8 @@ from tandem.kvtransfer.protocol.incoming import (
     Quarantine,
     Verifier,
 )
+from tandem.kvtransfer.protocol.links import ProducerLink, ProducerLinks, Registrar
 from tandem.kvtransfer.protocol.pace import LinkPace, Patience
-from tandem.kvtransfer.protocol.producer_links import ProducerLink, ProducerLinks, Registrar
 from tandem.kvtransfer.protocol.pulling import PullLoop
 from tandem.kvtransfer.protocol.receiving import IncomingTransfer, ReceivePhase
 from tandem.kvtransfer.protocol.side import Answers, NodeSide

@@ -23,7 +23,7 @@ from tandem.kvtransfer.base import Handoff, LoadFailure
 from tandem.kvtransfer.protocol.checksums import unpack
 from tandem.kvtransfer.protocol.commands import BeginReceive
 from tandem.kvtransfer.protocol.identity import BoundedMemory, Clock, Identity, PeerKey
-from tandem.kvtransfer.protocol.producer_links import ProducerLinks
+from tandem.kvtransfer.protocol.links import ProducerLinks
 from tandem.kvtransfer.protocol.receiving import IncomingTransfer, ReceivePhase
 from tandem.kvtransfer.protocol.settings import ProtocolSettings
 from tandem.kvtransfer.protocol.side import NodeSide

@@ -8,16 +8,25 @@ from collections.abc import Callable
 
 from tandem.kvtransfer.protocol import commands
 from tandem.kvtransfer.protocol.commands import count_blocks
-from tandem.kvtransfer.protocol.consumer_links import ConsumerLink, ConsumerLinks
 from tandem.kvtransfer.protocol.identity import PeerKey, key_of
+from tandem.kvtransfer.protocol.links import ConsumerLink, ConsumerLinks, LeaseStamps
 from tandem.kvtransfer.protocol.outgoing import Ledger, OutgoingTransfers
 from tandem.kvtransfer.protocol.pushing import Progress, PushLoop, Writer
-from tandem.kvtransfer.protocol.registrations import Registrations
-from tandem.kvtransfer.protocol.sending import OutgoingTransfer, SendPhase
+from tandem.kvtransfer.protocol.sending import DestinationBlocks, OutgoingTransfer, SendPhase
 from tandem.kvtransfer.protocol.side import Answers, NodeSide, TransferEnd
 from tandem.kvtransfer.protocol.statistics import Outcome
 from tandem.kvtransfer.protocol.transport import Activity, Direction
-from tandem.wire.handoff import CancelTransfer, HandoffAccepted, RefusalCode
+from tandem.wire.handoff import (
+    CancelTransfer,
+    DestinationRegistered,
+    HandoffAccepted,
+    Hello,
+    LeaseRenewed,
+    RefusalCode,
+    RegisterDestination,
+    RenewLease,
+    Welcome,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -60,17 +69,8 @@ class Producer:
             has_windows=geometry.has_windows,
             advanced=self._pushing.watch,
         )
-        self.registrations = Registrations(
-            geometry,
-            self._ledger,
-            self._links,
-            settings,
-            self._answers,
-            clock,
-            side.process,
-            to_write=self._writes,
-            registered=self._pair,
-        )
+        self._stamps = LeaseStamps(settings.lease_s, clock)
+        self._tokens_per_s: float | None = None  # at which our engine computes prompts
 
     @property
     def is_idle(self) -> bool:
@@ -117,7 +117,7 @@ class Producer:
         self._progress.preempted(command)
 
     def computes_at(self, command: commands.ComputesAt) -> None:
-        self.registrations.tokens_per_s = command.tokens_per_s
+        self._tokens_per_s = command.tokens_per_s
 
     def finish(self, command: commands.FinishSend) -> None:
         sending = self._ledger.of_request(command.request_id)
@@ -159,6 +159,131 @@ class Producer:
         self._outgoing.close(sending, Outcome.ABORTED, reason)
 
     # ── messages of consumers ──
+
+    def on_hello(self, message: Hello) -> None:
+        rejection = self._links.welcome(message)
+        if rejection is not None:
+            self._answers.refuse(message.envelope, "", rejection.code, rejection.reason)
+            return
+        self._links.drop_unused(
+            key_of(message.envelope), in_use=lambda link: bool(self._ledger.through(link))
+        )
+        self._answers.say(
+            message.envelope,
+            Welcome(
+                self._answers.back_to(message.envelope),
+                self._side.geometry.fingerprint,
+                self._side.geometry.memory,
+                self._side.process,
+                self._side.settings.lease_s,
+                self._stamps.issue(),
+            ),
+        )
+
+    def on_register(self, message: RegisterDestination) -> None:
+        envelope, transfer_id = message.envelope, message.transfer_id
+        key = key_of(envelope)
+        link = self._links.hear(key)
+        sending = self._ledger.get(transfer_id)
+        ending = self._ledger.ending_of(transfer_id)
+        if link is None:
+            self._answers.refuse(
+                envelope, transfer_id, RefusalCode.HANDSHAKE_REQUIRED, "no handshake with this node"
+            )
+        elif sending is not None and not sending.belongs_to(key):
+            self._answers.refuse(
+                envelope, transfer_id, RefusalCode.FOREIGN, "this transfer is for another node"
+            )
+        elif ending is not None:
+            self._answers.closed(envelope, transfer_id, ending)
+        elif sending is not None and sending.is_over:
+            return  # it answers when nothing is in flight any more
+        elif (problem := self._problem(message, link)) is not None:
+            self._answers.refuse(envelope, transfer_id, RefusalCode.INVALID, problem)
+        elif (lease_until := self._stamps.until(message.stamp)) is None:
+            # Too old to grant a lease: it lay in a queue. The consumer asks again with the fresh stamp.
+            unknown = [transfer_id] if sending is None or sending.destination is None else []
+            self._answers.say(
+                envelope, LeaseRenewed(self._answers.back_to(envelope), self._stamps.issue(), unknown)
+            )
+        elif sending is None and not self._ledger.has_room(sum(map(len, message.block_ids))):
+            self._answers.refuse(
+                envelope, transfer_id, RefusalCode.OVERLOADED, "too many transfers without a request"
+            )
+        else:
+            self._register(sending or self._ledger.open(transfer_id), message, link, lease_until)
+
+    def _problem(self, message: RegisterDestination, link: ConsumerLink) -> str | None:
+        hello = link.hello
+        return self._side.geometry.check_destination(message, hello.fingerprint.block_size, hello.memory)
+
+    def _register(
+        self, sending: OutgoingTransfer, message: RegisterDestination, link: ConsumerLink, lease_until: float
+    ) -> None:
+        known = sending.destination
+        if known is None:
+            destination = DestinationBlocks(
+                link=link,
+                endpoint=message.envelope.reply_to,
+                num_tokens=message.num_tokens,
+                token_hash=message.token_hash,
+                first_block=message.first_block,
+                block_ids=message.block_ids,
+                lease_until=lease_until,
+                registered_at=self._side.clock(),
+                checksum_every=message.checksum_every,
+            )
+            sending.set_destination(destination, to_write=self._writes)
+        elif known.is_same(message):
+            known.lease_until = max(known.lease_until, lease_until)
+        else:
+            self._answers.refuse(
+                message.envelope,
+                sending.transfer_id,
+                RefusalCode.CONFLICT,
+                "registered with other blocks before",
+            )
+            return
+        self._answers.say(
+            message.envelope,
+            DestinationRegistered(
+                self._answers.back_to(message.envelope), self._stamps.issue(), sending.transfer_id
+            ),
+        )
+        self._pair(sending)
+
+    def on_renew(self, message: RenewLease) -> None:
+        key = key_of(message.envelope)
+        if self._links.hear(key) is None:
+            self._answers.refuse(
+                message.envelope, "", RefusalCode.HANDSHAKE_REQUIRED, "no handshake with this node"
+            )
+            return
+        lease_until = self._stamps.until(message.stamp)
+        unknown: list[str] = []
+        waiting = [transfer_id for transfer_id in message.transfer_ids if transfer_id in self._ledger.in_line]
+        for transfer_id in message.transfer_ids:
+            sending = self._ledger.get(transfer_id)
+            destination = sending.destination if sending is not None else None
+            if (
+                sending is None
+                or destination is None
+                or destination.consumer != key
+                or sending.phase is SendPhase.CLOSED
+            ):
+                unknown.append(transfer_id)
+            elif lease_until is not None:
+                destination.lease_until = max(destination.lease_until, lease_until)
+        self._answers.say(
+            message.envelope,
+            LeaseRenewed(
+                self._answers.back_to(message.envelope),
+                self._stamps.issue(),
+                unknown,
+                waiting,
+                self._tokens_per_s,
+            ),
+        )
 
     def on_accepted(self, message: HandoffAccepted) -> None:
         key = key_of(message.envelope)

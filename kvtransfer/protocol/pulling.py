@@ -9,8 +9,8 @@ from collections.abc import Callable
 from tandem.kvtransfer.protocol.cache_map import Mapping
 from tandem.kvtransfer.protocol.identity import Clock, PeerKey
 from tandem.kvtransfer.protocol.incoming import IncomingTransfers
+from tandem.kvtransfer.protocol.links import ProducerLinks
 from tandem.kvtransfer.protocol.pace import LinkMeter, LinkPace
-from tandem.kvtransfer.protocol.producer_links import ProducerLinks
 from tandem.kvtransfer.protocol.receiving import IncomingTransfer, ReceivePhase
 from tandem.kvtransfer.protocol.settings import ProtocolSettings
 from tandem.kvtransfer.protocol.side import NodeSide

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from tandem.kvtransfer.protocol import commands
 from tandem.kvtransfer.protocol.checksums import Checksums
-from tandem.kvtransfer.protocol.consumer_links import ConsumerLink, ConsumerLinks
 from tandem.kvtransfer.protocol.identity import Clock
+from tandem.kvtransfer.protocol.links import ConsumerLink, ConsumerLinks
 from tandem.kvtransfer.protocol.outgoing import Ledger, OutgoingTransfers
 from tandem.kvtransfer.protocol.pace import LinkPace
 from tandem.kvtransfer.protocol.sending import (

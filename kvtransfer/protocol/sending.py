@@ -1,7 +1,7 @@
 """One transfer, producer's side: what is due, what is in flight, what has arrived.
 
 A transfer has two halves that may come in either order: the *destination*, which the consumer registered, and the
-*source*, the blocks of our request. It moves grains (see `mapping`) while both are there and the lease holds: whole
+*source*, the blocks of our request. It moves grains (see `cache_map`) while both are there and the lease holds: whole
 ones once they are computed, or layer by layer while a chunk is being computed (`Layers`).
 """
 
@@ -15,8 +15,8 @@ from tandem.kvtransfer.base import NULL_BLOCK_ID
 from tandem.kvtransfer.protocol.cache_map import GrainPlace, Mapping
 from tandem.kvtransfer.protocol.checksums import Checksums, ChecksumSample, pack
 from tandem.kvtransfer.protocol.commands import BlockTable, PlanSend, count_blocks
-from tandem.kvtransfer.protocol.consumer_links import ConsumerLink
 from tandem.kvtransfer.protocol.identity import PeerKey, key_of
+from tandem.kvtransfer.protocol.links import ConsumerLink
 from tandem.kvtransfer.protocol.statistics import Outcome
 from tandem.kvtransfer.protocol.transport import HandleId
 from tandem.wire.errors import TransferError

@@ -15,8 +15,8 @@ from tandem.kvtransfer.base import (
     TransferStats,
     WorkerConnector,
 )
+from tandem.kvtransfer.channel import SideChannel
 from tandem.kvtransfer.protocol.cache_map import PoolGeometry
-from tandem.kvtransfer.protocol.channel import SideChannel
 from tandem.kvtransfer.protocol.checksums import CacheChecksums
 from tandem.kvtransfer.protocol.commands import (
     ComputedTokens,
@@ -25,9 +25,8 @@ from tandem.kvtransfer.protocol.commands import (
     PreemptedRequests,
     StepCommands,
 )
-from tandem.kvtransfer.protocol.endpoint import Outcomes, TransferEndpoint
+from tandem.kvtransfer.protocol.endpoint import Outcomes, ProtocolLoop, TransferEndpoint
 from tandem.kvtransfer.protocol.identity import Identity, has_ended, this_process
-from tandem.kvtransfer.protocol.loop import ProtocolLoop
 from tandem.kvtransfer.protocol.settings import ProtocolOptions, ProtocolSettings
 from tandem.kvtransfer.protocol.side import NodeSide
 from tandem.kvtransfer.protocol.statistics import Recorder

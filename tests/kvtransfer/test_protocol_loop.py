@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tandem.kvtransfer.protocol.commands import CancelReceive
-from tandem.kvtransfer.protocol.loop import POLL_MAX_S, ProtocolLoop
+from tandem.kvtransfer.protocol.endpoint import POLL_MAX_S, ProtocolLoop
 from tandem.kvtransfer.protocol.settings import ProtocolSettings
 from tandem.kvtransfer.protocol.transport import Activity
 from tandem.wire.handoff import CancelTransfer, Envelope

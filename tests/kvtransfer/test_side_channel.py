@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tandem.kvtransfer.protocol import channel
-from tandem.kvtransfer.protocol.channel import SideChannel
+from tandem.kvtransfer import channel
+from tandem.kvtransfer.channel import SideChannel
 from tandem.wire.handoff import CancelTransfer, Envelope, HandoffMessage
 from tests.waiting import until
 from tests.wire.members import endpoint_at

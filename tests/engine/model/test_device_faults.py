@@ -16,7 +16,7 @@ import torch
 from tandem.engine.core import Engine
 from tandem.engine.request import Request
 from tandem.kvtransfer.base import ConnectorContext, TransferConfig
-from tandem.kvtransfer.protocol.loop import ProtocolLoop
+from tandem.kvtransfer.protocol.endpoint import ProtocolLoop
 from tandem.kvtransfer.registry import find_connector
 from tandem.wire.nodes import PeerAddress
 from tandem.wire.requests import KVTransferParams, TransferRole

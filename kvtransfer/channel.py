@@ -1,4 +1,4 @@
-"""The sockets between endpoints: an Inbox to be reached at, an Outbox to reach others."""
+"""The sockets by which nodes speak to nodes, of transfers and of tiers: an Inbox to be reached at, an Outbox to reach others."""
 
 from __future__ import annotations
 
