@@ -227,11 +227,11 @@ async def test_a_controller_that_comes_back_before_the_control_store_waits_for_i
         store.error = Unavailable("away")  # type: ignore[attr-defined]
         machines, hosts.hosts = hosts.hosts, []
         start = asyncio.create_task(rig.controller.start())
-        await rig.clock.advance(600)
+        await rig.clock.advance(2 * TIMEOUTS.start_s)
         assert not start.done()
         store.error = None  # type: ignore[attr-defined]
         hosts.error = Unavailable("away too")
-        await rig.clock.advance(600)
+        await rig.clock.advance(2 * TIMEOUTS.start_s)
         assert not start.done()
         hosts.error, hosts.hosts = None, machines
         await rig.clock.advance(5)

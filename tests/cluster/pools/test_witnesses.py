@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 import pytest
 
 from tandem.cluster.config import TandemConfig
+from tandem.cluster.launcher import Host
 from tandem.router.config import RouterConfig, RouterPlacement
 from tandem.wire.nodes import NodeSighting, NodeState, Role
-from tests.cluster.pools.helpers import TIMEOUTS, FakeHosts, Rig, in_loop, settle
+from tests.cluster.pools.helpers import TIMEOUTS, FakeHosts, FakeNode, Rig, in_loop, settle
 from tests.cluster.pools.pools_rig import PD, machine, pool_of, pools
 
-TEN_MINUTES = 600.0
+FOR_GOOD = 2 * TIMEOUTS.start_s  # longer than anything is waited for
 LONG_ENOUGH = TIMEOUTS.unresponsive_s + 2 * (TIMEOUTS.silence_s + TIMEOUTS.heartbeat_s)
 
 
@@ -24,7 +28,7 @@ async def test_a_node_that_routers_hear_is_left_as_it_is() -> None:
         node = rig.launcher.node("decode-0")
         node.mute.set()
         node.silent_s = 0.1
-        await rig.clock.advance(TEN_MINUTES)
+        await rig.clock.advance(FOR_GOOD)
         assert not node.stopped
         assert rig.routed == {"prefill-0", "decode-0"}
         said = rig.events.of("trouble", "decode-0")
@@ -63,8 +67,9 @@ async def test_a_node_is_left_alone_while_no_router_can_be_asked() -> None:
         await rig.controller.start()
         for process in rig.launcher.everything:
             process.mute.set()
-        await rig.clock.advance(TEN_MINUTES)
+        await rig.clock.advance(FOR_GOOD)
         assert not any(process.stopped for process in rig.launcher.everything)
+        rig.launcher.router.serves = True  # all along, and the nodes heard it
         for process in rig.launcher.everything:
             process.mute.clear()
         await rig.clock.advance(LONG_ENOUGH)
@@ -83,7 +88,7 @@ async def test_a_router_that_somebody_hears_is_left_as_it_is(heard_by: str) -> N
             router.serves = True
         else:
             node.heard = ["tcp://127.0.0.1:4000"]
-        await rig.clock.advance(TEN_MINUTES)
+        await rig.clock.advance(FOR_GOOD)
         assert not router.stopped
         assert len(rig.events.of("trouble", "router")) == 1
         router.serves, node.heard = False, ["tcp://10.0.0.9:4000"]  # another machine's
@@ -105,7 +110,7 @@ async def test_one_router_vouches_for_a_node_although_another_does_not_hear_it()
         node.mute.set()
         node.silent_s = 0.1
         far.hears = lambda info: NodeSighting(info.node_id, info.epoch, 1e6)
-        await rig.clock.advance(TEN_MINUTES)
+        await rig.clock.advance(FOR_GOOD)
         assert not node.stopped
         for one in near:
             one.mute.set()
@@ -114,55 +119,70 @@ async def test_one_router_vouches_for_a_node_although_another_does_not_hear_it()
         assert node.stopped, "the one that can be asked does not hear it"
 
 
-@pytest.mark.parametrize("sizes", [(1, 2), (None, None)], ids=["sizes", "follows machines"])
-@in_loop
-async def test_a_controller_that_was_killed_meanwhile_leaves_a_machine_that_it_never_saw_as_it_is(
-    sizes: tuple[int | None, int | None],
-) -> None:
+@dataclass
+class CutOff:
+    """Three machines, and the controller does not see one of them any more; routers hear its node."""
+
+    rig: Rig
+    node: FakeNode
+    machine: Host
+    hosts: FakeHosts
+    routed: set[str]  # before
+
+    async def kill_controller_for(self, seconds: float) -> None:
+        """Another one starts at once, and finds the machine as far away as the first did."""
+        await self.rig.kill_controller()
+        start = asyncio.create_task(self.rig.controller.start())
+        await self.rig.clock.advance(seconds)
+        await start
+
+    async def is_seen_again(self) -> None:
+        self.node.mute.clear()
+        self.hosts.join(self.machine)
+        await self.rig.clock.advance(LONG_ENOUGH)
+
+
+@asynccontextmanager
+async def cut_off(sizes: tuple[int | None, int | None]) -> AsyncIterator[CutOff]:
     hosts = FakeHosts(machine("1", prefill=1), machine("2", decode=1), machine("3", decode=1))
     async with Rig(pools=pools(*sizes), hosts=hosts) as rig:
         await rig.controller.start()
         await settle()
         (node,) = [node for node in rig.launcher.running if node.host.name == "2"]
-        before, name = rig.routed, node.info.node_id
+        routed = rig.routed
         node.mute.set()
         node.silent_s = 0.1
-        away = hosts.leave("2")
-        await rig.kill_controller()
-        start = asyncio.create_task(rig.controller.start())
-        await rig.clock.advance(TEN_MINUTES)
-        await start
+        yield CutOff(rig, node, hosts.leave("2"), hosts, routed)
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (None, None)], ids=["sizes", "follows machines"])
+@in_loop
+async def test_a_controller_that_was_killed_meanwhile_leaves_a_machine_that_it_never_saw_as_it_is(
+    sizes: tuple[int | None, int | None],
+) -> None:
+    async with cut_off(sizes) as cut:
+        rig, node = cut.rig, cut.node
+        name = node.info.node_id
+        await cut.kill_controller_for(FOR_GOOD)
         assert not node.stopped
         assert len(rig.launcher.nodes[name]) == 1, "none was started beside it"
-        assert rig.routed == before
-        # It is seen again, and is found as it was.
-        node.mute.clear()
-        hosts.join(away)
-        await rig.clock.advance(LONG_ENOUGH)
+        assert rig.routed == cut.routed
+        await cut.is_seen_again()
         assert not node.stopped
         assert len(rig.launcher.nodes[name]) == 1
-        assert rig.routed == before
+        assert rig.routed == cut.routed
         # Now it ends, as any other.
         node.die()
         await rig.clock.advance(LONG_ENOUGH)
         assert len(rig.launcher.nodes[name]) == 2
-        assert rig.routed == before
+        assert rig.routed == cut.routed
 
 
 @in_loop
 async def test_what_such_a_machine_had_is_given_up_when_routers_no_longer_hear_it() -> None:
-    hosts = FakeHosts(machine("1", prefill=1), machine("2", decode=1), machine("3", decode=1))
-    async with Rig(pools=pools(None, None), hosts=hosts) as rig:
-        await rig.controller.start()
-        await settle()
-        (node,) = [node for node in rig.launcher.running if node.host.name == "2"]
-        node.mute.set()
-        node.silent_s = 0.1
-        hosts.leave("2")
-        await rig.kill_controller()
-        start = asyncio.create_task(rig.controller.start())
-        await rig.clock.advance(LONG_ENOUGH)
-        await start
+    async with cut_off((None, None)) as cut:
+        rig, node = cut.rig, cut.node
+        await cut.kill_controller_for(LONG_ENOUGH)
         before = rig.routed
         assert node.info.node_id in before
         node.silent_s = None
@@ -178,33 +198,23 @@ async def test_a_machine_that_is_not_seen_keeps_what_routers_hear(
     sizes: tuple[int | None, int | None],
 ) -> None:
     """Ray takes a machine for dead whose control network is cut. The tokens of its nodes flow."""
-    hosts = FakeHosts(machine("1", prefill=1), machine("2", decode=1), machine("3", decode=1))
-    async with Rig(pools=pools(*sizes), hosts=hosts) as rig:
-        await rig.controller.start()
-        await settle()
-        (node,) = [node for node in rig.launcher.running if node.host.name == "2"]
-        before = rig.routed
-        node.mute.set()
-        node.silent_s = 0.1
-        away = hosts.leave("2")
-        await rig.clock.advance(TEN_MINUTES)
+    async with cut_off(sizes) as cut:
+        rig, node = cut.rig, cut.node
+        await rig.clock.advance(FOR_GOOD)
         assert not node.stopped
-        assert rig.routed == before
+        assert rig.routed == cut.routed
         view = await rig.controller.view()
         assert [d.text for d in view.decisions if "not seen" in d.text] == [
             "the machine 10.0.0.2 is not seen, but what runs there is heard: it is left as it is"
         ], "once"
-        # It is seen again, and is as it was.
-        node.mute.clear()
-        hosts.join(away)
-        await rig.clock.advance(LONG_ENOUGH)
+        await cut.is_seen_again()
         assert not node.stopped
-        assert rig.routed == before
+        assert rig.routed == cut.routed
         # Now it is gone for all.
         rig.lose_machine("2")
         node.silent_s = None
         await settle()
-        assert rig.routed == before - {node.info.node_id}
+        assert rig.routed == cut.routed - {node.info.node_id}
         assert any("its machine 10.0.0.2 is gone" in d.text for d in (await rig.controller.view()).decisions)
 
 
@@ -227,13 +237,13 @@ async def test_nothing_is_placed_on_a_machine_that_is_not_seen() -> None:
 
 @in_loop
 async def test_a_controller_that_stood_still_holds_nobody_responsible_for_it() -> None:
-    """Stopped for ten minutes in the middle of its questions. When it goes on, every deadline has passed at once."""
+    """Stopped for minutes in the middle of its questions. When it goes on, every deadline has passed at once."""
     async with Rig(*PD) as rig:
         await rig.controller.start()
         for process in rig.launcher.everything:
             process.mute.set()  # an answer is under way
         await settle()
-        rig.clock.stand_still(TEN_MINUTES)
+        rig.clock.stand_still(FOR_GOOD)
         await rig.clock.advance(0.1)
         for process in rig.launcher.everything:
             process.mute.clear()
