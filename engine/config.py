@@ -136,6 +136,12 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = "auto"
     prefix_caching: Annotated[bool, about("blocks of earlier prompts are found again")] = True
+    checkpoint_tokens: Annotated[
+        NotNegative,
+        about(
+            "with recurrent states: a prompt's states are kept for later prompts where that saves them at least so many tokens; 0: never"
+        ),
+    ] = 256
     hash_algorithm: Annotated[
         HashAlgorithm,
         about(

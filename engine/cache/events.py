@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from tandem.engine.cache.hashing import ExtraKey, HashedContent, extra_keys
 from tandem.wire.kv_events import DEVICE_MEDIUM, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
@@ -11,7 +11,9 @@ from tandem.wire.kv_events import DEVICE_MEDIUM, AllBlocksCleared, BlockRemoved,
 class CacheEvents:
     """What a pool begins to cache and what it drops. With several copies of a block it tells of the first, and of the last one's end."""
 
-    def __init__(self, num_groups: int) -> None:
+    def __init__(self, num_groups: int, untold: Collection[int] = ()) -> None:
+        """`untold`: groups of recurrent states. Their checkpoints are few, and are where blocks of tokens are, which are told of."""
+        self._untold = frozenset(untold)
         self._events: list[KVEvent] = []
         self._removed: list[bytes] | None = None  # of the last event, while removals follow one another
         self._removed_group = 0
@@ -46,6 +48,8 @@ class CacheEvents:
         )
 
     def removed(self, group: int, block_hash: bytes) -> None:
+        if group in self._untold:
+            return
         if self._removed is None or self._removed_group != group:
             hashes: list[bytes] = []
             self._add(BlockRemoved(hashes, DEVICE_MEDIUM, group if self._names_groups else None))

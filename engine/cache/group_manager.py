@@ -52,6 +52,10 @@ class GroupManager(abc.ABC):
         """How many blocks the request has."""
         return len(self.tables.get(request_id, ()))
 
+    def num_kept_of(self, hits: Sequence[int]) -> int:
+        """How many of the blocks that were found are in use, and would be the request's, too."""
+        return len(hits) - hits.count(NULL_BLOCK_ID) - self._pool.num_free_among(hits)
+
     def num_blocks_needed(self, num_slots: int, hits: Sequence[int], num_computed_tokens: int) -> int:
         """How many blocks `adopt` and `grow` would take out of the free queue."""
         required = -(-num_slots // self.block_size)

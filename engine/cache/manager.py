@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from tandem.engine.cache.checkpoints import Checkpoints
 from tandem.engine.cache.coordinator import Tables, make_coordinator
 from tandem.engine.cache.groups import KVCacheGroup
 from tandem.engine.cache.pool import BlockPool
+from tandem.engine.cache.state_slots import StateManager
 from tandem.engine.request import Request
 from tandem.kvtransfer.base import NULL_BLOCK_ID
 from tandem.wire.errors import InternalError
@@ -31,6 +33,7 @@ class KVCacheManager:
         max_model_len: int,
         num_lookahead_tokens: int = 0,
         max_new_tokens: int,
+        checkpoint_tokens: int = 1,
     ) -> None:
         self.pool = BlockPool(num_blocks, len(groups), caching=caching)
         self.coordinator = make_coordinator(groups, self.pool)
@@ -39,6 +42,11 @@ class KVCacheManager:
         self._no_blocks: Tables = [[] for _ in groups]
         # The longest that one request can become, when it has the whole pool to itself.
         self.max_request_tokens = self._longest_request(max_model_len)
+        states = [manager for manager in self.coordinator.managers if isinstance(manager, StateManager)]
+        self._states = states[0] if caching and states else None
+        self.checkpoints = None  # without states, or without prefix caching
+        if self._states is not None and checkpoint_tokens:
+            self.checkpoints = Checkpoints(self.coordinator.managers, self._states, checkpoint_tokens)
         # Blocks that were free before this step and hold its tokens now.
         self._fresh: list[int] = []
 
@@ -133,16 +141,14 @@ class KVCacheManager:
 
     def num_blocks_ahead(self, request: Request, hits: Tables | None = None) -> int:
         """How many free blocks the request takes, at most, until its end. With `hits` it begins with these."""
-        if hits is None:
-            kept = [manager.tables[request.request_id] for manager in self.coordinator.managers]
-        else:
-            kept = hits
         last = min(request.length_limit + self._num_lookahead, self.max_request_tokens)
         ahead = self.coordinator.max_blocks(last, self._max_new_tokens)
-        for blocks in kept:
-            ahead -= len(blocks) - blocks.count(NULL_BLOCK_ID)
-            if hits is not None:
-                ahead += self.pool.num_free_among(blocks)
+        for index, manager in enumerate(self.coordinator.managers):
+            if hits is None:
+                table = manager.tables[request.request_id]
+                ahead -= len(table) - table.count(NULL_BLOCK_ID)
+            else:
+                ahead -= manager.num_kept_of(hits[index])
         return max(ahead, 0)
 
     def num_blocks_until(self, request: Request, num_tokens: int) -> int:
@@ -214,6 +220,8 @@ class KVCacheManager:
     def free(self, request: Request) -> None:
         self.forget_uncomputed(request)
         self.coordinator.free(request.request_id)
+        if self.checkpoints is not None:
+            self.checkpoints.forget(request.request_id)
         request.allocation_horizon = 0
 
     def drop_skipped_blocks(self, request: Request) -> None:
@@ -232,6 +240,15 @@ class KVCacheManager:
         fresh, self._fresh = self._fresh, []
         return fresh
 
+    def take_state_copies(self) -> tuple[list[tuple[int, int]], list[int]]:
+        """See StateManager.take_copies."""
+        return self._states.take_copies() if self._states is not None else ([], [])
+
+    def release_checkpoints(self, blocks: list[int]) -> None:
+        """The step that copied them, or to them, is booked."""
+        if self._states is not None:
+            self._states.release(blocks)
+
     def reset_prefix_cache(self) -> None:
         self.pool.reset()
 
@@ -239,7 +256,10 @@ class KVCacheManager:
         """`owners` are the requests that should have blocks. Besides the pool's own invariants: no other
         request has blocks, a table covers the computed tokens, and a cached block has the hash that its request would look up."""
         managers = self.coordinator.managers
-        self.pool.check_integrity(table for manager in managers for table in manager.tables.values())
+        tables = [table for manager in managers for table in manager.tables.values()]
+        if self._states is not None:
+            tables.append(self._states.held)
+        self.pool.check_integrity(tables)
         for manager in managers:
             if manager.tables.keys() != owners.keys():
                 odd = manager.tables.keys() ^ owners.keys()

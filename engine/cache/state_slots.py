@@ -1,8 +1,17 @@
 """Recurrent states: what a layer keeps of all tokens before, in as many bytes for one token as for a thousand.
 
 A request's states fill `blocks_per_request` blocks of the pool, which are taken together when it gets its first slots and given
-back together at its end. They hold the states after its last computed token, and no others: nothing of them is found by a later
-prompt, and a request that must go back to an earlier token begins again.
+back together at its end. They hold the states after its last computed token, and no others.
+
+So that a later prompt finds them, the states after some tokens of a prompt are copied to blocks of their own: a checkpoint. It is
+filed under the hash of those tokens, as pages are, and is evicted as they are. A request that finds one gets a copy. The scheduler
+says which blocks the next step copies before it computes anything, and keeps their owner until that step is booked:
+
+    a step that ends at token n      the request's blocks hold the states after n
+    the next step of that request    copies them to free blocks (the checkpoint), then computes on
+    a request that begins with n     copies the checkpoint to its own blocks, then computes from n on
+
+A request that must go back to an earlier token begins again, maybe from a checkpoint.
 """
 
 from __future__ import annotations
@@ -13,6 +22,7 @@ from tandem.engine.cache.group_manager import GroupManager
 from tandem.engine.cache.groups import KVCacheGroup
 from tandem.engine.cache.pool import BlockPool
 from tandem.engine.request import Request
+from tandem.kvtransfer.base import NULL_BLOCK_ID
 from tandem.wire.errors import ConfigurationError, InternalError
 
 _NEVER = 1 << 62  # tokens
@@ -26,9 +36,49 @@ class StateManager(GroupManager):
                 f"a group of states needs at least 1 block for each request, not {group.blocks_per_request}"
             )
         self._count = group.blocks_per_request
+        self._found: dict[str, list[int]] = {}  # checkpoints of requests that get their blocks just now
+        self._kept: dict[str, list[bytes]] = {}  # the checkpoints that each request has made, by their hashes
+        self._ends: dict[str, list[int]] = {}  # after how many tokens each of them is
+        self._copies: list[tuple[int, int]] = []  # (from, to), for the step that is planned
+        self._of_copies: list[int] = []  # the checkpoints that it reads or writes
+        self.held: list[int] = []  # those of all steps that are planned and not booked
+
+    # --- what a prompt finds
 
     def find_longest_hit(self, block_hashes: Sequence[bytes], max_tokens: int, alignment: int) -> list[int]:
+        """The place of the last token has the checkpoint's first block; the others are null."""
+        per_block = self._hashes_per_block
+        for places in range(min(max_tokens // self.block_size, len(block_hashes) // per_block), 0, -1):
+            if places * self.block_size % alignment:
+                continue
+            blocks = self._lookup(block_hashes[places * per_block - 1])
+            if blocks is not None:
+                return [NULL_BLOCK_ID] * (places - 1) + blocks[:1]
         return []
+
+    def _names(self, block_hash: bytes) -> list[bytes]:
+        """What a checkpoint's blocks are filed under."""
+        return [block_hash, *(b"%b.%d" % (block_hash, i) for i in range(1, self._count))]
+
+    def _lookup(self, block_hash: bytes) -> list[int] | None:
+        blocks = []
+        for name in self._names(block_hash):
+            block = self._pool.lookup(self.index, name)
+            if block is None:
+                return None
+            blocks.append(block)
+        return blocks
+
+    def _blocks_of(self, hits: Sequence[int]) -> list[int]:
+        """Those of the checkpoint that was found."""
+        if not hits:
+            return []
+        blocks = self._lookup(self._pool.hashes[hits[-1]])
+        if blocks is None:
+            raise InternalError(f"the checkpoint in block {hits[-1]} is not whole")
+        return blocks
+
+    # --- a request's own blocks
 
     def num_skipped_blocks(self, num_computed_tokens: int) -> int:
         return 0
@@ -42,7 +92,11 @@ class StateManager(GroupManager):
     def can_resume_at(self, request_id: str, num_tokens: int) -> bool:
         return False
 
+    def num_kept_of(self, hits: Sequence[int]) -> int:
+        return 0
+
     def num_blocks_needed(self, num_slots: int, hits: Sequence[int], num_computed_tokens: int) -> int:
+        """As many with a checkpoint as without: where there are no more, it becomes the request's own."""
         return self._count
 
     def num_blocks_missing(self, request_id: str, num_slots: int) -> int:
@@ -55,20 +109,91 @@ class StateManager(GroupManager):
         return 0
 
     def adopt(self, request_id: str, hits: Sequence[int], num_computed_tokens: int) -> None:
+        """A connector that brings more tokens brings the states after them, too."""
         self.tables[request_id] = []
         self._num_cached[request_id] = 0
+        if len(hits) * self.block_size == num_computed_tokens and hits:
+            found = self._found[request_id] = self._blocks_of(hits)
+            self._pool.touch(found)
 
     def grow(self, request_id: str, num_slots: int) -> list[int]:
-        table = self.tables[request_id]
-        blocks = self._pool.take(self._count - len(table))
-        table += blocks
-        return blocks
+        """Blocks for the states, and copies of what was found. Where too few blocks are free, those that were found are taken over."""
+        table, pool = self.tables[request_id], self._pool
+        found = self._found.pop(request_id, None)
+        if found is None:
+            blocks = pool.take(self._count - len(table))
+            table += blocks
+            return blocks
+        new: list[int] = []
+        copies = pool.num_free >= self._count
+        shared = [pool.ref_counts[block] > 1 for block in found]
+        for block, is_shared in zip(found, shared, strict=True):
+            if copies or is_shared:
+                (own,) = pool.take(1)
+                new.append(own)
+                table.append(own)
+                self._copies.append((block, own))
+                self._of_copies.append(block)
+            else:
+                pool.uncache(block)
+                table.append(block)
+        return new
 
     def cache_full_blocks(self, request: Request, num_tokens: int) -> None:
-        """States are not found again."""
+        """Checkpoints are made by the scheduler's leave: `keep_checkpoint`."""
 
     def horizon(self, request_id: str, num_lookahead_tokens: int) -> int:
         return _NEVER
+
+    # --- checkpoints
+
+    def keep_checkpoint(self, request: Request, num_tokens: int) -> bool:
+        """The request's blocks hold the states after its first `num_tokens` tokens, until the step that is planned computes on. False
+        when there is one already, or there are no free blocks for it."""
+        pool = self._pool
+        block_hash = request.block_hashes[num_tokens // self.block_size * self._hashes_per_block - 1]
+        if self._lookup(block_hash) is not None or pool.num_free < self._count:
+            return False
+        blocks = pool.take(self._count)
+        for block, name in zip(blocks, self._names(block_hash), strict=True):
+            pool.cache(self.index, block, name)
+        self._copies += zip(self.tables[request.request_id], blocks, strict=True)
+        self._of_copies += blocks
+        self._kept.setdefault(request.request_id, []).append(block_hash)
+        self._ends.setdefault(request.request_id, []).append(num_tokens)
+        return True
+
+    def take_copies(self) -> tuple[list[tuple[int, int]], list[int]]:
+        """What the planned step copies, and the checkpoints' blocks among that, for `release` when it is booked."""
+        copies, self._copies = self._copies, []
+        checkpoints, self._of_copies = self._of_copies, []
+        self.held += checkpoints
+        return copies, checkpoints
+
+    def release(self, checkpoints: Sequence[int]) -> None:
+        for block in checkpoints:
+            self.held.remove(block)
+        self._pool.release(checkpoints)
+
+    def cached_blocks_from(self, request_id: str, num_tokens: int) -> list[int]:
+        return [
+            block
+            for block_hash, end in zip(
+                self._kept.get(request_id, ()), self._ends.get(request_id, ()), strict=True
+            )
+            if end > num_tokens
+            for name in self._names(block_hash)
+            if (block := self._pool.lookup(self.index, name)) is not None
+        ]
+
+    def forget_after(self, request_id: str, num_tokens: int) -> None:
+        for block in self.cached_blocks_from(request_id, num_tokens):
+            self._pool.uncache(block)
+
+    def free(self, request_id: str) -> None:
+        super().free(request_id)
+        self._kept.pop(request_id, None)
+        self._ends.pop(request_id, None)
 
     def check_table(self, request: Request) -> None:
         count = len(self.tables[request.request_id])

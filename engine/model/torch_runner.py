@@ -97,6 +97,10 @@ class TorchRunner:
                 return started
             if step.new_block_ids_to_zero:
                 self._kv_cache[step.new_block_ids_to_zero] = 0
+            if step.state_copies:
+                sources, targets = zip(*step.state_copies, strict=True)
+                blocks = self._kv_cache.view(torch.uint8)
+                blocks[list(targets)] = blocks[list(sources)]
             unreported = self._unreported_prompts()
             unread = self._unfinished.unread if self._unfinished is not None else None
             passes = cut_for_logits(self._requests, step.num_scheduled_tokens, unreported)

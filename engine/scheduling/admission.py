@@ -121,6 +121,11 @@ class AdmissionPhase:
         num_new = request.num_tokens - num_computed
         if 0 < config.long_prefill_token_threshold < num_new:
             num_new = config.long_prefill_token_threshold
+        checkpoints = state.cache.checkpoints
+        if checkpoints is not None:
+            if prefix.hits is not None:
+                checkpoints.begin(request, num_computed)
+            num_new = checkpoints.cap(request, num_computed, num_new)
         budget = step.token_budget if num_new == 1 else min(step.token_budget, step.prompt_budget)
         if num_new > budget:
             if not (budget and config.chunked_prefill):

@@ -11,6 +11,10 @@ from tandem.wire.errors import ContextLengthExceeded, InvalidRequest, TandemErro
 from tandem.wire.requests import TokenChunk
 from tandem.wire.sampling import FinishReason
 
+# A request that has lost its blocks more often than this computes its tokens. Two requests in a small pool could take turns for
+# ever: each loads what it lost, in the blocks that the other needs to go on.
+MOST_LOADED = 3
+
 
 class Lifecycle:
     def __init__(self, state: SchedulerState, context: int, eos_token_ids: frozenset[int]) -> None:
@@ -86,7 +90,7 @@ class Lifecycle:
         request.status = RequestStatus.PREEMPTED
         request.spec_token_ids = []
         request.num_preemptions += 1
-        request.lost_load = False
+        request.lost_load = request.num_preemptions > MOST_LOADED
         state.totals.preemptions += 1
         state.preempted_req_ids.add(request.request_id)
         leave_steps(state, request)

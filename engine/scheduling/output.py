@@ -56,6 +56,10 @@ class SchedulerOutput:
     finished_req_ids: set[str]  # ended since the last step: the runner forgets them
     preempted_req_ids: set[str]
     new_block_ids_to_zero: list[int] = dataclasses.field(default_factory=list)
+    # Blocks of recurrent states that are copied before anything is computed, and after zeroing: (from, to).
+    state_copies: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    # Those of them that are checkpoints: nothing else uses them before the step is booked.
+    checkpoint_blocks: list[int] = dataclasses.field(default_factory=list)
     num_prompt_tokens: int = 0  # of all, for requests that are more than one token behind
     # A connector writes to blocks of this plan as soon as it gets it: to those of a request that waits for its load.
     begins_loads: bool = False

@@ -60,6 +60,8 @@ class RunningPhase:
         threshold = self._state.config.long_prefill_token_threshold
         if 0 < threshold < num_new:
             num_new = threshold
+        if self._state.cache.checkpoints is not None:
+            num_new = self._state.cache.checkpoints.cap(request, request.num_computed_tokens, num_new)
         # The last position of the context is never an input, but for a vector's: no token can follow it.
         room = self._state.max_model_len - (request.pooling is None) - request.num_computed_tokens
         return min(num_new, token_budget, room)

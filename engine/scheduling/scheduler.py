@@ -15,6 +15,7 @@ from tandem.engine.cache.events import CacheEvents
 from tandem.engine.cache.groups import AttentionKind, KVCacheGroup
 from tandem.engine.cache.hashing import BlockHasher, make_block_hasher
 from tandem.engine.cache.manager import KVCacheManager
+from tandem.engine.cache.state_slots import StateManager
 from tandem.engine.config import CacheConfig, SchedulerConfig
 from tandem.engine.request import Request, RequestStatus
 from tandem.engine.scheduling.admission import AdmissionPhase
@@ -62,8 +63,9 @@ class Scheduler:
         which blocks hold something stale."""
         if config.max_model_len is not None:
             max_model_len = min(max_model_len, config.max_model_len)
-        # Keys and values of a prefix are worth nothing without the state after it, and states are not found again.
-        caching = cache.prefix_caching and all(group.kind is not AttentionKind.STATE for group in groups)
+        keeps_states = any(group.kind is AttentionKind.STATE for group in groups)
+        # Keys and values of a prefix are worth nothing without the state after it.
+        caching = cache.prefix_caching and (cache.checkpoint_tokens > 0 or not keeps_states)
         kv_cache = KVCacheManager(
             groups,
             num_blocks,
@@ -71,6 +73,7 @@ class Scheduler:
             max_model_len=max_model_len,
             num_lookahead_tokens=config.num_speculative_tokens,
             max_new_tokens=config.max_num_batched_tokens,
+            checkpoint_tokens=cache.checkpoint_tokens,
         )
         if not config.chunked_prefill and config.max_num_batched_tokens < kv_cache.max_request_tokens - 1:
             raise ConfigurationError(
@@ -203,6 +206,9 @@ class Scheduler:
             ran_short=step.ran_short,
             num_prompt_tokens=step.num_tokens_of_prompts(),
         )
+        if state.cache.checkpoints is not None:
+            state.cache.checkpoints.keep(state.requests, step.num_scheduled)
+            output.state_copies, output.checkpoint_blocks = state.cache.take_state_copies()
         # The output keeps the sets, so new ones are begun.
         state.finished_req_ids, state.preempted_req_ids = set(), set()
         fresh = state.cache.take_fresh_blocks()
@@ -265,6 +271,9 @@ class Scheduler:
             state.settled = False
         if state.planned is step:
             state.planned = None
+        if step.checkpoint_blocks:
+            state.cache.release_checkpoints(step.checkpoint_blocks)
+            state.settled = False
         updates += self._results.apply(step, model_output)
         return updates
 
@@ -338,7 +347,10 @@ class Scheduler:
         """From now on what is cached is noted, to be taken. To be called before the first request."""
         pool = self._state.cache.pool
         if pool.caching:
-            pool.events = CacheEvents(len(self._state.cache.coordinator.managers))
+            groups = self._state.cache.coordinator.managers
+            pool.events = CacheEvents(
+                len(groups), untold=[group.index for group in groups if isinstance(group, StateManager)]
+            )
             if self._state.connector is not None:
                 self._state.connector.note_events()
 

@@ -7,8 +7,12 @@ client can leave its connection in lasts without one of the timers.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
 import logging
 import secrets
+import sys
+import termios
 from collections.abc import Callable
 from typing import Protocol, cast
 
@@ -333,11 +337,18 @@ class HttpConnection(asyncio.Protocol):
 
     def _watch_unsent(self) -> None:
         """While the client is behind, and after the last answer: closing waits for all of it to be taken."""
-        unsent = self.transport.get_write_buffer_size()
         self._stop_unsent_timer()
-        if unsent > 0:
+        if self.transport.get_write_buffer_size() > 0:
             seconds = self.server.timeouts.slow_reader
-            self._unsent_timer = self._loop.call_later(seconds, self._on_unsent, unsent)
+            self._unsent_timer = self._loop.call_later(seconds, self._on_unsent, self._untaken())
+
+    def _untaken(self) -> int:
+        """Bytes that the client has not acknowledged, the kernel's included: it keeps megabytes, and asks for more only when a good part
+        of them is gone."""
+        kept = bytearray(4)
+        with contextlib.suppress(OSError, AttributeError):
+            fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, kept)
+        return self.transport.get_write_buffer_size() + int.from_bytes(kept, sys.byteorder)
 
     def _stop_unsent_timer(self) -> None:
         if self._unsent_timer is not None:
@@ -346,7 +357,7 @@ class HttpConnection(asyncio.Protocol):
 
     def _on_unsent(self, before: int) -> None:
         """Nothing is written while this waits, so what is less has been taken."""
-        if self.transport.get_write_buffer_size() < before:
+        if self._untaken() < before:
             self._watch_unsent()
             return
         request_id = self._call.request_id if self._call is not None else self._last_id

@@ -20,7 +20,7 @@ def test_the_nccl_connector_gives_the_same_tokens(
     config = msgspec.structs.replace(
         float32_config(smollm2_path, prefill=2, decode=1),
         # gloo is slow beside two cores that compute: without patience some prompts would be computed again.
-        transfer=TransferConfig(connector="nccl", lease_s=5.0, patience_s=60.0),
+        transfer=TransferConfig(connector="nccl", lease_s=30.0, patience_s=60.0),
     )
     with deploy(config) as server:
         assert_same(asyncio.run(stream_all(server, expected, AT_ONCE)), expected)

@@ -60,6 +60,7 @@ class Driver:
         self.last: ModelOutput = ModelOutput({})
         self._finished: set[str] = set()
         self._preempted: set[str] = set()
+        self.state_copies: list[tuple[int, int]] = []
 
     def add(
         self,
@@ -72,7 +73,8 @@ class Driver:
         prefix_of: str | None = None,
         shared_tokens: int = 0,
     ) -> DrivenRequest:
-        """With `prefix_of`, the first tokens are a prefix hit: the other request's blocks are shared."""
+        """With `prefix_of`, the first tokens are a prefix hit: the other request's blocks are shared. Recurrent states are copied, and must
+        be those after these tokens."""
         request = DrivenRequest(
             req_id, prompt + (output or []), len(prompt), sampling, 0, [[] for _ in self.groups], pooling
         )
@@ -81,8 +83,15 @@ class Driver:
             other = self.requests[prefix_of]
             assert other.computed >= hit * self.block_size
             request.computed, request.borrowed = hit * self.block_size, hit
-            request.blocks = [list(table[:hit]) for table in other.blocks]
+            request.blocks = [
+                [] if group.blocks_per_request else list(table[:hit])
+                for group, table in zip(self.groups, other.blocks, strict=True)
+            ]
         self.requests[req_id] = request
+        if prefix_of is not None and any(group.blocks_per_request for group in self.groups):
+            assert other.computed == request.computed
+            self._grow(request, request.computed)
+            self.state_copies += zip(other.blocks[-1], request.blocks[-1], strict=True)
         return request
 
     def adopt(self, req_id: str, other: Driver) -> DrivenRequest:
@@ -171,9 +180,11 @@ class Driver:
                 spec_token_ids=drafts,
                 finished_req_ids=self._finished,
                 preempted_req_ids=self._preempted,
+                state_copies=self.state_copies,
             ),
             hooks,
         )
+        self.state_copies = []
         output = started.finish()
         self._finished, self._preempted = set(), set()
         for req_id, count in scheduled.items():
@@ -243,8 +254,8 @@ class Driver:
         )
 
     def _release(self, request: DrivenRequest) -> None:
-        for table in request.blocks:
-            for block in table[request.borrowed :]:
+        for group, table in zip(self.groups, request.blocks, strict=True):
+            for block in table if group.blocks_per_request else table[request.borrowed :]:
                 if block and not self._shared(block, request):
                     self._give_back(block)
 

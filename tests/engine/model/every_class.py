@@ -231,8 +231,7 @@ def _disturbed(runner: TorchRunner, prompt: list[int], other: TorchRunner | None
     driver = Driver(runner, 5)
     driver.add("preempted", prompt)
     driver.step({"preempted": 8})
-    hit = {} if runner.info.state_blocks else {"prefix_of": "preempted", "shared_tokens": 8}
-    driver.add("prefix hit", prompt, **hit)  # type: ignore[arg-type]
+    driver.add("prefix hit", prompt, prefix_of="preempted", shared_tokens=8)
     driver.step({"preempted": 2, "prefix hit": 3})
     driver.preempt("preempted")
     answers = {}
@@ -274,7 +273,7 @@ tests do so for some of them.
 - **A token keeps**: keys and values of a token in all layers, or the latents that they are made of (DeepSeek and others), for the class's
   own default sizes in bfloat16, in memory and on the wire. A model that one means to serve may have others. Layers with a sliding window, or chunks, keep so much for these alone, and
   layers that read another's keep nothing.
-- **And states**: of how many of four layers, and whatever the number of tokens. Such models have no prefix cache and no drafts yet.
+- **And states**: of how many of four layers, and whatever the number of tokens. Their prefix cache keeps states at some places of a prompt; they have no drafts yet.
 
 {counts}
 

@@ -9,6 +9,7 @@ import dataclasses
 import random
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -132,6 +133,37 @@ def test_requests_are_preempted_and_aborted_in_a_pool_that_is_too_small(case: Ca
     for round_ in range(3):
         for index, expected in enumerate(case.answers):
             assert answers[f"r{round_}-{index}"] == expected
+    stats = scheduler.stats()
+    assert stats.free_blocks == stats.total_blocks
+
+
+def test_a_prompt_begins_with_the_states_that_an_earlier_one_left(case: Case) -> None:
+    """A conversation that goes on, the same prompt again, and two that part in the middle; the pool's free blocks hold no numbers."""
+    info = case.runner.info
+    case.runner.forget_requests()
+    cache = msgspec.structs.replace(CACHE, checkpoint_tokens=4)
+    scheduler = Scheduler(CONFIG, cache, info.groups, case.runner.kv_cache.shape[0], info.max_model_len)
+    engine = Engine(scheduler, case.runner, None)
+    case.runner.kv_cache[1:] = float("nan")
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
+    prompt, answer = case.prompts[3], case.answers[3]
+    parted = [*prompt[:18], *case.prompts[2][:15]]
+    prompts = [prompt, prompt, [*prompt, *answer[:3]], parted, [*parted[:20], 7, 9, 11], prompt]
+    expected = tiny.reference(case.path, prompts, NUM_TOKENS)
+    cached = []
+    for index, tokens in enumerate(prompts):
+        engine.add_request(Request(f"r{index}", tokens, params))
+        found: list[int] = []
+        while scheduler.has_unfinished_requests():
+            for update in engine.step().updates:
+                found += update.token_ids
+                if update.cached_tokens is not None:
+                    cached.append(update.cached_tokens)
+            scheduler.check_integrity()
+        assert found == expected[index].tokens
+    # 36 of 37; then of the turn that follows; nothing where none was kept, and from then on where the first two parted, which a model
+    # without attention cannot tell.
+    assert cached == [0, 36, 36, 0, 16 if len(info.groups) > 1 else 0, 36]
     stats = scheduler.stats()
     assert stats.free_blocks == stats.total_blocks
 

@@ -107,6 +107,7 @@ class Driver:
         max_model_len: int = 1000,
         eos: Iterable[int] = (),
         caching: bool = True,
+        checkpoint_tokens: int = BLOCK,
         clock: Callable[[], float] = lambda: 0.0,
         zero_new_blocks: bool = False,
         trace: StepTrace | None = None,
@@ -116,7 +117,12 @@ class Driver:
         self.model = FakeModel(groups)
         self.scheduler = Scheduler(
             SchedulerConfig(**config),  # type: ignore[arg-type]
-            CacheConfig(block_size=BLOCK, prefix_caching=caching, hash_seed="tests"),
+            CacheConfig(
+                block_size=BLOCK,
+                prefix_caching=caching,
+                checkpoint_tokens=checkpoint_tokens,
+                hash_seed="tests",
+            ),
             groups,
             num_blocks,
             max_model_len,

@@ -106,6 +106,8 @@ class FakeModel:
 
     def execute(self, step: SchedulerOutput) -> ModelOutput:
         self._update(step)
+        for source, target in step.state_copies:
+            self.kv[target, STATE] = self.kv.get((source, STATE), WRONG)
         computed = {request.req_id: request.num_computed_tokens for request in step.new_reqs}
         computed.update(zip(step.cached_reqs.req_ids, step.cached_reqs.num_computed_tokens, strict=True))
         assert computed.keys() == step.num_scheduled_tokens.keys()

@@ -32,6 +32,7 @@ def random_world(number: int, draw: random.Random, *, ahead: bool, states: bool)
         quick_peers=number % 2 == 0,
         policy=draw.choice(["fcfs", "priority"]),
         caching=draw.random() < 0.85,
+        checkpoint_tokens=number % 4 * 2,
         num_blocks=draw.choice([9, 12, 16, 40]),
         max_num_seqs=draw.choice([1, 2, 4, 8]),
         max_num_batched_tokens=draw.choice([4, 9, 30, 200]),

@@ -1,0 +1,70 @@
+"""Where in a prompt its recurrent states are kept for later prompts.
+
+A state is found after exactly the tokens that it was kept after, so a step has to end there. Every place costs its prompt a step and
+the pool some blocks. Two places of a prompt are worth that:
+
+- the last block boundary before its end: the conversation's next turn goes on from there;
+- where it parts from an earlier prompt: pages of the same tokens are cached up to there, no state is. What two prompts begin with, a
+  third will, too. (A model without attention has no pages that would tell.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from tandem.engine.cache.group_manager import GroupManager
+from tandem.engine.cache.state_slots import StateManager
+from tandem.engine.request import Request
+
+
+class Checkpoints:
+    def __init__(self, managers: Sequence[GroupManager], states: StateManager, min_tokens: int) -> None:
+        """`min_tokens`: a place is worth keeping when it saves so many."""
+        self._states = states
+        self._pages = next((manager for manager in managers if manager is not states), None)
+        self._alignment = math.lcm(*(manager.block_size for manager in managers))
+        self._min_tokens = min_tokens
+        self._ends: dict[str, list[int]] = {}  # the places ahead of each request, the nearest first
+
+    def begin(self, request: Request, num_hit_tokens: int) -> None:
+        """The request is about to get its first blocks."""
+        last = (request.num_tokens - 1) // self._alignment * self._alignment
+        ends: list[int] = []
+        if last - num_hit_tokens >= self._min_tokens:
+            ends.append(last)
+            parting = self._parting(request, last)
+            if parting - num_hit_tokens >= self._min_tokens and last - parting >= self._min_tokens:
+                ends.insert(0, parting)
+        if ends:
+            self._ends[request.request_id] = ends
+        else:
+            self._ends.pop(request.request_id, None)
+
+    def _parting(self, request: Request, max_tokens: int) -> int:
+        if self._pages is None:
+            return 0
+        pages = self._pages.find_longest_hit(request.block_hashes, max_tokens, self._alignment)
+        return len(pages) * self._pages.block_size
+
+    def cap(self, request: Request, num_computed: int, num_new: int) -> int:
+        """How many of the tokens the next step may compute, so that it ends at the next place."""
+        for end in self._ends.get(request.request_id, ()):
+            if end > num_computed:
+                return min(num_new, end - num_computed)
+        return num_new
+
+    def keep(self, requests: dict[str, Request], num_scheduled: dict[str, int]) -> None:
+        """The step is planned, and what it left of the pool is free. Requests that it takes beyond a place leave a checkpoint there."""
+        for request_id in [name for name in self._ends if name in num_scheduled]:
+            request, ends = requests[request_id], self._ends[request_id]
+            if request.num_computed_tokens in ends:
+                self._states.keep_checkpoint(request, request.num_computed_tokens)
+            left = [end for end in ends if end > request.num_computed_tokens]
+            if left:
+                self._ends[request_id] = left
+            else:
+                del self._ends[request_id]
+
+    def forget(self, request_id: str) -> None:
+        self._ends.pop(request_id, None)

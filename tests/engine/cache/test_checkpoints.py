@@ -1,0 +1,166 @@
+"""States that are kept for later prompts: where, how they are found, copied, evicted and forgotten."""
+
+from __future__ import annotations
+
+import pytest
+
+from tandem.engine.cache.groups import AttentionKind, KVCacheGroup
+from tandem.engine.cache.hashing import make_block_hasher
+from tandem.engine.cache.manager import KVCacheManager
+from tandem.engine.config import HashAlgorithm
+from tandem.engine.request import Request
+from tandem.wire.sampling import SamplingParams
+
+BLOCK = 4
+FULL = KVCacheGroup(AttentionKind.FULL, BLOCK, (0,))
+STATES = KVCacheGroup(AttentionKind.STATE, BLOCK, (1,), blocks_per_request=3)
+HASHER = make_block_hasher(HashAlgorithm.SHA256, BLOCK, "tests")
+
+
+def a_cache(num_blocks: int = 60, min_tokens: int = BLOCK) -> KVCacheManager:
+    return KVCacheManager(
+        (FULL, STATES),
+        num_blocks,
+        caching=True,
+        max_model_len=64,
+        max_new_tokens=16,
+        checkpoint_tokens=min_tokens,
+    )
+
+
+def a_request(name: str, tokens: list[int]) -> Request:
+    request = Request(name, tokens, SamplingParams(max_tokens=8))
+    request.hash_with(HASHER)
+    return request
+
+
+def begin(cache: KVCacheManager, request: Request) -> list[int]:
+    """Computes the request's prompt in as few steps as it takes, and returns their ends."""
+    hits, found = cache.find_prefix(request)
+    assert cache.checkpoints is not None
+    cache.checkpoints.begin(request, found)
+    request.num_computed_tokens, begins = found, True
+    ends = []
+    while request.num_computed_tokens < request.num_tokens:
+        rest = request.num_tokens - request.num_computed_tokens
+        count = cache.checkpoints.cap(request, request.num_computed_tokens, rest)
+        blocks = (
+            cache.allocate_slots(request, count, hits=hits, num_hit_tokens=found)
+            if begins
+            else cache.extend_slots(request, count)
+        )
+        assert blocks is not None
+        cache.checkpoints.keep({request.request_id: request}, {request.request_id: count})
+        request.num_computed_tokens += count
+        begins = False
+        ends.append(request.num_computed_tokens)
+    return ends
+
+
+def book(cache: KVCacheManager) -> list[tuple[int, int]]:
+    copies, checkpoints = cache.take_state_copies()
+    cache.release_checkpoints(checkpoints)
+    return copies
+
+
+def test_a_prompt_stops_at_its_last_whole_block_and_leaves_a_copy_there() -> None:
+    cache, one = a_cache(), a_request("a", list(range(11)))
+    assert begin(cache, one) == [8, 11]
+    own = cache.block_ids("a")[1]
+    copies, checkpoint = cache.take_state_copies()
+    assert copies == list(zip(own, checkpoint, strict=True))
+    free = cache.pool.num_free
+    cache.check_integrity({"a": one})
+    cache.release_checkpoints(checkpoint)
+    assert cache.pool.num_free == free + 3, "until the step is booked nothing else gets them"
+    cache.check_integrity({"a": one})
+
+
+def test_a_later_prompt_gets_a_copy() -> None:
+    cache, one, two = a_cache(), a_request("a", list(range(11))), a_request("b", list(range(20)))
+    begin(cache, one)
+    checkpoint = [target for _, target in book(cache)]
+    cache.free(one)
+    assert begin(cache, two) == [16, 20], "from 8 on"
+    (_, own), copies = cache.block_ids("b"), book(cache)
+    assert copies[:3] == list(zip(checkpoint, own, strict=True))
+    assert not set(own) & set(checkpoint)
+    cache.free(two)
+    assert cache.find_prefix(a_request("c", list(range(20))))[1] == 16
+
+
+def test_the_place_where_two_prompts_part_is_kept_for_the_third() -> None:
+    cache = a_cache()
+    common = list(range(12))
+    for name, rest, expected in (("a", 50, [16, 20]), ("b", 60, [12, 16, 20]), ("c", 70, [16, 20])):
+        request = a_request(name, [*common, *range(rest, rest + 8)])
+        found = cache.find_prefix(request)[1]
+        assert found == (12 if name == "c" else 0)
+        assert begin(cache, request) == expected
+        book(cache)
+        cache.free(request)
+
+
+def test_a_place_that_saves_little_is_not_kept() -> None:
+    cache = a_cache(min_tokens=12)
+    assert begin(cache, a_request("a", list(range(11)))) == [11]
+    assert begin(cache, a_request("b", list(range(13)))) == [12, 13]
+    assert len(book(cache)) == 3
+
+
+def test_where_free_blocks_are_few_the_request_takes_the_checkpoint_over() -> None:
+    """Nothing waits for blocks that a checkpoint has."""
+    cache, one = a_cache(num_blocks=1 + 3 + 3 + 3), a_request("a", list(range(11)))
+    begin(cache, one)
+    checkpoint = [target for _, target in book(cache)]
+    others, _ = cache.block_ids("a")
+    cache.pool.touch(others[2:])
+    cache.free(one)
+    two = a_request("b", list(range(15)))
+    begin(cache, two)
+    assert cache.block_ids("b")[1] == checkpoint
+    assert book(cache) == []
+    cache.pool.release(others[2:])
+    cache.check_integrity({"b": two})
+    cache.free(two)
+    assert cache.pool.num_free == cache.pool.num_usable
+    assert cache.find_prefix(a_request("c", list(range(15))))[1] == 0
+
+
+@pytest.mark.parametrize("lost", range(3))
+def test_a_checkpoint_that_lost_a_block_is_not_found(lost: int) -> None:
+    cache, one = a_cache(), a_request("a", list(range(11)))
+    begin(cache, one)
+    checkpoint = [target for _, target in book(cache)]
+    later = a_request("b", list(range(11)))
+    assert cache.find_prefix(later)[1] == 8
+    cache.uncache([checkpoint[lost]])
+    assert cache.find_prefix(later)[1] == 0
+
+
+def test_without_free_blocks_none_is_kept() -> None:
+    cache, one = a_cache(num_blocks=1 + 3 + 3 + 2), a_request("a", list(range(11)))
+    assert begin(cache, one) == [8, 11]
+    assert book(cache) == []
+    assert cache.pool.num_free == 2
+
+
+def test_what_turned_out_wrong_is_found_by_none() -> None:
+    cache, one = a_cache(), a_request("a", list(range(11)))
+    begin(cache, one)
+    book(cache)
+    assert len(cache.cached_blocks_from(one, 7)) == 1 + 3, "a page and the checkpoint"
+    cache.rewind(one, 7)
+    assert cache.find_prefix(a_request("b", list(range(11))))[1] == 0
+
+
+def test_a_load_from_elsewhere_brings_its_own_states() -> None:
+    cache, one, two = a_cache(), a_request("a", list(range(11))), a_request("b", list(range(20)))
+    begin(cache, one)
+    book(cache)
+    hits, found = cache.find_prefix(two)
+    assert found == 8
+    two.num_computed_tokens = 8
+    cache.allocate_slots(two, 0, hits=hits, num_hit_tokens=8, num_external_tokens=12, delay_caching=True)
+    assert book(cache) == []
+    cache.check_integrity({"a": one, "b": two})
