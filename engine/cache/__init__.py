@@ -6,7 +6,8 @@ pool            all blocks: owners, hashes, eviction
 hashing         hashes of full blocks
 events          which hashes appeared and vanished, for routers
 group_manager   the block tables of one group; its kinds are
-                full_attention, sliding_window, chunked and state_slots
+                full_attention, sliding_window, chunked and state_slots;
+                checkpoints says which states are kept
 coordinator     one answer from several groups
 manager         what the scheduler calls: find a prefix, get slots, give them back
 """
