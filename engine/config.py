@@ -18,6 +18,7 @@ from tandem.wire.settings import AtLeastOne, NotEmpty, NotNegative, about, check
 class SchedulingPolicy(enum.StrEnum):
     FCFS = "fcfs"
     PRIORITY = "priority"
+    CONTINUUM = "continuum"
 
 
 class HashAlgorithm(enum.StrEnum):
@@ -215,9 +216,20 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    policy: Annotated[SchedulingPolicy, about("`fcfs`, or `priority`: by the requests' `priority`")] = (
-        SchedulingPolicy.FCFS
-    )
+    policy: Annotated[
+        SchedulingPolicy,
+        about(
+            "`fcfs`; `priority`: by the requests' `priority`; `continuum`: as `fcfs`, and an agent's turn keeps its KV while a "
+            "quick tool runs ([agents](scheduler.md#agents))"
+        ),
+    ] = SchedulingPolicy.FCFS
+    pin_seconds: Annotated[
+        Annotated[float, Meta(gt=0, le=600)],
+        about(
+            "with `continuum`: how long an ended turn keeps its KV for its job's next turn, and the longest that a tool may be "
+            "expected to take for that"
+        ),
+    ] = 2.0
     max_num_seqs: Annotated[AtLeastOne, about("requests that run at once on a node")] = 256
     max_num_batched_tokens: Annotated[AtLeastOne, about("tokens that one step computes")] = 2048
     max_model_len: Annotated[

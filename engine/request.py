@@ -86,6 +86,8 @@ class Request:
         "cache_peers",
         "cache_salt",
         "eos_token_ids",
+        "is_last_step",
+        "job_id",
         "length_limit",
         "lora",
         "lost_load",
@@ -127,6 +129,8 @@ class Request:
         transfer: KVTransferParams | None = None,
         cache_peers: CachePeers | None = None,
         pooling: Pooling | None = None,
+        job_id: str | None = None,
+        is_last_step: bool = False,
         eos_token_ids: frozenset[int] = frozenset(),
         block_hasher: BlockHasher | None = None,
     ) -> None:
@@ -141,6 +145,8 @@ class Request:
         self.transfer = transfer
         self.cache_peers = cache_peers
         self.pooling = pooling  # it ends with a vector of its prompt, and samples nothing
+        self.job_id = job_id  # the agent's work that it is a turn of
+        self.is_last_step = is_last_step  # of that job
         self.eos_token_ids = eos_token_ids
 
         self.all_token_ids = [*prompt_token_ids, *output_token_ids]

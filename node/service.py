@@ -65,6 +65,7 @@ from tandem.wire.requests import (
     TokenBatch,
     TokenChunk,
     ToNode,
+    TurnEnded,
 )
 from tandem.wire.sampling import FinishReason, SamplingParams
 from tandem.wire.tracing import ClockReading, NodeTrace
@@ -319,8 +320,11 @@ class NodeService:
             case GrammarReady():
                 if self._desk.forget(item.request_id):
                     self._go_on(item)
+            case TurnEnded():
+                self._engine.scheduler.turn_ended(item.job_id, item.request_id, item.called)
             case Drain():
                 self._canary.close()
+                self._engine.scheduler.end_pins()
             case ResetCache():
                 self._engine.scheduler.reset_prefix_cache()
                 item.done.set()
@@ -338,9 +342,12 @@ class NodeService:
             self._refuse(live.submit, late)
 
     def seconds_until_due(self, now: float) -> float | None:
-        due = self._live.seconds_until_due(now)
-        grammar_due = self._desk.seconds_until_due(now)
-        return grammar_due if due is None or (grammar_due is not None and grammar_due < due) else due
+        dues = (
+            self._live.seconds_until_due(now),
+            self._desk.seconds_until_due(now),
+            self._engine.scheduler.seconds_until_sweep(),
+        )
+        return min((due for due in dues if due is not None), default=None)
 
     def publish(self, updates: list[TokenChunk]) -> None:
         batches: defaultdict[str, list[TokenChunk]] = defaultdict(list)
@@ -418,6 +425,8 @@ class NodeService:
             transfer=submit.transfer,
             cache_peers=submit.cache_peers,
             pooling=submit.pooling,
+            job_id=submit.job_id,
+            is_last_step=submit.is_last_step,
             eos_token_ids=self._eos,
             block_hasher=self._block_hasher,
         )

@@ -48,6 +48,8 @@ def node_status(
         wanted_blocks=scheduler.wanted_blocks,
         oldest_wait_s=max(0.0, now - oldest) if oldest is not None else 0.0,
         quarantined_blocks=scheduler.quarantined_blocks,
+        pinned_requests=scheduler.pinned_requests,
+        pinned_blocks=scheduler.pinned_blocks,
         tiers=tiers,
         left_out=list(left_out),
     )

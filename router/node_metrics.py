@@ -29,6 +29,8 @@ _GAUGES = {
     "held_requests": "Requests that have ended, and whose blocks wait for their transfer",
     "cached_blocks": "KV cache blocks that a prefix can be found in, in use or free",
     "quarantined_blocks": "Blocks of failed transfers that a peer may still write to",
+    "pinned_requests": "Requests that have ended, and keep their blocks for their job's next turn",
+    "pinned_blocks": "Blocks of these",
     "step_age_s": "Seconds since the engine last completed a step or was idle",
 }
 
@@ -38,6 +40,7 @@ _PER_LABEL = {
     "transfer_refusals": "reason",
     "transfer_blocks_freed": "by",
     "wrong_kv": "sender",
+    "pins_ended": "why",
 }
 
 

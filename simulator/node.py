@@ -275,6 +275,8 @@ class SimulatedNode:
             priority=submit.priority,
             arrival_time=self._arrival_time(),
             transfer=submit.transfer,
+            job_id=submit.job_id,
+            is_last_step=submit.is_last_step,
             block_hasher=self._hasher,
         )
         try:

@@ -66,6 +66,8 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", omit_defaults=True, forb
     keep: KeepAnswer | None = None
     cache_peers: CachePeers | None = None
     pooling: Pooling | None = None  # a vector of the prompt is wanted, and no token
+    job_id: str | None = None  # the agent's work that it is a turn of, unlike that of any other tenant
+    is_last_step: bool = False  # of that job: no further turn follows
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel", forbid_unknown_fields=True):
@@ -111,6 +113,15 @@ class ListCache(msgspec.Struct, frozen=True, tag="list_cache", forbid_unknown_fi
     reply_to: str
 
 
+class TurnEnded(msgspec.Struct, frozen=True, tag="turn_ended", forbid_unknown_fields=True):
+    """The answer of a job's turn is whole. To the nodes that had it, so that they know whether the next turn comes soon."""
+
+    reply_to: str
+    request_id: str
+    job_id: str
+    called: list[str] | None  # the tools, by name; None: this router reads no calls
+
+
 class EndAnswer(msgspec.Struct, frozen=True, tag="end_answer", forbid_unknown_fields=True):
     """The kept answer is no longer wanted: if it is being made it ends as cancelled. `forget`: it is not kept either."""
 
@@ -119,7 +130,7 @@ class EndAnswer(msgspec.Struct, frozen=True, tag="end_answer", forbid_unknown_fi
     forget: bool
 
 
-ToNode = Submit | Cancel | Ping | Ask | Recall | Follow | EndAnswer | ListCache
+ToNode = Submit | Cancel | Ping | Ask | Recall | Follow | EndAnswer | ListCache | TurnEnded
 
 
 class TokenChunk(msgspec.Struct, omit_defaults=True, gc=False):
@@ -204,6 +215,9 @@ class NodeCounters(msgspec.Struct, frozen=True):
     loads_failed: int = 0  # requests whose KV from outside did not come as it was promised
     output_tokens: int = 0
     preemptions: int = 0
+    pins_made: int = 0  # turns that kept their blocks for their job's next turn
+    pins_met: int = 0  # of these: the next turn came in time, and began as they did
+    pins_ended: dict[str, int] = {}  # by why
     steps: int = 0
     step_seconds: float = 0.0
     step_tokens: list[int] = []  # steps by how many tokens they computed: STEP_TOKEN_BOUNDS, the last longer
@@ -257,10 +271,17 @@ class NodeStatus(msgspec.Struct, frozen=True, tag="status"):
     wanted_blocks: int = 0
     oldest_wait_s: float = 0.0  # of the requests that wait: how long ago the first of them came
     quarantined_blocks: int = 0  # of failed transfers: a peer may still write to them
+    pinned_requests: int = 0  # that have ended, and keep their blocks for their job's next turn
+    pinned_blocks: int = 0  # of these, in no other use: they give way when a request could not run otherwise
     tiers: list[TierStatus] = []  # of its cache, beyond the device's blocks
     left_out: list[
         str
     ] = []  # prefill nodes from which nothing is taken for a while: their KV arrived wrong here
+
+    @property
+    def room_blocks(self) -> int:
+        """Those that a request can have: what is pinned gives way."""
+        return self.free_blocks + self.pinned_blocks
 
 
 class Holding(msgspec.Struct, frozen=True, tag="holding"):

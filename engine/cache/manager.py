@@ -236,6 +236,11 @@ class KVCacheManager:
     def num_blocks_of(self, request_id: str) -> int:
         return sum(len(table) - table.count(NULL_BLOCK_ID) for table in self.coordinator.tables(request_id))
 
+    def num_blocks_of_one(self, request_id: str) -> int:
+        """Those of its blocks that no other request uses."""
+        ref_counts = self.pool.ref_counts
+        return sum(ref_counts[block] == 1 for table in self.coordinator.tables(request_id) for block in table)
+
     def take_fresh_blocks(self) -> list[int]:
         fresh, self._fresh = self._fresh, []
         return fresh

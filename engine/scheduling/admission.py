@@ -177,9 +177,12 @@ class AdmissionPhase:
     def _allocate(self, request: Request, num_new: int, prefix: _Prefix, step: StepPlan) -> bool:
         while not self._try_allocate(request, num_new, prefix):
             # While a request runs, blocks will come back. When none does, others in line may hold what the
-            # head needs, each waiting for the next: the least urgent gives way.
+            # head needs, each waiting for the next: the least urgent gives way, and before it what is only pinned.
             if self._state.running:
                 return False
+            if self._lifecycle.break_pin(besides=request.job_id):
+                step.moved = True
+                continue
             if not self._lifecycle.take_blocks_of_waiting(besides=request):
                 return self._is_alone(request) and self._take_blocks(request, num_new, prefix)
             step.moved = True

@@ -82,7 +82,22 @@ def _owners(state: SchedulerState) -> dict[str, Request]:
         for request_id, request in state.held.items()
         if state.cache.has_blocks(request_id)
     )
+    owners.update(_pinned(state))
     return owners
+
+
+def _pinned(state: SchedulerState) -> dict[str, Request]:
+    """The requests that keep their blocks under a pin: one per job, and each of them has ended."""
+    if state.pins is None:
+        return {}
+    pinned = {pin.request.request_id: pin.request for pin in state.pins.by_job.values()}
+    for job_id, pin in state.pins.by_job.items():
+        request = pin.request
+        if request.job_id != job_id or not request.is_finished or request.is_last_step:
+            raise InternalError(f"{request!r} is pinned for the job {job_id!r}")
+        if request.request_id in state.requests or request.request_id in state.held:
+            raise InternalError(f"{request!r} is pinned, and is somewhere else too")
+    return pinned
 
 
 def _check_queued_tokens(state: SchedulerState) -> None:

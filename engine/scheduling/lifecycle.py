@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from tandem.engine.request import Request, RequestStatus
+from tandem.engine.scheduling.pins import Pins
 from tandem.engine.scheduling.state import SchedulerState
 from tandem.engine.scheduling.step import leave_steps
-from tandem.wire.errors import ContextLengthExceeded, InvalidRequest, TandemError
+from tandem.wire.errors import ContextLengthExceeded, InternalError, InvalidRequest, TandemError
 from tandem.wire.requests import TokenChunk
 from tandem.wire.sampling import FinishReason
 
 # A request that has lost its blocks more often than this computes its tokens. Two requests in a small pool could take turns for
 # ever: each loads what it lost, in the blocks that the other needs to go on.
 MOST_LOADED = 3
+ANSWERED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
 
 class Lifecycle:
@@ -32,11 +34,13 @@ class Lifecycle:
         state.settled = False
         if state.connector is not None:
             state.connector.on_new_request(request)
+        if state.pins is not None:
+            self._meet_pin(state.pins, request)
 
     def _check(self, request: Request) -> None:
         state = self._state
         request_id = request.request_id
-        if request_id in state.requests or request_id in state.held:
+        if request_id in state.requests or request_id in state.held or state.cache.has_blocks(request_id):
             raise InvalidRequest(f"a request with the id {request_id!r} is already here", "request_id")
         if request.num_prompt_tokens == 0:
             raise InvalidRequest("the prompt is empty", "prompt")
@@ -143,8 +147,7 @@ class Lifecycle:
         del state.requests[request_id]
         state.finished_req_ids.add(request_id)
         state.settled = False
-        answered = status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
-        if answered and request.pooling is None:
+        if status in ANSWERED and request.pooling is None:
             state.answers.ended(request.num_output_tokens)
         if (reason := request.finish_reason) is not None:
             state.totals.requests_finished[reason.value] += 1
@@ -153,12 +156,52 @@ class Lifecycle:
             if state.connector.request_finished(request, state.cache.block_ids(request_id)):
                 state.held[request_id] = request
                 return
-        state.cache.free(request)
+        self._let_go(request)
 
     def release(self, request_id: str) -> None:
         """The connector no longer needs the blocks of a finished request."""
-        self._state.cache.free(self._state.held.pop(request_id))
+        self._let_go(self._state.held.pop(request_id))
         self._state.settled = False
+
+    def _let_go(self, request: Request) -> None:
+        """A request that has ended gives its blocks back, or keeps them under a pin."""
+        state, pins = self._state, self._state.pins
+        if pins is None or request.job_id is None or request.status not in ANSWERED:
+            state.cache.free(request)
+            return
+        if pins.has(request.job_id):
+            self.unpin(request.job_id, "next_turn")
+        if until := pins.wanted_for(request):
+            pins.add(request, until)
+            state.totals.pins_made += 1
+        else:
+            state.cache.free(request)
+
+    def _meet_pin(self, pins: Pins, request: Request) -> None:
+        continues = pins.arrived(request)
+        if continues:
+            self._state.totals.pins_met += 1
+        elif continues is False and request.job_id is not None:
+            self.unpin(request.job_id, "other_prompt")
+
+    def unpin(self, job_id: str, why: str) -> None:
+        """The pinned turn gives its blocks back. What its job's next turn shares with it stays in the cache, as after any request."""
+        state = self._state
+        if state.pins is None:
+            raise InternalError(f"the job {job_id!r} has no pin: there are none")
+        state.cache.free(state.pins.remove(job_id))
+        state.totals.pins_ended[why] = state.totals.pins_ended.get(why, 0) + 1
+        state.settled = False
+
+    def break_pin(self, besides: str | None) -> bool:
+        """The pin that would end first gives way to a request that could not run otherwise, that of the job `besides` last of
+        all. False when there is none."""
+        pins = self._state.pins
+        job_id = pins.first_to_give_way(besides) if pins is not None else None
+        if job_id is None:
+            return False
+        self.unpin(job_id, "memory")
+        return True
 
 
 def failure_of(request: Request, error: TandemError) -> TokenChunk:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import abc
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from tandem.engine.config import SchedulingPolicy
 from tandem.engine.request import Request
+from tandem.engine.scheduling.pins import Pins
 
 SortKey = tuple[Any, ...]
 
@@ -60,6 +61,11 @@ class RequestQueue:
             heapq.heapify(self._heap)
             self._dead = 0
 
+    def rekey(self, key_of: Callable[[SortKey, Request], SortKey]) -> None:
+        """Every request gets the key that `key_of` makes of the one that it has."""
+        self._heap = [(key_of(key, request), pushed, request) for key, pushed, request in self._heap]
+        heapq.heapify(self._heap)
+
     def requests(self) -> list[Request]:
         """In no particular order."""
         return [entry[2] for entry in self._heap if not entry[2].is_finished]
@@ -77,6 +83,10 @@ class QueuePolicy(abc.ABC):
     @abc.abstractmethod
     def key_on_skip(self, request: Request) -> SortKey:
         """Its place among the requests that were passed over; kept for as long as it is one of them."""
+
+    def key_again(self, key: SortKey, request: Request) -> SortKey:
+        """What has become of a request's key, whichever of these made it, now that something has changed that keys depend on."""
+        return key
 
     @abc.abstractmethod
     def choose(self, waiting: RequestQueue, skipped: RequestQueue) -> RequestQueue | None:
@@ -151,11 +161,50 @@ class ByPriority(QueuePolicy):
         return max(waiting, key=lambda request: request.sort_key)
 
 
+class Continuum(FirstComeFirstServed):
+    """The requests of jobs that have a pin go first, for their KV is here; they are the last to lose theirs. Among equals first
+    come, first served."""
+
+    def __init__(self, pins: Pins) -> None:
+        super().__init__()
+        self._pins = pins
+
+    def _ranked(self, key: SortKey, request: Request) -> SortKey:
+        return (not self._pins.has(request.job_id), *key)
+
+    def key_on_arrival(self, request: Request) -> SortKey:
+        return self._ranked(super().key_on_arrival(request), request)
+
+    def key_on_preemption(self, request: Request) -> SortKey:
+        return self._ranked(super().key_on_preemption(request), request)
+
+    def key_on_skip(self, request: Request) -> SortKey:
+        return self._ranked(super().key_on_skip(request), request)
+
+    def key_again(self, key: SortKey, request: Request) -> SortKey:
+        return self._ranked(key[1:], request)
+
+    def choose(self, waiting: RequestQueue, skipped: RequestQueue) -> RequestQueue | None:
+        first, passed_over = waiting.peek(), skipped.peek()
+        if first is not None and passed_over is not None:
+            if self._pins.has(first.job_id) and not self._pins.has(passed_over.job_id):
+                return waiting
+            return skipped
+        return super().choose(waiting, skipped)
+
+    def victim(self, running: Sequence[Request]) -> int:
+        for index in range(len(running) - 1, -1, -1):
+            if not self._pins.has(running[index].job_id):
+                return index
+        return super().victim(running)
+
+
 _POLICIES: dict[SchedulingPolicy, type[QueuePolicy]] = {
     SchedulingPolicy.FCFS: FirstComeFirstServed,
     SchedulingPolicy.PRIORITY: ByPriority,
 }
 
 
-def make_policy(name: SchedulingPolicy) -> QueuePolicy:
-    return _POLICIES[name]()
+def make_policy(name: SchedulingPolicy, pins: Pins | None = None) -> QueuePolicy:
+    """`pins`: those that `continuum` goes by."""
+    return Continuum(pins) if pins is not None else _POLICIES[name]()

@@ -83,6 +83,12 @@ class RunningPhase:
                 return None, index, regained
             victim_index = state.policy.victim(state.running)
             victim = state.running[victim_index]
+            if (
+                state.pins is not None
+                and (victim is request or state.pins.has(victim.job_id))
+                and self._lifecycle.break_pin(besides=victim.job_id)
+            ):
+                continue
             if victim is request and self._lifecycle.take_blocks_of_waiting(besides=request):
                 # It would only come back, and fail again for the blocks that others hold who wait for it.
                 continue

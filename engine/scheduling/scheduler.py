@@ -16,12 +16,13 @@ from tandem.engine.cache.groups import AttentionKind, KVCacheGroup
 from tandem.engine.cache.hashing import BlockHasher, make_block_hasher
 from tandem.engine.cache.manager import KVCacheManager
 from tandem.engine.cache.state_slots import StateManager
-from tandem.engine.config import CacheConfig, SchedulerConfig
+from tandem.engine.config import CacheConfig, SchedulerConfig, SchedulingPolicy
 from tandem.engine.request import Request, RequestStatus
 from tandem.engine.scheduling.admission import AdmissionPhase
 from tandem.engine.scheduling.audit import check_integrity
 from tandem.engine.scheduling.lifecycle import Lifecycle
 from tandem.engine.scheduling.output import CachedRequestData, ModelOutput, NewRequestData, SchedulerOutput
+from tandem.engine.scheduling.pins import Pins
 from tandem.engine.scheduling.queue import make_policy
 from tandem.engine.scheduling.results import ModelResults
 from tandem.engine.scheduling.running import RunningPhase
@@ -29,6 +30,7 @@ from tandem.engine.scheduling.state import PauseState, SchedulerState
 from tandem.engine.scheduling.stats import SchedulerStats
 from tandem.engine.scheduling.step import Pace, StepPlan, leave_open
 from tandem.engine.scheduling.step_trace import StepTrace
+from tandem.engine.scheduling.tool_times import Tools
 from tandem.engine.scheduling.transfers import TransferResults
 from tandem.engine.scheduling.unchanged import num_unchanged_steps, take_unchanged_steps
 from tandem.engine.scheduling.waiting import WaitingRequests
@@ -83,7 +85,10 @@ class Scheduler:
             )
         if connector is not None:
             connector.bind_block_tables(kv_cache)
-        policy = make_policy(config.policy)
+        pins = None
+        if config.policy == SchedulingPolicy.CONTINUUM:
+            pins = Pins(config.pin_seconds, clock)
+        policy = make_policy(config.policy, pins)
         self._zero_new_blocks = zero_new_blocks
         self._state = SchedulerState(
             config=config,
@@ -94,6 +99,7 @@ class Scheduler:
             load_failure_policy=load_failure_policy,
             clock=clock,
             waiting=WaitingRequests(policy),
+            pins=pins,
         )
         self._trace = trace  # None: nothing is noted
         if trace is not None:
@@ -147,6 +153,8 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         state = self._state
+        if state.pins is not None:
+            self._sweep(state.pins)
         paused = state.pause is PauseState.PAUSED_ALL
         budget = 0 if paused else state.config.max_num_batched_tokens
         step = StepPlan(budget, prompt_budget=self._budget_of_prompts(budget))
@@ -168,6 +176,32 @@ class Scheduler:
         state.planned = output
         state.settled = not (step.num_scheduled or step.preempted or step.moved or step.deferred)
         return output
+
+    def _sweep(self, pins: Pins) -> None:
+        """Before anything is decided: what a pin keeps no longer would be taken for used."""
+        for job_id in pins.overdue():
+            self._lifecycle.unpin(job_id, "time")
+        if pins.changed:
+            pins.changed = False
+            self._state.waiting.put_in_order()
+
+    def seconds_until_sweep(self) -> float | None:
+        """Until the next pin ends; None: there is none."""
+        state = self._state
+        until = state.pins.next_end() if state.pins is not None else None
+        return max(until - state.clock(), 0.0) if until is not None else None
+
+    def turn_ended(self, job_id: str, request_id: str, tools: Tools) -> None:
+        """The answer of a job's turn is whole, and called these tools. Its pin goes on if they are quick."""
+        state = self._state
+        if state.pins is not None and not state.pins.ended(job_id, request_id, tools):
+            self._lifecycle.unpin(job_id, "slow_tool")
+
+    def end_pins(self) -> None:
+        """For good: nothing is pinned here, and nothing will be."""
+        pins = self._state.pins
+        for job_id in pins.close() if pins is not None else ():
+            self._lifecycle.unpin(job_id, "closing")
 
     def _budget_of_prompts(self, budget: int) -> int:
         """The prompt tokens this step may compute: its whole budget, or fewer while requests are decoding, so that one step
@@ -337,7 +371,11 @@ class Scheduler:
         self._state.settled = False
 
     def reset_prefix_cache(self) -> None:
-        """No request that comes from now on begins from KV that is cached now, in any tier. What runs keeps its blocks."""
+        """No request that comes from now on begins from KV that is cached now, in any tier. What runs keeps its blocks; what is only pinned
+        does not."""
+        pins = self._state.pins
+        for job_id in list(pins.by_job) if pins is not None else ():
+            self._lifecycle.unpin(job_id, "reset")
         self._state.cache.reset_prefix_cache()
         self._state.settled = False
         if self._state.connector is not None:
@@ -367,6 +405,7 @@ class Scheduler:
         """Costs a walk over all unfinished requests."""
         state, totals = self._state, self._state.totals
         pool = state.cache.pool
+        pinned = list(state.pins.by_job.values()) if state.pins is not None else []
         uncomputed = sum(
             max(request.num_prompt_tokens - request.num_computed_tokens, 0) for request in state.running
         )
@@ -381,6 +420,8 @@ class Scheduler:
             total_blocks=pool.num_usable,
             held_blocks=sum(map(state.cache.num_blocks_of, state.held)),
             held_requests=len(state.held),
+            pinned_requests=len(pinned),
+            pinned_blocks=sum(state.cache.num_blocks_of_one(pin.request.request_id) for pin in pinned),
             wanted_blocks=self._wanted_blocks(),
             oldest_arrival=min((request.arrival_time for request in state.waiting), default=None),
             quarantined_blocks=len(pool.quarantined),

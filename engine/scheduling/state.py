@@ -10,6 +10,7 @@ from tandem.engine.cache.manager import KVCacheManager
 from tandem.engine.config import SchedulerConfig
 from tandem.engine.request import Request, RequestStatus
 from tandem.engine.scheduling.output import SchedulerOutput
+from tandem.engine.scheduling.pins import Pins
 from tandem.engine.scheduling.queue import QueuePolicy
 from tandem.engine.scheduling.stats import AnswerLengths, Totals
 from tandem.engine.scheduling.waiting import WaitingRequests
@@ -25,7 +26,8 @@ class PauseState(enum.IntEnum):
 @dataclasses.dataclass(slots=True)
 class SchedulerState:
     """Each unfinished request is in `requests` and in exactly one of `running` and `waiting`; a finished one
-    whose blocks its connector still needs is in `held` alone."""
+    whose blocks its connector still needs is in `held` alone, and one that keeps its blocks for its job's next turn in
+    `pins` alone."""
 
     config: SchedulerConfig
     max_model_len: int  # of this engine: never more than the pool can hold for one request
@@ -38,6 +40,7 @@ class SchedulerState:
     requests: dict[str, Request] = dataclasses.field(default_factory=dict)
     running: list[Request] = dataclasses.field(default_factory=list)  # in order of admission
     held: dict[str, Request] = dataclasses.field(default_factory=dict)
+    pins: Pins | None = None  # None: the policy makes none
     pause: PauseState = PauseState.UNPAUSED
     totals: Totals = dataclasses.field(default_factory=Totals)
     answers: AnswerLengths = dataclasses.field(default_factory=AnswerLengths)

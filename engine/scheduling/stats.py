@@ -36,6 +36,9 @@ class Totals(msgspec.Struct):
     speculative_accepted: int = 0
     speculative_accepted_at: list[int] = []  # by position in the draft
     loads_failed: int = 0
+    pins_made: int = 0
+    pins_met: int = 0  # the next turn came in time, and began as expected
+    pins_ended: dict[str, int] = {}  # by why
     model_errors: int = 0  # requests that the model failed: its logits were no numbers
 
     def step_of(self, num_tokens: int, steps: int = 1) -> None:
@@ -68,6 +71,8 @@ class SchedulerStats(Totals, kw_only=True):
     total_blocks: int  # without the null block
     held_blocks: int  # of finished requests, until the connector lets go of them
     held_requests: int
+    pinned_requests: int  # that have ended, and keep their blocks for their job's next turn
+    pinned_blocks: int  # that no other request uses
     # Blocks that unfinished requests are expected to take beyond those that they have, those in line included.
     wanted_blocks: int
     oldest_arrival: float | None  # of the requests that wait, by the scheduler's clock

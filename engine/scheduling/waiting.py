@@ -89,6 +89,14 @@ class WaitingRequests:
         key, _ = self.blocked.pop(request.request_id)
         self._push(self._skipped, key, request)
 
+    def put_in_order(self) -> None:
+        """Something has changed that the policy's keys depend on."""
+        key_again = self._policy.key_again
+        self._waiting.rekey(key_again)
+        self._skipped.rekey(key_again)
+        for request_id, (key, request) in self.blocked.items():
+            self.blocked[request_id] = (key_again(key, request), request)
+
     def remove(self, request: Request) -> None:
         """A request that just finished leaves, wherever it is."""
         if self.blocked.pop(request.request_id, None) is None:

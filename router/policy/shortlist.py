@@ -125,7 +125,7 @@ class Shortlist:
         load = status.running + status.waiting + view.pending_requests
         wait += load * (rates.step_s or ASSUMED_STEP_S)
         self.decode.put(view, speed * _WAITS + _place_of(wait))
-        self.room.put(view, load == 0, status.free_blocks - status.wanted_blocks - view.pending_blocks)
+        self.room.put(view, load == 0, status.room_blocks - status.wanted_blocks - view.pending_blocks)
 
     def drop(self, info: NodeInfo) -> None:
         """It gets no new requests. Not an error for a node that is not here."""

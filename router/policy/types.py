@@ -25,7 +25,7 @@ class NodeSnapshot(msgspec.Struct, frozen=True, gc=False):
     @property
     def room_blocks(self) -> int:
         """Blocks that are free and that no request there is expected to take. Below 0 when some will have to wait."""
-        return self.status.free_blocks - self.status.wanted_blocks - self.pending_blocks
+        return self.status.room_blocks - self.status.wanted_blocks - self.pending_blocks
 
     def has_room(self, tokens: int) -> bool:
         """Whether a request that takes so many tokens' blocks would find them. A node without work takes any."""

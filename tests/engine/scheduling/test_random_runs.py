@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,13 +25,16 @@ BATCHES = 12
 REMEMBERED = (171, 3687)  # each was the only one of thousands to show something
 
 
-def random_world(number: int, draw: random.Random, *, ahead: bool, states: bool) -> World:
+def random_world(
+    number: int, draw: random.Random, *, ahead: bool, states: bool, now: Callable[[], float] | None
+) -> World:
     groups = draw.choice(list(GROUPS_WITH_STATES if states else GROUPS))
     return World(
         groups,
         ahead=ahead,
         quick_peers=number % 2 == 0,
-        policy=draw.choice(["fcfs", "priority"]),
+        policy=draw.choice(["fcfs", "priority"]) if now is None else "continuum",
+        now=now or (lambda: 0.0),
         caching=draw.random() < 0.85,
         checkpoint_tokens=number % 4 * 2,
         num_blocks=draw.choice([9, 12, 16, 40]),
@@ -63,9 +67,11 @@ def prompts_may_be_cut_to_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_module, "FEWEST_TOKENS", 2)
 
 
-def run(number: int, ahead: bool, states: bool = False) -> None:
-    draw = random.Random(number)
-    world = random_world(number, draw, ahead=ahead, states=states)
+def run(number: int, ahead: bool, states: bool = False, *, jobs: bool = False) -> None:
+    """`jobs`: under continuum, with turns of jobs whose tools are as quick as chance will have it."""
+    draw, of_jobs, seconds = random.Random(number), random.Random(number + 1), 0.0
+    now = (lambda: seconds) if jobs else None
+    world = random_world(number, draw, ahead=ahead, states=states, now=now)
     if draw.random() < 0.5 and not ahead and not states:
         world.model.propose = lambda request_id, tokens: [
             *([next_token(tokens)] if draw.random() < 0.6 else []),
@@ -85,6 +91,11 @@ def run(number: int, ahead: bool, states: bool = False) -> None:
                 priority=draw.randrange(-1, 2),
                 lora=draw.choice([None, None, "x", "y", "z"]),
                 cache_salt=draw.choice([None, None, "s"]),
+                **(
+                    {"job_id": of_jobs.choice([None, "x", "y", "z"]), "is_last_step": of_jobs.random() < 0.1}
+                    if jobs
+                    else {}
+                ),
             )
         match draw.randrange(14):
             case 0:
@@ -107,6 +118,14 @@ def run(number: int, ahead: bool, states: bool = False) -> None:
             case 11:
                 world.reset_prefix_cache()
         world.step()
+        if jobs:
+            ended = [request for request in world.requests.values() if request.is_finished and request.job_id]
+            if ended and of_jobs.random() < 0.5:
+                turn = of_jobs.choice(ended)
+                assert turn.job_id is not None
+                tools = of_jobs.choice([None, [], ["quick"], ["slow", "quick"]])
+                world.scheduler.turn_ended(turn.job_id, turn.request_id, tools)
+            seconds += of_jobs.choice([0.0, 0.1, 1.0, 3.0])
     world.settle()
 
 
@@ -144,3 +163,16 @@ def test_every_random_run_with_states_ends_as_it_must(batch, ahead):
         except BaseException as error:
             error.add_note(f"random run {number} with states")
             raise
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("number", range(12))
+def test_runs_with_pinned_turns(number, ahead):
+    run(number, ahead, jobs=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", range(4))
+def test_many_runs_with_pinned_turns(batch):
+    for number in range(100 + batch, 100 + RUNS // 2, 4):
+        run(number, number % 4 < 2, number % 5 == 0, jobs=True)

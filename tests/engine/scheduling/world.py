@@ -217,6 +217,7 @@ class World:
         on_failure: LoadFailurePolicy = LoadFailurePolicy.RECOMPUTE,
         with_connector: bool = True,
         clock: Callable[[], float] = lambda: 0.0,  # the engine's, by which it measures its steps
+        now: Callable[[], float] = lambda: 0.0,  # the scheduler's
         **options: object,
     ) -> None:
         self.connector = WorldConnector()
@@ -225,6 +226,7 @@ class World:
             connector=self.connector if with_connector else None,
             on_failure=on_failure,
             eos=[EOS],
+            clock=now,
             **options,  # type: ignore[arg-type]
         )
         self.scheduler = self.driver.scheduler
@@ -372,6 +374,7 @@ class World:
 
     def reset_prefix_cache(self) -> None:
         self.scheduler.reset_prefix_cache()
+        assert self.scheduler.stats().pinned_requests == 0
 
     def step(self) -> None:
         idle, before = not self.scheduler.has_work(), self.device.num_with_work
@@ -403,6 +406,7 @@ class World:
             self.step()
         while not self.news.is_empty:
             self.step()
+        self.scheduler.end_pins()
         assert self.scheduler.stats().quarantined_blocks == len(self.quarantined)
         while self.quarantined:
             self.release(0)
