@@ -6,6 +6,7 @@
     soak             half an hour of everything that clients do (soaking/): `make soak`
     scheduler, scheduler_parity    its speed; whether it decides as the one that it follows
     reserve          what `scheduler.reserve` costs and saves under memory pressure
+    agents           agents' jobs with tool calls, with and without pins (`scheduler.policy: continuum`)
     engine           the engine alone (engine_work, engine_tandem, engine_vllm, engine_costs)
     hybrid           what recurrent layers cost, beside a dense model and beside transformers
     native_kernels   where a step's time goes in the native library

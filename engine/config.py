@@ -289,6 +289,11 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 "what is drafted follows from the last token"
             )
 
+    @property
+    def pins_for_s(self) -> float:
+        """How long an ended turn keeps its KV; 0: it does not."""
+        return self.pin_seconds if self.policy == SchedulingPolicy.CONTINUUM else 0.0
+
     def plans_ahead(self, device: str) -> bool:
         if self.async_scheduling is AsyncScheduling.AUTO:
             return device.startswith("cuda") and not self.num_speculative_tokens

@@ -176,6 +176,7 @@ class Node:
             tier_endpoint=worker_half.tier_endpoint if worker_half is not None else "",
             mirrors=config.engine.cache.mirror,
             vectors=info.vectors,
+            pin_seconds=config.engine.scheduler.pins_for_s,
         )
 
     def _news(

@@ -29,6 +29,7 @@ from tandem.wire.requests import (
     Submit,
     TokenBatch,
     ToRouter,
+    TurnEnded,
 )
 from tandem.wire.sockets import LoopInbox, Outbox
 from tandem.wire.tracing import ClockReading, NodeTrace
@@ -52,6 +53,7 @@ class Links(Protocol):
     def recall(self, node: NodeInfo, answer_id: str) -> None: ...
     def follow(self, node: NodeInfo, request_id: str, answer_id: str, after: int) -> None: ...
     def end_answer(self, node: NodeInfo, answer_id: str, *, forget: bool) -> None: ...
+    def turn_ended(self, node: NodeInfo, request_id: str, job_id: str, called: list[str] | None) -> None: ...
     def begin_anew(self, node: NodeInfo) -> None: ...
     def forget(self, node: NodeInfo) -> None: ...
 
@@ -178,8 +180,14 @@ class NodeLinks:
     def end_answer(self, node: NodeInfo, answer_id: str, *, forget: bool) -> None:
         self._try(node, EndAnswer(self.endpoint, answer_id, forget))
 
+    def turn_ended(self, node: NodeInfo, request_id: str, job_id: str, called: list[str] | None) -> None:
+        """`called`: the tools that the answer calls; None: it was not read for calls."""
+        self._try(node, TurnEnded(self.endpoint, request_id, job_id, called))
+
     def _try(
-        self, node: NodeInfo, message: Cancel | Ping | Ask | ListCache | Recall | Follow | EndAnswer
+        self,
+        node: NodeInfo,
+        message: Cancel | Ping | Ask | ListCache | Recall | Follow | EndAnswer | TurnEnded,
     ) -> None:
         """For messages whose loss is told by other means: a node that reads none is soon silent, and lost."""
         try:

@@ -32,6 +32,7 @@ from tandem.wire.requests import (
     Submit,
     TokenBatch,
     TokenChunk,
+    TurnEnded,
 )
 from tandem.wire.sampling import FinishReason
 
@@ -90,7 +91,7 @@ class SimulatedNode:
         )
         self._hasher = NameHasher(info.block_size)
         self._live: dict[str, _LiveRequest] = {}
-        self._inbox: list[Submit | Cancel] = []
+        self._inbox: list[Submit | Cancel | TurnEnded] = []
         self._plan: SchedulerOutput | None = None  # of the step under way
         self._plan_s = 0.0
         self._run: DecodeRun | None = None  # many steps under way, none of which has been planned
@@ -109,7 +110,7 @@ class SimulatedNode:
 
     # --- what comes in
 
-    def deliver(self, message: Submit | Cancel) -> None:
+    def deliver(self, message: Submit | Cancel | TurnEnded) -> None:
         self._inbox.append(message)
         self._wake()
 
@@ -170,8 +171,10 @@ class SimulatedNode:
         for message in inbox:
             if isinstance(message, Submit):
                 self._add(message)
-            else:
+            elif isinstance(message, Cancel):
                 self._cancel(message)
+            else:
+                self.scheduler.turn_ended(message.job_id, message.request_id, message.called)
         now = self._loop.time()
         if not self._by_steps and self._port.output.is_empty:
             steps = self.scheduler.num_unchanged_steps()

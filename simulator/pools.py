@@ -95,7 +95,15 @@ class SimulatedPools:
         longest = min(costs.max_model_len, scheduler.max_model_len or costs.max_model_len)
         model = self._config.router.model_name
         info = NodeInfo(
-            name, pool.role, self._count, f"sim://{name}", f"sim://{name}", model, longest, cache.block_size
+            name,
+            pool.role,
+            self._count,
+            f"sim://{name}",
+            f"sim://{name}",
+            model,
+            longest,
+            cache.block_size,
+            pin_seconds=scheduler.pins_for_s,
         )
         node = SimulatedNode(
             self._loop,

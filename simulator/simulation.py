@@ -23,7 +23,7 @@ from tandem.simulator.traffic import PlayedTraffic
 from tandem.wire.errors import ConfigurationError, InternalError, TandemError
 from tandem.wire.lines import Position
 from tandem.wire.nodes import NodeInfo, Role
-from tandem.wire.requests import Cancel, Holding, Submit, TokenBatch
+from tandem.wire.requests import Cancel, Holding, Submit, TokenBatch, TurnEnded
 from tandem.wire.sampling import SamplingParams
 
 TENANT = "simulation"
@@ -56,6 +56,11 @@ class SimulatedLinks:
         there = self.pools.by_id.get(node.node_id) if self.pools is not None else None
         if there is not None and request_id in there.held():
             there.deliver(Cancel(self.endpoint, [request_id]))
+
+    def turn_ended(self, node: NodeInfo, request_id: str, job_id: str, called: list[str] | None) -> None:
+        there = self.pools.by_id.get(node.node_id) if self.pools is not None else None
+        if there is not None:
+            there.deliver(TurnEnded(self.endpoint, request_id, job_id, called))
 
     def ask(self, node: NodeInfo) -> None:
         there = self.pools.by_id.get(node.node_id) if self.pools is not None else None

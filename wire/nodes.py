@@ -49,6 +49,7 @@ class NodeInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     )
     mirrors: bool = False  # nodes copy the blocks of each other's running requests
     vectors: VectorModel | None = None  # None: its model makes none
+    pin_seconds: float = 0.0  # for so long a turn keeps its KV there for its job's next turn; 0: it does not
 
     def blocks_for(self, tokens: int) -> int:
         """About how many a request of so many tokens takes."""

@@ -4,6 +4,7 @@ scheduler       the whole of it; everything else is its parts
 state           what the parts share
 queue           requests in the order of a policy: which goes first, which gives way
 waiting         the requests in line, those that were passed over, those that wait for an event
+pins            which turns keep their blocks for their job's next turn; tool_times learns how long tools take
 running         first half of a step: those that run
 admission       second half: those in line
 step            the plan of one step, its prompt budget, and planning it while the last one runs

@@ -16,7 +16,7 @@ from tandem.engine.cache.groups import AttentionKind, KVCacheGroup
 from tandem.engine.cache.hashing import BlockHasher, make_block_hasher
 from tandem.engine.cache.manager import KVCacheManager
 from tandem.engine.cache.state_slots import StateManager
-from tandem.engine.config import CacheConfig, SchedulerConfig, SchedulingPolicy
+from tandem.engine.config import CacheConfig, SchedulerConfig
 from tandem.engine.request import Request, RequestStatus
 from tandem.engine.scheduling.admission import AdmissionPhase
 from tandem.engine.scheduling.audit import check_integrity
@@ -85,9 +85,7 @@ class Scheduler:
             )
         if connector is not None:
             connector.bind_block_tables(kv_cache)
-        pins = None
-        if config.policy == SchedulingPolicy.CONTINUUM:
-            pins = Pins(config.pin_seconds, clock)
+        pins = Pins(config.pins_for_s, clock) if config.pins_for_s else None
         policy = make_policy(config.policy, pins)
         self._zero_new_blocks = zero_new_blocks
         self._state = SchedulerState(

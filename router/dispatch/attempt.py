@@ -95,6 +95,8 @@ class Attempt:
                 keep=keep,
                 cache_peers=cache_peers,
                 pooling=spec.pooling,
+                job_id=spec.job_id,
+                is_last_step=spec.is_last_step,
             )
 
         if prefill is None or decode is None:

@@ -177,6 +177,11 @@ class Generation:
         self._news.clear()
         return lives
 
+    def turn_ended(self, called: list[str] | None) -> None:
+        """After the end. `called`: the tools that the answer calls; None: it was not read for calls."""
+        for life in self.lives:
+            life.turn_ended(called)
+
     def cancel(self) -> None:
         """Idempotent; lives that have ended keep their end."""
         for life in self.lives:

@@ -106,6 +106,12 @@ class RequestLife:
     def fail(self, error: TandemError) -> None:
         self._end(FinishReason.ERROR, error)
 
+    def turn_ended(self, called: list[str] | None) -> None:
+        """Its answer was read to the end, and calls these tools. Nothing to say of one that is no turn of a job, or ended badly."""
+        spec, well = self.spec, self.finish in (FinishReason.STOP, FinishReason.LENGTH)
+        if spec.job_id is not None and not spec.is_last_step and well and self.decisions:
+            self._placement.turn_ended(self.decisions[-1], self.request_ids[-1], spec.job_id, called)
+
     def leave(self, error: TandemError) -> None:
         """This router ends. An answer that nodes keep goes on there, and other routers find it."""
         if self.spec.keep is None:
@@ -351,6 +357,7 @@ class RequestLife:
             prompt_tokens=len(self.spec.prompt_token_ids) + done,
             max_new_tokens=self.spec.sampling.max_tokens - done,
             session=self.spec.session,
+            home=self._placement.home_of(self.spec.job_id),
             avoid=avoid,
             mirror=self._mirror,
             makes_vector=self.spec.pooling is not None,
@@ -473,7 +480,7 @@ class RequestLife:
         last = self.attempt
         self._abandon_attempt(ended_at, leaves=leaves)
         self._placement.stop_waiting(self)
-        self._placement.on_ended(last, self._hashes, self.ledger.tokens)
+        self._placement.on_ended(last, self.spec, self._hashes, self.ledger.tokens)
         self._note_end(self.ended_at, finish)
         self._on_end(self)
         self._on_news(self)

@@ -32,6 +32,7 @@ L = TypeVar("L")  # a request's life: here, only the owner of an attempt
 # Chunks of a request that ended here are under way for a moment; after that the node has missed the Cancel.
 LATE_CHUNK_S = 1.0
 REMEMBERED_ENDS = 8192
+REMEMBERED_JOBS = 16384
 
 
 class Placement(Generic[L]):
@@ -58,6 +59,7 @@ class Placement(Generic[L]):
         self._by_request_id: dict[str, L] = {}
         self._by_node: dict[NodeInfo, set[L]] = {}
         self._waiting: dict[L, None] = {}  # for a node to appear
+        self._homes: OrderedDict[str, tuple[frozenset[str], float]] = OrderedDict()  # of jobs, and until when
         self._ends: OrderedDict[str, float] = OrderedDict()  # request ids of attempts that are over
 
     # --- who is where
@@ -221,11 +223,40 @@ class Placement(Generic[L]):
         if member is not None and member.status is not None and member.status.waiting == 0:
             member.meter.on_local_prefill(computed, took)
 
-    def on_ended(self, attempt: Attempt | None, hashes: PromptHashes, output: Sequence[int]) -> None:
+    def on_ended(
+        self, attempt: Attempt | None, spec: SequenceSpec, hashes: PromptHashes, output: Sequence[int]
+    ) -> None:
         if output:
             self._answers.ended(len(output))
         if attempt is not None and attempt.decode is not None and attempt.decode_started and output:
             self._chooser.answered(attempt.decode, hashes, output)
+            if spec.job_id is not None:
+                self._remember_home(spec.job_id, attempt, is_last_step=spec.is_last_step)
+
+    def _remember_home(self, job_id: str, attempt: Attempt, *, is_last_step: bool) -> None:
+        self._homes.pop(job_id, None)
+        pinning = {node.node_id: node.pin_seconds for node in attempt.nodes if node.pin_seconds}
+        if pinning and not is_last_step:
+            self._homes[job_id] = frozenset(pinning), self.clock() + max(pinning.values())
+            if len(self._homes) > REMEMBERED_JOBS:
+                self._homes.popitem(last=False)
+
+    def home_of(self, job_id: str | None) -> frozenset[str]:
+        """The nodes where the job's last turn is pinned, if it ended here just now."""
+        nodes, until = (
+            self._homes.get(job_id, (frozenset(), 0.0)) if job_id is not None else (frozenset(), 0.0)
+        )
+        return nodes if self.clock() < until else frozenset()
+
+    def turn_ended(
+        self, decision: RoutingDecision, request_id: str, job_id: str, called: list[str] | None
+    ) -> None:
+        """The nodes that pinned the turn hear which tools its answer called."""
+        for node in (decision.prefill, decision.decode):
+            if node is not None and node.pin_seconds:
+                member = self._pool.member(node.node_id)
+                if member is not None and member.info == node:
+                    self._links.turn_ended(node, request_id, job_id, called)
 
     # --- what the dispatcher hears of the pool
 

@@ -48,6 +48,24 @@ class AnswerReader(Protocol):
         ...
 
 
+class NotesCalls:
+    """A reader that notes the names of the calls in `called`."""
+
+    def __init__(self, reader: AnswerReader, called: list[str]) -> None:
+        self._reader = reader
+        self._called = called
+
+    def push(self, text: str) -> list[Piece]:
+        return self._noted(self._reader.push(text))
+
+    def finish(self) -> list[Piece]:
+        return self._noted(self._reader.finish())
+
+    def _noted(self, pieces: list[Piece]) -> list[Piece]:
+        self._called += [piece.name for piece in pieces if isinstance(piece, CallBegins)]
+        return pieces
+
+
 def new_call_id() -> str:
     return f"call_{secrets.token_hex(12)}"
 

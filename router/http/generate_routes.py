@@ -33,6 +33,7 @@ from tandem.router.openai.chat_request import ChatRequest
 from tandem.router.openai.choice import Choice
 from tandem.router.openai.completion_answer import CompletionStream, whole_completion
 from tandem.router.openai.completion_request import CompletionRequest
+from tandem.router.openai.fields import SamplingFields
 from tandem.router.openai.plan import Caller, GenerationPlan, ServedModel, plan_chat, plan_completion
 from tandem.router.openai.reading import ReadChoice, read_all
 from tandem.router.openai.vectors import VectorPlan
@@ -119,6 +120,7 @@ async def _run(
         answers: list[int] = []
         if generation is not None:
             generation.cancel()
+            generation.turn_ended(plan.called)
             answers = [len(life.ledger.tokens) for life in generation.lives]
             exchange.notes += notes_of(generation, plan.prompt_tokens + sum(answers))
             services.metrics.e2e_latency.observe(time.monotonic() - arrived)
@@ -193,18 +195,30 @@ async def planned(
 
 def caller_of(services: Services, exchange: HttpExchange, request: object, arrived: float) -> Caller:
     tenant = exchange.tenant
-    session = next((v.decode("latin-1") for n, v in exchange.headers if n == b"x-session-id"), None)
+    session = _header(exchange, b"x-session-id")
     if session is None and isinstance(request, ChatRequest):
         session = request.prompt_cache_key
+    # A session is a job whose last step nothing announces.
+    job_id = (_header(exchange, b"x-job-id") or session or "")[:256]
+    is_last_step = (_header(exchange, b"x-last-step") or "").lower() in ("1", "true")
+    if isinstance(request, SamplingFields):
+        job_id = request.job_id or job_id
+        is_last_step = is_last_step if request.is_last_step is None else request.is_last_step
     return Caller(
         label=exchange.request_id,
         deadline=arrived + services.config.timeouts.total,
         cache_salt=tenant.salted if tenant is not None else _unsalted,
         session=session[:256] if session else None,
+        job_id=(tenant.salted(job_id) if tenant is not None else job_id) if job_id else None,
+        is_last_step=is_last_step,
         most_urgent=tenant.most_urgent if tenant is not None else None,
         trace=exchange.trace,
         arrived=arrived,
     )
+
+
+def _header(exchange: HttpExchange, name: bytes) -> str | None:
+    return next((value.decode("latin-1") for key, value in exchange.headers if key == name), None)
 
 
 def _unsalted(cache_salt: str | None) -> str | None:

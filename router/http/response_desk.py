@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from tandem.router.dispatch import FoundAnswer, KeptAnswer, LeftBehind, ReadableLives
+from tandem.router.dispatch import FoundAnswer, Generation, KeptAnswer, LeftBehind, ReadableLives
 from tandem.router.http.memory import answer_size, inputs_size
 from tandem.router.http.services import Services
 from tandem.router.keys import Reservation
@@ -192,6 +192,8 @@ class ResponseDesk:
                     await self._read(response, plan, maker, lives)
                 finally:
                     lives.cancel()
+                    if isinstance(lives, Generation):
+                        lives.turn_ended(plan.called)
                     if reservation is not None:
                         reservation.settle(
                             plan.prompt_tokens, [len(life.ledger.tokens) for life in lives.lives]

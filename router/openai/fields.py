@@ -30,6 +30,10 @@ StopTokenIds = Annotated[list[TokenId], Meta(max_length=128)]
 BadWord = Annotated[str, Meta(min_length=1, max_length=1024)]
 BadWords = Annotated[list[BadWord], Meta(max_length=128)]
 CacheSalt = Annotated[str, Meta(min_length=1, max_length=256)]
+JobId = Annotated[
+    str,
+    Meta(min_length=1, max_length=256, description="names the agent's work that the request is a turn of"),
+]
 Priority = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1, description="lower runs first")]
 MaxTokens = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 MinTokens = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -82,6 +86,8 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     skip_special_tokens: bool | None = None
     priority: Priority | None = None
     cache_salt: CacheSalt | None = None
+    job_id: JobId | None = None
+    is_last_step: bool | None = None  # of that job: its KV need not be kept
 
 
 # OpenAI defines them; they change nothing about the answer's content here, so they are accepted and not acted on.

@@ -10,7 +10,7 @@ from tandem.router.config import RouterConfig
 from tandem.router.dispatch import ReadableLives, SequenceSpec
 from tandem.router.formats.answer_format import AnswerFormat
 from tandem.router.formats.detection import format_of
-from tandem.router.formats.pieces import AnswerReader, ToolSchemas
+from tandem.router.formats.pieces import AnswerReader, NotesCalls, ToolSchemas
 from tandem.router.openai.chat_prompt import render_chat
 from tandem.router.openai.chat_request import ChatRequest, Tool, template_variables
 from tandem.router.openai.choice import Choice
@@ -82,6 +82,8 @@ class Caller(msgspec.Struct, frozen=True):
     deadline: float
     cache_salt: Callable[[str | None], str | None]
     session: str | None
+    job_id: str | None = None
+    is_last_step: bool = False
     most_urgent: int | None = None  # the lowest priority that it may ask for; None: any
     trace: RequestTrace | None = None
     arrived: float | None = None
@@ -106,6 +108,9 @@ class GenerationPlan(msgspec.Struct, frozen=True):
     format: AnswerFormat | None = None  # how a chat's answer is written
     chat_prompt: str = ""
     tools: ToolSchemas | None = None  # None where the model may not call
+    called: list[str] | None = (
+        None  # by a turn of a job, once its answer is read; None: it is no such turn, or is not read for calls
+    )
     only_echo: bool = False  # max_tokens is 0: the token that a node generates all the same is not shown
 
     def choices(self, generation: ReadableLives, tokenizer: Tokenizer) -> list[Choice]:
@@ -127,7 +132,8 @@ class GenerationPlan(msgspec.Struct, frozen=True):
 
     def reader(self) -> AnswerReader | None:
         """The reader of one choice's text. None: it is text and nothing else."""
-        return self.format.reader(self.chat_prompt, self.tools) if self.format is not None else None
+        reader = self.format.reader(self.chat_prompt, self.tools) if self.format is not None else None
+        return NotesCalls(reader, self.called) if reader is not None and self.called is not None else reader
 
     def reasoning_tokens(self, choices: Sequence[Choice]) -> int | None:
         """None: nothing is known of how the model reasons."""
@@ -298,6 +304,9 @@ def _plan(
         logprobs = 0  # an answer with them waits for the prefill node's report, which the prompt's come with
     context = model.max_model_len
     specs: list[SequenceSpec] = []
+    is_turn = best_of == 1 and len(prompts) == 1  # else there is no one answer that a next turn goes on from
+    job_id = caller.job_id if is_turn else None
+    reads_calls = answer_format is not None and answer_format.call_writing is not None
     sampling: SamplingParams | None = None
     for prompt in prompts:
         # Without a node there is no context to check against; the dispatcher says that there is none.
@@ -329,6 +338,8 @@ def _plan(
                     priority=caller.priority(request.priority),
                     cache_salt=caller.cache_salt(request.cache_salt),
                     session=caller.session,
+                    job_id=job_id,
+                    is_last_step=caller.is_last_step,
                     trace=caller.trace,
                     arrived=caller.arrived,
                 )
@@ -348,6 +359,7 @@ def _plan(
         format=answer_format,
         chat_prompt=chat_prompt,
         tools=tools,
+        called=[] if job_id is not None and reads_calls else None,
         only_echo=max_tokens == 0,
     )
 

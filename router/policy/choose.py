@@ -84,6 +84,20 @@ def _session_affinity(
     return by_id[first_by_rendezvous(by_id, request.session)], "its session"
 
 
+def _home_first(rank: Ranker) -> Ranker:
+    """Where a job's last turn is pinned the next one begins with its KV, and is first in line."""
+
+    def ranked(
+        nodes: Sequence[NodeSnapshot], request: RoutingRequest, decode: bool
+    ) -> tuple[NodeSnapshot, str]:
+        for node in nodes:
+            if node.node_id in request.home:
+                return node, "its job's last turn is there"
+        return rank(nodes, request, decode)
+
+    return ranked
+
+
 _RANKERS: dict[PolicyName, Ranker] = {
     PolicyName.LEAST_WAIT: _least_wait,
     PolicyName.ROUND_ROBIN: _round_robin,
@@ -108,6 +122,8 @@ def decide(
     name: PolicyName,
     local_prefill: LocalPrefill,
 ) -> RoutingDecision:
+    if request.home:
+        rank = _home_first(rank)
     prefill_nodes = [node for node in pools.prefill if node.node_id not in request.avoid]
     decode_nodes = [node for node in pools.decode if node.node_id not in request.avoid]
 

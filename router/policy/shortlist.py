@@ -106,6 +106,12 @@ class Lane:
         views = self.views
         return tuple([views[name] for name in names])
 
+    def at_home(self, listed: tuple[NodeSnapshot, ...], request: RoutingRequest) -> tuple[NodeSnapshot, ...]:
+        """The home of the request's job is ranked too, if it is here."""
+        there = {view.node_id for view in listed}
+        names = (name for name in request.home if name in self.views and name not in there)
+        return (*listed, *self.pick(names))
+
 
 class Shortlist:
     def __init__(self) -> None:
@@ -148,7 +154,10 @@ class Shortlist:
         decode = listed(self, self.decode, request, cached)
         if any(view.status.left_out for view in decode):  # some prefill nodes will not do
             return self.every_node(handover_s)
-        return PoolSnapshot(listed(self, self.prefill, request, cached), decode, handover_s)
+        prefill = listed(self, self.prefill, request, cached)
+        if request.home:
+            prefill, decode = self.prefill.at_home(prefill, request), self.decode.at_home(decode, request)
+        return PoolSnapshot(prefill, decode, handover_s)
 
     def _by_turn(
         self, lane: Lane, request: RoutingRequest, cached: CachedPrefixes

@@ -69,6 +69,8 @@ class RoutingRequest(msgspec.Struct, frozen=True):
     cached: Mapping[str, int] = {}  # node id: leading prompt tokens that it likely has cached
     loading_s: Mapping[str, float] = {}  # node id: how long it needs to load what of these lies in its tiers
     session: str | None = None
+    # The nodes where the last turn of its job keeps its KV, which a request without that job would wait for.
+    home: frozenset[str] = frozenset()
     turn: int = 0  # counts requests, for policies that take turns
     avoid: frozenset[str] = frozenset()  # nodes that failed this request before
     mirror: NodeInfo | None = None  # copied its blocks from a node that is gone

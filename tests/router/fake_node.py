@@ -34,6 +34,7 @@ from tandem.wire.requests import (
     TokenChunk,
     ToNode,
     TransferRole,
+    TurnEnded,
 )
 from tandem.wire.sampling import FinishReason, TokenLogprobs
 from tandem.wire.tracing import ClockReading, NodeTrace, Span, TracePhase
@@ -90,12 +91,14 @@ class FakeNode:
         model: str = "fake",
         max_model_len: int = 2048,
         mirrors: bool = False,
+        pin_seconds: float = 0.0,
         vectors: VectorModel | None = None,
     ) -> None:
         self.role = role
         self.board = board
         self.submits: list[Submit] = []
         self.cancels: list[str] = []
+        self.ended_turns: list[TurnEnded] = []
         self.pings = 0
         self.asks = 0
         # What it does wrong, set by tests.
@@ -132,6 +135,7 @@ class FakeNode:
             block_size=4,
             tier_endpoint=f"tier://{node_id}" if mirrors else "",
             mirrors=mirrors,
+            pin_seconds=pin_seconds,
             vectors=vectors,
         )
         self._channel.listen(self._on_message, begun=self._list_requests, replaced=lambda endpoint: None)
@@ -242,6 +246,8 @@ class FakeNode:
                 self.answers.follow(message)
             elif isinstance(message, EndAnswer):
                 self._end_answer(message)
+            elif isinstance(message, TurnEnded):
+                self.ended_turns.append(message)
             else:
                 self.pings += 1
                 self._send_status(message.reply_to)

@@ -1,0 +1,131 @@
+"""Turns of an agent's job: how a client names them, where they go, and what nodes hear of the tools that they call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tandem.router.config import PolicyName
+from tandem.router.policy.shortlist import Shortlist
+from tandem.router.text.tokenizer import Tokenizer
+from tandem.wire.nodes import Role
+from tests.router.conftest import RunningRouter, StartRouter
+from tests.router.fake_node import scripted
+from tests.router.test_router_policy import ask, decide, names, node, pools
+from tests.router.test_router_shortlist import Nothing
+from tests.router.test_router_tools import HERMES, WEATHER
+
+ASKED: dict[str, Any] = {"model": "fake", "messages": [{"role": "user", "content": "x"}], "max_tokens": 400}
+
+
+def start_pinning(start_router: StartRouter, pairs: int = 1, **settings: Any) -> RunningRouter:
+    router = start_router(prefill=0, decode=0, **settings)
+    for index in range(pairs):
+        router.add(f"p{index}", Role.PREFILL, pin_seconds=60.0)
+        router.add(f"d{index}", Role.DECODE, pin_seconds=60.0)
+    router.wait_ready()
+    return router
+
+
+@pytest.mark.parametrize(
+    ("headers", "fields", "expected"),
+    [
+        ({}, {}, (None, False)),
+        ({"X-Job-Id": "j", "X-Last-Step": "true"}, {}, ("j", True)),
+        ({"X-Job-Id": "other"}, {"job_id": "j", "is_last_step": True}, ("j", True)),
+        ({"X-Last-Step": "1"}, {"job_id": "j", "is_last_step": False}, ("j", False)),
+        ({"X-Session-Id": "s"}, {}, ("s", False)),
+        ({"X-Session-Id": "s", "X-Job-Id": "j"}, {}, ("j", False)),
+        ({}, {"prompt_cache_key": "k"}, ("k", False)),
+        ({"X-Job-Id": "j"}, {"n": 2}, (None, False)),
+    ],
+)
+def test_a_job_is_named_by_field_header_or_session(start_router: StartRouter, headers, fields, expected):
+    router = start_router()
+    answer = router.client.post(
+        "/v1/chat/completions", json={**ASKED, "max_tokens": 2, **fields}, headers=headers
+    )
+    assert answer.status_code == 200, answer.text
+    submits = [submit for one in router.nodes.values() for submit in one.submits]
+    assert {(submit.job_id, submit.is_last_step) for submit in submits} == {expected}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_nodes_that_pin_hear_which_tools_were_called(
+    start_router: StartRouter, tokenizer: Tokenizer, end_token: int, stream: bool
+):
+    script = [*tokenizer.encode("I look. " + HERMES, special=False), end_token]
+    router = start_pinning(start_router, rule=scripted(script))
+    assert router.chat(tools=[WEATHER], stream=stream, job_id="j").status_code == 200
+    for there in router.nodes.values():
+        there.wait_until(lambda there=there: bool(there.ended_turns), "a word about the turn")  # type: ignore[misc]
+        (ended,) = there.ended_turns
+        assert (ended.job_id, ended.called) == ("j", ["weather"])
+        assert ended.request_id == there.submits[0].request_id
+
+
+def test_nodes_hear_nothing_of_last_steps_of_other_requests_and_where_nothing_is_pinned(
+    start_router: StartRouter,
+):
+    pinning, other = start_pinning(start_router), start_router()
+    for fields in ({}, {"job_id": "j", "is_last_step": True}, {"job_id": "j", "n": 2}):
+        assert pinning.chat(max_tokens=2, **fields).status_code == 200
+    assert other.chat(max_tokens=2, job_id="j").status_code == 200
+    assert pinning.chat(max_tokens=2, job_id="the end").status_code == 200
+    for there in pinning.nodes.values():
+        there.wait_until(lambda there=there: bool(there.ended_turns), "a word about the turn")  # type: ignore[misc]
+        assert [ended.job_id for ended in there.ended_turns] == ["the end"]
+    assert not any(node.ended_turns for node in other.nodes.values())
+
+
+def test_the_next_turn_goes_where_the_last_one_is_pinned(start_router: StartRouter):
+    router = start_pinning(start_router, pairs=3)
+    places = set()
+    for turn in range(6):
+        answer = router.chat(f"another text in every turn {turn}", max_tokens=2, job_id="j")
+        places.add(answer.headers["x-tandem-nodes"])
+        if turn:
+            assert "its job's last turn is there" in answer.headers["x-tandem-decision"]
+    assert len(places) == 1
+    (place,) = places
+    gone = place.split("decode=")[1]
+    router.remove(gone).kill()
+    answer = router.chat("and on", max_tokens=2, job_id="j")
+    assert answer.status_code == 200
+    assert gone not in answer.headers["x-tandem-nodes"]
+
+
+def test_after_a_last_step_a_job_has_no_home(start_router: StartRouter):
+    router = start_pinning(start_router)
+    for fields in ({}, {"is_last_step": True}):
+        router.chat(max_tokens=2, job_id="j", **fields)
+    answer = router.chat(max_tokens=2, job_id="j")
+    assert "last turn" not in answer.headers["x-tandem-decision"]
+
+
+@pytest.mark.parametrize("name", list(PolicyName))
+def test_every_policy_sends_a_turn_home(name: PolicyName):
+    nodes = pools(node("p1"), node("p2", waiting_tokens=500), node("d1"), node("d2", running=3))
+    home = frozenset({"p2", "d2"})
+    assert names(decide(nodes, ask(home=home), name)) == ("p2", "d2")
+    assert names(decide(nodes, ask(home=home, avoid=home), name)) == ("p1", "d1")
+    assert names(decide(nodes, ask(home=frozenset({"gone"})), PolicyName.LEAST_WAIT)) == ("p1", "d1")
+
+
+@pytest.mark.parametrize("name", list(PolicyName))
+def test_home_is_ranked_among_a_thousand(name: PolicyName):
+    shortlist = Shortlist()
+    for index in range(500):
+        shortlist.put(node(f"p{index}"))
+        shortlist.put(node(f"d{index}", running=index))
+    request = ask(home=frozenset({"p420", "d499"}))
+    snapshot = shortlist.of(name, request, Nothing(), None)
+    assert names(decide(snapshot, request, name)) == ("p420", "d499")
+
+
+def test_room_counts_what_is_only_pinned():
+    """It gives way: a pinned turn must not keep its own next turn at the router."""
+    full = node("d1", running=1, free_blocks=2, pinned_blocks=8)
+    assert full.room_blocks == 10
+    assert full.has_room(16 * 10)
