@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from tandem.decode_node.node import DecodeRules
+from tandem.engine.config import SchedulerConfig, SchedulingPolicy
 from tandem.engine.core import Engine
 from tandem.engine.structured.grammars import Grammars
 from tandem.node.config import NodeConfig, NodeTimeouts
@@ -101,6 +102,7 @@ class Node:
         grammars: Grammars | None = None,
         grammar_s: float = 10.0,
         ahead: bool = False,
+        scheduler: SchedulerConfig | None = None,
     ) -> None:
         # A context so long that a request without an end of its own outlives any test.
         self.runner = FakeRunner(num_blocks=30_000, max_model_len=100_000)
@@ -113,7 +115,9 @@ class Node:
             NodeConfig(node_id="n0", role=rules.role, timeouts=timeouts),
             epoch=7,
             rules=rules,
-            engine=Engine(make_scheduler(self.runner), self.runner, None, ahead=ahead, debug=True),
+            engine=Engine(
+                make_scheduler(self.runner, config=scheduler), self.runner, None, ahead=ahead, debug=True
+            ),
             mailbox=mailbox,
             line=self.outgoing,
             grammars=grammars,
@@ -485,3 +489,19 @@ def test_a_vectors_deadline_and_its_cancel(node: Node) -> None:
     assert chunk.error.code == "deadline_exceeded"
     node.service.receive(Ping(reply_to=ROUTER))
     node.outgoing.status_where(lambda status: status.free_blocks == status.total_blocks)
+
+
+def test_a_pin_ends_while_the_node_sleeps() -> None:
+    """The loop wakes for it: no request has to come."""
+    made = Node(
+        DecodeRules(Role.DECODE),
+        scheduler=SchedulerConfig(policy=SchedulingPolicy.CONTINUUM, pin_seconds=0.05),
+    )
+    try:
+        made.submit(prompt=200, job_id="j")
+        made.service.receive(Ping(reply_to=ROUTER))
+        made.outgoing.until_finished("r")
+        status = made.outgoing.status_where(lambda s: s.counters.pins_ended == {"time": 1})
+        assert (status.pinned_requests, status.free_blocks) == (0, status.total_blocks)
+    finally:
+        made.service.stop()
