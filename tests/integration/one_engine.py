@@ -42,13 +42,18 @@ class OneEngine:
         scheduler: SchedulerConfig | None = None,
         memory_bytes: int = 512 << 20,
         prefix_caching: bool = False,
+        checkpoint_tokens: int = 256,
         tiers: Sequence[TierConfig] = (),
         shares: bool = False,
     ) -> OneEngine:
         """`shares`: its tier in host memory reads those of others, and mirrors."""
         woken, epoch = threading.Event(), next(epochs)
         cache = CacheConfig(
-            block_size=block_size, memory_bytes=memory_bytes, prefix_caching=prefix_caching, hash_seed="t"
+            block_size=block_size,
+            memory_bytes=memory_bytes,
+            prefix_caching=prefix_caching,
+            checkpoint_tokens=checkpoint_tokens,
+            hash_seed="t",
         )
         scheduler = scheduler or SchedulerConfig()
         runner = load_runner(ModelConfig(path=str(model), dtype="float32", threads=1), cache, scheduler)

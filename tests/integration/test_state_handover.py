@@ -47,7 +47,13 @@ Answers = Callable[[str], tuple[Path, list[list[int]]]]
 
 
 def start(
-    model: Path, name: str, transfer: TransferConfig | None, *, ahead: bool, block_size: int = 4
+    model: Path,
+    name: str,
+    transfer: TransferConfig | None,
+    *,
+    ahead: bool,
+    block_size: int = 4,
+    prefix_caching: bool = False,
 ) -> OneEngine:
     return OneEngine.start(
         model,
@@ -61,6 +67,8 @@ def start(
             async_scheduling=AsyncScheduling.ALWAYS if ahead else AsyncScheduling.NEVER,
         ),
         memory_bytes=4 << 20,
+        prefix_caching=prefix_caching,
+        checkpoint_tokens=8,
     )
 
 
@@ -111,6 +119,38 @@ def test_the_answer_is_that_of_one_engine(
     finally:
         producer.engine.shutdown()
         consumer.engine.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("model", "direction"), [("qwen3.5", "push"), ("recurrent-gemma", "pull"), ("mamba", "push")]
+)
+def test_a_conversation_goes_on_from_states_that_were_kept(
+    model: str, direction: str, answers: Answers
+) -> None:
+    """On the prefill node, where the last turn's prompt was read, and on a decode node that has read it once itself: the states of the
+    handover are those that count."""
+    path, _ = answers(model)
+    transfer = TransferConfig(direction=direction, checksums=ChecksumPolicy.ALL)  # type: ignore[arg-type]
+    alone = start(path, f"alone-{model}", None, ahead=False)
+    producer = start(path, f"p-turns-{model}", transfer, ahead=True, prefix_caching=True)
+    consumer = start(path, f"c-turns-{model}", transfer, ahead=False, prefix_caching=True)
+    engines = (alone, producer, consumer)
+    try:
+        conversation = prompts()[-1][:40]
+        assert consumer.answer("before", conversation, 3) == alone.answer("before", conversation, 3)
+        for turn in range(3):
+            expected = alone.answer(f"t{turn}", conversation, NEW_TOKENS)
+            assert hand_over(producer, consumer, f"t{turn}", conversation, NEW_TOKENS) == expected
+            conversation = [*conversation, *expected, 5 + turn]
+        found = [engine.engine.scheduler.stats().prompt_tokens_cached for engine in engines]
+        assert found == [0, 36 + 48, 3 * 36]
+        for engine in engines:
+            engine.engine.scheduler.check_integrity()
+            stats = engine.engine.scheduler.stats()
+            assert stats.free_blocks == stats.total_blocks
+    finally:
+        for engine in engines:
+            engine.engine.shutdown()
 
 
 @pytest.mark.parametrize("direction", ["push", "pull"])
