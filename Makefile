@@ -6,7 +6,8 @@
 #                    phase, half greedy, half seeded). Then the controller killed ten times in three ways, and the control
 #                    plane away for ten minutes, twice (about 35 minutes). Then every fault of a KV transfer, 100 times for
 #                    each connector and direction (about 15 minutes)
-#                    And the disk tier: 10,000 crashes of a disk that tears, 50 nodes killed while they store (about 2 minutes)
+#                    And the disk tier: 10,000 crashes of a disk that tears, 50 nodes killed while they store (about 2 minutes);
+#                    10,000 steps without a leak, and streams whose connections are reset thirty times (about 3 minutes)
 # make test-hosts    `ray up` on several hosts made of network namespaces; needs root, and installs the Debian packages
 #                    that it lacks (about 20 minutes)
 # make test-lab    every fault that a network or a machine can have, on five hosts made of network namespaces; needs root;
@@ -71,6 +72,8 @@ test-faults: install
 		-n 8 --dist worksteal --timeout 3600 \
 		tests/kvtransfer/test_faults.py tests/kvtransfer/test_peer_faults.py tests/kvtransfer/test_random_frames.py
 	TANDEM_CRASHES=10000 TANDEM_KILLS=50 $(BIN)/python -m pytest -q tests/kvtransfer/test_tier_disk.py
+	TANDEM_STEPS=10000 TANDEM_RESETS=30 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow \
+		tests/engine/test_long_run.py tests/router/test_router_resets.py
 
 # Beside the environment, not in it: with Triton there torch would compile for a GPU that is not there.
 test-gpu-packages: install

@@ -137,7 +137,7 @@ def measure(
     times = run_tandem(engine, work, say)
     say("the card's limits")
     dtype = getattr(torch, info.dtype)
-    limits = measure_limits(dtype, device, torch.get_num_threads())
+    limits = measure_limits(dtype, device, torch.get_num_threads(), roughly=arguments.dry_run)
     kv_bytes = runner.kv_cache[0].numel() * runner.kv_cache.element_size() // cache.block_size
     rows = compare(times, limits, read_costs(path, dtype, kv_bytes * len(info.groups)))
     say("choosing tokens")

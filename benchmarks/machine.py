@@ -15,11 +15,14 @@ class MachineLimits(msgspec.Struct, frozen=True):
 
 
 def measure_limits(
-    dtype: torch.dtype, device: torch.device, threads: int, seconds: float = 1.0
+    dtype: torch.dtype, device: torch.device, threads: int, seconds: float = 1.0, *, roughly: bool = False
 ) -> MachineLimits:
-    """The best of many tries: a limit is what is reached when nothing else is in the way."""
+    """The best of many tries: a limit is what is reached when nothing else is in the way. `roughly`: with small matrices, where
+    the figure is not what counts; a CPU without bfloat16 takes seconds for a large one."""
     torch.set_num_threads(threads)
     rows, size, wide = (512, 2048, 8192) if device.type == "cpu" else (8192, 8192, 16384)
+    if roughly:
+        rows, size, wide = 64, 512, 2048
     left = torch.randn(rows, size, device=device).to(dtype)
     right = torch.randn(size, size, device=device).to(dtype)
     matrix = torch.randn(wide, wide, device=device).to(dtype)

@@ -1,37 +1,135 @@
-"""KV events for programs that are not Tandem's, as vLLM publishes them: over ZMQ, numbered, and kept for a while to be asked for again.
+"""KV events for programs that are not Tandem's, as vLLM publishes them: over ZMQ's PUB and ROUTER, numbered, and kept for a while to be
+asked for again.
 
 A message has three frames: topic, number (eight bytes, big-endian), batch. A subscriber that has missed some sends a number to the replay
 endpoint; it gets the batch with this number and all later ones that are kept, and then the number -1 with no batch.
+
+Everything between our own processes goes through `wire.sockets`. Subscribers speak another protocol and know no keys, so this shares
+nothing with those, not even ZMQ's I/O thread.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import threading
 import time
+from collections import deque
 from collections.abc import Sequence
+from itertools import islice
 
 import msgspec
+import zmq
 
+from tandem.wire.errors import ConfigurationError
 from tandem.wire.kv_events import KVEvent, KVEventBatch
-from tandem.wire.publishing import Publisher
+
+logger = logging.getLogger(__name__)
+
+NAME = "cache.events"
+SEND_QUEUE_FRAMES = 100_000
+# A further process of the machine that is told the same endpoint takes the next free port.
+PORTS_TRIED = 64
+MAX_REQUEST_BYTES = 64
+END = (-1).to_bytes(8, "big", signed=True)
 
 
 class KVEventPublisher:
-    """`publish` is called from one thread."""
+    """`publish` is called from one thread; who asks for what it missed is answered by another."""
 
     def __init__(self, endpoint: str, replay_endpoint: str, topic: str, kept: int) -> None:
-        self._publisher = Publisher(endpoint, replay_endpoint, topic.encode(), kept, name="cache.events")
+        self._topic = topic.encode()
         self._encoder = msgspec.msgpack.Encoder()
-
-    @property
-    def endpoint(self) -> str:
-        return self._publisher.endpoint
-
-    @property
-    def replay_endpoint(self) -> str:
-        return self._publisher.replay_endpoint
+        self._kept: deque[bytes] = deque(maxlen=kept)
+        self._number = 0  # of the next message
+        self._lock = threading.Lock()
+        self._closed = False
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        with contextlib.ExitStack() as undo:
+            undo.callback(context.term)
+            self._socket = context.socket(zmq.PUB)
+            undo.callback(self._socket.close, 0)
+            self._socket.setsockopt(zmq.SNDHWM, SEND_QUEUE_FRAMES)
+            self.endpoint = _bind(self._socket, endpoint)
+            self.replay_endpoint = ""
+            self._thread: threading.Thread | None = None
+            if replay_endpoint:
+                self._replay = context.socket(zmq.ROUTER)
+                undo.callback(self._replay.close, 0)
+                self._replay.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
+                self._replay.setsockopt(zmq.SNDHWM, 2 * kept)
+                self.replay_endpoint = _bind(self._replay, replay_endpoint)
+                self._stop = context.socket(zmq.PAIR)
+                undo.callback(self._stop.close, 0)
+                self._stop.bind(f"inproc://stop-publisher-{id(self)}")
+                self._stopper = context.socket(zmq.PAIR)
+                undo.callback(self._stopper.close, 0)
+                self._stopper.connect(f"inproc://stop-publisher-{id(self)}")
+                self._thread = threading.Thread(target=self._answer, name=f"{NAME}-replay", daemon=True)
+                self._thread.start()
+            self._undo = undo.pop_all()
+        logger.info(
+            "%s: published at %s, asked for again at %s",
+            NAME,
+            self.endpoint,
+            self.replay_endpoint or "no place",
+        )
 
     def publish(self, events: Sequence[KVEvent]) -> None:
-        self._publisher.publish(self._encoder.encode(KVEventBatch(time.time(), list(events))))
+        """A subscriber that does not read loses what does not fit into its queue, and sees it by the numbers."""
+        message = self._encoder.encode(KVEventBatch(time.time(), list(events)))
+        with self._lock:
+            number = self._number
+            self._number += 1
+            self._kept.append(message)
+        self._socket.send_multipart((self._topic, number.to_bytes(8, "big"), message), zmq.NOBLOCK)
+
+    def _answer(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._replay, zmq.POLLIN)
+        poller.register(self._stop, zmq.POLLIN)
+        while self._stop not in dict(poller.poll()):
+            try:
+                self._answer_one(self._replay.recv_multipart())
+            except zmq.ZMQError as error:
+                logger.warning("a subscriber that asked for what it missed got no answer: %s", error)
+
+    def _answer_one(self, frames: list[bytes]) -> None:
+        if len(frames) != 3 or len(frames[2]) != 8:
+            return
+        asker, wanted = frames[0], int.from_bytes(frames[2], "big")
+        with self._lock:
+            first = self._number - len(self._kept)
+            kept = list(islice(self._kept, max(0, wanted - first), None))
+            number = self._number - len(kept)
+        for message in kept:
+            self._replay.send_multipart((asker, b"", number.to_bytes(8, "big"), message), zmq.NOBLOCK)
+            number += 1
+        self._replay.send_multipart((asker, b"", END, b""), zmq.NOBLOCK)
 
     def close(self) -> None:
-        self._publisher.close()
+        """Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._thread is not None:
+            self._stopper.send(b"")
+            self._thread.join(5)
+        self._undo.close()
+
+
+def _bind(socket: zmq.Socket[bytes], endpoint: str) -> str:
+    address, _, port = endpoint.rpartition(":")
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.IPV6, "[" in endpoint)
+    for further in range(PORTS_TRIED):
+        try:
+            socket.bind(f"{address}:{int(port) + further}")
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EADDRINUSE:
+                raise ConfigurationError(f"{NAME}: cannot publish at {endpoint}: {error}") from error
+        else:
+            return str(socket.getsockopt_string(zmq.LAST_ENDPOINT))
+    raise ConfigurationError(
+        f"{NAME}: cannot publish at {endpoint}: this port and the {PORTS_TRIED - 1} after it are taken"
+    )

@@ -16,7 +16,6 @@ Floor 1: imports nothing of ours. Everything is msgspec; nothing here or above e
     sharing     node -> node: how one copies KV out of another's tier in host memory
     logs        what a process writes to its log, for people or for machines
     listening   whether a process still listens at an address, asked of its machine's kernel
-    publishing  numbered messages to any subscriber, for programs that are not ours
     endpoints   where a process is reached: its address, and the key that it must hold
     curve       who may speak to this process: its key pair, the keys that it admits, and the doorkeeper who compares
     sockets     inboxes (received by a thread, or by an event loop) and the Outbox (sends, from any thread), on libzmq

@@ -5,10 +5,9 @@ when they first need it; it ends when either leaves. What is to be sent is annou
 receive, and no kernel on a device, for something that may never come.
 
 options    `transfer.options`
-messages   what the two ends of a pair say to each other, beside the bytes
 group      torch.distributed: a group of two, deadlines, errors translated into ours
 pool       the KV cache as units: gathered before they are sent, scattered when they arrive; which blocks a peer may write
-pair       the two ends of a pair, a thread each
+pair       the two ends of a pair, a thread each, and what they say to each other beside the bytes
 transport  all of it as a `kvtransfer.protocol.transport.Transport`
 """
 

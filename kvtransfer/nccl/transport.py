@@ -13,9 +13,18 @@ import msgspec
 
 from tandem.kvtransfer.base import KVCacheMemory
 from tandem.kvtransfer.nccl.group import choose_backend
-from tandem.kvtransfer.nccl.messages import Announce, Landed, Leave, Open, PairMessage, Rendezvous
 from tandem.kvtransfer.nccl.options import NcclOptions
-from tandem.kvtransfer.nccl.pair import PairCallee, PairCaller, PairContext
+from tandem.kvtransfer.nccl.pair import (
+    Announce,
+    Landed,
+    Leave,
+    Open,
+    PairCallee,
+    PairCaller,
+    PairContext,
+    PairMessage,
+    Rendezvous,
+)
 from tandem.kvtransfer.nccl.pool import BlockGate, CacheUnits
 from tandem.kvtransfer.protocol.transport import HandleId, Move, RemoteId, Transport
 from tandem.wire.endpoints import parse_endpoint

@@ -80,7 +80,7 @@ def test_it_runs_through_on_a_cpu(
     monkeypatch.setattr(gpu, "QUICK_PREFILLS", (16,))
     monkeypatch.setattr(gpu, "QUICK_DECODES", ((2, 16),))
     monkeypatch.setattr(gpu, "PARITY_SHAPE", SMALL)
-    monkeypatch.setattr(gpu, "measure_limits", lambda *_: MachineLimits(1e12, 1e10))
+    monkeypatch.setattr(gpu, "measure_limits", lambda *_, **__: MachineLimits(1e12, 1e10))
     out = tmp_path / "figures.json"
     monkeypatch.setattr(sys, "argv", ["gpu", "--device", "cpu", "--model", str(path), "--json", str(out)])
     assert gpu.main() == 0

@@ -20,9 +20,8 @@ import torch
 
 from tandem.kvtransfer.base import KVCacheMemory
 from tandem.kvtransfer.nccl.group import Group, StoreServer
-from tandem.kvtransfer.nccl.messages import Announce, Open, Rendezvous
 from tandem.kvtransfer.nccl.options import NcclOptions
-from tandem.kvtransfer.nccl.pair import PairCallee
+from tandem.kvtransfer.nccl.pair import Announce, Open, PairCallee, Rendezvous
 from tandem.kvtransfer.nccl.transport import NcclTransport
 from tandem.kvtransfer.protocol.transport import HandleId, Move, Operation, RemoteId
 from tandem.wire.errors import ConfigurationError, TransferError
