@@ -5,9 +5,8 @@ free_queue      the blocks that no request uses, in order of eviction
 pool            all blocks: owners, hashes, eviction
 hashing         hashes of full blocks
 events          which hashes appeared and vanished, for routers
-group_manager   the block tables of one group; its kinds are
-                full_attention, sliding_window, chunked and state_slots;
-                checkpoints says which states are kept
+group_manager   the block tables of one group; attention_kinds: full, with a sliding window, chunked; state_slots: recurrent,
+                and checkpoints says which states are kept
 coordinator     one answer from several groups
 manager         what the scheduler calls: find a prefix, get slots, give them back
 """
